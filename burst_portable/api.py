@@ -156,7 +156,7 @@ def partial_attention(
     Args:
         q: ``[B, Sq, Hq, D]``, dtypes and strides as in `attention`.
         k, v: ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``; Sk may differ from Sq.
-        tiles: which rows see which columns, in local indices (see `planning.tiles.banded_box`); disjoint. Rows of a
+        tiles: which rows see which columns, in local indices (see `planning.tiles.make_tile`); disjoint. Rows of a
             tile may see nothing.
         scale, softcap, kernel: as in `attention`.
 

@@ -159,7 +159,7 @@ def _pass(
         "moves": plan.moves(name),
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
-        "bytes_a_hop": _largest_hop(pass_plan, ranks) if plan.nodes > 1 or not plan.heads else None,
+        "bytes_a_hop": _largest_hop(pass_plan, ranks) if plan.ring_size > 1 or not plan.heads else None,
         "memory": {
             "shard": _shard(plan, name, pass_plan, ranks),
             "in_flight": max(c.blocks_held for c in costs),

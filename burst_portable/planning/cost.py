@@ -8,18 +8,17 @@ time; it knows no contention and no slow neighbour, so it ranks plans rather tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from burst_portable.layout import Layout
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.messages import exchanges, local_block_size, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Move, to_pack
+from burst_portable.planning.row_order import keeps_rank_order
 from burst_portable.planning.schedule import Compute, Step
 
 Size = Callable[[Move], int]
@@ -43,7 +42,6 @@ _PIECE_STARTED = 52  # an out made by `numerics.surrogate_out`, where queries tr
 
 PICKED_BATCHES = 4
 """The most batch rows that are sent as strips from where they lie; larger batches are packed."""
-_SEGMENTS = 2  # the most that a rank may hold if rows of head shards are computed as they arrive
 
 
 def packed_bytes(sends: Iterable[Move], size: Size, rank: int, done: set[tuple[int, int]]) -> int:
@@ -106,53 +104,6 @@ def summed_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int, traits: Ke
     return _SUMMED * p.batch * (queries + keys)
 
 
-def comes_in_order(plan: Plan, traits: KernelTraits) -> bool:
-    """Whether a head shard is computed as it arrives, rank after rank; else its rows are put in natural order first.
-
-    It is if that order is the natural one. It also is if ranks hold few segments and the kernel takes any tiles in one
-    launch: many segments would make too many tiles. But not if rows that nobody needs are left out between nodes: more
-    rows can be left out in natural order. Nor if that order makes a box or a causal square, on which the kernel is
-    faster.
-
-    plan: one whose head shards are in natural order.
-    """
-    trims = any(part.trims for _, part in plan.passes())
-    square = traits.prefers_square and _is_square(plan)
-    return _in_order(plan.call.layout, plan.head_parallel_size, traits.splits_tiles or trims or square)
-
-
-def in_rank_order(plan: Plan, traits: KernelTraits) -> Plan:
-    """Return the plan with rows of head shards left as they arrive, rank after rank.
-
-    It stays as it is if that would make too many tiles, or if the kernel prefers a square that the natural order makes.
-    """
-    if not comes_in_order(plan, traits):
-        return plan
-    queries, keys = (layout.joined(plan.head_parallel_size) for layout in (plan.call.layout, plan.call.k_layout))
-    joined = replace(plan.forward.call, layout=queries, kv_layout=keys)
-    return replace(plan, forward=replace(plan.forward, call=joined), backward=replace(plan.backward, call=joined))
-
-
-def _is_square(plan: Plan) -> bool:
-    """Whether a rank computes a box or a causal square and no more, in natural order."""
-    compute = plan.forward.alone(0)
-    if compute is None or compute.count != 1:
-        return False
-    (tile,) = compute.tiles
-    return tile.hi >= tile.q_stop - 1 - tile.k_start  # no window
-
-
-@lru_cache(maxsize=64)
-def _in_order(layout: Layout, inner: int, few_tiles: bool) -> bool:
-    """Between nodes, segments with steps stay as they arrive: see `Layout.sorted`. Several steps cannot meet."""
-    one_step = len({s.step for shard in layout.shards for s in shard}) == 1
-    if one_step and not few_tiles and max(map(len, layout.shards)) <= _SEGMENTS:
-        return True
-    if inner == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
-        return False
-    return all(a.start < b.start for shard in layout.joined(inner).shards for a, b in pairwise(shard))
-
-
 class Resharded(NamedTuple):
     """Bytes for one group of heads: see `runtime.head_parallel`.
 
@@ -183,7 +134,7 @@ def resharded_bytes(
         p.layout.count(rank) * plan.head_parallel_size,
         plan.forward.call.layout.count(rank // plan.head_parallel_size),
     )
-    as_it_comes = comes_in_order(plan, traits)
+    as_it_comes = keeps_rank_order(plan, traits)
     groups = []
     for there, back in exchanges(plan, pass_name):
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))
@@ -446,7 +397,7 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
     for at, (_, back), traffic in zip(arrivals, moving, passes, strict=True):
         line.wait_until(at)
         line.read_and_write(traffic.computed)
-        if plan.nodes > 1:
+        if plan.ring_size > 1:
             _walk(line, pass_plan, pass_name, rank, rates)
         else:
             line.launch(work)

@@ -227,14 +227,19 @@ def _rows(move: Move) -> int:
     return move.rows[1] - move.rows[0]
 
 
-class Exchange(NamedTuple):
-    """What a rank gets from every other rank that divides heads with it, and sends to it, for one group of heads."""
+class ExchangeFields(NamedTuple):
+    """What a row of the messages between ranks that divide heads holds, for one group of heads.
+
+    Attributes:
+        before: Fields that come to head shards before the computation.
+        after: Fields that go back after it; each has a message of its own.
+    """
 
     before: tuple[Field, ...]
     after: tuple[Field, ...]
 
 
-def exchanges(plan: Plan, pass_name: PassName) -> list[Exchange]:
+def exchanges(plan: Plan, pass_name: PassName) -> list[ExchangeFields]:
     """Return the exchanges around the computation of each group of heads; none if heads are not divided."""
     if plan.heads is None:
         return []
@@ -248,9 +253,9 @@ def exchanges(plan: Plan, pass_name: PassName) -> list[Exchange]:
         itemsize = data if pass_name == "forward" else gradients
         kv = Field(part.kv_heads, d, itemsize), Field(part.kv_heads, dv, itemsize)
         if pass_name == "forward":
-            found.append(Exchange((q, *(kv if group.first else ())), (out,)))
+            found.append(ExchangeFields((q, *(kv if group.brings_kv else ())), (out,)))
         else:
-            found.append(Exchange((out,), (q, *(kv if group.last else ()))))
+            found.append(ExchangeFields((out,), (q, *(kv if group.returns_kv else ()))))
     return found
 
 
@@ -288,7 +293,7 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
     offsets: dict[Move, int] = {}
     sizes = []
     for (_, pass_plan), most in zip(plan.passes(), exchanged, strict=True):
-        for target in range(plan.call.ranks if plan.nodes > 1 else 0):
+        for target in range(plan.call.ranks if plan.ring_size > 1 else 0):
             found, end = _places(pass_plan, target, max(exchanged))
             most = max(most, end)
             for move, offset in found.items():

@@ -10,9 +10,9 @@ leaves, and what is computed::
 It needs no device and no torch: it can be made, printed, priced and verified for any number of ranks on any machine.
 A rank's steps are made when they are asked for, so planning one rank of a thousand costs one rank's time.
 
-A block is one rank's shard of one side, and that rank is its owner: see `moves`. Where heads are resharded inside nodes
-and blocks travel between nodes, ranks with the same place in their nodes form a ring, and all these rings do the same;
-a block is then what a rank has after the reshard.
+A block is one rank's shard of one side, and that rank is its owner: see `routes`. Where heads are resharded inside
+nodes and blocks travel between nodes, ranks with the same place in their nodes form a ring, and all these rings do the
+same; a block is then what a rank has after the reshard.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from burst_portable.planning.routes import Move, Needs, Route, Side
 from burst_portable.planning.schedule import BlockTiles, Compute, Steps, divided, merged_rows, renamed, scheduled
 from burst_portable.planning.tiles import BlockPairs, Tiles
 
-Span = tuple[int, int]
+HeadRange = tuple[int, int]
 """[first, past) among the heads that a rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """What a rank computes in one launch.
+    """Heads that a rank computes together, while those of the next group arrive and of the previous one leave.
 
     Attributes:
-        queries, keys: its query heads, and the K/V heads that they read.
-        first, last: whether this is the first, or the last, group that reads these K/V heads: K and V arrive with the
-            first, dK and dV leave after the last.
+        q_heads: Its query heads.
+        kv_heads: The K/V heads that they read. Several groups may share one K/V head.
+        brings_kv: Whether K and V of these heads arrive with it: it is the first group that reads them.
+        returns_kv: Whether dK and dV of these heads leave after it: it is the last group that reads them.
     """
 
-    queries: Span
-    keys: Span
-    first: bool
-    last: bool
+    q_heads: HeadRange
+    kv_heads: HeadRange
+    brings_kv: bool
+    returns_kv: bool
 
 
 def heads_of(rank: int, ranks: int, heads: int) -> slice:
@@ -170,60 +171,60 @@ class PassPlan:
             self._merged[rank] = merged_rows(steps, self.call.layout.count(rank // self.stride))
         return self._merged[rank]
 
-    def _make(self, rank: int) -> Steps:
-        """The steps of one member. From here down, `rank` is a member's number."""
-        inputs = list(self._inputs(rank))
+    def _make(self, member: int) -> Steps:
+        """The steps of one member of the ring. From here on, all numbers are of members: see `stride`."""
+        inputs = list(self._inputs(member))
         owners: dict[int, list[int]] = defaultdict(list)  # by step, of the blocks that it computes with
-        for owner in (*range(rank), *range(rank + 1, self.call.ranks), rank):  # see `Compute`
-            if self._needs(owner, rank):
-                owners[self.route.step(owner, rank)].append(owner)
-        computes = {step: self._compute(tuple(ranks), rank) for step, ranks in owners.items()}
-        last = self.route.step(rank, rank)
+        for owner in (*range(member), *range(member + 1, self.call.ranks), member):  # see `Compute`
+            if self._needs(owner, member):
+                owners[self.route.step(owner, member)].append(owner)
+        computes = {step: self._compute(tuple(blocks), member) for step, blocks in owners.items()}
+        last = self.route.step(member, member)
         may_divide = last in computes and len(computes) > 1 and len(computes[last].blocks) == 1
         if may_divide and (parts := divided(computes[last], self.route.before)):
             computes[0], computes[last] = parts
-        return scheduled(rank, inputs, computes, list(self._results(rank)))
+        return scheduled(member, inputs, computes, list(self._results(member)))
 
-    def _compute(self, owners: tuple[int, ...], rank: int) -> Compute:
-        """A rank's launch at one step, with blocks that lie one after the other."""
+    def _compute(self, owners: tuple[int, ...], member: int) -> Compute:
+        """What a member computes at one step, with blocks that lie one after the other."""
         blocks: list[BlockTiles] = []
         before = 0
         for owner in owners:
-            first, past = self._rows(owner, rank)
+            first, past = self._rows(owner, member)
             shift = (0, before - first) if self.side == "kv" else (before - first, 0)
-            blocks.append(BlockTiles(self._tiles(owner, rank), *shift))
+            blocks.append(BlockTiles(self._tiles(owner, member), *shift))
             before += past - first
-        q_owners, k_owners = ((rank,), owners) if self.side == "kv" else (owners, (rank,))
+        q_owners, k_owners = ((member,), owners) if self.side == "kv" else (owners, (member,))
         return Compute(q_owners, k_owners, tuple(blocks))
 
-    def _tiles(self, owner: int, rank: int) -> Tiles:
-        return self._pairs.tiles(rank, owner) if self.side == "kv" else self._pairs.tiles(owner, rank)
+    def _tiles(self, owner: int, member: int) -> Tiles:
+        return self._pairs.tiles(member, owner) if self.side == "kv" else self._pairs.tiles(owner, member)
 
-    def _rows(self, owner: int, rank: int) -> tuple[int, int]:
-        """[start, stop) of the owner's rows that this rank gets: the ones it needs, or all if it hands them on."""
-        if owner == rank or not self.trims:
+    def _rows(self, owner: int, member: int) -> tuple[int, int]:
+        """[start, stop) of the owner's rows that this member gets: the ones it needs, or all if it hands them on."""
+        if owner == member or not self.trims:
             layout = self.call.k_layout if self.side == "kv" else self.call.layout
             return 0, layout.count(owner)
-        box = self._tiles(owner, rank).box
+        box = self._tiles(owner, member).box
         return box[2:] if self.side == "kv" else box[:2]
 
     @property
     def trims(self) -> bool:
-        """Whether a rank is sent only the rows that it needs, and sends back only their gradients."""
+        """Whether a member is sent only the rows that it needs, and sends back only their gradients."""
         return self.route.trims and (self.results is None or self.results.trims)
 
-    def _inputs(self, rank: int) -> Iterator[Move]:
-        """Blocks that a rank receives, and blocks that it sends: its own, and those that it hands on."""
+    def _inputs(self, member: int) -> Iterator[Move]:
+        """Blocks that a member receives, and blocks that it sends: its own, and those that it hands on."""
         for owner in range(self.call.ranks):
-            if owner != rank and (move := self._input(owner, rank)):
+            if owner != member and (move := self._input(owner, member)):
                 yield move
-            for target in self.route.targets(owner, rank):
+            for target in self.route.targets(owner, member):
                 move = self._input(owner, target)
-                if move and move.source == rank:
+                if move and move.source == member:
                     yield move
 
     def _input(self, owner: int, target: int) -> Move | None:
-        """The move that brings a block to a rank; None if it need not come."""
+        """The move that brings a block to a member; None if it need not come."""
         arrival = self.route.arrival(self._needs, owner, target)
         if arrival is None:
             return None
@@ -231,25 +232,25 @@ class PassPlan:
         step = self.route.step(owner, target)
         return Move(self.side, owner, source, target, issue, step, self._rows(owner, target))
 
-    def _results(self, rank: int) -> Iterator[Move]:
-        """Gradients of foreign blocks that a rank sends, and gradients that come to it."""
+    def _results(self, member: int) -> Iterator[Move]:
+        """Gradients of foreign blocks that a member sends, and gradients that come to it."""
         if self.results is None:
             return
         for other in range(self.call.ranks):
-            if other == rank:
+            if other == member:
                 continue
-            if move := self._result(other, rank):
+            if move := self._result(other, member):
                 yield move
             # What comes here: gradients of our own block, which the other made; and of the other's block, from the
             # neighbour whose sum gets ours added before it goes on.
-            feeder = self.results.feeder(other, rank)
-            for owner, source in ((rank, other), (other, feeder)):
+            feeder = self.results.feeder(other, member)
+            for owner, source in ((member, other), (other, feeder)):
                 move = self._result(owner, source) if source is not None else None
-                if move and move.target == rank:
+                if move and move.target == member:
                     yield move
 
     def _result(self, owner: int, source: int) -> Move | None:
-        """The move of the gradients of a block away from a rank; None if it makes none."""
+        """The move of the gradients of a block away from a member; None if it makes none."""
         if self.results is None or not self._needs(owner, source):
             return None
         target = self.results.departure(self._needs, owner, source)
@@ -329,14 +330,14 @@ class Plan:
     @property
     def direct(self) -> bool:
         """Whether every message goes straight from the rank that made it to the one that uses it."""
-        if self.nodes == 1 and self.heads:
+        if self.ring_size == 1 and self.heads:
             return True
         return self.forward.trims and self.backward.trims
 
     @property
     def moves_beside_kernels(self) -> bool:
         """Whether messages are under way while kernels compute."""
-        whole_exchanges = self.heads is not None and self.nodes == 1 and self.groups == 1
+        whole_exchanges = self.heads is not None and self.ring_size == 1 and self.groups == 1
         return self.call.ranks > 1 and not whole_exchanges
 
     @property
@@ -350,8 +351,8 @@ class Plan:
         return self.heads.groups if self.heads else 1
 
     @property
-    def nodes(self) -> int:
-        """Return the number of sets of ranks that divide heads among themselves; all ranks if heads are not divided."""
+    def ring_size(self) -> int:
+        """Return the number of members of a ring: all ranks, the nodes under usp, 1 under ulysses."""
         return self.forward.call.ranks
 
     def travels(self, pass_name: PassName) -> str:
@@ -359,14 +360,14 @@ class Plan:
         side = self.pass_plan(pass_name).side
         if not self.heads:
             return side
-        return f"heads+{side}" if self.nodes > 1 else "heads"
+        return f"heads+{side}" if self.ring_size > 1 else "heads"
 
     def moves(self, pass_name: PassName) -> str:
         """Return how blocks travel, by the name that the command line and printed plans use."""
         name = self.pass_plan(pass_name).route.name
         if not self.heads:
             return name
-        return f"all_to_all, {name}" if self.nodes > 1 else "all_to_all"
+        return f"all_to_all, {name}" if self.ring_size > 1 else "all_to_all"
 
     def what_travels(self, pass_name: PassName) -> str:
         """Return what travels in a pass, in words."""

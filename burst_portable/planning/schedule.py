@@ -23,9 +23,10 @@ class BlockTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """One kernel launch: a rank's own block of one side with one or several blocks of the other.
+    """One call of `Kernel`: a rank's own block of one side with one or several blocks of the other.
 
     Several blocks lie one after the other in memory, in the order of their owners here: the rank's own is the last.
+    Where heads are divided, a block holds the rows of all ranks that divide them, for one group of this rank's heads.
     """
 
     q_owners: tuple[int, ...]
@@ -39,7 +40,10 @@ class Compute:
 
     @property
     def label(self) -> str:
-        """Its name in traces and printed plans: q1 x kv0, or q1 x kv0+3 for several."""
+        """Its name in traces and printed plans: q1 x kv0, or q1 x kv0+3 for several.
+
+        Under ulysses there is one, which means all tokens of the sequence, for a group of this rank's heads.
+        """
         q, k = ("+".join(map(str, owners)) for owners in (self.q_owners, self.k_owners))
         return f"q{q} x kv{k}"
 
@@ -91,9 +95,9 @@ class Compute:
 class Step:
     """What a rank does at one step, in this order.
 
-    1. wait for `arrivals`; 2. post `sends` and `receives`; 3. compute with what came, in one launch; 4. wait for
-    `result_arrivals` and add them; 5. post `result_sends` and `result_receives`; 6. let go of blocks that no later
-    step uses.
+    1. wait for `arrivals`; 2. post `sends` and `receives`; 3. compute with what came, in one call of the kernel;
+    4. wait for `result_arrivals` and add them; 5. post `result_sends` and `result_receives`; 6. let go of blocks that
+    no later step uses.
     """
 
     index: int

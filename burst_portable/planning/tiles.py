@@ -1,9 +1,10 @@
-"""Tiles: the one place where a mask meets a layout.
+"""Tiles: the one place where tiles are made of a mask and a layout.
 
-A `Tile` is a box of *local* rows and columns of one pair of blocks, with a band across it in local indices; a kernel is
-launched on a list of tiles. The tiles of a pair are disjoint, no row or column of a tile is empty, and neighbours whose
-union is again one banded box are fused: causal work under zigzag and striped layouts is one tile per step, as in code
-written by hand for it::
+The mask says which global positions see each other; the layout says which positions a block holds. A `Tile` is a box
+of *local* rows and columns of one pair of blocks, with a band across it in local indices; a kernel is launched on a
+list of tiles. The tiles of a pair are disjoint, no row or column of a tile is empty, and neighbours whose union is
+again one banded box are fused: causal work under zigzag and striped layouts is one tile per step, as in code written by
+hand for it::
 
     zigzag, rank 1 of 2 against itself: chunks 1 and 2 of 4        keys    1   2
                                                             queries 1      ◣          three tiles, fused
@@ -34,7 +35,10 @@ _FUSE_PAIRWISE = 16  # with more, only neighbours are tried: hundreds of documen
 
 
 def make_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Box | None:
-    """The part of a box that a band lets through, without empty rows and columns; None if nothing is seen."""
+    """The part of a box that a band lets through, without empty rows and columns; None if nothing is seen.
+
+    `make_tile` returns the same as a `Tile`: boxes are tuples while there are many, since those are made faster.
+    """
     # Comparisons, where min and max would be calls: this runs for every region of every pair of blocks.
     least, most = q_start - k_stop + 1, q_stop - 1 - k_start
     if lo < least:
@@ -165,7 +169,7 @@ class Tile:
 
     def clipped(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Tile | None:
         """The part of it inside a box, without empty rows and columns; None if there is none."""
-        return banded_box(
+        return make_tile(
             max(self.q_start, q_start),
             min(self.q_stop, q_stop),
             max(self.k_start, k_start),
@@ -270,7 +274,7 @@ def covered(ranges: Iterable[tuple[int, int]]) -> int:
     return held
 
 
-def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Tile | None:
+def make_tile(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Tile | None:
     """The tile of a box and a band; None if the band leaves nothing of the box.
 
     Args:
@@ -301,7 +305,7 @@ def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
         t = Tile(*(n for n in numbers if n is not None))
         if not (0 <= t.q_start < t.q_stop <= rows and 0 <= t.k_start < t.k_stop <= columns and t.lo <= t.hi):
             raise ShapeError("a tile is empty or reaches past its block", got=t, allowed=allowed)
-        if seen := banded_box(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi):
+        if seen := make_tile(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi):
             made.append(seen)
     boxes = [Region(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi) for t in made]
     if pair := first_overlap(sorted(boxes, key=lambda r: r.q_start)):
@@ -324,7 +328,7 @@ class BlockPairs:
 
     def __init__(self, mask: Mask, queries: Sequence[Sequence[Segment]], keys: Sequence[Sequence[Segment]]) -> None:
         self._mask, self._queries, self._keys = mask, queries, keys
-        self._rows: dict[int, list[_Rows]] = {}
+        self._rows: dict[int, list[_RegionRows]] = {}
         self._searches: dict[int, _KeySearch] = {}
         self._seen: dict[tuple[int, int], bool] = {}
         self._tiles: dict[tuple[int, int], Tiles] = {}
@@ -333,7 +337,7 @@ class BlockPairs:
         """Whether any query of one rank sees any key of the other."""
         pair = q_owner, k_owner
         if pair not in self._seen:
-            self._seen[pair] = next(self._boxes(q_owner, k_owner), None) is not None
+            self._seen[pair] = next(self._pair_boxes(q_owner, k_owner), None) is not None
         return self._seen[pair]
 
     def tiles(self, q_owner: int, k_owner: int) -> Tiles:
@@ -343,22 +347,23 @@ class BlockPairs:
         if found is None:  # read once: another thread, planning for another rank, may clear the dict
             if len(self._tiles) >= _PAIRS_KEPT:
                 self._tiles.clear()
-            self._tiles[pair] = found = Tiles(Tile(*box) for box in fused(list(self._boxes(q_owner, k_owner))))
+            self._tiles[pair] = found = Tiles(Tile(*box) for box in fused(list(self._pair_boxes(q_owner, k_owner))))
         return found
 
     def area(self, q_owner: int, k_owner: int) -> int:
         """How many (query, key) pairs of two blocks the mask lets through, without making tiles."""
-        return sum(map(box_area, self._boxes(q_owner, k_owner)))
+        return sum(map(box_area, self._pair_boxes(q_owner, k_owner)))
 
-    def _boxes(self, q_owner: int, k_owner: int) -> Iterator[Box]:
+    def _pair_boxes(self, q_owner: int, k_owner: int) -> Iterator[Box]:
+        """The boxes of one rank's queries against the other's keys, before they are fused."""
         if q_owner not in self._rows:
-            self._rows[q_owner] = list(_rows(self._mask, self._queries[q_owner]))
+            self._rows[q_owner] = list(_region_rows(self._mask, self._queries[q_owner]))
         if k_owner not in self._searches:
             self._searches[k_owner] = _KeySearch(self._keys[k_owner])
-        return _boxes(self._rows[q_owner], self._searches[k_owner])
+        return _visible_boxes(self._rows[q_owner], self._searches[k_owner])
 
 
-class _Rows(NamedTuple):
+class _RegionRows(NamedTuple):
     """The rows of a segment of queries that lie in a region, and the positions of the keys that they may see."""
 
     region: Region
@@ -370,21 +375,23 @@ class _Rows(NamedTuple):
     last_key: int
 
 
-def _rows(mask: Mask, queries: Sequence[Segment]) -> Iterator[_Rows]:
+def _region_rows(mask: Mask, queries: Sequence[Segment]) -> Iterator[_RegionRows]:
+    """The rows of a block of queries, once for each region in which they lie."""
     offset = 0
     for q in queries:
         first, last = q.start, q.last
         for region in mask.regions_of_rows(first, last + 1):
             start, stop = q.within(region.q_start, region.q_stop)
             keys = max(region.k_start, first - region.hi), min(region.k_stop - 1, last - region.lo)
-            yield _Rows(region, q, offset, offset + start, offset + stop, *keys)
+            yield _RegionRows(region, q, offset, offset + start, offset + stop, *keys)
         offset += q.count
 
 
-def _boxes(rows: Iterable[_Rows], keys: _KeySearch) -> Iterator[Box]:
+def _visible_boxes(rows: Iterable[_RegionRows], keys: _KeySearch) -> Iterator[Box]:
+    """The boxes in which rows see a block of keys: at most one for each region and each segment of keys."""
     for some in rows:
         for k, k_offset in keys.between(some.first_key, some.last_key):
-            if box := _box(some, k, k_offset):
+            if box := _visible_box(some, k, k_offset):
                 yield box
 
 
@@ -407,7 +414,7 @@ class _KeySearch:
         return self._pairs[bisect_left(self._lasts, first) : bisect_right(self._starts, last)]
 
 
-def _box(rows: _Rows, k: Segment, k_offset: int) -> Box | None:
+def _visible_box(rows: _RegionRows, k: Segment, k_offset: int) -> Box | None:
     """The box in which rows of one region see one segment of keys; None if they see nothing of it."""
     region, q, q_offset, q_start, q_stop, _, _ = rows
     if region.k_start > k.last or region.k_stop <= k.start:

@@ -45,8 +45,8 @@ def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
     """
     p, inner = plan.call, split.ranks
     wrong = []
-    if inner * plan.nodes != p.ranks:
-        wrong.append(f"{plan.nodes} nodes of {inner} ranks are not {p.ranks} ranks")
+    if inner * plan.ring_size != p.ranks:
+        wrong.append(f"{plan.ring_size} nodes of {inner} ranks are not {p.ranks} ranks")
     for name, pass_plan in plan.passes():
         part = pass_plan.call
         for before, after in ((p.layout, part.layout), (p.k_layout, part.k_layout)):
@@ -58,8 +58,9 @@ def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
             wrong.append(f"{name}: {pass_plan.stride} ranks with {heads} query heads each are not {p.heads} heads")
             continue
         for group in plan.head_groups:
-            if group.keys[1] - group.keys[0] != part.kv_heads:
-                wrong.append(f"{name}: query heads {group.queries} read K/V heads {group.keys}, not {part.kv_heads}")
+            first, past = group.kv_heads
+            if past - first != part.kv_heads:
+                wrong.append(f"{name}: query heads {group.q_heads} read K/V heads {first, past}, not {part.kv_heads}")
         for place in range(inner):
             kept = heads_of(place, inner, p.kv_heads)
             if (place * heads // readers, ((place + 1) * heads - 1) // readers + 1) != (kept.start, kept.stop):

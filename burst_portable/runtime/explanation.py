@@ -147,7 +147,7 @@ def _moves(plan: Plan) -> dict[str, str]:
         if plan.call.ranks == 1:
             return "nothing, one rank holds all"
         how = plan.moves(name)
-        if plan.heads and plan.nodes > 1:
+        if plan.heads and plan.ring_size > 1:
             how += f", nodes of {plan.head_parallel_size} ranks"
         if plan.groups > 1:
             how += f", {plan.groups} groups of heads"

@@ -9,7 +9,7 @@
 To heads: for a group of heads a rank gets one message from every other rank, with the rows of all tensors side by side.
 The sender packs each tensor in one copy, or sends it from where it lies (`Transport.supports_strided_sends`). What
 arrives lies rank after rank, and is used in place if the plan takes rows in that order
-(`planning.cost.in_rank_order`).
+(`planning.row_order.with_rank_order`).
 
 Back: one message per tensor, sent as the kernel left it if its rows already lie in the order of ranks; the receiver
 puts the ranks' heads together in one copy. Every exchange runs in the background until it is waited for.
@@ -32,7 +32,7 @@ from burst_portable.layout import Layout, Segment
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.planning.cost import PICKED_BATCHES
 from burst_portable.planning.messages import Field, head_room
-from burst_portable.planning.plans import HeadGroup, Span, heads_of
+from burst_portable.planning.plans import HeadGroup, HeadRange, heads_of
 from burst_portable.runtime.executor import backward_rows, forward_rows
 from burst_portable.runtime.prepared_call import Executor, PreparedCall
 
@@ -70,7 +70,7 @@ class Reshard:
         """A context around packing and unpacking, for the profiler."""
         return self._observer.copies(self.device, 0, backward=self._backward)
 
-    def to_heads(self, parts: Sequence[tuple[Tensor, Span]]) -> ToHeads:
+    def to_heads(self, parts: Sequence[tuple[Tensor, HeadRange]]) -> ToHeads:
         """Start bringing all rows of some of this rank's heads here, of tensors ``[B, S_rank, H, D]`` of one dtype."""
         like = parts[0][0]
         fields = [Field(past - first, x.shape[3], x.itemsize) for x, (first, past) in parts]
@@ -93,7 +93,7 @@ class Reshard:
             exchange.copy_own()
         return ToHeads(self, exchange, whole, fields, like.shape[0], leaving)
 
-    def _packed(self, parts: Sequence[tuple[Tensor, Span]], fields: Sequence[Field], row: int) -> Tensor:
+    def _packed(self, parts: Sequence[tuple[Tensor, HeadRange]], fields: Sequence[Field], row: int) -> Tensor:
         """``[ranks, S_rank, row]``: for each rank its heads; `row` in bytes."""
         like = parts[0][0]
         packed = like.new_empty(self.size, like.shape[1], row // like.itemsize)
@@ -106,7 +106,7 @@ class Reshard:
                     numerics.copy(owned.unsqueeze(1), into.view(len(owned), -1, *into.shape[1:]))
         return packed
 
-    def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]], *, alone: bool) -> ToSequence:
+    def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, HeadRange]], *, alone: bool) -> ToSequence:
         """Start bringing home what was computed for some heads.
 
         Args:
@@ -184,7 +184,7 @@ class ToSequence:
     """Parts of results on their way home."""
 
     def __init__(
-        self, reshard: Reshard, exchange: Exchange, came: list[tuple[Tensor, Tensor, Span]], sends: list[Parts]
+        self, reshard: Reshard, exchange: Exchange, came: list[tuple[Tensor, Tensor, HeadRange]], sends: list[Parts]
     ) -> None:
         self._reshard, self._exchange, self._came, self._sends = reshard, exchange, came, sends
 
@@ -242,7 +242,7 @@ def _strips(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     itemsize: int,
-    heads: Span,
+    heads: HeadRange,
     at: int,
     row: int,
 ) -> tuple[Strip, ...]:
@@ -306,7 +306,7 @@ def _lying(rows: Tensor, fields: Sequence[Field], batch: int) -> Iterator[tuple[
         at += field.size(batch) // rows.itemsize
 
 
-def _of_owners(x: Tensor, owners: int, heads: Span) -> Tensor:
+def _of_owners(x: Tensor, owners: int, heads: HeadRange) -> Tensor:
     """``[B, S, H, D]`` -> a view ``[owners, S, B, h, D]``: of each owner's heads, the span `heads`."""
     batch, rows, count, dim = x.shape
     step_batch, step_row, step_head, step = x.stride()
@@ -377,7 +377,7 @@ class HeadExecutor(Executor):
         """See `Executor`. What is kept are five tensors for each group of heads, over all rows."""
         groups = prepared.plan.head_groups
         reshard = Reshard(prepared, q.device, backward=False)
-        coming = [reshard.to_heads([(q, g.queries), *((x, g.keys) for x in (k, v) if g.first)]) for g in groups]
+        coming = [reshard.to_heads([(q, g.q_heads), *((x, g.kv_heads) for x in (k, v) if g.brings_kv)]) for g in groups]
         out = q.new_empty((*q.shape[:3], v.shape[-1]))
         lse = q.new_empty((*q.shape[:3], 1), dtype=accumulation_dtype(q.dtype)) if prepared.with_lse else None
         saved: list[Saved] = []
@@ -387,9 +387,9 @@ class HeadExecutor(Executor):
             group_sinks = None if sinks is None else sinks[_own_heads(prepared, group)]
             group_out, group_lse = forward_rows(prepared, queries, keys, values, group_sinks)
             group_out = group_out.to(q.dtype)
-            home: list[tuple[Tensor, Tensor, Span]] = [(group_out, out, group.queries)]
+            home: list[tuple[Tensor, Tensor, HeadRange]] = [(group_out, out, group.q_heads)]
             if lse is not None:
-                home.append((group_lse.transpose(1, 2).unsqueeze(-1), lse, group.queries))
+                home.append((group_lse.transpose(1, 2).unsqueeze(-1), lse, group.q_heads))
             leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
             arriving.wait_sent()
             if keep:
@@ -411,7 +411,7 @@ class HeadExecutor(Executor):
             dout = saved[0].new_zeros((p.batch, rows, p.heads, p.value_dim))
         dout = arrived(dout)
         reshard = Reshard(prepared, dout.device, backward=True)
-        coming = [reshard.to_heads([(dout, group.queries)]) for group in groups]
+        coming = [reshard.to_heads([(dout, group.q_heads)]) for group in groups]
         sizes = ((p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.value_dim))
         dq, dk, dv = (dout.new_empty((*dout.shape[:2], *size)) for size in sizes)
         dsinks = None if sinks is None else torch.zeros_like(sinks)
@@ -421,10 +421,10 @@ class HeadExecutor(Executor):
         for group, arriving, (q, k, v, out, lse) in zip(groups, coming, kept, strict=True):
             (group_dout,) = arriving.wait()
             group_dq, *group_dkv = backward_rows(prepared, BackwardInputs(group_dout, q, k, v, lse, out))
-            dkv = tuple(group_dkv) if group.first else _sum(dkv, group_dkv)
-            home: list[tuple[Tensor, Tensor, Span]] = [(group_dq, dq, group.queries)]
-            if group.last:
-                home += [(dkv[0], dk, group.keys), (dkv[1], dv, group.keys)]
+            dkv = tuple(group_dkv) if group.brings_kv else _sum(dkv, group_dkv)
+            home: list[tuple[Tensor, Tensor, HeadRange]] = [(group_dq, dq, group.q_heads)]
+            if group.returns_kv:
+                home += [(dkv[0], dk, group.kv_heads), (dkv[1], dv, group.kv_heads)]
             leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
             arriving.wait_sent()
             if sinks is not None and dsinks is not None:
@@ -444,7 +444,7 @@ def _own_heads(prepared: PreparedCall, group: HeadGroup) -> slice:
     """Return the group's heads among all query heads."""
     plan = prepared.plan
     start = heads_of(prepared.transport.rank % plan.head_parallel_size, plan.head_parallel_size, plan.call.heads).start
-    return slice(start + group.queries[0], start + group.queries[1])
+    return slice(start + group.q_heads[0], start + group.q_heads[1])
 
 
 def _copied(saved: Sequence[Saved], came: Sequence[ToHeads]) -> list[Saved]:

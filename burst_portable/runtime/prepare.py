@@ -24,9 +24,9 @@ from burst_portable.layout import Layout, contiguous
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import in_rank_order
 from burst_portable.planning.messages import inboxes
 from burst_portable.planning.plans import Plan
+from burst_portable.planning.row_order import with_rank_order
 from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
 from burst_portable.runtime.prepared_call import Executor, PreparedCall
@@ -251,7 +251,7 @@ def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
     """Return the plan as it suits a kernel: rows of head shards stay as they arrive if it takes any tiles at once."""
     if not plan.heads or kernel.traits.splits_tiles:
         return plan
-    return in_rank_order(plan, kernel.traits)
+    return with_rank_order(plan, kernel.traits)
 
 
 def _strategy(
@@ -281,7 +281,7 @@ def _call_signature(
     """
     p, forward, backward = plan.call, plan.forward, plan.backward
     narrow = ", narrow gradients" if plan.backward.narrow else ""
-    inside = f" in nodes of {plan.head_parallel_size}" if plan.heads and plan.nodes > 1 else ""
+    inside = f" in nodes of {plan.head_parallel_size}" if plan.heads and plan.ring_size > 1 else ""
     moves = f"{plan.strategy}{inside} by {plan.moves('forward')} with {plan.travels('backward')} backward{narrow}"
     routes = (
         plan.heads,
@@ -317,7 +317,7 @@ def _call_signature(
 
 def _order_of_rows(plan: Plan, kernel: Kernel) -> HashedValue:
     """Return the order in which a node's rows go to other nodes: kernels differ in the order that they want."""
-    if not plan.heads or plan.nodes == 1:
+    if not plan.heads or plan.ring_size == 1:
         return hashed_value("none are put together", ())
     layout = plan.forward.call.layout
     return hashed_value(f"in the order that the kernel {kernel.name!r} takes", layout.shards)

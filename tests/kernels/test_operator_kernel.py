@@ -11,7 +11,7 @@ import burst_portable as bp
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.kernels.operator_kernel import causal_squares, causal_window
 from burst_portable.layout import make_layout
-from burst_portable.planning.tiles import Tile, banded_box, find_tiles
+from burst_portable.planning.tiles import Tile, find_tiles, make_tile
 
 
 def boxes(length):
@@ -21,7 +21,7 @@ def boxes(length):
             shards = make_layout(layout, length, ranks, mask).shards
             yield from (tile for a in shards for b in shards for tile in find_tiles(mask, a, b))
     for rows, columns, lo, width in itertools.product((1, 2, 5), (1, 3, 6), range(-6, 5), range(7)):
-        if tile := banded_box(3, 3 + rows, 2, 2 + columns, 1 + lo, 1 + lo + width):
+        if tile := make_tile(3, 3 + rows, 2, 2 + columns, 1 + lo, 1 + lo + width):
             yield tile
 
 

@@ -13,7 +13,7 @@ REPLACED = {
     # The compiler cannot be asked for both guesses of what a graph keeps.
     ("runtime/test_graph_ops.py", "_keeps_copies"),
     # Counts the boxes that are computed, a cost that no result shows.
-    ("planning/test_tiles.py", "_box"),
+    ("planning/test_tiles.py", "_visible_box"),
 }
 """(file, private name of the package that it replaces): three lines at most."""
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 import burst_portable as bp
-from burst_portable.layout import Layout, Segment
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.cost import comes_in_order, rank_cost, resharded_bytes
+from burst_portable.planning.cost import rank_cost, resharded_bytes
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.registry import make_strategy
 
@@ -59,31 +58,3 @@ def test_what_uneven_ranks_reshard():
         mixed = bp.plan(seq_len=53, ranks=3, **USUAL | {"layout": "zigzag"}, strategy="ulysses")
         (told,) = resharded_bytes(mixed, "forward", rank, PIECES, picks=True)
         assert told == (0, 2 * 53 * 4 * row, 0, 2 * 3 * mixed.layout.count(rank) * row)
-
-
-MANY = Layout("many", 14, ((Segment(0, 2), Segment(6, 2), Segment(12, 2)), (Segment(2, 4), Segment(8, 4))))
-PARTLY = Layout("partly", 12, ((Segment(0, 4, 2),), (Segment(1, 4, 2), Segment(8, 4))))
-
-
-@pytest.mark.parametrize(
-    ("layout", "options", "in_pieces", "kept"),
-    [
-        ("contiguous", {}, True, True),
-        ("zigzag", {}, False, True),  # few segments a rank
-        ("zigzag", {}, True, False),
-        ("striped", {}, False, True),
-        ("striped", {}, True, False),
-        (PARTLY, {}, True, False),
-        (MANY, {}, False, False),  # of one rank
-        ("zigzag", {"inner": 2}, False, True),
-        ("zigzag", {"inner": 2, "transfer": "direct"}, False, False),  # in natural order more rows can be left out
-        ("striped", {"inner": 2}, True, True),  # a node's rows are interleaved with those of others anyway
-    ],
-    ids=str,
-)
-def test_which_rows_are_computed_in_the_order_of_ranks(layout, options, in_pieces, kept):
-    ranks = 4 if options else 2
-    length = layout.length if isinstance(layout, Layout) else 64
-    strategy = make_strategy("usp" if options else "ulysses", **options)
-    plan = bp.plan(seq_len=length, ranks=ranks, **USUAL | {"layout": layout}, strategy=strategy)
-    assert comes_in_order(plan, KernelTraits(splits_tiles=in_pieces)) == kept

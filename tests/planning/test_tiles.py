@@ -19,7 +19,7 @@ from burst_portable.errors import LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Segment, make_layout
 from burst_portable.mask import UNBOUNDED, Mask
 from burst_portable.planning import tiles
-from burst_portable.planning.tiles import BlockPairs, Tile, Tiles, banded_box, find_tiles, fused, make_box
+from burst_portable.planning.tiles import BlockPairs, Tile, Tiles, find_tiles, fused, make_box, make_tile
 
 sizes = st.integers(1, 9)
 bounds = st.integers(-12, 14)
@@ -35,9 +35,9 @@ def cells(tile: Tile) -> set[tuple[int, int]]:
 
 
 @given(st.integers(0, 5), sizes, st.integers(0, 5), sizes, bounds, bounds)
-def test_a_banded_box_keeps_every_cell_and_no_empty_row_or_column(q, rows, k, columns, lo, hi):
+def test_make_tile_keeps_every_cell_and_no_empty_row_or_column(q, rows, k, columns, lo, hi):
     box = {(i, j) for i in range(q, q + rows) for j in range(k, k + columns) if lo <= i - j <= hi}
-    tile = banded_box(q, q + rows, k, k + columns, lo, hi)
+    tile = make_tile(q, q + rows, k, k + columns, lo, hi)
     if tile is None:
         assert not box
         return
@@ -51,7 +51,7 @@ def test_a_banded_box_keeps_every_cell_and_no_empty_row_or_column(q, rows, k, co
 @given(st.integers(0, 9), sizes, st.integers(0, 9), sizes, bounds, bounds, st.integers(1, 5))
 def test_blocks_that_are_visited(q, rows, k, columns, lo, hi, block):
     """Of every block of rows: from the first column that one of them sees to the last, in whole blocks."""
-    tile = banded_box(q, q + rows, k, k + columns, lo, hi)
+    tile = make_tile(q, q + rows, k, k + columns, lo, hi)
     if tile is None:
         return
     seen = defaultdict(list)
@@ -64,7 +64,7 @@ def test_blocks_that_are_visited(q, rows, k, columns, lo, hi, block):
 @pytest.mark.parametrize(("lo", "hi"), [(0, UNBOUNDED), (0, 4096), (-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 5)])
 def test_blocks_of_long_tiles_are_estimated(lo, hi):
     """What one tile visits is close to what its halves do, whose blocks are counted."""
-    whole = banded_box(0, 16384, 0, 16384, lo, hi)
+    whole = make_tile(0, 16384, 0, 16384, lo, hi)
     parts = [whole.clipped(start, start + 8192, 0, 16384) for start in (0, 8192)]
     assert whole.visited(128) == pytest.approx(sum(part.visited(128) for part in parts), rel=0.02)
 
@@ -127,7 +127,7 @@ def test_fusing_gives_one_tile_a_step_for_causal_zigzag_and_striped():
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9, unique=True), st.integers(1, 4)
 )
 def test_fusing_never_changes_what_is_seen(corners, size):
-    made = [banded_box(a * size, (a + 1) * size, b * size, (b + 1) * size, -99, 99) for a, b in corners]
+    made = [make_tile(a * size, (a + 1) * size, b * size, (b + 1) * size, -99, 99) for a, b in corners]
     larger = [Tile(*box) for box in fused([astuple(tile) for tile in made])]
     assert len(larger) <= len(made)
     assert sorted(c for t in larger for c in cells(t)) == sorted(c for t in made for c in cells(t))
@@ -163,8 +163,8 @@ def test_queries_and_keys_of_different_steps_are_refused():
 
 def test_documents_by_the_hundred_are_searched(monkeypatch):
     """Only segments are brought together of which one sees something of the other."""
-    looked, box = [], tiles._box
-    monkeypatch.setattr(tiles, "_box", lambda *given: looked.append(box(*given)) or looked[-1])
+    looked, box = [], tiles._visible_box
+    monkeypatch.setattr(tiles, "_visible_box", lambda *given: looked.append(box(*given)) or looked[-1])
     mask = Mask.documents(range(0, 4001, 40))
     where = make_layout("document_zigzag", 4000, 4, mask)
     pairs = BlockPairs(mask, where.shards, where.shards)

@@ -17,7 +17,7 @@ from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.planning.cost import in_rank_order, plan_cost, reshard_bytes
+from burst_portable.planning.cost import plan_cost, reshard_bytes
 from burst_portable.planning.plans import can_group, head_groups
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import find_tiles
@@ -25,7 +25,6 @@ from burst_portable.planning.verify import verify
 from burst_portable.runtime.head_parallel import row_orders
 from burst_portable.runtime.prepare import Request, choose, describe
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.registry import make_strategy
 from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.seams import calls_with
 from tests.support.thread_peers import World, run_peers
@@ -139,25 +138,6 @@ def test_rows_stay_as_they_come_for_kernels_of_one_launch():
         assert plan.backward.call.k_layout == plan.forward.call.layout
 
 
-@pytest.mark.parametrize(
-    ("mask", "natural"),
-    [("causal", True), ("full", True), ("window:9", False), ("prefix:20", False), ("documents:0,20,64", False)],
-)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_rows_are_put_in_order_for_kernels_that_are_faster_on_squares(mask, natural, groups):
-    strategy = make_strategy("ulysses", head_groups=groups)
-    made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="zigzag", strategy=strategy)
-    as_it_comes = in_rank_order(made, KernelTraits())
-    assert as_it_comes is not made
-    assert in_rank_order(made, KernelTraits(prefers_square=True)) == (made if natural else as_it_comes)
-
-
-def test_rows_of_many_segments_are_put_in_order():
-    mask = Mask.documents(tuple(range(0, 65, 8)))
-    made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="document_zigzag", strategy="ulysses")
-    assert in_rank_order(made, KernelTraits()) is made
-
-
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 def test_rows_of_several_steps_are_put_in_order(kernel):
     """As they come they could not meet: a kernel that takes rows in any order refused what another one computed."""
@@ -184,9 +164,9 @@ def test_rows_of_several_steps_are_put_in_order(kernel):
 )
 def test_groups(heads, kv_heads, groups, keys, shared):
     made = head_groups(heads, kv_heads, groups)
-    assert [g.keys for g in made] == keys
-    assert [(g.first, g.last) for g in made] == shared
-    assert [g.queries for g in made] == [(i, i + heads // groups) for i in range(0, heads, heads // groups)]
+    assert [g.kv_heads for g in made] == keys
+    assert [(g.brings_kv, g.returns_kv) for g in made] == shared
+    assert [g.q_heads for g in made] == [(i, i + heads // groups) for i in range(0, heads, heads // groups)]
 
 
 def test_groups_that_cannot_be():

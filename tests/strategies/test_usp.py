@@ -10,10 +10,11 @@ import burst_portable as bp
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.layout import Layout, Segment
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.cost import in_rank_order, rank_cost
+from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.messages import inboxes
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.rates import Rates
+from burst_portable.planning.row_order import with_rank_order
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.auto import AutoStrategy
@@ -34,8 +35,8 @@ def test_nodes_of_every_size(inner, options):
         for layout in ("zigzag", "striped", "contiguous"):
             plan = make(inner=inner, mask=mask, layout=layout, kv_heads=12, **options)
             assert verify(plan) == []
-            assert verify(in_rank_order(plan, KernelTraits())) == []
-            assert (plan.head_parallel_size, plan.nodes) == (inner, 12 // inner)
+            assert verify(with_rank_order(plan, KernelTraits())) == []
+            assert (plan.head_parallel_size, plan.ring_size) == (inner, 12 // inner)
 
 
 def test_a_node_by_hand():

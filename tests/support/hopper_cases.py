@@ -14,7 +14,7 @@ from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import empty_state, finished, row_delta
-from burst_portable.planning.tiles import Tiles, banded_box, find_tiles
+from burst_portable.planning.tiles import Tiles, find_tiles, make_tile
 from burst_portable.runtime.executor import attend_first
 from tests.support.calls import settings
 
@@ -85,7 +85,7 @@ def making_way(monkeypatch, room):
 def seen_by_all(first, last):
     """Of 1030 keys, those [first, last) that the first 900 queries see, besides a window."""
     boxes = ((0, first, 0, 60), (first, last, -2000, 2000), (last, 1030, 0, 60))
-    tiles = (banded_box(0, 900, *box) for box in boxes)
+    tiles = (make_tile(0, 900, *box) for box in boxes)
     return Tiles(tile for tile in tiles if tile is not None)
 
 
@@ -176,7 +176,7 @@ def compare_rows_that_are_merged(dim, device):
     length, others, options = 500, 90, settings(scale=0.1)
     sizes = ((length, 4), (length + others, 2), (length + others, 2))
     q, k, v = (randn(2, rows, heads, dim, device=device, seed=i) for i, (rows, heads) in enumerate(sizes))
-    first, second = tiles_of("window:150", length), Tiles([banded_box(140, 200, 0, others, -20, 190)])
+    first, second = tiles_of("window:150", length), Tiles([make_tile(140, 200, 0, others, -20, 190)])
     for merged in ((128, 256), (0, 256), (128, length)):
         out = torch.full_like(q, torch.nan)
         state = attend_first(KERNEL, q, k[:, :length], v[:, :length], first, options, merged, out)

@@ -12,7 +12,7 @@ from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
 from burst_portable.planning.tiles import Tile, Tiles
 
 pytest.importorskip("triton")
-from burst_portable.planning.tiles import banded_box
+from burst_portable.planning.tiles import make_tile
 
 SEQ = 700
 
@@ -68,7 +68,7 @@ def random_tiles(seed: int) -> tuple[Tiles, np.ndarray]:
         least, most = box[0] - box[3] - 1, box[1] - box[2] + 1
         edges = sorted(rng.choice([least, most, rng.randint(least, most)]) for _ in range(rng.choice([2, 2, 4])))
         bands = zip(edges[::2], edges[1::2], strict=True)
-        made += [tile for first, past in bands if (tile := banded_box(*box, first, past - 1))]
+        made += [tile for first, past in bands if (tile := make_tile(*box, first, past - 1))]
     i, j = np.arange(rows)[:, None], np.arange(columns)
     seen = np.zeros((rows, columns), np.int8)
     for t in made:

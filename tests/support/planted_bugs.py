@@ -18,7 +18,7 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.numerics import Compensated, State
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.tiles import Tile, Tiles, banded_box
+from burst_portable.planning.tiles import Tile, Tiles, make_tile
 from tests.support.planted_transports import Through
 
 
@@ -83,7 +83,7 @@ class BandOffByOne(OtherTiles):
     def changed(self, tile):
         bounded = tile.hi < tile.q_stop - 1 - tile.k_start
         hi = tile.hi - 1 if bounded else tile.hi
-        return banded_box(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo, hi)
+        return make_tile(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo, hi)
 
 
 class FewBlocks(OtherTiles):
@@ -91,7 +91,7 @@ class FewBlocks(OtherTiles):
 
     def changed(self, tile):
         stop = min(tile.k_stop, tile.k_start + 512)
-        return banded_box(tile.q_start, tile.q_stop, tile.k_start, stop, tile.lo, tile.hi)
+        return make_tile(tile.q_start, tile.q_stop, tile.k_start, stop, tile.lo, tile.hi)
 
 
 class FewHeads(Around):
@@ -117,7 +117,7 @@ class BottomRight(OtherTiles):
         if tile.full or tile.rows == tile.columns:
             return tile
         shift = (tile.q_stop - tile.k_stop) - (tile.q_start - tile.k_start)
-        return banded_box(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo + shift, tile.hi)
+        return make_tile(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo + shift, tile.hi)
 
 
 class StaleKeys(Around):

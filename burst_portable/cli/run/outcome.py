@@ -125,7 +125,7 @@ def _asked(prepared: Prepared) -> Facts:
         "world_size": job.ranks,
         "strategy": plan.strategy,
         "strategy_requested": job.strategy,
-        "moves": {name: part.route.name for name, part in plan.passes()} if plan.nodes > 1 else None,
+        "moves": {name: part.route.name for name, part in plan.passes()} if plan.ring_size > 1 else None,
         "layout": job.layout,
         "seq_len": job.seq_len,
         "steps": job.steps,

@@ -161,7 +161,7 @@ def _travels(plan: Plan) -> str:
     """What goes where in each pass, in a few words."""
     if plan.call.ranks == 1:
         return "nothing travels"
-    if plan.heads and plan.nodes == 1:
+    if plan.heads and plan.ring_size == 1:
         return "rows for heads, all to all"
     inside = f"rows for heads in nodes of {plan.head_parallel_size}; " if plan.heads else ""
     return inside + ", ".join(

@@ -22,7 +22,7 @@ from burst_portable.conformance.running import run_kernel
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.tiles import Tile, Tiles, banded_box, find_tiles
+from burst_portable.planning.tiles import Tile, Tiles, find_tiles, make_tile
 from tests.support.calls import kernel_call, settings
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_every_small_tile_is_a_mode() -> None:
     """All boxes of up to 4 x 4 at an offset, with every band that there is: what a mode shows is the tile."""
     tried, modes = 0, set()
     for rows, columns, lo, hi in itertools.product(range(1, 5), range(1, 5), range(-4, 5), range(-4, 5)):
-        tile = banded_box(2, 2 + rows, 1, 1 + columns, lo + 1, hi + 1)
+        tile = make_tile(2, 2 + rows, 1, 1 + columns, lo + 1, hi + 1)
         if tile is None:
             continue
         (call,) = attention.operator_calls(Tiles([tile]), 1)

@@ -1,0 +1,59 @@
+"""Which plans are changed to rank order, by layout, mask, options and kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.layout import Layout, Segment
+from burst_portable.mask import Mask
+from burst_portable.planning.call import KernelTraits
+from burst_portable.planning.row_order import keeps_rank_order, with_rank_order
+from burst_portable.strategies.registry import make_strategy
+
+USUAL = {"heads": 6, "kv_heads": 6, "head_dim": 64, "mask": "full", "layout": "contiguous"}
+MANY = Layout("many", 14, ((Segment(0, 2), Segment(6, 2), Segment(12, 2)), (Segment(2, 4), Segment(8, 4))))
+PARTLY = Layout("partly", 12, ((Segment(0, 4, 2),), (Segment(1, 4, 2), Segment(8, 4))))
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "in_pieces", "kept"),
+    [
+        ("contiguous", {}, True, True),
+        ("zigzag", {}, False, True),  # few segments a rank
+        ("zigzag", {}, True, False),
+        ("striped", {}, False, True),
+        ("striped", {}, True, False),
+        (PARTLY, {}, True, False),
+        (MANY, {}, False, False),  # of one rank
+        ("zigzag", {"inner": 2}, False, True),
+        ("zigzag", {"inner": 2, "transfer": "direct"}, False, False),  # in natural order more rows can be left out
+        ("striped", {"inner": 2}, True, True),  # a node's rows are interleaved with those of others anyway
+    ],
+    ids=str,
+)
+def test_which_rows_are_computed_in_rank_order(layout, options, in_pieces, kept):
+    ranks = 4 if options else 2
+    length = layout.length if isinstance(layout, Layout) else 64
+    strategy = make_strategy("usp" if options else "ulysses", **options)
+    plan = bp.plan(seq_len=length, ranks=ranks, **USUAL | {"layout": layout}, strategy=strategy)
+    assert keeps_rank_order(plan, KernelTraits(splits_tiles=in_pieces)) == kept
+
+
+@pytest.mark.parametrize(
+    ("mask", "natural"),
+    [("causal", True), ("full", True), ("window:9", False), ("prefix:20", False), ("documents:0,20,64", False)],
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_are_put_in_order_for_kernels_that_are_faster_on_squares(mask, natural, groups):
+    strategy = make_strategy("ulysses", head_groups=groups)
+    made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="zigzag", strategy=strategy)
+    as_it_comes = with_rank_order(made, KernelTraits())
+    assert as_it_comes is not made
+    assert with_rank_order(made, KernelTraits(prefers_square=True)) == (made if natural else as_it_comes)
+
+
+def test_rows_of_many_segments_are_put_in_order():
+    mask = Mask.documents(tuple(range(0, 65, 8)))
+    made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="document_zigzag", strategy="ulysses")
+    assert with_rank_order(made, KernelTraits()) is made
