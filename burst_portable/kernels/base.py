@@ -20,7 +20,7 @@ import re
 from abc import ABC, abstractmethod
 from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,43 +176,20 @@ class WrappedKernel(Kernel):
     def supports(self, call: AttentionCall) -> Support:
         return self.inner.supports(call)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        call: AttentionCall,
-        *,
-        state: State | None = None,
-        yields_to_comm: bool = False,
-    ) -> State:
-        return self.inner.attend(q, k, v, tiles, call, state=state, yields_to_comm=yields_to_comm)
+    def attend(self, *args: Any, **options: Any) -> State:
+        return self.inner.attend(*args, **options)
 
-    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
-        self.inner.attend_backward(x, tiles, call, into=into)
+    def attend_backward(self, *args: Any, **options: Any) -> None:
+        self.inner.attend_backward(*args, **options)
 
-    def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
-    ) -> State:
-        return self.inner.forward_single_call(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
+    def forward_single_call(self, *args: Any, **options: Any) -> State:
+        return self.inner.forward_single_call(*args, **options)
 
-    def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
-        return self.inner.backward_single_call(x, tiles, call)
+    def backward_single_call(self, *args: Any, **options: Any) -> Gradients:
+        return self.inner.backward_single_call(*args, **options)
 
-    def attend_into(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        call: AttentionCall,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        yields_to_comm: bool = False,
-    ) -> None:
-        self.inner.attend_into(q, k, v, tiles, call, out, lse, yields_to_comm=yields_to_comm)
+    def attend_into(self, *args: Any, **options: Any) -> None:
+        self.inner.attend_into(*args, **options)
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         return self.inner.row_delta(dout, out)

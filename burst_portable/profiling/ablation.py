@@ -29,8 +29,6 @@ from burst_portable.errors import InputError, shown
 from burst_portable.kernels.base import BackwardInputs, Gradients, WrappedKernel
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import State, empty_state
-from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.tiles import Tiles
 from burst_portable.runtime.prepared_call import PreparedCall, installed
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.values import as_int
@@ -235,40 +233,17 @@ class _Silent(WrappedTransport):
 class _Idle(WrappedKernel):
     """Returns at once, with whatever memory holds."""
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        call: AttentionCall,
-        *,
-        state: State | None = None,
-        yields_to_comm: bool = False,
-    ) -> State:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, state: State | None = None, **__: Any) -> State:
         return empty_state(q, v.shape[-1]) if state is None else state
 
-    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+    def attend_backward(self, *_: Any, **__: Any) -> None:
         """Add nothing."""
 
-    def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
-    ) -> State:
+    def forward_single_call(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> State:
         return empty_state(q, v.shape[-1])
 
-    def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
+    def backward_single_call(self, x: BackwardInputs, *_: Any, **__: Any) -> Gradients:
         return torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
 
-    def attend_into(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        call: AttentionCall,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        yields_to_comm: bool = False,
-    ) -> None:
+    def attend_into(self, *_: Any, **__: Any) -> None:
         """Write nothing."""
