@@ -1,4 +1,4 @@
-"""Layouts: which global positions a rank holds, as arithmetic progressions. Named layouts are in `layouts`."""
+"""Layouts: which global positions a rank holds, as arithmetic progressions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,15 @@
 """Masks: which query sees which key, as disjoint regions of global positions.
 
-A `Mask` is a tuple of regions (`regions` draws one) that do not overlap, the same for every head and batch row, so that
-an attention over it is a sum over regions and nothing is counted twice. Positions are global: where a shard lies is the
-business of `layout`, and the two meet in `tiles` alone.
+A `Mask` is a tuple of regions that do not overlap, the same for every head and batch row, so that an attention over it
+is a sum over regions and nothing is counted twice. Positions are global: `layout` says which of them a rank holds, and
+`planning.tiles` alone makes tiles of both. A region is a box, and a band across it along the diagonal::
+
+    q_start 2, q_stop 7             k 0 1 2 3 4 5 6
+    k_start 1, k_stop 6         q 2     # # . . .          # is visible, where lo <= q - k <= hi
+    lo 0, hi 2                    3     # # # . .
+                                  4     . # # # .
+                                  5     . . # # #
+                                  6     . . . # #
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ def _up_to(rows: int, columns: int, bound: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of global positions and a band across it: see the drawing above."""
+    """Queries [q_start, q_stop) see keys [k_start, k_stop) where lo <= q - k <= hi; all positions are global."""
 
     q_start: int
     q_stop: int

@@ -1,11 +1,14 @@
-"""The one place for numerics: merging partial attention, log-sum-exp, delta, sinks, accumulation, empty rows.
+"""Define numerics: merging partial attention, log-sum-exp, delta, sinks, accumulation, empty rows.
+
+Kernels may implement these operations themselves, as Triton kernels merge in their epilogue.
 
 Conventions, everywhere in this library:
 
 - LSE is the natural logarithm of the sum of exp(scores), float32 (float64 for float64), ``[B, H, S]``.
 - A row that sees nothing has out 0, LSE -inf and gradient 0, and contributes gradient 0. No other value is ever merged:
   results of foreign kernels that answer 0 or +inf there are corrected before they come here.
-- Partial outs and gradients are accumulated in float32 (float64 for float64), never in 16 bits.
+- Nothing is summed in 16 bits: partial outs are merged one step wider than their parts (see `running_dtype`), and
+  gradients in the accumulation dtype (see `accumulation_dtype`).
 
 Shapes: B batch, S rows, H heads, D head size. out ``[B, S, H, D]``, LSE and delta ``[B, H, S]``.
 """

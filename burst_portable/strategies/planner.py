@@ -1,4 +1,8 @@
-"""`plan`: a plan from a few numbers and names, without tensors, ranks or a device."""
+"""Make a mask, a layout and a plan of what a user passed.
+
+Every call of `attention` gets its mask (`mask_of`), its layout (`layout_of`) and its plan (`planned`) here.
+`plan`, which is `burst_portable.plan`, makes a plan of a few numbers and names, without tensors, ranks or a device.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ class UlyssesStrategy(Strategy):
         self.check(call)
         ranks = call.ranks
         heads, kv_heads = heads_each(call.heads, call.kv_heads, ranks)
-        # After the first all-to-all every rank holds all rows, in their natural order: a call of one rank.
+        # After the first all-to-all every rank holds all rows, here in their natural order: a call of one rank.
+        # `runtime.prepare.plan_for_kernel` may change that to rank order: see `planning.row_order`.
         whole = replace(
             call,
             layout=contiguous(call.layout.length, 1),

@@ -10,7 +10,7 @@ dQ is added to global float32 by TMA, by a warp of its own (the adder), and so a
 a ring's steps, and the query heads of one K/V head, add up with no merge. Such additions come in any order, so this
 kernel is not deterministic. Where nothing is to be added to them (STORE), dK and dV are written in 16 bits instead.
 
-Which query blocks a key block visits stands in an int32 table (see `tables`): the masked ones, then the full
+Which query blocks a key block visits stands in an int32 table (see `block_tables`): the masked ones, then the full
 ones, in one loop.
 
 Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` makes the row terms

@@ -9,7 +9,7 @@ while the tensor cores work::
     loader      Q | K0 V0 | K1 V1 | K2 V2 ...        TMA into NS slots; full and empty barriers a slot
     worker w    QK0 softmax0 | QK1+PV0 softmax1 | QK2+PV1 softmax2 | ... | PV(n-1) epilogue
 
-Which key blocks an item visits stands in an int32 table (see `tables`): one masked block that is peeled
+Which key blocks an item visits stands in an int32 table (see `block_tables`): one masked block that is peeled
 off the loop, then the full ones in a loop that knows no mask, then the masked rest.
 
 Shapes: q, out [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; lse [B, Hq, Sq]. Tensor descriptors have four dimensions, so
