@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -24,6 +24,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from burst_portable.kernels.alignment import align_rows
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel
 from burst_portable.numerics import State, accumulation_dtype, empty_state, merge_into, surrogate_out, widened
 from burst_portable.planning.call import AttentionCall, KernelTraits
@@ -285,27 +286,6 @@ class CausalOperatorKernel(OperatorKernel[CausalSquare]):
         dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
         dq, dk, dv = self.operate_backward(dout, q, k, v, out, lse.flip(2), part.causal, scale)
         return dq.flip(1), dk.flip(1), dv.flip(1)
-
-
-_BYTES = 16
-
-
-def align_rows(x: Tensor) -> Tensor:
-    """Return x if all its rows begin at multiples of 16 bytes, else a copy.
-
-    Args:
-        x: Tensor of shape [B, S, H, D], where D is a multiple of 16 bytes.
-    """
-    if x.data_ptr() % _BYTES == 0 and _are_aligned(x.stride(), _BYTES // x.element_size()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@lru_cache(maxsize=1024)
-def _are_aligned(strides: tuple[int, ...], each: int) -> bool:
-    """Return whether every stride is a positive multiple of `each` elements, the last one 1."""
-    *steps, last = strides
-    return last == 1 and all(step > 0 and step % each == 0 for step in steps)
 
 
 class AcceleratorKernel(CausalOperatorKernel):

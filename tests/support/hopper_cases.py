@@ -91,7 +91,7 @@ def seen_by_all(first, last):
 
 def served_apart(q, k, tiles):
     """[start, stop) of the keys that `gradients` serves by a launch of their own; None if there is none."""
-    cuts = [table.cut for table in LaunchTables().writing(q, k, tiles)]
+    cuts = [launch.cut for launch in LaunchTables().writing(q, k, tiles)]
     return cuts[1].keys if len(cuts) > 1 else None
 
 

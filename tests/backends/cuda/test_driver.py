@@ -217,13 +217,13 @@ def test_what_tma_cannot_read_is_copied_and_the_copy_described(monkeypatch):
     monkeypatch.setattr(launch, "kernel_driver", lambda: None)  # one that is there has no device initialized here
     kept = Descriptors()
     x = torch.randn(2, 8, 3, 64).bfloat16()
-    same, described = kept.readable("q", x, 4, 64)
+    same, described = kept.aligned("q", x, 4, 64)
     assert same is x
-    assert kept.readable("q", x, 4, 64) == (x, described)
-    assert kept.readable("q", x, 8, 64)[1] is not described
+    assert kept.aligned("q", x, 4, 64) == (x, described)
+    assert kept.aligned("q", x, 8, 64)[1] is not described
     odd = torch.randn(2, 8, 3, 65).bfloat16()[..., :64]
     for _ in range(2):  # what is kept is of the copy, never of `odd` itself
-        copy, described = kept.readable("q", odd, 4, 64)
+        copy, described = kept.aligned("q", odd, 4, 64)
         assert copy is not odd
         assert torch.equal(copy, odd)
         assert described is kept.rows("q", copy, 4, 64)

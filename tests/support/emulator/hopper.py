@@ -15,7 +15,7 @@ from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper import launch as launch_tables
 from burst_portable.backends.cuda.hopper.launch import tma_strides
-from burst_portable.kernels.operator_kernel import align_rows
+from burst_portable.kernels.alignment import align_rows
 from tests.support.emulator.machine import Machine
 from tests.support.emulator.memory import Descriptor
 
@@ -44,7 +44,7 @@ class EmulatedKernels:
         tma_strides(name, x)
         return Descriptor(x, (1, rows, 1, columns))
 
-    def readable(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Descriptor]:
+    def aligned(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Descriptor]:
         x = align_rows(x)
         return x, self.rows(name, x, rows, columns)
 

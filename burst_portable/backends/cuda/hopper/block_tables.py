@@ -39,7 +39,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class LaunchTable:
-    """The int32 numbers, and how many outer blocks are launched a head.
+    """One launch table, before it is on a device: its int32 numbers, and how many outer blocks are launched a head.
 
     long: from the first to the last outer block that visits so many more than the others that it is better divided.
     longest, total: inner blocks that one visits at most, and all together.

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from burst_portable.backends.cuda.driver import current_stream, on
 from burst_portable.backends.cuda.hopper.configs import FORWARD, BackwardConfig, BackwardCut
-from burst_portable.backends.cuda.hopper.launch import LaunchTables, OnDevice, compiled_kernels
+from burst_portable.backends.cuda.hopper.launch import LaunchTables, PreparedLaunch, compiled_kernels
 from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.alignment import align_rows
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support
-from burst_portable.kernels.operator_kernel import align_rows
 from burst_portable.kernels.triton.arguments import LOG2_E
 from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.planning.call import AttentionCall, KernelTraits
@@ -95,23 +95,23 @@ class HopperKernel(Kernel):
         """Write out and LSE of all rows, or merge into those that tiles name."""
         rows, dim = q.shape[1], q.shape[3]
         _check_last_stride("lse", lse)
-        table = self._tables.forward(q, k, tiles, every_block=fresh, yields_to_comm=yields_to_comm)
-        config = table.cut
+        launch = self._tables.forward(q, k, tiles, every_block=fresh, yields_to_comm=yields_to_comm)
+        config = launch.cut
         compiled = compiled_kernels()
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
         with on(q.device):
             stream = current_stream(q.device)
-            q, q_rows = compiled.readable("q", q, 64, dim)
-            k, k_rows = compiled.readable("k", k, config.BN, dim)
-            v, v_rows = compiled.readable("v", v, config.BN, dim)
+            q, q_rows = compiled.aligned("q", q, 64, dim)
+            k, k_rows = compiled.aligned("k", k, config.BN, dim)
+            v, v_rows = compiled.aligned("v", v, config.BN, dim)
             compiled.forward(
                 (q.device.index, q.dtype, mode, dim, config.W),
-                table.grid,
+                launch.grid,
                 (
                     q_rows, k_rows, v_rows, compiled.rows("out", out, 64, dim),
-                    out, lse, table.numbers, compiled.counter(q.device, stream),
+                    out, lse, launch.table, compiled.counter(q.device, stream),
                     call.scale * LOG2_E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
-                    *table.heads,
+                    *launch.heads,
                 ),
                 (config.BN, dim, config.NS, mode, config.W, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
@@ -153,10 +153,10 @@ class HopperKernel(Kernel):
         if not tiles or q.numel() == 0:
             return
         dout = align_rows(dout)
-        table = self._tables.adding(q, k, tiles)
+        launch = self._tables.adding(q, k, tiles)
         with on(q.device):
-            terms = _row_terms(table.cut.config, dout, lse, delta, out, call.scale)
-            _launch_backward(table, terms, dout, q, k, v, call.scale, into, store=False)
+            terms = _row_terms(launch.cut.config, dout, lse, delta, out, call.scale)
+            _launch_backward(launch, terms, dout, q, k, v, call.scale, into, store=False)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         """Return dK and dV in the dtype of k, unless adding up parts is faster for most keys."""
@@ -165,20 +165,20 @@ class HopperKernel(Kernel):
             return super().backward_single_call(x, tiles, call)
         _check_settings(call)
         dout = align_rows(dout)
-        tables = self._tables.writing(q, k, tiles)
-        if not tables:
+        launches = self._tables.writing(q, k, tiles)
+        if not launches:
             return super().backward_single_call(x, tiles, call)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN)
         with on(q.device):
-            terms = _row_terms(tables[0].cut.config, dout, lse, None, out, call.scale, cleared=dq)
-            _launch_backward(tables[0], terms, dout, q, k, v, call.scale, (dq, dk, dv), store=True)
-            for table in tables[1:]:
-                assert table.cut.keys is not None, "all keys have been written"
-                keys = slice(*table.cut.keys)
+            terms = _row_terms(launches[0].cut.config, dout, lse, None, out, call.scale, cleared=dq)
+            _launch_backward(launches[0], terms, dout, q, k, v, call.scale, (dq, dk, dv), store=True)
+            for launch in launches[1:]:
+                assert launch.cut.keys is not None, "all keys have been written"
+                keys = slice(*launch.cut.keys)
                 few = k[:, keys], v[:, keys]
                 sums = torch.zeros(2, *few[0].shape, dtype=torch.float32, device=k.device)
-                _launch_backward(table, terms, dout, q, *few, call.scale, (dq, sums[0], sums[1]), store=False)
+                _launch_backward(launch, terms, dout, q, *few, call.scale, (dq, sums[0], sums[1]), store=False)
                 dk[:, keys], dv[:, keys] = sums[0], sums[1]
         return dq, dk, dv
 
@@ -188,7 +188,7 @@ class HopperKernel(Kernel):
 
 
 def _launch_backward(
-    table: OnDevice[BackwardCut],
+    launch: PreparedLaunch[BackwardCut],
     terms: Tensor,
     dout: Tensor,
     q: Tensor,
@@ -201,14 +201,14 @@ def _launch_backward(
 ) -> None:
     """Add to dq; add to dk and dv or, with `store`, write them, which must be contiguous. On the current device."""
     compiled = compiled_kernels()
-    config, dim = table.cut.config, q.shape[3]
+    config, dim = launch.cut.config, q.shape[3]
     dq, dk, dv = into
-    q, q_rows = compiled.readable("q", q, config.BM, dim)
-    k, k_rows = compiled.readable("k", k, 64, dim)
-    v, v_rows = compiled.readable("v", v, 64, dim)
+    q, q_rows = compiled.aligned("q", q, config.BM, dim)
+    k, k_rows = compiled.aligned("k", k, 64, dim)
+    v, v_rows = compiled.aligned("v", v, 64, dim)
     compiled.backward(
         (q.device.index, q.dtype, dim, store),
-        table.grid,
+        launch.grid,
         (
             q_rows, k_rows, v_rows,
             compiled.rows("dout", dout, config.BM, dim),
@@ -216,7 +216,7 @@ def _launch_backward(
             compiled.rows("dq", dq, 64, 64),
             compiled.rows("dk", dk, 64, dim),
             compiled.rows("dv", dv, 64, dim),
-            dk, dv, table.numbers, scale, scale * LOG2_E, *table.heads, k.shape[1],
+            dk, dv, launch.table, scale, scale * LOG2_E, *launch.heads, k.shape[1],
         ),
         (config.BM, dim, config.NQ, _folds(q.dtype), int(store), config.REGS),
         {"num_warps": 4, "maxnreg": config.maxnreg},

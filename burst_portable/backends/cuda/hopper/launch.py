@@ -28,7 +28,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     writing_cuts,
 )
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.operator_kernel import align_rows
+from burst_portable.kernels.alignment import align_rows
 from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
 from burst_portable.planning.tiles import Tiles
 
@@ -133,7 +133,7 @@ class Descriptors:
             found = self._keep(key, x, [1, rows, 1, columns], self._layouts[x.element_size()], tma_strides(name, x))
         return found
 
-    def readable(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Described]:
+    def aligned(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Described]:
         """`x`, or a copy if TMA does not accept its strides or address, and its descriptor."""
         found = self._kept.get((x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns))
         if found is not None:
@@ -200,7 +200,7 @@ class Compiled:
         self.prepare = Launcher(backward.prepare_kernel)
         descriptors = Descriptors()
         self.rows = descriptors.rows
-        self.readable = descriptors.readable
+        self.aligned = descriptors.aligned
         self.vector = descriptors.vector
         self.strides = descriptors.strides
         self.counter = Counters().take
@@ -220,33 +220,35 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice(Generic[C]):
-    """What a launch needs besides its tensors.
+class PreparedLaunch(Generic[C]):
+    """What a launch needs besides its tensors: made once for equal tiles and shapes, and kept by `LaunchTables`.
 
-    cut: how blocks are cut.
-    numbers: the launch table's.
-    grid: how many programs.
-    heads: how the kernel tells heads apart: its parameters of that, in their order.
+    Attributes:
+        cut: Sizes of the blocks into which rows and keys are cut, and all else that the kernel is compiled for; of a
+            backward pass also which keys the launch serves.
+        table: The numbers of a `LaunchTable`, on the device: which blocks each program computes.
+        grid: How many programs.
+        heads: How the kernel tells heads apart: its parameters of that, in their order.
     """
 
     cut: C
-    numbers: Tensor
+    table: Tensor
     grid: tuple[int, int, int]
     heads: tuple[int, ...]
 
 
 class LaunchTables:
-    """What the passes of one kernel launch, by tiles, shapes and device; the oldest go first."""
+    """Keeps the prepared launches of one kernel, by tiles, shapes and device; the oldest are dropped first."""
 
     def __init__(self) -> None:
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
 
     def forward(
         self, q: Tensor, k: Tensor, tiles: Tiles, *, every_block: bool, yields_to_comm: bool = False
-    ) -> OnDevice[ForwardConfig]:
+    ) -> PreparedLaunch[ForwardConfig]:
         """See `configs.forward_cut`, and `configs.turns` for `yields_to_comm`."""
 
-        def made() -> OnDevice[ForwardConfig]:
+        def made() -> PreparedLaunch[ForwardConfig]:
             batch, rows, heads, dim = q.shape
             at_once, group = processors(q.device.index), heads // k.shape[2]
             cut, table = forward_cut(tiles, rows, dim, batch * heads, at_once, every_block=every_block)
@@ -255,22 +257,22 @@ class LaunchTables:
             in_a_row = turns(table, dim, batch * heads, at_once) if yields_to_comm else 0
             programs = -(-items // in_a_row) if in_a_row else min(items, at_once)
             told = (items, in_a_row, heads, group, table.blocks, side_by_side)
-            return OnDevice(cut, _sent(table, q.device), (programs, 1, 1), told)
+            return PreparedLaunch(cut, _upload(table, q.device), (programs, 1, 1), told)
 
         return self._kept(("forward", tiles, q.shape, k.shape, every_block, yields_to_comm, q.device), made)
 
-    def adding(self, q: Tensor, k: Tensor, tiles: Tiles) -> OnDevice[BackwardCut]:
+    def adding(self, q: Tensor, k: Tensor, tiles: Tiles) -> PreparedLaunch[BackwardCut]:
         """See `configs.adding_cut`."""
 
-        def made() -> OnDevice[BackwardCut]:
+        def made() -> PreparedLaunch[BackwardCut]:
             return _backward(*adding_cut(tiles, _pass(q, k)), q, k)
 
         return self._kept(("adding", tiles, q.shape, k.shape, q.device), made)
 
-    def writing(self, q: Tensor, k: Tensor, tiles: Tiles) -> tuple[OnDevice[BackwardCut], ...]:
+    def writing(self, q: Tensor, k: Tensor, tiles: Tiles) -> tuple[PreparedLaunch[BackwardCut], ...]:
         """See `configs.writing_cuts`."""
 
-        def made() -> tuple[OnDevice[BackwardCut], ...]:
+        def made() -> tuple[PreparedLaunch[BackwardCut], ...]:
             return tuple(_backward(*cut, q, k) for cut in writing_cuts(tiles, _pass(q, k)))
 
         return self._kept(("writing", tiles, q.shape, k.shape, q.device), made)
@@ -285,16 +287,17 @@ class LaunchTables:
         return made
 
 
-def _backward(cut: BackwardCut, table: LaunchTable, q: Tensor, k: Tensor) -> OnDevice[BackwardCut]:
+def _backward(cut: BackwardCut, table: LaunchTable, q: Tensor, k: Tensor) -> PreparedLaunch[BackwardCut]:
     batch, rows, heads, dim = q.shape
     group, units = heads // k.shape[2], heads // cut.span
     side_by_side = _side_by_side(units, group // cut.span, rows * dim * 4 * group)
     told = (batch * heads, heads, group, cut.span, side_by_side)
     grid = (side_by_side, table.blocks, batch * units // side_by_side)
-    return OnDevice(cut, _sent(table, q.device), grid, told)
+    return PreparedLaunch(cut, _upload(table, q.device), grid, told)
 
 
-def _sent(table: LaunchTable, device: torch.device) -> Tensor:
+def _upload(table: LaunchTable, device: torch.device) -> Tensor:
+    """Return the numbers of a table on the device."""
     return torch.tensor(table.numbers, dtype=torch.int32).to(device)
 
 
