@@ -43,61 +43,79 @@ COLUMNS = {
     "errors": 1.4,
 }  # fmt: skip
 
-# call.svg: (x, y) of a box's center, its two lines, and the (file, name) in it that must exist.
+# call.svg: (x, y) of a box's center, its two lines, and the (file, name) in it that must exist. Boxes are numbered in
+# this order, which is the order of a first call.
 BOXES: dict[str, tuple[float, float, str, str, list[tuple[str, str]]]] = {
-    "attention": (170, 50, "attention(q, k, v, mask=, ...)", "api.py", [("api.py", "attention")]),
-    "prepare": (170, 136, "prepare", "runtime/prepare.py", [("runtime/prepare.py", "prepare")]),
-    "run": (170, 222, "run", "runtime/autograd.py", [("runtime/autograd.py", "run")]),
-    "forward": (170, 308, "Attention.forward", "runtime/autograd.py", [("runtime/autograd.py", "Attention")]),
-    "executor": (
-        170, 394, "executor.forward", "runtime/executor.py or head_parallel.py",
-        [("runtime/executor.py", "StepExecutor"), ("runtime/head_parallel.py", "HeadExecutor")],
-    ),
-    "kernel": (
-        170, 480, "kernel.attend", "kernels/ or backends/VENDOR/",
-        [("kernels/base.py", "attend")],
-    ),
-    "launch": (170, 566, "launch", "Triton, Gluon, or an operator of torch", []),
+    "attention": (190, 50, "attention(q, k, v, mask=, ...)", "api.py", [("api.py", "attention")]),
+    "prepare": (190, 136, "prepare", "runtime/prepare.py", [("runtime/prepare.py", "prepare")]),
     "describe": (
-        480, 50, "describe: AttentionCall", "planning/call.py",
+        490, 50, "describe: AttentionCall", "runtime/prepare.py",
         [("runtime/prepare.py", "describe"), ("planning/call.py", "AttentionCall")],
     ),
     "plan": (
-        720, 50, "strategy.plan: Plan", "strategies/, planning/",
+        730, 50, "strategy.plan: Plan", "strategies/, planning/plans.py",
         [("strategies/base.py", "plan"), ("planning/plans.py", "Plan")],
     ),
+    "tiles": (
+        730, 136, "mask x layout → tiles", "planning/tiles.py",
+        [("planning/tiles.py", "BlockPairs"), ("planning/tiles.py", "Tiles")],
+    ),
     "choose": (
-        480, 136, "choose_kernel: Kernel", "backends/selection.py",
+        490, 136, "choose_kernel: Kernel", "backends/selection.py",
         [("backends/selection.py", "choose_kernel"), ("kernels/base.py", "Kernel")],
     ),
     "transport": (
-        720, 136, "mesh.transport_for: Transport", "mesh.py, comm/",
+        490, 222, "transport_for: Transport", "mesh.py, comm/",
         [("mesh.py", "transport_for"), ("comm/base.py", "Transport")],
     ),
+    "pass messages": (
+        730, 222, "PassMessages", "planning/messages.py",
+        [("planning/messages.py", "PassMessages")],
+    ),
+    "run": (190, 222, "run", "runtime/autograd.py", [("runtime/autograd.py", "run")]),
+    "forward": (190, 340, "Attention.forward", "runtime/autograd.py", [("runtime/autograd.py", "Attention")]),
+    "executor": (
+        190, 426, "executor.forward", "runtime/executor.py or head_parallel.py",
+        [("runtime/executor.py", "StepExecutor"), ("runtime/head_parallel.py", "HeadExecutor")],
+    ),
     "messages": (
-        480, 480, "transport.post, exchange", "comm/, between the steps of a plan",
+        499, 512, "transport.post, exchange", "comm/, between the steps of a plan",
         [("comm/base.py", "post"), ("comm/base.py", "exchange")],
     ),
-    "backward": (790, 308, "Attention.backward", "runtime/autograd.py", [("runtime/autograd.py", "backward")]),
+    "kernel": (
+        190, 512, "forward_single_call (one launch)", "or attend (several); kernels/, backends/VENDOR/",
+        [("kernels/base.py", "forward_single_call"), ("kernels/base.py", "attend")],
+    ),
+    "launch": (190, 598, "launch", "Triton, Gluon, or an operator of torch", []),
+    "backward": (800, 340, "Attention.backward", "runtime/autograd.py", [("runtime/autograd.py", "backward")]),
     "executor back": (
-        790, 394, "executor.backward", "runtime/executor.py or head_parallel.py",
+        800, 426, "executor.backward", "runtime/executor.py or head_parallel.py",
         [("runtime/prepared_call.py", "backward")],
     ),
     "kernel back": (
-        790, 480, "kernel.attend_backward", "kernels/ or backends/VENDOR/",
-        [("kernels/base.py", "attend_backward")],
+        800, 512, "backward_single_call (one launch)", "or attend_backward (several); kernels/, backends/",
+        [("kernels/base.py", "backward_single_call"), ("kernels/base.py", "attend_backward")],
     ),
-    "launch back": (790, 566, "launch", "Triton, Gluon, or an operator of torch", []),
+    "launch back": (800, 598, "launch", "Triton, Gluon, or an operator of torch", []),
 }  # fmt: skip
+WIDTHS = {
+    "kernel": 330,
+    "messages": 244,
+    "kernel back": 340,
+}  # pixels, of boxes unlike those around them
 ARROWS = [
     ("attention", "prepare", "Request"), ("prepare", "run", "PreparedCall"), ("run", "forward", ""),
     ("forward", "executor", "PreparedCall, q, k, v"), ("executor", "kernel", "tiles of a step"),
-    ("kernel", "launch", ""),
+    ("kernel", "launch", ""), ("plan", "tiles", ""), ("tiles", "pass messages", ""),
     ("executor", "messages", ""), ("executor back", "messages", ""), ("prepare", "describe", ""),
     ("backward", "executor back", "saved tensors, dout"), ("executor back", "kernel back", "tiles of a step"),
     ("kernel back", "launch back", ""),
 ]  # fmt: skip
-FRAME = (360.0, 12.0, 482.0, 162.0)  # x, y, width and height around what is prepared once
+FRAME = (362.0, 12.0, 496.0, 246.0)  # x, y, width and height around what is prepared once
+NOTES = (
+    "3 to 8: only the first time; the mesh remembers the result as a PreparedCall.",
+    "6 comes before 4 too where auto must know how fast the kernel is (choose).",
+)
 
 Edges = dict[str, set[str]]
 Point = tuple[float, float]
@@ -221,11 +239,10 @@ def draw_call() -> str:
     """Return call.svg."""
     check_names()
     x, y, width, height = FRAME
-    parts = [
-        f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}" rx="8"/>',
-        f'<text class="soft start" x="{x + 12}" y="{y + height + 18}">'
-        "only the first time; the mesh remembers the result as a PreparedCall</text>",
-    ]
+    parts = [f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}" rx="8"/>']
+    for line, note in enumerate(NOTES):
+        at = y + height + 18 * (line + 1)
+        parts.append(f'<text class="soft start" x="{x + 2}" y="{at}">{note}</text>')
     for a, b, label in ARROWS:
         (x1, y1, *_), (x2, y2, *_) = BOXES[a], BOXES[b]
         if a == "prepare" and b == "describe":
@@ -234,13 +251,15 @@ def draw_call() -> str:
         side = 90 if x2 > x1 else -90 if x2 < x1 else 0
         parts += arrow((x1 + side, y1 + 24), (x2 - side / 2, y2 - 25))
         parts.append(f'<text class="soft start" x="{x1 + 10}" y="{(y1 + y2) / 2 + 5}">{label}</text>' if label else "")
-    for middle_x, middle_y, first, second, _ in BOXES.values():
-        wide = 280 if middle_y > 200 or middle_x < 300 else 222
-        shape = f'x="{middle_x - wide / 2}" y="{middle_y - 24}" width="{wide}" height="48" rx="5"'
-        parts.append(f'<rect class="box" {shape}/>')
+    for number, (name, (middle_x, middle_y, first, second, _)) in enumerate(BOXES.items(), 1):
+        wide = WIDTHS.get(name, 280 if middle_y > 230 or middle_x < 300 else 222)
+        left, top = middle_x - wide / 2, middle_y - 24
+        parts.append(f'<rect class="box" x="{left}" y="{top}" width="{wide}" height="48" rx="5"/>')
         parts.append(f'<text x="{middle_x}" y="{middle_y - 4}">{first}</text>')
         parts.append(f'<text class="soft" x="{middle_x}" y="{middle_y + 15}">{second}</text>')
-    return picture("The way of one call, from attention to the kernel launch", 980, 606, [one for one in parts if one])
+        parts.append(f'<circle class="box" cx="{left + 4}" cy="{top + 3}" r="11"/>')
+        parts.append(f'<text class="soft" x="{left + 4}" y="{top + 7.5}">{number}</text>')
+    return picture("The way of one call, from attention to the kernel launch", 980, 638, [one for one in parts if one])
 
 
 DIAGRAMS = {"call.svg": draw_call, "layers.svg": draw_layers}
