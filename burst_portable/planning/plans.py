@@ -202,11 +202,11 @@ class PassPlan:
 
     def _rows(self, owner: int, member: int) -> tuple[int, int]:
         """[start, stop) of the owner's rows that this member gets: the ones it needs, or all if it hands them on."""
-        if owner == member or not self.trims:
+        tiles = self._tiles(owner, member) if owner != member and self.trims else None
+        if not tiles:  # also for a route that brings what is not needed: `verify` says so
             layout = self.call.k_layout if self.side == "kv" else self.call.layout
             return 0, layout.count(owner)
-        box = self._tiles(owner, member).box
-        return box[2:] if self.side == "kv" else box[:2]
+        return tiles.box[2:] if self.side == "kv" else tiles.box[:2]
 
     @property
     def trims(self) -> bool:

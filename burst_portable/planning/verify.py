@@ -88,6 +88,54 @@ class _Checker:
 
     def walk(self, rank: int) -> None:
         """Walk one rank's steps, in order; a block may be used only while it is there."""
+        self._walk_blocks(rank)
+        self._walk_order(rank)
+
+    def _walk_order(self, rank: int) -> None:
+        """Check that whatever comes is posted before it is waited for, and is then used."""
+        posted: set[Move] = set()
+        idle: dict[int, Move] = {}  # arrivals, by owner, that nothing has used yet
+        made: set[int] = set()  # owners whose gradients were made here and have not left
+        for step in self.pass_plan.steps_of(rank):
+            for move in step.arrivals:
+                self._check_posted(rank, step.index, move, posted)
+                if step.compute or self.pass_plan.trims:  # else a ring may pass by a rank, and end there
+                    idle[move.owner] = move
+            posted.update(step.receives)
+            others = set(self._others(step.compute)) if step.compute else set()
+            made |= others - {rank}
+            for owner in {m.owner for m in step.sends} | others:
+                idle.pop(owner, None)
+            for move in step.result_arrivals:
+                self._check_posted(rank, step.index, move, posted)
+                if move.owner != rank and move.owner not in made:
+                    self.wrong.append(
+                        f"rank {rank} has no gradient of block {move.owner} to add {move.label} of rank {move.source} "
+                        f"to at step {step.index}: it has made none yet, or has sent it; see `departure`, `patience`"
+                    )
+            for move in step.result_sends:
+                if move.owner not in made:
+                    self.wrong.append(f"rank {rank} sends {move.label} at step {step.index} without having made it")
+                made.discard(move.owner)
+            posted.update(step.result_receives)
+        for move in idle.values():
+            self.wrong.append(
+                f"rank {rank} receives {move.label}, but neither computes with it nor hands it on; see `arrival`"
+            )
+
+    def _check_posted(self, rank: int, index: int, move: Move, posted: set[Move]) -> None:
+        if move not in posted:
+            asked = "`patience` must be at least 1" if move.result else "`arrival` must say a step before `step`"
+            self.wrong.append(
+                f"rank {rank} waits for {move.label} at step {index}, but has not posted its receive by then, which is "
+                f"for step {move.issue}; {asked}"
+            )
+
+    def _others(self, compute: Compute) -> tuple[int, ...]:
+        """Return the owners of the travelling blocks of a computation."""
+        return compute.k_owners if self.pass_plan.side == "kv" else compute.q_owners
+
+    def _walk_blocks(self, rank: int) -> None:
         held = {rank}
         parts: dict[tuple[int, int], list[BlockTiles]] = defaultdict(list)  # pairs that are computed in parts
         for step in self.pass_plan.steps_of(rank):
@@ -101,13 +149,15 @@ class _Checker:
                 self._compute(rank, step.compute, held, parts)
             self.onwards.update({(m.owner, rank): m.target for m in step.result_sends})
             held -= set(step.released)
-        if held != {rank}:
-            self.wrong.append(f"rank {rank} still holds the blocks of {sorted(held - {rank})} at the end")
+        if kept := sorted(held - {rank}):
+            self.wrong.append(f"rank {rank} still holds the blocks of {kept} at the end")
+        if rank not in held:
+            self.wrong.append(f"rank {rank} lets go of its own block; it must not be among its own `targets`")
 
     def _compute(
         self, rank: int, compute: Compute, held: set[int], parts: dict[tuple[int, int], list[BlockTiles]]
     ) -> None:
-        for other in compute.k_owners if self.pass_plan.side == "kv" else compute.q_owners:
+        for other in self._others(compute):
             if other not in held:
                 self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
         for pair, block in zip(compute.pairs, compute.blocks, strict=True):
@@ -130,8 +180,11 @@ class _Checker:
             self.wrong.append(f"block pairs computed more than once: {twice[:4]}")
         if self.area != (expected := self._expected()):
             self.wrong.append(f"{self.area} pairs computed, but the mask has {expected}")
-        if self.open:
-            self.wrong.append(f"{len(self.open)} moves posted by one end alone, such as {next(iter(self.open))}")
+        for result, methods in ((False, "`arrival` and `targets`"), (True, "`departure` and `feeder`")):
+            if alone := [move for move in self.open if move.result is result]:
+                self.wrong.append(
+                    f"{len(alone)} moves posted by one end alone, such as {alone[0]}; {methods} of the route disagree"
+                )
         if self.pass_plan.results is not None and len(self.ranks) == self.pass_plan.call.ranks:
             self.wrong += self._gradients_home()
         return self.wrong
