@@ -31,7 +31,7 @@ from burst_portable.planning.tiles import Tiles, find_tiles
 from burst_portable.runtime.autograd import Attention, begin, observed
 from burst_portable.runtime.executor import attend_first
 from burst_portable.runtime.prepare import executor_of, plan_for_kernel
-from burst_portable.runtime.prepared_call import PreparedCall
+from burst_portable.runtime.prepared_call import PreparedCall, PreparedPass
 from burst_portable.strategies.planner import planned
 
 
@@ -82,10 +82,18 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     plan = plan_of(case, device.type)
     kernel = subject.choose(plan.forward.call)
     plan = plan_for_kernel(plan, kernel)
-    said = call_signature({"case": case.spec()})
-    agreement = (said.of_pass("forward"), said.of_pass("backward"))
-    mesh = Mesh(transport.rank, transport.size, lambda _: transport)
-    made = PreparedCall.of(plan, subject.backend, kernel, transport, executor_of(plan), agreement)
+    said, rank = call_signature({"case": case.spec()}), transport.rank
+    mesh = Mesh(rank, transport.size, lambda _: transport)
+    made = PreparedCall(
+        plan,
+        plan.forward.call,
+        subject.backend,
+        kernel,
+        transport,
+        executor_of(plan),
+        PreparedPass.of(plan.forward, rank, said.of_pass("forward")),
+        PreparedPass.of(plan.backward, rank, said.of_pass("backward")),
+    )
     prepared = observed(made, mesh)  # as in a call: a profiling session records it
     rows = torch.tensor(plan.call.layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))

@@ -116,11 +116,11 @@ def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0
     transport = prepared.transport
     if transport.size == 1:
         return
-    backward = forward_pass > 0
-    signature = prepared.agreement[backward]
-    agree(transport, signature, forward_pass=forward_pass)
+    prepared_pass = prepared.backward if forward_pass else prepared.forward
+    digest = prepared_pass.signature.digest + forward_pass.to_bytes(8, "little")
+    agree(transport, prepared_pass.signature, forward_pass=forward_pass)
     with _current(device):
-        transport.begin(signature.digest + forward_pass.to_bytes(8, "little"), prepared.inboxes[backward])
+        transport.begin(digest, prepared_pass.inbox)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -70,7 +70,7 @@ def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks:
     Returns:
         out of shape [B, S, Hq, Dv] in the dtype of q or wider; LSE of shape [B, Hq, S] in the accumulation dtype.
     """
-    compute = prepared.single[0]
+    compute = prepared.forward.single
     if compute is not None and sinks is None:
         with prepared.observer.computes(compute, q, backward=False):
             state = prepared.kernel.forward_single_call(
@@ -91,7 +91,7 @@ def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
         prepared: The call.
         x: Tensors of the rows at hand, with `out`, and with `delta` if it has been computed already.
     """
-    compute = prepared.single[1]
+    compute = prepared.backward.single
     if compute is not None:
         with prepared.observer.computes(compute, x.q, backward=True):
             return prepared.kernel.backward_single_call(x._replace(delta=None), compute.tiles, prepared.part)
@@ -111,10 +111,10 @@ def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, m
         several, and few rows are merged    rows that are complete after the first are rounded  attend_first, attend
         several                             none: all are merged in the wider dtype             attend
     """
-    kernel, call, messages = prepared.kernel, prepared.part, prepared.messages[0]
+    kernel, call, messages = prepared.kernel, prepared.part, prepared.forward.messages
     once = may_round and messages.launches == 1
     merges_few = may_round and kernel.traits.writes_into
-    merged = prepared.plan.forward.merged_rows(prepared.transport.rank) if merges_few else None
+    merged = prepared.forward.plan.merged_rows(prepared.transport.rank) if merges_few else None
     rounded = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
     blocks = _Blocks(prepared, (k, v), q.dtype, backward=False)
     state: State | None = None
@@ -184,14 +184,14 @@ def attend_first(
 
 def _backward_steps(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
     """Return (dq, dk, dv) of this rank's shard, in the accumulation dtype. Where queries travel, delta is given."""
-    kernel, call, pass_plan = prepared.kernel, prepared.part, prepared.plan.backward
+    kernel, call, pass_plan = prepared.kernel, prepared.part, prepared.backward.plan
     own = (x.q, x.k, x.v)
     dq, dk, dv = (torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in own)
     travels_kv = pass_plan.side == "kv"
     own_block, own_gradients = ((x.k, x.v), (dk, dv)) if travels_kv else (_travelling(x), (dq,))
     blocks = _Blocks(prepared, own_block, x.q.dtype, backward=True)
     results = _Results(blocks, own_gradients)
-    for step, step_messages in prepared.messages[1].steps:
+    for step, step_messages in prepared.backward.messages.steps:
         blocks.begin(step, step_messages)
         if compute := step.compute:
             block, sums = blocks.use(step, step_messages), results.accumulators(step, step_messages)
@@ -224,7 +224,7 @@ class _Blocks:
 
     def __init__(self, prepared: PreparedCall, own: Views, dtype: torch.dtype, *, backward: bool) -> None:
         self.transport, self.rank, self.backward = prepared.transport, prepared.transport.rank, backward
-        self.messages, self.batch = prepared.messages[backward], prepared.part.batch
+        self.messages, self.batch = (prepared.backward if backward else prepared.forward).messages, prepared.part.batch
         self._offsets, self.observer = prepared.offsets, prepared.observer
         self._own, self.dtype, self.device = own, dtype, own[0].device
         self._arriving: dict[Move, tuple[Handle, Tensor]] = {}

@@ -24,12 +24,12 @@ from burst_portable.layout import Layout, contiguous
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.messages import inboxes
+from burst_portable.planning.messages import Inboxes, inboxes
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.row_order import with_rank_order
 from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
-from burst_portable.runtime.prepared_call import Executor, PreparedCall
+from burst_portable.runtime.prepared_call import Executor, PreparedCall, PreparedPass
 from burst_portable.runtime.validation import (
     as_number,
     broadcast_error,
@@ -227,14 +227,17 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         plan, backend, kernel, why = choose(call, mesh, request)
         transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     stated = _call_signature(plan, backend, kernel, transport, with_lse=request.return_lse)
-    return PreparedCall.of(
+    inbox = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
+    return PreparedCall(
         plan,
+        plan.forward.call,
         backend,
         kernel,
         transport,
         executor_of(plan),
-        agreement=(stated.of_pass("forward"), stated.of_pass("backward")),
-        inboxes=inboxes(plan, mesh.rank) if transport.direct else None,
+        PreparedPass.of(plan.forward, mesh.rank, stated.of_pass("forward"), inbox.forward),
+        PreparedPass.of(plan.backward, mesh.rank, stated.of_pass("backward"), inbox.backward),
+        offsets=inbox.offsets,
         yields_to_comm=transport.high_priority and plan.moves_beside_kernels,
         backward_takes_out=plan.backward.side == "kv" and kernel.traits.splits_tiles,
         with_lse=request.return_lse,

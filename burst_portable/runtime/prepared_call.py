@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from burst_portable.comm.agreement import CallSignature
 from burst_portable.comm.base import Handle, Transport
 from burst_portable.kernels.base import Kernel
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.messages import Inboxes, PassMessages
-from burst_portable.planning.plans import Plan
+from burst_portable.planning.messages import PassMessages
+from burst_portable.planning.plans import PassPlan, Plan
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Compute
 
@@ -70,21 +70,42 @@ NOT_WATCHED = Posting()
 NO_OBSERVER = Observer()
 
 
+class PreparedPass(NamedTuple):
+    """One pass of a prepared call, on one rank.
+
+    Attributes:
+        plan: The schedule of all ranks.
+        signature: What all ranks must state alike before the pass begins.
+        single: The computation, if the pass of this rank is one launch without messages; else None.
+        messages: The steps of this rank and their messages.
+        inbox: Bytes per sender: see `planning.messages.Inboxes`.
+    """
+
+    plan: PassPlan
+    signature: CallSignature
+    single: Compute | None
+    messages: PassMessages
+    inbox: int = 0
+
+    @classmethod
+    def of(cls, plan: PassPlan, rank: int, signature: CallSignature, inbox: int = 0) -> PreparedPass:
+        """Work out the pass of a rank."""
+        return cls(plan, signature, plan.alone(rank), PassMessages(plan, rank), inbox)
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
     """Everything about one call of `attention` except its tensors. A mesh remembers it.
 
     Attributes:
-        part: What a kernel is given: the call of one rank's heads. `plan.call` is the whole call.
         plan: The complete schedule.
+        part: What a kernel is given: the call of one rank's heads. `plan.call` is the whole call.
         backend: The backend of the tensors' device.
         kernel: What computes.
         transport: What moves blocks.
         executor: What runs the plan.
-        agreement: What all ranks must state alike before the forward and before the backward pass.
-        single: What this rank computes, forward and backward, if a pass is one launch without messages; else None.
-        messages: The steps of this rank and their messages, forward and backward.
-        inboxes: Bytes per rank, forward and backward: see `planning.messages.Inboxes`.
+        forward: The forward pass.
+        backward: The backward pass.
         offsets: Byte at which each message begins in its receiver's inbox, if senders write there.
         yields_to_comm: Whether kernels should make room for kernels that move messages.
         backward_takes_out: Whether the backward kernel is given out in place of delta.
@@ -93,59 +114,20 @@ class PreparedCall:
         observer: The profiler, if one is installed.
     """
 
-    part: AttentionCall
     plan: Plan
+    part: AttentionCall
     backend: Backend
     kernel: Kernel
     transport: Transport
     executor: Executor
-    agreement: tuple[CallSignature, CallSignature]
-    single: tuple[Compute | None, Compute | None]
-    messages: tuple[PassMessages, PassMessages]
-    inboxes: tuple[int, int] = (0, 0)
+    forward: PreparedPass
+    backward: PreparedPass
     offsets: Mapping[Move, int] = field(default_factory=dict)
     yields_to_comm: bool = False
     backward_takes_out: bool = False
     with_lse: bool = True
     reason: str = ""
     observer: Observer = NO_OBSERVER
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        backend: Backend,
-        kernel: Kernel,
-        transport: Transport,
-        executor: Executor,
-        agreement: tuple[CallSignature, CallSignature],
-        *,
-        inboxes: Inboxes | None = None,
-        yields_to_comm: bool = False,
-        backward_takes_out: bool = False,
-        with_lse: bool = True,
-        reason: str = "",
-    ) -> PreparedCall:
-        """Return the prepared call of a plan. The other arguments are the attributes of that name."""
-        rank, forward, backward = transport.rank, plan.forward, plan.backward
-        inboxes = Inboxes() if inboxes is None else inboxes
-        return cls(
-            forward.call,
-            plan,
-            backend,
-            kernel,
-            transport,
-            executor,
-            agreement,
-            single=(forward.alone(rank), backward.alone(rank)),
-            messages=(PassMessages(forward, rank), PassMessages(backward, rank)),
-            inboxes=(inboxes.forward, inboxes.backward),
-            offsets=inboxes.offsets,
-            yields_to_comm=yields_to_comm,
-            backward_takes_out=backward_takes_out,
-            with_lse=with_lse,
-            reason=reason,
-        )
 
 
 class Executor(ABC):

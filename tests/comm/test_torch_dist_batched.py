@@ -141,7 +141,7 @@ def test_a_pass_begins_on_the_device_of_its_tensors(index, current, monkeypatch)
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     monkeypatch.setattr(autograd, "agree", lambda *_, **__: None)
     transport = SimpleNamespace(size=2, check_in_sync=lambda: None, begin=lambda *_: begun.append(at[0]))
-    prepared = SimpleNamespace(transport=transport, agreement=(call_signature({}), call_signature({})), inboxes=(0, 0))
+    prepared = SimpleNamespace(transport=transport, forward=SimpleNamespace(signature=call_signature({}), inbox=0))
     autograd.begin(prepared, torch.device("cpu" if index is None else "cuda", index))
     assert begun == [current]
     assert at == [0]
