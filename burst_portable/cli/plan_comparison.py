@@ -8,13 +8,14 @@ chosen              what `auto` says: which of them it takes, and why
 strategies          a list, by predicted time: `label` as `auto` calls it, `strategy`, `title`, `reason`; `seconds`,
                     forward and backward, and by "forward" and "backward": `sent_bytes`, `launches` (most of a rank),
                     `imbalance` (largest over mean FLOPs of a rank), `seconds` (of the slowest rank)
+not_compared        strategies that `auto` leaves out because no ranks per node were given; listed with their defaults
 refused             by label: why a strategy cannot serve
 ==================  ==========================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -23,14 +24,13 @@ from rich.text import Text
 from burst_portable import __version__
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts, call_facts, costed_ranks, rates_facts
-from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import broken, classes
+from burst_portable.strategies.calls import checked_plan
+from burst_portable.strategies.registry import classes, has_option, leaving_out
 from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"
@@ -43,13 +43,11 @@ def comparison_facts(chosen: Plan, auto: Strategy, rates: Rates) -> Facts:
     assert isinstance(auto, AutoStrategy), "it lists the candidates"
     call = chosen.call
     ranks = costed_ranks(call.ranks, 0)
-    served, refused = [], dict(broken())
-    for label, strategy in _every(call, auto):
-        try:
-            plan = strategy.plan(call)
-        except (InputError, UnsupportedError) as error:
-            refused[label] = str(error)
-        else:
+    served = []
+    compared, refused = auto.compared(call)
+    for label, strategy in _every(compared, refused).items():
+        with leaving_out(strategy.name, label, refused):
+            plan = checked_plan(strategy, call)
             served.append({"label": label, "title": strategy.title, **_costs(plan, rates, ranks)})
     return {
         "schema": SCHEMA,
@@ -58,19 +56,24 @@ def comparison_facts(chosen: Plan, auto: Strategy, rates: Rates) -> Facts:
         "rates": rates_facts(rates),
         "costed_ranks": list(ranks),
         "chosen": chosen.reason,
+        "not_compared": _needs_inner(compared, auto) if call.ranks > 1 else [],
         "strategies": sorted(served, key=lambda one: one["seconds"]),
         "refused": refused,
     }
 
 
-def _every(call: AttentionCall, auto: AutoStrategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield what `auto` compares, and the other strategies with their default options."""
-    compared = dict(auto.all_candidates(call))
-    yield from compared.items()
-    found = {type(strategy) for strategy in compared.values()}
-    for name, strategy in classes().items():
-        if strategy not in found and strategy is not type(auto):
-            yield name, strategy()
+def _every(compared: Mapping[str, Strategy], refused: Iterable[str]) -> dict[str, Strategy]:
+    """Return what `auto` compares, and the other strategies with their default options, by label."""
+    found = {strategy.name for strategy in compared.values()} | {"auto", *refused}
+    return {**compared, **{name: strategy() for name, strategy in classes().items() if name not in found}}
+
+
+def _needs_inner(compared: Mapping[str, Strategy], auto: AutoStrategy) -> list[str]:
+    """Return the names of the strategies that `auto` compares only if it is told the ranks per node."""
+    if auto.inner is not None:
+        return []
+    found = {strategy.name for strategy in compared.values()} | {"auto"}
+    return [n for n, one in classes().items() if one.exact and n not in found and has_option(n, "inner")]
 
 
 def _costs(plan: Plan, rates: Rates, ranks: tuple[int, ...]) -> Facts:
@@ -109,5 +112,7 @@ def show_comparison(console: Console, facts: Facts) -> None:
     parts = facts["chosen"].split("; ")  # the times that it lists are those of the table
     chosen = [part.partition(" (")[0] for part in parts if not part.startswith("not ")]
     console.print(labelled("auto", "; ".join(chosen[: 1 + chosen[0].startswith("layout ")])))
+    if names := facts["not_compared"]:
+        console.print(labelled("", f"not compared without --inner: {', '.join(names)}"))
     for label, reason in facts["refused"].items():
         console.print(labelled("not", f"{label}: {reason}"))

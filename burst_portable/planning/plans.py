@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, cast
 
+from burst_portable.errors import InputError
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
@@ -265,11 +266,28 @@ def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
     return BlockPairs(mask, q_layout.shards, k_layout.shards)
 
 
-@lru_cache(maxsize=64)
 def make_pass_plan(
     call: AttentionCall, side: Side, route: Route, results: Route | None = None, stride: int = 1, narrow: bool = False
 ) -> PassPlan:
-    """A `PassPlan`; made once, because strategies that `auto` compares have passes in common."""
+    """A `PassPlan`; made once, because strategies that `auto` compares have passes in common.
+
+    Raises `InputError` for a route that cannot be hashed.
+    """
+    for one in (route, results):
+        try:
+            hash(one)
+        except TypeError:
+            raise InputError(
+                f"the route {type(one).__name__} cannot be hashed",
+                next_step="make it a frozen dataclass, with fields that can be",
+            ) from None
+    return _kept_pass_plan(call, side, route, results, stride, narrow)
+
+
+@lru_cache(maxsize=64)
+def _kept_pass_plan(
+    call: AttentionCall, side: Side, route: Route, results: Route | None, stride: int, narrow: bool
+) -> PassPlan:
     return PassPlan(call, side, route, results, stride, narrow)
 
 

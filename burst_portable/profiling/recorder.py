@@ -14,7 +14,7 @@ from torch import Tensor
 
 from burst_portable.backends.selection import for_device, open_or_reason, rates_of
 from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport, WrappedTransport
-from burst_portable.errors import InputError, LayoutError, UnsupportedError
+from burst_portable.errors import InputError, LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import pass_flops, rank_cost
@@ -27,7 +27,7 @@ from burst_portable.profiling.clocks import Clock, Sensors, make_clock
 from burst_portable.profiling.records import COLUMNS, NEVER, TIMES, Place, RankRecords, Table
 from burst_portable.runtime.prepared_call import Observer, Posting, PreparedCall, Sent
 from burst_portable.strategies.planner import planned
-from burst_portable.strategies.registry import classes
+from burst_portable.strategies.registry import classes, leaving_out
 
 _MOST = 1 << 11  # ranks times regions of the mask: with more, trying layouts takes too long
 _MOST_PIECES = 1 << 17  # ranks times segments of all keys: half a second
@@ -38,16 +38,14 @@ def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]
     found = {}
     suggested = [one.trials()[label] for one in classes().values() for label in one.suggested]
     for strategy in suggested:
-        try:
+        with leaving_out(strategy.name, "", {}):
             other = planned(strategy, plan.call)
-        except (InputError, UnsupportedError):
-            continue  # it does not go with this problem
-        costs = [rank_cost(other, one, rank, rates) for one in PASSES]
-        found[strategy.as_code()] = {
-            "sent": sum(c.sent for c in costs),
-            "seconds": sum(c.seconds for c in costs),
-            "travels": {one: pass_plan.side for one, pass_plan in other.passes()},
-        }
+            costs = [rank_cost(other, one, rank, rates) for one in PASSES]
+            found[strategy.as_code()] = {
+                "sent": sum(c.sent for c in costs),
+                "seconds": sum(c.seconds for c in costs),
+                "travels": {one: pass_plan.side for one, pass_plan in other.passes()},
+            }
     return found
 
 

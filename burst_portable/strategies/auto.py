@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_portable.errors import InputError, UnsupportedError, shown
+from burst_portable.errors import InputError, shown
 from burst_portable.layout import Segment
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost, plan_seconds
@@ -19,9 +19,11 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Machine, Strategy
+from burst_portable.strategies.calls import by_label, checked_plan
 from burst_portable.strategies.options import INNER, option
-from burst_portable.strategies.registry import broken, classes, make_strategy
+from burst_portable.strategies.registry import broken, classes, leaving_out, make_strategy
 from burst_portable.utils.text import by_time
+from burst_portable.utils.values import check_divides
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend knows better."""
@@ -68,13 +70,13 @@ class AutoStrategy(Strategy):
         if call.ranks == 1:
             return replace(make_strategy("ring").plan(call), reason="on one rank nothing travels, so nothing is chosen")
         plans: dict[str, Plan] = {}
-        refusals = [f"not {name}: {reason}" for name, reason in broken().items()]
-        for label, strategy in self.all_candidates(call):
-            try:
-                plans[label] = strategy.plan(call)
-            except UnsupportedError as error:
-                refusals.append(f"not {label}: {error}")
-        seconds = {label: self.seconds(plan) for label, plan in plans.items()}
+        seconds: dict[str, float] = {}
+        candidates, refused = self.compared(call)
+        for label, strategy in candidates.items():
+            with leaving_out(strategy.name, label, refused):
+                plan = checked_plan(strategy, call)
+                seconds[label] = self.seconds(plan)  # a route of another package may fail here
+                plans[label] = plan
         least = min(round(time, 7) for time in seconds.values())
         fastest = [label for label, time in seconds.items() if round(time, 7) == least]
         tie = len(fastest) > 1
@@ -84,6 +86,7 @@ class AutoStrategy(Strategy):
             how += f", since {best} would save under {100 * (_NO_FASTER - 1):.2g} %,"
             best = fewer
         chose = f"chose {best} {how}{self._at_rates(call)} ({by_time(seconds)})"
+        refusals = (f"not {label}: {reason}" for label, reason in refused.items())
         return replace(plans[best], reason="; ".join([chose, *refusals]))
 
     def _at_rates(self, call: AttentionCall) -> str:
@@ -103,12 +106,18 @@ class AutoStrategy(Strategy):
             return self.rates
         return replace(self.rates.with_nodes(node), direct=())
 
-    def all_candidates(self, call: AttentionCall) -> Iterator[tuple[str, Strategy]]:
-        """Yield (label, strategy) of everything that is compared for a call."""
+    def compared(self, call: AttentionCall) -> tuple[dict[str, Strategy], dict[str, str]]:
+        """Return the strategies that are compared for a call, by label, and why broken ones are not, by name."""
+        if self.inner is not None:
+            check_divides(self.inner, call.ranks)
         machine = Machine(self._rates_for(call), self.inner)
-        for strategy in classes().values():
+        found: dict[str, Strategy] = {}
+        refused = dict(broken())
+        for name, strategy in classes().items():
             if strategy.exact:
-                yield from strategy.candidates(call, machine)
+                with leaving_out(name, name, refused):
+                    found |= by_label(strategy, strategy.candidates(call, machine), "candidate")
+        return found, refused
 
 
 def _fewest_groups(best: str, plans: dict[str, Plan], seconds: dict[str, float]) -> str:

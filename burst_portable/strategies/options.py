@@ -23,6 +23,13 @@ GradientCommDtype = Literal["float32", "input"]
 """How gradients of 16-bit inputs travel: in float32, as they are added up, or rounded to the dtype of the inputs."""
 LocalBlockOrder = Literal["first", "last", "split"]
 """When a rank computes with its own block: before all others, after them, or a part before and the rest after."""
+RESERVED_FLAGS = frozenset((
+    "ablate", "ablated", "backend", "batch", "check", "check_all", "checked", "deep", "dtype", "eval", "gbps",
+    "head_dim", "heads", "help", "inner", "json", "json_name", "kv_heads", "layout", "lr", "mask", "model", "no_check",
+    "options", "outer_gbps", "profile", "profiled", "rank", "ranks", "rates", "rates_file", "recompute", "report",
+    "scoring", "seed", "seq_len", "steps", "strategy", "text", "tflops", "value_dim",
+))  # fmt: skip
+"""Names that no option with a flag may have: `plan` and `run` have parameters or flags of these names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.calls import checked_plan
 from burst_portable.strategies.registry import strategy_of
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import size
@@ -104,7 +105,7 @@ def _any_layout(layout: Layout | str) -> bool:
 @lru_cache(maxsize=256)
 def planned(strategy: Strategy, call: AttentionCall) -> Plan:
     """The strategy's plan for a call; made once."""
-    return strategy.plan(call)
+    return checked_plan(strategy, call)
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,8 @@ Such a package is imported only when its strategy is named, or when all strategi
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
 from importlib import import_module
@@ -18,6 +20,8 @@ from inspect import isabstract
 
 from burst_portable.errors import InputError, UnsupportedError, in_a_line, shown, unknown_name
 from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.calls import by_label
+from burst_portable.strategies.options import RESERVED_FLAGS, options_of
 
 GROUP = "burst_portable.strategies"
 _OURS = {
@@ -107,6 +111,23 @@ def make_strategy(name: str, **options: object) -> Strategy:
     return cls(**given)
 
 
+@contextmanager
+def leaving_out(name: str, label: str, refused: dict[str, str]) -> Iterator[None]:
+    """Keep the reason in `refused`, by label, if a strategy that is compared with others cannot serve.
+
+    An `InputError` or `UnsupportedError` is a refusal. Any other error is a mistake: one of another package's strategy
+    is kept as well, so that the others still serve; one of ours is raised.
+    """
+    try:
+        yield
+    except (InputError, UnsupportedError) as error:
+        refused[label] = str(error)
+    except Exception as error:
+        if name in _OURS:
+            raise
+        refused[label] = f"it is broken: {in_a_line(error)}"
+
+
 def has_option(name: str, option: str) -> bool:
     """Return whether the strategy of that name has such an option."""
     return any(one.name == option for one in fields(load(name)))
@@ -171,4 +192,29 @@ def _misshapen(found: object, name: str) -> str:
         return f"{found.__name__} has no {' and no '.join(absent)}"
     if found.name != name:
         return f"it calls itself {found.name!r}; the name that is registered must be its own"
+    return "" if name in _OURS else _wrong_options(found) or _wrong_trials(found)
+
+
+def _wrong_options(strategy: type[Strategy]) -> str:
+    """Return what is wrong with the fields of another package's strategy; "" if nothing is."""
+    options = dict(options_of(strategy))
+    if plain := [one.name for one in fields(strategy) if one.name not in options]:
+        return (
+            f"its field {plain[0]!r} is no option; declare it with `option(...)` of burst_portable.strategies.options"
+        )
+    if taken := [name for name, how in options.items() if how.flag and name in RESERVED_FLAGS]:
+        return f"its option {taken[0]!r} would be a flag that the commands have already; rename it, or pass flag=False"
+    return ""
+
+
+def _wrong_trials(strategy: type[Strategy]) -> str:
+    """Return what is wrong with the trials of another package's strategy; "" if nothing is."""
+    refused: dict[str, str] = {}
+    trials: Mapping[str, Strategy] = {}
+    with leaving_out("", "trials", refused):
+        trials = by_label(strategy, strategy.trials().items(), "trial")
+    if refused:
+        return f"its trials: {refused['trials']}"
+    if absent := [label for label in strategy.suggested if label not in trials]:
+        return f"it suggests {absent[0]!r}, which is none of its trials: {', '.join(trials)}"
     return ""

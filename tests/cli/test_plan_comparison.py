@@ -43,6 +43,13 @@ def test_plan_all_names_why_a_strategy_cannot_serve(capsys):
     assert "auto    chose " in shown
 
 
+def test_plan_all_names_what_auto_compares_only_with_inner(capsys):
+    assert facts_of(capsys)["not_compared"] == ["double_ring", "usp"]
+    assert facts_of(capsys, "--inner", "4")["not_compared"] == []
+    assert main(CALL) == 0
+    assert "not compared without --inner: double_ring, usp" in capsys.readouterr().out
+
+
 def test_plan_all_takes_layout_and_nodes(capsys):
     facts = facts_of(capsys, "--inner", "4", "--layout", "auto", "--mask", "window:200")
     assert facts["problem"]["layout"] == "contiguous"

@@ -37,7 +37,7 @@ def test_what_is_told_of_a_launch_is_what_its_tiles_say(mask):
     """Without shifting a tile: of blocks that are trimmed, and of several at once, on either side."""
     auto = AutoStrategy(rates=RATES)
     for problem in problems(mask, 3):
-        for label, strategy in auto.all_candidates(problem):
+        for label, strategy in auto.compared(problem)[0].items():
             made = strategy.plan(problem)
             computes = [s.compute for name in PASSES for s in made.steps(name, 1)]
             for one in filter(None, computes):

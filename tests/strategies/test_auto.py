@@ -62,7 +62,7 @@ def called(label: str, ranks: int, node: int) -> object:
     ],
 )
 def test_candidates_are_what_they_are_called(ranks, inner, rates, heads, expected):
-    candidates = dict(AutoStrategy(inner=inner, rates=rates).all_candidates(problem(ranks, heads, heads)))
+    candidates, _ = AutoStrategy(inner=inner, rates=rates).compared(problem(ranks, heads, heads))
     assert candidates.keys() == expected
     for label, strategy in candidates.items():
         assert strategy == called(label, ranks, inner or 0), label

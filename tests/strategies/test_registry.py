@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import sys
 
 import pytest
 
 import burst_portable as bp
-from burst_portable.errors import InputError, UnknownNameError, UnsupportedError
+from burst_portable.cli import main
+from burst_portable.cli.flags import strategy_flags
+from burst_portable.cli.plan import plan as plan_command
+from burst_portable.cli.run.command import run as run_command
+from burst_portable.errors import BurstError, InputError, UnknownNameError, UnsupportedError
 from burst_portable.strategies import registry
+from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.options import RESERVED_FLAGS
 from burst_portable.strategies.registry import OURS, broken, classes, known, load, make_strategy, strategy_of
 from burst_portable.strategies.ring import RingStrategy
 from tests.support.plugins import install
 
 THEIRS = """
 from dataclasses import dataclass
-from burst_portable.strategies.base import Strategy
+from burst_portable.errors import InputError
+from burst_portable.planning.routes import Ring
+from burst_portable.strategies.base import Strategy, ring_plan
 from burst_portable.strategies.options import PREFETCH_STEPS, option
 from burst_portable.strategies.ring import RingStrategy
 
@@ -24,6 +34,7 @@ class Theirs(RingStrategy):
     name = "theirs"
     title = "a ring of another package"
     exact = EXACT
+    suggested = ("theirs+fetch",)
 
     @classmethod
     def candidates(cls, call, machine):
@@ -48,6 +59,119 @@ class NoPlan(Strategy):
 @dataclass(frozen=True)
 class NoTitle(RingStrategy):
     name = "theirs"
+
+@dataclass(frozen=True)
+class Base(Strategy):
+    name = "theirs"
+    title = "a mistake each"
+
+    def plan(self, call):
+        return ring_plan(call, "theirs", side="kv", path=Ring(call.ranks))
+
+@dataclass(frozen=True)
+class NoReturn(Base):
+    name, title = "theirs", "forgets to return"
+
+    def plan(self, call):
+        super().plan(call)
+
+@dataclass(frozen=True)
+class OtherName(Base):
+    name, title = "theirs", "a plan of another name"
+
+    def plan(self, call):
+        return ring_plan(call, "their", side="kv", path=Ring(call.ranks))
+
+@dataclass(frozen=True)
+class Faulty(Base):
+    name, title = "theirs", "fails in plan"
+
+    def plan(self, call):
+        raise KeyError("axis")
+
+@dataclass(frozen=True)
+class Refusing(Base):
+    name, title = "theirs", "refuses with InputError"
+
+    def plan(self, call):
+        raise InputError("theirs takes 3 ranks")
+
+@dataclass
+class Unhashable:
+    ranks: int
+
+@dataclass(frozen=True)
+class BadRoute(Base):
+    name, title = "theirs", "a route that is not frozen"
+
+    def plan(self, call):
+        return ring_plan(call, "theirs", side="kv", path=Unhashable(call.ranks))
+
+@dataclass(frozen=True)
+class LazyRoute(Base):
+    name, title = "theirs", "a route that fails when it is asked"
+
+    def plan(self, call):
+        return ring_plan(call, "theirs", side="kv", path=Empty())
+
+@dataclass(frozen=True)
+class Empty:
+    trims: bool = False
+
+@dataclass(frozen=True)
+class FaultyCandidates(Base):
+    name, title = "theirs", "fails in candidates"
+
+    @classmethod
+    def candidates(cls, call, machine):
+        yield "theirs", cls()
+        raise IndexError("none")
+
+@dataclass(frozen=True)
+class OurLabel(Base):
+    name, title = "theirs", "a candidate of our label"
+
+    @classmethod
+    def candidates(cls, call, machine):
+        yield "ring", cls()
+
+@dataclass(frozen=True)
+class NearLabel(OurLabel):
+    name, title = "theirs", "a candidate of a label that only looks like its own"
+
+    @classmethod
+    def candidates(cls, call, machine):
+        yield "theirs_too", cls()
+
+@dataclass(frozen=True)
+class OurTrial(Base):
+    name, title = "theirs", "a trial of our label"
+
+    @classmethod
+    def trials(cls):
+        return {"ring+fetch": cls()}
+
+@dataclass(frozen=True)
+class FaultyTrials(Base):
+    name, title = "theirs", "fails in trials"
+
+    @classmethod
+    def trials(cls):
+        return {"theirs": cls(1)}
+
+@dataclass(frozen=True)
+class Suggesting(Base):
+    name, title, suggested = "theirs", "suggests what it does not try", ("theirs+far",)
+
+@dataclass(frozen=True)
+class PlainField(Base):
+    name, title = "theirs", "a field that is no option"
+    far: int = 1
+
+@dataclass(frozen=True)
+class TakenFlag(Base):
+    name, title = "theirs", "a flag that the command has"
+    batch: int = option(PREFETCH_STEPS, flag=True)
 """
 
 
@@ -106,6 +230,11 @@ def test_auto_never_takes_an_inexact_strategy(package):
         ("their_strategies:dataclass", "is no subclass of"),
         ("their_absent_module:Theirs", "fails to import.*their_absent_module"),
         ("burst_portable.strategies.ring:RingStrategy", "calls itself 'ring'"),
+        ("their_strategies:OurTrial", "a trial of the strategy 'theirs' has a label that is not its own; got 'ring"),
+        ("their_strategies:FaultyTrials", "its trials: it is broken: TypeError"),
+        ("their_strategies:Suggesting", "suggests 'theirs.far', which is none of its trials: theirs"),
+        ("their_strategies:PlainField", "its field 'far' is no option"),
+        ("their_strategies:TakenFlag", "its option 'batch' would be a flag that the commands have already"),
     ],
 )
 def test_load_refuses_what_is_no_strategy(package, target, message):
@@ -114,6 +243,50 @@ def test_load_refuses_what_is_no_strategy(package, target, message):
         make_strategy("theirs")
     reason = bp.plan(seq_len=128, ranks=4, heads=4).reason  # not named: the others still serve
     assert "not theirs: the strategy 'theirs'" in reason
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("NoReturn", "is broken: its `plan` returned no Plan; got None"),
+        ("OtherName", "is broken: its plan has another name; got 'their'; pass `self.name` to the plan"),
+        ("Faulty", "it is broken: KeyError: 'axis'"),
+        ("Refusing", "theirs takes 3 ranks"),
+        ("BadRoute", "the route Unhashable cannot be hashed; make it a frozen dataclass"),
+        ("LazyRoute", "it is broken: AttributeError"),
+        ("FaultyCandidates", "it is broken: IndexError: none"),
+        ("OurLabel", "a candidate of the strategy 'theirs' has a label that is not its own; got 'ring'"),
+        ("NearLabel", "has a label that is not its own; got 'theirs_too'"),
+    ],
+)
+def test_auto_and_plan_all_leave_out_a_broken_strategy_of_another_package(package, capsys, target, reason):
+    package({"theirs": f"their_strategies:{target}"})
+    made = AutoStrategy().plan(bp.plan(seq_len=224, ranks=4, heads=4, strategy="ring").call)
+    assert made.strategy in OURS
+    (told,) = (part for part in made.reason.split("; not ")[1:] if part.startswith("theirs: "))
+    assert reason in told
+    assert main(["plan", "--seq-len", "224", "--ranks", "4", "--heads", "4", "--strategy", "all", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert reason in facts["refused"]["theirs"]
+    assert "ring" in {one["label"] for one in facts["strategies"]}
+
+
+@pytest.mark.parametrize("target", ["NoReturn", "OtherName", "BadRoute"])
+def test_a_broken_strategy_that_is_named_raises_one_clear_error(package, target):
+    package({"theirs": f"their_strategies:{target}"})
+    with pytest.raises(BurstError, match=r"is broken: its|cannot be hashed"):
+        bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs")
+
+
+def test_reserved_flags_are_those_of_the_commands():
+    names = {"help", "options", "no_check"}
+    for command in (plan_command, run_command):
+        for name, one in inspect.signature(command).parameters.items():
+            if name not in strategy_flags():
+                (declared,) = (how for how in one.annotation.__metadata__)
+                flags = [text for texts in (declared.default, *declared.param_decls) for text in str(texts).split("/")]
+                names |= {name, *(text[2:].replace("-", "_") for text in flags if text.startswith("--"))}
+    assert names == RESERVED_FLAGS
 
 
 def test_load_refuses_a_name_of_two_packages(package):
