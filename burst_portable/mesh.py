@@ -23,7 +23,7 @@ from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.comm.two_levels import with_two_levels
 from burst_portable.config import Config, from_environment
-from burst_portable.errors import InputError, UnsupportedError, shown, unknown_name
+from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, shown, unknown_name
 from burst_portable.layout import Layout
 from burst_portable.utils.values import as_int, check_divides, size
 
@@ -212,7 +212,14 @@ class Mesh:
         deadline = settings.deadline
 
         def transport(group: Any, device_type: str) -> Transport:
-            return for_device(device_type, backend).transport(group, deadline)
+            serving = for_device(device_type, backend)
+            made = serving.transport(group, deadline)
+            if (made.rank, made.size) != place_in(group):  # its messages would go to other ranks
+                what = f"the transport of the backend {serving.name!r} is of another process group"
+                got, (place, size) = f"rank {made.rank} of {made.size}", place_in(group)
+                next_step = "mend its transport(group, deadline): ranks are numbers within `group`"
+                raise BackendUnavailableError(what, got=got, allowed=f"rank {place} of {size}", next_step=next_step)
+            return made
 
         def connect(device_type: str) -> Transport:
             place_in(members)  # it may have been destroyed since

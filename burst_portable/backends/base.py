@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -256,9 +257,6 @@ class AcceleratorBackend(Backend):
     A vendor defines why devices cannot be used, which kernels there are, and what reports say of its devices.
     """
 
-    def __init__(self) -> None:
-        self._kernels = tuple(self.make_kernels())
-
     @abstractmethod
     def unavailable_reason(self) -> str:
         """Return why it cannot run on this machine and, after a semicolon, the next step; or "". Never raises."""
@@ -282,6 +280,10 @@ class AcceleratorBackend(Backend):
 
     def kernels(self) -> tuple[Kernel | LazyKernel, ...]:
         return self._kernels
+
+    @cached_property
+    def _kernels(self) -> tuple[Kernel | LazyKernel, ...]:
+        return tuple(self.make_kernels())
 
     def transport(self, group: Any, deadline: float) -> Transport:
         return TorchDistTransport(group, self.capabilities.process_group, batched=True, deadline=deadline)

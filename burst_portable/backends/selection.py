@@ -14,7 +14,14 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from burst_portable.errors import BackendUnavailableError, UnsupportedError, format_error, in_a_line, unknown_name
+from burst_portable.errors import (
+    BackendUnavailableError,
+    UnsupportedError,
+    format_error,
+    in_a_line,
+    shown,
+    unknown_name,
+)
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.rates import read_rates
 
@@ -268,6 +275,28 @@ def as_kineto(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return events
 
 
+def kernels_of(backend: Backend) -> tuple[Kernel | LazyKernel, ...]:
+    """Return the kernels of a backend, in order of preference.
+
+    Raises:
+        BackendUnavailableError: The backend fails to make them, or one does not derive from `Kernel`.
+    """
+    from burst_portable.kernels.base import Kernel, LazyKernel
+
+    what = f"the backend {backend.name!r} is broken"
+    try:
+        kernels = tuple(backend.kernels())
+    # Code of a vendor may raise anything; the user must hear which backend it was.
+    except Exception as error:
+        next_step = "upgrade or mend it: backends/README.md says what kernels() returns"
+        raise BackendUnavailableError(f"{what}: kernels() failed", got=in_a_line(error), next_step=next_step) from error
+    for kernel in kernels:
+        if not isinstance(kernel, Kernel | LazyKernel):
+            allowed = "objects whose classes derive from burst_portable.kernels.base.Kernel"
+            raise BackendUnavailableError(f"{what}: kernels() gave no kernel", got=shown(kernel), allowed=allowed)
+    return kernels
+
+
 def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") -> tuple[Kernel, str]:
     """Return the kernel for a call and the reason: the named one, or the first of the backend that serves it.
 
@@ -280,7 +309,7 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") ->
         UnknownNameError: The backend has no kernel of that name.
         UnsupportedError: No kernel serves the call, or the named one does not, with all reasons.
     """
-    kernels: dict[str, Kernel | LazyKernel] = {kernel.name: kernel for kernel in backend.kernels()}
+    kernels: dict[str, Kernel | LazyKernel] = {kernel.name: kernel for kernel in kernels_of(backend)}
     if not isinstance(named, str):
         raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
     if named != "auto":

@@ -19,7 +19,7 @@ import torch
 
 from burst_portable import __version__
 from burst_portable.backends.base import Backend
-from burst_portable.backends.selection import choose_kernel, known, load, probed
+from burst_portable.backends.selection import choose_kernel, kernels_of, known, load, probed
 from burst_portable.conformance.cases import Case, strategy_trials
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.processes import carried, deaf_to_interrupts, unpacked
@@ -111,7 +111,7 @@ def trial_of(subject: Subject, text: str) -> Trial:
         raise unknown_name("group of checks", group, CHECKS)
     check = CHECKS[group]
     head, colon, spec = name.rpartition(":")
-    kernels = [kernel.name for kernel in subject.backend.kernels()]
+    kernels = [kernel.name for kernel in kernels_of(subject.backend)]
     is_case = "=" in spec or spec == "default"
     if group == "kernels" and subject.kernel != "auto" and name.partition(":")[0] in set(kernels) - {subject.kernel}:
         raise InputError(
@@ -369,7 +369,7 @@ def check_backend(
         effort=effort,
         kernel=kernel,
         only=only or cases or ((f"strategy {strategy}",) if strategy else ()),
-        kernels=tuple(k.name for k in found.kernels()),
+        kernels=tuple(k.name for k in kernels_of(found)),
         device=_device(found, facts),
         versions=_versions(),
         results=results,
@@ -415,7 +415,7 @@ def _check_arguments(subject: Subject, tier: str | None, processes: int) -> None
     if subject.strategy:
         strategy_trials(subject.strategy)  # raises for a name that is none
     if subject.kernel != "auto":  # a name that is none is refused
-        names = [k.name for k in subject.backend.kernels()]
+        names = [k.name for k in kernels_of(subject.backend)]
         if subject.kernel not in names:
             choose_kernel(subject.backend, Case().make_call(subject.device.type), subject.kernel)
 

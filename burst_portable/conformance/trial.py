@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.selection import choose_kernel
+from burst_portable.backends.selection import choose_kernel, kernels_of
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import run_threads
 from burst_portable.conformance.cases import STRATEGIES, Case, strategy_trials
@@ -65,7 +65,7 @@ class Subject:
     @property
     def kernels(self) -> tuple[Kernel | LazyKernel, ...]:
         """Return the kernels to try by name."""
-        return tuple(k for k in self.backend.kernels() if self.kernel in ("auto", k.name))
+        return tuple(k for k in kernels_of(self.backend) if self.kernel in ("auto", k.name))
 
     def choose(self, call: AttentionCall) -> Kernel:
         """Return the kernel of a call. Raise `UnsupportedError` as a call would."""

@@ -62,12 +62,15 @@ class Kernel(ABC):
     `call` the settings alone: scale, softcap, determinism. The mask of a launch is in its tiles.
 
     Attributes:
-        name: Registry key, command-line value and trace label.
         traits: What the kernel declares about itself.
     """
 
-    name: str
     traits: KernelTraits = KernelTraits()
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Registry key, command-line value and trace label."""
 
     @abstractmethod
     def supports(self, call: AttentionCall) -> Support:
@@ -169,6 +172,8 @@ class Kernel(ABC):
 
 class WrappedKernel(Kernel):
     """A kernel that hands everything to another one. Derive from it to change one method."""
+
+    name = ""
 
     def __init__(self, inner: Kernel) -> None:
         self.name, self.traits, self.inner = inner.name, inner.traits, inner

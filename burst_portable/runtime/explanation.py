@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.selection import known, supports_high_priority, unavailable_reason
+from burst_portable.backends.selection import kernels_of, known, supports_high_priority, unavailable_reason
 from burst_portable.kernels.base import Kernel
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.plans import PASSES, PassName, Plan
@@ -170,7 +170,7 @@ def _transport(plan: Plan, backend: Backend, mesh: Mesh) -> Choice:
 
 def _kernel(plan: Plan, backend: Backend, chosen: Kernel, why: str) -> Choice:
     others = {}
-    for kernel in backend.kernels():
+    for kernel in kernels_of(backend):
         if kernel.name != chosen.name:
             support = kernel.supports(plan.forward.call)
             passed_over = _passed_over(named=why.startswith("named"))

@@ -317,3 +317,11 @@ def test_a_plan_does_not_count_on_a_transport_that_cannot_be_had(one_process):
     made, *_ = prepare(x, x, x, None, mesh, Request())
     assert made.plan.reason == bp.explain(x, x, x, mesh=mesh).strategy.why != counting_on_it
     assert made.transport.name == "local"
+
+
+def test_from_group_rejects_a_transport_of_another_group(one_process, monkeypatch):
+    """A backend whose transport ignores its group: messages would go to other ranks."""
+    wrong = LocalTransport(Fabric(3, 1.0), 1)
+    monkeypatch.setattr(CpuBackend, "transport", lambda self, group, deadline: wrong)
+    with pytest.raises(BackendUnavailableError, match="another process group; got rank 1 of 3; allowed: rank 0 of 1"):
+        bp.Mesh.from_group().transport("cpu")

@@ -10,9 +10,12 @@ import torch
 
 import burst_portable as bp
 from burst_portable.backends.base import AcceleratorBackend, Backend, Capabilities, Probe, Rates
+from burst_portable.backends.selection import choose_kernel
 from burst_portable.comm.base import Transport
 from burst_portable.errors import BackendUnavailableError, UnsupportedError
+from burst_portable.kernels.base import Kernel
 from burst_portable.kernels.reference import ReferenceKernel
+from tests.support.calls import kernel_call
 
 README = Path(__file__).resolve().parents[2] / "backends" / "README.md"
 
@@ -28,7 +31,7 @@ class Least(Backend):
         return (ReferenceKernel(),)
 
 
-@pytest.mark.parametrize("cls", [Backend, AcceleratorBackend, Transport])
+@pytest.mark.parametrize("cls", [Backend, AcceleratorBackend, Kernel, Transport])
 def test_readme_lists_what_a_class_must_define(cls):
     """The table of backends/README.md against the class."""
     home = f"`{cls.__module__.removeprefix('burst_portable.')}.{cls.__name__}`"
@@ -40,6 +43,30 @@ def test_readme_lists_what_a_class_must_define(cls):
     if cls is Backend:
         public = {name for name in dir(Backend) if not name.startswith("_")}
         assert listed == public - Backend.__abstractmethods__
+
+
+@pytest.mark.parametrize(
+    ("kernels", "says"),
+    [
+        (lambda: 1 / 0, "kernels() failed; got ZeroDivisionError"),
+        (lambda: ReferenceKernel(), "kernels() failed; got TypeError"),
+        (lambda: (object(),), "gave no kernel; got <object"),
+    ],
+    ids=["raises", "no tuple", "no kernel"],
+)
+def test_kernels_of_names_a_broken_backend(kernels, says):
+    backend = Least()
+    backend.kernels = kernels
+    with pytest.raises(BackendUnavailableError, match=re.escape(says)):
+        choose_kernel(backend, kernel_call(torch.float32, "cpu", 2, 2, 8, 8))
+
+
+def test_kernel_without_a_name_cannot_be_made():
+    class Nameless(ReferenceKernel):
+        name = Kernel.name
+
+    with pytest.raises(TypeError, match="name"):
+        Nameless()
 
 
 def test_backend_defaults_say_that_it_has_none():

@@ -25,6 +25,8 @@ from tests.support.planted_transports import Through
 class Around(Kernel):
     """A kernel that does what the real one does; a bug overrides a part. It has no traits."""
 
+    name = ""
+
     def __init__(self, kernel: Kernel | LazyKernel) -> None:
         self.kernel, self.name = kernel, kernel.name
 
