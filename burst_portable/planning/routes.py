@@ -80,7 +80,11 @@ class Needs:
 
 
 class Route(Protocol):
-    """How blocks travel among ranks."""
+    """How blocks travel among ranks: a frozen dataclass, whose answers are the same on every rank.
+
+    Every rank asks for itself and for its neighbors, so that both ends post the same moves: `arrival` and `targets`
+    must agree, and `departure` and `feeder`. `planning.verify.verify` says where they do not.
+    """
 
     @property
     def name(self) -> str:
@@ -102,22 +106,41 @@ class Route(Protocol):
         """Passes are looked up by their route."""
 
     def step(self, owner: int, rank: int) -> int:
-        """The step at which `rank` computes with the block of `owner`."""
+        """The step at which `rank` computes with the block of `owner`; with its own block at 0 if `before` is 1.
+
+        Blocks of the same step are one launch. Gradients of the block leave after it.
+        """
 
     def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
-        """(source, issue) of the hop that brings the block of `owner` to `rank`; None if it need not come."""
+        """(source, issue) of the hop that brings the block of `owner` to `rank`; None if it need not come.
+
+        `issue` is below `step`, and not before the source has the block. It is not asked of the owner itself. Where a
+        route trims, or blocks share a launch, it is None unless `needs(owner, rank)`.
+        """
 
     def targets(self, owner: int, rank: int) -> Iterator[int]:
-        """The ranks that `rank` may have to hand the block of `owner` to."""
+        """The ranks that `rank` may have to hand the block of `owner` to, and never `rank` itself.
+
+        At least all ranks for which `arrival` may name `rank` as the source; others are ignored.
+        """
 
     def departure(self, needs: Needs, owner: int, rank: int) -> int:
-        """Where `rank` sends its gradients of the block of `owner`: the next that adds to them, or home."""
+        """Where `rank` sends its gradients of the block of `owner`: the next that adds to them, or home.
+
+        The next must need the block, and have computed with it by then, but not sent its own gradients on.
+        """
 
     def feeder(self, owner: int, rank: int) -> int | None:
-        """The neighbour that may send `rank` gradients of the block of `owner` to add to."""
+        """The neighbour that may send `rank` gradients of the block of `owner` to add to; None if nobody does.
+
+        `departure` of that neighbor says whether it does. Gradients of the rank's own block are expected without this.
+        """
 
     def patience(self, source: int, target: int) -> int:
-        """How many steps after leaving `source` gradients are added at `target`."""
+        """How many steps after leaving `source` gradients are added at `target`: at least 1.
+
+        At a rank that sends them on, no more than until its own gradients of the block leave.
+        """
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from burst_portable.cli import main
-from burst_portable.strategies.registry import OURS
+from burst_portable.strategies.registry import classes
 
 CALL = ("plan", "--seq-len", "4096", "--ranks", "8", "--heads", "8", "--strategy", "all")
 
@@ -19,7 +19,7 @@ def test_plan_all_lists_each_strategy_once_by_time(capsys):
     facts = facts_of(capsys)
     assert facts["schema"] == "burst_portable.plans/1"
     served = facts["strategies"]
-    assert {one["strategy"] for one in served} == {*OURS} - {"auto"}
+    assert {one["strategy"] for one in served} == {*classes()} - {"auto"}
     assert [one["seconds"] for one in served] == sorted(one["seconds"] for one in served)
     assert len({one["label"] for one in served}) == len(served)
     assert facts["chosen"].startswith(f"chose {served[0]['label']} by predicted time")

@@ -20,6 +20,7 @@ MEASURED = {
     "ring+fetch, all together, own last", "ring+fetch, all together, own divided", "burst+fetch, all ahead",
     "burst+fetch, all together", "ulysses, 2 groups", "ulysses, 4 groups",
 }  # fmt: skip
+TABLED = {"ring", "burst", "double_ring", "ulysses", "usp"}  # a further strategy has its candidates tested in its file
 
 
 def problem(
@@ -63,8 +64,9 @@ def called(label: str, ranks: int, node: int) -> object:
 )
 def test_candidates_are_what_they_are_called(ranks, inner, rates, heads, expected):
     candidates, _ = AutoStrategy(inner=inner, rates=rates).compared(problem(ranks, heads, heads))
-    assert candidates.keys() == expected
-    for label, strategy in candidates.items():
+    known = {label: strategy for label, strategy in candidates.items() if strategy.name in TABLED}
+    assert known.keys() == expected
+    for label, strategy in known.items():
         assert strategy == called(label, ranks, inner or 0), label
 
 
