@@ -68,7 +68,7 @@ class Strategy(ABC):
     def plan(self, call: AttentionCall) -> Plan:
         """Return the plan for a call. It is pure: equal calls give equal plans, on every rank.
 
-        Raises `UnsupportedError` or `InputError` if strategy and call do not go together.
+        Raises `UnsupportedError` or `InputError` if strategy and call do not go together, and is then not compared.
         """
 
     def check(self, call: AttentionCall) -> None:
@@ -77,12 +77,18 @@ class Strategy(ABC):
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
-        """Yield (label, strategy) of what `auto` compares for a call. Those that cannot plan it are left out."""
+        """Yield (label, strategy) of what `auto` compares for a call. Those that cannot plan it are left out.
+
+        A label is the name, or the name, then "+", "," or " ", and words for the options.
+        """
         yield cls.name, cls()
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
-        """Return what conformance tries, by label: the name, or the name, "+" and a word for the options."""
+        """Return what conformance tries, by label: the name, or the name, "+" and a word for the options.
+
+        Labels of other strategies are refused, as those of `candidates` are.
+        """
         return {cls.name: cls()}
 
     def computes(self, mask: Mask) -> Mask:

@@ -278,6 +278,13 @@ def test_a_broken_strategy_that_is_named_raises_one_clear_error(package, target)
         bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs")
 
 
+def test_a_flag_that_the_commands_have_ends_no_command(package, capsys):
+    package({"theirs": "their_strategies:TakenFlag"})
+    assert "batch" not in strategy_flags()
+    assert main(["plan", "--seq-len", "64", "--ranks", "2", "--strategy", "all"]) == 0
+    assert "theirs: the strategy 'theirs'" in capsys.readouterr().out
+
+
 def test_reserved_flags_are_those_of_the_commands():
     names = {"help", "options", "no_check"}
     for command in (plan_command, run_command):
