@@ -77,7 +77,8 @@ def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks:
                 q, k, v, compute.tiles, prepared.part, yields_to_comm=prepared.yields_to_comm
             )
     else:
-        state = _forward_steps(prepared, q, k, v, may_round=sinks is None)  # sinks are merged before
+        # Sinks are merged before out is rounded.
+        state = _forward_steps(prepared, q, k, v, may_round=sinks is None)
     if sinks is not None:
         numerics.add_sinks(state, sinks)
     out, lse = state
