@@ -29,8 +29,7 @@ from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.calls import checked_plan
-from burst_portable.strategies.registry import classes, has_option, leaving_out
+from burst_portable.strategies.registry import checked_plan, classes, has_option, leaving_out
 from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -271,3 +272,24 @@ def torch_dtype(call: AttentionCall) -> torch.dtype:
     """Return the dtype of q, k and v."""
     found: torch.dtype = getattr(torch, call.dtype)
     return found
+
+
+_ALIGNMENT = 16  # bytes: operators and descriptors load so many at once
+
+
+def align_rows(x: Tensor) -> Tensor:
+    """Return x if all its rows begin at multiples of 16 bytes, else a copy.
+
+    Args:
+        x: Tensor of shape [B, S, H, D], where D is a multiple of 16 bytes.
+    """
+    if x.data_ptr() % _ALIGNMENT == 0 and _are_aligned(x.stride(), _ALIGNMENT // x.element_size()):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(maxsize=1024)
+def _are_aligned(strides: tuple[int, ...], each: int) -> bool:
+    """Return whether every stride is a positive multiple of `each` elements, the last one 1."""
+    *steps, last = strides
+    return last == 1 and all(step > 0 and step % each == 0 for step in steps)

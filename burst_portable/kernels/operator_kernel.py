@@ -24,8 +24,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.alignment import align_rows
-from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, align_rows
 from burst_portable.numerics import State, accumulation_dtype, empty_state, merge_into, surrogate_out, widened
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles

@@ -19,9 +19,8 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Machine, Strategy
-from burst_portable.strategies.calls import by_label, checked_plan
 from burst_portable.strategies.options import INNER, option
-from burst_portable.strategies.registry import broken, classes, leaving_out, make_strategy
+from burst_portable.strategies.registry import broken, by_label, checked_plan, classes, leaving_out, make_strategy
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import check_divides
 

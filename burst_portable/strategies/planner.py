@@ -18,8 +18,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.calls import checked_plan
-from burst_portable.strategies.registry import strategy_of
+from burst_portable.strategies.registry import checked_plan, strategy_of
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import size
 

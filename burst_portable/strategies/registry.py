@@ -10,7 +10,7 @@ Such a package is imported only when its strategy is named, or when all strategi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
@@ -19,8 +19,9 @@ from importlib.metadata import entry_points
 from inspect import isabstract
 
 from burst_portable.errors import InputError, UnsupportedError, in_a_line, shown, unknown_name
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.plans import Plan
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.calls import by_label
 from burst_portable.strategies.options import RESERVED_FLAGS, options_of
 
 GROUP = "burst_portable.strategies"
@@ -218,3 +219,44 @@ def _wrong_trials(strategy: type[Strategy]) -> str:
     if absent := [label for label in strategy.suggested if label not in trials]:
         return f"it suggests {absent[0]!r}, which is none of its trials: {', '.join(trials)}"
     return ""
+
+
+# ---------------------------------------------------------------------------- what strategies return
+
+
+def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
+    """Return the strategy's plan for a call.
+
+    Raises as `Strategy.plan`, and `UnsupportedError` for what is no plan, or a plan that has another strategy's name.
+    """
+    plan = strategy.plan(call)
+    what = f"the strategy {strategy.name!r} is broken"
+    if not isinstance(plan, Plan):
+        raise UnsupportedError(f"{what}: its `plan` returned no Plan", got=shown(plan))
+    if plan.strategy != strategy.name and strategy.name != "auto":
+        raise UnsupportedError(
+            f"{what}: its plan has another name", got=shown(plan.strategy), next_step="pass `self.name` to the plan"
+        )
+    return plan
+
+
+def by_label(strategy: type[Strategy], found: Iterable[tuple[str, Strategy]], what: str) -> dict[str, Strategy]:
+    """Return what a strategy's `candidates` or `trials` name, by label.
+
+    Raises `UnsupportedError` for a label that may be another strategy's, and for what is no strategy. `what`: a
+    "candidate" or a "trial".
+    """
+    named = {}
+    for label, one in found:
+        name = strategy.name
+        own = isinstance(label, str) and (label == name or label.startswith((f"{name}+", f"{name},", f"{name} ")))
+        if not own:
+            raise UnsupportedError(
+                f"a {what} of the strategy {name!r} has a label that is not its own",
+                got=shown(label),
+                allowed=f"{name!r}, or {name!r} with '+', ',' or ' ' and words after it",
+            )
+        if not isinstance(one, Strategy):
+            raise UnsupportedError(f"the {what} {label!r} is no Strategy", got=shown(one))
+        named[label] = one
+    return named

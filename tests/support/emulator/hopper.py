@@ -15,7 +15,7 @@ from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper import launch as launch_tables
 from burst_portable.backends.cuda.hopper.launch import tma_strides
-from burst_portable.kernels.alignment import align_rows
+from burst_portable.kernels.base import align_rows
 from tests.support.emulator.machine import Machine
 from tests.support.emulator.memory import Descriptor
 

@@ -17,8 +17,7 @@ from burst_portable.backends.cuda.driver import current_stream, on
 from burst_portable.backends.cuda.hopper.configs import FORWARD, BackwardConfig, BackwardCut
 from burst_portable.backends.cuda.hopper.launch import LaunchTables, PreparedLaunch, compiled_kernels
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.alignment import align_rows
-from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support, align_rows
 from burst_portable.kernels.triton.arguments import LOG2_E
 from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.planning.call import AttentionCall, KernelTraits

@@ -28,7 +28,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     writing_cuts,
 )
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.alignment import align_rows
+from burst_portable.kernels.base import align_rows
 from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
 from burst_portable.planning.tiles import Tiles
 
