@@ -74,7 +74,7 @@ def message_size(call: AttentionCall, move: Move, *, narrow: bool) -> int:
 @lru_cache(maxsize=256)
 def row_size(call: AttentionCall, side: Side, *, result: bool, narrow: bool = False) -> int:
     """Return the bytes of a row of a block on the wire."""
-    return sum(field.size(call.batch) for field in fields(call, side, result=result, narrow=narrow))
+    return row_layout(call, side, result=result, narrow=narrow).size
 
 
 def local_block_size(pass_plan: PassPlan, rank: int) -> int:
