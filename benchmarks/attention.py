@@ -222,7 +222,7 @@ def host_time(call: Callable[[], object], rounds: int = 20, repeats: int = 50) -
 
 def flops_of(row: Row, task: Task, which: str) -> int:
     """Of a pass, by the exact area of the mask."""
-    return (4 if which == "forward" else 10) * task.mask.area(row.length, row.length) * row.heads[0] * row.head
+    return (4 if which == "forward" else 10) * task.mask.num_pairs(row.length, row.length) * row.heads[0] * row.head
 
 
 def finish(entry: Entry, row: Row, task: Task) -> None:

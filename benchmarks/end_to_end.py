@@ -161,7 +161,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         quiet()
         self.arguments, self.started = arguments, time.monotonic()
-        self.links = join(arguments.deadline)
+        self.links = join(arguments.timeout)
         self.clock, self.mesh = Clock(self.links), bp.Mesh.from_group()
         self.where = Where(self.links.device, getattr(torch, arguments.dtype))
         backend = for_device(self.links.device.type)
@@ -232,7 +232,7 @@ class Run:
             backend, _, rotate = (how or "cudnn").partition(" ")
             return theirs(model, self.mesh, self.links.device, backend, rotate or "allgather")
         strategy = how or "auto"
-        plan = bp.plan_on(
+        plan = bp.plan_for_mesh(
             self.mesh, seq_len=self.arguments.seq_len, **sizes_of(model.config), strategy=strategy,
             dtype=self.where.dtype, device=self.links.device, kernel=self.arguments.kernel,
         )  # fmt: skip
@@ -343,7 +343,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=count, default=1, help="of one step each forth and one back")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no step is begun")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a first step is taken for stuck")
-    parser.add_argument("--deadline", type=float, default=30.0, help="seconds of a hop")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a hop")
     parser.add_argument("--label", default="run", help="the file is end-to-end-LABEL.json")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args(given)

@@ -37,7 +37,7 @@ def one_round(level: str | None) -> tuple[float, int]:
     session = bp.profile(level) if level else None  # type: ignore[arg-type]  # LEVELS are names of levels
     with session or nullcontext():
         began = time.process_time()
-        bp.run_local(RANKS, work)
+        bp.run_threads(RANKS, work)
         took = time.process_time() - began
     rows = sum(len(table) for one in session.records() for table in one.tables.values()) if session else 0
     return took / RANKS / CALLS, rows // (RANKS * CALLS)

@@ -33,18 +33,18 @@ class Links:
     rank: int
     size: int
     device: torch.device
-    deadline: float
+    timeout: float
     transports: dict[str, Transport | str] = field(default_factory=dict)
     closing: ExitStack = field(default_factory=ExitStack)
     high_priority: bool = False
     parallel: bool = False  # torch's context_parallel has been entered
 
     def mesh(self, transport: Transport) -> bp.Mesh:
-        config = Config(deadline=self.deadline, transport=transport.name)
+        config = Config(timeout=self.timeout, transport=transport.name)
         return bp.Mesh(self.rank, self.size, lambda device_type: transport, group=self.group, config=config)
 
 
-def join(deadline: float) -> Links:
+def join(timeout: float) -> Links:
     """Meet the other ranks, each on a device of its own where there are devices. Raises `InputError` without ranks."""
     if "RANK" not in os.environ:
         raise InputError("this measures several ranks; start it with torchrun, as --help shows")
@@ -58,10 +58,14 @@ def join(deadline: float) -> Links:
     else:
         torch.set_num_threads(1)
         device, backend = torch.device("cpu"), "gloo"
-    timeout = timedelta(seconds=deadline)
-    options = {"device_id": device, **group_options_of(of_kind, timeout)} if kind is not None else {"timeout": timeout}
+    group_timeout = timedelta(seconds=timeout)
+    options = (
+        {"device_id": device, **group_options_of(of_kind, group_timeout)}
+        if kind is not None
+        else {"timeout": group_timeout}
+    )
     dist.init_process_group(backend, **options)
-    return Links(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device, deadline)
+    return Links(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device, timeout)
 
 
 def leave() -> None:
@@ -75,7 +79,7 @@ def leave() -> None:
 def connect(links: Links, wanted: list[str]) -> None:
     """The transports that were asked for, or why they are not there."""
     backend = for_device(links.device.type)
-    plain = backend.transport(links.group, links.deadline)
+    plain = backend.transport(links.group, links.timeout)
     links.high_priority = plain.high_priority
     for name in wanted:
         if name == plain.name:
@@ -84,7 +88,7 @@ def connect(links: Links, wanted: list[str]) -> None:
             links.transports[name] = f"the backend {backend.name} has none of that name"
         else:
             try:
-                links.transports[name] = backend.connect_direct(plain, links.group, links.deadline)
+                links.transports[name] = backend.connect_direct(plain, links.group, links.timeout)
             except BurstError as error:
                 links.transports[name] = str(error)
 

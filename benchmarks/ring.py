@@ -145,7 +145,7 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.started = arguments, time.monotonic()
-        self.links = join(arguments.deadline)
+        self.links = join(arguments.timeout)
         self.clock, self.guard = Clock(self.links), Guard(self.links.rank)
         connect(self.links, arguments.transports)
         for name, found in self.links.transports.items():
@@ -212,7 +212,7 @@ class Run:
             entries += self.prepare(name, kernel, contestant, task, right, mesh)
             timer.cancel()
         del whole, right
-        self.measure(entries, mask.area(row.length, row.length), row)
+        self.measure(entries, mask.num_pairs(row.length, row.length), row)
 
     def prepare(
         self, row: str, kernel: str, contestant: Contestant, task: Task, right: Expected, mesh: bp.Mesh
@@ -245,7 +245,7 @@ class Run:
             return []
         return [Entry(calls, result)]
 
-    def measure(self, entries: list[Entry], area: int, row: Row) -> None:
+    def measure(self, entries: list[Entry], num_pairs: int, row: Row) -> None:
         """All in random order, round after round; in another one for every row and kernel.
 
         What runs before a call leaves the device warm or cool: where rows had one order, that favoured the same ones.
@@ -260,7 +260,7 @@ class Run:
                 seconds = self.clock.time(entry.calls[which == "backward"], calls)
                 entry.seconds.setdefault(which if calls > 1 else f"{which}, cold", []).append(seconds)
             rounds += 1
-        flops = 4 * area * row.heads[0] * row.head / self.links.size
+        flops = 4 * num_pairs * row.heads[0] * row.head / self.links.size
         for entry in entries:
             for which, times in entry.seconds.items():
                 seconds = statistics.median(times)
@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no row is begun")
     parser.add_argument("--row-limit", type=float, default=240.0, help="seconds after which a row is taken for stuck")
     parser.add_argument("--contestant-limit", type=float, default=90.0, help="the same of preparing a contestant")
-    parser.add_argument("--deadline", type=float, default=30.0, help="seconds of a hop")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a hop")
     parser.add_argument("--no-links", dest="links", action="store_false", help="do not measure the links")
     parser.add_argument("--label", default="run", help="the files are ring-LABEL.json and .svg")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")

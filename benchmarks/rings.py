@@ -61,7 +61,7 @@ class Contestant:
         transport = links.transports.get(self.transport)
         if self.layout == "auto" and isinstance(transport, Transport):
             with suppress(BurstError):
-                return bp.plan_on(
+                return bp.plan_for_mesh(
                     links.mesh(transport), seq_len=row.length, heads=row.heads[0], kv_heads=row.heads[1],
                     head_dim=row.head, mask=mask, dtype=torch.bfloat16, device=links.device, kernel=kernel,
                     deterministic=False,
@@ -133,12 +133,12 @@ def strategy_named(text: str) -> Any:
 class Still(Transport):
     """Another transport, until `moving` is False: then every message is there already, as it came before."""
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.name, inner.rank, inner.size, inner.state)
-        self._inner, self.moving = inner, True
-        self.host, self.agreed = inner.host, inner.agreed
-        self.direct, self.persistent_inbox = inner.direct, True
-        self.supports_strided_sends = inner.supports_strided_sends
+    def __init__(self, wrapped: Transport) -> None:
+        super().__init__(wrapped.name, wrapped.rank, wrapped.size, wrapped.state)
+        self._wrapped, self.moving = wrapped, True
+        self.host, self.agreed = wrapped.host, wrapped.agreed
+        self.direct, self.persistent_inbox = wrapped.direct, True
+        self.supports_strided_sends = wrapped.supports_strided_sends
         self._kept: dict[bytes, list[Tensor]] = {}
         self._pass: list[Tensor] = []
 
@@ -146,32 +146,32 @@ class Still(Transport):
         self._key, self._next = digest[:16], 0
         self._pass = [] if self.moving else self._kept[self._key]
         if self.moving:
-            self._inner.begin(digest, inbox)
+            self._wrapped.begin(digest, inbox)
 
     def end(self) -> None:
         if self.moving:
             self._kept[self._key] = [x.clone() for x in self._pass]
-            self._inner.end()
+            self._wrapped.end()
 
     def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         if self.moving:
-            self._pass.append(self._inner.inbox(size, device, peer, offset))
+            self._pass.append(self._wrapped.inbox(size, device, peer, offset))
             return self._pass[-1]
         self._next += 1
         return self._pass[self._next - 1]
 
     def post(self, sends: Any, receives: Any, label: str = "") -> Any:
         if self.moving:
-            return self._inner.post(sends, receives, label)
+            return self._wrapped.post(sends, receives, label)
         return [self] * len(sends), [self] * len(receives)
 
     def exchange(self, leaving: Any, arriving: Any, label: str, *, alone: bool = False) -> Exchange:
         if self.moving:
-            return self._inner.exchange(leaving, arriving, label, alone=alone)
+            return self._wrapped.exchange(leaving, arriving, label, alone=alone)
         return Exchange([self], [self])
 
     def wait(self) -> None:
         """As a handle: it is there."""
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        return self._inner.share(data, label, deadline)
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
+        return self._wrapped.share(data, label, timeout)

@@ -229,10 +229,10 @@ def time_all(trials: list[Trial], seconds: float) -> list[Trial]:
 
 def speeds(trials: list[Trial], mask: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """A line a variant, the fastest of each kernel first."""
-    area = Mask.parse(mask, arguments.length).area(arguments.length, arguments.length)
+    num_pairs = Mask.parse(mask, arguments.length).num_pairs(arguments.length, arguments.length)
     lines: list[dict[str, object]] = []
     for trial in sorted(trials, key=lambda trial: (trial.kernel, statistics.median(trial.times[1:]))):
-        flops = FLOPS[trial.kernel] * area * arguments.head * arguments.heads[0]
+        flops = FLOPS[trial.kernel] * num_pairs * arguments.head * arguments.heads[0]
         speed = flops / statistics.median(trial.times[1:]) / 1e9
         lines.append({"kernel": trial.kernel, **trial.blocks, "tflops": round(speed, 1)})
     return lines

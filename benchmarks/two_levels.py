@@ -1,7 +1,9 @@
 """Two levels on one node: groups of its GPUs stand for nodes, and what crosses between them is slow.
 
-    torchrun --nproc-per-node 8 benchmarks/two_levels.py --inner 4 --outer-gbps 10      what crosses is held back
-    torchrun --nproc-per-node 8 benchmarks/two_levels.py --inner 4 --sockets            NCCL takes the groups for hosts
+    torchrun --nproc-per-node 8 benchmarks/two_levels.py --ranks-per-node 4 --inter-node-bandwidth 10
+        what crosses nodes is slowed down
+    torchrun --nproc-per-node 8 benchmarks/two_levels.py --ranks-per-node 4 --sockets
+        NCCL treats the groups as hosts
     python benchmarks/two_levels.py --simulate                                         64 and 1,024 GPUs, by the plan
 
 The double ring beside rings over all ranks, in one run: with no slow link, and with links of so many GB/s a rank.
@@ -40,13 +42,13 @@ from benchmarks.ring import ERROR_LIMIT, errors, expected
 from benchmarks.ring_rows import ROWS
 from benchmarks.rings import Calls, Still, Task, through_autograd
 from benchmarks.script import count, end, names
-from burst_portable.backends.selection import choose_kernel, for_device, group_options_of, rates_of
+from burst_portable.backends.selection import choose_kernel, for_device, group_options_of, hardware_of
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.two_levels import TwoLevelTransport, with_two_levels
 from burst_portable.errors import InputError
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 
@@ -66,7 +68,7 @@ SIMULATED = ((262144, 64), (1048576, 64), (1048576, 1024), (8388608, 1024))  # t
 
 def strategy_named(name: str, node: int) -> Strategy:
     kind = name.partition(",")[0]
-    return make_strategy(kind, **STRATEGIES[name], inner=node if kind in ("double_ring", "usp") else None)
+    return make_strategy(kind, **STRATEGIES[name], ranks_per_node=node if kind in ("double_ring", "usp") else None)
 
 
 # ------------------------------------------------------------------------------------------ the slow link
@@ -75,25 +77,25 @@ def strategy_named(name: str, node: int) -> Strategy:
 class Slowed(Transport):
     """Another transport, whose messages leave as late as a link of so many GB/s a rank would have brought them."""
 
-    def __init__(self, inner: Transport, gbps: float, device: torch.device) -> None:
-        super().__init__(inner.name, inner.rank, inner.size)
-        self._inner, self._bytes_a_second, self.host = inner, gbps * 1e9, inner.host
+    def __init__(self, wrapped: Transport, link_bandwidth: float, device: torch.device) -> None:
+        super().__init__(wrapped.name, wrapped.rank, wrapped.size)
+        self._wrapped, self._bytes_a_second, self.host = wrapped, link_bandwidth * 1e9, wrapped.host
         self._free = 0.0  # when the link has done what it was given so far; host time
         self._device = device
-        if not inner.host:
+        if not wrapped.host:
             self._stream = torch.Stream(device)
             self._cycles = _cycles_a_second(device)
 
     def post(self, sends: list[Message], receives: list[Message], label: str = "") -> tuple[list[Handle], list[Handle]]:
-        if self._inner.host:
-            leaving, arriving = self._inner.post(sends, receives, label)
+        if self._wrapped.host:
+            leaving, arriving = self._wrapped.post(sends, receives, label)
             self._free = max(self._free, time.perf_counter()) + self._seconds(sends, receives)
             return leaving, [_Late(handle, self._free) for handle in arriving]
         current = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(current)
         with self._stream:
             torch.cuda._sleep(int(self._seconds(sends, receives) * self._cycles))
-            return self._inner.post(sends, receives, label)
+            return self._wrapped.post(sends, receives, label)
 
     def _seconds(self, *ways: list[Message]) -> float:
         """At both ends, so that no receiver's kernel spins meanwhile; both ways at once."""
@@ -137,11 +139,11 @@ def look_like_nodes(node: int) -> None:
 
 @dataclass
 class Measured:
-    """One strategy over one link. `gbps` is None where no link is slow, or its speed is unknown."""
+    """One strategy over one link. `intra_node_bandwidth` is None where no link is slow, or its speed is unknown."""
 
     strategy: str
     link: str
-    gbps: float | None = None
+    link_bandwidth: float | None = None
     reason: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
@@ -162,18 +164,20 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         if arguments.sockets:
-            look_like_nodes(arguments.inner)
+            look_like_nodes(arguments.ranks_per_node)
         self.arguments, self.started = arguments, time.monotonic()
-        self.links = join(arguments.deadline)
+        self.links = join(arguments.timeout)
         self.clock, self.guard = Clock(self.links), Guard(self.links.rank)
-        if self.links.size % arguments.inner or not 1 < arguments.inner < self.links.size:
-            raise InputError(f"--inner {arguments.inner} makes no two nodes or more of {self.links.size} ranks")
+        if self.links.size % arguments.ranks_per_node or not 1 < arguments.ranks_per_node < self.links.size:
+            raise InputError(
+                f"--ranks-per-node {arguments.ranks_per_node} makes no two nodes or more of {self.links.size} ranks"
+            )
         self.row, device = ROWS[arguments.row], self.links.device
         self.mask = bp.Mask.parse(self.row.mask, self.row.length)
         self.backend = for_device(device.type)
-        transport = partial(self.backend.transport, deadline=arguments.deadline)
+        transport = partial(self.backend.transport, timeout=arguments.timeout)
         options = partial(group_options_of, self.backend)
-        plain = with_two_levels(transport, self.links.group, arguments.inner, arguments.deadline, options)
+        plain = with_two_levels(transport, self.links.group, arguments.ranks_per_node, arguments.timeout, options)
         plain.begin()
         plain.end()
         near, far = plain.intra_node, plain.inter_node
@@ -181,9 +185,9 @@ class Run:
         self.transports: dict[str, tuple[Transport, float | None]] = {
             "sockets" if arguments.sockets else "no slow link": (plain, None)
         }
-        for gbps in arguments.outer_gbps:
-            slow = TwoLevelTransport(near, partial(Slowed, far, gbps, device), arguments.inner)
-            self.transports[f"{gbps:g} GB/s"] = slow, gbps
+        for link_bandwidth in arguments.inter_node_bandwidth:
+            slow = TwoLevelTransport(near, partial(Slowed, far, link_bandwidth, device), arguments.ranks_per_node)
+            self.transports[f"{link_bandwidth:g} GB/s"] = slow, link_bandwidth
         self.results: list[Measured] = []
 
     def main(self) -> None:
@@ -214,10 +218,10 @@ class Run:
     def prepare(
         self, name: str, link: str, task: Task, judge: Callable[[tuple[Tensor, ...]], dict[str, float]]
     ) -> list[Entry]:
-        transport, gbps = self.transports.get(link, (None, None))
-        result = Measured(name, link, gbps)
+        transport, link_bandwidth = self.transports.get(link, (None, None))
+        result = Measured(name, link, link_bandwidth)
         self.results.append(result)
-        strategy = strategy_named(name, self.arguments.inner)
+        strategy = strategy_named(name, self.arguments.ranks_per_node)
         # With everything sent once, what came is kept, and nothing moves any more.
         still = Still(next(iter(self.transports.values()))[0]) if transport is None else None
         mesh = self.links.mesh(transport or still)  # type: ignore[arg-type]
@@ -240,21 +244,23 @@ class Run:
                 result.reason = f"WRONG: {result.errors}"
                 return []
             if not self.arguments.sockets:
-                result.predicted = self.predict(strategy, gbps)
+                result.predicted = self.predict(strategy, link_bandwidth)
         self.say(f"{name}, {link}: ready after {time.monotonic() - self.started:.0f} s")
         return [Entry(through_autograd(attention, leaves, task.dout), result)]
 
-    def predict(self, strategy: Strategy, gbps: float | None) -> dict[str, float]:
+    def predict(self, strategy: Strategy, link_bandwidth: float | None) -> dict[str, float]:
         sizes = (*self.row.heads, self.row.head, self.row.head)
         layout, device = bp.make_layout("zigzag", self.row.length, self.links.size, self.mask), self.links.device.type
         call = AttentionCall(self.mask, layout, *sizes, dtype="bfloat16", device=device, deterministic=False)
         kernel, _ = choose_kernel(self.backend, call, self.arguments.kernel)
         first = next(iter(self.transports.values()))[0].high_priority
-        rates = rates_of(self.backend, self.links.size, kernel, high_priority=first)
-        rates = replace(rates, direct=())  # NCCL alone reaches other nodes
-        if gbps:
-            rates = replace(rates, node=self.arguments.inner, outer_gbps=gbps)
-        return simulated(strategy, self.row.length, self.links.size, self.row.heads, self.row.head, rates)
+        hardware = hardware_of(self.backend, self.links.size, kernel, high_priority=first)
+        hardware = replace(hardware, peer_copy_bandwidth=())  # NCCL alone reaches other nodes
+        if link_bandwidth:
+            hardware = replace(
+                hardware, ranks_per_node=self.arguments.ranks_per_node, inter_node_bandwidth=link_bandwidth
+            )
+        return simulated(strategy, self.row.length, self.links.size, self.row.heads, self.row.head, hardware)
 
     def measure(self, entries: list[Entry]) -> None:
         """All in random order, round after round."""
@@ -276,14 +282,14 @@ class Run:
     def write(self) -> None:
         a = self.arguments
         facts = {
-            "setting": {**setting(), "ranks": self.links.size, "node": a.inner},
+            "setting": {**setting(), "ranks": self.links.size, "node": a.ranks_per_node},
             "row": {**asdict(self.row), "name": a.row, "kernel": a.kernel},
             "results": [asdict(result) for result in self.results],
         }
         save(a.out, f"two-levels-{a.label}", facts)
 
     def print_table(self) -> None:
-        nodes = f"{self.links.size // self.arguments.inner} groups of {self.arguments.inner}"
+        nodes = f"{self.links.size // self.arguments.ranks_per_node} groups of {self.arguments.ranks_per_node}"
         print(f"{nodes}; " + " ".join(f"{name} {value};" for name, value in setting().items()))
         print(f"{self.arguments.row}, {self.arguments.kernel}; milliseconds forward, backward; kept; predicted")
         still = {r.strategy: r.milliseconds for r in self.results if r.link == "nothing sent"}
@@ -304,7 +310,7 @@ class Run:
 
 
 def simulated(
-    strategy: Strategy, length: int, ranks: int, heads: tuple[int, int], head: int, rates: Rates
+    strategy: Strategy, length: int, ranks: int, heads: tuple[int, int], head: int, hardware: HardwareSpec
 ) -> dict[str, float]:
     """Milliseconds of each pass, by the plan alone: the slowest of eight ranks, or of all where they are few."""
     plan = bp.plan(
@@ -312,7 +318,7 @@ def simulated(
         strategy=strategy, layout="zigzag",
     )  # fmt: skip
     some = range(ranks) if ranks <= 64 else sorted({i * (ranks - 1) // 7 for i in range(8)})
-    costs = plan_cost(plan, rates, some).per_rank
+    costs = plan_cost(plan, hardware, some).per_rank
     return {name: round(max(cost.seconds for cost in costs[name]) * 1e3, 4) for name in PASSES}
 
 
@@ -320,23 +326,32 @@ def simulate(arguments: argparse.Namespace) -> None:
     """Nodes of eight, and a network card a GPU: by round numbers, and as H200 were measured with NCCL inside nodes,
     whose messages wait for kernels or go first.
     """
-    from burst_portable.backends.cuda.machines import rates_of_machine
+    from burst_portable.backends.cuda.machines import hardware_of_machine
 
-    measured = rates_of_machine("NVIDIA H200", 8)
+    measured = hardware_of_machine("NVIDIA H200", 8)
     assert measured is not None, "the table has H200"
-    plain = Rates(600.0, 300.0, source="600 TFLOP/s, 300 GB/s, and messages that hold no kernel up")
+    plain = HardwareSpec(600.0, 300.0, source="600 TFLOP/s, 300 GB/s, and messages that hold no kernel up")
     nccl = replace(measured, direct=())
     first = replace(nccl.where_messages_go_first(), source=f"{measured.source}, messages first")
     results = []
-    for gbps in arguments.outer_gbps or [50.0]:
+    for link_bandwidth in arguments.inter_node_bandwidth or [50.0]:
         for known in (plain, nccl, first):
-            rates = replace(known, node=8, outer_gbps=gbps)
-            print(f"nodes of 8, {gbps:g} GB/s a GPU between them; {rates.source}; 32/8 heads of 128, causal, zigzag")
+            hardware = replace(known, ranks_per_node=8, inter_node_bandwidth=link_bandwidth)
+            print(
+                f"nodes of 8, {link_bandwidth:g} GB/s per GPU between nodes; {hardware.source}; "
+                "32/8 heads of 128, causal, zigzag"
+            )
             for length, ranks in SIMULATED:
                 print(f"  {length:,} tokens, {ranks:,} GPUs: milliseconds forward, backward")
                 for name in STRATEGIES:
-                    times = simulated(strategy_named(name, 8), length, ranks, (32, 8), 128, rates)
-                    facts = {"tokens": length, "ranks": ranks, "strategy": name, "gbps": gbps, "rates": rates.source}
+                    times = simulated(strategy_named(name, 8), length, ranks, (32, 8), 128, hardware)
+                    facts = {
+                        "tokens": length,
+                        "ranks": ranks,
+                        "strategy": name,
+                        "inter_node_bandwidth": link_bandwidth,
+                        "hardware": hardware.source,
+                    }
                     results.append({**facts, **times})
                     print(f"    {name:24} {times['forward']:9.4g} {times['backward']:9.4g}")
     save(arguments.out, f"two-levels-{arguments.label}", {"node": 8, "results": results})
@@ -357,8 +372,10 @@ def speeds(text: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inner", type=count, default=2, help="ranks that stand for a node")
-    parser.add_argument("--outer-gbps", type=speeds, default=[], help="slow links between nodes, GB/s a rank: 5,10,25")
+    parser.add_argument("--ranks-per-node", type=count, default=2, help="ranks that stand for a node")
+    parser.add_argument(
+        "--inter-node-bandwidth", type=speeds, default=[], help="slow links between nodes, GB/s a rank: 5,10,25"
+    )
     parser.add_argument("--sockets", action="store_true", help="NCCL goes from node to node through sockets")
     parser.add_argument("--simulate", action="store_true", help="no ranks: what plans predict of clusters")
     parser.add_argument("--row", default="128k-gqa", choices=ROWS)
@@ -368,7 +385,7 @@ def main() -> None:
     parser.add_argument("--calls", type=count, default=2, help="back to back")
     parser.add_argument("--seconds", type=float, default=5.0, help="of measuring, at least")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a part is taken for stuck")
-    parser.add_argument("--deadline", type=float, default=30.0, help="seconds of a hop")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a hop")
     parser.add_argument("--label", default="run", help="the file is two-levels-LABEL.json")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()

@@ -123,13 +123,13 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, counters: LinkCounters | None = None) -> None:
         self.arguments, self.started = arguments, time.monotonic()
-        self.links = join(arguments.deadline)
+        self.links = join(arguments.timeout)
         self.clock, self.guard = Clock(self.links), Guard(self.links.rank)
         backend = for_device(self.links.device.type)
         found = counters or open_or_reason(backend.link_counters, self.links.device.index or 0)
         if isinstance(found, str):
             raise BackendUnavailableError(f"rank {self.links.rank} cannot count what crosses links: {found}")
-        self.wire = Wire(found, backend.transport(self.links.group, arguments.deadline), self.clock.settle)
+        self.wire = Wire(found, backend.transport(self.links.group, arguments.timeout), self.clock.settle)
         connect(self.links, arguments.transports)
         for name, why in self.links.transports.items():
             if isinstance(why, str):
@@ -190,7 +190,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", default="auto", help="it decides nothing that is sent")
     parser.add_argument("--calls", type=count, default=20, help="of each pass, back to back")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds after which a case is taken for stuck")
-    parser.add_argument("--deadline", type=float, default=30.0, help="seconds of a hop")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a hop")
     parser.add_argument("--json", type=file, help="a file for all that was counted")
     return parser
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from burst_portable.planning.cost import rank_cost
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import exchanges
 from burst_portable.planning.plans import PassName, Plan
-from burst_portable.planning.rates import Rates
 
 SHARE = 0.01
 """What counters may differ from a plan by."""
@@ -32,7 +32,7 @@ class Planned:
 
 def planned(plan: Plan, pass_name: PassName, rank: int) -> Planned:
     """What a plan says of one rank."""
-    cost = rank_cost(plan, pass_name, rank, Rates(1.0, 1.0))
+    cost = rank_cost(plan, pass_name, rank, HardwareSpec(1.0, 1.0))
     steps = plan.steps(pass_name, rank)
     messages = sum(len((*s.sends, *s.receives, *s.result_sends, *s.result_receives)) for s in steps)
     if plan.heads:  # one message there, one a tensor back, to and from every other rank that shares heads

@@ -18,22 +18,22 @@ _HOMES = {  # public name -> module of this package
     "explain": "runtime.explanation",
     "partial_attention": "api",
     "plan": "strategies.planner",
-    "plan_on": "runtime.prepare",
+    "plan_for_mesh": "runtime.prepare",
     "profile": "profiling.session",
-    "positions": "sharding",
+    "local_position_ids": "sharding",
     "shard": "sharding",
     "shard_batch": "sharding",
-    "sum_gradients": "gradients",
-    "sum_over_ranks": "gradients",
+    "all_reduce_gradients": "gradients",
+    "all_reduce": "gradients",
     "unshard": "sharding",
-    "merge": "numerics",
+    "merge_attention_states": "numerics",
     "Mask": "mask",
     "Region": "mask",
     "Layout": "layout",
     "Segment": "layout",
     "make_layout": "layout",
     "Mesh": "mesh",
-    "run_local": "mesh",
+    "run_threads": "mesh",
     "make_strategy": "strategies.registry",
     "BurstError": "errors",
 }
@@ -47,20 +47,20 @@ if TYPE_CHECKING:
     from burst_portable.api import attention as attention
     from burst_portable.api import partial_attention as partial_attention
     from burst_portable.errors import BurstError as BurstError
-    from burst_portable.gradients import sum_gradients as sum_gradients
-    from burst_portable.gradients import sum_over_ranks as sum_over_ranks
+    from burst_portable.gradients import all_reduce as all_reduce
+    from burst_portable.gradients import all_reduce_gradients as all_reduce_gradients
     from burst_portable.layout import Layout as Layout
     from burst_portable.layout import Segment as Segment
     from burst_portable.layout import make_layout as make_layout
     from burst_portable.mask import Mask as Mask
     from burst_portable.mask import Region as Region
     from burst_portable.mesh import Mesh as Mesh
-    from burst_portable.mesh import run_local as run_local
-    from burst_portable.numerics import merge as merge
+    from burst_portable.mesh import run_threads as run_threads
+    from burst_portable.numerics import merge_attention_states as merge_attention_states
     from burst_portable.profiling.session import profile as profile
     from burst_portable.runtime.explanation import explain as explain
-    from burst_portable.runtime.prepare import plan_on as plan_on
-    from burst_portable.sharding import positions as positions
+    from burst_portable.runtime.prepare import plan_for_mesh as plan_for_mesh
+    from burst_portable.sharding import local_position_ids as local_position_ids
     from burst_portable.sharding import shard as shard
     from burst_portable.sharding import shard_batch as shard_batch
     from burst_portable.sharding import unshard as unshard

@@ -76,7 +76,7 @@ def attention(
             default group or, without one, this process alone.
         strategy: "auto" or one of the registry's names, or a strategy object with its options.
         layout: which rows a rank holds: "contiguous", "zigzag", "striped", or a `Layout`; for masks of documents also
-            "whole_documents" and "document_zigzag". `plan_on` tells which is fastest.
+            "whole_documents" and "document_zigzag". `plan_for_mesh` tells which is fastest.
         seq_len: tokens of the whole sequence. None takes the length of a `Layout`, or assumes that all ranks hold
             equally many rows.
         scale: factor of the scores; 1/sqrt(D) unless given.

@@ -11,9 +11,9 @@ from functools import lru_cache
 from burst_portable.errors import InputError, shown
 from burst_portable.utils.values import as_float
 
-_SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds and take 0 for no deadline
+_SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds and take 0 for no timeout
 _SECONDS = "0.001 or more, below 1e9"
-_SETTINGS = ("BURST_DEADLINE", "BURST_KERNEL", "BURST_TRANSPORT", "BURST_RATES")
+_SETTINGS = ("BURST_TIMEOUT", "BURST_KERNEL", "BURST_TRANSPORT", "BURST_HARDWARE_SPEC")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +21,32 @@ class Config:
     """Settings of a process; made once with the mesh, and passed on from there.
 
     Attributes:
-        deadline: seconds that a hop may take before it is an error (``BURST_DEADLINE``).
+        timeout: seconds that a hop may take before it is an error (``BURST_TIMEOUT``).
         kernel: the local kernel, or "auto" (``BURST_KERNEL``).
         transport: what moves blocks, or "auto" (``BURST_TRANSPORT``).
-        rates: a file of rates measured on this machine, with which `auto` chooses; "" for what the backend knows
-            (``BURST_RATES``). It is read when a choice is made.
+        hardware_spec: file that `burst-portable measure` wrote on this machine, by which `auto` chooses
+            (``BURST_HARDWARE_SPEC``). It is read when a choice is made. Default: "", the backend's own numbers.
     """
 
-    deadline: float = 600.0
+    timeout: float = 600.0
     kernel: str = "auto"
     transport: str = "auto"
-    rates: str = ""
+    hardware_spec: str = ""
 
     def __post_init__(self) -> None:
-        seconds = as_float(self.deadline)
+        seconds = as_float(self.timeout)
         if seconds is None or not _SHORTEST <= seconds < _LONGEST:
-            raise InputError("deadline must be a number of seconds", got=shown(self.deadline), allowed=_SECONDS)
-        object.__setattr__(self, "deadline", seconds)
+            raise InputError("timeout must be a number of seconds", got=shown(self.timeout), allowed=_SECONDS)
+        object.__setattr__(self, "timeout", seconds)
         for name in ("kernel", "transport"):
             if not isinstance(getattr(self, name), str):
                 raise InputError(f"{name} must be a name", got=shown(getattr(self, name)), allowed="a string")
-        rates = os.fspath(self.rates) if isinstance(self.rates, os.PathLike) else self.rates
-        if not isinstance(rates, str) or "\0" in rates:
-            raise InputError("rates name no file", got=shown(self.rates), allowed="a file's name, or ''")
-        object.__setattr__(self, "rates", rates)
+        file = os.fspath(self.hardware_spec) if isinstance(self.hardware_spec, os.PathLike) else self.hardware_spec
+        if not isinstance(file, str) or "\0" in file:
+            raise InputError(
+                "hardware_spec must name a file", got=shown(self.hardware_spec), allowed="a file's name, or ''"
+            )
+        object.__setattr__(self, "hardware_spec", file)
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -57,15 +59,15 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
 
 
 @lru_cache(maxsize=16)
-def _asked_for(deadline: str, kernel: str, transport: str, rates: str) -> Config:
+def _asked_for(timeout: str, kernel: str, transport: str, hardware_spec: str) -> Config:
     """Cached, because every call without a mesh needs it."""
     try:
-        seconds = float(deadline or "600")
+        seconds = float(timeout or "600")
     except ValueError:
         seconds = 0.0
     if not _SHORTEST <= seconds < _LONGEST:
-        raise InputError("BURST_DEADLINE must be a number of seconds", got=repr(deadline), allowed=_SECONDS)
-    return Config(deadline=seconds, kernel=kernel or "auto", transport=transport or "auto", rates=rates)
+        raise InputError("BURST_TIMEOUT must be a number of seconds", got=repr(timeout), allowed=_SECONDS)
+    return Config(timeout=seconds, kernel=kernel or "auto", transport=transport or "auto", hardware_spec=hardware_spec)
 
 
 @dataclass(frozen=True, slots=True)

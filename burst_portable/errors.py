@@ -15,7 +15,7 @@
     └── CommunicationError (RuntimeError)    between ranks
         ├── MismatchError                    ranks that disagree about the call
         ├── PeerLostError (ConnectionError)  a peer that is gone
-        └── DeadlineError (TimeoutError)     a hop that came too late
+        └── CommunicationTimeoutError (TimeoutError)     a hop that came too late
 
 A message says what is wrong, what was given, what is allowed and what to do next. Each class composes it from these
 parts.
@@ -93,11 +93,11 @@ class PeerLostError(CommunicationError, ConnectionError):
     """A peer is gone."""
 
 
-class DeadlineError(CommunicationError, TimeoutError):
-    """A hop took longer than its deadline."""
+class CommunicationTimeoutError(CommunicationError, TimeoutError):
+    """A hop took longer than its timeout."""
 
 
-LATE = "find out what that rank is doing, or raise the deadline"
+LATE = "find out what that rank is doing, or raise the timeout"
 """What to do about a rank that is late."""
 SAME_CALLS = "all ranks of a mesh must make the same calls in the same order"
 """What ranks that disagree did not do."""

@@ -30,7 +30,7 @@ BUCKET_BYTES = 1 << 28
 
 
 @outside_graphs
-def sum_over_ranks(x: Tensor, mesh: MeshLike = None) -> Tensor:
+def all_reduce(x: Tensor, mesh: MeshLike = None) -> Tensor:
     """The sum of the ranks' tensors of one shape and dtype, on every rank: scattered, added, gathered.
 
     It has the shape and dtype of `x`; 16-bit floats are added in float32, integers in int64. The mesh is as `attention`
@@ -50,7 +50,7 @@ def sum_over_ranks(x: Tensor, mesh: MeshLike = None) -> Tensor:
         broadcast_error(mesh, refusal, x)
         raise
     dtype = str(x.dtype).removeprefix("torch.")
-    agree(transport, call_signature({"pass": "sum_over_ranks", "dtype": dtype, "shape": str(tuple(x.shape))}))
+    agree(transport, call_signature({"pass": "all_reduce", "dtype": dtype, "shape": str(tuple(x.shape))}))
     with transport.between_passes():
         return _summed(x, mesh)
 
@@ -81,7 +81,9 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 @outside_graphs
-def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+def all_reduce_gradients(
+    parameters: Iterable[Tensor], mesh: MeshLike = None, *, bucket_bytes: int = BUCKET_BYTES
+) -> None:
     """Add up every parameter's gradient over the ranks, in place; one exchange a dtype, device and bucket.
 
     Once a step: after the last batch whose gradients are accumulated, before they are unscaled, clipped and used.
@@ -150,7 +152,7 @@ def _agree_on(groups: Groups, listed: list[Tensor], mesh: Mesh, bucket_bytes: in
     numbers = sum(_gradient(p).numel() for members in groups.values() for p in members)
     told = f"{sum(map(len, groups.values())):,} tensors of {numbers:,} numbers"
     facts: dict[str, str | HashedValue] = {
-        "pass": "sum_gradients",
+        "pass": "all_reduce_gradients",
         "parameters": hashed_value(told, shapes),
         "bucket_bytes": str(bucket_bytes),
     }
@@ -234,7 +236,7 @@ def _check_whole(parameter: Tensor, mesh: Mesh) -> None:
         raise InputError(
             "gradients are summed already over the ranks that share the sequence",
             got=f"a parameter that FSDP shards over ranks {sorted(holders)}",
-            next_step="leave sum_gradients out",
+            next_step="leave all_reduce_gradients out",
         )
 
 

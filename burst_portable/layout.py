@@ -221,21 +221,21 @@ def striped(length: int, ranks: int) -> Layout:
     return Layout("striped", length, tuple((Segment(r, len(range(r, length, ranks)), ranks),) for r in range(ranks)))
 
 
-def document_zigzag(cumulative: Sequence[int], ranks: int) -> Layout:
+def document_zigzag(cu_seqlens: Sequence[int], ranks: int) -> Layout:
     """A zigzag of its own for every document, so that packed causal work is even."""
     pieces = 2 * ranks
     shards = []
     for rank in range(ranks):
         mine = []
-        for start, stop in pairwise(cumulative):
+        for start, stop in pairwise(cu_seqlens):
             for piece in (rank, pieces - 1 - rank):
                 chunk = _chunk(stop - start, pieces, piece)
                 mine.append(Segment(start + chunk.start, chunk.count))
         shards.append(merged(mine))
-    return Layout("document_zigzag", cumulative[-1], tuple(shards))
+    return Layout("document_zigzag", cu_seqlens[-1], tuple(shards))
 
 
-def whole_documents(cumulative: Sequence[int], ranks: int) -> Layout:
+def whole_documents(cu_seqlens: Sequence[int], ranks: int) -> Layout:
     """Documents dealt out whole, so that little is sent; as few of the longest as evenness needs are cut into zigzags.
 
     Documents are cut until the busiest rank has at most 3 % more than the mean, both of the pairs of a causal mask and
@@ -243,12 +243,12 @@ def whole_documents(cumulative: Sequence[int], ranks: int) -> Layout:
     sequences at least a sixteenth of a rank's rows. Blocks are not cut, so where ranks have less than some 8,000 rows
     more may remain. Chunks come first on their rank, side by side: what others need is one range.
     """
-    longest = sorted(pairwise(cumulative), key=lambda d: (d[0] - d[1], d))
-    chunk = max(1, min(_BLOCK, cumulative[-1] // (16 * ranks)))
+    longest = sorted(pairwise(cu_seqlens), key=lambda d: (d[0] - d[1], d))
+    chunk = max(1, min(_BLOCK, cu_seqlens[-1] // (16 * ranks)))
     dealt = _evenest(longest, ranks, 2 * ranks * chunk)
     if dealt.idle:  # fewer long documents than ranks: smaller chunks are better than idle ranks
         dealt = _evenest(longest, ranks, 2 * ranks)
-    return Layout("whole_documents", cumulative[-1], dealt.shards)
+    return Layout("whole_documents", cu_seqlens[-1], dealt.shards)
 
 
 def _evenest(documents: Sequence[tuple[int, int]], ranks: int, shortest: int) -> _Dealt:

@@ -72,7 +72,7 @@ class Region:
         lo, hi = max(self.lo, other.lo, q_start - k_stop + 1), min(self.hi, other.hi, q_stop - 1 - k_start)
         return lo <= hi
 
-    def area(self, q_length: int, k_length: int) -> int:
+    def num_pairs(self, q_length: int, k_length: int) -> int:
         """How many pairs it holds in a sequence of these lengths."""
         rows, columns = min(self.q_stop, q_length) - self.q_start, min(self.k_stop, k_length) - self.k_start
         offset = self.q_start - self.k_start
@@ -181,13 +181,13 @@ class Mask:
             return self.regions
         return self.regions[bisect_right(self._furthest, start) : bisect_left(self._starts, stop)]
 
-    def area(self, q_length: int, k_length: int | None = None) -> int:
+    def num_pairs(self, q_length: int, k_length: int | None = None) -> int:
         """How many (q, k) pairs it lets through; FLOPs are counted from this."""
         rows = size("q_length", q_length)
         columns = rows if k_length is None else size("k_length", k_length)
-        return sum(r.area(rows, columns) for r in self.regions)
+        return sum(r.num_pairs(rows, columns) for r in self.regions)
 
-    def blind_rows(self, length: int) -> int:
+    def fully_masked_tokens(self, length: int) -> int:
         """How many tokens of a sequence see nothing: their attention is 0."""
         length = size("length", length)
         seen = reached = 0
@@ -221,23 +221,23 @@ class Mask:
         return cls._of_text(f"window:{left}:{right}", Region(0, UNBOUNDED, 0, UNBOUNDED, lo=-right, hi=left))
 
     @classmethod
-    def documents(cls, cumulative: Sequence[int], *, causal: bool = True, window: int | None = None) -> Mask:
-        """Packed sequences: cumulative = (0, end of the first, ..., length). No token sees another document.
+    def documents(cls, cu_seqlens: Sequence[int], *, causal: bool = True, window: int | None = None) -> Mask:
+        """Packed sequences: cu_seqlens = (0, end of the first, ..., length). No token sees another document.
 
-        `cumulative` is a sequence of ints, a NumPy array or an integer tensor (``cu_seqlens``); a tensor on a device is
+        `cu_seqlens` is a sequence of ints, a NumPy array or an integer tensor (``cu_seqlens``); a tensor on a device is
         copied. Tokens after the last document see nothing: padding. `window` is how many tokens back (and ahead, if not
         causal) a token sees within its document.
         """
-        bounds = cumulative_lengths("documents", cumulative)
+        cu_seqlens = checked_cu_seqlens("documents", cu_seqlens)
         if not isinstance(causal, bool):
             raise MaskError("causal must be a bool", got=shown(causal), allowed="True or False")
         lo, hi = 0 if causal else -UNBOUNDED, UNBOUNDED
         if window is not None:
             (window,) = _at_least(0, window=window)
             lo, hi = 0 if causal else -window, window
-        name = f"{'' if causal else 'full '}documents({len(bounds) - 1})"
+        name = f"{'' if causal else 'full '}documents({len(cu_seqlens) - 1})"
         return cls(
-            tuple(Region(a, b, a, b, lo=lo, hi=hi) for a, b in pairwise(bounds)),
+            tuple(Region(a, b, a, b, lo=lo, hi=hi) for a, b in pairwise(cu_seqlens)),
             name if window is None else f"{name} window {window}",
         )
 
@@ -252,39 +252,42 @@ class Mask:
         )
 
     @classmethod
-    def sink_window(cls, sink: int, left: int) -> Mask:
-        """Causal: the first `sink` tokens are seen by all that follow, besides a window of `left` tokens back."""
-        (sink,), (left,) = _at_least(1, sink=sink), _at_least(0, left=left)
+    def sink_window(cls, num_sink_tokens: int, left: int) -> Mask:
+        """Return a causal window of `left` tokens back, plus `num_sink_tokens` first tokens that all later ones see."""
+        (num_sink_tokens,), (left,) = _at_least(1, num_sink_tokens=num_sink_tokens), _at_least(0, left=left)
         return cls._of_text(
-            f"sink:{sink}:{left}",
-            Region(0, UNBOUNDED, 0, sink, lo=0),
-            Region(sink, UNBOUNDED, sink, UNBOUNDED, lo=0, hi=left),
+            f"sink:{num_sink_tokens}:{left}",
+            Region(0, UNBOUNDED, 0, num_sink_tokens, lo=0),
+            Region(num_sink_tokens, UNBOUNDED, num_sink_tokens, UNBOUNDED, lo=0, hi=left),
         )
 
     @classmethod
-    def global_window(cls, tokens: int, left: int, right: int) -> Mask:
-        """The first `tokens` tokens see all and are seen by all; the rest sees a window (both ways)."""
-        (tokens,), (left, right) = _at_least(1, tokens=tokens), _at_least(0, left=left, right=right)
+    def global_window(cls, num_global_tokens: int, left: int, right: int) -> Mask:
+        """The first `num_global_tokens` tokens see all and are seen by all; the rest sees a window (both ways)."""
+        (num_global_tokens,), (left, right) = (
+            _at_least(1, num_global_tokens=num_global_tokens),
+            _at_least(0, left=left, right=right),
+        )
         return cls._of_text(
-            f"global:{tokens}:{left}:{right}",
-            Region(0, tokens, 0, UNBOUNDED),
-            Region(tokens, UNBOUNDED, 0, tokens),
-            Region(tokens, UNBOUNDED, tokens, UNBOUNDED, lo=-right, hi=left),
+            f"global:{num_global_tokens}:{left}:{right}",
+            Region(0, num_global_tokens, 0, UNBOUNDED),
+            Region(num_global_tokens, UNBOUNDED, 0, num_global_tokens),
+            Region(num_global_tokens, UNBOUNDED, num_global_tokens, UNBOUNDED, lo=-right, hi=left),
         )
 
     @classmethod
-    def block_causal(cls, cumulative: Sequence[int]) -> Mask:
-        """A query sees its whole block and every block before it. cumulative = (0, end of the first, ...)."""
-        bounds = cumulative_lengths("block_causal", cumulative)
-        return cls(tuple(Region(a, b, 0, b) for a, b in pairwise(bounds)), f"block_causal({len(bounds) - 1})")
+    def block_causal(cls, cu_seqlens: Sequence[int]) -> Mask:
+        """A query sees its whole block and every block before it. cu_seqlens = (0, end of the first, ...)."""
+        cu_seqlens = checked_cu_seqlens("block_causal", cu_seqlens)
+        return cls(tuple(Region(a, b, 0, b) for a, b in pairwise(cu_seqlens)), f"block_causal({len(cu_seqlens) - 1})")
 
     @classmethod
-    def share_question(cls, lengths: Sequence[int]) -> Mask:
-        """One question and several answers to it, packed: lengths = (question, answer, answer, ...).
+    def share_question(cls, seqlens: Sequence[int]) -> Mask:
+        """One question and several answers to it, packed: seqlens = (question, answer, answer, ...).
 
         Each answer is causal and sees the question, and no other answer.
         """
-        listed = _listed("share_question", lengths)
+        listed = _listed("share_question", seqlens)
         if len(listed) < 2 or min(listed) < 1:
             allowed = "a question's and one or more answers' lengths, each at least 1"
             raise MaskError("share_question needs a question and an answer", got=shown(listed), allowed=allowed)
@@ -365,9 +368,9 @@ def _at_least(least: int, **values: object) -> list[int]:
     return numbers
 
 
-def cumulative_lengths(what: str, bounds: object) -> list[int]:
+def checked_cu_seqlens(what: str, value: object) -> list[int]:
     """(0, end of the first, ..., length) as ints. Raises `MaskError`, in the name of `what`, for anything else."""
-    listed = _listed(what, bounds)
+    listed = _listed(what, value)
     if len(listed) < 2 or listed[0] != 0 or any(a >= b for a, b in pairwise(listed)):
         allowed, advice = "0 first, then strictly rising ends", None
         if listed and listed[0] > 0:

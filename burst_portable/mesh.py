@@ -20,7 +20,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import for_device, group_options_of, known, runnable
 from burst_portable.comm.agreement import agree, call_signature
 from burst_portable.comm.base import Transport
-from burst_portable.comm.local import Fabric, LocalTransport, run_threads
+from burst_portable.comm.local import Fabric, LocalTransport, run_transports
 from burst_portable.comm.two_levels import with_two_levels
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, shown, unknown_name
@@ -36,11 +36,11 @@ def checked_rank(rank: object, ranks: object) -> tuple[int, int]:
     return number, count
 
 
-def checked_inner(inner: object, ranks: int) -> int | None:
+def checked_ranks_per_node(ranks_per_node: object, ranks: int) -> int | None:
     """Ranks a node, which divide all; None for a single node."""
-    if inner is None:
+    if ranks_per_node is None:
         return None
-    number = size("inner", inner)
+    number = size("ranks_per_node", ranks_per_node)
     check_divides(number, ranks)
     return number
 
@@ -119,7 +119,7 @@ _CALLS_KEPT = 512
 class Mesh:
     """The ranks of one sequence axis.
 
-    Make one with `Mesh.single`, `Mesh.from_group`, `Mesh.from_device_mesh` or, for threads, `run_local`. Keep it:
+    Make one with `Mesh.single`, `Mesh.from_group`, `Mesh.from_device_mesh` or, for threads, `run_threads`. Keep it:
     it holds the transports and the plans of earlier calls.
 
     Attributes:
@@ -130,7 +130,7 @@ class Mesh:
         config: settings, from the environment unless given.
 
     Raises:
-        InputError: a rank that is not below `size`, an `inner` that does not divide it, an unknown backend.
+        InputError: a rank that is not below `size`, an `ranks_per_node` that does not divide it, an unknown backend.
         BackendUnavailableError: the named backend cannot run here.
     """
 
@@ -141,12 +141,16 @@ class Mesh:
         connect: Callable[[str], Transport],
         *,
         group: dist.ProcessGroup | None = None,
-        inner: int | None = None,
+        ranks_per_node: int | None = None,
         backend: str = "auto",
         config: Config | None = None,
     ) -> None:
         self.rank, self.size = checked_rank(rank, size)
-        self.group, self.inner, self.backend = group, checked_inner(inner, self.size), checked_backend(backend)
+        self.group, self.ranks_per_node, self.backend = (
+            group,
+            checked_ranks_per_node(ranks_per_node, self.size),
+            checked_backend(backend),
+        )
         self.config = checked_config(config)
         if not isinstance(group, dist.ProcessGroup | None):
             raise InputError("this is not a process group", got=shown(group), allowed="one of dist's, or None")
@@ -193,7 +197,7 @@ class Mesh:
         cls,
         group: dist.ProcessGroup | None = None,
         *,
-        inner: int | None = None,
+        ranks_per_node: int | None = None,
         backend: str = "auto",
         config: Config | None = None,
     ) -> Mesh:
@@ -204,32 +208,34 @@ class Mesh:
         if not dist.is_initialized():
             raise InputError(
                 "torch.distributed is not initialised; start with torchrun and call init_process_group, "
-                "or use run_local for ranks as threads"
+                "or use run_threads for ranks as threads"
             )
-        members: Any = dist.group.WORLD if group is None else group
-        rank, ranks = place_in(members)
+        process_group: Any = dist.group.WORLD if group is None else group
+        rank, ranks = place_in(process_group)
         settings = checked_config(config)
-        deadline = settings.deadline
+        timeout = settings.timeout
 
         def transport(group: Any, device_type: str) -> Transport:
             serving = for_device(device_type, backend)
-            made = serving.transport(group, deadline)
+            made = serving.transport(group, timeout)
             if (made.rank, made.size) != place_in(group):  # its messages would go to other ranks
                 what = f"the transport of the backend {serving.name!r} is of another process group"
                 got, (place, size) = f"rank {made.rank} of {made.size}", place_in(group)
-                next_step = "mend its transport(group, deadline): ranks are numbers within `group`"
+                next_step = "mend its transport(group, timeout): ranks are numbers within `group`"
                 raise BackendUnavailableError(what, got=got, allowed=f"rank {place} of {size}", next_step=next_step)
             return made
 
         def connect(device_type: str) -> Transport:
-            place_in(members)  # it may have been destroyed since
-            if inner in (None, 1, ranks):
-                return transport(members, device_type)
+            place_in(process_group)  # it may have been destroyed since
+            if ranks_per_node in (None, 1, ranks):
+                return transport(process_group, device_type)
             connected = partial(transport, device_type=device_type)
             options = partial(group_options_of, for_device(device_type, backend))
-            return with_two_levels(connected, members, inner, deadline, options)
+            return with_two_levels(connected, process_group, ranks_per_node, timeout, options)
 
-        return cls(rank, ranks, connect, group=members, inner=inner, backend=backend, config=settings)
+        return cls(
+            rank, ranks, connect, group=process_group, ranks_per_node=ranks_per_node, backend=backend, config=settings
+        )
 
     @classmethod
     def from_device_mesh(
@@ -237,7 +243,7 @@ class Mesh:
         device_mesh: DeviceMesh,
         axis: str | int | None = None,
         *,
-        inner: int | None = None,
+        ranks_per_node: int | None = None,
         backend: str = "auto",
         config: Config | None = None,
     ) -> Mesh:
@@ -245,10 +251,12 @@ class Mesh:
 
         `axis` is its name or number, and may be left out where there is only one.
         """
-        return cls.from_group(axis_group(device_mesh, axis), inner=inner, backend=backend, config=config)
+        return cls.from_group(
+            axis_group(device_mesh, axis), ranks_per_node=ranks_per_node, backend=backend, config=config
+        )
 
     @property
-    def members(self) -> tuple[int, ...]:
+    def global_ranks(self) -> tuple[int, ...]:
         """Its ranks, by their numbers in the default process group, or in the mesh if it has no group."""
         return tuple(range(self.size) if self.group is None else dist.get_process_group_ranks(self.group))
 
@@ -324,7 +332,7 @@ class Mesh:
             # `agree` also hears from a rank that refuses its call, so nobody waits for that rank.
             agree(plain, call_signature({"pass": f"connecting the transport {name!r}"}))
             try:
-                self._direct[device_type] = backend.connect_direct(plain, self.group, self.config.deadline)
+                self._direct[device_type] = backend.connect_direct(plain, self.group, self.config.timeout)
             except UnsupportedError as error:
                 self._direct[device_type] = str(error)
         return self._direct[device_type]
@@ -408,12 +416,12 @@ def _destroyed(group: Any) -> bool:
 _MOST_RANKS = 1024
 
 
-def run_local(
+def run_threads(
     ranks: int,
     work: Callable[[Mesh], T],
     *,
-    deadline: float = 60.0,
-    inner: int | None = None,
+    timeout: float = 60.0,
+    ranks_per_node: int | None = None,
     backend: str = "auto",
 ) -> list[T]:
     """Run `work(mesh)` on this many ranks, as threads of this process; returns the results in rank order.
@@ -431,7 +439,7 @@ def run_local(
     Args:
         ranks: how many, up to 1024.
         work: called once per rank, with that rank's mesh.
-        deadline: seconds that a rank waits for another before that is an error.
+        timeout: seconds that a rank waits for another before that is an error.
         inner, backend: see `Mesh`.
 
     Raises what the first failing rank raised.
@@ -442,16 +450,23 @@ def run_local(
         raise InputError("too many ranks for one process", got=ranks, allowed=most)
     if not callable(work):
         raise InputError("work must be a function of a mesh", got=shown(work), allowed="such as work(mesh)")
-    seconds = Config(deadline=deadline).deadline
-    checked_inner(inner, ranks)
+    seconds = Config(timeout=timeout).timeout
+    checked_ranks_per_node(ranks_per_node, ranks)
     checked_backend(backend)
     config = from_environment()
 
     def body(transport: LocalTransport) -> T:
-        mesh = Mesh(transport.rank, ranks, lambda device_type: transport, inner=inner, backend=backend, config=config)
+        mesh = Mesh(
+            transport.rank,
+            ranks,
+            lambda device_type: transport,
+            ranks_per_node=ranks_per_node,
+            backend=backend,
+            config=config,
+        )
         return work(mesh)
 
-    return run_threads(ranks, body, deadline=seconds)
+    return run_transports(ranks, body, timeout=seconds)
 
 
 def position_ids(layout: Layout, rank: int, device: torch.device | None) -> Tensor:

@@ -20,7 +20,7 @@ from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, whole_length
-from burst_portable.sharding import positions
+from burst_portable.sharding import local_position_ids
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import layout_of, mask_of, no_mask
 from burst_portable.strategies.registry import strategy_of
@@ -33,7 +33,7 @@ _BETWEEN_GRAPHS = (
 )
 
 
-def rotate(x: Tensor, where: Tensor, theta: float = 10000.0) -> Tensor:
+def apply_rotary_embedding(x: Tensor, position_ids: Tensor, theta: float = 10000.0) -> Tensor:
     """Rotary position embedding (RoFormer, arXiv 2104.09864), halves paired as in Llama.
 
     Args:
@@ -49,18 +49,22 @@ def rotate(x: Tensor, where: Tensor, theta: float = 10000.0) -> Tensor:
         DtypeError: x is not floating, or positions are complex or booleans.
     """
     check_tensor("x", x)
-    check_tensor("where", where)
-    if not x.is_floating_point() or where.is_complex() or where.dtype is torch.bool:
-        raise DtypeError("rotary positions turn floats by numbers", got=f"{x.dtype} by {where.dtype}")
+    check_tensor("position_ids", position_ids)
+    if not x.is_floating_point() or position_ids.is_complex() or position_ids.dtype is torch.bool:
+        raise DtypeError("rotary positions turn floats by numbers", got=f"{x.dtype} by {position_ids.dtype}")
     _check_head_size(x.shape[-1] if x.dim() == 4 else 0, tuple(x.shape))
     # Each size by itself: torch.compile does not find sizes in tuples.
-    batches = where.shape[0] if where.dim() == 2 else 1
-    if where.dim() not in (1, 2) or where.shape[-1] != x.shape[1] or (batches != 1 and batches != x.shape[0]):
+    batches = position_ids.shape[0] if position_ids.dim() == 2 else 1
+    if (
+        position_ids.dim() not in (1, 2)
+        or position_ids.shape[-1] != x.shape[1]
+        or (batches != 1 and batches != x.shape[0])
+    ):
         allowed = f"({x.shape[1]},) or {tuple(x.shape[:2])}"
-        raise ShapeError("positions do not fit the rows", got=tuple(where.shape), allowed=allowed)
+        raise ShapeError("positions do not fit the rows", got=tuple(position_ids.shape), allowed=allowed)
     half, dtype = x.shape[-1] // 2, torch.float64 if x.dtype is torch.float64 else torch.float32
     frequency = _checked_theta(theta) ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
-    angle = where.to(device=x.device, dtype=dtype).unsqueeze(-1) * frequency  # [S, D / 2]
+    angle = position_ids.to(device=x.device, dtype=dtype).unsqueeze(-1) * frequency  # [S, D / 2]
     cos, sin = angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)  # one for all heads
     first, second = x.to(dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -155,8 +159,8 @@ class SelfAttention(nn.Module):
         """
         mask = self.mask if mask is None else mask
         try:
-            length, where = self._placed(x, seq_len, mask, position_ids)
-            q, k, v = self._projected(x, where)
+            length, position_ids = self._placed(x, seq_len, mask, position_ids)
+            q, k, v = self._projected(x, position_ids)
         except Exception as refusal:
             broadcast_error(self.mesh, refusal, x)
             raise
@@ -184,7 +188,7 @@ class SelfAttention(nn.Module):
                 return length, position_ids
         length = self._whole_length(x, seq_len, mask)
         if wanted:
-            position_ids = positions(self.mesh, seq_len=length, layout=self.layout, mask=mask, device=x.device)
+            position_ids = local_position_ids(self.mesh, seq_len=length, layout=self.layout, mask=mask, device=x.device)
         return length, position_ids
 
     def _takes(self, x: Tensor) -> bool:
@@ -202,13 +206,17 @@ class SelfAttention(nn.Module):
         check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(mask, length)), x.shape[1], self.mesh)
         return length
 
-    def _projected(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V, with their positions in Q and K."""
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
         k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
-        if self.theta is None or where is None:
+        if self.theta is None or position_ids is None:
             return q, k, v
-        return rotate(q, where, self.theta), rotate(k, where, self.theta), v
+        return (
+            apply_rotary_embedding(q, position_ids, self.theta),
+            apply_rotary_embedding(k, position_ids, self.theta),
+            v,
+        )
 
 
 def _check_names(mask: object, strategy: Any, layout: object) -> None:

@@ -45,10 +45,10 @@ def running_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 2 else torch.float64
 
 
-def empty_state(q: Tensor, value_dim: int) -> State:
+def empty_state(q: Tensor, v_head_dim: int) -> State:
     """The running state before any part: out 0, LSE -inf. LSE, one number per row, is float64."""
     batch, rows, heads, _ = q.shape
-    out = torch.zeros(batch, rows, heads, value_dim, dtype=running_dtype(q.dtype), device=q.device)
+    out = torch.zeros(batch, rows, heads, v_head_dim, dtype=running_dtype(q.dtype), device=q.device)
     lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float64, device=q.device)
     return out, lse
 
@@ -98,10 +98,10 @@ class Compensated(tuple[Tensor, Tensor]):
         return self
 
     @classmethod
-    def empty(cls, q: Tensor, value_dim: int) -> Compensated:
+    def empty(cls, q: Tensor, v_head_dim: int) -> Compensated:
         """Nothing seen yet."""
         batch, rows, heads, _ = q.shape
-        out = torch.zeros(batch, rows, heads, value_dim, dtype=torch.float32, device=q.device)
+        out = torch.zeros(batch, rows, heads, v_head_dim, dtype=torch.float32, device=q.device)
         lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
         return cls(out, lse, (torch.zeros_like(out), torch.zeros_like(lse)))
 
@@ -135,7 +135,7 @@ def finished(state: State, dtype: torch.dtype) -> State:
     return as_dtype(state[0], wide), as_dtype(state[1], wide)
 
 
-def merge(parts: Sequence[State]) -> State:
+def merge_attention_states(parts: Sequence[State]) -> State:
     """Exact attention over the union of disjoint key sets, from partial results (out, LSE) over each.
 
     Args:

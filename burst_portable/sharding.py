@@ -11,7 +11,7 @@ from torch import Tensor
 from burst_portable.comm.agreement import CallSignature, agree, call_signature, hashed_value
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, shown
 from burst_portable.layout import Layout
-from burst_portable.mask import Mask, cumulative_lengths
+from burst_portable.mask import Mask, checked_cu_seqlens
 from burst_portable.mesh import Mesh, MeshLike, as_mesh, position_ids
 from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, device_here
 from burst_portable.strategies.planner import layout_of, mask_of
@@ -20,7 +20,7 @@ from burst_portable.utils.values import as_int, size
 
 
 @outside_graphs
-def positions(
+def local_position_ids(
     mesh: MeshLike = None,
     *,
     seq_len: int,
@@ -51,15 +51,15 @@ def shard(
 
     Args:
         x: any tensor, the whole sequence along `dim`.
-        mesh, layout, mask: as `positions` takes them.
+        mesh, layout, mask: as `local_position_ids` takes them.
 
     Returns:
         A copy with this rank's S rows along `dim`, in the layout's order.
 
-    Raises `InputError`: for an x that is not a tensor or has no such dimension, and as `positions`.
+    Raises `InputError`: for an x that is not a tensor or has no such dimension, and as `local_position_ids`.
     """
     dim = _dimension(x, dim)
-    index = positions(mesh, seq_len=x.shape[dim], layout=layout, mask=mask, device=x.device)
+    index = local_position_ids(mesh, seq_len=x.shape[dim], layout=layout, mask=mask, device=x.device)
     return x.index_select(dim, index)
 
 
@@ -90,7 +90,7 @@ def unshard(
 
     Args:
         x: this rank's S rows along `dim`, as `shard` cuts them.
-        mesh, seq_len, layout, mask: as `positions` takes them.
+        mesh, seq_len, layout, mask: as `local_position_ids` takes them.
 
     Returns:
         A new tensor with `seq_len` rows along `dim`.
@@ -146,7 +146,7 @@ def shard_batch(
     input_ids: Tensor,
     labels: Tensor | None = None,
     position_ids: Tensor | None = None,
-    documents: Sequence[int] | Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     *,
     mesh: MeshLike = None,
     layout: Layout | str = "zigzag",
@@ -160,7 +160,7 @@ def shard_batch(
         input_ids: ``[B, N]``, the same on every rank.
         labels: ``[B, N]`` unshifted, as transformers takes them; None uses `input_ids`.
         position_ids: ``[B, N]`` or ``[1, N]``; None counts up, from 0 at each document.
-        documents: cumulative lengths of packed documents, (0, ..., N); no token predicts one of the next document.
+        cu_seqlens: cumulative lengths of packed documents, (0, ..., N); no token predicts one of the next document.
 
     Returns:
         input_ids, position_ids and labels (already shifted, `ignore_index` where there is none), each ``[B, S]``.
@@ -172,7 +172,7 @@ def shard_batch(
     _check_ids("input_ids", input_ids)
     length = input_ids.shape[1]
     labels = input_ids if labels is None else _check_ids("labels", labels, input_ids)
-    ends = [0, length] if documents is None else cumulative_lengths("documents", documents)
+    ends = [0, length] if cu_seqlens is None else checked_cu_seqlens("cu_seqlens", cu_seqlens)
     if ends[-1] != length:
         raise MaskError(
             "the documents do not fill the sequence",
@@ -192,7 +192,7 @@ def shard_batch(
         shifted[:, stop - 1] = missing
     where = count.unsqueeze(0) if position_ids is None else _check_ids("position_ids", position_ids, input_ids)
     whole = {"input_ids": input_ids, "position_ids": where.expand_as(input_ids), "labels": shifted}
-    mask = None if documents is None else Mask.documents(ends)
+    mask = None if cu_seqlens is None else Mask.documents(ends)
     return {name: shard(x, mesh, layout=layout, mask=mask) for name, x in whole.items()}
 
 

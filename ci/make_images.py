@@ -79,16 +79,16 @@ def matrix(plan: Plan, left: int) -> list[str]:
 def bars(plan: Plan, left: int) -> list[str]:
     """Draw one box per rank and step, as long as its pairs. A step ends with its slowest rank."""
     areas = [
-        {step.index: step.compute.tiles.area for step in plan.forward.steps_of(rank) if step.compute}
+        {step.index: step.compute.tiles.num_pairs for step in plan.forward.steps_of(rank) if step.compute}
         for rank in range(RANKS)
     ]
-    longest = [max(area.get(step, 0) for area in areas) for step in range(RANKS)]
+    longest = [max(num_pairs.get(step, 0) for num_pairs in areas) for step in range(RANKS)]
     scale = CHUNKS * CELL / SLOWEST
     y, parts = TOP + CHUNKS * CELL + 44, []
-    for rank, area in enumerate(areas):
+    for rank, num_pairs in enumerate(areas):
         parts.append(f'<text class="soft end" x="{left - 8}" y="{y + 13}">{rank}</text>')
         for step in range(RANKS):
-            x, width = left + scale * sum(longest[:step]), scale * area.get(step, 0)
+            x, width = left + scale * sum(longest[:step]), scale * num_pairs.get(step, 0)
             room = scale * longest[step] - 2
             parts.append(f'<rect class="empty" x="{x:.1f}" y="{y}" width="{room:.1f}" height="17" rx="3"/>')
             if width:
@@ -97,7 +97,7 @@ def bars(plan: Plan, left: int) -> list[str]:
                     f'<rect {filled}/><text class="step" x="{x + width / 2 - 1:.1f}" y="{y + 13}">{step}</text>'
                 )
         y += 22
-    busy = sum(sum(area.values()) for area in areas) / (RANKS * sum(longest))
+    busy = sum(sum(num_pairs.values()) for num_pairs in areas) / (RANKS * sum(longest))
     parts.append(f'<text x="{left}" y="{y + 14}">ranks compute {100 * busy:.0f} % of the time</text>')
     return parts
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from burst_portable import Mesh, run_local, shard, unshard
+from burst_portable import Mesh, run_threads, shard, unshard
 from burst_portable.errors import UnsupportedError
-from burst_portable.integrations.transformers import check_model, parallelize, sum_gradients, sum_over_ranks
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, check_model, parallelize
 from burst_portable.integrations.transformers.loss import OWN_LOSS
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ def allowed(plain: str) -> float:
 
 def _on_ranks(ranks: int, model: PreTrainedModel, ids: Tensor, labels: Tensor, own_loss: bool) -> list[Answer]:
     models = [copy.deepcopy(model) for _ in range(ranks)]
-    return run_local(ranks, lambda mesh: _on_a_rank(models[mesh.rank], mesh, ids, labels, own_loss))
+    return run_threads(ranks, lambda mesh: _on_a_rank(models[mesh.rank], mesh, ids, labels, own_loss))
 
 
 def _tried(work: Callable[[], T]) -> T | Exception:
@@ -250,8 +250,8 @@ def _on_a_rank(model: PreTrainedModel, mesh: Mesh, ids: Tensor, labels: Tensor, 
         out = model(**handle.shard(ids, labels))
         loss = out.loss
     loss.backward()
-    sum_gradients(model.parameters(), mesh)
-    whole = sum_over_ranks(loss.detach().reshape(1), mesh).item()
+    all_reduce_gradients(model.parameters(), mesh)
+    whole = all_reduce(loss.detach().reshape(1), mesh).item()
     logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=handle.layout)
     return Answer(logits, whole, _gradients(model))
 

@@ -51,9 +51,9 @@ def train(mesh: bp.Mesh, *, steps: int = 5, seq_len: int = 509, dim: int = 64) -
         loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / (seq_len - 1)
         optimizer.zero_grad()
         loss.backward()
-        bp.sum_gradients(parts.parameters(), mesh)
+        bp.all_reduce_gradients(parts.parameters(), mesh)
         optimizer.step()
-        losses.append(bp.sum_over_ranks(loss.detach(), mesh).item())
+        losses.append(bp.all_reduce(loss.detach(), mesh).item())
     return losses
 
 
@@ -67,7 +67,7 @@ if __name__ == "__main__":
         dist.destroy_process_group()
     else:
         try:
-            losses, first = bp.run_local(ranks, train)[0], True
+            losses, first = bp.run_threads(ranks, train)[0], True
         except InputError as error:  # such as --ranks 0
             parser.exit(2, f"{parser.prog}: {error}\n")
     if first:  # all ranks have the same losses

@@ -17,7 +17,7 @@ from tests.support.triton_interpreter import ask  # noqa: F401  (a fixture)
 # Ranks are threads here, each with torch's own threads below it: more of those only fight over two cores.
 torch.set_num_threads(1)
 
-# A deadline measures the machine that two sessions share, not the code.
+# A timeout measures the machine that two sessions share, not the code.
 hypothesis.settings.register_profile("burst_portable", deadline=None)
 hypothesis.settings.load_profile("burst_portable")
 

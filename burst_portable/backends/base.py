@@ -21,8 +21,8 @@ from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, format_error, in_a_line
 from burst_portable.kernels.base import Kernel, LazyKernel
-from burst_portable.planning.rates import Curve as Curve
-from burst_portable.planning.rates import Rates as Rates
+from burst_portable.planning.hardware import Curve as Curve
+from burst_portable.planning.hardware import HardwareSpec as HardwareSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Capabilities:
     device_type: str
     process_group: str
     streams: bool
-    rates: Rates
+    hardware: HardwareSpec
     direct_transport: str = ""
 
 
@@ -134,14 +134,14 @@ class Backend(ABC):
     def kernels(self) -> tuple[Kernel | LazyKernel, ...]:
         """Return the kernels for local attention, in order of preference."""
 
-    def transport(self, group: Any, deadline: float) -> Transport:
+    def transport(self, group: Any, timeout: float) -> Transport:
         """Connect the ranks of a torch process group (None: the default one).
 
         Raises `UnsupportedError` unless overridden: a backend without transports serves one rank.
         """
         raise UnsupportedError(f"the backend {self.name!r} has no transport, so it serves one rank only")
 
-    def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
+    def connect_direct(self, other: Transport, group: Any, timeout: float) -> Transport:
         """Connect the `direct_transport` of the capabilities. Collective.
 
         Args:
@@ -158,7 +158,7 @@ class Backend(ABC):
         """
         return None
 
-    def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
+    def measured_hardware(self, ranks: int, kernel: str) -> HardwareSpec | None:
         """Return measured rates that predict plans for this many ranks.
 
         Return None if nothing was measured on such a machine. `kernel` is "" if it is not known yet.
@@ -285,8 +285,8 @@ class AcceleratorBackend(Backend):
     def _kernels(self) -> tuple[Kernel | LazyKernel, ...]:
         return tuple(self.make_kernels())
 
-    def transport(self, group: Any, deadline: float) -> Transport:
-        return TorchDistTransport(group, self.capabilities.process_group, batched=True, deadline=deadline)
+    def transport(self, group: Any, timeout: float) -> Transport:
+        return TorchDistTransport(group, self.capabilities.process_group, batched=True, timeout=timeout)
 
     def no_device_reason(self, missing: str, look_at: str) -> str:
         """Return the reason for no device, with torch's message when it starts the driver: absent, too old ..."""

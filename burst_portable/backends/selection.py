@@ -23,10 +23,10 @@ from burst_portable.errors import (
     unknown_name,
 )
 from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.planning.rates import read_rates
+from burst_portable.planning.hardware import read_hardware_spec
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
-    from burst_portable.backends.base import Backend, Probe, Rates
+    from burst_portable.backends.base import Backend, HardwareSpec, Probe
     from burst_portable.kernels.base import Kernel, LazyKernel
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def _imported(name: str, home: str) -> Backend:
 
 def _contract_violation(backend: Backend, name: str) -> str:
     """Return what the types of a backend's parts violate, or "". Does not call any of its methods."""
-    from burst_portable.backends.base import Capabilities, Rates
+    from burst_portable.backends.base import Capabilities, HardwareSpec
 
     if backend.name != name or name == "auto":
         return f"it calls itself {backend.name!r}; the name that is registered must be its own, and not 'auto'"
@@ -125,8 +125,8 @@ def _contract_violation(backend: Backend, name: str) -> str:
     capabilities = backend.capabilities
     if not isinstance(capabilities, Capabilities):
         return f"its capabilities are a {type(capabilities).__name__}, not a Capabilities"
-    if not isinstance(capabilities.rates, Rates):
-        return f"the rates of its capabilities are a {type(capabilities.rates).__name__}, not a Rates"
+    if not isinstance(capabilities.hardware, HardwareSpec):
+        return f"the rates of its capabilities are a {type(capabilities.hardware).__name__}, not a HardwareSpec"
     return ""
 
 
@@ -204,7 +204,7 @@ def _first_for(device_type: str) -> Backend:
     )
 
 
-def rates_of(
+def hardware_of(
     backend: Backend,
     ranks: int,
     kernel: Kernel | None = None,
@@ -213,14 +213,14 @@ def rates_of(
     head_dim: int = 0,
     *,
     high_priority: bool = False,
-) -> Rates:
+) -> HardwareSpec:
     """Return the rates that predict plans for this many ranks.
 
     They are measured on a machine like this one if the backend has such rates, else the backend's estimates.
 
     Args:
         kernel: the kernel that will compute, if known.
-        file: a file of rates that were measured here, which replace all others; see `planning.rates`.
+        file: a hardware spec file that were measured here, which replace all others; see `planning.hardware`.
         dtype, head_dim: of the call, if known. The source of a file's rates says if they were measured with others.
         high_priority: whether messages have high priority: see `comm.base.Transport`.
 
@@ -228,10 +228,10 @@ def rates_of(
     """
     name, traits = (kernel.name, kernel.traits) if kernel else ("", KernelTraits())
     if file:
-        found = read_rates(file).rates_for(ranks, name, dtype, head_dim)
+        found = read_hardware_spec(file).hardware_for(ranks, name, dtype, head_dim)
         found = replace(found, kernel=traits) if kernel else found
     else:
-        found = replace(backend.measured_rates(ranks, name) or backend.capabilities.rates, kernel=traits)
+        found = replace(backend.measured_hardware(ranks, name) or backend.capabilities.hardware, kernel=traits)
     return found.where_messages_go_first() if high_priority else found
 
 

@@ -19,7 +19,7 @@ from burst_portable.backends.selection import known, load, passed_over, probed
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, labelled, table
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, unknown_name
-from burst_portable.planning.rates import read_rates
+from burst_portable.planning.hardware import read_hardware_spec
 
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
@@ -59,9 +59,9 @@ def examine() -> Facts:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "settings": {"deadline": settings.deadline, "kernel": settings.kernel, "transport": settings.transport},
+        "settings": {"timeout": settings.timeout, "kernel": settings.kernel, "transport": settings.transport},
         "unknown": _unknown(settings, backends),
-        "rates": _rates(settings.rates),
+        "hardware": _hardware(settings.hardware_spec),
         "backends": backends,
         "passed_over": passed_over(),
     }
@@ -80,12 +80,12 @@ def _unknown(settings: Config, backends: dict[str, Facts]) -> list[str]:
     ]
 
 
-def _rates(file: str) -> Facts | None:
-    """Whether `auto` can choose with the file that BURST_RATES names; None where it names none."""
+def _hardware(file: str) -> Facts | None:
+    """Whether `auto` can choose with the file that BURST_HARDWARE_SPEC names; None where it names none."""
     if not file:
         return None
     try:
-        found = read_rates(file)
+        found = read_hardware_spec(file)
     except InputError as error:
         return {"file": file, "ok": False, "reason": str(error)}
     about = {"device": found.device, "ranks": found.ranks, "kernel": found.kernel, "date": found.date}
@@ -135,7 +135,10 @@ def _capabilities(backend: Backend) -> Facts:
         "process_group": capabilities.process_group,
         "direct_transport": capabilities.direct_transport,
         "streams": capabilities.streams,
-        "rates": {"tflops": capabilities.rates.tflops, "gbps": capabilities.rates.gbps},
+        "hardware": {
+            "tflops": capabilities.hardware.tflops,
+            "intra_node_bandwidth": capabilities.hardware.intra_node_bandwidth,
+        },
     }
 
 
@@ -160,10 +163,10 @@ def _calls(device: str) -> Iterator[tuple[str, AttentionCall]]:
         yield dtype, replace(usual, dtype=dtype, itemsize=itemsize)
     # Other differences between kernels, in 16 bits, which the kernels of vendors need.
     yield "deterministic", replace(usual, deterministic=True)
-    yield "heads of 64", replace(usual, head_dim=64, value_dim=64)
-    yield "heads of 80", replace(usual, head_dim=80, value_dim=80)
-    yield "heads of 256", replace(usual, head_dim=256, value_dim=256)
-    yield "values of 64, heads of 128", replace(usual, value_dim=64)
+    yield "heads of 64", replace(usual, head_dim=64, v_head_dim=64)
+    yield "heads of 80", replace(usual, head_dim=80, v_head_dim=80)
+    yield "heads of 256", replace(usual, head_dim=256, v_head_dim=256)
+    yield "values of 64, heads of 128", replace(usual, v_head_dim=64)
     yield "softcap", replace(usual, softcap=30.0)
 
 
@@ -174,12 +177,12 @@ def show(facts: Facts) -> None:
     found = [f"{name} {version or 'is not installed'}" for name, version in facts["packages"].items()]
     say.print(", ".join(found), markup=False)
     say.print(
-        "hop deadline {deadline:g} s, local kernel {kernel}, transport {transport}".format(**facts["settings"]),
+        "hop timeout {timeout:g} s, local kernel {kernel}, transport {transport}".format(**facts["settings"]),
         markup=False,
     )
     for told in (*facts["unknown"], *facts["passed_over"]):
         say.print(labelled("warning", told, style="yellow"))
-    say.print(_show_rates(facts["rates"]), markup=False)
+    say.print(_show_hardware(facts["hardware"]), markup=False)
     say.print("", _show_backends(facts["backends"]), "")
     for name, backend in facts["backends"].items():
         if not backend["ok"]:
@@ -189,14 +192,15 @@ def show(facts: Facts) -> None:
             say.print(line)
 
 
-def _show_rates(rates: Facts | None) -> str:
+def _show_hardware(hardware: Facts | None) -> str:
     """What `auto` chooses with."""
-    if rates is None:
-        return "BURST_RATES is not set: auto chooses with what is known of the backend's devices"
-    if not rates["ok"]:
-        return f"BURST_RATES cannot be used: {rates['reason']}"
-    where = f"{rates['device']}, {rates['ranks']} rank{'' if rates['ranks'] == 1 else 's'}, kernel {rates['kernel']}"
-    return f"BURST_RATES: auto chooses with {rates['file']}, measured on {where}, {rates['date']}"
+    if hardware is None:
+        return "BURST_HARDWARE_SPEC is not set: auto chooses with what is known of the backend's devices"
+    if not hardware["ok"]:
+        return f"BURST_HARDWARE_SPEC cannot be used: {hardware['reason']}"
+    ranks = f"{hardware['ranks']} rank{'' if hardware['ranks'] == 1 else 's'}"
+    where = f"{hardware['device']}, {ranks}, kernel {hardware['kernel']}"
+    return f"BURST_HARDWARE_SPEC: auto chooses with {hardware['file']}, measured on {where}, {hardware['date']}"
 
 
 def _show_backends(backends: dict[str, Facts]) -> Table:

@@ -118,4 +118,4 @@ def crowded(matrix: Sequence[Sequence[Cell]]) -> bool:
 
 
 def _seen(mask: Mask, queries: Segment, keys: Segment) -> float:
-    return find_tiles(mask, (queries,), (keys,)).area / (queries.count * keys.count)
+    return find_tiles(mask, (queries,), (keys,)).num_pairs / (queries.count * keys.count)

@@ -12,7 +12,7 @@ import typer
 
 from burst_portable.config import Launched
 from burst_portable.errors import BurstError, InputError, format_error, shown
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import Option, options_of
 from burst_portable.strategies.registry import classes, has_option, known, make_strategy
@@ -46,7 +46,7 @@ LAYOUT = (
 )
 
 
-INNER = "Ranks a node, if there are several nodes; unless given, auto leaves out the strategies for them."
+RANKS_PER_NODE = "Ranks a node, if there are several nodes; unless given, auto leaves out the strategies for them."
 
 
 def flag(option: str) -> str:
@@ -109,12 +109,14 @@ def with_strategy_flags(command: Command) -> Command:
     return run
 
 
-def asked_strategy(name: str, inner: int | None, options: Mapping[str, object], rates: Rates) -> Strategy:
-    """Return the strategy of that name with what was typed; `rates` are what auto predicts times with.
+def asked_strategy(
+    name: str, ranks_per_node: int | None, options: Mapping[str, object], hardware: HardwareSpec
+) -> Strategy:
+    """Return the strategy of that name with what was typed; `hardware` are what auto predicts times with.
 
     Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
     """
-    typed = {**options, **({} if inner is None else {"inner": inner})}
+    typed = {**options, **({} if ranks_per_node is None else {"ranks_per_node": ranks_per_node})}
     for option, value in typed.items():
         if name in known() and not has_option(name, option):
             raise InputError(
@@ -122,7 +124,7 @@ def asked_strategy(name: str, inner: int | None, options: Mapping[str, object], 
                 got=shown(value),
                 next_step=f"leave it out, or ask for --strategy {' or '.join(_those_with(option))}",
             )
-    return make_strategy(name, **typed, rates=rates if name == "auto" else None)
+    return make_strategy(name, **typed, hardware=hardware if name == "auto" else None)
 
 
 def ranks_asked(asked: int | None, place: Launched | None) -> int | None:

@@ -1,4 +1,4 @@
-"""`burst-portable measure`: what this machine's kernels and links do, as a file of rates for `auto`."""
+"""`burst-portable measure`: what this machine's kernels and links do, as a hardware spec file for `auto`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def measure(
             f"on CPUs, where ten times as many take a hundred times as long; {LENGTH}",
         ),
     ] = None,
-    inner: Annotated[
+    ranks_per_node: Annotated[
         int | None, typer.Option(help="Ranks a node, where there are several nodes: links inside and between apart.")
     ] = None,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
@@ -67,12 +67,12 @@ def measure(
 
     All ranks measure at once, and the slowest counts: the local kernel, forward and backward, at two lengths; messages
     to the next rank and to all others by size; memory; how far messages hold kernels up. The machine should have
-    nothing else to do. With --json FILE it writes a file for BURST_RATES and for `plan --rates`: docs/strategies.md.
+    nothing else to do. With --json FILE it writes a file for BURST_HARDWARE_SPEC and for `plan --hardware-spec`.
 
     Examples:
 
-    burst-portable measure --ranks 2 --json rates.json
-    torchrun --nproc-per-node 8 -m burst_portable measure --json rates.json
+    burst-portable measure --ranks 2 --json hardware.json
+    torchrun --nproc-per-node 8 -m burst_portable measure --json hardware.json
     """
     from burst_portable.cli.measure_worker import measure_joined, measure_local
 
@@ -81,7 +81,7 @@ def measure(
     with naming_rank(place):
         json_option = JsonOption(json_name, writes=first)
         asked = ranks_asked(ranks, place)
-        job = _job(asked, backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, inner, place)
+        job = _job(asked, backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, ranks_per_node, place)
         view = View(quiet=not first, stderr=json_option.stdout)
         with view.progress() as told:
             facts = measure_local(job, told) if place is None else measure_joined(job, place, told)
@@ -93,7 +93,7 @@ def measure(
 
 def _job(
     ranks: int | None, backend: str, kernel: str, heads: int, kv_heads: int, head_dim: int, dtype: str | None,
-    seq_len: int | None, inner: int | None, place: Launched | None,
+    seq_len: int | None, ranks_per_node: int | None, place: Launched | None,
 ) -> MeasureJob:  # fmt: skip
     """All that can be refused is refused here, before a process starts."""
     import torch
@@ -107,15 +107,15 @@ def _job(
     from burst_portable.strategies.planner import check_heads
     from burst_portable.utils.values import check_divides
 
-    _check_numbers(ranks, heads, kv_heads, head_dim, seq_len, inner)
+    _check_numbers(ranks, heads, kv_heads, head_dim, seq_len, ranks_per_node)
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     check_heads(heads, kv_heads)
     chosen, _ = choose_backend(backend, 1 if place or ranks is None else ranks)
     capabilities = chosen.capabilities
     count = ranks or _devices(chosen)
-    if inner is not None:
-        check_divides(inner, count)
+    if ranks_per_node is not None:
+        check_divides(ranks_per_node, count)
     if place is None and not capabilities.streams:
         check_processes(count)
     made = getattr(torch, dtype) if dtype else torch.bfloat16 if capabilities.streams else torch.float32
@@ -134,19 +134,20 @@ def _job(
         head_dim=head_dim,
         dtype=dtype,
         length=seq_len,
-        inner=inner,
+        ranks_per_node=ranks_per_node,
         threads=max(1, cores() // count) if place is None else torch.get_num_threads(),
     )
 
 
 def _check_numbers(
-    ranks: int | None, heads: int, kv_heads: int, head_dim: int, seq_len: int | None, inner: int | None
+    ranks: int | None, heads: int, kv_heads: int, head_dim: int, seq_len: int | None, ranks_per_node: int | None
 ) -> None:
     from burst_portable.strategies.planner import LARGEST_HEAD
 
     for name, number, most in (
         ("--ranks", ranks, _MOST), ("--heads", heads, _MOST), ("--kv-heads", kv_heads, _MOST),
-        ("--head-dim", head_dim, LARGEST_HEAD), ("--seq-len", seq_len, _LONGEST), ("--inner", inner, _MOST),
+        ("--head-dim", head_dim, LARGEST_HEAD), ("--seq-len", seq_len, _LONGEST),
+        ("--ranks-per-node", ranks_per_node, _MOST),
     ):  # fmt: skip
         if number is not None and size(name, number) > most:
             raise InputError(f"{name} is too large", got=number, allowed=f"at most {most}")
@@ -194,7 +195,7 @@ class View:
             Text.assemble(("measured", "bold"), f" {about}, kernel {facts['kernel']}, {heads}; the slowest rank counts")
         )
         rows = table("rate", "value", "how", left=("value", "how"))
-        for name, value in facts["rates"].items():
+        for name, value in facts["hardware"].items():
             method = facts["methods"][name]
             style = "" if method["measured"] else "dim"
             rows.add_row(Text(name, style), Text(_value(name, value), style), Text(method["method"], style))
@@ -202,22 +203,24 @@ class View:
         rounds = {name: method["max_over_min"] or 1.0 for name, method in facts["methods"].items()}
         if busy := [f"{name} by {most:.2g} times" for name, most in rounds.items() if most > BUSY]:
             say(Text.assemble(("warning", "yellow"), f"  rounds differ, {', '.join(busy)}: {_BUSY}"), "", sep="\n")
-        told = [f"with --json FILE they are kept, for BURST_RATES=FILE and `{PROGRAM} plan --rates FILE`"]
+        told = [
+            f"with --json FILE they are kept, for BURST_HARDWARE_SPEC=FILE and `{PROGRAM} plan --hardware-spec FILE`"
+        ]
         if file is not None:
             told = [
-                f"auto chooses with them where BURST_RATES={file} is set on every rank, or with "
-                f"Config(rates={str(file)!r});",
-                f"`{PROGRAM} plan --rates {file} ...` predicts with them anywhere",
+                f"auto chooses with them where BURST_HARDWARE_SPEC={file} is set on every rank, or with "
+                f"Config(hardware_spec={str(file)!r});",
+                f"`{PROGRAM} plan --hardware-spec {file} ...` predicts with them anywhere",
             ]
         say("\n".join(told), markup=False)
 
 
 def _value(name: str, value: Any) -> str:
-    if name in ("link", "direct", "spread"):
-        return "\n".join(f"{bytes_text(size)}: {_rate(gbps)}" for size, gbps in value) or "none"
-    if name in ("tflops", "backward"):
+    if name in ("p2p_bandwidth", "peer_copy_bandwidth", "all_to_all_bandwidth"):
+        return "\n".join(f"{bytes_text(size)}: {_rate(bandwidth)}" for size, bandwidth in value) or "none"
+    if name in ("tflops", "backward_tflops"):
         return scaled(value * 1e12, "FLOP/s") if value else "as forward"
-    if name in ("gbps", "outer_gbps", "memory"):
+    if name in ("intra_node_bandwidth", "inter_node_bandwidth", "memory_bandwidth"):
         return _rate(value) if value else "not priced"
     if name.endswith("latency"):
         return seconds_text(value)
@@ -232,10 +235,10 @@ def _value(name: str, value: Any) -> str:
         return ", ".join(trait for trait, declared in value.items() if declared) or "none"
     if name == "block":
         return f"{value} x {value}" if value > 1 else "exact pairs"
-    if name == "node":
+    if name == "ranks_per_node":
         return f"of {value} ranks" if value else "one"
     return str(value)
 
 
-def _rate(gbps: float) -> str:
-    return scaled(gbps * 1e9, "B/s")
+def _rate(bandwidth: float) -> str:
+    return scaled(bandwidth * 1e9, "B/s")

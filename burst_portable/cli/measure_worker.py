@@ -33,7 +33,7 @@ class MeasureJob(Saved):
     head_dim: int
     dtype: str | None
     length: int | None
-    inner: int | None
+    ranks_per_node: int | None
     threads: int
 
 
@@ -65,7 +65,7 @@ def _measured(job: MeasureJob, device: Any, told: Callable[[str], None]) -> Fact
 
     dtype = None if job.dtype is None else getattr(torch, job.dtype)
     shape = Shape(job.heads, job.kv_heads, job.head_dim, dtype, job.length)
-    mesh = Mesh.from_group(inner=job.inner, backend=job.backend)
+    mesh = Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend)
     return measure(mesh, device, shape, job.kernel, told)
 
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from burst_portable.cli.flags import (
-    INNER,
     LAYOUT,
     LENGTH,
     METAVAR,
+    RANKS_PER_NODE,
     STRATEGY,
     asked_strategy,
     flag,
@@ -24,8 +24,8 @@ from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_compa
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name
+from burst_portable.planning.hardware import HardwareSpec, read_hardware_spec
 from burst_portable.planning.plans import Plan
-from burst_portable.planning.rates import Rates, read_rates
 from burst_portable.strategies.planner import plan as make_plan
 from burst_portable.strategies.registry import has_option, known
 from burst_portable.utils.values import check_divides
@@ -44,7 +44,7 @@ def plan(
     heads: Annotated[int, typer.Option(help="Query heads; a multiple of the K/V heads.")] = 32,
     kv_heads: Annotated[int | None, typer.Option(help="K/V heads; as many as query heads unless given.")] = None,
     head_dim: Annotated[int, typer.Option(help="Numbers in a query or key head.")] = 128,
-    value_dim: Annotated[int | None, typer.Option(help="Numbers in a value head; --head-dim unless given.")] = None,
+    v_head_dim: Annotated[int | None, typer.Option(help="Numbers in a value head; --head-dim unless given.")] = None,
     mask: Annotated[
         str,
         typer.Option(
@@ -54,7 +54,9 @@ def plan(
     ] = "causal",
     strategy: Annotated[str, typer.Option(help=f"{STRATEGY} {ALL} compares them, in a table.")] = "auto",
     layout: Annotated[str, typer.Option(help=LAYOUT)] = "zigzag",
-    inner: Annotated[int | None, typer.Option(help=f"{INNER} For any strategy, what leaves a node is priced.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help=f"{RANKS_PER_NODE} For any strategy, what leaves a node is priced.")
+    ] = None,
     *,
     options: Mapping[str, object],
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
@@ -62,17 +64,17 @@ def plan(
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a rank reaches: times are predicted with it; 400 unless given.")
     ] = None,
-    gbps: Annotated[
+    intra_node_bandwidth: Annotated[
         float | None, typer.Option(help="GB/s between ranks, each way: times are predicted with it; 100 unless given.")
     ] = None,
-    outer_gbps: Annotated[
+    inter_node_bandwidth: Annotated[
         float | None,
-        typer.Option(help="GB/s per rank between nodes of --inner ranks, beside --gbps inside; 50 unless given."),
+        typer.Option(help="GB/s per rank between nodes of --ranks-per-node ranks. Default: 50."),
     ] = None,
-    rates_file: Annotated[
+    hardware_file: Annotated[
         str | None,
         typer.Option(
-            "--rates", metavar="FILE", help="What `measure` wrote on a machine: all rates, in place of these."
+            "--hardware-spec", metavar="FILE", help="What `measure` wrote on a machine: all rates, in place of these."
         ),
     ] = None,
     rank: Annotated[int, typer.Option(help="Whose steps to show.")] = 0,
@@ -87,11 +89,10 @@ def plan(
     ] = False,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:
-    """What a distributed attention would do and cost, step by step, and whether that is right. Needs no device.
+    """Show the steps and the cost of a distributed attention, and check that it is correct. Needs no device.
 
-    Times are predicted from --tflops, --gbps and, for nodes of --inner ranks, --outer-gbps, or from what was measured
-    on the machine that is meant, by a model that knows no contention. The fields of the JSON are listed in
-    docs/plans.md.
+    Times are predicted from --tflops, --intra-node-bandwidth and --inter-node-bandwidth, or from the file of
+    --hardware-spec, by a model without contention. docs/plans.md lists the fields of the JSON.
 
     Examples:
 
@@ -99,26 +100,33 @@ def plan(
     burst-portable plan --seq-len 8192 --ranks 4 --mask documents:0,3000,8192 --json plan.json
     burst-portable plan --seq-len 131072 --ranks 8 --strategy all
     """
-    json_option = JsonOption(json_name, sources=(rates_file,))
+    json_option = JsonOption(json_name, sources=(hardware_file,))
     if check_all and not checked:
         raise InputError("--check-all and --no-check exclude each other")
-    _positive(tflops=tflops, gbps=gbps, inner=inner, steps=steps, **{"outer-gbps": outer_gbps})
+    _positive(
+        tflops=tflops,
+        intra_node_bandwidth=intra_node_bandwidth,
+        ranks_per_node=ranks_per_node,
+        steps=steps,
+        **{"inter-node-bandwidth": inter_node_bandwidth},
+    )
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
-    if inner is not None and ranks > 0:
-        check_divides(inner, ranks)
-    rates = _rates(rates_file, tflops, gbps, ranks, dtype, head_dim)
-    if outer_gbps is not None and not (inner or rates.node):
+    if ranks_per_node is not None and ranks > 0:
+        check_divides(ranks_per_node, ranks)
+    hardware = _hardware(hardware_file, tflops, intra_node_bandwidth, ranks, dtype, head_dim)
+    if inter_node_bandwidth is not None and not (ranks_per_node or hardware.ranks_per_node):
         raise InputError(
-            "--outer-gbps is between nodes, and there is one", next_step="name --inner, the ranks per node"
+            "--inter-node-bandwidth is between nodes, and there is one",
+            next_step="name --ranks-per-node, the ranks per node",
         )
-    rates = rates.with_nodes(inner or 0, outer_gbps)
+    hardware = hardware.with_nodes(ranks_per_node or 0, inter_node_bandwidth)
     everything = strategy == ALL
     if everything and options:
         got = ", ".join(f"{flag(name)} {value}" for name, value in options.items())
         raise InputError("--strategy all takes no options of a strategy", got=got, next_step="name one strategy")
     named = "auto" if everything else strategy
-    planner = asked_strategy(named, inner if _has_nodes(named) else None, options, rates)
+    planner = asked_strategy(named, ranks_per_node if _has_nodes(named) else None, options, hardware)
     with _waiting("planning"):
         made = make_plan(
             seq_len=seq_len,
@@ -126,7 +134,7 @@ def plan(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            value_dim=value_dim,
+            v_head_dim=v_head_dim,
             mask=mask,
             strategy=planner,
             layout=layout,
@@ -135,12 +143,12 @@ def plan(
         )
         if not 0 <= rank < ranks:
             raise InputError("no such rank", got=rank, allowed=f"0 to {ranks - 1}")
-        facts = comparison_facts(made, planner, rates) if everything else plan_facts(made, rates, rank)
-    guessed = rates_file is None and gbps is None
-    facts["notes"] = [_one_link(ranks)] if guessed and not rates.node and ranks > _RANKS_A_NODE else []
-    if rates_file is None and (file := from_environment().rates):
+        facts = comparison_facts(made, planner, hardware) if everything else plan_facts(made, hardware, rank)
+    guessed = hardware_file is None and intra_node_bandwidth is None
+    facts["notes"] = [_one_link(ranks)] if guessed and not hardware.ranks_per_node and ranks > _RANKS_A_NODE else []
+    if hardware_file is None and (file := from_environment().hardware_spec):
         facts["notes"].append(
-            f"the rates of BURST_RATES are this machine's, and not read here: --rates {file} takes them"
+            f"the rates of BURST_HARDWARE_SPEC are this machine's, and not read here: --hardware-spec {file} takes them"
         )
     if everything:
         if not json_option.stdout:
@@ -159,23 +167,35 @@ def plan(
 
 
 def _has_nodes(strategy: str) -> bool:
-    return strategy in known() and has_option(strategy, "inner")
+    return strategy in known() and has_option(strategy, "ranks_per_node")
 
 
-def _rates(file: str | None, tflops: float | None, gbps: float | None, ranks: int, dtype: str, head_dim: int) -> Rates:
-    """Those of a file, or one number each. A file may not know what is between nodes: --outer-gbps goes with both."""
+def _hardware(
+    file: str | None, tflops: float | None, intra_node_bandwidth: float | None, ranks: int, dtype: str, head_dim: int
+) -> HardwareSpec:
+    """Return the hardware of a file, or of the numbers that were typed.
+
+    --inter-node-bandwidth goes with both, because a file may hold no speed between nodes.
+    """
     if file is None:
-        return Rates(tflops=400.0 if tflops is None else tflops, gbps=100.0 if gbps is None else gbps)
-    for name, number in (("--tflops", tflops), ("--gbps", gbps)):
+        return HardwareSpec(
+            tflops=400.0 if tflops is None else tflops,
+            intra_node_bandwidth=100.0 if intra_node_bandwidth is None else intra_node_bandwidth,
+        )
+    for name, number in (("--tflops", tflops), ("--intra-node-bandwidth", intra_node_bandwidth)):
         if number is not None:
-            raise InputError(f"--rates and {name} exclude each other", got=f"{file} and {number:g}")
-    return read_rates(file).rates_for(ranks, dtype=dtype, head_dim=head_dim)
+            raise InputError(f"--hardware-spec and {name} exclude each other", got=f"{file} and {number:g}")
+    return read_hardware_spec(file).hardware_for(ranks, dtype=dtype, head_dim=head_dim)
 
 
 def _one_link(ranks: int) -> str:
     """That a guess knows no network between nodes, and how to name one."""
-    inner = f"--inner {_RANKS_A_NODE} tells nodes" if ranks % _RANKS_A_NODE == 0 else "--inner RANKS tells nodes"
-    return f"all links are taken for equally fast, and {ranks:,} ranks seldom share one node: {inner} apart"
+    ranks_per_node = (
+        f"--ranks-per-node {_RANKS_A_NODE} tells nodes"
+        if ranks % _RANKS_A_NODE == 0
+        else "--ranks-per-node RANKS tells nodes"
+    )
+    return f"all links are taken for equally fast, and {ranks:,} ranks seldom share one node: {ranks_per_node} apart"
 
 
 def _positive(**numbers: float | None) -> None:

@@ -1,9 +1,9 @@
 """`burst-portable plan --strategy all`: the plans of all strategies that serve a call, side by side. Needs no torch.
 
 ==================  ==========================================================================================
-schema              "burst_portable.plans/1"; a change that breaks readers counts it up
-problem, rates      as `plan` writes them, see `cli.plan_facts`
-costed_ranks        the ranks that numbers below are taken over: all of them, or a sample
+schema              "burst_portable.plans/2"; a change that breaks readers counts it up
+problem, hardware   as `plan` writes them, see `cli.plan_facts`
+sampled_ranks       ranks over which the numbers below are taken: all, or a sample
 chosen              what `auto` says: which of them it takes, and why
 strategies          a list, by predicted time: `label` as `auto` calls it, `strategy`, `title`, `reason`; `seconds`,
                     forward and backward, and by "forward" and "backward": `sent_bytes`, `launches` (most of a rank),
@@ -23,10 +23,10 @@ from rich.text import Text
 
 from burst_portable import __version__
 from burst_portable.cli.output import labelled, table
-from burst_portable.cli.plan_facts import Facts, call_facts, costed_ranks, rates_facts
+from burst_portable.cli.plan_facts import Facts, call_facts, hardware_facts, sampled_ranks
 from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
-from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import checked_plan, classes, has_option, leaving_out
@@ -34,26 +34,26 @@ from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"
 """The value of `--strategy` for a comparison."""
-SCHEMA = "burst_portable.plans/1"
+SCHEMA = "burst_portable.plans/2"
 
 
-def comparison_facts(chosen: Plan, auto: Strategy, rates: Rates) -> Facts:
+def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Facts:
     """Return what each strategy would do with a call, and what it costs. `chosen`: the plan that `auto` made for it."""
     assert isinstance(auto, AutoStrategy), "it lists the candidates"
     call = chosen.call
-    ranks = costed_ranks(call.ranks, 0)
+    ranks = sampled_ranks(call.ranks, 0)
     served = []
     compared, refused = auto.compared(call)
     for label, strategy in _every(compared, refused).items():
         with leaving_out(strategy.name, label, refused):
             plan = checked_plan(strategy, call)
-            served.append({"label": label, "title": strategy.title, **_costs(plan, rates, ranks)})
+            served.append({"label": label, "title": strategy.title, **_costs(plan, hardware, ranks)})
     return {
         "schema": SCHEMA,
         "version": __version__,
         "problem": call_facts(call),
-        "rates": rates_facts(rates),
-        "costed_ranks": list(ranks),
+        "hardware": hardware_facts(hardware),
+        "sampled_ranks": list(ranks),
         "chosen": chosen.reason,
         "not_compared": _needs_inner(compared, auto) if call.ranks > 1 else [],
         "strategies": sorted(served, key=lambda one: one["seconds"]),
@@ -69,14 +69,14 @@ def _every(compared: Mapping[str, Strategy], refused: Iterable[str]) -> dict[str
 
 def _needs_inner(compared: Mapping[str, Strategy], auto: AutoStrategy) -> list[str]:
     """Return the names of the strategies that `auto` compares only if it is told the ranks per node."""
-    if auto.inner is not None:
+    if auto.ranks_per_node is not None:
         return []
     found = {strategy.name for strategy in compared.values()} | {"auto"}
-    return [n for n, one in classes().items() if one.exact and n not in found and has_option(n, "inner")]
+    return [n for n, one in classes().items() if one.exact and n not in found and has_option(n, "ranks_per_node")]
 
 
-def _costs(plan: Plan, rates: Rates, ranks: tuple[int, ...]) -> Facts:
-    cost = plan_cost(plan, rates, ranks)
+def _costs(plan: Plan, hardware: HardwareSpec, ranks: tuple[int, ...]) -> Facts:
+    cost = plan_cost(plan, hardware, ranks)
     passes = {
         name: {
             "sent_bytes": max(one.sent for one in cost.per_rank[name]),
@@ -112,6 +112,6 @@ def show_comparison(console: Console, facts: Facts) -> None:
     chosen = [part.partition(" (")[0] for part in parts if not part.startswith("not ")]
     console.print(labelled("auto", "; ".join(chosen[: 1 + chosen[0].startswith("layout ")])))
     if names := facts["not_compared"]:
-        console.print(labelled("", f"not compared without --inner: {', '.join(names)}"))
+        console.print(labelled("", f"not compared without --ranks-per-node: {', '.join(names)}"))
     for label, reason in facts["refused"].items():
         console.print(labelled("not", f"{label}: {reason}"))

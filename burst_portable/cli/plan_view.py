@@ -63,16 +63,18 @@ def show_check(console: Console, facts: Facts) -> None:
 
 def _header(console: Console, facts: Facts) -> None:
     p = facts["problem"]
-    share = p["area"] / p["seq_len"] ** 2
+    share = p["num_pairs"] / p["seq_len"] ** 2
     sizes = f"batch {p['batch']}, {p['heads']} query and {p['kv_heads']} K/V heads of {p['head_dim']}"
-    values = f" (values {p['value_dim']})" if p["value_dim"] != p["head_dim"] else ""
+    values = f" (values {p['v_head_dim']})" if p["v_head_dim"] != p["head_dim"] else ""
     told = (
         f" over {p['ranks']:,} rank{'' if p['ranks'] == 1 else 's'}, layout {p['layout']}, {p['seq_len']:,} tokens, "
         f"{sizes}{values}, {p['itemsize']} bytes a number"
     )
     console.print(labelled("plan", Text.assemble((facts["strategy"], "bold"), told)))
-    blind = f"; {p['blind_rows']:,} tokens see nothing, their output is 0" if p["blind_rows"] else ""
-    console.print(labelled("mask", f"{p['mask']}: {p['area']:,} pairs per head, {100 * share:.3f} % of all{blind}"))
+    blind = f"; {p['fully_masked_tokens']:,} tokens see nothing, their output is 0" if p["fully_masked_tokens"] else ""
+    console.print(
+        labelled("mask", f"{p['mask']}: {p['num_pairs']:,} pairs per head, {100 * share:.3f} % of all{blind}")
+    )
     if facts["reason"]:
         console.print(labelled("why", facts["reason"]))
 
@@ -130,10 +132,10 @@ def _steps_table(facts: Facts, name: str, how: str, limit: int) -> Table:
     steps = facts["steps"][name]
     rank = facts["steps"]["rank"]
     title = f"{name} on rank {rank}: {how}"
-    columns = ("step", "arrives", "computes", "tiles", "pairs", "sends", "sent")
-    rows = table(*columns, left=("arrives", "computes", "tiles", "sends"), title=title)
+    columns = ("step", "receives", "computes", "tiles", "pairs", "sends", "sent")
+    rows = table(*columns, left=("receives", "computes", "tiles", "sends"), title=title)
     for column in rows.columns:
-        if column.header not in ("arrives", "sends"):
+        if column.header not in ("receives", "sends"):
             column.no_wrap, column.overflow = True, "ellipsis"
     for step in steps[:limit]:
         rows.add_row(*_step_row(step))
@@ -143,12 +145,12 @@ def _steps_table(facts: Facts, name: str, how: str, limit: int) -> Table:
 
 
 def _step_row(step: Facts) -> tuple[str, ...]:
-    sent = [*step["sends"], *step["results_sent"]]
-    came = [*step["arrives"], *step["results_arrive"]]
+    sent = [*step["sends"], *step["gradient_sends"]]
+    came = [*step["receives"], *step["gradient_receives"]]
     return (
         str(step["step"]),
         ", ".join(f"{m['what']} ← {m['rank']}" for m in came),
-        *_compute_columns(step["computes"]),
+        *_compute_columns(step["compute"]),
         _joined([f"{m['what']} → {m['rank']}" for m in sent]),
         bytes_text(sum(m["bytes"] for m in sent)) if sent else "",
     )
@@ -162,7 +164,7 @@ def _compute_columns(compute: Facts | None) -> tuple[str, str, str]:
         for kind, count in (("full", compute["full_tiles"]), ("masked", compute["masked_tiles"]))
         if count
     ]
-    return compute["label"], " + ".join(kinds), f"{compute['area']:,}"
+    return compute["label"], " + ".join(kinds), f"{compute['num_pairs']:,}"
 
 
 def _joined(parts: list[str]) -> str:
@@ -182,7 +184,7 @@ def _costs_table(facts: Facts) -> Table:
 
 
 def _ranks_text(facts: Facts) -> str:
-    ranks, costed = facts["problem"]["ranks"], facts["costed_ranks"]
+    ranks, costed = facts["problem"]["ranks"], facts["sampled_ranks"]
     if len(costed) == ranks:
         return f"all {ranks:,} ranks" if ranks > 1 else "one rank"
     return f"{len(costed)} of {ranks:,} ranks: {', '.join(map(str, costed))}"
@@ -197,8 +199,8 @@ _COST_ROWS = {
     "imbalance (max / mean)": lambda part: f"{part['imbalance']:.3f}",
     "sent by a rank, max / mean": _max_mean("sent_bytes", bytes_text),
     "received by a rank, max / mean": _max_mean("received_bytes", bytes_text),
-    "largest hop": lambda part: "-" if part["bytes_a_hop"] is None else bytes_text(part["bytes_a_hop"]),
-    "hops of a rank, max": lambda part: f"{part['max']['hops']:,}",
+    "largest message": lambda part: "-" if part["max_message_bytes"] is None else bytes_text(part["max_message_bytes"]),
+    "messages per rank, max": lambda part: f"{part['max']['messages']:,}",
     "kernel launches, max": lambda part: f"{part['max']['launches']:,}",
     "tiles of a rank, max": lambda part: f"{part['max']['tiles']:,}",
     "memory: own tensors": lambda part: bytes_text(part["memory"]["shard"]),
@@ -210,13 +212,16 @@ _COST_ROWS = {
 
 
 def _time_note(console: Console, facts: Facts) -> None:
-    rates = facts["rates"]
-    origin = f"{rates['outer_source']} " if rates["outer_source"] else ""
-    outer = f"; {origin}{rates['outer_gbps']:.4g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
-    told = (
-        f"forward and backward, predicted (not measured) for {rates['tflops']:.4g} TFLOP/s and {rates['gbps']:.4g} GB/s"
+    hardware = facts["hardware"]
+    origin = f"{hardware['inter_node_source']} " if hardware["inter_node_source"] else ""
+    outer = (
+        f"; {origin}{hardware['inter_node_bandwidth']:.4g} GB/s between nodes of {hardware['ranks_per_node']}"
+        if hardware["ranks_per_node"]
+        else ""
     )
-    source = f", at rates {rates['source']}" if rates["source"] else ""
-    console.print(labelled("time", f"{seconds_text(facts['seconds'])} {told} a rank{source}{outer}"))
+    speeds = f"{hardware['tflops']:.4g} TFLOP/s and {hardware['intra_node_bandwidth']:.4g} GB/s per rank"
+    predicted = f"forward and backward, predicted (not measured) for {speeds}"
+    source = f", at speeds {hardware['source']}" if hardware["source"] else ""
+    console.print(labelled("time", f"{seconds_text(facts['seconds'])} {predicted}{source}{outer}"))
     for note in facts["notes"]:
         console.print(labelled("note", note))

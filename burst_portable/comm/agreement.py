@@ -25,7 +25,7 @@ from burst_portable.errors import (
     SAME_CALLS,
     BurstError,
     CommunicationError,
-    DeadlineError,
+    CommunicationTimeoutError,
     MismatchError,
     PeerLostError,
 )
@@ -37,7 +37,7 @@ _TELLING = 10.0  # seconds that a rank with an error waits for the other ranks t
 _TITLE = ("pass", "mask", "case")
 _HINTS = {  # what to do if ranks differ in a fact that no user chose
     "tokens": "where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence)",
-    "strategy": "where 'auto' chose, name a strategy, or give all ranks the same rates (BURST_RATES) and kernel",
+    "strategy": "where 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
     "rows that cross nodes": "name one kernel= for all ranks",
     "values of the parameters": "seed ranks alike before they make the model, or load one checkpoint on all of them",
 }
@@ -85,7 +85,7 @@ def call_signature(facts: Facts) -> CallSignature:
     return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
 
 
-def agree(transport: Transport, mine: CallSignature, *, forward_pass: int = 0, deadline: float | None = None) -> None:
+def agree(transport: Transport, mine: CallSignature, *, forward_pass: int = 0, timeout: float | None = None) -> None:
     """Count a pass, and return when all ranks of the transport have the same signature. Every rank must call this.
 
     Args:
@@ -93,7 +93,7 @@ def agree(transport: Transport, mine: CallSignature, *, forward_pass: int = 0, d
         mine: signature of this rank's call.
         forward_pass: for a backward pass, which of the transport's passes was its forward pass: ranks that go backward
             in different orders would exchange blocks of different calls.
-        deadline: seconds. Default: the transport's own.
+        timeout: seconds. Default: the transport's own.
 
     Raises:
         MismatchError: the signatures differ; raised on every rank.
@@ -107,7 +107,7 @@ def agree(transport: Transport, mine: CallSignature, *, forward_pass: int = 0, d
     if mine.digest in transport.agreed:
         return
     label = f"asking whether ranks agree on pass {transport.state.passes} ({mine.title})"
-    _ask(transport, mine, label, forward_pass=forward_pass, deadline=deadline)
+    _ask(transport, mine, label, forward_pass=forward_pass, timeout=timeout)
     if not transport.host:
         _remember(transport, mine.digest)
 
@@ -122,27 +122,27 @@ def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -
 
     Raises:
         MismatchError: the facts differ, or some ranks make another call; raised on every rank.
-        DeadlineError, PeerLostError: a rank does not make the call, which the message names.
+        CommunicationTimeoutError, PeerLostError: a rank does not make the call, which the message names.
     """
     if transport.size == 1:
         return
     transport.check_in_sync()
     try:
         _ask(transport, call_signature({"pass": call, **(facts or {})}), f"asking whether all ranks call {call}")
-    except (DeadlineError, PeerLostError) as error:
+    except (CommunicationTimeoutError, PeerLostError) as error:
         raise type(error)(f"{error}; every rank of the mesh must call {call}") from error
 
 
 def _ask(
-    transport: Transport, mine: CallSignature, label: str, *, forward_pass: int = 0, deadline: float | None = None
+    transport: Transport, mine: CallSignature, label: str, *, forward_pass: int = 0, timeout: float | None = None
 ) -> None:
     """Raise `MismatchError` on every rank if the signatures differ."""
     counts = transport.state.passes.to_bytes(8, "little") + forward_pass.to_bytes(8, "little")
-    stated = transport.share(mine.digest + counts, label, deadline)
+    stated = transport.share(mine.digest + counts, label, timeout)
     if all(other == stated[0] for other in stated):
         return
     packed = json.dumps(mine.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
-    texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", deadline)]
+    texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", timeout)]
     got = _difference(texts, stated)
     step = f"{SAME_CALLS}, backward too"
     follows = {"strategy"} if any(f"{fact}: " in got for fact in _GIVEN) else set()
@@ -157,10 +157,10 @@ def _remember(transport: Transport, digest: bytes) -> None:
     transport.agreed.add(digest)
 
 
-def share_error(transport: Transport, error: Exception, deadline: float = _TELLING) -> None:
+def share_error(transport: Transport, error: Exception, timeout: float = _TELLING) -> None:
     """Send the error that this rank is about to raise, so that the other ranks raise too and do not wait.
 
-    If no other rank answers, this takes at most `deadline` seconds, and the caller raises its error anyway. Ranks that
+    If no other rank answers, this takes at most `timeout` seconds, and the caller raises its error anyway. Ranks that
     have agreed on this call before do not compare, and so do not receive the error. This rank's next call then raises
     too, since the other ranks would match it with the present one. See `Transport.between_passes`.
     """
@@ -173,7 +173,7 @@ def share_error(transport: Transport, error: Exception, deadline: float = _TELLI
             torch._C.DisableTorchFunction(),
             _disable_current_modes(),
         ):
-            agree(transport, call_signature({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
+            agree(transport, call_signature({REFUSED: told[:1000]}), timeout=min(_TELLING, timeout))
     except CommunicationError:
         return  # this rank's own error says more
 

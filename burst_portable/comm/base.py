@@ -282,11 +282,11 @@ class Transport(ABC):
         """Receive what rank r sends into receives[r]. Buffers are uint8. Return when all have arrived."""
         self.all_to_all([send] * self.size, receives, label)
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         """Return a few bytes of every rank, in rank order. All ranks pass equally many, inside a pass or outside.
 
-        Raises a `CommunicationError` if a rank does not take part within the deadline (seconds). This implementation
-        uses messages and has their deadline. Transports that can keep another one override it.
+        Raises a `CommunicationError` if a rank does not take part within the timeout (seconds). This implementation
+        uses messages and has their timeout. Transports that can keep another one override it.
         """
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
@@ -304,33 +304,37 @@ class WrappedTransport(Transport):
     An exchange becomes messages that are posted here.
     """
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.name, inner.rank, inner.size, inner.state)
-        self._inner, self.agreed = inner, inner.agreed
-        self.host, self.persistent_inbox, self.high_priority = inner.host, inner.persistent_inbox, inner.high_priority
+    def __init__(self, wrapped: Transport) -> None:
+        super().__init__(wrapped.name, wrapped.rank, wrapped.size, wrapped.state)
+        self._wrapped, self.agreed = wrapped, wrapped.agreed
+        self.host, self.persistent_inbox, self.high_priority = (
+            wrapped.host,
+            wrapped.persistent_inbox,
+            wrapped.high_priority,
+        )
 
     def unfinished(self) -> str:
-        return self._inner.unfinished()
+        return self._wrapped.unfinished()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        self._inner.begin(digest, inbox)
+        self._wrapped.begin(digest, inbox)
 
     def end(self) -> None:
-        self._inner.end()
+        self._wrapped.end()
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        return self._inner.post(sends, receives, label)
+        return self._wrapped.post(sends, receives, label)
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        return self._inner.buffer(size, device)
+        return self._wrapped.buffer(size, device)
 
     def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
-        return self._inner.inbox(size, device, peer, offset)
+        return self._wrapped.inbox(size, device, peer, offset)
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        return self._inner.share(data, label, deadline)
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
+        return self._wrapped.share(data, label, timeout)
 
     def close(self) -> None:
-        self._inner.close()
+        self._wrapped.close()

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_portable.errors import LATE, DeadlineError
+from burst_portable.errors import LATE, CommunicationTimeoutError
 from burst_portable.utils.text import rank_names
 from burst_portable.utils.threads import Background
 
@@ -117,7 +117,7 @@ class HopWatch:
     """Watches the transfers of one rank of a group.
 
     Args:
-        deadline: seconds that a transfer may take.
+        timeout: seconds that a transfer may take.
         settle: fills what was to be received with NaN and aborts the group; called in the watch's thread.
         prepare: called first in that thread, if given.
         every: Seconds between looks.
@@ -125,14 +125,14 @@ class HopWatch:
 
     def __init__(
         self,
-        deadline: float,
+        timeout: float,
         settle: Callable[[Sequence[Tensor]], None],
         prepare: Callable[[], None] | None = None,
         *,
         every: float = EVERY,
     ) -> None:
-        self.failed: DeadlineError | None = None
-        self._deadline, self._settle, self._prepare = deadline, settle, prepare
+        self.failed: CommunicationTimeoutError | None = None
+        self._timeout, self._settle, self._prepare = timeout, settle, prepare
         self._every = every
         self._hops: deque[_Hop] = deque()
         self._awake = False  # whether the thread is at work and will see new transfers without being woken
@@ -171,7 +171,7 @@ class HopWatch:
             self._prepare()
             self._prepare = None
         assert self._thread is not None, "this is the thread"
-        while self._goes_on() and self._thread.pause(min(self._every, self._deadline / 4)):
+        while self._goes_on() and self._thread.pause(min(self._every, self._timeout / 4)):
             late = self._look()
             if late is not None:
                 self._fail(late.what)
@@ -194,12 +194,12 @@ class HopWatch:
                 return None
             first = self._hops[0]
             first.since = time.monotonic() if first.since is None else first.since
-            return first if time.monotonic() - first.since >= self._deadline else None
+            return first if time.monotonic() - first.since >= self._timeout else None
 
     def _fail(self, what: str) -> None:
-        self.failed = DeadlineError(
+        self.failed = CommunicationTimeoutError(
             f"{what} took too long",
-            got=f"nothing in {self._deadline:g} s",
+            got=f"nothing in {self._timeout:g} s",
             next_step=LATE,
         )
         print(f"burst_portable: {self.failed}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """Run ranks as threads of one process: for tests, notebooks, and watching plans run.
 
-    results = run_threads(4, lambda transport: ...)      # one result per rank
+    results = run_transports(4, lambda transport: ...)      # one result per rank
 
 A rank that raises ends the other ranks at their next message, and its error is raised. A rank that returns while other
 ranks wait for it ends them too.
@@ -22,7 +22,7 @@ from burst_portable.errors import (
     LATE,
     SAME_CALLS,
     CommunicationError,
-    DeadlineError,
+    CommunicationTimeoutError,
     InputError,
     MismatchError,
     PeerLostError,
@@ -60,8 +60,8 @@ class Transfer:
 class Fabric:
     """Shared by the threads: for every pair of ranks, the messages that only one of them has posted, in order."""
 
-    def __init__(self, size: int, deadline: float) -> None:
-        self.size, self.deadline = size, deadline
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
         self.failed: int | None = None
         self.returned: set[int] = set()
         self.sent: dict[int, int] = defaultdict(int)
@@ -93,8 +93,8 @@ class Fabric:
         return event, said
 
     def wait(self, event: threading.Event, where: str, missing: Callable[[], list[int]], seconds: float) -> None:
-        """Wait for an event. Raises if a rank fails or returns, or at the deadline. `missing` returns late ranks."""
-        deadline = time.monotonic() + seconds
+        """Wait for an event. Raises if a rank fails or returns, or at the timeout. `missing` returns late ranks."""
+        until = time.monotonic() + seconds
         while not event.wait(_POLL):
             if self.failed is not None:
                 raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {rank_names(missing())}")
@@ -104,8 +104,8 @@ class Fabric:
                     f"{where}: {rank_names(sorted(gone))} returned without this call",
                     next_step=SAME_CALLS,
                 )
-            if time.monotonic() >= deadline:
-                raise DeadlineError(
+            if time.monotonic() >= until:
+                raise CommunicationTimeoutError(
                     f"{where}: nothing came from {rank_names(missing())} in {seconds:g} s",
                     next_step=LATE,
                 )
@@ -126,7 +126,7 @@ class _End:
         self._where = f"rank {rank}, {label}"
 
     def wait(self) -> None:
-        self._fabric.wait(self._transfer.done, self._where, lambda: [self._peer], self._fabric.deadline)
+        self._fabric.wait(self._transfer.done, self._where, lambda: [self._peer], self._fabric.timeout)
         if self._transfer.mismatch:
             raise MismatchError(
                 f"{self._where}: the message has another size on the other rank",
@@ -145,7 +145,7 @@ class LocalTransport(Transport):
         self.fabric = fabric
         self._turn = 0
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         self._turn += 1
         event, said = self.fabric.share(self.rank, self._turn, data)
         where = f"rank {self.rank}, {label}"
@@ -153,7 +153,7 @@ class LocalTransport(Transport):
         def missing() -> list[int]:
             return [rank for rank in range(self.size) if rank not in said]
 
-        self.fabric.wait(event, where, missing, self.fabric.deadline if deadline is None else deadline)
+        self.fabric.wait(event, where, missing, self.fabric.timeout if timeout is None else timeout)
         return [said[rank] for rank in range(self.size)]
 
     def post(
@@ -170,14 +170,14 @@ class LocalTransport(Transport):
         return outgoing, incoming
 
 
-def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: float = 60.0) -> list[T]:
+def run_transports(ranks: int, work: Callable[[LocalTransport], T], *, timeout: float = 60.0) -> list[T]:
     """Run `work(transport)` on this many threads; returns results in rank order. Context variables are copied.
 
     Raises what the first failing rank raised; a communication error only if there is no other.
     """
     if ranks < 1:
         raise InputError("too few local ranks", got=ranks, allowed="at least 1")
-    fabric = Fabric(ranks, deadline)
+    fabric = Fabric(ranks, timeout)
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
     over: list[threading.Event] = []  # for each rank that was started

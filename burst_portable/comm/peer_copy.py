@@ -74,7 +74,7 @@ MARKS = 1 << 15
 
 
 class Watched(Protocol):
-    """Describes what a flag is waited for, for the error of a wait past its deadline."""
+    """Describes what a flag is waited for, for the error of a wait past its timeout."""
 
     def __call__(self, flag: int) -> str: ...
 
@@ -239,8 +239,8 @@ class PeerCopyTransport(Transport):
         came = exchange_flags(self.size, index, _peers(arriving))
         return _PeerExchange(memory, own, _Arrivals(memory, came, self._mark, self._missing(label)))
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        return self._other.share(data, label, deadline)
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
+        return self._other.share(data, label, timeout)
 
     def close(self) -> None:
         self.memory.close()

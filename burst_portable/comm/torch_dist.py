@@ -19,7 +19,7 @@ from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.faults import HopWatch, exchange_error_notes
-from burst_portable.errors import LATE, CommunicationError, DeadlineError, PeerLostError, first_line
+from burst_portable.errors import LATE, CommunicationError, CommunicationTimeoutError, PeerLostError, first_line
 
 
 def store_exchange(group: dist.ProcessGroup) -> StoreExchange:
@@ -38,14 +38,14 @@ class StoreExchange:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
 
-    def share(self, data: bytes, what: str, deadline: float) -> list[bytes]:
+    def share(self, data: bytes, what: str, timeout: float) -> list[bytes]:
         """Return what every rank shared at this turn, in rank order.
 
         Raises:
-            DeadlineError: ranks shared nothing in `deadline` seconds; the message names them.
+            CommunicationTimeoutError: ranks shared nothing in `timeout` seconds; the message names them.
             PeerLostError: the store itself is gone.
         """
-        until = time.monotonic() + deadline
+        until = time.monotonic() + timeout
         turn = -1  # unknown
         try:
             turn = self._store.add(f"turns/{self._rank}", 1) - 1
@@ -54,51 +54,51 @@ class StoreExchange:
                 self._store.delete_key(f"{turn - 2}/{self._rank}")
             return [self._read(f"{turn}/{rank}", until) for rank in range(self._size)]
         except RuntimeError as error:
-            raise self._error(error, turn, what, deadline) from error
+            raise self._error(error, turn, what, timeout) from error
 
     def _read(self, key: str, until: float) -> bytes:
         self._store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
         return bytes(self._store.get(key))
 
-    def _error(self, error: RuntimeError, turn: int, what: str, deadline: float) -> CommunicationError:
+    def _error(self, error: RuntimeError, turn: int, what: str, timeout: float) -> CommunicationError:
         told = first_line(error)
         try:
             silent = [rank for rank in range(self._size) if not self._store.check([f"{turn}/{rank}"])]
         except RuntimeError:
             return PeerLostError(f"{what} failed", got=told, next_step="look at the output of rank 0")
         who = ", ".join(map(str, silent)) or "the store"
-        return DeadlineError(
-            f"{what}: rank {who} said nothing in {deadline:g} s",
+        return CommunicationTimeoutError(
+            f"{what}: rank {who} said nothing in {timeout:g} s",
             got=told,
             next_step=LATE,
         )
 
 
-_SHARING = 600.0  # seconds for sharing bytes through the store, if no deadline was given
+_SHARING = 600.0  # seconds for sharing bytes through the store, if no timeout was given
 
 
 class _Transfer:
     """Works of torch, and their description in errors."""
 
-    def __init__(self, works: Sequence[dist.Work], what: str, deadline: float | None, group: dist.ProcessGroup) -> None:
-        self._works, self._what, self._deadline, self._group = works, what, deadline, group
+    def __init__(self, works: Sequence[dist.Work], what: str, timeout: float | None, group: dist.ProcessGroup) -> None:
+        self._works, self._what, self._timeout, self._group = works, what, timeout, group
 
     def wait(self) -> None:
         try:
             for work in self._works:
-                if self._deadline is None:
+                if self._timeout is None:
                     work.wait()
                 else:
-                    work.wait(timedelta(seconds=self._deadline))
+                    work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             raise named_error(error, self._what, self._group) from error
 
 
 def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> CommunicationError:
-    """Convert torch's error to a `DeadlineError` or `PeerLostError`, with the notes of other ranks about it."""
+    """Return torch's error as a `CommunicationTimeoutError` or `PeerLostError`, with the notes of other ranks."""
     told = re.sub(r"^\[\S+\] ", "", first_line(error)).partition(". This is typically")[0]
     late = "timed out" in told.lower() or "timeout" in told.lower()
-    kind, verb = (DeadlineError, "took too long") if late else (PeerLostError, "failed")
+    kind, verb = (CommunicationTimeoutError, "took too long") if late else (PeerLostError, "failed")
     advice = LATE if late else "look at the output of that rank"
     others = exchange_error_notes(group, f"{what} {verb}")
     return kind(f"{what} {verb}", got=told, next_step="; ".join(filter(None, (others, advice))))
@@ -123,8 +123,8 @@ class TorchDistTransport(Transport):
         group: a process group of torch.distributed; None for the default one.
         name: torch's name of the group's backend: "gloo", "nccl" (RCCL too), "hccl".
         batched: whether messages are launched as one batch.
-        deadline: seconds that a transfer may take. None: the group's own timeout.
-        in_watch: called first in the thread that watches the deadline of batched messages, if given.
+        timeout: seconds that a transfer may take. None: the group's own timeout.
+        in_watch: called first in the thread that watches the timeout of batched messages, if given.
         high_priority: whether the group's kernels run on a stream of high priority.
     """
 
@@ -136,16 +136,16 @@ class TorchDistTransport(Transport):
         name: str,
         *,
         batched: bool,
-        deadline: float | None = None,
+        timeout: float | None = None,
         in_watch: Callable[[], None] | None = None,
         high_priority: bool = False,
     ) -> None:
         found = group if group is not None else dist.group.WORLD
         assert found is not None, "a mesh refuses to be made without one"
         super().__init__(name, dist.get_rank(found), dist.get_world_size(found))
-        self.group, self._batched, self._deadline = found, batched, deadline
+        self.group, self._batched, self._timeout = found, batched, timeout
         self.host, self.high_priority = not batched, high_priority
-        self._watch = HopWatch(deadline, self._give_up, in_watch) if batched and deadline else None
+        self._watch = HopWatch(timeout, self._give_up, in_watch) if batched and timeout else None
         self._connected = not batched or self.size == 1
         self._of_this_group = _of_groups().setdefault(self.group, WeakSet())
         self._of_this_group.add(self)
@@ -175,33 +175,33 @@ class TorchDistTransport(Transport):
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        return self._post(sends, receives, label, self._deadline)
+        return self._post(sends, receives, label, self._timeout)
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         # If a rank is missing, the exchange stays active, and the next call raises.
         with self.between_passes():
             if self.host:
-                return self._share_by_messages(data, label, self._deadline if deadline is None else deadline)
-            seconds = deadline or self._deadline or _SHARING
+                return self._share_by_messages(data, label, self._timeout if timeout is None else timeout)
+            seconds = timeout or self._timeout or _SHARING
             return store_exchange(self.group).share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
 
-    def _share_by_messages(self, data: bytes, label: str, deadline: float | None) -> list[bytes]:
+    def _share_by_messages(self, data: bytes, label: str, timeout: float | None) -> list[bytes]:
         """Share point to point: the error of a collective would not name the missing rank."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         outgoing, incoming = self._post(
-            [Message(mine, r) for r in self.others], [Message(parts[r], r) for r in self.others], label, deadline
+            [Message(mine, r) for r in self.others], [Message(parts[r], r) for r in self.others], label, timeout
         )
         for handle in (*incoming, *outgoing):
             handle.wait()
         return [bytes(part.numpy()) for part in parts]
 
     def _post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str, deadline: float | None
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str, timeout: float | None
     ) -> tuple[list[Handle], list[Handle]]:
         if self._batched:
             return self._batch(sends, receives, label)
-        return self._each(sends, receives, label, deadline)
+        return self._each(sends, receives, label, timeout)
 
     def _batch(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str
@@ -234,7 +234,7 @@ class TorchDistTransport(Transport):
         self.group.abort()
 
     def _each(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str, deadline: float | None
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str, timeout: float | None
     ) -> tuple[list[Handle], list[Handle]]:
         def start(what: str, operation: Callable[[], dist.Work | None]) -> Handle:
             told = f"rank {self.rank}, {label}: {what}"
@@ -243,7 +243,7 @@ class TorchDistTransport(Transport):
             except RuntimeError as error:
                 raise named_error(error, told, self.group) from error
             assert work is not None, "this rank is a member of its group"
-            return _Transfer([work], told, deadline, self.group)
+            return _Transfer([work], told, timeout, self.group)
 
         group = self.group
         incoming = [

@@ -75,7 +75,7 @@ def with_two_levels(
     transport: Callable[[dist.ProcessGroup], Transport],
     group: dist.ProcessGroup,
     ranks_per_node: int,
-    deadline: float,
+    timeout: float,
     options: Callable[[timedelta], dict[str, Any]],
 ) -> TwoLevelTransport:
     """Make two transports for one group: its own inside nodes, and one of a second group of these ranks between nodes.
@@ -83,14 +83,14 @@ def with_two_levels(
     Args:
         transport: makes the transport of a process group.
         options: returns further arguments of `new_group` for a timeout; used if the group has one backend.
-        deadline: of a message, in seconds. The timeout of the new group is twice that, so that our error comes first.
+        timeout: of a message, in seconds. The timeout of the new group is twice that, so that our error comes first.
     """
 
     def connect() -> Transport:
         ranks = dist.get_process_group_ranks(group)
         how: dict[str, Any] = {"backend": dist.get_backend_config(group), "use_local_synchronization": True}
-        timeout = timedelta(seconds=2 * deadline)
-        how.update({"timeout": timeout} if "," in str(how["backend"]) else options(timeout))
+        group_timeout = timedelta(seconds=2 * timeout)
+        how.update({"timeout": group_timeout} if "," in str(how["backend"]) else options(group_timeout))
         if ranks != sorted(ranks):  # only releases of torch that have this option make such groups
             how["sort_ranks"] = False
         try:

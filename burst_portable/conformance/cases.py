@@ -162,14 +162,14 @@ class Case:
 
     def make_call(self, device: str = "") -> AttentionCall:
         """Return the attention of this case, for tensors on this type of device."""
-        heads, kv_heads, head_dim, value_dim = self.sizes
+        heads, kv_heads, head_dim, v_head_dim = self.sizes
         return AttentionCall(
             mask=self.make_mask(),
             layout=self.make_layout(),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            value_dim=value_dim,
+            v_head_dim=v_head_dim,
             batch=self.batch,
             itemsize=self.dtype.itemsize,
             dtype=str(self.dtype).removeprefix("torch."),

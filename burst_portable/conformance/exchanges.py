@@ -197,11 +197,16 @@ def exchanged(transport: Transport, device: torch.device) -> str:
     return next(filter(None, wrong), "")
 
 
-def _exchanged(transport: Transport, device: torch.device, inner: int, picked: bool, alone: bool, turn: int) -> str:
-    """One pass with one exchange, inside nodes of `inner` ranks. What an earlier turn has left is not taken for it."""
+def _exchanged(
+    transport: Transport, device: torch.device, ranks_per_node: int, picked: bool, alone: bool, turn: int
+) -> str:
+    """Run one pass with one exchange inside nodes of `ranks_per_node` ranks; return what is wrong, or "".
+
+    Bytes that an earlier turn left in a buffer do not count as received.
+    """
     lines, width, step = 24, 48, 80  # bytes
     rank, size = transport.rank, lines * width
-    node = range(rank - rank % inner, min(rank - rank % inner + inner, transport.size))
+    node = range(rank - rank % ranks_per_node, min(rank - rank % ranks_per_node + ranks_per_node, transport.size))
     ranks = (*(r for r in transport.others if r in node), rank)
     offset = rank * size
 
@@ -230,7 +235,7 @@ def _exchanged(transport: Transport, device: torch.device, inner: int, picked: b
     if any(not torch.equal(came[r * size : (r + 1) * size], sent(r, rank)) for r in node):
         how = (
             "" if alone else " beside a kernel",
-            "" if inner == transport.size else f" inside nodes of {inner}",
+            "" if ranks_per_node == transport.size else f" inside nodes of {ranks_per_node}",
             ", of lines that lie apart" if picked else "",
         )
         return f"other bytes came than were sent at once{''.join(how)}"

@@ -175,10 +175,10 @@ def _run(subject: Subject, rank: int, ranks: int, store: str, work: Work) -> Any
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
-        **group_options_of(subject.backend, timedelta(seconds=subject.deadline)),
+        **group_options_of(subject.backend, timedelta(seconds=subject.timeout)),
     )
     try:
-        transport = subject.backend.transport(None, subject.deadline)
+        transport = subject.backend.transport(None, subject.timeout)
         with fresh_memory_is_nan():
             return _do(subject, transport, device, work)
     finally:

@@ -54,7 +54,7 @@ def backend_checks(
     only: Iterable[str] = (),
     effort: str = "usual",
     kernel: str = "auto",
-    deadline: float = 60.0,
+    timeout: float = 60.0,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Parametrizes a test over the trials of a backend; the test takes `check` and calls it.
 
@@ -67,6 +67,6 @@ def backend_checks(
     probe = probed(found)
     if not probe.ok:
         return pytest.mark.parametrize("check", [pytest.param(None, marks=pytest.mark.skip(reason=probe.reason))])
-    subject = Subject(found, ranks, effort, kernel, deadline=deadline)
+    subject = Subject(found, ranks, effort, kernel, timeout=timeout)
     checks = [TrialOf(subject, trial) for trial in trials_of(subject, only)]
     return pytest.mark.parametrize("check", checks, ids=repr)

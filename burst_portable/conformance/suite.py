@@ -322,7 +322,7 @@ def check_backend(
     tier: str | None = None,
     fail_fast: bool = False,
     wrap: Wrap = as_it_is,
-    deadline: float = 60.0,
+    timeout: float = 60.0,
     processes: int = 1,
     progress: Progress | None = None,
     trial_timeout: float = TRIAL_TIMEOUT,
@@ -341,7 +341,7 @@ def check_backend(
         tier: what kind of evidence this is; what the backend's probe says, or "device", unless given.
         fail_fast: stop at the first failure, as it is: no smaller case is looked for.
         wrap: put around the transport of ranks that are threads; for tests of this suite.
-        deadline: seconds until a rank that waits in vain gives up.
+        timeout: seconds until a rank that waits in vain gives up.
         processes: how many make trials side by side, all on the same devices; 1 is this process alone. They are
             spawned: a script that asks for several starts from ``if __name__ == "__main__":``.
         progress: told about every trial, in order.
@@ -353,7 +353,7 @@ def check_backend(
         BackendUnavailableError: the backend cannot run here.
     """
     found = load(backend) if isinstance(backend, str) else backend
-    subject = Subject(found, ranks, effort, kernel, wrap, deadline, strategy)
+    subject = Subject(found, ranks, effort, kernel, wrap, timeout, strategy)
     facts = _able(found)
     _check_arguments(subject, tier, processes)
     only, cases = tuple(only), tuple(cases)

@@ -13,7 +13,7 @@ import torch
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel, kernels_of
 from burst_portable.comm.base import Transport
-from burst_portable.comm.local import run_threads
+from burst_portable.comm.local import run_transports
 from burst_portable.conformance.cases import STRATEGIES, Case, strategy_trials
 from burst_portable.errors import in_a_line
 from burst_portable.kernels.base import Kernel, LazyKernel
@@ -40,7 +40,7 @@ class Subject:
         effort: "quick" (seconds), "usual" (every pair of choices), or "full" (products).
         kernel: the one kernel to try, or "auto" for all of them, chosen as a call would.
         wrap: put around what ranks as threads talk through.
-        deadline: seconds until a rank that waits gives up.
+        timeout: seconds until a rank that waits gives up.
         strategy: the one strategy to try, by name; "" for all of our own.
     """
 
@@ -49,7 +49,7 @@ class Subject:
     effort: str = "usual"
     kernel: str = "auto"
     wrap: Wrap = as_it_is
-    deadline: float = 60.0
+    timeout: float = 60.0
     strategy: str = ""
 
     @property
@@ -73,7 +73,7 @@ class Subject:
 
     def threads(self, ranks: int, work: Callable[[Transport], T]) -> list[T]:
         """Run `work(transport)` on this many threads; returns the results in rank order."""
-        return run_threads(ranks, lambda transport: work(self.wrap(transport)), deadline=self.deadline)
+        return run_transports(ranks, lambda transport: work(self.wrap(transport)), timeout=self.timeout)
 
 
 _NOT_THEIRS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))

@@ -18,8 +18,8 @@ def declined(call: AttentionCall, largest_head: int) -> str:
     """Return why no flash attention, of torch or of a vendor, can serve a call; "" if the vendor decides."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}"
-    if call.value_dim != call.head_dim:
-        return f"values of size {call.value_dim} differ from heads of size {call.head_dim}"
+    if call.v_head_dim != call.head_dim:
+        return f"values of size {call.v_head_dim} differ from heads of size {call.head_dim}"
     if call.head_dim % 8 or call.head_dim > largest_head:
         return f"it takes head sizes that are multiples of 8 up to {largest_head}, not {call.head_dim}"
     if call.heads % call.kv_heads:

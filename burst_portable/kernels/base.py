@@ -176,29 +176,29 @@ class WrappedKernel(Kernel):
 
     name = ""
 
-    def __init__(self, inner: Kernel) -> None:
-        self.name, self.traits, self.inner = inner.name, inner.traits, inner
+    def __init__(self, wrapped: Kernel) -> None:
+        self.name, self.traits, self.wrapped = wrapped.name, wrapped.traits, wrapped
 
     def supports(self, call: AttentionCall) -> Support:
-        return self.inner.supports(call)
+        return self.wrapped.supports(call)
 
     def attend(self, *args: Any, **options: Any) -> State:
-        return self.inner.attend(*args, **options)
+        return self.wrapped.attend(*args, **options)
 
     def attend_backward(self, *args: Any, **options: Any) -> None:
-        self.inner.attend_backward(*args, **options)
+        self.wrapped.attend_backward(*args, **options)
 
     def forward_single_call(self, *args: Any, **options: Any) -> State:
-        return self.inner.forward_single_call(*args, **options)
+        return self.wrapped.forward_single_call(*args, **options)
 
     def backward_single_call(self, *args: Any, **options: Any) -> Gradients:
-        return self.inner.backward_single_call(*args, **options)
+        return self.wrapped.backward_single_call(*args, **options)
 
     def attend_into(self, *args: Any, **options: Any) -> None:
-        self.inner.attend_into(*args, **options)
+        self.wrapped.attend_into(*args, **options)
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
-        return self.inner.row_delta(dout, out)
+        return self.wrapped.row_delta(dout, out)
 
 
 class LazyKernel:

@@ -1,4 +1,4 @@
-"""What this machine's kernels and links do, measured for `auto`: see `planning.rates.measure`.
+"""What this machine's kernels and links do, measured for `auto`: see `planning.hardware.measure`.
 
 ::
 
@@ -6,5 +6,5 @@
     kernels.py     the local kernel, forward and backward, at two lengths; passes over memory
     links.py       messages back to back: to the next rank, to all others, between nodes
     arithmetic.py  from seconds to rates
-    rates.py       all of it, as a file of rates
+    rates.py       all of it, as a hardware spec file
 """

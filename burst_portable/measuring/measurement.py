@@ -1,4 +1,4 @@
-"""All that is measured of the ranks of a mesh, as what a file of rates holds: see `planning.rates`."""
+"""All that is measured of the ranks of a mesh, as what a hardware spec file holds: see `planning.hardware`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Backend, Rates
-from burst_portable.backends.selection import choose_kernel, rates_of
+from burst_portable.backends.base import Backend, HardwareSpec
+from burst_portable.backends.selection import choose_kernel, hardware_of
 from burst_portable.comm.base import Transport
 from burst_portable.errors import DeviceError
 from burst_portable.kernels.base import Kernel
@@ -36,8 +36,8 @@ from burst_portable.measuring.timing import (
 )
 from burst_portable.mesh import Mesh
 from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.hardware import SCHEMA, Curve, as_json
 from burst_portable.planning.plans import PASSES
-from burst_portable.planning.rates import SCHEMA, Curve, as_json
 from burst_portable.utils.text import bytes_text, seconds_text
 from burst_portable.utils.torch_modes import own_precision
 
@@ -85,7 +85,7 @@ class Shape:
 def measure(
     mesh: Mesh, device: torch.device, shape: Shape, kernel: str, told: Told = lambda what: None
 ) -> dict[str, Any]:
-    """What a file of rates holds; the same on every rank. All ranks of the mesh must call it.
+    """What a hardware spec file holds; the same on every rank. All ranks of the mesh must call it.
 
     Args:
         device: this rank's.
@@ -131,7 +131,7 @@ def measured_call(shape: Shape, dtype: torch.dtype, device: str, length: int) ->
 
 @dataclass(frozen=True)
 class Measured:
-    """One field of `Rates`.
+    """One field of `HardwareSpec`.
 
     Attributes:
         value: None if it could not be measured; the field then keeps its value.
@@ -154,7 +154,7 @@ class Measured:
 
 
 class _Measurement:
-    """Measure one field of `Rates` after the other, into `found`."""
+    """Measure one field of `HardwareSpec` after the other, into `found`."""
 
     def __init__(
         self, mesh: Mesh, device: torch.device, backend: Backend, kernel: Kernel, call: AttentionCall, told: Told
@@ -166,7 +166,7 @@ class _Measurement:
         self.transport = mesh.transport(device.type)
         self.clock: Clock = TransportClock(self.transport, device, streams=streams)
         self.told, self.found = told, dict[str, Measured]()
-        self.node = mesh.inner if mesh.inner and 1 < mesh.inner < mesh.size else 0
+        self.node = mesh.ranks_per_node if mesh.ranks_per_node and 1 < mesh.ranks_per_node < mesh.size else 0
         self.direct = ""
 
     def facts(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class _Measurement:
             self._links()
             self._held_up(block)
         del block
-        before = rates_of(self.backend, self.mesh.size, self.kernel)
+        before = hardware_of(self.backend, self.mesh.size, self.kernel)
         call = self.call
         values = {name: one.value for name, one in self.found.items() if one.value is not None}
         return {
@@ -195,11 +195,11 @@ class _Measurement:
             "dtype": call.dtype,
             "lengths": list(self._lengths()),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "rates": as_json(replace(before, kernel=self.kernel.traits, **values)),
+            "hardware": as_json(replace(before, kernel=self.kernel.traits, **values)),
             "methods": {name: self._method(name, before).as_json() for name in as_json(before)},
         }
 
-    def _method(self, name: str, before: Rates) -> Measured:
+    def _method(self, name: str, before: HardwareSpec) -> Measured:
         """Return how a field was measured, or why it kept its value."""
         found = self.found.get(name)
         if found and found.value is not None:
@@ -232,7 +232,7 @@ class _Measurement:
             block = Block(self.kernel, self.call, length, self.device, yields_to_comm=self.transport.high_priority)
             seconds.append((block.flops, block.seconds(self.clock)))
             varied.append(block.varied)
-        names = {"forward": ("tflops", "launch_latency"), "backward": ("backward", "backward_launch_latency")}
+        names = {"forward": ("tflops", "launch_latency"), "backward": ("backward_tflops", "backward_launch_latency")}
         for one in PASSES:
             points = [(float(flops[one]), took[one]) for flops, took in seconds]
             made: Speed = speed(*points)
@@ -252,7 +252,7 @@ class _Measurement:
         self.clock.varied()
         rate = memory_rate(self.clock, self.sizes.memory)
         how = f"an elementwise add of tensors of {bytes_text(self.sizes.memory)}, read twice, written once"
-        self.found["memory"] = Measured(rate, how, self.clock.varied())
+        self.found["memory_bandwidth"] = Measured(rate, how, self.clock.varied())
 
     # ---------------------------------------------------------------------------------------------------------- links
 
@@ -263,10 +263,12 @@ class _Measurement:
         self.told(f"{name} to the next rank")
         found = self.found
         how = f"to the next rank and from the last, {several}"
-        link = found["link"] = self._curve(self.transport, near, sizes, how)
-        found["gbps"] = Measured(max(gbps for _, gbps in link.value), "the most of `link`")
+        link = found["p2p_bandwidth"] = self._curve(self.transport, near, sizes, how)
+        found["intra_node_bandwidth"] = Measured(
+            max(intra_node_bandwidth for _, intra_node_bandwidth in link.value), "the most of `p2p_bandwidth`"
+        )
         latency = hop(self.clock, self.transport, near)
-        found["hop_latency"] = Measured(latency, f"{name}: a message of a few bytes, of many back to back")
+        found["message_latency"] = Measured(latency, f"{name}: a message of a few bytes, of many back to back")
         self._spread(several)
         self._direct(near, several)
         if self.node:
@@ -274,8 +276,8 @@ class _Measurement:
             there = Peers.next_node(rank, ranks, self.node)
             beyond = self._curve(self.transport, there, sizes[-1:], "")
             how = f"{name}: all ranks to the same place of the next node, {bytes_text(sizes[-1])}"
-            found["outer_gbps"] = Measured(beyond.value[-1][1], how, beyond.max_over_min)
-            found["node"] = Measured(self.node, "named by --inner")
+            found["inter_node_bandwidth"] = Measured(beyond.value[-1][1], how, beyond.max_over_min)
+            found["ranks_per_node"] = Measured(self.node, "named by --ranks-per-node")
 
     def _curve(self, transport: Transport, peers: Peers, sizes: Sequence[int], how: str) -> Measured:
         """Measure a `Curve`; `how` follows the name of the transport."""
@@ -286,29 +288,31 @@ class _Measurement:
     def _spread(self, several: str) -> None:
         everybody = Peers.others(self.mesh.rank, self.mesh.size, self.node)
         if len(everybody.there) < 2:
-            self.found["spread"] = Measured((), "two ranks: the other one is the next, see `link`")
+            self.found["all_to_all_bandwidth"] = Measured(
+                (), "two ranks: the other one is the next, see `p2p_bandwidth`"
+            )
             return
         self.told(f"{self.transport.name} to all others")
         how = f"to all others and from all at once, {several}; bytes of all together"
-        self.found["spread"] = self._curve(self.transport, everybody, self.sizes.messages, how)
+        self.found["all_to_all_bandwidth"] = self._curve(self.transport, everybody, self.sizes.messages, how)
 
     def _direct(self, near: Peers, several: str) -> None:
         """Over the backend's own transport, if it has one and these ranks can have it; else nothing is direct."""
         direct, why = self.mesh.transport_for(self.device.type, direct=True)
         if direct is self.transport:
-            self.found["direct"] = Measured((), f"no transport of its own for it: {why}")
+            self.found["peer_copy_bandwidth"] = Measured((), f"no transport of its own for it: {why}")
             return
         self.told(f"{direct.name} to the next rank")
         self.direct = direct.name
         how = f"to the next rank and from the last, {several}"
-        self.found["direct"] = self._curve(direct, near, self.sizes.messages, how)
+        self.found["peer_copy_bandwidth"] = self._curve(direct, near, self.sizes.messages, how)
 
     def _held_up(self, block: Block) -> None:
         """Kernels alone, messages alone, both: of either pass."""
         near = Peers.next(self.mesh.rank, self.mesh.size, self.node)
         data = torch.ones(self.sizes.beside, dtype=torch.uint8, device=self.device)
         name = "comm_slowdown_high_priority" if self.transport.high_priority else "comm_slowdown"
-        known = rates_of(self.backend, self.mesh.size, self.kernel)
+        known = hardware_of(self.backend, self.mesh.size, self.kernel)
         before = getattr(known, name) or known.comm_slowdown
         shares, tellings = [], []
         for one in PASSES:
@@ -325,7 +329,15 @@ class _Measurement:
             self.found["comm_slowdown"] = Measured((forward, backward), how, is_measured=False)
 
 
-_OF_LINKS = ("gbps", "hop_latency", "link", "direct", "spread", "comm_slowdown", "comm_slowdown_high_priority")
+_OF_LINKS = (
+    "intra_node_bandwidth",
+    "message_latency",
+    "p2p_bandwidth",
+    "peer_copy_bandwidth",
+    "all_to_all_bandwidth",
+    "comm_slowdown",
+    "comm_slowdown_high_priority",
+)
 
 
 def held_up(

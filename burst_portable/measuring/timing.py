@@ -20,8 +20,8 @@ from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import accumulation_dtype, finished
 from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.hardware import Curve
 from burst_portable.planning.plans import PASSES, PassName
-from burst_portable.planning.rates import Curve
 from burst_portable.planning.tiles import find_tiles
 
 _LEAST_LATENCY = 1e-7  # seconds: less is noise, and 0 would mean that nothing is known
@@ -50,7 +50,7 @@ def share_held_up(kernel: float, messages: float, both: float) -> float | None:
     """The share of their time that messages keep kernels waiting which run beside them, from seconds of each alone and
     of both together; None where messages take longer than the kernels, which then may or may not be why both do.
 
-    That of `planning.rates.Rates.comm_slowdown`: both take kernel + share * messages.
+    That of `planning.hardware.HardwareSpec.comm_slowdown`: both take kernel + share * messages.
     """
     if messages > kernel:
         return None
@@ -209,7 +209,7 @@ class Block:
             torch.randn(1, length, heads, dim, device=device, generator=generator).to(dtype)
             for heads, dim in (
                 (call.heads, call.head_dim), (call.kv_heads, call.head_dim),
-                (call.kv_heads, call.value_dim), (call.heads, call.value_dim),
+                (call.kv_heads, call.v_head_dim), (call.heads, call.v_head_dim),
             )
         )  # fmt: skip
         mask, segment = Mask.causal(), (Segment(0, length),)
@@ -231,10 +231,10 @@ class Block:
             "backward": backward,
         }
         self.varied: dict[PassName, float] = {}
-        pairs = 2 * mask.area(length, length) * call.heads
+        pairs = 2 * mask.num_pairs(length, length) * call.heads
         self.flops: dict[PassName, int] = {
-            "forward": pairs * (call.head_dim + call.value_dim),
-            "backward": pairs * (3 * call.head_dim + 2 * call.value_dim),
+            "forward": pairs * (call.head_dim + call.v_head_dim),
+            "backward": pairs * (3 * call.head_dim + 2 * call.v_head_dim),
         }
 
     def seconds(self, clock: Clock) -> dict[PassName, float]:

@@ -61,7 +61,7 @@ class AttentionCall:
         heads: Query heads.
         kv_heads: Heads of K and V; a divisor of `heads`.
         head_dim: Size of a head of Q and K.
-        value_dim: Size of a head of V and of the output.
+        v_head_dim: Size of a head of V and of the output.
         batch: Sequences per call.
         itemsize: Bytes of an element of q, k and v.
         dtype: Name of the dtype of q, k and v, such as "bfloat16"; "" for a plan that was made from sizes alone.
@@ -78,7 +78,7 @@ class AttentionCall:
     heads: int
     kv_heads: int
     head_dim: int
-    value_dim: int
+    v_head_dim: int
     batch: int = 1
     itemsize: int = 2
     dtype: str = ""
@@ -132,7 +132,7 @@ class AttentionCall:
             heads=q.shape[2],
             kv_heads=k.shape[2],
             head_dim=q.shape[3],
-            value_dim=v.shape[3],
+            v_head_dim=v.shape[3],
             batch=q.shape[0],
             itemsize=q.dtype.itemsize,
             dtype=str(q.dtype).removeprefix("torch."),
@@ -155,9 +155,9 @@ class AttentionCall:
         return self.layout.ranks
 
     @property
-    def area(self) -> int:
+    def num_pairs(self) -> int:
         """Return the number of visible (query, key) pairs per head, over the whole sequence."""
-        return self.mask.area(self.layout.length, self.k_layout.length)
+        return self.mask.num_pairs(self.layout.length, self.k_layout.length)
 
     @property
     def positive_scale(self) -> bool:

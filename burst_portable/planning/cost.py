@@ -14,9 +14,9 @@ from math import inf
 from typing import NamedTuple
 
 from burst_portable.planning.call import AttentionCall, KernelTraits
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import exchanges, local_block_size, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
-from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Move, to_pack
 from burst_portable.planning.row_order import keeps_rank_order
 from burst_portable.planning.schedule import Compute, Step
@@ -77,7 +77,7 @@ def merged_bytes(
     """For merging the results of a launch into those of earlier launches; `first`: there were none."""
     call = pass_plan.call
     rows, tallest = compute.heights
-    d, dv, batch = call.head_dim, call.value_dim, call.batch
+    d, dv, batch = call.head_dim, call.v_head_dim, call.batch
     if pass_name == "forward":
         if traits.splits_tiles:  # each piece is merged; the first, where it has all rows, is kept as it is
             bytes_each = _PIECE_MERGED_ONCE if traits.single_pass_merge else _PIECE_MERGED
@@ -96,7 +96,7 @@ def summed_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int, traits: Ke
         return 0
     p, member = pass_plan.call, rank // pass_plan.stride
     queries = p.layout.count(member) * p.heads * p.head_dim
-    keys = p.k_layout.count(member) * p.kv_heads * (p.head_dim + p.value_dim)
+    keys = p.k_layout.count(member) * p.kv_heads * (p.head_dim + p.v_head_dim)
     if pass_plan.alone(rank):  # see `kernels.base`
         if traits.splits_tiles:
             return 0
@@ -176,10 +176,10 @@ class PassCost:
     link_seconds: float
 
 
-def pass_flops(call: AttentionCall, pass_name: PassName, area: int) -> int:
+def pass_flops(call: AttentionCall, pass_name: PassName, num_pairs: int) -> int:
     """FLOPs of a pass over `area` (q, k) pairs of every head."""
-    d, dv = call.head_dim, call.value_dim
-    return 2 * area * call.heads * call.batch * ((d + dv) if pass_name == "forward" else (3 * d + 2 * dv))
+    d, dv = call.head_dim, call.v_head_dim
+    return 2 * num_pairs * call.heads * call.batch * ((d + dv) if pass_name == "forward" else (3 * d + 2 * dv))
 
 
 def pass_memory(call: AttentionCall, pass_name: PassName, compute: Compute) -> int:
@@ -189,8 +189,8 @@ def pass_memory(call: AttentionCall, pass_name: PassName, compute: Compute) -> i
     """
     queries, keys = compute.covered
     lse = queries * call.heads
-    q, out = lse * call.head_dim, lse * call.value_dim
-    k, v = (keys * call.kv_heads * d for d in (call.head_dim, call.value_dim))
+    q, out = lse * call.head_dim, lse * call.v_head_dim
+    k, v = (keys * call.kv_heads * d for d in (call.head_dim, call.v_head_dim))
     data, wide = call.itemsize, max(call.itemsize, 4)
     if pass_name == "forward":
         return call.batch * (data * (q + k + v) + wide * (out + lse))
@@ -216,7 +216,7 @@ def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool 
     ]
 
 
-def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassCost:
+def rank_cost(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareSpec) -> PassCost:
     """The cost of one pass on one rank."""
     pass_plan = plan.pass_plan(pass_name)
     steps = plan.steps(pass_name, rank)
@@ -224,13 +224,13 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     coming = [m for s in steps for m in (*s.receives, *s.result_receives)]
     size = _sizes(pass_plan)
     received, sent = sum(map(size, coming)), sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
-    link = sum(_transfer(m, size(m), plan.direct, rates) for m in coming)
+    link = sum(_transfer(m, size(m), plan.direct, hardware) for m in coming)
     groups = reshard_bytes(plan, pass_name, rank)
     sent += sum(map(sum, groups))
     received += sum(map(sum, reshard_bytes(plan, pass_name, rank, received=True)))
-    link += sum(map(sum, _exchanges(groups, plan, rank, rates)))
+    link += sum(map(sum, _exchanges(groups, plan, rank, hardware)))
     return PassCost(
-        flops=plan.groups * pass_flops(pass_plan.call, pass_name, sum(c.area for c in computes)),
+        flops=plan.groups * pass_flops(pass_plan.call, pass_name, sum(c.num_pairs for c in computes)),
         memory=plan.groups * sum(pass_memory(pass_plan.call, pass_name, c) for c in computes),
         sent=sent,
         received=received,
@@ -238,33 +238,33 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         launches=plan.groups * len(computes),
         tiles=plan.groups * sum(c.count for c in computes),
         blocks_held=_most_held(steps, size),
-        seconds=rank_seconds(plan, pass_name, rank, rates),
+        seconds=rank_seconds(plan, pass_name, rank, hardware),
         compute_seconds=plan.groups
-        * sum(_work(pass_plan.call, pass_name, c, rates) for c in computes)
-        / _in_turn(steps, pass_name, rates),
+        * sum(_work(pass_plan.call, pass_name, c, hardware) for c in computes)
+        / _in_turn(steps, pass_name, hardware),
         link_seconds=link,
     )
 
 
-def rank_seconds(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> float:
+def rank_seconds(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareSpec) -> float:
     """Predicted seconds of one pass on one rank: `rank_cost` without the rest, for comparing plans."""
     pass_plan = plan.pass_plan(pass_name)
     if plan.heads:
-        return _by_groups(plan, pass_plan, pass_name, rank, rates)
-    return _by_blocks(pass_plan, pass_name, rank, rates, plan.direct)
+        return _by_groups(plan, pass_plan, pass_name, rank, hardware)
+    return _by_blocks(pass_plan, pass_name, rank, hardware, plan.direct)
 
 
-def _work(call: AttentionCall, pass_name: PassName, compute: Compute, rates: Rates) -> float:
+def _work(call: AttentionCall, pass_name: PassName, compute: Compute, hardware: HardwareSpec) -> float:
     """Seconds of one launch; a kernel that calls an operator on pieces makes at least one call for each tile."""
-    calls = compute.count if rates.kernel.splits_tiles else 1
-    flops = pass_flops(call, pass_name, compute.visited(rates.block))
-    rows, share = rates.long_kv_efficiency
+    calls = compute.count if hardware.kernel.splits_tiles else 1
+    flops = pass_flops(call, pass_name, compute.visited(hardware.block))
+    rows, share = hardware.long_kv_efficiency
     slow = pass_name == "forward" and call.k_layout.length >= rows * call.ranks
-    return rates.compute(flops, pass_name, calls) / (share if slow else 1.0)
+    return hardware.compute(flops, pass_name, calls) / (share if slow else 1.0)
 
 
-def _transfer(move: Move, size: int, direct: bool, rates: Rates) -> float:
-    return rates.transfer(size, direct=direct, outer=rates.apart(move.source, move.target))
+def _transfer(move: Move, size: int, direct: bool, hardware: HardwareSpec) -> float:
+    return hardware.transfer(size, direct=direct, outer=hardware.apart(move.source, move.target))
 
 
 def _sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
@@ -276,32 +276,36 @@ def _sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
     return lambda move: (move.rows[1] - move.rows[0]) * rows[move.result]
 
 
-def _exchanges(groups: Iterable[tuple[int, int]], plan: Plan, rank: int, rates: Rates) -> list[tuple[float, float]]:
+def _exchanges(
+    groups: Iterable[tuple[int, int]], plan: Plan, rank: int, hardware: HardwareSpec
+) -> list[tuple[float, float]]:
     """(seconds to head shards, seconds back) for each group of heads, from the bytes."""
-    return [(_exchanged(there, plan, rank, rates), _exchanged(back, plan, rank, rates)) for there, back in groups]
+    return [(_exchanged(there, plan, rank, hardware), _exchanged(back, plan, rank, hardware)) for there, back in groups]
 
 
-def _exchanged(size: int, plan: Plan, rank: int, rates: Rates) -> float:
+def _exchanged(size: int, plan: Plan, rank: int, hardware: HardwareSpec) -> float:
     """Seconds in which a rank sends `size` bytes, in equal parts, to all ranks with which it divides heads, over its
     links inside and between nodes."""
-    node, first = rates.node or plan.call.ranks, rank - rank % plan.head_parallel_size
+    node, first = hardware.ranks_per_node or plan.call.ranks, rank - rank % plan.head_parallel_size
     others = plan.head_parallel_size - 1
     inside = min(first + plan.head_parallel_size, rank - rank % node + node) - max(first, rank - rank % node) - 1
     far = others - inside
     near = 0.0
     if inside:
-        spread = rates.spreads(plan.direct)
+        spread = hardware.spreads(plan.direct)
         parts = 1 if spread else inside
-        near = rates.transfer(size * inside / others, parts, direct=plan.direct, spread=spread)
-    return max(near, rates.transfer(size * far / others, far, outer=True) if far else 0.0)
+        near = hardware.transfer(size * inside / others, parts, direct=plan.direct, spread=spread)
+    return max(near, hardware.transfer(size * far / others, far, outer=True) if far else 0.0)
 
 
 class _Timeline:
     """One rank's kernels and its two links, inside its node and between nodes; each does one thing at a time."""
 
-    def __init__(self, direct: bool, pass_name: PassName, rates: Rates) -> None:
-        self._direct, self._rates = direct, rates
-        self._held_up = 0.0 if direct and rates.direct else rates.comm_slowdown[pass_name == "backward"]
+    def __init__(self, direct: bool, pass_name: PassName, hardware: HardwareSpec) -> None:
+        self._direct, self._hardware = direct, hardware
+        self._held_up = (
+            0.0 if direct and hardware.peer_copy_bandwidth else hardware.comm_slowdown[pass_name == "backward"]
+        )
         self._kernels = 0.0
         self._links = {False: 0.0, True: 0.0}
         self._arrives: dict[Move, float] = {}
@@ -319,11 +323,13 @@ class _Timeline:
         """Receives are posted at the point that kernels have reached. A plain transport brings all of them at once."""
         if not moves:
             return
-        for outer in (False, True) if self._rates.node else (False,):
-            here = [m for m in moves if self._rates.apart(m.source, m.target) == outer]
-            together = len({m.source for m in here}) > 1 and not outer and self._rates.spreads(self._direct)
+        for outer in (False, True) if self._hardware.ranks_per_node else (False,):
+            here = [m for m in moves if self._hardware.apart(m.source, m.target) == outer]
+            together = len({m.source for m in here}) > 1 and not outer and self._hardware.spreads(self._direct)
             for batch in [here] if together else [[m] for m in here]:
-                seconds = self._rates.transfer(sum(map(size, batch)), direct=self._direct, outer=outer, spread=together)
+                seconds = self._hardware.transfer(
+                    sum(map(size, batch)), direct=self._direct, outer=outer, spread=together
+                )
                 self._links[outer] = max(self._links[outer], self._kernels) + seconds
                 self._arrives.update(dict.fromkeys(batch, self._links[outer]))
 
@@ -335,7 +341,7 @@ class _Timeline:
 
     def read_and_write(self, size: int) -> None:
         """`size` bytes of memory are read and written between kernels."""
-        self._kernels += self._rates.read_and_write(size)
+        self._kernels += self._hardware.read_and_write(size)
 
     def exchange(self, seconds: float) -> float:
         """All ranks exchange messages, which takes `seconds` from now on; returns the time at which they arrive."""
@@ -347,25 +353,25 @@ class _Timeline:
         self._kernels = max(self._kernels, at)
 
 
-def _in_turn(steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
+def _in_turn(steps: Sequence[Step], pass_name: PassName, hardware: HardwareSpec) -> float:
     """Return the share of the kernel's rate that remains if a pass has several launches."""
     several = sum(step.compute is not None for step in steps) > 1
-    return rates.multi_launch_efficiency if several and pass_name == "backward" else 1.0
+    return hardware.multi_launch_efficiency if several and pass_name == "backward" else 1.0
 
 
 @lru_cache(maxsize=512)
-def _by_blocks(pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
+def _by_blocks(pass_plan: PassPlan, pass_name: PassName, rank: int, hardware: HardwareSpec, direct: bool) -> float:
     """Seconds of one rank where blocks travel. Cached, because strategies that are compared have passes in common."""
-    line = _Timeline(direct, pass_name, rates)
-    _walk(line, pass_plan, pass_name, rank, rates)
+    line = _Timeline(direct, pass_name, hardware)
+    _walk(line, pass_plan, pass_name, rank, hardware)
     return line.end
 
 
-def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> None:
+def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, hardware: HardwareSpec) -> None:
     """The steps of one rank, on its timeline."""
     size, packed, launched = _sizes(pass_plan), set[tuple[int, int]](), False
     steps, narrow = pass_plan.steps_of(rank), pass_plan.narrow
-    kept = _in_turn(steps, pass_name, rates)
+    kept = _in_turn(steps, pass_name, hardware)
     for step in steps:
         line.wait(step.arrivals)
         line.read_and_write(packed_bytes(step.sends, size, rank, packed))
@@ -374,22 +380,22 @@ def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, 
         if step.joins_local:
             line.read_and_write(joined_bytes(pass_plan, pass_name, rank))
         if step.compute:
-            line.launch(_work(pass_plan.call, pass_name, step.compute, rates) / kept)
-            line.read_and_write(merged_bytes(pass_plan, pass_name, step.compute, rates.kernel, first=not launched))
+            line.launch(_work(pass_plan.call, pass_name, step.compute, hardware) / kept)
+            line.read_and_write(merged_bytes(pass_plan, pass_name, step.compute, hardware.kernel, first=not launched))
             launched = True
         line.wait(step.result_arrivals)
         line.read_and_write(added_bytes(step.result_arrivals, size, narrow=narrow))
         line.receive(step.result_receives, size)
-    line.read_and_write(summed_bytes(pass_plan, pass_name, rank, rates.kernel))
+    line.read_and_write(summed_bytes(pass_plan, pass_name, rank, hardware.kernel))
 
 
-def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> float:
+def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, hardware: HardwareSpec) -> float:
     """Seconds of one rank whose heads are resharded, group after group: see `runtime.head_parallel`."""
-    work = sum(_work(pass_plan.call, pass_name, s.compute, rates) for s in pass_plan.steps_of(rank) if s.compute)
-    moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rank, rates)
-    line = _Timeline(plan.direct, pass_name, rates)
-    picks = plan.direct and bool(rates.direct)
-    passes = resharded_bytes(plan, pass_name, rank, rates.kernel, picks=picks)
+    work = sum(_work(pass_plan.call, pass_name, s.compute, hardware) for s in pass_plan.steps_of(rank) if s.compute)
+    moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rank, hardware)
+    line = _Timeline(plan.direct, pass_name, hardware)
+    picks = plan.direct and bool(hardware.peer_copy_bandwidth)
+    passes = resharded_bytes(plan, pass_name, rank, hardware.kernel, picks=picks)
     arrivals, homes = [], []
     for (there, _), traffic in zip(moving, passes, strict=True):
         line.read_and_write(traffic.packed)
@@ -398,10 +404,10 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
         line.wait_until(at)
         line.read_and_write(traffic.computed)
         if plan.ring_size > 1:
-            _walk(line, pass_plan, pass_name, rank, rates)
+            _walk(line, pass_plan, pass_name, rank, hardware)
         else:
             line.launch(work)
-            line.read_and_write(summed_bytes(pass_plan, pass_name, rank, rates.kernel))
+            line.read_and_write(summed_bytes(pass_plan, pass_name, rank, hardware.kernel))
         homes.append(line.exchange(back))
     line.read_and_write(sum(traffic.kept for traffic in passes))
     for at, traffic in zip(homes, passes, strict=True):
@@ -445,14 +451,14 @@ class PlanCost:
         return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
 
 
-def plan_seconds(plan: Plan, rates: Rates, ranks: Iterable[int]) -> float:
+def plan_seconds(plan: Plan, hardware: HardwareSpec, ranks: Iterable[int]) -> float:
     """`PlanCost.seconds` over these ranks."""
     # Ranks that divide heads among themselves and hold equally many rows take equally long.
     unlike = {(rank // plan.head_parallel_size, plan.layout.count(rank)): rank for rank in ranks}.values()
-    return sum(max([rank_seconds(plan, name, r, rates) for r in unlike]) for name in PASSES)
+    return sum(max([rank_seconds(plan, name, r, hardware) for r in unlike]) for name in PASSES)
 
 
-def plan_cost(plan: Plan, rates: Rates, ranks: Sequence[int] | None = None) -> PlanCost:
+def plan_cost(plan: Plan, hardware: HardwareSpec, ranks: Sequence[int] | None = None) -> PlanCost:
     """The cost of a plan, over all ranks or those given."""
     chosen = tuple(range(plan.call.ranks) if ranks is None else ranks)
-    return PlanCost(chosen, {name: tuple(rank_cost(plan, name, r, rates) for r in chosen) for name in PASSES})
+    return PlanCost(chosen, {name: tuple(rank_cost(plan, name, r, hardware) for r in chosen) for name in PASSES})

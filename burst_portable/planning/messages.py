@@ -56,7 +56,7 @@ class Field:
 def fields(call: AttentionCall, side: Side, *, result: bool, narrow: bool = False) -> tuple[Field, ...]:
     """Return the fields of a block, in the order of the table above. `narrow`: see `PassPlan`."""
     data, wide = call.itemsize, max(call.itemsize, 4)
-    q, kv, d, dv = call.heads, call.kv_heads, call.head_dim, call.value_dim
+    q, kv, d, dv = call.heads, call.kv_heads, call.head_dim, call.v_head_dim
     gradient = data if narrow else wide
     if side == "kv":
         itemsize = gradient if result else data
@@ -244,7 +244,7 @@ def exchanges(plan: Plan, pass_name: PassName) -> list[ExchangeFields]:
     if plan.heads is None:
         return []
     p, part = plan.call, plan.forward.call
-    data, d, dv = p.itemsize, p.head_dim, p.value_dim
+    data, d, dv = p.itemsize, p.head_dim, p.v_head_dim
     # Contributions of several ranks to a shared head are added up.
     gradients = max(data, 4) if p.kv_heads < plan.heads.ranks else data
     found = []

@@ -329,12 +329,12 @@ class Plan:
     def __str__(self) -> str:
         """What is planned, in a few lines; `burst-portable plan` prints steps and costs besides."""
         p = self.call
-        values = f" (values {p.value_dim})" if p.value_dim != p.head_dim else ""
+        values = f" (values {p.v_head_dim})" if p.v_head_dim != p.head_dim else ""
         lines = [
             f"{self.strategy} over {p.ranks:,} rank{'' if p.ranks == 1 else 's'}, layout {p.layout.name}, "
             f"{p.layout.length:,} tokens, batch {p.batch}, {p.heads} query and {p.kv_heads} K/V heads of "
             f"{p.head_dim}{values}, {p.itemsize} bytes a number",
-            f"mask      {p.mask}: {p.area:,} pairs per head",
+            f"mask      {p.mask}: {p.num_pairs:,} pairs per head",
         ]
         for name in PASSES:
             lines.append(f"{name:<10}{self.how(name)}")

@@ -59,7 +59,7 @@ def _is_square(plan: Plan) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _fits_rank_order(layout: Layout, inner: int, few_tiles: bool) -> bool:
+def _fits_rank_order(layout: Layout, node_ranks: int, few_tiles: bool) -> bool:
     """Return whether rows may be computed in rank order, by their layout and whether there must be few tiles.
 
     Between nodes, segments with steps stay as they arrive: see `Layout.sorted`. Several steps cannot meet.
@@ -67,6 +67,6 @@ def _fits_rank_order(layout: Layout, inner: int, few_tiles: bool) -> bool:
     one_step = len({s.step for shard in layout.shards for s in shard}) == 1
     if one_step and not few_tiles and max(map(len, layout.shards)) <= _SEGMENTS:
         return True
-    if inner == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
+    if node_ranks == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
         return False
-    return all(a.start < b.start for shard in layout.joined(inner).shards for a, b in pairwise(shard))
+    return all(a.start < b.start for shard in layout.joined(node_ranks).shards for a, b in pairwise(shard))

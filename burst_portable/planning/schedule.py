@@ -62,9 +62,9 @@ class Compute:
         return sum([len(tiles) for tiles, _, _ in self.blocks])
 
     @property
-    def area(self) -> int:
+    def num_pairs(self) -> int:
         """(q, k) pairs of one head."""
-        return sum([tiles.area for tiles, _, _ in self.blocks])
+        return sum([tiles.num_pairs for tiles, _, _ in self.blocks])
 
     @property
     def heights(self) -> tuple[int, int]:
@@ -189,7 +189,7 @@ def _cut(tiles: Tiles, share: float) -> int | None:
 
     def above(row: int) -> float:
         parts = (tile.clipped(top, row, left, right) for tile in tiles)
-        return sum(part.area for part in parts if part) / tiles.area
+        return sum(part.num_pairs for part in parts if part) / tiles.num_pairs
 
     edges = [row for row in {tile.q_start for tile in tiles} if share / 2 <= above(row) <= min(2 * share, 0.9)]
     if edges:

@@ -73,7 +73,7 @@ def fused(boxes: Sequence[Box]) -> list[Box]:
     pieces = [(box, box_area(box)) for box in boxes]
     if len(pieces) < 2:
         return list(boxes)
-    if whole := _union(boxes, sum(area for _, area in pieces)):
+    if whole := _union(boxes, sum(num_pairs for _, num_pairs in pieces)):
         return [whole[0]]
     pieces.sort(key=_corner)
     if len(pieces) > _FUSE_PAIRWISE:
@@ -110,12 +110,12 @@ def _union_of_two(piece: _Piece, later: _Piece) -> _Piece | None:
     return _union((piece[0], later[0]), piece[1] + later[1])
 
 
-def _union(boxes: Sequence[Box], area: int) -> _Piece | None:
+def _union(boxes: Sequence[Box], num_pairs: int) -> _Piece | None:
     """The banded box that is exactly the union of these disjoint ones, which hold `area` pairs in all; or None."""
     q_starts, q_stops, k_starts, k_stops, los, his = zip(*boxes, strict=True)
     box = make_box(min(q_starts), max(q_stops), min(k_starts), max(k_stops), min(los), max(his))
     assert box is not None, "none of them is empty"
-    return (box, area) if box_area(box) == area else None
+    return (box, num_pairs) if box_area(box) == num_pairs else None
 
 
 def _corner(piece: _Piece) -> tuple[int, int]:
@@ -147,7 +147,7 @@ class Tile:
         return self.k_stop - self.k_start
 
     @property
-    def area(self) -> int:
+    def num_pairs(self) -> int:
         """The number of pairs in it."""
         return box_area((self.q_start, self.q_stop, self.k_start, self.k_stop, self.lo, self.hi))
 
@@ -185,11 +185,11 @@ class Tile:
         `down`: rows by which the tile is shifted first.
         """
         if block == 1:
-            return self.area
+            return self.num_pairs
         first, past = (self.q_start + down) // block, -(-(self.q_stop + down) // block)
         slanted = (self.lo > self.q_start - self.k_stop + 1) + (self.hi < self.q_stop - 1 - self.k_start)
         if past - first > _COUNTED:  # the last block of a row hides little
-            return self.area + slanted * self.rows * block // 2
+            return self.num_pairs + slanted * self.rows * block // 2
         if not slanted:
             return (past - first) * -(-self.columns // block) * block * block
         blocks = 0
@@ -219,9 +219,9 @@ class Tiles(tuple[Tile, ...]):
         return tuple.__hash__(self)
 
     @cached_property
-    def area(self) -> int:
+    def num_pairs(self) -> int:
         """The number of pairs in all of them."""
-        return sum([t.area for t in self])
+        return sum([t.num_pairs for t in self])
 
     @cached_property
     def heights(self) -> tuple[int, int]:
@@ -350,7 +350,7 @@ class BlockPairs:
             self._tiles[pair] = found = Tiles(Tile(*box) for box in fused(list(self._pair_boxes(q_owner, k_owner))))
         return found
 
-    def area(self, q_owner: int, k_owner: int) -> int:
+    def num_pairs(self, q_owner: int, k_owner: int) -> int:
         """How many (query, key) pairs of two blocks the mask lets through, without making tiles."""
         return sum(map(box_area, self._pair_boxes(q_owner, k_owner)))
 

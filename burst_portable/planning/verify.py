@@ -43,26 +43,26 @@ def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
 
     A layout holds every position once, so if there is only one member, it has all rows.
     """
-    p, inner = plan.call, split.ranks
+    p, head_parallel_size = plan.call, split.ranks
     wrong = []
-    if inner * plan.ring_size != p.ranks:
-        wrong.append(f"{plan.ring_size} nodes of {inner} ranks are not {p.ranks} ranks")
+    if head_parallel_size * plan.ring_size != p.ranks:
+        wrong.append(f"{plan.ring_size} nodes of {head_parallel_size} ranks are not {p.ranks} ranks")
     for name, pass_plan in plan.passes():
         part = pass_plan.call
         for before, after in ((p.layout, part.layout), (p.k_layout, part.k_layout)):
-            nodes = before.joined(inner).sorted().shards
+            nodes = before.joined(head_parallel_size).sorted().shards
             if len(nodes) != after.ranks or (after.ranks > 1 and nodes != after.sorted().shards):
                 wrong.append(f"{name}: nodes compute with other rows than their ranks have")
         heads, readers = split.groups * part.heads, p.heads // p.kv_heads
-        if pass_plan.stride != inner or heads * inner != p.heads:
+        if pass_plan.stride != head_parallel_size or heads * head_parallel_size != p.heads:
             wrong.append(f"{name}: {pass_plan.stride} ranks with {heads} query heads each are not {p.heads} heads")
             continue
         for group in plan.head_groups:
             first, past = group.kv_heads
             if past - first != part.kv_heads:
                 wrong.append(f"{name}: query heads {group.q_heads} read K/V heads {first, past}, not {part.kv_heads}")
-        for place in range(inner):
-            kept = heads_of(place, inner, p.kv_heads)
+        for place in range(head_parallel_size):
+            kept = heads_of(place, head_parallel_size, p.kv_heads)
             if (place * heads // readers, ((place + 1) * heads - 1) // readers + 1) != (kept.start, kept.stop):
                 wrong.append(f"{name}: place {place} of a node has other K/V heads than its query heads read")
     return wrong
@@ -82,7 +82,7 @@ class _Checker:
         self.ranks = frozenset(ranks)
         self.wrong: list[str] = []
         self.computed: Counter[tuple[int, int]] = Counter()  # (query block, key block)
-        self.area = 0
+        self.num_pairs = 0
         self.open: dict[Move, int] = {}  # +1: sent and not yet received; -1: the opposite
         self.onwards: dict[tuple[int, int], int] = {}  # (owner, rank) -> where that rank sends its gradients
 
@@ -164,7 +164,7 @@ class _Checker:
             if not parts[pair] or any(_overlap(block.tiles, other.tiles) for other in parts[pair]):
                 self.computed[pair] += 1
             parts[pair].append(block)
-        self.area += compute.area
+        self.num_pairs += compute.num_pairs
 
     def _count(self, moves: Iterable[Move], sign: int) -> None:
         for move in moves:
@@ -178,8 +178,8 @@ class _Checker:
         """Check what only all ranks together show; returns everything that is wrong."""
         if twice := [pair for pair, count in self.computed.items() if count > 1]:
             self.wrong.append(f"block pairs computed more than once: {twice[:4]}")
-        if self.area != (expected := self._expected()):
-            self.wrong.append(f"{self.area} pairs computed, but the mask has {expected}")
+        if self.num_pairs != (expected := self._expected()):
+            self.wrong.append(f"{self.num_pairs} pairs computed, but the mask has {expected}")
         for result, methods in ((False, "`arrival` and `targets`"), (True, "`departure` and `feeder`")):
             if alone := [move for move in self.open if move.result is result]:
                 self.wrong.append(
@@ -193,11 +193,11 @@ class _Checker:
         """How many pairs the walked ranks must compute: their blocks of the side that stays, against all others."""
         p = self.pass_plan.call
         if len(self.ranks) == p.ranks:
-            return p.area
+            return p.num_pairs
         stays, travels = (p.layout, p.k_layout) if self.pass_plan.side == "kv" else (p.k_layout, p.layout)
         whole = sorted((s for shard in travels.shards for s in shard), key=lambda s: s.start)
         sides = ((stays.shards[rank // self.pass_plan.stride], whole) for rank in self.ranks)
-        return sum(find_tiles(p.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).area for s in sides)
+        return sum(find_tiles(p.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).num_pairs for s in sides)
 
     def _gradients_home(self) -> list[str]:
         """Follow each contribution from where it is made to its owner."""

@@ -197,10 +197,10 @@ class _Silent(WrappedTransport):
     """See `comm.base.Transport`. Blocks stay at home; whether ranks agree, which would wait for the latest, is taken as
     said: they did in the whole step. Nothing is packed that is not packed there."""
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
+    def __init__(self, wrapped: Transport) -> None:
+        super().__init__(wrapped)
         self.persistent_inbox = True
-        self.supports_strided_sends = inner.supports_strided_sends
+        self.supports_strided_sends = wrapped.supports_strided_sends
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         """Tell nobody."""
@@ -223,7 +223,7 @@ class _Silent(WrappedTransport):
     def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         return self.buffer(size, device)
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         return [data] * self.size
 
     def close(self) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.selection import for_device, open_or_reason, rates_of
+from burst_portable.backends.selection import for_device, hardware_of, open_or_reason
 from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import pass_flops, rank_cost
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
-from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Compute
 from burst_portable.planning.tiles import BlockPairs
@@ -33,14 +33,14 @@ _MOST = 1 << 11  # ranks times regions of the mask: with more, trying layouts ta
 _MOST_PIECES = 1 << 17  # ranks times segments of all keys: half a second
 
 
-def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]:
+def strategies(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[str, Any]]:
     """Other strategies: bytes sent and predicted seconds of this rank in both passes, and which side travels."""
     found = {}
     suggested = [one.trials()[label] for one in classes().values() for label in one.suggested]
     for strategy in suggested:
         with leaving_out(strategy.name, "", {}):
             other = planned(strategy, plan.call)
-            costs = [rank_cost(other, one, rank, rates) for one in PASSES]
+            costs = [rank_cost(other, one, rank, hardware) for one in PASSES]
             found[strategy.as_code()] = {
                 "sent": sum(c.sent for c in costs),
                 "seconds": sum(c.seconds for c in costs),
@@ -63,7 +63,7 @@ def layouts(problem: AttentionCall) -> dict[str, float]:
         keys = layout.joined().sorted().shards  # one segment, but where steps are larger than 1
         if ranks * len(keys[0]) <= _MOST_PIECES:
             blocks = BlockPairs(mask, layout.shards, keys)
-            pairs = [blocks.area(rank, 0) for rank in range(ranks)]
+            pairs = [blocks.num_pairs(rank, 0) for rank in range(ranks)]
             if sum(pairs):
                 found[name] = max(pairs) * ranks / sum(pairs)
     return found
@@ -77,13 +77,13 @@ LIGHT_KEPT = 100_000
 
 
 class Recorder:
-    """The rows of one rank, and the clock that marks them; `rates`: a file to predict with, see `planning.rates`."""
+    """Record the events of one rank; `hardware` is the file of a `HardwareSpec` for predictions."""
 
     def __init__(
         self, rank: int, host: str, *, light: bool, annotate: Annotate | None = None, since: int | None = None,
-        rates: str = "",
+        hardware: str = "",
     ) -> None:  # fmt: skip
-        self._rates = rates
+        self._hardware = hardware
         self.rank, self.host, self.light, self.annotate = rank, host, light, annotate
         self._since: Any = time.perf_counter_ns() if since is None else since  # the training step's begin
         self.marked: deque[tuple[Any, ...]] = deque(maxlen=LIGHT_KEPT if light else None)
@@ -158,7 +158,7 @@ class Recorder:
             self.host,
             clock.evidence if clock else "host clock",
             {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
-            [facts.described(device, self._rates, high_priority=self.high_priority) for facts in plans],
+            [facts.described(device, self._hardware, high_priority=self.high_priority) for facts in plans],
             list(self.calls),
             {
                 "device": device,
@@ -190,52 +190,56 @@ class PlanFacts:
         for backward, (name, pass_plan) in enumerate(plan.passes()):
             for step in plan.steps(name, rank):
                 if c := step.compute:
-                    area = c.tiles.area
-                    work = pass_flops(pass_plan.call, name, area)
-                    self.computes[bool(backward), c] = step.index, area, len(c.tiles), work
+                    num_pairs = c.tiles.num_pairs
+                    work = pass_flops(pass_plan.call, name, num_pairs)
+                    self.computes[bool(backward), c] = step.index, num_pairs, len(c.tiles), work
 
     def described(self, device_type: str, file: str = "", *, high_priority: bool = False) -> dict[str, Any]:
         """The plan's facts for a report; predictions use the rates of a file, else the backend's."""
         plan, p = self.plan, self.plan.call
-        rates, source = self._rates_and_source(device_type, file, high_priority)
-        costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
+        hardware, source = self._hardware_and_source(device_type, file, high_priority)
+        costs = {name: rank_cost(plan, name, self.rank, hardware) for name in PASSES}
         return {
             "strategy": plan.strategy,
             "reason": plan.reason,
             "ranks": p.ranks,
-            "inner": plan.head_parallel_size,
+            "head_parallel_size": plan.head_parallel_size,
             "mask": str(p.mask),
             "layout": _layout_name(p.layout),
             "seq_len": p.layout.length,
             "heads": p.heads,
             "kv_heads": p.kv_heads,
             "head_dim": p.head_dim,
-            "value_dim": p.value_dim,
+            "v_head_dim": p.v_head_dim,
             "batch": p.batch,
             "itemsize": p.itemsize,
             "dtype": self.dtype,
             "travels": {name: pass_plan.side for name, pass_plan in plan.passes()},
             "direct": plan.direct,
             "layouts": layouts(p),
-            "rates": {"tflops": rates.tflops, "gbps": rates.gbps, "source": source},
+            "hardware": {
+                "tflops": hardware.tflops,
+                "intra_node_bandwidth": hardware.intra_node_bandwidth,
+                "source": source,
+            },
             "planned": {
                 **{name: {key: getattr(c, key) for key in _PLANNED} for name, c in costs.items()},
-                "alternatives": strategies(plan, self.rank, rates),
+                "alternatives": strategies(plan, self.rank, hardware),
             },
         }
 
-    def _rates_and_source(self, device_type: str, file: str, high_priority: bool) -> tuple[Rates, str]:
+    def _hardware_and_source(self, device_type: str, file: str, high_priority: bool) -> tuple[HardwareSpec, str]:
         """The rates for predictions and where they come from. An unusable file does not prevent a report."""
         backend, p = for_device(device_type), self.plan.call
         unusable = ""
         try:
-            rates = rates_of(
+            hardware = hardware_of(
                 backend, p.ranks, file=file, dtype=self.dtype, head_dim=p.head_dim, high_priority=high_priority
             )
         except InputError:
-            rates = rates_of(backend, p.ranks, high_priority=high_priority)
-            unusable = "; the file of rates that the settings name cannot be used"
-        return rates, (rates.source.removeprefix("of ") or "the backend's guess") + unusable
+            hardware = hardware_of(backend, p.ranks, high_priority=high_priority)
+            unusable = "; the hardware spec file that the settings name cannot be used"
+        return hardware, (hardware.source.removeprefix("of ") or "the backend's guess") + unusable
 
 
 def _layout_name(layout: Layout) -> str:
@@ -360,14 +364,14 @@ class RecordingHandle:
 
     def __init__(
         self,
-        inner: Handle,
+        wrapped: Handle,
         observer: RecordingObserver,
         device: torch.device,
         backward: bool,
         needed: int | None,
         what: Any,
     ) -> None:
-        self._inner, self._observer, self._device = inner, observer, device
+        self._wrapped, self._observer, self._device = wrapped, observer, device
         self._backward, self._needed, self._what = backward, needed, what
 
     def wait(self) -> None:
@@ -377,7 +381,7 @@ class RecordingHandle:
         clock = observer.recorder.clock(self._device)
         with observer.named(self._backward, observer.step, "waits for a message"):
             start = clock.mark()
-            self._inner.wait()
+            self._wrapped.wait()
             end = clock.mark()
         if isinstance(start, int):
             observer.recorder.waiting += end - start
@@ -387,17 +391,17 @@ class RecordingHandle:
 class RecordingExchange(Exchange):
     """See `comm.base.Exchange`. Records how long it was waited for."""
 
-    def __init__(self, inner: Exchange, waited: Callable[[Callable[[], None]], None]) -> None:
-        self._inner, self._waited = inner, waited
+    def __init__(self, wrapped: Exchange, waited: Callable[[Callable[[], None]], None]) -> None:
+        self._wrapped, self._waited = wrapped, waited
 
     def copy_own(self) -> None:
-        self._inner.copy_own()
+        self._wrapped.copy_own()
 
     def wait(self) -> None:
-        self._waited(self._inner.wait)
+        self._waited(self._wrapped.wait)
 
     def wait_sent(self) -> None:
-        self._inner.wait_sent()
+        self._wrapped.wait_sent()
 
 
 class RecordingTransport(WrappedTransport):
@@ -406,9 +410,9 @@ class RecordingTransport(WrappedTransport):
     One for every call, as its observer is.
     """
 
-    def __init__(self, inner: Transport, observer: RecordingObserver) -> None:
-        super().__init__(inner)
-        self.supports_strided_sends = inner.supports_strided_sends
+    def __init__(self, wrapped: Transport, observer: RecordingObserver) -> None:
+        super().__init__(wrapped)
+        self.supports_strided_sends = wrapped.supports_strided_sends
         self._observer = observer
         self._backward = False
         self._shared = self._begun = self._ordinal = 0
@@ -417,16 +421,16 @@ class RecordingTransport(WrappedTransport):
         self._begun += 1
         if self._begun == 2:  # ranks need not have asked again whether they agree
             self._begin_backward()
-        self._inner.begin(digest, inbox)
+        self._wrapped.begin(digest, inbox)
 
     def end(self) -> None:
         self._observer.recorder.rejoin()
-        self._inner.end()
+        self._wrapped.end()
 
     def exchange(
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
-        inner = self._inner.exchange(leaving, arriving, label, alone=alone)
+        wrapped = self._wrapped.exchange(leaving, arriving, label, alone=alone)
         size = sum(part.size for one in leaving for part in one.parts if part.peer != self.rank)
 
         def waited(wait: Callable[[], None]) -> None:
@@ -437,17 +441,17 @@ class RecordingTransport(WrappedTransport):
                 self._collected(0, size, start, clock.mark())
 
         if not leaving:
-            return inner
+            return wrapped
         device = leaving[0].buffer.device
-        return RecordingExchange(inner, waited)
+        return RecordingExchange(wrapped, waited)
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         self._shared += 1
         if self._shared == 2:  # asked once per pass
             self._begin_backward()
         clock = self._observer.recorder.clock(torch.device("cpu"))
         start = clock.mark()
-        shared = self._inner.share(data, label, deadline)
+        shared = self._wrapped.share(data, label, timeout)
         self._collected(1, len(data) * (self.size - 1), start, clock.mark())
         return shared
 

@@ -47,12 +47,12 @@ _NAMED = 8  # ranks that an error lists
 class _Who(NamedTuple):
     """Whose rows: a rank's number is not enough, since with data parallelism every sequence group has a rank 0."""
 
-    members: tuple[int, ...]
+    global_ranks: tuple[int, ...]
     rank: int
 
 
 def _who(mesh: Mesh) -> _Who:
-    return _Who(mesh.members, mesh.rank)
+    return _Who(mesh.global_ranks, mesh.rank)
 
 
 class Session:
@@ -113,7 +113,12 @@ class Session:
                 annotate = self._tracer.annotate if self._tracer else None
                 light = self.level == "light"
                 self._recorders[who] = Recorder(
-                    mesh.rank, host_name(), light=light, annotate=annotate, since=self._since, rates=mesh.config.rates
+                    mesh.rank,
+                    host_name(),
+                    light=light,
+                    annotate=annotate,
+                    since=self._since,
+                    hardware=mesh.config.hardware_spec,
                 )
             return self._recorders[who]
 
@@ -123,14 +128,14 @@ class Session:
         Raises `InputError` where calls of several meshes were recorded, and none was passed that says which are meant.
         """
         given = self._mesh if mesh is None else mesh
-        meshes = {who.members: self._meshes[who] for who in list(self._recorders)}
+        meshes = {who.global_ranks: self._meshes[who] for who in list(self._recorders)}
         if given is not None:
             found = as_mesh(given)
-            if meshes and found.members not in meshes:
+            if meshes and found.global_ranks not in meshes:
                 recorded = "; of ".join(map(rank_names, sorted(meshes)))
                 raise InputError(
                     "no call of this mesh was recorded",
-                    got=f"mesh= of {rank_names(found.members)}, calls of {recorded}",
+                    got=f"mesh= of {rank_names(found.global_ranks)}, calls of {recorded}",
                     next_step="pass as mesh= the one that attention is called with",
                 )
             return found
@@ -220,8 +225,8 @@ class Session:
 
         Raises `InputError` where nothing says which mesh: calls of several were recorded, or none of several ranks;
         and where calls were recorded, but none of the mesh that was passed; on rank 0, where a rank recorded nothing or
-        marked other steps than the others. `DeadlineError` or `PeerLostError`, naming the rank, where one does not take
-        part; `MismatchError` on every rank where some call attention instead, if the transport can tell.
+        marked other steps than the others. `CommunicationTimeoutError` or `PeerLostError`, naming the rank, where one
+        does not take part; `MismatchError` on every rank where some call attention instead, if the transport can tell.
         """
         known = self._known_mesh(mesh)
         mesh = known or as_mesh(None)
@@ -230,7 +235,7 @@ class Session:
                 "nothing was recorded here, so nothing says which ranks belong together",
                 next_step="call attention inside `with burst_portable.profile(...)`, or pass mesh= to profile()",
             )
-        mine = self._read([who for who in sorted(self._recorders) if who.members == mesh.members])
+        mine = self._read([who for who in sorted(self._recorders) if who.global_ranks == mesh.global_ranks])
         if mesh.size == 1 or len(mine) > 1:
             return mine
         if not mine:

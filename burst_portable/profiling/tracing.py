@@ -157,7 +157,7 @@ class TorchTracer:
         if torch.autograd.profiler._is_profiler_enabled:
             raise UnsupportedError(
                 "a tracer runs in this process already",
-                next_step="open one deep session per process: around run_local, not inside of it",
+                next_step="open one deep session per process: around run_threads, not inside of it",
             )
         self._profiler.start()
 

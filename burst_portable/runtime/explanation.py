@@ -138,8 +138,8 @@ def _layout(plan: Plan, mesh: Mesh) -> str:
 
 def _mask(plan: Plan) -> str:
     mask, length = plan.call.mask, plan.call.layout.length
-    blind = mask.blind_rows(length)
-    return f"{mask}: {plan.call.area} pairs per head" + (f"; {blind} tokens see nothing" if blind else "")
+    blind = mask.fully_masked_tokens(length)
+    return f"{mask}: {plan.call.num_pairs} pairs per head" + (f"; {blind} tokens see nothing" if blind else "")
 
 
 def _moves(plan: Plan) -> dict[str, str]:

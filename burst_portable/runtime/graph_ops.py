@@ -286,8 +286,8 @@ def _(
     kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, rows, heads, value_dim = dout.shape
-    sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+    batch, rows, heads, v_head_dim = dout.shape
+    sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim)
     dq, dk, dv = (dout.new_empty((batch, rows, *size)) for size in sizes)
     return dq, dk, dv, dout.new_empty(0) if sinks is None else torch.empty_like(sinks), _turn()
 

@@ -408,11 +408,11 @@ class HeadExecutor(Executor):
         p, groups = prepared.plan.call, prepared.plan.head_groups
         if dout is None:
             rows = p.layout.count(prepared.transport.rank)
-            dout = saved[0].new_zeros((p.batch, rows, p.heads, p.value_dim))
+            dout = saved[0].new_zeros((p.batch, rows, p.heads, p.v_head_dim))
         dout = arrived(dout)
         reshard = Reshard(prepared, dout.device, backward=True)
         coming = [reshard.to_heads([(dout, group.q_heads)]) for group in groups]
-        sizes = ((p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.value_dim))
+        sizes = ((p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.v_head_dim))
         dq, dk, dv = (dout.new_empty((*dout.shape[:2], *size)) for size in sizes)
         dsinks = None if sinks is None else torch.zeros_like(sinks)
         leaving: list[ToSequence] = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.selection import choose_kernel, rates_of
+from burst_portable.backends.selection import choose_kernel, hardware_of
 from burst_portable.comm.agreement import CallSignature, HashedValue, call_signature, hashed_value
 from burst_portable.comm.base import Transport
 from burst_portable.errors import InputError, shown
@@ -262,17 +262,17 @@ def _strategy(
 ) -> Strategy:
     """Return the strategy that a user passed.
 
-    "auto" predicts with the file of rates that the settings name, or with rates that were measured on machines like
-    this one. `kernel` chooses the kernel for all heads; it is called only if plans are priced.
+    "auto" predicts with the hardware spec file of the settings, or with speeds measured on devices of this
+    name. `kernel` chooses the kernel for all heads; it is called only if `auto` compares plans.
     """
     if not isinstance(asked, str) or asked != "auto":  # an array would be compared element by element
-        return strategy_of(asked, mesh.inner)
+        return strategy_of(asked, mesh.ranks_per_node)
     high_priority = mesh.size > 1 and mesh.transport(call.device).high_priority
-    file = mesh.config.rates
-    rates = rates_of(backend, mesh.size, kernel(), file, call.dtype, call.head_dim, high_priority=high_priority)
-    if rates.direct and not mesh.may_be_direct(call.device):
-        rates = replace(rates, direct=())
-    return AutoStrategy(inner=mesh.inner, rates=rates)
+    file = mesh.config.hardware_spec
+    hardware = hardware_of(backend, mesh.size, kernel(), file, call.dtype, call.head_dim, high_priority=high_priority)
+    if hardware.peer_copy_bandwidth and not mesh.may_be_direct(call.device):
+        hardware = replace(hardware, peer_copy_bandwidth=())
+    return AutoStrategy(ranks_per_node=mesh.ranks_per_node, hardware=hardware)
 
 
 def _call_signature(
@@ -303,7 +303,7 @@ def _call_signature(
             "ranks per node": str(transport.ranks_per_node or "not told"),
             "batch": str(p.batch),
             "heads": f"{p.heads}, {p.kv_heads} of K and V",
-            "head sizes": f"{p.head_dim}, {p.value_dim} of V",
+            "head sizes": f"{p.head_dim}, {p.v_head_dim} of V",
             "tokens": str(p.layout.length),
             "dtype": p.dtype,
             "mask": hashed_value(str(p.mask), p.mask.regions),
@@ -329,14 +329,14 @@ def _order_of_rows(plan: Plan, kernel: Kernel) -> HashedValue:
 # --------------------------------------------------------------------------------- plans before there are tensors
 
 
-def plan_on(
+def plan_for_mesh(
     mesh: MeshLike = None,
     *,
     seq_len: int,
     heads: int,
     kv_heads: int | None = None,
     head_dim: int = 128,
-    value_dim: int | None = None,
+    v_head_dim: int | None = None,
     mask: Mask | str = "causal",
     strategy: Strategy | str = "auto",
     layout: Layout | str = "auto",
@@ -353,7 +353,7 @@ def plan_on(
 
     Args:
         mesh, mask, strategy, kernel, deterministic: as `attention` takes them.
-        seq_len, heads, kv_heads, head_dim, value_dim, layout, batch: as `plan` takes them.
+        seq_len, heads, kv_heads, head_dim, v_head_dim, layout, batch: as `plan` takes them.
         dtype: of q, k and v.
         device: of q, k and v; None for torch's default.
 
@@ -363,11 +363,11 @@ def plan_on(
     """
     mesh = as_mesh(mesh)
     planner, call = _on_this_machine(
-        mesh, strategy, device, heads, heads if kv_heads is None else kv_heads, head_dim, value_dim, dtype, kernel,
+        mesh, strategy, device, heads, heads if kv_heads is None else kv_heads, head_dim, v_head_dim, dtype, kernel,
         deterministic,
     )  # fmt: skip
     sizes = call_of_sizes(
-        seq_len, mesh.size, heads, kv_heads, head_dim, value_dim, mask, layout, batch, dtype.itemsize
+        seq_len, mesh.size, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, dtype.itemsize
     )  # fmt: skip
     described = replace(sizes, dtype=call.dtype, device=call.device, deterministic=call.deterministic)
     return planned_for(planner, described, layout)
@@ -381,12 +381,12 @@ def strategy_on(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    value_dim: int | None = None,
+    v_head_dim: int | None = None,
     dtype: torch.dtype,
     kernel: str = "auto",
 ) -> Strategy:
-    """Return the strategy that a user passed; "auto" with the rates of this machine: see `plan_on`."""
-    return _on_this_machine(mesh, strategy, device, heads, kv_heads, head_dim, value_dim, dtype, kernel, None)[0]
+    """Return the strategy that a user passed; "auto" with the rates of this machine: see `plan_for_mesh`."""
+    return _on_this_machine(mesh, strategy, device, heads, kv_heads, head_dim, v_head_dim, dtype, kernel, None)[0]
 
 
 def _on_this_machine(
@@ -396,20 +396,20 @@ def _on_this_machine(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    value_dim: int | None,
+    v_head_dim: int | None,
     dtype: torch.dtype,
     kernel: str,
     deterministic: bool | None,
 ) -> tuple[Strategy, AttentionCall]:
-    """Return the strategy for such calls here, and a call of these heads on this device. See `plan_on`."""
+    """Return the strategy for such calls here, and a call of these heads on this device. See `plan_for_mesh`."""
     if not isinstance(dtype, torch.dtype):
         raise InputError("dtype is not one of torch's", got=shown(dtype), allowed="such as torch.bfloat16")
     heads, kv_heads, head_dim = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)
-    value_dim = head_dim if value_dim is None else size("value_dim", value_dim)
+    v_head_dim = head_dim if v_head_dim is None else size("v_head_dim", v_head_dim)
     if deterministic is not None and not isinstance(deterministic, bool):
         raise _no_flag(deterministic)
     call = AttentionCall(
-        Mask.full(), contiguous(mesh.size, mesh.size), heads, kv_heads, head_dim, value_dim,
+        Mask.full(), contiguous(mesh.size, mesh.size), heads, kv_heads, head_dim, v_head_dim,
         itemsize=dtype.itemsize, dtype=str(dtype).removeprefix("torch."),
         device=(checked_device(device) or torch.get_default_device()).type,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,

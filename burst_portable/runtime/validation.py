@@ -216,7 +216,7 @@ def broadcast_error(mesh: Mesh, refusal: Exception, *tensors: object) -> None:
     if mesh.size == 1 or isinstance(refusal, CommunicationError):
         return
     if (transport := _transport_to_tell(mesh, tensors)) is not None:
-        share_error(transport, refusal, mesh.config.deadline)
+        share_error(transport, refusal, mesh.config.timeout)
 
 
 def _transport_to_tell(mesh: Mesh, tensors: Sequence[object]) -> Transport | None:

@@ -15,16 +15,16 @@ from burst_portable.errors import InputError, shown
 from burst_portable.layout import Segment
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost, plan_seconds
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import Plan
-from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Machine, Strategy
-from burst_portable.strategies.options import INNER, option
+from burst_portable.strategies.options import RANKS_PER_NODE, option
 from burst_portable.strategies.registry import broken, by_label, checked_plan, classes, leaving_out, make_strategy
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import check_divides
 
-DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
+DEFAULT_HARDWARE = HardwareSpec(tflops=400.0, intra_node_bandwidth=100.0)
 """A present-day accelerator, used where no backend knows better."""
 
 _NO_FASTER = 1.005  # of the predicted time: smaller gains from more groups of heads were not seen when measured
@@ -34,23 +34,25 @@ _LOOKED_AT = 1 << 13  # segments, and ranks times regions: beyond this, the busi
 
 @dataclass(frozen=True)
 class AutoStrategy(Strategy):
-    """Of the plans of the other strategies, the one that is predicted to be fastest at these `rates`.
+    """Of the plans of the other strategies, the one that is predicted to be fastest at these `hardware`.
 
-    With `inner` (ranks per node), strategies for several nodes are candidates too, and messages between nodes have
-    their own price.
+    With `ranks_per_node`, strategies for several nodes are candidates too, and messages between nodes have their own
+    predicted time.
     """
 
     name = "auto"
     title = "the strategy whose plan has the least predicted time"
 
-    inner: int | None = option(INNER)
-    rates: Rates = DEFAULT_RATES
+    ranks_per_node: int | None = option(RANKS_PER_NODE)
+    hardware: HardwareSpec = DEFAULT_HARDWARE
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.rates, Rates):
+        if not isinstance(self.hardware, HardwareSpec):
             raise InputError(
-                "rates are not Rates", got=shown(self.rates), allowed="burst_portable.planning.rates.Rates"
+                "hardware is not a HardwareSpec",
+                got=shown(self.hardware),
+                allowed="burst_portable.planning.hardware.HardwareSpec",
             )
 
     def check(self, call: AttentionCall) -> None:
@@ -63,7 +65,7 @@ class AutoStrategy(Strategy):
 
     def seconds(self, plan: Plan) -> float:
         """What plans are compared by: their predicted time at these rates, over a sample of ranks if there are many."""
-        return plan_seconds(plan, self._rates_for(plan.call), sampled_ranks(plan.call))
+        return plan_seconds(plan, self._hardware_for(plan.call), sampled_ranks(plan.call))
 
     def plan(self, call: AttentionCall) -> Plan:
         if call.ranks == 1:
@@ -84,32 +86,32 @@ class AutoStrategy(Strategy):
         if (fewer := _fewest_groups(best, plans, seconds)) != best:
             how += f", since {best} would save under {100 * (_NO_FASTER - 1):.2g} %,"
             best = fewer
-        chose = f"chose {best} {how}{self._at_rates(call)} ({by_time(seconds)})"
+        chose = f"chose {best} {how}{self._at_hardware(call)} ({by_time(seconds)})"
         refusals = (f"not {label}: {reason}" for label, reason in refused.items())
         return replace(plans[best], reason="; ".join([chose, *refusals]))
 
-    def _at_rates(self, call: AttentionCall) -> str:
+    def _at_hardware(self, call: AttentionCall) -> str:
         """Where the rates come from, for the reason of a plan."""
-        rates = self._rates_for(call)
-        text = f" at rates {rates.source}" if rates.source else ""
-        return f"{text}, {rates.between_nodes()}" if 0 < rates.node < call.ranks else text
+        hardware = self._hardware_for(call)
+        text = f" at rates {hardware.source}" if hardware.source else ""
+        return f"{text}, {hardware.between_nodes()}" if 0 < hardware.ranks_per_node < call.ranks else text
 
     def _sent(self, plan: Plan) -> int:
         """Bytes sent by the rank that sends most, in both passes: the tie-breaker between equally fast plans."""
-        return plan_cost(plan, self._rates_for(plan.call), sampled_ranks(plan.call)).sent
+        return plan_cost(plan, self._hardware_for(plan.call), sampled_ranks(plan.call)).sent
 
-    def _rates_for(self, call: AttentionCall) -> Rates:
+    def _hardware_for(self, call: AttentionCall) -> HardwareSpec:
         """These rates; over several nodes without peer copies: one transport serves all, and they end at the node."""
-        node = self.inner or self.rates.node
+        node = self.ranks_per_node or self.hardware.ranks_per_node
         if not 0 < node < call.ranks:
-            return self.rates
-        return replace(self.rates.with_nodes(node), direct=())
+            return self.hardware
+        return replace(self.hardware.with_nodes(node), peer_copy_bandwidth=())
 
     def compared(self, call: AttentionCall) -> tuple[dict[str, Strategy], dict[str, str]]:
         """Return the strategies that are compared for a call, by label, and why broken ones are not, by name."""
-        if self.inner is not None:
-            check_divides(self.inner, call.ranks)
-        machine = Machine(self._rates_for(call), self.inner)
+        if self.ranks_per_node is not None:
+            check_divides(self.ranks_per_node, call.ranks)
+        machine = Machine(self._hardware_for(call), self.ranks_per_node)
         found: dict[str, Strategy] = {}
         refused = dict(broken())
         for name, strategy in classes().items():
@@ -143,7 +145,7 @@ def sampled_ranks(call: AttentionCall) -> tuple[int, ...]:
     if max(len(segments), ranks * len(mask.regions)) <= _LOOKED_AT and all(s.step == 1 for s in segments):
         every_query, every_key = (((Segment(0, layout.length),),) for layout in (queries, keys))
         rows, columns = BlockPairs(mask, queries.shards, every_key), BlockPairs(mask, every_query, keys.shards)
-        by_rows = [rows.area(rank, 0) for rank in range(ranks)]
-        by_columns = [columns.area(0, rank) for rank in range(ranks)]
+        by_rows = [rows.num_pairs(rank, 0) for rank in range(ranks)]
+        by_columns = [columns.num_pairs(0, rank) for rank in range(ranks)]
         chosen |= {pairs.index(max(pairs)) for pairs in (by_rows, by_columns)}
     return tuple(sorted(chosen))

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan, make_pass_plan
-from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Fetch, Ring, Route, Side
 from burst_portable.strategies.options import GradientCommDtype, LocalBlockOrder, Transfer, check_options
 from burst_portable.utils.values import divisors
@@ -29,7 +29,7 @@ class Machine:
         ranks_per_node: None if there is one node, or if nobody said.
     """
 
-    rates: Rates
+    hardware: HardwareSpec
     ranks_per_node: int | None = None
 
     def can_hold_all(self, call: AttentionCall) -> bool:
@@ -37,12 +37,14 @@ class Machine:
 
         That takes a measured rate of such messages, and few ranks: the blocks of many would fill the memory.
         """
-        return bool(self.rates.direct or self.rates.spread) and call.ranks <= _AT_ONCE
+        return bool(self.hardware.peer_copy_bandwidth or self.hardware.all_to_all_bandwidth) and call.ranks <= _AT_ONCE
 
     @property
     def hides_exchanges(self) -> bool:
         """Whether an exchange between all ranks is worth dividing, so that kernels compute beside its parts."""
-        return bool(self.rates.direct) or bool(self.rates.link and self.rates.comm_slowdown[0] < _LITTLE)
+        return bool(self.hardware.peer_copy_bandwidth) or bool(
+            self.hardware.p2p_bandwidth and self.hardware.comm_slowdown[0] < _LITTLE
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Strategy(ABC):
         return f"{type(self).__name__}({changed})" if changed else f"strategy={self.name!r}"
 
 
-def node_size(ranks: int, fits: Callable[[int], bool] = lambda inner: True) -> int:
+def node_size(ranks: int, fits: Callable[[int], bool] = lambda ranks_per_node: True) -> int:
     """Return the default number of ranks per node.
 
     This is the largest divisor of `ranks` that satisfies `fits`, is at most 8 and leaves at least two nodes; 1 if

@@ -29,30 +29,40 @@ from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Needs, Side
 from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, travel_narrow
-from burst_portable.strategies.options import BACKWARD_CIRCULATES, GRADIENT_COMM_DTYPE, INNER, GradientCommDtype, option
+from burst_portable.strategies.options import (
+    BACKWARD_CIRCULATES,
+    GRADIENT_COMM_DTYPE,
+    RANKS_PER_NODE,
+    GradientCommDtype,
+    option,
+)
 from burst_portable.utils.values import check_divides
 
 
 @dataclass(frozen=True)
 class DoubleRingStrategy(Strategy):
-    """`inner` ranks per node; None takes the largest divisor of the ranks that is at most 8 and below all of them."""
+    """Plan rings inside nodes and a ring over the nodes.
+
+    Attributes:
+        ranks_per_node: Default: the largest divisor of the ranks that is at most 8 and below all of them.
+    """
 
     name = "double_ring"
     title = "as ring or burst, round rings inside nodes and a ring over the nodes"
 
-    inner: int | None = option(INNER)
+    ranks_per_node: int | None = option(RANKS_PER_NODE)
     backward_circulates: Side = option(BACKWARD_CIRCULATES)
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
         narrow = travel_narrow(call, self.gradient_comm_dtype)
-        inner, note = self.inner, ""
-        if inner is None:
-            inner = node_size(call.ranks)
-            note = f"inner rings of {inner}: no node size was given"
-        check_divides(inner, call.ranks)
-        path = DoubleRing(call.ranks, inner, first=inner)
-        back = replace(path, first=_first_steps(call, self.backward_circulates, inner, narrow=narrow))
+        ranks_per_node, note = self.ranks_per_node, ""
+        if ranks_per_node is None:
+            ranks_per_node = node_size(call.ranks)
+            note = f"inner rings of {ranks_per_node}: no node size was given"
+        check_divides(ranks_per_node, call.ranks)
+        path = DoubleRing(call.ranks, ranks_per_node, first=ranks_per_node)
+        back = replace(path, first=_first_steps(call, self.backward_circulates, ranks_per_node, narrow=narrow))
         return ring_plan(call, self.name, side=self.backward_circulates, path=path, back=back, note=note, narrow=narrow)
 
     @classmethod
@@ -66,17 +76,17 @@ class DoubleRingStrategy(Strategy):
         return {"double_ring": cls(), "double_ring+kv": cls(backward_circulates="kv")}
 
 
-def _first_steps(call: AttentionCall, side: Side, inner: int, *, narrow: bool) -> int:
+def _first_steps(call: AttentionCall, side: Side, ranks_per_node: int, *, narrow: bool) -> int:
     """Steps of the own node's round for a block to come; the rest is for gradients to go home. By their bytes."""
-    if inner == call.ranks:
-        return inner
+    if ranks_per_node == call.ranks:
+        return ranks_per_node
     block, gradients = (row_size(call, side, result=result, narrow=narrow) for result in (False, True))
-    return max(1, round(inner * block / (block + gradients)))
+    return max(1, round(ranks_per_node * block / (block + gradients)))
 
 
 @dataclass(frozen=True)
 class DoubleRing:
-    """Rings of `inner` ranks (a node), and an outer ring over the nodes that hides behind whole inner rounds.
+    """Rings of `ranks_per_node` ranks (a node), and an outer ring over the nodes that hides behind whole inner rounds.
 
     A node takes part if one of its ranks needs the block; gradients are added up along a node's ring and go home once
     from each node. The round of the owner's node is divided: its `first` steps come before the blocks of other nodes,
@@ -85,7 +95,7 @@ class DoubleRing:
     """
 
     ranks: int
-    inner: int
+    ranks_per_node: int
     first: int
     name: str = "double_ring"
     phrase: str = "round two rings"
@@ -95,12 +105,12 @@ class DoubleRing:
     def step(self, owner: int, rank: int) -> int:
         nodes, turn = self._distance(owner, rank)
         if nodes:
-            return self.first + (nodes - 1) * self.inner + turn
-        return turn if turn < self.first else self.ranks - self.inner + turn
+            return self.first + (nodes - 1) * self.ranks_per_node + turn
+        return turn if turn < self.first else self.ranks - self.ranks_per_node + turn
 
     def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
         nodes, turn = self._distance(owner, rank)
-        node = rank // self.inner
+        node = rank // self.ranks_per_node
         if not needs.any(owner, self._members(node)):
             return None
         step = self.step(owner, rank)
@@ -108,18 +118,20 @@ class DoubleRing:
             return owner if self._begins(nodes, turn) else self._along(rank, -1), step - 1
         before = (node - 1) % self._nodes
         unbroken = nodes == 1 or needs.any(owner, self._members(before))
-        return before * self.inner + rank % self.inner if unbroken else owner, max(0, step - self.inner)
+        return before * self.ranks_per_node + rank % self.ranks_per_node if unbroken else owner, max(
+            0, step - self.ranks_per_node
+        )
 
     def targets(self, owner: int, rank: int) -> Iterator[int]:
         nodes, turn = self._distance(owner, rank)
         if not self._begins(nodes, turn + 1):
             yield self._along(rank, 1)
         if owner == rank:
-            if self.first < self.inner:
+            if self.first < self.ranks_per_node:
                 yield self._along(rank, self.first)
-            yield from ((rank + step * self.inner) % self.ranks for step in range(1, self._nodes))
+            yield from ((rank + step * self.ranks_per_node) % self.ranks for step in range(1, self._nodes))
         elif turn == 0 and nodes < self._nodes - 1:
-            yield (rank + self.inner) % self.ranks
+            yield (rank + self.ranks_per_node) % self.ranks
 
     def departure(self, needs: Needs, owner: int, rank: int) -> int:
         nodes, turn = self._distance(owner, rank)
@@ -132,23 +144,25 @@ class DoubleRing:
 
     def patience(self, source: int, target: int) -> int:
         """Between nodes a whole inner round: such gradients only go home, and home can add them at any later step."""
-        return 1 if source // self.inner == target // self.inner else self.inner
+        return 1 if source // self.ranks_per_node == target // self.ranks_per_node else self.ranks_per_node
 
     @property
     def _nodes(self) -> int:
-        return self.ranks // self.inner
+        return self.ranks // self.ranks_per_node
 
     def _members(self, node: int) -> range:
-        return range(node * self.inner, (node + 1) * self.inner)
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def _along(self, rank: int, turns: int) -> int:
         """The rank `turns` places further along the node's ring."""
-        return rank // self.inner * self.inner + (rank + turns) % self.inner
+        return rank // self.ranks_per_node * self.ranks_per_node + (rank + turns) % self.ranks_per_node
 
     def _distance(self, owner: int, rank: int) -> tuple[int, int]:
         """How far the block is from its owner: in nodes, and in ranks within the node's ring."""
-        return (rank // self.inner - owner // self.inner) % self._nodes, (rank - owner) % self.inner
+        return (rank // self.ranks_per_node - owner // self.ranks_per_node) % self._nodes, (
+            rank - owner
+        ) % self.ranks_per_node
 
     def _begins(self, nodes: int, turn: int) -> bool:
         """Whether a ring inside a node begins at this turn: a whole round, or the rest of the owner's node's."""
-        return turn % self.inner == 0 or (nodes == 0 and turn == self.first)
+        return turn % self.ranks_per_node == 0 or (nodes == 0 and turn == self.first)

@@ -24,10 +24,11 @@ GradientCommDtype = Literal["float32", "input"]
 LocalBlockOrder = Literal["first", "last", "split"]
 """When a rank computes with its own block: before all others, after them, or a part before and the rest after."""
 RESERVED_FLAGS = frozenset((
-    "ablate", "ablated", "backend", "batch", "check", "check_all", "checked", "deep", "dtype", "eval", "gbps",
-    "head_dim", "heads", "help", "inner", "json", "json_name", "kv_heads", "layout", "lr", "mask", "model", "no_check",
-    "options", "outer_gbps", "profile", "profiled", "rank", "ranks", "rates", "rates_file", "recompute", "report",
-    "scoring", "seed", "seq_len", "steps", "strategy", "text", "tflops", "value_dim",
+    "ablate", "ablated", "backend", "batch", "check", "check_all", "checked", "deep", "dtype", "eval", "hardware_spec",
+    "hardware_file", "head_dim", "heads", "help", "inter_node_bandwidth", "intra_node_bandwidth", "json",
+    "json_name", "kv_heads", "layout", "lr", "mask", "model", "no_check", "options", "profile", "profiled", "rank",
+    "ranks", "ranks_per_node", "recompute", "report", "scoring", "seed", "seq_len", "steps", "strategy", "text",
+    "tflops", "v_head_dim",
 ))  # fmt: skip
 """Names that no option with a flag may have: `plan` and `run` have parameters or flags of these names."""
 
@@ -130,4 +131,4 @@ GRADIENT_COMM_DTYPE = Option(
 BACKWARD_CIRCULATES = Option(
     "q", "side to circulate", choices=("kv", "q"), flag=True, help="kv or q, what goes round in the backward pass."
 )
-INNER = Option(None, "a size", help="Ranks per node.")
+RANKS_PER_NODE = Option(None, "a size", help="Ranks per node.")

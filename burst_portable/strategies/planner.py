@@ -32,7 +32,7 @@ def plan(
     heads: int,
     kv_heads: int | None = None,
     head_dim: int = 128,
-    value_dim: int | None = None,
+    v_head_dim: int | None = None,
     mask: Mask | str = "causal",
     strategy: Strategy | str = "auto",
     layout: Layout | str = "zigzag",
@@ -47,7 +47,7 @@ def plan(
         seq_len: tokens of the whole sequence.
         ranks: how many share it.
         heads, kv_heads: query heads, and K/V heads (None: as many).
-        head_dim, value_dim: the size of a head of Q and K, and of V (None: the same); at most 1024.
+        head_dim, v_head_dim: the size of a head of Q and K, and of V (None: the same); at most 1024.
         mask, strategy: as `attention` takes them.
         layout: as `attention` takes it; or "auto", the layout whose plan is predicted to be fastest. Then pass
             `plan(...).layout` to `shard` and `attention`.
@@ -60,7 +60,7 @@ def plan(
         InputError: sizes, names, a mask or a layout that do not fit together (a ValueError).
         UnsupportedError: the named strategy cannot serve this call.
     """
-    call = call_of_sizes(seq_len, ranks, heads, kv_heads, head_dim, value_dim, mask, layout, batch, itemsize)
+    call = call_of_sizes(seq_len, ranks, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, itemsize)
     return planned_for(strategy_of(strategy), call, layout)
 
 
@@ -70,7 +70,7 @@ def call_of_sizes(
     heads: int,
     kv_heads: int | None,
     head_dim: int,
-    value_dim: int | None,
+    v_head_dim: int | None,
     mask: Mask | str,
     layout: Layout | str,
     batch: int,
@@ -80,16 +80,16 @@ def call_of_sizes(
     seq_len, ranks, heads = size("seq_len", seq_len), size("ranks", ranks), size("heads", heads)
     kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
     head_dim = size("head_dim", head_dim)
-    value_dim = head_dim if value_dim is None else size("value_dim", value_dim)
+    v_head_dim = head_dim if v_head_dim is None else size("v_head_dim", v_head_dim)
     batch, itemsize = size("batch", batch), size("itemsize", itemsize)
-    for name, given in (("head_dim", head_dim), ("value_dim", value_dim)):
+    for name, given in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         if given > LARGEST_HEAD:
             raise InputError(f"{name} is too large", got=given, allowed=f"at most {LARGEST_HEAD}")
     check_heads(heads, kv_heads)
     mask = mask_of(mask, seq_len)
     where = layout_of("zigzag" if _any_layout(layout) else layout, seq_len, ranks, mask)
     scale = 1.0 / math.sqrt(head_dim)
-    return AttentionCall(mask, where, heads, kv_heads, head_dim, value_dim, batch, itemsize, scale=scale)
+    return AttentionCall(mask, where, heads, kv_heads, head_dim, v_head_dim, batch, itemsize, scale=scale)
 
 
 def planned_for(strategy: Strategy, call: AttentionCall, layout: Layout | str) -> Plan:
@@ -145,7 +145,7 @@ def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) 
         raise InputError(
             "shard and attention need the same layout, so it is chosen beforehand",
             got="the layout 'auto'",
-            next_step="plan_on(mesh, seq_len=..., heads=...).layout is the fastest: pass it to shard and attention",
+            next_step="plan_for_mesh(mesh, seq_len=..., heads=...).layout is the fastest: pass it to both",
         )
     if isinstance(layout, str):
         return make_layout(layout, length, ranks, mask if layout in OF_DOCUMENTS else None)

@@ -134,14 +134,14 @@ def has_option(name: str, option: str) -> bool:
     return any(one.name == option for one in fields(load(name)))
 
 
-def strategy_of(strategy: Strategy | str, inner: int | None = None) -> Strategy:
+def strategy_of(strategy: Strategy | str, ranks_per_node: int | None = None) -> Strategy:
     """Return the strategy that a user passed. It is part of the key of plans, so it must be hashable.
 
     inner: Ranks per node, for a strategy with nodes that is passed by name. Default: the strategy's own.
     """
     if isinstance(strategy, str):
-        with_nodes = inner is not None and strategy in known() and has_option(strategy, "inner")
-        return make_strategy(strategy, inner=inner if with_nodes else None)
+        with_nodes = ranks_per_node is not None and strategy in known() and has_option(strategy, "ranks_per_node")
+        return make_strategy(strategy, ranks_per_node=ranks_per_node if with_nodes else None)
     if not isinstance(strategy, Strategy):
         raise unknown_name("strategy", strategy, known())
     try:

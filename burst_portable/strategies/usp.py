@@ -1,6 +1,6 @@
 """Unified Sequence Parallelism (arXiv 2405.07719), the head-first 2D attention of LoongTrain (arXiv 2406.18485).
 
-Ulysses inside nodes of `inner` ranks, a ring over the nodes::
+Ulysses inside nodes of `ranks_per_node` ranks, a ring over the nodes::
 
     q, k, v <- all-to-all in the node: the node's rows of some heads     node 0    0   1   2   3
     for each node:                                                                 |   |   |   |    a ring for each
@@ -8,11 +8,11 @@ Ulysses inside nodes of `inner` ranks, a ring over the nodes::
         out, LSE <- merge(attend(q, k, v))                                         |   |   |   |
     out <- all-to-all in the node: the rank's rows of all heads          node 2    8   9  10  11
 
-A launch takes the rows of a whole node, `inner` times as many as in a ring over all ranks, and there are `inner` times
-fewer launches; every rank's own network card carries a share of what crosses nodes. With all ranks in one node this is
-Ulysses, with one rank per node a ring: the same plans. Ranks hold whole K/V heads, so their number is a multiple of
-`inner` or divides it. In the latter case ranks of a node that share a K/V head each get a copy, which travels too, and
-its gradients are added up.
+A launch takes the rows of a whole node, `ranks_per_node` times as many as in a ring over all ranks, and there are
+`ranks_per_node` times fewer launches; every rank's own network card carries a share of what crosses nodes. With all
+ranks in one node this is Ulysses, with one rank per node a ring: the same plans. Ranks hold whole K/V heads, so their
+number is a multiple of `ranks_per_node` or divides it. In the latter case ranks of a node that share a K/V head each
+get a copy, which travels too, and its gradients are added up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from burst_portable.strategies.base import Machine, Strategy, node_size, ring_pl
 from burst_portable.strategies.options import (
     BACKWARD_CIRCULATES,
     GRADIENT_COMM_DTYPE,
-    INNER,
+    RANKS_PER_NODE,
     TRANSFER,
     GradientCommDtype,
     Transfer,
@@ -40,36 +40,46 @@ from burst_portable.utils.values import check_divides, divisors
 
 @dataclass(frozen=True)
 class UspStrategy(Strategy):
-    """`inner` ranks per node; None takes the largest divisor of the ranks that heads allow, at most 8 and below all."""
+    """Plan Ulysses inside nodes and a ring over the nodes.
+
+    Attributes:
+        ranks_per_node: Default: the largest divisor of the ranks that the heads allow, at most 8 and below all.
+    """
 
     name = "usp"
     title = "all rows of the node of some heads to each rank, a ring over the nodes, and back"
 
-    inner: int | None = option(INNER)
+    ranks_per_node: int | None = option(RANKS_PER_NODE)
     backward_circulates: Side = option(BACKWARD_CIRCULATES, default="kv")
     transfer: Transfer = option(TRANSFER)  # between nodes, as the next
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        inner, note = self._inner(call)
-        nodes = call.ranks // inner
-        if nodes == 1 and inner > 1:
+        ranks_per_node, note = self._ranks_per_node(call)
+        nodes = call.ranks // ranks_per_node
+        if nodes == 1 and ranks_per_node > 1:
             return replace(UlyssesStrategy().plan(call), strategy=self.name, reason=note)
         narrow = travel_narrow(call, self.gradient_comm_dtype)
         # After the first all-to-all a rank holds the rows of its node: a call of one rank a node.
-        heads, kv_heads = heads_each(call.heads, call.kv_heads, inner)
+        heads, kv_heads = heads_each(call.heads, call.kv_heads, ranks_per_node)
         between = replace(
             call,
-            layout=call.layout.joined(inner).sorted() if inner > 1 else call.layout,
-            kv_layout=call.k_layout.joined(inner).sorted() if inner > 1 else call.k_layout,
+            layout=call.layout.joined(ranks_per_node).sorted() if ranks_per_node > 1 else call.layout,
+            kv_layout=call.k_layout.joined(ranks_per_node).sorted() if ranks_per_node > 1 else call.k_layout,
             heads=heads,
             kv_heads=kv_heads,
         )
         path = route(nodes, self.transfer)
         ring = ring_plan(
-            between, self.name, side=self.backward_circulates, path=path, note=note, stride=inner, narrow=narrow
+            between,
+            self.name,
+            side=self.backward_circulates,
+            path=path,
+            note=note,
+            stride=ranks_per_node,
+            narrow=narrow,
         )
-        return replace(ring, call=call, heads=HeadSplit(inner) if inner > 1 else None)
+        return replace(ring, call=call, heads=HeadSplit(ranks_per_node) if ranks_per_node > 1 else None)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
@@ -78,32 +88,35 @@ class UspStrategy(Strategy):
         if node is None or node == 1:
             return
         fitting = [i for i in divisors(node) if i > 1 and shares_out(call, i)]
-        inner = max(fitting, default=node)  # its plan is refused, with the reason
-        if inner < call.ranks and call.ranks % inner == 0:
-            part = "" if inner == node else f" in {inner}"
-            yield f"usp{part}", cls(inner)
-            yield f"usp{part}+q", cls(inner, backward_circulates="q")
-            yield f"usp{part}+fetch", cls(inner, transfer="direct")
+        ranks_per_node = max(fitting, default=node)  # its plan is refused, with the reason
+        if ranks_per_node < call.ranks and call.ranks % ranks_per_node == 0:
+            part = "" if ranks_per_node == node else f" in {ranks_per_node}"
+            yield f"usp{part}", cls(ranks_per_node)
+            yield f"usp{part}+q", cls(ranks_per_node, backward_circulates="q")
+            yield f"usp{part}+fetch", cls(ranks_per_node, transfer="direct")
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
         return {"usp": cls(), "usp+fetch": cls(backward_circulates="q", transfer="direct")}
 
-    def _inner(self, call: AttentionCall) -> tuple[int, str]:
+    def _ranks_per_node(self, call: AttentionCall) -> tuple[int, str]:
         """(ranks per node, a note if they were not given). Raises if the ranks or heads do not fit what was given."""
         ranks = call.ranks
-        if self.inner is None:
-            inner, largest = node_size(ranks, lambda inner: shares_out(call, inner)), node_size(ranks)
-            fewer = f", and these heads are not shared out among {largest}" if inner < largest else ""
-            return inner, f"nodes of {inner}: no node size was given{fewer}"
-        check_divides(self.inner, ranks)
-        if not shares_out(call, self.inner):
+        if self.ranks_per_node is None:
+            ranks_per_node, largest = (
+                node_size(ranks, lambda ranks_per_node: shares_out(call, ranks_per_node)),
+                node_size(ranks),
+            )
+            fewer = f", and these heads are not shared out among {largest}" if ranks_per_node < largest else ""
+            return ranks_per_node, f"nodes of {ranks_per_node}: no node size was given{fewer}"
+        check_divides(self.ranks_per_node, ranks)
+        if not shares_out(call, self.ranks_per_node):
             fitting = [i for i in divisors(ranks) if shares_out(call, i)]
             raise UnsupportedError(
                 "usp cannot share these heads out in a node",
-                got=f"{call.heads} query and {call.kv_heads} K/V heads, inner={self.inner}",
-                allowed=f"inner of {', '.join(map(str, fitting))} on {ranks} ranks: query heads a multiple of it, "
-                "K/V heads a multiple or a divisor",
+                got=f"{call.heads} query and {call.kv_heads} K/V heads, ranks_per_node={self.ranks_per_node}",
+                allowed=f"ranks_per_node of {', '.join(map(str, fitting))} on {ranks} ranks: "
+                "query heads a multiple of it, K/V heads a multiple or a divisor",
                 next_step="take one of these, or the strategy 'double_ring'",
             )
-        return self.inner, ""
+        return self.ranks_per_node, ""

@@ -63,12 +63,12 @@ def size(name: str, value: object) -> int:
     return number
 
 
-def check_divides(inner: int, ranks: int) -> None:
+def check_divides(ranks_per_node: int, ranks: int) -> None:
     """Refuse nodes that are not all of one size."""
-    if ranks % inner:
+    if ranks % ranks_per_node:
         raise InputError(
             "that node size does not divide the ranks",
-            got=f"inner={inner}, {ranks} ranks",
+            got=f"ranks_per_node={ranks_per_node}, {ranks} ranks",
             allowed=", ".join(map(str, divisors(ranks))),
         )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 import burst_portable as bp
-from burst_portable import numerics, run_local
+from burst_portable import numerics, run_threads
 from burst_portable.backends.selection import choose_kernel, load
 from burst_portable.config import Config, from_environment
 from burst_portable.conformance import oracle
@@ -156,13 +156,13 @@ def test_no_wrong_value_finds_the_plan_of_an_equal_one(usual, wrong):
 
 
 def test_equal_numbers_of_other_types_share_no_layout_and_no_strategy():
-    bp.make_layout("zigzag", 16, 2), bp.make_strategy("double_ring", inner=1)
+    bp.make_layout("zigzag", 16, 2), bp.make_strategy("double_ring", ranks_per_node=1)
     for wrong in ((16.0, 2), (16, 2.0), (True, True)):
         with pytest.raises(InputError, match="is not a size"):
             bp.make_layout("zigzag", *wrong)
-    for inner in (1.0, True, 0):
-        with pytest.raises(InputError, match="inner is not a size"):
-            bp.make_strategy("double_ring", inner=inner)
+    for ranks_per_node in (1.0, True, 0):
+        with pytest.raises(InputError, match="ranks_per_node is not a size"):
+            bp.make_strategy("double_ring", ranks_per_node=ranks_per_node)
 
 
 def test_numbers_in_tensors_are_read_and_not_remembered_by_identity():
@@ -222,7 +222,7 @@ def test_results_can_be_changed_in_place(ranks, dtype):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # backward needs them as they were
             out.sum().backward()
 
-    bp.run_local(ranks, work)
+    bp.run_threads(ranks, work)
 
 
 def test_errors_are_builtins_too():
@@ -244,7 +244,7 @@ def test_transforms_of_functions_are_refused(transformed, ranks):
         with pytest.raises(UnsupportedError, match=r"torch\.func; .*; put what vmap maps over into the batch"):
             transformed(lambda q: bp.attention(q.view(-1, 16, 4, 8)[:1], k, v, mesh=mesh).sum())(x)
 
-    bp.run_local(ranks, work)
+    bp.run_threads(ranks, work)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, where a first level is entered
@@ -273,7 +273,7 @@ def test_partial_attention_and_merge_are_the_whole():
         bp.partial_attention(q, k[:, :8], v[:, :8], left),
         bp.partial_attention(q, k[:, 8:], v[:, 8:], [t.shifted(0, -8) for t in right]),
     ]
-    out, lse = bp.merge(parts)
+    out, lse = bp.merge_attention_states(parts)
     whole, whole_lse = bp.attention(q, k, v, return_lse=True)
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, whole_lse)
@@ -293,9 +293,9 @@ def test_partial_attention_has_no_gradient():
 def test_merge_has_no_gradient():
     out, lse = torch.ones(1, 4, 2, 8, requires_grad=True), torch.zeros(1, 2, 4)
     with pytest.raises(InputError, match="merge has no gradient"):
-        bp.merge([(out, lse), (out, lse)])
+        bp.merge_attention_states([(out, lse), (out, lse)])
     with torch.no_grad():
-        assert bool(bp.merge([(out, lse), (out, lse)])[0].eq(1).all())
+        assert bool(bp.merge_attention_states([(out, lse), (out, lse)])[0].eq(1).all())
 
 
 def test_a_call_is_prepared_once():
@@ -330,14 +330,14 @@ def test_why_a_kernel_was_chosen():
 
 
 @pytest.mark.parametrize("value", ["0", "0.0005", "-3", "soon", "inf"])
-def test_a_deadline_that_is_none(value):
-    with pytest.raises(InputError, match="BURST_DEADLINE"):
-        from_environment({"BURST_DEADLINE": value})
-    assert from_environment({"BURST_DEADLINE": "7.5"}).deadline == 7.5
+def test_a_timeout_that_is_none(value):
+    with pytest.raises(InputError, match="BURST_TIMEOUT"):
+        from_environment({"BURST_TIMEOUT": value})
+    assert from_environment({"BURST_TIMEOUT": "7.5"}).timeout == 7.5
 
 
 def test_a_setting_that_is_empty_is_not_set():
-    assert from_environment(dict.fromkeys(("BURST_DEADLINE", "BURST_KERNEL", "BURST_TRANSPORT"), "")) == Config()
+    assert from_environment(dict.fromkeys(("BURST_TIMEOUT", "BURST_KERNEL", "BURST_TRANSPORT"), "")) == Config()
 
 
 def test_a_kernel_s_own_row_delta_is_used(monkeypatch):
@@ -355,7 +355,7 @@ def test_a_kernel_s_own_row_delta_is_used(monkeypatch):
         mine = bp.shard(q, mesh).requires_grad_()
         bp.attention(mine, mine, mine, mesh=mesh, kernel="reference", strategy="ring").sum().backward()
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
     assert asked == [(1, 4, 2, 4)] * 2
 
 
@@ -369,9 +369,9 @@ def test_operators_are_given_out_where_it_is_at_hand(monkeypatch):
         q, k, v = (torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3))
         bp.attention(q, k, v, mesh=mesh, strategy=strategy, kernel="cpu_flash").sum().backward()
 
-    bp.run_local(2, lambda mesh: work(mesh, "ring"))
+    bp.run_threads(2, lambda mesh: work(mesh, "ring"))
     assert not made
-    bp.run_local(2, lambda mesh: work(mesh, "burst"))
+    bp.run_threads(2, lambda mesh: work(mesh, "burst"))
     assert made
 
 
@@ -394,7 +394,7 @@ def test_another_default_device(mask: str, strategy: str):
     seen = (distance >= 0) & (distance <= (length if mask == "causal" else 5))
     out = torch.nn.functional.scaled_dot_product_attention(*exact, attn_mask=seen, enable_gqa=True)
     good = [out, *torch.autograd.grad(out.sum(), exact)]
-    for found in run_local(4, work):
+    for found in run_threads(4, work):
         for made, other in zip(found, good, strict=True):
             torch.testing.assert_close(made.double(), other.transpose(1, 2), rtol=0, atol=1e-5)
 

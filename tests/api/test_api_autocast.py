@@ -63,7 +63,7 @@ def test_autocast_casts_as_for_torch_s_own_attention(given, computed, ranks):
         out.square().sum().backward()
         return [out, lse, *(x.grad for x in parts)], kernel
 
-    casts, by_hand = (bp.run_local(ranks, lambda mesh, on=on: work(mesh, on)) for on in (True, False))
+    casts, by_hand = (bp.run_threads(ranks, lambda mesh, on=on: work(mesh, on)) for on in (True, False))
     for (got, kernel), (expected, chosen) in zip(casts, by_hand, strict=True):
         assert kernel == chosen
         assert [x.dtype for x in got] == [computed, numerics.accumulation_dtype(computed), *given]

@@ -12,7 +12,7 @@ import torch
 import burst_portable as bp
 from burst_portable.config import Config
 from burst_portable.errors import BurstError
-from burst_portable.nn import SelfAttention, rotate
+from burst_portable.nn import SelfAttention, apply_rotary_embedding
 from burst_portable.planning.tiles import Tile
 
 
@@ -51,53 +51,59 @@ FUNCTIONS = {
             "kernel": "auto",
         },
     ),
-    "merge": (bp.merge, {"parts": [(Q, torch.zeros(1, 4, 16))]}),
+    "merge_attention_states": (bp.merge_attention_states, {"parts": [(Q, torch.zeros(1, 4, 16))]}),
     "plan": (
         bp.plan,
-        PLANNED | {"kv_heads": 1, "head_dim": 8, "value_dim": 8, "batch": 1, "itemsize": 2, "mask": "full"},
+        PLANNED | {"kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "batch": 1, "itemsize": 2, "mask": "full"},
     ),
-    "positions": (bp.positions, {"mesh": MESH, "seq_len": 16, "layout": "zigzag", "mask": None, "device": None}),
+    "local_position_ids": (
+        bp.local_position_ids,
+        {"mesh": MESH, "seq_len": 16, "layout": "zigzag", "mask": None, "device": None},
+    ),
     "shard": (bp.shard, {"x": Q, "mesh": MESH, "dim": 1, "layout": "zigzag", "mask": None}),
     "unshard": (bp.unshard, {"x": Q, "mesh": MESH, "dim": 1, "seq_len": 16, "layout": "zigzag", "mask": None}),
     "shard_batch": (
         bp.shard_batch,
-        {"input_ids": IDS, "labels": IDS, "position_ids": IDS, "documents": (0, 16), "mesh": MESH, "ignore_index": -1},
+        {"input_ids": IDS, "labels": IDS, "position_ids": IDS, "cu_seqlens": (0, 16), "mesh": MESH, "ignore_index": -1},
     ),
-    "sum_gradients": (lambda **a: bp.sum_gradients([], MESH, **a), {"bucket_bytes": 8}),
+    "all_reduce_gradients": (lambda **a: bp.all_reduce_gradients([], MESH, **a), {"bucket_bytes": 8}),
     "Mask": (bp.Mask, {"regions": (bp.Region(0, 4, 0, 4),), "name": "mine"}),
     "Region": (bp.Region, {"q_start": 0, "q_stop": 4, "k_start": 0, "k_stop": 4, "lo": 0, "hi": 3}),
-    "documents": (bp.Mask.documents, {"cumulative": (0, 16), "causal": True, "window": 3}),
+    "documents": (bp.Mask.documents, {"cu_seqlens": (0, 16), "causal": True, "window": 3}),
     "window": (bp.Mask.window, {"left": 1, "right": 1}),
     "prefix_lm": (bp.Mask.prefix_lm, {"prefix": 1}),
-    "sink_window": (bp.Mask.sink_window, {"sink": 1, "left": 1}),
-    "global_window": (bp.Mask.global_window, {"tokens": 1, "left": 1, "right": 1}),
-    "block_causal": (bp.Mask.block_causal, {"cumulative": (0, 16)}),
-    "share_question": (bp.Mask.share_question, {"lengths": (4, 4)}),
+    "sink_window": (bp.Mask.sink_window, {"num_sink_tokens": 1, "left": 1}),
+    "global_window": (bp.Mask.global_window, {"num_global_tokens": 1, "left": 1, "right": 1}),
+    "block_causal": (bp.Mask.block_causal, {"cu_seqlens": (0, 16)}),
+    "share_question": (bp.Mask.share_question, {"seqlens": (4, 4)}),
     "parse": (bp.Mask.parse, {"text": "block_causal:4", "length": 16}),
-    "blind_rows": (bp.Mask.causal().blind_rows, {"length": 16}),
-    "area": (bp.Mask.causal().area, {"q_length": 16, "k_length": 16}),
+    "fully_masked_tokens": (bp.Mask.causal().fully_masked_tokens, {"length": 16}),
+    "num_pairs": (bp.Mask.causal().num_pairs, {"q_length": 16, "k_length": 16}),
     "Mesh": (
         bp.Mesh,
-        {"rank": 0, "size": 2, "connect": len, "group": None, "inner": 1, "backend": "cpu", "config": None},
+        {"rank": 0, "size": 2, "connect": len, "group": None, "ranks_per_node": 1, "backend": "cpu", "config": None},
     ),
     "single": (bp.Mesh.single, {"backend": "cpu", "config": None}),
-    "Config": (Config, {"deadline": 5.0, "kernel": "auto", "transport": "auto"}),
-    "run_local": (
-        lambda **a: bp.run_local(work=lambda mesh: mesh.rank, **a),
-        {"ranks": 2, "deadline": 5.0, "inner": 1, "backend": "cpu"},
+    "Config": (Config, {"timeout": 5.0, "kernel": "auto", "transport": "auto"}),
+    "run_threads": (
+        lambda **a: bp.run_threads(work=lambda mesh: mesh.rank, **a),
+        {"ranks": 2, "timeout": 5.0, "ranks_per_node": 1, "backend": "cpu"},
     ),
     "make_layout": (bp.make_layout, {"name": "zigzag", "length": 16, "ranks": 2, "mask": None}),
     "ring": (lambda **a: bp.plan(strategy=bp.make_strategy("ring", **a), **PLANNED), {"transfer": "direct"}),
     "double_ring": (
         lambda **a: bp.plan(strategy=bp.make_strategy(**a), **PLANNED),
-        {"name": "double_ring", "inner": 1, "backward_circulates": "q"},
+        {"name": "double_ring", "ranks_per_node": 1, "backward_circulates": "q"},
     ),
     "usp": (
         lambda **a: bp.plan(strategy=bp.make_strategy("usp", **a), **PLANNED),
-        {"inner": 2, "backward_circulates": "q", "transfer": "direct", "gradient_comm_dtype": "float32"},
+        {"ranks_per_node": 2, "backward_circulates": "q", "transfer": "direct", "gradient_comm_dtype": "float32"},
     ),
-    "auto": (lambda **a: bp.plan(strategy=bp.make_strategy("auto", **a), **PLANNED), {"inner": 1, "rates": None}),
-    "rotate": (rotate, {"x": Q, "where": IDS[0], "theta": 1e4}),
+    "auto": (
+        lambda **a: bp.plan(strategy=bp.make_strategy("auto", **a), **PLANNED),
+        {"ranks_per_node": 1, "hardware": None},
+    ),
+    "apply_rotary_embedding": (apply_rotary_embedding, {"x": Q, "position_ids": IDS[0], "theta": 1e4}),
     "SelfAttention": (SelfAttention, {"dim": 8, "heads": 2, "kv_heads": 1, "theta": 1e4} | CHOICES),
     "forward": (SelfAttention(8, 2), {"x": torch.ones(1, 16, 8), "seq_len": 16, "position_ids": IDS[0]}),
 }

@@ -1,4 +1,4 @@
-"""`plan_on`: one layout for cutting and for attention, the same on every rank, without tensors."""
+"""`plan_for_mesh`: one layout for cutting and for attention, the same on every rank, without tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_its_layout_goes_to_shard_and_to_attention(mask):
     exact = oracle.attention(q, k, v, dout, seen, scale=0.25, dtype=torch.float64)
 
     def work(mesh):
-        plan = bp.plan_on(mesh, mask=mask, dtype=torch.float64, device="cpu", **SIZES)
+        plan = bp.plan_for_mesh(mesh, mask=mask, dtype=torch.float64, device="cpu", **SIZES)
         where = plan.layout
         mine = [bp.shard(x, mesh, layout=where).requires_grad_() for x in (q, k, v)]
         out = bp.attention(*mine, mask=mask, mesh=mesh, layout=where)
@@ -33,7 +33,7 @@ def test_its_layout_goes_to_shard_and_to_attention(mask):
         results = (out, *(x.grad for x in mine))
         return plan, [bp.unshard(x.detach(), mesh, seq_len=LENGTH, layout=where) for x in results]
 
-    plans, answers = zip(*bp.run_local(3, work), strict=True)
+    plans, answers = zip(*bp.run_threads(3, work), strict=True)
     assert len(set(plans)) == 1
     for answer in answers:
         for found, right in zip(answer, (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
@@ -42,35 +42,35 @@ def test_its_layout_goes_to_shard_and_to_attention(mask):
 
 def test_it_is_the_plan_of_the_call(monkeypatch):
     """With sizes that all differ: the same problem, and rates for the same kernel, dtype and size of a head."""
-    asked, rates_of = [], prepare.rates_of
+    asked, hardware_of = [], prepare.hardware_of
 
     def noted(backend, ranks, kernel, *given, **more):
         asked.append((ranks, kernel.name, *given))
-        return rates_of(backend, ranks, kernel, *given, **more)
+        return hardware_of(backend, ranks, kernel, *given, **more)
 
-    monkeypatch.setattr(prepare, "rates_of", noted)
+    monkeypatch.setattr(prepare, "hardware_of", noted)
 
     def work(mesh):
         q, k, v = (torch.ones(3, 10, heads, dim) for heads, dim in ((8, 16), (2, 16), (2, 12)))
         bp.attention(q, k, v, mask="full", mesh=mesh, layout="striped")
         (call,) = mesh._calls.values()
-        made = bp.plan_on(
-            mesh, seq_len=20, heads=8, kv_heads=2, head_dim=16, value_dim=12, mask="full", layout="striped", batch=3,
+        made = bp.plan_for_mesh(
+            mesh, seq_len=20, heads=8, kv_heads=2, head_dim=16, v_head_dim=12, mask="full", layout="striped", batch=3,
             dtype=torch.float32, device="cpu",
         )  # fmt: skip
         return made == call.plan
 
-    assert bp.run_local(2, work) == [True, True]
+    assert bp.run_threads(2, work) == [True, True]
     assert len(asked) == 4
     assert set(asked) == {(2, asked[0][1], "", "float32", 16)}
 
 
 def test_what_is_named_stays():
     def work(mesh):
-        plan = bp.plan_on(mesh, layout="striped", strategy="burst", **SIZES)
+        plan = bp.plan_for_mesh(mesh, layout="striped", strategy="burst", **SIZES)
         return plan.layout.name, plan.strategy
 
-    assert bp.run_local(2, work) == [("striped", "burst")] * 2
+    assert bp.run_threads(2, work) == [("striped", "burst")] * 2
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_is_named_stays():
 )
 def test_what_is_refused(change, error, told):
     with pytest.raises(error, match=told):
-        bp.plan_on(**{**SIZES, **change})
+        bp.plan_for_mesh(**{**SIZES, **change})
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,6 @@ def test_long_and_short_documents_dealt_out(strategy):
         out.backward(bp.shard(dout, mesh, layout=where))
         return [bp.unshard(x.detach(), mesh, seq_len=ends[-1], layout=where) for x in (out, *(x.grad for x in mine))]
 
-    for answer in bp.run_local(2, work):
+    for answer in bp.run_threads(2, work):
         for found, right in zip(answer, (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
             torch.testing.assert_close(found.double(), right, atol=2e-5, rtol=2e-5)

@@ -49,20 +49,20 @@ def sparse() -> list[Parameter]:
 )
 def test_ranks_with_other_parameters(odd: Callable[[], list[Parameter]], told: str):
     def work(mesh: bp.Mesh) -> str:
-        bp.sum_over_ranks(torch.ones(3), mesh)  # so that one that refuses has somebody to tell
+        bp.all_reduce(torch.ones(3), mesh)  # so that one that refuses has somebody to tell
         mine = odd() if mesh.rank == 1 else parameters(5, 7, 2)
         try:
-            bp.sum_gradients(mine, mesh)
+            bp.all_reduce_gradients(mine, mesh)
         except BurstError as error:
             if mesh.rank != 1:
                 assert [None if one.grad is None else one.grad.tolist() for one in mine] == [[1] * 5, [1] * 7, None]
             after = parameters(4, 1)
-            bp.sum_gradients(after, mesh)
+            bp.all_reduce_gradients(after, mesh)
             assert after[0].grad.tolist() == [3.0] * 4
             return str(error)
         return ""
 
-    for message in bp.run_local(3, work):
+    for message in bp.run_threads(3, work):
         assert told in message
 
 
@@ -82,16 +82,16 @@ def test_ranks_whose_parameters_hold_other_values(which: int):
         change[1] = mesh.rank == 2
         other.data = (other.data.view(bits) + change).view(other.dtype)
         with pytest.raises(MismatchError) as caught:
-            bp.sum_gradients(mine, mesh)
+            bp.all_reduce_gradients(mine, mesh)
         assert mine[0].grad.tolist() == [1] * 6
         other.data = (other.data.view(bits) - change).view(other.dtype)
         for _ in range(2):
-            bp.sum_gradients(mine, mesh)
+            bp.all_reduce_gradients(mine, mesh)
             mine[0].data += mesh.rank
         assert mine[0].grad.tolist() == [9] * 6
         return str(caught.value)
 
-    for message in bp.run_local(3, work):
+    for message in bp.run_threads(3, work):
         assert re.search(r"values of the parameters: checksum \w{8} on rank 0, 1 but checksum \w{8} on rank 2", message)
         assert "seed ranks alike" in message
 
@@ -100,15 +100,15 @@ def test_ranks_whose_parameters_hold_other_values(which: int):
     ("odd", "told"), [("one", "x is not a tensor"), (torch.ones(3).to_sparse(), "x is not a dense tensor")]
 )
 def test_a_rank_that_sums_what_is_no_dense_tensor(odd: object, told: str):
-    """The other ranks are told, and do not wait for the deadline."""
+    """The other ranks are told, and do not wait for the timeout."""
 
     def work(mesh: bp.Mesh) -> tuple[str, list[float]]:
-        bp.sum_over_ranks(torch.ones(3), mesh)
+        bp.all_reduce(torch.ones(3), mesh)
         with pytest.raises(BurstError) as caught:
-            bp.sum_over_ranks(odd if mesh.rank == 1 else torch.ones(3), mesh)
-        return str(caught.value), bp.sum_over_ranks(torch.ones(3), mesh).tolist()
+            bp.all_reduce(odd if mesh.rank == 1 else torch.ones(3), mesh)
+        return str(caught.value), bp.all_reduce(torch.ones(3), mesh).tolist()
 
-    for message, after in bp.run_local(3, work, deadline=20):
+    for message, after in bp.run_threads(3, work, timeout=20):
         assert told in message
         assert "not come" not in message
         assert after == [3.0] * 3
@@ -119,10 +119,10 @@ def test_a_refusal_of_the_first_sum_is_told():
 
     def work(mesh: bp.Mesh) -> str:
         with pytest.raises(BurstError) as caught:
-            bp.sum_gradients(sparse() if mesh.rank == 1 else parameters(5, 7, 2), mesh)
+            bp.all_reduce_gradients(sparse() if mesh.rank == 1 else parameters(5, 7, 2), mesh)
         return str(caught.value)
 
-    for message in bp.run_local(3, work, deadline=20):
+    for message in bp.run_threads(3, work, timeout=20):
         assert "sparse gradients are not summed" in message
 
 
@@ -132,19 +132,19 @@ def test_parameters_that_were_summed_before_are_compared_again():
     def work(mesh: bp.Mesh) -> str:
         one, other = parameters(5, 2), parameters(5, 7, 2)
         for each in (one, other):
-            bp.sum_gradients(each, mesh)
+            bp.all_reduce_gradients(each, mesh)
         with pytest.raises(MismatchError) as caught:
-            bp.sum_gradients(other if mesh.rank == 1 else one, mesh)
+            bp.all_reduce_gradients(other if mesh.rank == 1 else one, mesh)
         return str(caught.value)
 
-    for message in bp.run_local(2, work):
+    for message in bp.run_threads(2, work):
         assert "2 tensors of 7 numbers on rank 0 but 3 tensors of 14 numbers on rank 1" in message
 
 
 @pytest.mark.parametrize("listed", [[], frozen(5, 2)[:1]], ids=["none", "frozen"])
 def test_nothing_to_sum(listed: list[Parameter]):
     """Not even a transport is needed where no gradient says on which device."""
-    assert bp.run_local(2, lambda mesh: bp.sum_gradients(listed, mesh)) == [None, None]
+    assert bp.run_threads(2, lambda mesh: bp.all_reduce_gradients(listed, mesh)) == [None, None]
     assert listed == [] or listed[0].grad.tolist() == [1] * 5
 
 
@@ -156,17 +156,17 @@ def test_nothing_to_sum(listed: list[Parameter]):
 def test_frozen_tensors_whose_values_are_not_compared(beside: torch.Tensor):
     def work(mesh: bp.Mesh) -> list[float]:
         one = parameters(3, 1)[0]
-        bp.sum_gradients([one, beside], mesh)
+        bp.all_reduce_gradients([one, beside], mesh)
         return one.grad.tolist()
 
-    assert bp.run_local(2, work) == [[2.0] * 3] * 2
+    assert bp.run_threads(2, work) == [[2.0] * 3] * 2
 
 
 class Counting(WrappedTransport):
     """Record the bytes of each buffer of an exchange among all ranks, by its label."""
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
+    def __init__(self, wrapped: Transport) -> None:
+        super().__init__(wrapped)
         self.sizes: list[tuple[str, list[int]]] = []
 
     def all_to_all(
@@ -188,20 +188,20 @@ def test_gradients_that_are_exchanged_together():
 
     def work(mesh: bp.Mesh) -> list[int]:
         mine = parameters(1, 1, 1, 3, 1, 1)
-        _, sizes = exchanged(mesh, lambda counted: bp.sum_gradients(mine, counted, bucket_bytes=8))
+        _, sizes = exchanged(mesh, lambda counted: bp.all_reduce_gradients(mine, counted, bucket_bytes=8))
         return [sum(parts) // 4 for label, parts in sizes if label == "summing gradients"]
 
     # Besides, for each gradient a number that says who has one. Two ranks divide all of these.
-    assert bp.run_local(2, work) == [[2 + 2, 1 + 1, 3 + 1, 2 + 2]] * 2
+    assert bp.run_threads(2, work) == [[2 + 2, 1 + 1, 3 + 1, 2 + 2]] * 2
 
 
 def test_ranks_with_other_buckets_are_told():
     def work(mesh: bp.Mesh) -> str:
         with pytest.raises(MismatchError) as caught:
-            bp.sum_gradients(parameters(1, 1, 1), mesh, bucket_bytes=4 if mesh.rank else 8)
+            bp.all_reduce_gradients(parameters(1, 1, 1), mesh, bucket_bytes=4 if mesh.rank else 8)
         return str(caught.value)
 
-    for message in bp.run_local(2, work):
+    for message in bp.run_threads(2, work):
         assert "bucket_bytes: 8 on rank 0 but 4 on rank 1" in message
 
 
@@ -209,10 +209,10 @@ def test_five_numbers_over_three_ranks_are_sent_as_six():
     """What is cut into a part for each rank is padded to equal parts, and no more."""
 
     def work(mesh: bp.Mesh) -> tuple[list[float], set[tuple[int, ...]]]:
-        made, sizes = exchanged(mesh, lambda counted: bp.sum_over_ranks(torch.arange(5.0), counted).tolist())
+        made, sizes = exchanged(mesh, lambda counted: bp.all_reduce(torch.arange(5.0), counted).tolist())
         return made, {tuple(parts) for label, parts in sizes if label in ("summing gradients", "gathering gradients")}
 
-    for total, sent in bp.run_local(3, work):
+    for total, sent in bp.run_threads(3, work):
         assert total == [0, 3, 6, 9, 12]
         assert sent == {(8, 8, 8)}  # a third of six numbers to each rank
 
@@ -222,10 +222,10 @@ def test_values_of_other_widths_are_compared(dtype: torch.dtype):
     def work(mesh: bp.Mesh) -> str:
         frozen = torch.full((3,), 2.0 if mesh.rank == 1 else 1.0).to(dtype)
         with pytest.raises(MismatchError) as caught:
-            bp.sum_gradients([*parameters(5, 1)[:1], frozen], mesh)
+            bp.all_reduce_gradients([*parameters(5, 1)[:1], frozen], mesh)
         return str(caught.value)
 
-    for message in bp.run_local(2, work):
+    for message in bp.run_threads(2, work):
         assert "values of the parameters: checksum" in message
 
 
@@ -233,13 +233,13 @@ def test_a_rank_that_sums_where_others_attend():
     def work(mesh: bp.Mesh) -> str:
         x = torch.ones(1, 4, 2, 8)
         try:
-            bp.sum_over_ranks(x, mesh) if mesh.rank == 1 else bp.attention(x, x, x, mesh=mesh)
+            bp.all_reduce(x, mesh) if mesh.rank == 1 else bp.attention(x, x, x, mesh=mesh)
         except BurstError as error:
             return str(error)
         return ""
 
-    for message in bp.run_local(2, work):
-        assert "pass: forward on rank 0 but sum_over_ranks on rank 1" in message
+    for message in bp.run_threads(2, work):
+        assert "pass: forward on rank 0 but all_reduce on rank 1" in message
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_rank_that_sums_where_others_attend():
 def test_numbers_that_float32_does_not_hold(values: torch.Tensor):
     """Twice the values and one: of integers all digits, of complex numbers both parts."""
     one_more = torch.tensor([x + 1 for x in values.tolist()], dtype=values.dtype)
-    made = bp.run_local(2, lambda mesh: bp.sum_over_ranks(one_more if mesh.rank else values, mesh))
+    made = bp.run_threads(2, lambda mesh: bp.all_reduce(one_more if mesh.rank else values, mesh))
     for total in made:
         assert total.dtype is values.dtype
         assert total.tolist() == [2 * x + 1 for x in values.tolist()]
@@ -269,10 +269,10 @@ def test_complex_parameters():
     def work(mesh: bp.Mesh) -> list[complex]:
         one = Parameter(torch.ones(2, dtype=torch.complex64))
         one.grad = torch.tensor([1 + 2j, mesh.rank * 1j])
-        bp.sum_gradients([one], mesh)
+        bp.all_reduce_gradients([one], mesh)
         return one.grad.tolist()
 
-    assert bp.run_local(3, work) == [[3 + 6j, 3j]] * 3
+    assert bp.run_threads(3, work) == [[3 + 6j, 3j]] * 3
 
 
 def test_a_parameter_that_is_passed_twice_is_summed_once():
@@ -281,10 +281,10 @@ def test_a_parameter_that_is_passed_twice_is_summed_once():
     def work(mesh: bp.Mesh) -> list[float]:
         tied, other = (Parameter(torch.zeros(1)) for _ in range(2))
         tied.grad, other.grad = torch.ones(1), torch.full((1,), float(mesh.rank))
-        bp.sum_gradients([tied, other, tied], mesh, bucket_bytes=4)
+        bp.all_reduce_gradients([tied, other, tied], mesh, bucket_bytes=4)
         return [tied.grad.item(), other.grad.item()]
 
-    assert bp.run_local(3, work) == [[3.0, 3.0]] * 3
+    assert bp.run_threads(3, work) == [[3.0, 3.0]] * 3
 
 
 def test_a_parameter_that_no_rank_used_stays_without_a_gradient():
@@ -294,13 +294,13 @@ def test_a_parameter_that_no_rank_used_stays_without_a_gradient():
         unused, everywhere, here = parameters = [Parameter(torch.ones(1)) for _ in range(3)]
         everywhere.grad = torch.full((1,), 5.0)
         here.grad = torch.full((1,), 7.0) if mesh.rank == mesh.size - 1 else None
-        bp.sum_gradients(parameters, mesh, bucket_bytes=8)
+        bp.all_reduce_gradients(parameters, mesh, bucket_bytes=8)
         torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5).step()
         assert unused.item() == 1.0
         return [None if p.grad is None else p.grad.item() for p in parameters]
 
     for ranks in (1, 3):
-        assert bp.run_local(ranks, work) == [[None, 5.0 * ranks, 7.0]] * ranks
+        assert bp.run_threads(ranks, work) == [[None, 5.0 * ranks, 7.0]] * ranks
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_parameter_that_no_rank_used_stays_without_a_gradient():
 def test_what_is_no_list_of_parameters_is_refused(of: Callable[[torch.nn.Linear], Any], got: str):
     """A tensor by itself can be gone through, row by row: its own gradient would stay as it is, in silence."""
     with pytest.raises(InputError, match=rf"got {got}.*; pass model\.parameters\(\), or a list of tensors"):
-        bp.sum_gradients(of(torch.nn.Linear(2, 2)), bp.Mesh.single())
+        bp.all_reduce_gradients(of(torch.nn.Linear(2, 2)), bp.Mesh.single())
 
 
 def test_sparse_gradients_are_refused():
@@ -323,6 +323,6 @@ def test_sparse_gradients_are_refused():
         table = torch.nn.Embedding(8, 2, sparse=True)
         table(torch.arange(3)).sum().backward()
         with pytest.raises(InputError, match=r"sparse gradients are not summed; .*without sparse=True"):
-            bp.sum_gradients(table.parameters(), mesh)
+            bp.all_reduce_gradients(table.parameters(), mesh)
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)

@@ -16,7 +16,7 @@ from burst_portable.layout import OF_DOCUMENTS, Layout, Segment, make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.strategies.ring import RingStrategy
 
@@ -72,9 +72,9 @@ def test_whole_documents_are_even_and_little_is_sent(ranks, seed):
         where = make_layout(name, ends[-1], ranks, mask)
         problem = AttentionCall(mask, where, 32, 8, 128, 128)
         plan = RingStrategy(transfer="direct").plan(problem)
-        sent[name] = plan_cost(plan, Rates(600.0, 300.0)).sent
-        pairs = [sum(s.compute.tiles.area for s in plan.forward.steps_of(r) if s.compute) for r in range(ranks)]
-        assert sum(pairs) == mask.area(ends[-1])
+        sent[name] = plan_cost(plan, HardwareSpec(600.0, 300.0)).sent
+        pairs = [sum(s.compute.tiles.num_pairs for s in plan.forward.steps_of(r) if s.compute) for r in range(ranks)]
+        assert sum(pairs) == mask.num_pairs(ends[-1])
         for held in (pairs, [where.count(rank) for rank in range(ranks)]):
             assert max(held) * ranks < 1.03 * sum(held)
     assert sent["whole_documents"] < 0.5 * sent["document_zigzag"]
@@ -192,6 +192,6 @@ def test_zigzag_by_hand():
 )
 def test_how_even_causal_work_is(name, least, most):
     where = make_layout(name, 4096, 8)
-    work = [sum(find_tiles(Mask.causal(), q, k).area for k in where.shards) for q in where.shards]
+    work = [sum(find_tiles(Mask.causal(), q, k).num_pairs for k in where.shards) for q in where.shards]
     assert sum(work) == 4096 * 4097 // 2
     assert least <= max(work) * 8 / sum(work) <= most

@@ -98,7 +98,7 @@ def test_the_sweep_finds_an_overlap_wherever_it_is(many):
         with pytest.raises(MaskError):
             Mask(tuple(many))
     else:
-        assert int(sum(dense_mask(Mask((r,)), 24).sum() for r in many)) == Mask(tuple(many)).area(24)
+        assert int(sum(dense_mask(Mask((r,)), 24).sum() for r in many)) == Mask(tuple(many)).num_pairs(24)
 
 
 @given(st.lists(regions, max_size=4), st.integers(1, 24), st.integers(1, 24))
@@ -109,8 +109,8 @@ def test_pairs_and_blind_rows_are_counted(many, length, keys):
     except MaskError:
         return
     seen = dense_mask(mask, 24)[:length]
-    assert mask.area(length, keys) == int(seen[:, :keys].sum())
-    assert mask.blind_rows(length) == int((~seen[:, :length].any(1)).sum())
+    assert mask.num_pairs(length, keys) == int(seen[:, :keys].sum())
+    assert mask.fully_masked_tokens(length) == int((~seen[:, :length].any(1)).sum())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import burst_portable as bp
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.comm.base import Message
 from burst_portable.comm.faults import exchange_error_notes
-from burst_portable.comm.local import Fabric, LocalTransport, run_threads
+from burst_portable.comm.local import Fabric, LocalTransport, run_transports
 from burst_portable.config import Config
 from burst_portable.errors import (
     BackendUnavailableError,
@@ -50,10 +50,13 @@ def one_process():
         ({"rank": True}, "no such rank"),
         ({"size": 0}, "size of a mesh"),
         ({"size": 2.0}, "size of a mesh"),
-        ({"inner": 3}, "that node size does not divide the ranks; got inner=3, 2 ranks; allowed: 1, 2"),
-        ({"inner": 1.0}, "inner is not a size"),
+        (
+            {"ranks_per_node": 3},
+            "that node size does not divide the ranks; got ranks_per_node=3, 2 ranks; allowed: 1, 2",
+        ),
+        ({"ranks_per_node": 1.0}, "ranks_per_node is not a size"),
         ({"connect": None}, "connects by a function"),
-        ({"config": {"deadline": 3}}, "config is not a Config"),
+        ({"config": {"timeout": 3}}, "config is not a Config"),
         ({"backend": "cpo"}, "did you mean 'cpu'"),
         ({"backend": None}, "unknown backend; got None"),
         ({"backend": ["cpu"]}, "unknown backend"),
@@ -73,27 +76,27 @@ def test_a_mesh_that_cannot_be(arguments, message):
         ({"ranks": True}, "ranks is not a size"),
         ({"ranks": 10**9}, "too many ranks for one process"),
         ({"work": 3}, "must be a function of a mesh"),
-        ({"deadline": float("nan")}, "deadline must be a number of seconds; got nan"),
-        ({"deadline": float("inf")}, "deadline"),
-        ({"deadline": None}, "deadline"),
-        ({"deadline": "5"}, "deadline"),
-        ({"deadline": 0}, "deadline"),
-        ({"deadline": 0.0005}, "deadline"),  # gloo would take 0 ms for none
-        ({"deadline": -1.0}, "deadline"),
-        ({"inner": 4}, "does not divide"),
+        ({"timeout": float("nan")}, "timeout must be a number of seconds; got nan"),
+        ({"timeout": float("inf")}, "timeout"),
+        ({"timeout": None}, "timeout"),
+        ({"timeout": "5"}, "timeout"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": 0.0005}, "timeout"),  # gloo would take 0 ms for none
+        ({"timeout": -1.0}, "timeout"),
+        ({"ranks_per_node": 4}, "does not divide"),
         ({"backend": "gpu"}, "unknown backend"),
     ],
 )
 def test_what_run_local_refuses(arguments, message):
     threads = threading.active_count()
     with pytest.raises(InputError, match=message):
-        bp.run_local(**{"ranks": 2, "work": lambda mesh: mesh.rank} | arguments)
+        bp.run_threads(**{"ranks": 2, "work": lambda mesh: mesh.rank} | arguments)
     assert threading.active_count() == threads
 
 
 @pytest.mark.parametrize("again", [0, 1])
 def test_a_rank_that_returned_is_not_waited_for(again):
-    """Long before the deadline. What it did before it returned counts: the first call, and its message, are there."""
+    """Long before the timeout. What it did before it returned counts: the first call, and its message, are there."""
 
     def work(mesh):
         rows = torch.randn(1, 8, 2, 4)
@@ -102,7 +105,7 @@ def test_a_rank_that_returned_is_not_waited_for(again):
 
     begun = time.monotonic()
     with pytest.raises(PeerLostError, match=r"rank [02], asking whether ranks agree on .*: rank 1 returned without"):
-        bp.run_local(3, work)
+        bp.run_threads(3, work)
     assert time.monotonic() - begun < 20
 
 
@@ -117,7 +120,7 @@ def test_what_a_rank_sent_before_it_returned_arrives():
         arriving.wait()
         return buffer.tolist()
 
-    assert run_threads(2, work)[1] == [0, 0, 0, 0]
+    assert run_transports(2, work)[1] == [0, 0, 0, 0]
 
 
 def test_a_named_backend_serves_or_raises():
@@ -127,7 +130,7 @@ def test_a_named_backend_serves_or_raises():
     named = bp.Mesh.single(backend="cpu")
     with pytest.raises(UnsupportedError, match="'cpu' was named, and it takes tensors on cpu; got tensors on 'meta'"):
         bp.attention(*(x.to("meta") for x in (q, k, v)), mesh=named)
-    assert bp.run_local(2, lambda mesh: mesh.backend_for("cpu").name, backend="cpu") == ["cpu", "cpu"]
+    assert bp.run_threads(2, lambda mesh: mesh.backend_for("cpu").name, backend="cpu") == ["cpu", "cpu"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a backend that cannot run here")
@@ -215,15 +218,15 @@ def test_the_least_recently_used_call_is_forgotten():
 
 
 def test_one_rank_can_be_pickled_and_several_cannot():
-    mesh = pickle.loads(pickle.dumps(bp.Mesh.single(Config(deadline=5.0), backend="cpu")))
-    assert (mesh.size, mesh.config.deadline, mesh.backend) == (1, 5.0, "cpu")
+    mesh = pickle.loads(pickle.dumps(bp.Mesh.single(Config(timeout=5.0), backend="cpu")))
+    assert (mesh.size, mesh.config.timeout, mesh.backend) == (1, 5.0, "cpu")
 
     def work(mesh):
         assert copy.deepcopy({"mesh": mesh})["mesh"] is mesh
         with pytest.raises(UnsupportedError, match=r"state_dict\(\).*let a data loader fork"):
             pickle.dumps(mesh)
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 class Straight(CpuBackend):
@@ -232,14 +235,14 @@ class Straight(CpuBackend):
     capabilities = replace(
         CpuBackend.capabilities,
         direct_transport="straight",
-        rates=replace(CpuBackend.capabilities.rates, direct=((1, 1e6),)),
+        hardware=replace(CpuBackend.capabilities.hardware, peer_copy_bandwidth=((1, 1e6),)),
     )
 
     def __init__(self, answer):
         super().__init__()
         self.answer, self.asked = answer, 0
 
-    def connect_direct(self, other, group, deadline):
+    def connect_direct(self, other, group, timeout):
         self.asked += 1
         if isinstance(self.answer, str):
             raise UnsupportedError(self.answer)
@@ -288,7 +291,7 @@ def test_a_transport_that_cannot_be_had(one_process):
 class Talking(Straight):
     """Its ranks talk to each other when they connect."""
 
-    def connect_direct(self, other, group, deadline):
+    def connect_direct(self, other, group, timeout):
         assert other.share(b"mine") == [b"mine", b"mine"]
         raise UnsupportedError("two hosts")
 
@@ -305,7 +308,7 @@ def test_a_rank_may_refuse_the_call_in_which_the_others_connect():
         bp.attention(x, x, x, mesh=mesh, strategy="ulysses", scale=0.5).sum().backward()
         return mesh.transport("cpu").state.passes
 
-    assert run_threads(2, work, deadline=3.0) == [4, 4]  # twice they agreed to connect, once for each pass
+    assert run_transports(2, work, timeout=3.0) == [4, 4]  # twice they agreed to connect, once for each pass
 
 
 def test_a_plan_does_not_count_on_a_transport_that_cannot_be_had(one_process):
@@ -322,6 +325,6 @@ def test_a_plan_does_not_count_on_a_transport_that_cannot_be_had(one_process):
 def test_from_group_rejects_a_transport_of_another_group(one_process, monkeypatch):
     """A backend whose transport ignores its group: messages would go to other ranks."""
     wrong = LocalTransport(Fabric(3, 1.0), 1)
-    monkeypatch.setattr(CpuBackend, "transport", lambda self, group, deadline: wrong)
+    monkeypatch.setattr(CpuBackend, "transport", lambda self, group, timeout: wrong)
     with pytest.raises(BackendUnavailableError, match="another process group; got rank 1 of 3; allowed: rank 0 of 1"):
         bp.Mesh.from_group().transport("cpu")

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import burst_portable as bp
 from burst_portable.errors import DtypeError, InputError, LayoutError, MismatchError, ShapeError, UnsupportedError
-from burst_portable.gradients import sum_gradients
-from burst_portable.nn import SelfAttention, rotate
+from burst_portable.gradients import all_reduce_gradients
+from burst_portable.nn import SelfAttention, apply_rotary_embedding
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_own_model.py"
 
@@ -37,15 +37,15 @@ def test_a_module_on_several_ranks_is_the_module_on_one(ranks, layout):
         mine = bp.shard(x, mesh, layout=layout).requires_grad_()
         out = module(mine, seq_len=length)
         out.backward(bp.shard(dout, mesh, layout=layout))
-        sum_gradients(module.parameters(), mesh)
+        all_reduce_gradients(module.parameters(), mesh)
 
         def whole(t):
             return bp.unshard(t.detach(), mesh, seq_len=length, layout=layout)
 
         return [whole(out), whole(mine.grad), *(p.grad for p in module.parameters())]
 
-    (alone,) = bp.run_local(1, work)
-    for found in bp.run_local(ranks, work):
+    (alone,) = bp.run_threads(1, work)
+    for found in bp.run_threads(ranks, work):
         for got, expected in zip(found, alone, strict=True):
             torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 
@@ -53,7 +53,7 @@ def test_a_module_on_several_ranks_is_the_module_on_one(ranks, layout):
 def test_rotary_positions_by_hand():
     """At position p, the pair (first, second) of frequency 1 turns by p radians."""
     x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)
-    turned = rotate(x, torch.tensor([0, 1, 5]))[0, :, 0]
+    turned = apply_rotary_embedding(x, torch.tensor([0, 1, 5]))[0, :, 0]
     angles = torch.tensor([0.0, 1.0, 5.0])
     torch.testing.assert_close(turned, torch.stack((angles.cos(), angles.sin()), dim=-1))
 
@@ -65,7 +65,7 @@ def test_rotary_positions_are_llama_s():
     frequency = 10000.0 ** (-torch.arange(4) / 4)
     angle = torch.cat((frequency, frequency)) * where[:, None]
     expected = x * angle.cos()[:, None] + rotate_half(x) * angle.sin()[:, None]
-    torch.testing.assert_close(rotate(x, where), expected)
+    torch.testing.assert_close(apply_rotary_embedding(x, where), expected)
 
 
 def test_rotary_positions_of_float64_are_of_float64():
@@ -73,7 +73,7 @@ def test_rotary_positions_of_float64_are_of_float64():
     angle = where[:, None].double() * 10000.0 ** (-torch.arange(4).double() / 4)
     turned = torch.polar(torch.ones_like(angle), angle)
     expected = torch.view_as_real(torch.complex(x[..., :4], x[..., 4:]) * turned[:, None])
-    found = rotate(x, where)
+    found = apply_rotary_embedding(x, where)
     torch.testing.assert_close(found, torch.cat(expected.unbind(-1), dim=-1), rtol=1e-9, atol=1e-9)
 
 
@@ -90,7 +90,7 @@ X = torch.zeros(2, 3, 1, 4)
         ((X, torch.zeros(3, 3)), ShapeError, "do not fit the rows"),
         ((X.int(), torch.zeros(3)), DtypeError, "turn floats"),
         ((X, torch.zeros(3, dtype=torch.bool)), DtypeError, "turn floats"),
-        ((X, [0, 1, 2]), ShapeError, "where is not a tensor"),
+        ((X, [0, 1, 2]), ShapeError, "position_ids is not a tensor"),
         (("x", torch.zeros(3)), ShapeError, "x is not a tensor"),
         *(
             ((X, torch.zeros(3), theta), InputError, "theta")
@@ -100,7 +100,7 @@ X = torch.zeros(2, 3, 1, 4)
 )
 def test_what_cannot_be_rotated(arguments, error, message):
     with pytest.raises(error, match=message):
-        rotate(*arguments)
+        apply_rotary_embedding(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_rank_that_refuses_its_input_lets_no_other_wait():
         with pytest.raises(error, match=message):
             module(x, seq_len=12)
 
-    bp.run_local(2, work, deadline=20)
+    bp.run_threads(2, work, timeout=20)
 
 
 def test_a_rank_that_torch_stops_lets_no_other_wait():
@@ -155,7 +155,7 @@ def test_a_rank_that_torch_stops_lets_no_other_wait():
         with pytest.raises(error, match=message):
             module(x)
 
-    bp.run_local(2, work, deadline=20)
+    bp.run_threads(2, work, timeout=20)
 
 
 def test_a_layout_says_how_long_the_sequence_is():
@@ -164,7 +164,7 @@ def test_a_layout_says_how_long_the_sequence_is():
         module = SelfAttention(16, 4, mesh=mesh, layout=layout)
         assert module(bp.shard(torch.randn(1, 11, 16), mesh, layout=layout)).shape[1] == (5 if mesh.rank else 6)
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 @pytest.mark.parametrize("mask", ["documents:0,5,12", "block_causal:4", bp.Mask.documents((0, 5, 12))], ids=str)
@@ -181,7 +181,7 @@ def test_masks_by_name_in_a_layout_that_reads_them(mask):
         with torch.no_grad():
             return bp.unshard(module(bp.shard(x, mesh, **cut)), mesh, seq_len=12, **cut)
 
-    (alone,), two = bp.run_local(1, work), bp.run_local(2, work)
+    (alone,), two = bp.run_threads(1, work), bp.run_threads(2, work)
     for found in two:
         torch.testing.assert_close(found, alone)
 
@@ -200,17 +200,17 @@ def test_a_batch_brings_its_own_documents(layout):
         mine.load_state_dict(weights)
         losses = []
         for ends in batches:
-            batch = bp.shard_batch(torch.zeros(1, 23, dtype=torch.int64), documents=ends, mesh=mesh, layout=layout)
+            batch = bp.shard_batch(torch.zeros(1, 23, dtype=torch.int64), cu_seqlens=ends, mesh=mesh, layout=layout)
             mask = bp.Mask.documents(ends)
             options = {"seq_len": 23, "position_ids": batch["position_ids"], "mask": mask}
             rows = bp.shard(x, mesh, layout=layout, mask=mask)
             losses.append(checkpoint(mine, rows, use_reentrant=False, **options).square().sum())
         for loss in losses:
             loss.backward()
-        sum_gradients(mine.parameters(), mesh)
+        all_reduce_gradients(mine.parameters(), mesh)
         return [p.grad for p in mine.parameters()]
 
-    for found in bp.run_local(2, work):
+    for found in bp.run_threads(2, work):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
     with pytest.raises(InputError, match="mask"):
         module(x, mask=5)
@@ -255,12 +255,12 @@ def test_copies_and_pickles_of_a_module_compute_alike():
             torch.testing.assert_close(pickle.loads(pickle.dumps(module))(x), before)
 
     for ranks in (1, 2):
-        bp.run_local(ranks, work)
+        bp.run_threads(ranks, work)
 
 
 def test_the_example_gives_the_same_losses_on_any_number_of_ranks():
     train = runpy.run_path(str(EXAMPLE))["train"]
-    alone, three = (bp.run_local(ranks, lambda mesh: train(mesh, steps=3, seq_len=101))[0] for ranks in (1, 3))
+    alone, three = (bp.run_threads(ranks, lambda mesh: train(mesh, steps=3, seq_len=101))[0] for ranks in (1, 3))
     assert alone == pytest.approx(three, rel=1e-5)
     assert alone[-1] < alone[0]
 

@@ -137,10 +137,10 @@ def test_merging_with_nothing_changes_nothing():
     part = ReferenceKernel().attend(q, k, v, Tiles([Tile(0, LENGTH, 0, LENGTH, -99, 99)]), settings(0.3))
     nothing = numerics.empty_state(q, 8)
     for parts in ([part, nothing], [nothing, part], [nothing, part, nothing]):
-        out, lse = numerics.merge(parts)
+        out, lse = numerics.merge_attention_states(parts)
         torch.testing.assert_close(out, part[0].to(out.dtype), rtol=0, atol=0)
         torch.testing.assert_close(lse, part[1].to(lse.dtype), rtol=0, atol=0)
-    out, lse = numerics.merge([nothing, nothing])
+    out, lse = numerics.merge_attention_states([nothing, nothing])
     assert not out.any()
     assert bool((lse == -torch.inf).all())
 
@@ -149,7 +149,7 @@ def test_merging_with_nothing_changes_nothing():
 def test_merging_survives_scores_far_apart(spread):
     a = (torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), spread))
     b = (torch.full((1, 1, 1, 1), 3.0), torch.full((1, 1, 1), -spread))
-    out, lse = numerics.merge([a, b])
+    out, lse = numerics.merge_attention_states([a, b])
     assert out.item() == pytest.approx(2.0 if spread == 0 else 1.0)
     assert lse.isfinite().all()
 
@@ -173,7 +173,7 @@ def part(rows=5, heads=3, dtype=torch.float32):
 def test_what_merge_refuses(parts, error, message):
     """Shapes that torch would broadcast to a wrong result, above all."""
     with pytest.raises(error, match=message):
-        numerics.merge(parts)
+        numerics.merge_attention_states(parts)
 
 
 def test_merging_takes_nothing_from_a_row_that_saw_nothing():
@@ -181,8 +181,8 @@ def test_merging_takes_nothing_from_a_row_that_saw_nothing():
     out, lse = part()
     blind = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
     for parts in ([blind, (out, lse)], [(out, lse), blind]):
-        torch.testing.assert_close(numerics.merge(parts), (out, lse))
-    assert not numerics.merge([blind, blind])[0].any()
+        torch.testing.assert_close(numerics.merge_attention_states(parts), (out, lse))
+    assert not numerics.merge_attention_states([blind, blind])[0].any()
 
 
 @pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])

@@ -1,4 +1,4 @@
-"""Cutting tensors and batches and putting them together: `shard`, `unshard`, `positions`, `shard_batch`."""
+"""Cutting tensors and batches and putting them together: `shard`, `unshard`, `local_position_ids`, `shard_batch`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def test_shard_and_unshard(layout, dim):
 
     def work(mesh):
         mine = bp.shard(x, mesh, dim=dim, layout=layout)
-        where = bp.positions(mesh, seq_len=11, layout=layout)
+        where = bp.local_position_ids(mesh, seq_len=11, layout=layout)
         assert torch.equal(mine, x.index_select(dim, where))
         return bp.unshard(mine, mesh, seq_len=11, dim=dim, layout=layout)
 
-    assert all(torch.equal(whole, x) for whole in bp.run_local(3, work))
+    assert all(torch.equal(whole, x) for whole in bp.run_threads(3, work))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.complex64])
@@ -31,7 +31,7 @@ def test_unshard_takes_every_dtype(dtype):
     def work(mesh):
         return bp.unshard(bp.shard(x, mesh, dim=0).conj(), mesh, seq_len=11, dim=-2)
 
-    assert all(torch.equal(whole, x.conj()) for whole in bp.run_local(3, work))
+    assert all(torch.equal(whole, x.conj()) for whole in bp.run_threads(3, work))
 
 
 def test_unshard_refuses_to_guess_a_gradient():
@@ -60,16 +60,18 @@ def test_ranks_that_unshard_different_things_are_told(change, told):
         with pytest.raises((MismatchError, InputError), match=told):
             bp.unshard(x, mesh, seq_len=8, dim=mine.get("dim", 1), layout=mine.get("layout", "zigzag"))
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 def test_a_batch_is_shifted_before_it_is_cut():
     ids = torch.arange(100, 110).view(1, 10)
 
     def work(mesh):
-        return bp.shard_batch(ids, mesh=mesh, documents=(0, 4, 10), layout="zigzag"), bp.positions(mesh, seq_len=10)
+        return bp.shard_batch(ids, mesh=mesh, cu_seqlens=(0, 4, 10), layout="zigzag"), bp.local_position_ids(
+            mesh, seq_len=10
+        )
 
-    for batch, where in bp.run_local(2, work):
+    for batch, where in bp.run_threads(2, work):
         for column, position in enumerate(where.tolist()):
             assert batch["input_ids"][0, column] == 100 + position
             assert batch["position_ids"][0, column] == (position if position < 4 else position - 4)
@@ -83,10 +85,10 @@ IDS = torch.arange(10).view(1, 10)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"documents": (0, 4, 8)}, MaskError, "do not fill the sequence; got documents up to 8, and 10 tokens"),
-        ({"documents": (0, 4, 12)}, MaskError, "do not fill the sequence"),
-        ({"documents": (0, 4.5, 10)}, MaskError, "takes whole numbers"),
-        ({"documents": ()}, MaskError, "cumulative lengths"),
+        ({"cu_seqlens": (0, 4, 8)}, MaskError, "do not fill the sequence; got documents up to 8, and 10 tokens"),
+        ({"cu_seqlens": (0, 4, 12)}, MaskError, "do not fill the sequence"),
+        ({"cu_seqlens": (0, 4.5, 10)}, MaskError, "takes whole numbers"),
+        ({"cu_seqlens": ()}, MaskError, "cumulative lengths"),
         ({"position_ids": torch.arange(9).view(1, 9)}, ShapeError, "position_ids differ from input_ids"),
         ({"position_ids": torch.arange(10)}, ShapeError, "position_ids must be"),
         ({"position_ids": torch.rand(1, 10)}, DtypeError, "position_ids are integers"),
@@ -109,15 +111,15 @@ def test_documents_of_a_batch_may_be_a_tensor_and_positions_one_row_for_all():
     ids, ends = IDS.repeat(2, 1), torch.tensor([0, 4, 10], dtype=torch.int32)
 
     def work(mesh):
-        found = bp.shard_batch(ids, documents=ends, mesh=mesh, layout="document_zigzag")
-        same = bp.shard_batch(ids, documents=(0, 4, 10), mesh=mesh, layout="document_zigzag")
+        found = bp.shard_batch(ids, cu_seqlens=ends, mesh=mesh, layout="document_zigzag")
+        same = bp.shard_batch(ids, cu_seqlens=(0, 4, 10), mesh=mesh, layout="document_zigzag")
         assert all(torch.equal(found[name], same[name]) for name in same)
         placed = bp.shard_batch(ids, position_ids=IDS, mesh=mesh)["position_ids"]
-        assert torch.equal(placed, bp.positions(mesh, seq_len=10).expand(2, -1))
-        named = bp.positions(mesh, seq_len=10, layout="document_zigzag", mask="documents:0,4,10")
+        assert torch.equal(placed, bp.local_position_ids(mesh, seq_len=10).expand(2, -1))
+        named = bp.local_position_ids(mesh, seq_len=10, layout="document_zigzag", mask="documents:0,4,10")
         assert torch.equal(found["input_ids"], named.expand(2, -1))
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_documents_of_a_batch_may_be_a_tensor_and_positions_one_row_for_all():
 )
 def test_positions_that_cannot_be(arguments, message):
     with pytest.raises(InputError, match=message):
-        bp.positions(**{"seq_len": 16} | arguments)
+        bp.local_position_ids(**{"seq_len": 16} | arguments)
 
 
 @pytest.mark.parametrize("cut", [bp.shard, lambda x, dim=1: bp.unshard(x, seq_len=4, dim=dim)], ids=["there", "back"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.base import AcceleratorBackend, Backend, Capabilities, Probe, Rates
+from burst_portable.backends.base import AcceleratorBackend, Backend, Capabilities, HardwareSpec, Probe
 from burst_portable.backends.selection import choose_kernel
 from burst_portable.comm.base import Transport
 from burst_portable.errors import BackendUnavailableError, UnsupportedError
@@ -22,7 +22,7 @@ README = Path(__file__).resolve().parents[2] / "backends" / "README.md"
 
 class Least(Backend):
     name = "least"
-    capabilities = Capabilities("cpu", "gloo", False, Rates(tflops=1.0, gbps=1.0))
+    capabilities = Capabilities("cpu", "gloo", False, HardwareSpec(tflops=1.0, intra_node_bandwidth=1.0))
 
     def probe(self):
         return Probe(True)
@@ -72,7 +72,11 @@ def test_kernel_without_a_name_cannot_be_made():
 def test_backend_defaults_say_that_it_has_none():
     backend = Least()
     assert (
-        backend.measured_rates(2, "") is backend.group_options(None) is backend.tracer() is backend.kineto([]) is None
+        backend.measured_hardware(2, "")
+        is backend.group_options(None)
+        is backend.tracer()
+        is backend.kineto([])
+        is None
     )
     assert backend.peaks("float32").flops is None
     with pytest.raises(BackendUnavailableError, match="the backend 'least' reads no sensors"):

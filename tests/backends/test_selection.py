@@ -46,12 +46,12 @@ def installed(tmp_path, monkeypatch):
 
 REQUIRE = "from burst_portable.backends.base import require_package\n"
 BACKEND = """
-from burst_portable.backends.base import Backend, Capabilities, Probe, Rates
+from burst_portable.backends.base import Backend, Capabilities, Probe, HardwareSpec
 from burst_portable.kernels.reference import ReferenceKernel
 
 class Theirs(Backend):
     name = "theirs"
-    capabilities = Capabilities("cpu", "gloo", False, Rates(tflops=0.05, gbps=1.0))
+    capabilities = Capabilities("cpu", "gloo", False, HardwareSpec(tflops=0.05, intra_node_bandwidth=1.0))
 
     def probe(self):
         return Probe(True)
@@ -90,7 +90,7 @@ WRONG = {
     "no capabilities": (BACKEND + "Theirs.capabilities = {}\nbackend = Theirs()\n", "are a dict, not a C", "README.md"),
     "no rates": (
         BACKEND + "Theirs.capabilities = Capabilities('cpu', 'gloo', False, None)\nbackend = Theirs()\n",
-        "the rates of its capabilities are a NoneType, not a Rates",
+        "the rates of its capabilities are a NoneType, not a HardwareSpec",
         "README.md",
     ),
     "leaves": ("import sys\nsys.exit(3)\n", "is broken: it fails to import; got SystemExit: 3", "reinstall"),
@@ -144,7 +144,7 @@ def test_a_probe_that_is_none_is_a_reason_and_in_nobodys_way(installed, answer, 
 
 
 def test_a_device_that_torch_does_not_know_is_told_before_anything_is_tried(installed):
-    backend = BACKEND + "Theirs.capabilities = Capabilities('their_chip', 'gloo', True, Rates(tflops=1.0, gbps=1.0))\n"
+    backend = BACKEND + "Theirs.capabilities = Capabilities('their_chip', 'gloo', True, HardwareSpec(1.0, 1.0))\n"
     installed(backend + "backend = Theirs()\n")
     with pytest.raises(BackendUnavailableError, match="torch knows no such device; got 'their_chip'"):
         check_backend("theirs", effort="quick")
@@ -153,7 +153,7 @@ def test_a_device_that_torch_does_not_know_is_told_before_anything_is_tried(inst
 def test_what_is_named_need_not_come_first(installed):
     installed(BACKEND + "backend = Theirs()\n")
     q = torch.empty(1, 8, 2, 16)
-    (told,) = burst_portable.run_local(1, lambda mesh: burst_portable.explain(q, q, q, mesh=mesh), backend="theirs")
+    (told,) = burst_portable.run_threads(1, lambda mesh: burst_portable.explain(q, q, q, mesh=mesh), backend="theirs")
     assert told.backend.others["cpu"] == "it can serve too, and was not named"
 
 

@@ -85,7 +85,7 @@ def test_auto_has_the_layout_that_the_library_chooses():
         contestants = ours("auto", "local"), ours("auto", "gloo"), ours("ring", "local"), OTHERS["ulysses by the book"]
         return [one.settle(*row).name for one in contestants]
 
-    assert bp.run_local(2, work) == [["contiguous", "zigzag", "zigzag", "contiguous"]] * 2
+    assert bp.run_threads(2, work) == [["contiguous", "zigzag", "zigzag", "contiguous"]] * 2
 
 
 @pytest.mark.parametrize("strategy", ["ring+together+last", "ulysses"])
@@ -104,7 +104,7 @@ def test_with_nothing_sent_the_blocks_are_those_that_came(strategy):
         plain.post = lambda *arguments: posted.append(arguments)
         return posted, sent, [calls() for calls in still]
 
-    for posted, sent, still in bp.run_local(2, work):
+    for posted, sent, still in bp.run_threads(2, work):
         assert posted == []
         for one, other in zip((sent[0], *sent[1]), (still[0], *still[1]), strict=True):
             assert torch.equal(one, other)

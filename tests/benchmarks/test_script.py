@@ -23,7 +23,7 @@ from benchmarks.script import accelerator, count, current_device, end, file, nam
 from burst_portable.backends.base import Backend
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.selection import for_device
-from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
+from burst_portable.errors import BackendUnavailableError, CommunicationTimeoutError, UnknownNameError
 from burst_portable.layout import Segment
 from burst_portable.planning.tiles import find_tiles
 
@@ -36,7 +36,7 @@ def test_a_script_ends_by_the_shared_helper(name: str):
     assert (FOLDER / name).read_text(encoding="utf-8").endswith('if __name__ == "__main__":\n    end(main)\n')
 
 
-@pytest.mark.parametrize(("error", "code"), [(UnknownNameError, 2), (DeadlineError, 1)])
+@pytest.mark.parametrize(("error", "code"), [(UnknownNameError, 2), (CommunicationTimeoutError, 1)])
 def test_errors_end_a_script_with_a_line(error, code, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmarks/ring.py"])
 

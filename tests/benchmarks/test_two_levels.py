@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.two_levels import simulated, speeds, strategy_named
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 64 * 2 * 4 * 16 * 2  # bytes of K and V of a rank
@@ -23,7 +23,18 @@ GBPS = BLOCK / 0.05 / 1e9  # 50 ms a block
 @pytest.mark.slow
 def test_on_cpus(tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    told = ["--row", "tiny", "--outer-gbps", str(GBPS), "--seconds", "0", "--calls", "1", "--out", str(tmp_path)]
+    told = [
+        "--row",
+        "tiny",
+        "--inter-node-bandwidth",
+        str(GBPS),
+        "--seconds",
+        "0",
+        "--calls",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     found = subprocess.run(
         [*command, str(ROOT / "benchmarks" / "two_levels.py"), *told, "--strategies", "double_ring;ring;usp"],
         cwd=tmp_path, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -56,10 +67,10 @@ def test_speeds_of_links():
 
 def test_a_whole_round_hides_what_crosses():
     """Where a link takes less than a round, and more than a step, the double ring takes as long as without one."""
-    plain = Rates(600.0, 300.0, hop_latency=0.0, launch_latency=0.0)
+    plain = HardwareSpec(600.0, 300.0, message_latency=0.0, launch_latency=0.0)
     times = {}
     for name in ("double_ring", "ring"):
-        for link, rates in (("none", plain), ("slow", replace(plain, node=4, outer_gbps=10.0))):
-            times[name, link] = simulated(strategy_named(name, 4), 131072, 8, (32, 8), 128, rates)["forward"]
+        for link, hardware in (("none", plain), ("slow", replace(plain, ranks_per_node=4, inter_node_bandwidth=10.0))):
+            times[name, link] = simulated(strategy_named(name, 4), 131072, 8, (32, 8), 128, hardware)["forward"]
     assert times["double_ring", "slow"] == pytest.approx(times["double_ring", "none"], rel=1e-3)
     assert times["ring", "slow"] > 1.5 * times["ring", "none"]

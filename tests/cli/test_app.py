@@ -47,8 +47,8 @@ def test_unknown_names_show_the_near_ones(capsys, arguments, said):
 @pytest.mark.parametrize(
     "option",
     [
-        *("--seq-len", "--ranks", "--heads", "--kv-heads", "--head-dim", "--value-dim", "--batch", "--inner"),
-        *("--tflops", "--gbps", "--outer-gbps", "--steps"),
+        *("--seq-len", "--ranks", "--heads", "--kv-heads", "--head-dim", "--v-head-dim", "--batch", "--ranks-per-node"),
+        *("--tflops", "--intra-node-bandwidth", "--inter-node-bandwidth", "--steps"),
     ],
 )
 def test_zero_and_negative_numbers(capsys, option, value):
@@ -71,11 +71,17 @@ def test_zero_and_negative_numbers(capsys, option, value):
         (("--mask", "window:-1"), ["out of range", ">= 0"]),
         (("--layout", "document_zigzag", "--mask", "sink:4:8"), ["needs a mask of documents"]),
         (("--strategy", "ulysses", "--heads", "3"), ["cannot share these heads", "3 query", "2 ranks", "'ring'"]),
-        (("--strategy", "double_ring", "--inner", "3"), ["does not divide", "inner=3", "1, 2"]),
-        (("--strategy", "ring", "--inner", "3"), ["does not divide", "inner=3", "1, 2"]),
+        (("--strategy", "double_ring", "--ranks-per-node", "3"), ["does not divide", "ranks_per_node=3", "1, 2"]),
+        (("--strategy", "ring", "--ranks-per-node", "3"), ["does not divide", "ranks_per_node=3", "1, 2"]),
         (
-            ("--strategy", "usp", "--inner", "2", "--heads", "3"),
-            ["cannot share these heads out in a node", "3 query", "inner=2", "inner of 1 on 2 ranks", "'double_ring'"],
+            ("--strategy", "usp", "--ranks-per-node", "2", "--heads", "3"),
+            [
+                "cannot share these heads out in a node",
+                "3 query",
+                "ranks_per_node=2",
+                "ranks_per_node of 1 on 2 ranks",
+                "'double_ring'",
+            ],
         ),
         (
             ("--strategy", "auto", "--transfer", "direct"),
@@ -85,7 +91,10 @@ def test_zero_and_negative_numbers(capsys, option, value):
             ("--strategy", "ulysses", "--backward-circulates", "kv"),
             ["'ulysses' takes no --backward-circulates", "--strategy double_ring"],
         ),
-        (("--strategy", "ring", "--outer-gbps", "50"), ["--outer-gbps is between nodes", "--inner"]),
+        (
+            ("--strategy", "ring", "--inter-node-bandwidth", "50"),
+            ["--inter-node-bandwidth is between nodes", "--ranks-per-node"],
+        ),
         (("out.json",), ["unexpected extra argument", "out.json"]),
         (("--json", "/no/such/folder/plan.json"), ["--json cannot be written", "No such file"]),
         (("--json", "/dev/full"), ["--json cannot be written", "No space left"]),
@@ -94,7 +103,7 @@ def test_zero_and_negative_numbers(capsys, option, value):
         (("--check-all", "--no-check"), ["exclude each other"]),
         (("--kv-heads", "3"), ["take a divisor"]),
         (("--head-dim", "1025"), ["head_dim is too large", "at most 1024"]),
-        (("--value-dim", "1025"), ["value_dim is too large", "at most 1024"]),
+        (("--v-head-dim", "1025"), ["v_head_dim is too large", "at most 1024"]),
         (("--seq-len", str(1 << 60)), ["seq_len is not a size", "below 2**48"]),
         (("--seq-len", "1000000", "--ranks", "16385"), ["too many ranks", "16384"]),
         (("--heads", "9" * 400), ["heads is not a size"]),
@@ -151,7 +160,7 @@ def test_a_value_of_another_kind_is_shown(capsys):
         (errors.DtypeError("no such text"), 2),
         (errors.UnsupportedError("no such text"), 2),
         (errors.BackendUnavailableError("no such text"), 2),
-        (errors.DeadlineError("no such text"), 1),
+        (errors.CommunicationTimeoutError("no such text"), 1),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -125,20 +125,20 @@ def test_without_torch_it_says_so():
 
 
 def test_whether_the_file_of_rates_can_be_used(capsys, tmp_path, monkeypatch):
-    assert examined(capsys)["rates"] is None
+    assert examined(capsys)["hardware"] is None
     main(["doctor"])
-    assert "BURST_RATES is not set" in capsys.readouterr().out
-    path = tmp_path / "rates.json"
-    monkeypatch.setenv("BURST_RATES", str(path))
-    found = examined(capsys)["rates"]
+    assert "BURST_HARDWARE_SPEC is not set" in capsys.readouterr().out
+    path = tmp_path / "hardware.json"
+    monkeypatch.setenv("BURST_HARDWARE_SPEC", str(path))
+    found = examined(capsys)["hardware"]
     assert (found["ok"], found["file"]) == (False, str(path))
     assert "No such file" in found["reason"]
     main(["doctor"])
-    assert "BURST_RATES cannot be used: " in capsys.readouterr().out
+    assert "BURST_HARDWARE_SPEC cannot be used: " in capsys.readouterr().out
     about = {"device": "Abacus 9", "ranks": 4, "kernel": "beads", "date": "2026-11-22"}
-    rates = {"tflops": 1, "gbps": 1}
-    path.write_text(json.dumps({"schema": "burst_portable.rates/2", **about, "rates": rates}))
-    assert examined(capsys)["rates"] == {"file": str(path), "ok": True, "reason": "", **about}
+    hardware = {"tflops": 1, "intra_node_bandwidth": 1}
+    path.write_text(json.dumps({"schema": "burst_portable.hardware_spec/3", **about, "hardware": hardware}))
+    assert examined(capsys)["hardware"] == {"file": str(path), "ok": True, "reason": "", **about}
     main(["doctor"])
     assert "measured on Abacus 9, 4 ranks, kernel beads, 2026-11-22" in " ".join(capsys.readouterr().out.split())
 

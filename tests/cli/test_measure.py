@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from burst_portable.cli import main, measure
-from burst_portable.planning.rates import read_rates
+from burst_portable.planning.hardware import read_hardware_spec
 
 SMALL = ("measure", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seq-len", "64")
 ROOT = Path(__file__).parents[2]
@@ -20,27 +20,29 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_two_processes_and_what_is_planned_with_their_file(capfd, tmp_path):
-    path = tmp_path / "rates.json"
+    path = tmp_path / "hardware.json"
     assert main([*SMALL, "--ranks", "2", "--json", str(path)]) == 0
     told = capfd.readouterr()
     assert "measuring cpu_flash, 64 tokens\nmeasuring memory\n" in told.err, "in a log, a line each"
     out = " ".join(told.out.split())
     assert "measured 2 ranks on " in out
-    assert f"BURST_RATES={path} is set on every rank" in out
+    assert f"BURST_HARDWARE_SPEC={path} is set on every rank" in out
     facts = json.loads(path.read_text())
-    assert (facts["schema"], facts["ranks"], facts["kernel"]) == ("burst_portable.rates/2", 2, "cpu_flash")
+    assert (facts["schema"], facts["ranks"], facts["kernel"]) == ("burst_portable.hardware_spec/3", 2, "cpu_flash")
     assert (facts["transport"], facts["direct_transport"], facts["lengths"]) == ("gloo", "", [16, 64])
     assert facts["versions"]["torch"] == torch.__version__
     assert date.fromisoformat(facts["date"])
-    found = read_rates(path)
-    assert 1e-4 < found.rates.tflops < 10
-    assert 1e-3 < found.rates.gbps < 1000
-    assert found.rates.gbps == max(gbps for _, gbps in found.rates.link)
-    assert main(["plan", "--seq-len", "4096", "--ranks", "4", "--rates", str(path), "--json"]) == 0
+    found = read_hardware_spec(path)
+    assert 1e-4 < found.hardware.tflops < 10
+    assert 1e-3 < found.hardware.intra_node_bandwidth < 1000
+    assert found.hardware.intra_node_bandwidth == max(
+        intra_node_bandwidth for _, intra_node_bandwidth in found.hardware.p2p_bandwidth
+    )
+    assert main(["plan", "--seq-len", "4096", "--ranks", "4", "--hardware-spec", str(path), "--json"]) == 0
     planned = json.loads(capfd.readouterr().out)
-    assert planned["rates"]["tflops"] == found.rates.tflops
+    assert planned["hardware"]["tflops"] == found.hardware.tflops
     other = "of float32 and not bfloat16, with heads of 16 and not 128, on 2 ranks and not 4"
-    assert f"at rates {found.rates.source}, {other} (" in planned["reason"]
+    assert f"at rates {found.hardware.source}, {other} (" in planned["reason"]
 
 
 @pytest.mark.full
@@ -69,7 +71,7 @@ def test_under_torchrun(tmp_path):
         (("--dtype", "int8"), "unknown dtype"),
         (("--kernel", "cpu_flsh"), "did you mean 'cpu_flash'"),
         (("--backend", "cpuu"), "unknown backend"),
-        (("--inner", "3"), "3"),
+        (("--ranks-per-node", "3"), "3"),
         (("--json", "/no/such/folder/file"), "--json cannot be written"),
     ],
 )
@@ -88,14 +90,14 @@ def test_the_usual_length_counts_too(capsys, monkeypatch):
 def test_a_machine_that_was_busy_is_told_of(capsys):
     """More than 1.3 times the shortest round; the rates that were steady are not named."""
     about = dict.fromkeys(("device", "backend", "kernel", "dtype"), "x")
-    facts = {**about, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "rates": {}}
+    facts = {**about, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "hardware": {}}
     view = measure.View(quiet=False, stderr=False)
 
     def show(**rounds: float | None) -> None:
         methods = {name: {"measured": True, "method": "", "max_over_min": most} for name, most in rounds.items()}
         view.show({**facts, "methods": methods}, None)
 
-    show(tflops=1.31, memory=1.3, link=2.5, gbps=None)
+    show(tflops=1.31, memory=1.3, link=2.5, intra_node_bandwidth=None)
     told = "warning  rounds differ, tflops by 1.3 times, link by 2.5 times: the machine was busy; measure again\n"
     assert told in capsys.readouterr().out
     show(tflops=1.29)
@@ -112,8 +114,8 @@ def test_a_machine_that_was_busy_is_told_of(capsys):
         ("long_kv_efficiency", [131072, 0.9], "90.0 % from 131,072 rows on"),
         ("block", 1, "exact pairs"),
         ("block", 128, "128 x 128"),
-        ("node", 0, "one"),
-        ("node", 8, "of 8 ranks"),
+        ("ranks_per_node", 0, "one"),
+        ("ranks_per_node", 8, "of 8 ranks"),
     ],
 )
 def test_values_as_people_read_them(name, value, told):

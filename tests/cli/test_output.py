@@ -56,7 +56,7 @@ def test_a_narrow_table_cuts_neither_names_nor_numbers():
 def test_json_is_alone_on_standard_output(capsys, value):
     assert main([*PLAN, *value]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["schema"] == "burst_portable.plan/2"
+    assert json.loads(captured.out)["schema"] == "burst_portable.plan/3"
     assert captured.err == ""
 
 
@@ -142,7 +142,7 @@ def test_a_closed_standard_output(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "command",
     [
-        ["plan", "--seq-len", "131072", "--ranks", "8", "--inner", "4"],
+        ["plan", "--seq-len", "131072", "--ranks", "8", "--ranks-per-node", "4"],
         ["doctor"],
         ["conform", "--list"],
         ["profile", str(SAMPLE)],

@@ -23,10 +23,10 @@ def test_the_doctor_shows_brackets(capsys):
         "facts": {"note": NAMED},
         "kernels": [{"name": NAMED, "supports": {NAMED: {"ok": False, "reason": f"no {NAMED}"}}}],
     }
-    settings = {"deadline": 1.0, "kernel": NAMED, "transport": NAMED}
+    settings = {"timeout": 1.0, "kernel": NAMED, "transport": NAMED}
     doctor.show(
         {"version": "1", "python": "3", "platform": NAMED, "packages": {"p": NAMED}, "settings": settings,
-         "unknown": [NAMED], "passed_over": [NAMED], "rates": {"file": NAMED, "ok": False, "reason": NAMED},
+         "unknown": [NAMED], "passed_over": [NAMED], "hardware": {"file": NAMED, "ok": False, "reason": NAMED},
          "backends": {NAMED: backend}}
     )  # fmt: skip
     printed = "".join(c for c in capsys.readouterr().out if not c.isspace())
@@ -37,7 +37,15 @@ def test_the_doctor_shows_brackets(capsys):
 def test_measured_rates_show_brackets(capsys):
     names = dict.fromkeys(("device", "backend", "kernel", "dtype"), NAMED)
     methods = {"block": {"measured": False, "method": NAMED, "max_over_min": None}}
-    facts = {**names, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "rates": {"block": 1}, "methods": methods}
+    facts = {
+        **names,
+        "ranks": 1,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "hardware": {"block": 1},
+        "methods": methods,
+    }
     measure.View(quiet=False, stderr=False).show(facts, Path(NAMED))
     assert capsys.readouterr().out.count(NAMED) == 5 + 3  # the file: in the environment, in Config, on the command line
 

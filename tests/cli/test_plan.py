@@ -17,7 +17,7 @@ from burst_portable.planning.verify import verify
 
 # 8 tokens, causal, contiguous, 2 ranks: rank 0 sees 1+2+3+4 = 10 pairs, rank 1 sees 16 + 10 = 26.
 TINY = (
-    *("--seq-len", "8", "--ranks", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--value-dim", "8"),
+    *("--seq-len", "8", "--ranks", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--v-head-dim", "8"),
     *("--mask", "causal", "--layout", "contiguous", "--dtype", "float32"),
 )
 
@@ -39,15 +39,15 @@ def text(capsys, *arguments: str) -> str:
 
 def test_tokens_that_see_nothing_are_stated(capsys):
     arguments = ("--seq-len", "16", "--ranks", "2", "--mask", "documents:0,5,13")
-    assert plan(capsys, *arguments)["problem"]["blind_rows"] == 3
+    assert plan(capsys, *arguments)["problem"]["fully_masked_tokens"] == 3
     assert "3 tokens see nothing" in text(capsys, *arguments)
     assert "see nothing" not in text(capsys, *TINY)
 
 
 def test_area_flops_and_imbalance_by_hand(capsys):
     facts = plan(capsys, *TINY, "--strategy", "ring")
-    assert facts["problem"]["area"] == 36
-    assert facts["costed_ranks"] == [0, 1]
+    assert facts["problem"]["num_pairs"] == 36
+    assert facts["sampled_ranks"] == [0, 1]
     forward, backward = facts["passes"]["forward"], facts["passes"]["backward"]
     # 2·pairs·heads·(D + Dv), and 2·pairs·heads·(3·D + 2·Dv)
     assert forward["max"]["flops"] == 2 * 26 * 4 * (16 + 8)
@@ -62,7 +62,7 @@ def test_bytes_of_ring_by_hand(capsys):
     forward, backward = facts["passes"]["forward"], facts["passes"]["backward"]
     # Rank 0 sends its K and V to rank 1; nobody needs those of rank 1.
     assert (forward["max"]["sent_bytes"], forward["mean"]["sent_bytes"]) == (kv, kv / 2)
-    assert (forward["bytes_a_hop"], forward["max"]["hops"]) == (kv, 1)
+    assert (forward["max_message_bytes"], forward["max"]["messages"]) == (kv, 1)
     # Rank 0 sends K and V, rank 1 sends their gradients back: 4 bytes a number each.
     assert (backward["max"]["sent_bytes"], backward["mean"]["sent_bytes"]) == (kv, kv)
     assert forward["memory"]["in_flight"] == kv
@@ -73,8 +73,8 @@ def test_bytes_of_burst_by_hand(capsys):
     backward = facts["passes"]["backward"]
     rows = 4 * 4 * 4  # LSE and delta: rows, heads, bytes
     block = 4 * 4 * 16 * 4 + 4 * 4 * 8 * 4 + rows + rows
-    assert backward["travels"] == "q"
-    assert backward["bytes_a_hop"] == backward["max"]["sent_bytes"] == block
+    assert backward["circulates"] == "q"
+    assert backward["max_message_bytes"] == backward["max"]["sent_bytes"] == block
     assert backward["mean"]["sent_bytes"] == (block + 4 * 4 * 16 * 4) / 2  # dQ comes home
 
 
@@ -87,7 +87,7 @@ def test_memory_by_hand(capsys):
 
 
 def test_times_follow_the_rates(capsys):
-    slow = plan(capsys, *TINY, "--strategy", "ring", "--tflops", "1e-6", "--gbps", "1e6")
+    slow = plan(capsys, *TINY, "--strategy", "ring", "--tflops", "1e-6", "--intra-node-bandwidth", "1e6")
     forward = slow["passes"]["forward"]
     assert forward["compute_seconds"] == pytest.approx(2 * 26 * 4 * 24 / 1e6)
     assert forward["compute_seconds"] < forward["seconds"] < forward["compute_seconds"] + 1e-3
@@ -99,24 +99,24 @@ def test_steps_of_a_rank(capsys):
     steps = plan(capsys, *TINY, "--strategy", "ring", "--rank", "1")["steps"]
     assert steps["rank"] == 1
     first, second = steps["forward"]
-    assert first["computes"] == {
+    assert first["compute"] == {
         "label": "q1 x kv1",
         "q": [1],
         "kv": [1],
         "full_tiles": 0,
         "masked_tiles": 1,
-        "area": 10,
+        "num_pairs": 10,
     }
-    assert second["computes"] == {
+    assert second["compute"] == {
         "label": "q1 x kv0",
         "q": [1],
         "kv": [0],
         "full_tiles": 1,
         "masked_tiles": 0,
-        "area": 16,
+        "num_pairs": 16,
     }
-    assert second["arrives"] == [{"what": "kv0", "rank": 0, "rows": [0, 4], "bytes": 768}]
-    assert [move["what"] for step in steps["backward"] for move in step["results_sent"]] == ["dkv0"]
+    assert second["receives"] == [{"what": "kv0", "rank": 0, "rows": [0, 4], "bytes": 768}]
+    assert [move["what"] for step in steps["backward"] for move in step["gradient_sends"]] == ["dkv0"]
 
 
 def test_auto_says_what_it_chose_and_why(capsys):
@@ -130,7 +130,7 @@ def test_auto_says_what_it_chose_and_why(capsys):
 def test_ulysses_has_no_hops(capsys):
     facts = plan(capsys, *TINY, "--strategy", "ulysses")
     forward = facts["passes"]["forward"]
-    assert (forward["travels"], forward["moves"], forward["bytes_a_hop"]) == ("heads", "all_to_all", None)
+    assert (forward["circulates"], forward["transfer"], forward["max_message_bytes"]) == ("heads", "all_to_all", None)
     assert forward["imbalance"] == 1.0
     assert "all rows of some heads" in text(capsys, *TINY, "--strategy", "ulysses")
 
@@ -139,7 +139,7 @@ def test_ulysses_has_no_hops(capsys):
 def test_one_rank_sends_nothing_and_says_so(capsys, strategy):
     one = (*TINY[:3], "1", *TINY[4:], "--strategy", strategy)
     for name, part in plan(capsys, *one)["passes"].items():
-        assert part["max"]["hops"] == part["max"]["sent_bytes"] == 0
+        assert part["max"]["messages"] == part["max"]["sent_bytes"] == 0
         assert f"{name} on rank 0: nothing travels, one rank holds all" in " ".join(text(capsys, *one).split())
 
 
@@ -166,7 +166,7 @@ def test_a_wrong_plan_exits_with_1(capsys, monkeypatch):
 
 def test_many_ranks_are_sampled_and_the_shown_one_is_among_them(capsys):
     facts = plan(capsys, "--seq-len", "1000", "--ranks", "100", "--strategy", "ring", "--no-check", "--rank", "7")
-    costed = facts["costed_ranks"]
+    costed = facts["sampled_ranks"]
     assert {0, 7, 99} <= set(costed)
     assert len(costed) == 9
     out = text(capsys, "--seq-len", "1000", "--ranks", "100", "--strategy", "ring", "--no-check", "--rank", "7")
@@ -200,7 +200,7 @@ def test_json_goes_to_a_file_beside_the_tables(capsys, tmp_path):
     assert main(["plan", *TINY, "--json", str(file)]) == 0
     out = capsys.readouterr().out
     facts = json.loads(file.read_text())
-    assert facts["schema"] == "burst_portable.plan/2"
+    assert facts["schema"] == "burst_portable.plan/3"
     assert "score matrix" in out
     assert "predicted efficiency" in out
 
@@ -264,11 +264,11 @@ def test_planning_needs_no_torch():
 @pytest.mark.parametrize(
     ("ranks", "more", "told"),
     [
-        (16, (), "16 ranks seldom share one node: --inner 8 tells nodes apart"),
-        (12, (), "12 ranks seldom share one node: --inner RANKS tells nodes apart"),
+        (16, (), "16 ranks seldom share one node: --ranks-per-node 8 tells nodes apart"),
+        (12, (), "12 ranks seldom share one node: --ranks-per-node RANKS tells nodes apart"),
         (8, (), ""),
-        (16, ("--inner", "8"), ""),
-        (16, ("--gbps", "20"), ""),
+        (16, ("--ranks-per-node", "8"), ""),
+        (16, ("--intra-node-bandwidth", "20"), ""),
     ],
 )
 def test_links_between_nodes_that_nobody_named(capsys, ranks, more, told):
@@ -284,60 +284,83 @@ def test_links_between_nodes_that_nobody_named(capsys, ranks, more, told):
 
 def test_rates_of_a_machine_that_somebody_measured(capsys, tmp_path):
     """One rank: nothing travels, and the passes take what the file's rates and launches say."""
-    path = tmp_path / "rates.json"
-    rates = {"tflops": 2.0, "backward": 1.0, "launch_latency": 0.5, "backward_launch_latency": 0.25, "gbps": 7.0}
+    path = tmp_path / "hardware.json"
+    hardware = {
+        "tflops": 2.0,
+        "backward_tflops": 1.0,
+        "launch_latency": 0.5,
+        "backward_launch_latency": 0.25,
+        "intra_node_bandwidth": 7.0,
+    }
     about = {"device": "Abacus [9]", "ranks": 1, "kernel": "beads", "date": "2026-11-22"}
-    path.write_text(json.dumps({"schema": "burst_portable.rates/2", **about, "rates": rates}))
+    path.write_text(json.dumps({"schema": "burst_portable.hardware_spec/3", **about, "hardware": hardware}))
     sizes = ("--seq-len", "1024", "--ranks", "1", "--heads", "8", "--head-dim", "64")
-    facts = plan(capsys, *sizes, "--rates", str(path))
-    area = 1024 * 1025 // 2
+    facts = plan(capsys, *sizes, "--hardware-spec", str(path))
+    num_pairs = 1024 * 1025 // 2
     forward, backward = facts["passes"]["forward"], facts["passes"]["backward"]
-    assert forward["seconds"] == pytest.approx(0.5 + 4 * area * 8 * 64 / 2e12)
-    assert backward["seconds"] == pytest.approx(0.25 + 10 * area * 8 * 64 / 1e12)
-    assert backward["compute_seconds"] == pytest.approx(10 * area * 8 * 64 / 1e12)
-    assert facts["rates"]["source"] == f"measured on Abacus [9] ({path}, 2026-11-22)"
-    assert plan(capsys, *sizes)["rates"]["source"] is None
-    told = " ".join(text(capsys, "--seq-len", "1024", "--ranks", "2", "--heads", "8", "--rates", str(path)).split())
-    assert "for 2 TFLOP/s and 7 GB/s a rank, at rates measured on Abacus [9]" in told
+    assert forward["seconds"] == pytest.approx(0.5 + 4 * num_pairs * 8 * 64 / 2e12)
+    assert backward["seconds"] == pytest.approx(0.25 + 10 * num_pairs * 8 * 64 / 1e12)
+    assert backward["compute_seconds"] == pytest.approx(10 * num_pairs * 8 * 64 / 1e12)
+    assert facts["hardware"]["source"] == f"measured on Abacus [9] ({path}, 2026-11-22)"
+    assert plan(capsys, *sizes)["hardware"]["source"] is None
+    told = " ".join(
+        text(capsys, "--seq-len", "1024", "--ranks", "2", "--heads", "8", "--hardware-spec", str(path)).split()
+    )
+    assert "for 2 TFLOP/s and 7 GB/s per rank, at speeds measured on Abacus [9]" in told
     assert "on 1 rank and not 2" in told
-    nodes = plan(capsys, "--seq-len", "1024", "--ranks", "4", "--rates", str(path), "--inner", "2", "--outer-gbps", "3")
-    assert (nodes["rates"]["node"], nodes["rates"]["outer_gbps"]) == (2, 3.0)
+    nodes = plan(
+        capsys,
+        "--seq-len",
+        "1024",
+        "--ranks",
+        "4",
+        "--hardware-spec",
+        str(path),
+        "--ranks-per-node",
+        "2",
+        "--inter-node-bandwidth",
+        "3",
+    )
+    assert (nodes["hardware"]["ranks_per_node"], nodes["hardware"]["inter_node_bandwidth"]) == (2, 3.0)
 
 
 @pytest.mark.parametrize(
     ("typed", "origin", "between"),
     [
         ((), "measured", "measured 9 GB/s between nodes of 4"),
-        (("--inner", "4"), "measured", "measured 9 GB/s between nodes of 4"),
-        (("--inner", "2"), "measured", ", between nodes of 4 and not 2; measured 9 GB/s between nodes of 2"),
-        (("--outer-gbps", "3"), "given", "given 3 GB/s between nodes of 4"),
-        (("--inner", "2", "--outer-gbps", "3"), "given", "22); given 3 GB/s between nodes of 2"),
+        (("--ranks-per-node", "4"), "measured", "measured 9 GB/s between nodes of 4"),
+        (("--ranks-per-node", "2"), "measured", ", between nodes of 4 and not 2; measured 9 GB/s between nodes of 2"),
+        (("--inter-node-bandwidth", "3"), "given", "given 3 GB/s between nodes of 4"),
+        (("--ranks-per-node", "2", "--inter-node-bandwidth", "3"), "given", "22); given 3 GB/s between nodes of 2"),
     ],
 )
 def test_rates_of_nodes_that_somebody_measured(capsys, tmp_path, typed, origin, between):
-    path = tmp_path / "rates.json"
+    path = tmp_path / "hardware.json"
     about = {"device": "Abacus", "ranks": 8, "kernel": "beads", "date": "2026-11-22"}
-    rates = {"tflops": 2.0, "gbps": 7.0, "node": 4, "outer_gbps": 9.0}
-    path.write_text(json.dumps({"schema": "burst_portable.rates/2", **about, "rates": rates}))
-    arguments = ("--seq-len", "1024", "--ranks", "8", "--strategy", "ring", "--rates", str(path), *typed)
-    assert plan(capsys, *arguments)["rates"]["outer_source"] == origin
+    hardware = {"tflops": 2.0, "intra_node_bandwidth": 7.0, "ranks_per_node": 4, "inter_node_bandwidth": 9.0}
+    path.write_text(json.dumps({"schema": "burst_portable.hardware_spec/3", **about, "hardware": hardware}))
+    arguments = ("--seq-len", "1024", "--ranks", "8", "--strategy", "ring", "--hardware-spec", str(path), *typed)
+    assert plan(capsys, *arguments)["hardware"]["inter_node_source"] == origin
     assert between in " ".join(text(capsys, *arguments).split())
 
 
 def test_what_is_assumed_between_nodes_says_so(capsys):
-    arguments = ("--seq-len", "1024", "--ranks", "8", "--inner", "4")
-    for typed, origin in (((), "assumed"), (("--outer-gbps", "50"), "given")):
-        assert plan(capsys, *arguments, *typed)["rates"]["outer_source"] == origin
+    arguments = ("--seq-len", "1024", "--ranks", "8", "--ranks-per-node", "4")
+    for typed, origin in (((), "assumed"), (("--inter-node-bandwidth", "50"), "given")):
+        assert plan(capsys, *arguments, *typed)["hardware"]["inter_node_source"] == origin
         assert f"; {origin} 50 GB/s between nodes of 4" in " ".join(text(capsys, *arguments, *typed).split())
-    assert plan(capsys, *arguments[:4])["rates"]["outer_source"] is None
+    assert plan(capsys, *arguments[:4])["hardware"]["inter_node_source"] is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--rates", "none.json"), "none.json is not a file of rates"),
-        (("--rates", "none.json", "--tflops", "3"), "--rates and --tflops exclude each other"),
-        (("--rates", "none.json", "--gbps", "3"), "--rates and --gbps exclude each other"),
+        (("--hardware-spec", "none.json"), "none.json is not a hardware spec file"),
+        (("--hardware-spec", "none.json", "--tflops", "3"), "--hardware-spec and --tflops exclude each other"),
+        (
+            ("--hardware-spec", "none.json", "--intra-node-bandwidth", "3"),
+            "--hardware-spec and --intra-node-bandwidth exclude each other",
+        ),
     ],
 )
 def test_rates_that_are_refused(capsys, arguments, told):
@@ -346,21 +369,21 @@ def test_rates_that_are_refused(capsys, arguments, told):
 
 
 def test_json_does_not_overwrite_the_file_of_rates(capsys, tmp_path):
-    path = tmp_path / "rates.json"
+    path = tmp_path / "hardware.json"
     path.write_text("{}")
-    assert main(["plan", *TINY, "--rates", str(path), "--json", str(path)]) == 2
+    assert main(["plan", *TINY, "--hardware-spec", str(path), "--json", str(path)]) == 2
     assert "names the file that is read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_rates_that_are_set_and_not_read_are_told(monkeypatch, tmp_path, capsys, named):
     """They are those of the machine at hand; a plan may be for another."""
-    file = tmp_path / "rates.json"
+    file = tmp_path / "hardware.json"
     about = {"device": "Abacus", "ranks": 1, "kernel": "beads", "date": "2026-11-22"}
-    rates = {"tflops": 500.0, "gbps": 200.0}
-    file.write_text(json.dumps({"schema": "burst_portable.rates/2", **about, "rates": rates}))
-    monkeypatch.setenv("BURST_RATES", str(file))
-    options = ["--rates", str(file)] if named else []
+    hardware = {"tflops": 500.0, "intra_node_bandwidth": 200.0}
+    file.write_text(json.dumps({"schema": "burst_portable.hardware_spec/3", **about, "hardware": hardware}))
+    monkeypatch.setenv("BURST_HARDWARE_SPEC", str(file))
+    options = ["--hardware-spec", str(file)] if named else []
     assert main(["plan", "--seq-len", "64", "--ranks", "2", "--json", *options]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert [str(file) in note for note in notes] == ([] if named else [True])

@@ -17,7 +17,7 @@ def facts_of(capsys, *arguments):
 
 def test_plan_all_lists_each_strategy_once_by_time(capsys):
     facts = facts_of(capsys)
-    assert facts["schema"] == "burst_portable.plans/1"
+    assert facts["schema"] == "burst_portable.plans/2"
     served = facts["strategies"]
     assert {one["strategy"] for one in served} == {*classes()} - {"auto"}
     assert [one["seconds"] for one in served] == sorted(one["seconds"] for one in served)
@@ -45,16 +45,16 @@ def test_plan_all_names_why_a_strategy_cannot_serve(capsys):
 
 def test_plan_all_names_what_auto_compares_only_with_inner(capsys):
     assert facts_of(capsys)["not_compared"] == ["double_ring", "usp"]
-    assert facts_of(capsys, "--inner", "4")["not_compared"] == []
+    assert facts_of(capsys, "--ranks-per-node", "4")["not_compared"] == []
     assert main(CALL) == 0
-    assert "not compared without --inner: double_ring, usp" in capsys.readouterr().out
+    assert "not compared without --ranks-per-node: double_ring, usp" in capsys.readouterr().out
 
 
 def test_plan_all_takes_layout_and_nodes(capsys):
-    facts = facts_of(capsys, "--inner", "4", "--layout", "auto", "--mask", "window:200")
+    facts = facts_of(capsys, "--ranks-per-node", "4", "--layout", "auto", "--mask", "window:200")
     assert facts["problem"]["layout"] == "contiguous"
     assert {"usp+q", "double_ring+kv"} <= {one["label"] for one in facts["strategies"]}
-    assert main([*CALL, "--inner", "4", "--layout", "auto", "--mask", "window:200"]) == 0
+    assert main([*CALL, "--ranks-per-node", "4", "--layout", "auto", "--mask", "window:200"]) == 0
     assert "layout contiguous by predicted time; chose ring+fetch" in capsys.readouterr().out
 
 

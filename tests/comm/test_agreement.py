@@ -17,7 +17,7 @@ import torch
 import burst_portable as bp
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.comm.agreement import agree, call_signature, share_error
-from burst_portable.comm.local import run_threads
+from burst_portable.comm.local import run_transports
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, CommunicationError, LayoutError, MismatchError
 from burst_portable.layout import Layout, Segment
@@ -38,7 +38,7 @@ def check(name: str, said: list[str]) -> None:
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_threads_that_disagree(name):
-    check(name, bp.run_local(3, lambda mesh: told_by(mesh, name)))
+    check(name, bp.run_threads(3, lambda mesh: told_by(mesh, name)))
 
 
 def test_ranks_that_guess_different_lengths_are_told_of_seq_len():
@@ -50,7 +50,7 @@ def test_ranks_that_guess_different_lengths_are_told_of_seq_len():
             bp.attention(x, x, x, mesh=mesh)
         assert bp.attention(x, x, x, mesh=mesh, seq_len=101).shape == x.shape
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 @pytest.mark.parametrize("mask", ["causal", "full"])
@@ -64,9 +64,9 @@ def test_rates_are_blamed_only_where_the_ranks_have_the_same_problem(mask):
             bp.attention(x, x, x, mesh=mesh, **(odd if mesh.rank else {"strategy": "ring"}))
         return str(raised.value)
 
-    for message in bp.run_local(2, work):
+    for message in bp.run_threads(2, work):
         assert "strategy: ring by ring" in message
-        assert ("give all ranks the same rates" in message) == (mask == "causal")
+        assert ("give all ranks the same BURST_HARDWARE_SPEC" in message) == (mask == "causal")
         assert message.endswith("all ranks of a mesh must make the same calls in the same order, backward too")
 
 
@@ -92,7 +92,7 @@ def test_a_call_after_an_error_in_a_pass(strategy, recorded):
                 with pytest.raises(CommunicationError, match=rf"^rank {mesh.rank}: the last pass has not ended"):
                     bp.attention(x, x, x, mask="full", mesh=mesh, strategy=strategy)
 
-    run_threads(4, work, deadline=0.5)
+    run_transports(4, work, timeout=0.5)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_segments_that_cannot_meet_are_found_before_the_pass(strategy):
             bp.attention(x, x, x, mask=mask, mesh=mesh, layout=mixed, strategy=strategy)
         return bp.attention(x, x, x, mask=mask, mesh=mesh, layout="striped", strategy=strategy).shape
 
-    assert bp.run_local(4, work, deadline=5) == [(1, 8, 2, 8)] * 4
+    assert bp.run_threads(4, work, timeout=5) == [(1, 8, 2, 8)] * 4
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_equal_masks_and_layouts_may_have_names_of_their_own():
         q = torch.ones(1, 8, 2, 4)
         return bp.attention(q, q, q, mask=mask, layout=layout, mesh=mesh, strategy="ring")
 
-    assert all(bool(out.isfinite().all()) for out in bp.run_local(2, work))
+    assert all(bool(out.isfinite().all()) for out in bp.run_threads(2, work))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
@@ -156,7 +156,7 @@ def test_backward_in_another_order_is_told(strategy):
         with pytest.raises(MismatchError, match="backward of the pass: 1 on rank 0 but 2 on rank 1"):
             outs[mesh.rank].sum().backward()
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
@@ -166,7 +166,7 @@ def test_backward_of_the_later_call_first_on_all_ranks(strategy):
         outs = [bp.attention(q, q, q, mesh=mesh, strategy=strategy) for _ in range(2)]
         return [torch.autograd.grad(out.sum(), q)[0] for out in reversed(outs)]
 
-    for later, earlier in bp.run_local(2, work):
+    for later, earlier in bp.run_threads(2, work):
         torch.testing.assert_close(later, earlier)
 
 
@@ -189,7 +189,7 @@ def test_ranks_of_different_vendors_are_refused(monkeypatch):
         with pytest.raises(MismatchError, match=told):
             bp.attention(q, q, q, mesh=mesh)
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 def test_what_is_no_tensor_at_all_is_told_too():
@@ -201,7 +201,7 @@ def test_what_is_no_tensor_at_all_is_told_too():
             bp.attention(mine, mine, mine, mesh=mesh)
         return str(caught.value)
 
-    assert "rank 1 refused" in bp.run_local(2, work)[0]
+    assert "rank 1 refused" in bp.run_threads(2, work)[0]
 
 
 def test_of_calls_of_different_kinds_only_what_both_state_is_told():
@@ -211,7 +211,7 @@ def test_of_calls_of_different_kinds_only_what_both_state_is_told():
             bp.attention(x, x, x, mesh=mesh) if mesh.rank else bp.unshard(x, mesh, seq_len=16, layout="contiguous")
         return str(caught.value)
 
-    for message in bp.run_local(2, work):
+    for message in bp.run_threads(2, work):
         assert (
             "got pass: unshard on rank 0 but forward on rank 1; layout: contiguous on rank 0 but zigzag on" in message
         )
@@ -225,7 +225,7 @@ def test_a_planted_silence_is_seen():
         mesh.transport("cpu").share = lambda data, *_: [data] * mesh.size  # everybody is heard to say the same
         return told_by(mesh, "scale")
 
-    assert not all(bp.run_local(3, work))
+    assert not all(bp.run_threads(3, work))
 
 
 def test_the_question_costs_one_exchange_when_all_agree():
@@ -237,21 +237,21 @@ def test_the_question_costs_one_exchange_when_all_agree():
         agree(transport, call_signature({"a": "b"}))
         return len(asked)
 
-    assert bp.run_local(3, work) == [1, 1, 1]
+    assert bp.run_threads(3, work) == [1, 1, 1]
 
 
 def test_a_refusal_with_nobody_there_is_still_the_refusal():
-    """Rank 1 never calls: rank 0's own error comes, after the deadline at the latest."""
+    """Rank 1 never calls: rank 0's own error comes, after the timeout at the latest."""
 
     def work(mesh):
-        mesh.config = Config(deadline=0.2)
+        mesh.config = Config(timeout=0.2)
         if mesh.rank == 0:
             q = torch.randn(1, 8, 2, 4)
             with pytest.raises(ValueError, match="did you mean 'ring'"):
                 bp.attention(q, q, q, mesh=mesh, strategy="rng")
         return True
 
-    assert bp.run_local(2, work, deadline=0.2) == [True, True]
+    assert bp.run_threads(2, work, timeout=0.2) == [True, True]
 
 
 def test_a_refusal_waits_no_longer_than_it_is_told():
@@ -263,11 +263,11 @@ def test_a_refusal_waits_no_longer_than_it_is_told():
             assert told.wait(30)
             return
         began = time.monotonic()
-        share_error(transport, ValueError("mine"), deadline=0.1)
+        share_error(transport, ValueError("mine"), timeout=0.1)
         told.set()
         assert time.monotonic() - began < 5
 
-    run_threads(2, work, deadline=10)
+    run_transports(2, work, timeout=10)
 
 
 @pytest.mark.parametrize(
@@ -284,4 +284,4 @@ def test_facts_that_are_too_long(facts, message):
         with pytest.raises(MismatchError, match=message):
             agree(transport, call_signature(facts[transport.rank]))
 
-    run_threads(2, work)
+    run_transports(2, work)

@@ -13,7 +13,7 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.comm.base import Transport, WrappedTransport
-from burst_portable.comm.local import Fabric, LocalTransport, run_threads
+from burst_portable.comm.local import Fabric, LocalTransport, run_transports
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.comm.two_levels import TwoLevelTransport
 from burst_portable.errors import CommunicationError
@@ -37,7 +37,7 @@ def on_threads(before: str, at: int, after: str, wrap=lambda transport: transpor
         mesh = bp.Mesh(transport.rank, RANKS, lambda _: transport)
         return play(mesh, transport, before, at, after, mesh)
 
-    return run_threads(RANKS, lambda one: work(Asking(one.fabric, one.rank)), deadline=0.3)
+    return run_transports(RANKS, lambda one: work(Asking(one.fabric, one.rank)), timeout=0.3)
 
 
 def check(found: list[list[str]], says: str) -> None:
@@ -79,8 +79,8 @@ def leave_out(transport: Transport) -> None:
 
 
 AROUND = {
-    "two levels": lambda inner: TwoLevelTransport(inner, alone, 1),
-    "peer copies": lambda inner: PeerCopyTransport(ThreadPeers(World(1), 0), inner),
+    "two levels": lambda wrapped: TwoLevelTransport(wrapped, alone, 1),
+    "peer copies": lambda wrapped: PeerCopyTransport(ThreadPeers(World(1), 0), wrapped),
     "wrapped": WrappedTransport,
 }
 
@@ -89,13 +89,13 @@ AROUND = {
 @pytest.mark.parametrize("around", AROUND)
 def test_what_did_not_end_stands_where_other_meshes_of_the_group_look(around, fail):
     """At the transport of the process group, which tells those of other meshes."""
-    inner = alone()
-    outer = AROUND[around](inner)
+    wrapped = alone()
+    outer = AROUND[around](wrapped)
     outer.begin()
     outer.end()
-    inner.check_in_sync()
+    wrapped.check_in_sync()
     fail(outer)
-    for transport in (inner, outer):
+    for transport in (wrapped, outer):
         with pytest.raises(CommunicationError, match="has not ended"):
             transport.check_in_sync()
 
@@ -104,10 +104,10 @@ def test_a_pass_that_fails_while_nodes_connect_has_not_ended():
     def connect() -> Transport:
         raise RuntimeError
 
-    inner = alone()
+    wrapped = alone()
     with pytest.raises(RuntimeError):
-        TwoLevelTransport(inner, connect, 1).begin()
-    assert inner.unfinished() == "pass"
+        TwoLevelTransport(wrapped, connect, 1).begin()
+    assert wrapped.unfinished() == "pass"
 
 
 def test_a_refusal_after_an_error_is_still_told_its_caller():

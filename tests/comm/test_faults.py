@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burst_portable.comm.faults import HopWatch
-from burst_portable.errors import DeadlineError
+from burst_portable.errors import CommunicationTimeoutError
 from burst_portable.utils.threads import Background
 
 
@@ -48,7 +48,7 @@ def test_a_transfer_that_never_ends_is_named_and_settled(capsys):
     assert settled.happened.wait(5)
     assert [float(x) for x in settled.buffers] == [0.0, 1.0]
     assert "forward step 2: exchange with ranks [1] took too long" in capsys.readouterr().err
-    with pytest.raises(DeadlineError, match="step 2"):
+    with pytest.raises(CommunicationTimeoutError, match="step 2"):
         watch.starting("rank 0, forward step 4", [])
     assert prepared == [1]
 

@@ -12,8 +12,8 @@ import torch
 
 import burst_portable as bp
 from burst_portable.comm.base import Message
-from burst_portable.comm.local import run_threads
-from burst_portable.errors import DeadlineError, LayoutError, MismatchError, PeerLostError
+from burst_portable.comm.local import run_transports
+from burst_portable.errors import CommunicationTimeoutError, LayoutError, MismatchError, PeerLostError
 
 
 def test_ranks_with_other_lengths_than_the_layout_says():
@@ -22,7 +22,7 @@ def test_ranks_with_other_lengths_than_the_layout_says():
         return bp.attention(*(torch.randn(1, rows, 2, 4) for _ in range(3)), mesh=mesh, seq_len=16)
 
     with pytest.raises(LayoutError, match="rank 1 holds a different number of rows"):
-        bp.run_local(2, work)
+        bp.run_threads(2, work)
 
 
 def test_ranks_whose_messages_differ_do_not_compute_in_silence():
@@ -31,7 +31,7 @@ def test_ranks_whose_messages_differ_do_not_compute_in_silence():
         return bp.attention(*(torch.randn(1, 8, heads, 4) for _ in range(3)), mesh=mesh, strategy="ring", mask="full")
 
     with pytest.raises((MismatchError, PeerLostError), match="rank"):
-        bp.run_local(2, work)
+        bp.run_threads(2, work)
 
 
 def test_a_rank_that_fails_ends_the_others():
@@ -41,7 +41,7 @@ def test_a_rank_that_fails_ends_the_others():
         return bp.attention(*(torch.randn(1, 8, 2, 4) for _ in range(3)), mesh=mesh, strategy="ring", mask="full")
 
     with pytest.raises(ZeroDivisionError, match="fell over"):
-        bp.run_local(3, work)
+        bp.run_threads(3, work)
 
 
 def test_a_late_rank_is_named():
@@ -57,8 +57,8 @@ def test_a_late_rank_is_named():
         finally:
             given_up.set()
 
-    with pytest.raises(DeadlineError, match="rank 0, step 3: nothing came from rank 1"):
-        run_threads(2, work, deadline=0.2)
+    with pytest.raises(CommunicationTimeoutError, match="rank 0, step 3: nothing came from rank 1"):
+        run_transports(2, work, timeout=0.2)
 
 
 def test_no_rank_goes_on_when_the_caller_is_interrupted():
@@ -75,7 +75,7 @@ def test_no_rank_goes_on_when_the_caller_is_interrupted():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may be deaf to it
     try:
         with pytest.raises(KeyboardInterrupt):
-            bp.run_local(3, work, deadline=30)
+            bp.run_threads(3, work, timeout=30)
     finally:
         signal.signal(signal.SIGINT, before)
     for thread in begun:

@@ -10,7 +10,7 @@ import torch
 import burst_portable as bp
 from burst_portable.comm import peer_copy
 from burst_portable.comm.base import Message, Part, Parts, Strips
-from burst_portable.comm.local import run_threads
+from burst_portable.comm.local import run_transports
 from burst_portable.comm.peer_copy import (
     EXCHANGES,
     MESSAGES,
@@ -25,10 +25,16 @@ from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.oracle import judge
-from burst_portable.errors import CommunicationError, DeadlineError, InputError, MismatchError, UnsupportedError
+from burst_portable.errors import (
+    CommunicationError,
+    CommunicationTimeoutError,
+    InputError,
+    MismatchError,
+    UnsupportedError,
+)
 from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import inboxes
-from burst_portable.planning.rates import Rates
 from burst_portable.runtime.head_parallel import can_be_picked
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.thread_peers import ThreadPeers, World, run_peers
@@ -96,8 +102,8 @@ def test_an_exchange_inside_nodes_that_waits_for_all_is_found(monkeypatch):
     """Whoever is not named sets no flag."""
     flags_of = peer_copy.exchange_flags
     monkeypatch.setattr(peer_copy, "exchange_flags", lambda size, index, _: flags_of(size, index, tuple(range(size))))
-    with pytest.raises(DeadlineError, match=r"rank \d has not sent its message"):
-        run_peers(World(3, deadline=1.0), lambda mesh: JOBS["exchanged"](mesh.transport("cpu"), torch.device("cpu")))
+    with pytest.raises(CommunicationTimeoutError, match=r"rank \d has not sent its message"):
+        run_peers(World(3, timeout=1.0), lambda mesh: JOBS["exchanged"](mesh.transport("cpu"), torch.device("cpu")))
 
 
 class Forgetful(ThreadPeers):
@@ -162,7 +168,7 @@ def test_without_waiting_for_room_it_would_be():
         return True
 
     with pytest.raises((AssertionError, CommunicationError)):
-        assert all(run_peers(World(2, deadline=1.0), work, Eager))
+        assert all(run_peers(World(2, timeout=1.0), work, Eager))
 
 
 def test_a_peer_that_sends_nothing_is_named():
@@ -174,12 +180,12 @@ def test_a_peer_that_sends_nothing_is_named():
             return
         came = transport.inbox(8, torch.device("cpu"), 0)
         _, received = transport.post([], [Message(came, 0)], "forward step 3")
-        with pytest.raises(DeadlineError, match="rank 1, forward step 3: rank 0 has not sent"):
+        with pytest.raises(CommunicationTimeoutError, match="rank 1, forward step 3: rank 0 has not sent"):
             received[0].wait()
         with pytest.raises(CommunicationError, match="the last pass has not ended"):  # the pass was never ended
             transport.begin(b"call", 512)
 
-    run_peers(World(2, deadline=0.2), work)
+    run_peers(World(2, timeout=0.2), work)
 
 
 def test_another_call_is_not_taken_for_this_one():
@@ -191,10 +197,10 @@ def test_another_call_is_not_taken_for_this_one():
         came = transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
         block = torch.zeros(8, dtype=torch.uint8)
         _, received = transport.post([Message(block, 1 - mesh.rank)], [Message(came, 1 - mesh.rank)], "forward step 0")
-        with pytest.raises(DeadlineError, match="forward step 0"):
+        with pytest.raises(CommunicationTimeoutError, match="forward step 0"):
             received[0].wait()
 
-    run_peers(World(2, deadline=0.2), work)
+    run_peers(World(2, timeout=0.2), work)
 
 
 def test_what_is_left_when_numbers_begin_again_is_not_taken():
@@ -211,13 +217,13 @@ def test_what_is_left_when_numbers_begin_again_is_not_taken():
             sends = [] if again else [Message(torch.zeros(8, dtype=torch.uint8), peer)]
             _, (received,) = transport.post(sends, [Message(came, peer)], "forward step 0")
             if again:
-                with pytest.raises(DeadlineError, match="has not sent"):
+                with pytest.raises(CommunicationTimeoutError, match="has not sent"):
                     received.wait()
             else:
                 received.wait()
                 transport.end()
 
-    run_peers(World(2, deadline=0.2), work)
+    run_peers(World(2, timeout=0.2), work)
 
 
 def test_more_than_was_announced_is_refused():
@@ -274,7 +280,7 @@ def test_bytes_are_those_of_the_plan(strategy):
         seq_len=case.length, ranks=4, heads=case.sizes[0], kv_heads=kv_heads, head_dim=d, batch=case.batch,
         mask=case.make_mask(), strategy=case.make_strategy(), layout=case.make_layout(), itemsize=case.dtype.itemsize,
     )  # fmt: skip
-    cost = plan_cost(plan, Rates(1.0, 1.0))
+    cost = plan_cost(plan, HardwareSpec(1.0, 1.0))
     assert world.copied == [sum(cost.per_rank[name][r].sent for name in ("forward", "backward")) for r in range(4)]
     # A quarter of an inbox is counted for each rank; with so short a window a rank gets one message, or two.
     assert 4 * inboxes(plan, 0).forward == max(c.received for c in cost.per_rank["forward"])
@@ -291,10 +297,10 @@ class PeersBesideThreads(bp.Mesh):
 
 def test_after_a_call_that_one_rank_refused_the_ranks_are_in_step():
     """The rank that refuses has not come as far as to have peer copies; it tells the others without them."""
-    world = World(2, deadline=3.0)
+    world = World(2, timeout=3.0)
 
     def work(local):
-        mesh = PeersBesideThreads(local.rank, 2, lambda device_type: local, config=Config(deadline=3.0))
+        mesh = PeersBesideThreads(local.rank, 2, lambda device_type: local, config=Config(timeout=3.0))
         mesh.peers = PeerCopyTransport(ThreadPeers(world, local.rank), local)
         x = torch.ones(1, 8, 2, 4, requires_grad=True)
         said = []
@@ -306,7 +312,7 @@ def test_after_a_call_that_one_rank_refused_the_ranks_are_in_step():
                 said.append(str(error))
         return said
 
-    for first, refused, *later in run_threads(2, work, deadline=3.0):
+    for first, refused, *later in run_transports(2, work, timeout=3.0):
         assert "scale is not a number" in refused
         assert [first, *later] == ["", "", ""]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import burst_portable as bp
 from burst_portable.comm import torch_dist
 from burst_portable.comm.agreement import call_signature
-from burst_portable.comm.local import run_threads
+from burst_portable.comm.local import run_transports
 from burst_portable.comm.torch_dist import StoreExchange, TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError, LayoutError
@@ -33,8 +33,8 @@ class Batched(TorchDistTransport):
         super().__init__(local, "nccl", batched=True)
         self.local = local
 
-    def share(self, data, label="share", deadline=None):
-        return self.local.share(data, label, deadline)
+    def share(self, data, label="share", timeout=None):
+        return self.local.share(data, label, timeout)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_rank_that_sends_and_receives_nothing_connects_too(asked):
     alone = [x.clone().requires_grad_() for x in whole]
     out = bp.attention(*alone, mask=mask, mesh=bp.Mesh.single())
     out.sum().backward()
-    outs, grads = zip(*run_threads(RANKS, work, deadline=5.0), strict=True)
+    outs, grads = zip(*run_transports(RANKS, work, timeout=5.0), strict=True)
     torch.testing.assert_close(torch.cat(outs, 1), out.detach())
     torch.testing.assert_close(torch.cat(grads, 1), alone[1].grad)
     assert [sum(rank == r for rank, _ in asked) for r in range(RANKS)] == [1, 4, 4], "once, and only where it is new"
@@ -107,7 +107,7 @@ def test_a_rank_whose_refusal_is_not_heard_is_refused_its_next_call(asked, monke
 
     def work(local):
         transport = Asking(local)
-        mesh = bp.Mesh(local.rank, RANKS, lambda _: transport, config=Config(deadline=0.4))
+        mesh = bp.Mesh(local.rank, RANKS, lambda _: transport, config=Config(timeout=0.4))
 
         def call(rows=8):
             x = torch.ones(1, rows, 2, 8)
@@ -121,7 +121,7 @@ def test_a_rank_whose_refusal_is_not_heard_is_refused_its_next_call(asked, monke
             call()
         return str(raised.value)
 
-    told = run_threads(RANKS, work, deadline=1.0)
+    told = run_transports(RANKS, work, timeout=1.0)
     assert told[1].startswith("rank 1: the last exchange between passes has not ended")
     assert all(told[rank].startswith(f"rank {rank}, forward step ") for rank in (0, 2))
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from burst_portable.comm.agreement import agree, call_signature
 from burst_portable.comm.base import Transport
 from burst_portable.comm.faults import NoteExchange
-from burst_portable.comm.local import run_threads
+from burst_portable.comm.local import run_transports
 from burst_portable.comm.torch_dist import StoreExchange
-from burst_portable.errors import DeadlineError, MismatchError
+from burst_portable.errors import CommunicationTimeoutError, MismatchError
 
 
 class ByStore(Transport):
@@ -18,22 +18,22 @@ class ByStore(Transport):
 
     host = False
 
-    def __init__(self, rank: int, size: int, store: dist.Store, deadline: float = 5.0) -> None:
+    def __init__(self, rank: int, size: int, store: dist.Store, timeout: float = 5.0) -> None:
         super().__init__("store", rank, size)
         self.asked = 0
-        self._board, self._deadline = StoreExchange(store, rank, size), deadline
+        self._board, self._timeout = StoreExchange(store, rank, size), timeout
 
     def post(self, sends, receives, label=""):
         raise AssertionError("no message is sent here")
 
-    def share(self, data, label="share", deadline=None):
+    def share(self, data, label="share", timeout=None):
         self.asked += 1
-        return self._board.share(data, f"rank {self.rank}, {label}", deadline or self._deadline)
+        return self._board.share(data, f"rank {self.rank}, {label}", timeout or self._timeout)
 
 
 def over_store(size, work, **options):
     store = dist.HashStore()
-    return run_threads(size, lambda local: work(ByStore(local.rank, size, store, **options)))
+    return run_transports(size, lambda local: work(ByStore(local.rank, size, store, **options)))
 
 
 def test_everybody_hears_everybody_and_keys_are_cleared_away():
@@ -43,7 +43,7 @@ def test_everybody_hears_everybody_and_keys_are_cleared_away():
         board = StoreExchange(store, local.rank, 3)
         return [board.share(bytes([turn, local.rank]), "sharing", 5.0) for turn in range(50)]
 
-    for heard in run_threads(3, work):
+    for heard in run_transports(3, work):
         assert heard == [[bytes([turn, rank]) for rank in range(3)] for turn in range(50)]
     assert store.num_keys() <= 3 * 3
 
@@ -52,10 +52,10 @@ def test_a_silent_rank_is_named():
     def work(transport):
         if transport.rank == 1:
             return
-        with pytest.raises(DeadlineError, match=r"rank 1 said nothing in 0\.2 s"):
+        with pytest.raises(CommunicationTimeoutError, match=r"rank 1 said nothing in 0\.2 s"):
             agree(transport, call_signature({"a": "b"}))
 
-    over_store(3, work, deadline=0.2)
+    over_store(3, work, timeout=0.2)
 
 
 def test_a_call_is_compared_once():

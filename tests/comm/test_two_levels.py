@@ -13,7 +13,7 @@ from burst_portable.comm import torch_dist, two_levels
 from burst_portable.comm.base import Message, Transport
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.comm.two_levels import TwoLevelTransport
-from burst_portable.errors import DeadlineError, MismatchError
+from burst_portable.errors import CommunicationTimeoutError, MismatchError
 from burst_portable.strategies.registry import make_strategy
 
 RANKS, NODE = 8, 4
@@ -22,25 +22,25 @@ RANKS, NODE = 8, 4
 class Watched(Transport):
     """Counts the steps that post something, and notes at which of them each message is posted and waited for."""
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.name, inner.rank, inner.size)
-        self.inner = inner
+    def __init__(self, wrapped: Transport) -> None:
+        super().__init__(wrapped.name, wrapped.rank, wrapped.size)
+        self.wrapped = wrapped
         self.posted = 0
         self.waits: list[tuple[bool, int]] = []  # whether it crosses, and after how many posts more
 
     def post(self, sends, receives, label=""):
         if not label.startswith(("forward", "backward")):
-            return self.inner.post(sends, receives, label)
+            return self.wrapped.post(sends, receives, label)
         self.posted += 1
-        posted = self.inner.post(sends, receives, label)
+        posted = self.wrapped.post(sends, receives, label)
         crosses = ([m.peer // NODE != self.rank // NODE for m in messages] for messages in (sends, receives))
         return tuple(
             [Waited(self, handle, far, self.posted) for handle, far in zip(*pair, strict=True)]
             for pair in zip(posted, crosses, strict=True)
         )
 
-    def share(self, data, label="share", deadline=None):
-        return self.inner.share(data, label, deadline)
+    def share(self, data, label="share", timeout=None):
+        return self.wrapped.share(data, label, timeout)
 
 
 class Waited:
@@ -58,7 +58,7 @@ def test_nothing_waits_for_another_node_before_the_round_is_over(travels, first)
 
     Backward so many steps of the own node's round are first, by the bytes of float32, and the others last.
     """
-    strategy = make_strategy("double_ring", inner=NODE, backward_circulates=travels)
+    strategy = make_strategy("double_ring", ranks_per_node=NODE, backward_circulates=travels)
 
     def work(mesh):
         transport = Watched(mesh.transport("cpu"))
@@ -70,7 +70,7 @@ def test_nothing_waits_for_another_node_before_the_round_is_over(travels, first)
         out.sum().backward()
         return forward, transport.waits
 
-    for forward, backward in bp.run_local(RANKS, work):
+    for forward, backward in bp.run_threads(RANKS, work):
         # Each rank gets a block and sends one; backward gradients as well, after the round of the other node.
         crossed, back = ([later for crosses, later in waits if crosses] for waits in (forward, backward))
         assert len(crossed) == 2
@@ -89,7 +89,7 @@ def test_plans_give_gradients_between_nodes_a_whole_round(travels, first):
         kv_heads=2,
         head_dim=8,
         mask="full",
-        strategy=make_strategy("double_ring", inner=NODE, backward_circulates=travels),
+        strategy=make_strategy("double_ring", ranks_per_node=NODE, backward_circulates=travels),
     )
     moves = [
         m for rank in range(RANKS) for s in plan.backward.steps_of(rank) for m in (*s.receives, *s.result_receives)
@@ -114,7 +114,7 @@ def test_ranks_that_do_not_agree_on_their_nodes():
         with pytest.raises(MismatchError, match="ranks per node: not told on rank 0 but 1 on rank 1"):
             bp.attention(q, q, q, mesh=own, strategy="ring")
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 def test_a_rank_that_does_not_connect_is_told(monkeypatch):
@@ -138,7 +138,7 @@ def test_a_rank_that_does_not_connect_is_told(monkeypatch):
     monkeypatch.setattr(torch_dist, "exchange_error_notes", lambda *_: "nothing is heard of rank 3")
     transport = two_levels.with_two_levels(lambda _: LocalTransport(Fabric(1, 1.0), 0), None, 2, 5.0, told_of)
     told = "rank 1, connecting nodes: meeting all ranks took too long; got Wait timeout; nothing is heard of rank 3"
-    with pytest.raises(DeadlineError, match=told):
+    with pytest.raises(CommunicationTimeoutError, match=told):
         transport.begin()
     assert (asked["timeout"], asked["pg_options"]) == (timedelta(seconds=10), "a backend's own")
 

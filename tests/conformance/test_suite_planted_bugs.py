@@ -82,7 +82,7 @@ def real(request):
 
 
 def examine(backend: Planted, group: str, **options: object) -> Report:
-    return check_backend(backend, ranks=4, only=[group], effort="quick", fail_fast=True, deadline=3.0, **options)
+    return check_backend(backend, ranks=4, only=[group], effort="quick", fail_fast=True, timeout=3.0, **options)
 
 
 def pairs(bugs):

@@ -49,13 +49,13 @@ def test_small(kernel, device: str, case: Case) -> None:
 
 # Long enough for full blocks of every configuration, at even and at uneven places.
 LONG = [
-    Case(mask, length, layout, ranks, heads=4, kv_heads=2, head_dim=d, value_dim=d, dtype=torch.bfloat16, scale=0.1)
+    Case(mask, length, layout, ranks, heads=4, kv_heads=2, head_dim=d, v_head_dim=d, dtype=torch.bfloat16, scale=0.1)
     for length, d in ((1024, 128), (1003, 64))
     for mask in masks(length)
     for layout, ranks in layouts(mask)
 ]  # fmt: skip
 HEADS = [
-    Case("causal", 515, heads=2, head_dim=d, value_dim=v, dtype=dtype, scale=d**-0.5, softcap=cap, poison=poison)
+    Case("causal", 515, heads=2, head_dim=d, v_head_dim=v, dtype=dtype, scale=d**-0.5, softcap=cap, poison=poison)
     for dtype in (torch.bfloat16, torch.float32)
     for d, v, cap, poison in ((16, 16, None, True), (40, 72, None, True), (80, 80, 3.0, False), (96, 128, None, False),
                               (128, 128, 2.0, True), (192, 128, None, False), (256, 256, None, True))

@@ -26,7 +26,7 @@ from tests.support.thread_peers import World, run_peers
 def check(case: Case) -> None:
     """Every rank brings the same whole results back, to the bit; one is held against the oracle."""
     inputs = make_inputs(case)
-    first, *others = bp.run_local(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs))
+    first, *others = bp.run_threads(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs))
     assert judge(first, *expected(case, inputs), case.dtype) == {}
     for name, value in first.quantities().items():
         assert all(torch.equal(value, other.quantities()[name]) for other in others), name
@@ -74,7 +74,7 @@ def test_rows_that_see_nothing(strategy):
     """Out 0, LSE -inf, gradients 0 - exactly, not nearly."""
     case = Case(mask="rows_see_nothing", strategy=strategy, ranks=4 if strategy == "usp" else 2, heads="mha")
     inputs = make_inputs(case)
-    for answer in bp.run_local(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs)):
+    for answer in bp.run_threads(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs)):
         assert torch.equal(answer.out[:, 9:], torch.zeros_like(answer.out[:, 9:]))
         assert bool((answer.lse[:, :, 9:] == -torch.inf).all())
         for gradient in (answer.dq, answer.dk, answer.dv):
@@ -90,7 +90,7 @@ def errors_by_ranks(ranks, strategy, dtype, sharpness, kernel):
         inputs = make_inputs(case)
         inputs = replace(inputs, q=inputs.q * sharpness)
         exact, _ = expected(case, inputs)
-        (answer, *_) = bp.run_local(count, lambda mesh, case=case, x=inputs: on_one_rank(mesh, case, x, kernel))
+        (answer, *_) = bp.run_threads(count, lambda mesh, case=case, x=inputs: on_one_rank(mesh, case, x, kernel))
         for name, value in answer.quantities().items():
             errors.setdefault(name, []).append(relative_error(value, exact.quantities()[name]))
     return errors
@@ -138,7 +138,7 @@ def test_gradients_that_travel_narrow(strategy, dtype):
     """Only what travelled is rounded, and no further off than any attention may be; float32 is no wider than it was."""
     wide, narrow = (kind(strategy=strategy, ranks=4, dtype=dtype, layout="striped") for kind in (Case, Narrow))
     inputs = make_inputs(wide)
-    before, after = (bp.run_local(4, lambda mesh, c=c: on_one_rank(mesh, c, inputs))[0] for c in (wide, narrow))
+    before, after = (bp.run_threads(4, lambda mesh, c=c: on_one_rank(mesh, c, inputs))[0] for c in (wide, narrow))
     assert judge(after, *expected(wide, inputs), dtype) == {}
     travelled = {"dq"} if strategy == "burst" else {"dk", "dv"}
     for name, value in before.quantities().items():
@@ -150,7 +150,7 @@ def test_results_are_the_same_every_time():
     """Bit for bit: sums are made in the order of the plan, whoever arrives first."""
     case = Case(ranks=4, strategy="burst", mask="documents", layout="document_zigzag")
     inputs = make_inputs(case)
-    first, second = (bp.run_local(4, lambda mesh: on_one_rank(mesh, case, inputs))[0] for _ in range(2))
+    first, second = (bp.run_threads(4, lambda mesh: on_one_rank(mesh, case, inputs))[0] for _ in range(2))
     for name, value in first.quantities().items():
         assert torch.equal(value, second.quantities()[name]), name
 
@@ -177,7 +177,7 @@ def test_a_rank_whose_result_is_unused_still_helps_the_others(strategy):
     def work(mesh):
         return on_one_rank(mesh, case, inputs, use=Unused.apply if mesh.rank == 1 else None)
 
-    for answer in bp.run_local(2, work):
+    for answer in bp.run_threads(2, work):
         assert judge(answer, *expected(case, inputs), case.dtype) == {}
 
 
@@ -186,7 +186,7 @@ def test_strided_inputs_need_no_copy_of_theirs():
     case = Case(ranks=2, strategy="ring")
     x = make_inputs(case)
     strided = replace(x, q=heads_first_memory(x.q), k=heads_first_memory(x.k), v=heads_first_memory(x.v))
-    plain, other = (bp.run_local(2, lambda mesh, i=i: on_one_rank(mesh, case, i))[0] for i in (x, strided))
+    plain, other = (bp.run_threads(2, lambda mesh, i=i: on_one_rank(mesh, case, i))[0] for i in (x, strided))
     assert torch.equal(plain.out, other.out)
     assert torch.equal(plain.dk, other.dk)
 
@@ -239,7 +239,7 @@ def test_what_a_collective_brings_is_waited_for(strategy, ranks):
         gradients = torch.autograd.grad(bring(out), leaves, bp.shard(x.dout, mesh, layout="zigzag"))
         return out.detach(), *gradients
 
-    run = bp.run_local if strategy == "ring" else lambda ranks, work: run_peers(World(ranks), work)
+    run = bp.run_threads if strategy == "ring" else lambda ranks, work: run_peers(World(ranks), work)
     plain, brought = (run(ranks, lambda mesh, how=how: work(mesh, how)) for how in (torch.clone, Brought.apply))
     for one, other in zip(plain, brought, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -269,8 +269,8 @@ def test_twice_differentiating_is_refused():
         with pytest.raises(UnsupportedError, match="differentiable once; got a backward pass with create_graph"):
             torch.autograd.grad(out.square().sum() if mesh.rank else out.sum(), q, create_graph=True)
 
-    bp.run_local(1, work)
-    bp.run_local(2, work)
+    bp.run_threads(1, work)
+    bp.run_threads(2, work)
 
 
 def _save_products(_context, operator, *_arguments, **_named):
@@ -299,6 +299,6 @@ def test_selective_checkpointing(strategy, ranks, kernel):
             out = checkpoint(region, q, k, v, use_reentrant=False, context_fn=contexts)
         return torch.autograd.grad(out.square().sum(), (q, k, v))
 
-    expected = bp.run_local(ranks, lambda mesh: work(mesh, None))
-    for found, plain in zip(bp.run_local(ranks, lambda mesh: work(mesh, _save_products)), expected, strict=True):
+    expected = bp.run_threads(ranks, lambda mesh: work(mesh, None))
+    for found, plain in zip(bp.run_threads(ranks, lambda mesh: work(mesh, _save_products)), expected, strict=True):
         torch.testing.assert_close(found, plain, rtol=0, atol=0)

@@ -13,13 +13,13 @@ import torch.distributed as dist
 import burst_portable as bp
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda.backend import has_high_priority, high_priority_options
-from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.backends.selection import group_options_of, load
-from burst_portable.cli.run.job import rates_of_run
+from burst_portable.cli.run.job import hardware_of_run
 from burst_portable.cli.run.worker import join
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels.base import WrappedKernel
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.profiling.recorder import PlanFacts
 from burst_portable.runtime.prepare import strategy_on
 from burst_portable.strategies.auto import AutoStrategy
@@ -32,8 +32,8 @@ GROUPS = bp.make_strategy("ulysses", head_groups=2)
 class Asked(WrappedKernel):
     """Notes down whether a rank's forward kernel is to yield, step by step."""
 
-    def __init__(self, inner, seen):
-        super().__init__(inner)
+    def __init__(self, wrapped, seen):
+        super().__init__(wrapped)
         self._seen = seen
 
     def attend(self, *args, yields_to_comm=False, **options):
@@ -67,7 +67,7 @@ def test_kernels_make_way_while_messages_are_beside_them(strategy, steps, first)
         with calls_with(kernel=lambda kernel: Asked(kernel, seen[mesh.rank])):
             bp.attention(*qkv(heads=8, kv_heads=8), mesh=mesh, strategy=strategy, layout="striped")
 
-    bp.run_local(4, work, inner=2)
+    bp.run_threads(4, work, ranks_per_node=2)
     assert seen == {rank: [first and step for step in steps] for rank in range(4)}
 
 
@@ -80,7 +80,7 @@ def test_kernels_make_way_for_messages_that_only_leave():
         with calls_with(kernel=lambda kernel: Asked(kernel, seen[mesh.rank])):
             bp.attention(*qkv(), mesh=mesh, strategy="ring", layout="contiguous")
 
-    bp.run_local(3, work)
+    bp.run_threads(3, work)
     assert seen == {0: [True], 1: [True, True], 2: [True, True, False]}
 
 
@@ -91,39 +91,43 @@ def test_one_rank_makes_no_way():
         (call,) = mesh._calls.values()
         return call.yields_to_comm
 
-    assert bp.run_local(1, work) == [False]
+    assert bp.run_threads(1, work) == [False]
 
 
 def test_rates():
-    rates = Rates(tflops=1.0, gbps=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2))
-    assert rates.where_messages_go_first() == replace(rates, comm_slowdown=(0.1, 0.2))
-    known = replace(rates, comm_slowdown_high_priority=None)
+    hardware = HardwareSpec(
+        tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2)
+    )
+    assert hardware.where_messages_go_first() == replace(hardware, comm_slowdown=(0.1, 0.2))
+    known = replace(hardware, comm_slowdown_high_priority=None)
     assert known.where_messages_go_first() == known
-    hopper, other = (rates_of_machine("NVIDIA H200", 2, kernel) for kernel in ("hopper", "reference"))
+    hopper, other = (hardware_of_machine("NVIDIA H200", 2, kernel) for kernel in ("hopper", "reference"))
     assert hopper.comm_slowdown_high_priority[0] < hopper.comm_slowdown[0]
     assert other.comm_slowdown_high_priority is None  # what was not measured is taken to wait
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_auto_prices_what_its_transport_does(first, monkeypatch):
-    measured = Rates(tflops=1.0, gbps=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2))
-    monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: measured)
+    measured = HardwareSpec(
+        tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2)
+    )
+    monkeypatch.setattr(CpuBackend, "measured_hardware", lambda *_: measured)
 
     def work(mesh):
         mesh.transport("cpu").high_priority = first
         return strategy_on(
             mesh, "auto", "cpu", heads=8, kv_heads=8, head_dim=16, dtype=torch.float32
-        ).rates.comm_slowdown
+        ).hardware.comm_slowdown
 
-    assert bp.run_local(2, work) == [(0.1, 0.2) if first else (0.9, 0.3)] * 2
+    assert bp.run_threads(2, work) == [(0.1, 0.2) if first else (0.9, 0.3)] * 2
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_groups_of_heads_are_considered_where_they_travel_beside_the_kernel(first):
     """Messages as long as the kernel: in groups all but the first and the last are hidden, where none waits."""
-    rates = rates_of_machine("NVIDIA H200", 2, "hopper")
-    rates = replace(rates, direct=())  # no peer copies: over NCCL
-    strategy = AutoStrategy(rates=rates.where_messages_go_first() if first else rates)
+    hardware = hardware_of_machine("NVIDIA H200", 2, "hopper")
+    hardware = replace(hardware, peer_copy_bandwidth=())  # no peer copies: over NCCL
+    strategy = AutoStrategy(hardware=hardware.where_messages_go_first() if first else hardware)
     plan = bp.plan(seq_len=32768, ranks=2, heads=32, mask="causal", strategy=strategy)
     assert ("ulysses, 2 groups" in plan.reason) is first
     assert (plan.groups > 1) is first
@@ -131,22 +135,26 @@ def test_groups_of_heads_are_considered_where_they_travel_beside_the_kernel(firs
 
 @pytest.mark.parametrize("options", [None, "some"])
 def test_run_predicts_with_what_its_groups_do(options, monkeypatch):
-    measured = Rates(tflops=1.0, gbps=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2))
-    monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: measured)
+    measured = HardwareSpec(
+        tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2)
+    )
+    monkeypatch.setattr(CpuBackend, "measured_hardware", lambda *_: measured)
     monkeypatch.setattr(CpuBackend, "group_options", lambda *_: options)
-    found = rates_of_run(load("cpu"), 2, "", "float32", 16)
+    found = hardware_of_run(load("cpu"), 2, "", "float32", 16)
     assert found.comm_slowdown == ((0.1, 0.2) if options else (0.9, 0.3))
 
 
 def test_the_rates_of_no_kernel_yet_are_those_of_the_first():
     """As `run` asks: which kernel computes is not known before there are tensors."""
-    unknown, hopper = (rates_of_machine("NVIDIA H200", 2, kernel) for kernel in ("", "hopper"))
+    unknown, hopper = (hardware_of_machine("NVIDIA H200", 2, kernel) for kernel in ("", "hopper"))
     assert unknown.where_messages_go_first().comm_slowdown == hopper.comm_slowdown_high_priority
 
 
 def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):
-    slow = Rates(tflops=1e-3, gbps=1e-3, comm_slowdown=(0.9, 0.9), comm_slowdown_high_priority=(0.0, 0.0))
-    monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: slow)
+    slow = HardwareSpec(
+        tflops=1e-3, intra_node_bandwidth=1e-3, comm_slowdown=(0.9, 0.9), comm_slowdown_high_priority=(0.0, 0.0)
+    )
+    monkeypatch.setattr(CpuBackend, "measured_hardware", lambda *_: slow)
     facts = PlanFacts(bp.plan(seq_len=4096, ranks=2, heads=2, head_dim=16, strategy="ring"), 0)
     first, last = (
         facts.described("cpu", high_priority=first)["planned"]["forward"]["seconds"] for first in (True, False)
@@ -211,4 +219,4 @@ def test_a_group_that_waits_is_told(given, monkeypatch):
         mesh.transport("cpu").high_priority = True
         return [*found, told()]
 
-    assert bp.run_local(2, work) == [[False, given is not None, False, False]] * 2
+    assert bp.run_threads(2, work) == [[False, given is not None, False, False]] * 2

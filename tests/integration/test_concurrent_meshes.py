@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import burst_portable as bp
-from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable.comm.local import LocalTransport, run_transports
 from tests.support.concurrent_meshes import GROUPS, RANKS, Delaying, Pool, at_once, compare
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def on_threads(ranks: int, seed: int, pool: Pool | None) -> int:
         delaying = Delaying(transport, 10 * seed + transport.rank, pool)
         return compare(bp.Mesh(transport.rank, ranks, lambda _: delaying), seed, 4)
 
-    return sum(run_threads(ranks, work))
+    return sum(run_transports(ranks, work))
 
 
 @pytest.mark.parametrize("seed", range(2))

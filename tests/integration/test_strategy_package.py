@@ -37,7 +37,7 @@ def test_plan_lists_and_plans_the_strategy(environment):
     facts = json.loads(planned.stdout)
     assert facts["strategy"] == "all_gather"
     assert facts["check"]["ok"]
-    assert facts["passes"]["backward"]["moves"] == "all_gather"
+    assert facts["passes"]["backward"]["transfer"] == "all_gather"
     every = json.loads(run(environment, "burst_portable", "plan", *CALL, "--strategy", "all", "--json").stdout)
     assert "all_gather" in {one["label"] for one in every["strategies"]}
 

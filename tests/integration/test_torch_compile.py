@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import burst_portable as bp
 from burst_portable.errors import LayoutError, MismatchError, UnknownNameError
-from burst_portable.gradients import sum_gradients, sum_over_ranks
+from burst_portable.gradients import all_reduce, all_reduce_gradients
 from burst_portable.nn import SelfAttention
 from tests.support.compiled_ranks import on_threads
 from tests.support.models import assert_same, make, on_one_device, on_ranks, tokens
@@ -60,8 +60,8 @@ def test_a_module_of_one_s_own(backend: str):
         return [out.detach(), *(p.grad for p in mine.parameters())]
 
     for ranks in (1, 2):
-        plain = bp.run_local(ranks, lambda mesh: work(mesh, False))
-        for expected, found in zip(plain, bp.run_local(ranks, lambda mesh: work(mesh, True)), strict=True):
+        plain = bp.run_threads(ranks, lambda mesh: work(mesh, False))
+        for expected, found in zip(plain, bp.run_threads(ranks, lambda mesh: work(mesh, True)), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -87,7 +87,7 @@ def test_a_module_in_a_graph_refuses_rows_in_the_same_words():
         with pytest.raises(error, match=message):
             call(x, seq_len=12)
 
-    bp.run_local(2, work, deadline=20)
+    bp.run_threads(2, work, timeout=20)
 
 
 @pytest.mark.parametrize("mask", [bp.Mask.documents((0, 5, 8)), "nope"], ids=str)
@@ -113,13 +113,13 @@ def test_a_whole_step_in_one_function():
         def step(rows: torch.Tensor) -> torch.Tensor:
             loss = (rows @ parameter).square().sum()
             loss.backward()
-            sum_gradients([parameter], mesh)
-            return sum_over_ranks(loss.detach(), mesh)
+            all_reduce_gradients([parameter], mesh)
+            return all_reduce(loss.detach(), mesh)
 
         return [step(x[mesh.rank]), parameter.grad]
 
     leaf = weight.clone().requires_grad_()
     expected = (x @ leaf).square().sum()
     expected.backward()
-    for found in bp.run_local(2, work):
+    for found in bp.run_threads(2, work):
         torch.testing.assert_close(found, [expected.detach(), leaf.grad])

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.selection import load, rates_of
+from burst_portable.backends.selection import hardware_of, load
 from burst_portable.config import Config
 from burst_portable.errors import DeviceError
 from burst_portable.measuring import measurement
 from burst_portable.measuring.measurement import Shape, held_up, measure
 from burst_portable.measuring.timing import Block, Peers
-from burst_portable.planning.rates import Rates, as_json, read_rates
+from burst_portable.planning.hardware import HardwareSpec, as_json, read_hardware_spec
 from tests.support.simulated_clock import CPU, Machine, Simulated
 
 
@@ -34,8 +34,8 @@ def test_what_cannot_be_told_is_kept(monkeypatch):
     def work(mesh):
         return measure(mesh, CPU, SMALL, "auto")
 
-    facts = bp.run_local(2, work)[0]
-    assert facts["rates"]["comm_slowdown"] == rates_of(load("cpu"), 2).comm_slowdown
+    facts = bp.run_threads(2, work)[0]
+    assert facts["hardware"]["comm_slowdown"] == hardware_of(load("cpu"), 2).comm_slowdown
     how = facts["methods"]["comm_slowdown"]
     assert not how["measured"]
     assert how["method"].startswith("forward: planted; backward: planted")
@@ -46,17 +46,17 @@ def test_what_cannot_be_told_is_kept(monkeypatch):
 def test_where_messages_go_first_those_that_wait_are_not_said_to_hold_up_nothing(known, monkeypatch):
     """Where the backend knows nothing of them; what it knows stays."""
     monkeypatch.setattr(measurement, "held_up", lambda *_: (0.25, "planted"))
-    before = Rates(tflops=1.0, gbps=1.0, comm_slowdown=known)
-    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: before, raising=False)
+    before = HardwareSpec(tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=known)
+    monkeypatch.setattr(type(load("cpu")), "measured_hardware", lambda *_: before, raising=False)
 
     def work(mesh):
         mesh.transport("cpu").high_priority = True
         return measure(mesh, CPU, SMALL, "auto")
 
-    facts = bp.run_local(2, work)[0]
-    assert facts["rates"]["comm_slowdown_high_priority"] == (0.25, 0.25)
+    facts = bp.run_threads(2, work)[0]
+    assert facts["hardware"]["comm_slowdown_high_priority"] == (0.25, 0.25)
     assert facts["methods"]["comm_slowdown_high_priority"]["measured"]
-    assert facts["rates"]["comm_slowdown"] == (known if any(known) else (0.25, 0.25))
+    assert facts["hardware"]["comm_slowdown"] == (known if any(known) else (0.25, 0.25))
     assert not facts["methods"]["comm_slowdown"]["measured"]
     assert ("taken from comm_slowdown_high_priority" in facts["methods"]["comm_slowdown"]["method"]) is not any(known)
 
@@ -77,54 +77,71 @@ def test_how_far_rounds_differ():
 SMALL = Shape(4, 2, 16, length=64)
 
 
-@pytest.mark.parametrize(("ranks", "inner"), [(1, None), (2, None), (3, None), (4, 2)])
-def test_all_of_it_over_threads(tmp_path, ranks, inner):
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(1, None), (2, None), (3, None), (4, 2)])
+def test_all_of_it_over_threads(tmp_path, ranks, ranks_per_node):
     def work(mesh):
         said: list[str] = []
         return measure(mesh, CPU, SMALL, "auto", said.append), said
 
-    (facts, said), *others = bp.run_local(ranks, work, inner=inner)
+    (facts, said), *others = bp.run_threads(ranks, work, ranks_per_node=ranks_per_node)
     assert all(other == (facts, said) for other in others)
-    path = tmp_path / "rates.json"
+    path = tmp_path / "hardware.json"
     path.write_text(json.dumps(facts))
-    found = read_rates(path)
+    found = read_hardware_spec(path)
     assert (found.ranks, found.kernel) == (ranks, "cpu_flash")
-    pairs = {name: tuple(facts["rates"][name]) for name in ("comm_slowdown", "long_kv_efficiency")}
-    curves = {name: tuple(map(tuple, facts["rates"][name])) for name in ("link", "direct", "spread")}
-    assert as_json(found.rates) == facts["rates"] | pairs | curves
-    assert set(facts["methods"]) == set(facts["rates"])
+    pairs = {name: tuple(facts["hardware"][name]) for name in ("comm_slowdown", "long_kv_efficiency")}
+    curves = {
+        name: tuple(map(tuple, facts["hardware"][name]))
+        for name in ("p2p_bandwidth", "peer_copy_bandwidth", "all_to_all_bandwidth")
+    }
+    assert as_json(found.hardware) == facts["hardware"] | pairs | curves
+    assert set(facts["methods"]) == set(facts["hardware"])
     measured = {name for name, how in facts["methods"].items() if how["measured"]}
-    alone = {"tflops", "launch_latency", "backward", "backward_launch_latency", "memory"}
-    of_links = {"gbps", "hop_latency", "link", "direct", "spread", "comm_slowdown"}
+    alone = {"tflops", "launch_latency", "backward_tflops", "backward_launch_latency", "memory_bandwidth"}
+    of_links = {
+        "intra_node_bandwidth",
+        "message_latency",
+        "p2p_bandwidth",
+        "peer_copy_bandwidth",
+        "all_to_all_bandwidth",
+        "comm_slowdown",
+    }
     if (
         "too soon to tell" in facts["methods"]["comm_slowdown"]["method"]
     ):  # kernels this small may be shorter than a message
         measured.add("comm_slowdown")
-    assert measured == alone | (of_links if ranks > 1 else set()) | ({"node", "outer_gbps"} if inner else set())
-    assert [size for size, _ in found.rates.link] == ([1 << 16, 1 << 20, 8 << 20] if ranks > 1 else [])
-    assert len(found.rates.spread) == (3 if ranks == 3 else 0)  # two ranks, or two a node: the other is the next
-    assert found.rates.node == (inner or 0)
-    assert all(0 <= share <= 1 for share in found.rates.comm_slowdown)
-    guess = rates_of(load("cpu"), ranks)
+    assert measured == alone | (of_links if ranks > 1 else set()) | (
+        {"ranks_per_node", "inter_node_bandwidth"} if ranks_per_node else set()
+    )
+    assert [size for size, _ in found.hardware.p2p_bandwidth] == ([1 << 16, 1 << 20, 8 << 20] if ranks > 1 else [])
+    assert len(found.hardware.all_to_all_bandwidth) == (
+        3 if ranks == 3 else 0
+    )  # two ranks, or two a node: the other is the next
+    assert found.hardware.ranks_per_node == (ranks_per_node or 0)
+    assert all(0 <= share <= 1 for share in found.hardware.comm_slowdown)
+    guess = hardware_of(load("cpu"), ranks)
     if ranks == 1:
         kept = "one rank has no links; kept as it was: the guess of the backend cpu"
-        assert kept in facts["methods"]["link"]["method"]
-        assert (found.rates.gbps, found.rates.hop_latency) == (guess.gbps, guess.hop_latency)
-    assert found.rates.tflops != guess.tflops
-    steady = {"tflops", "backward", "memory"} | ({"link"} if ranks > 1 else set())
-    steady |= {"spread"} if found.rates.spread else set()
+        assert kept in facts["methods"]["p2p_bandwidth"]["method"]
+        assert (found.hardware.intra_node_bandwidth, found.hardware.message_latency) == (
+            guess.intra_node_bandwidth,
+            guess.message_latency,
+        )
+    assert found.hardware.tflops != guess.tflops
+    steady = {"tflops", "backward_tflops", "memory_bandwidth"} | ({"p2p_bandwidth"} if ranks > 1 else set())
+    steady |= {"all_to_all_bandwidth"} if found.hardware.all_to_all_bandwidth else set()
     rounds = {name: method for name, method in facts["methods"].items() if method["max_over_min"] is not None}
-    assert set(rounds) == steady | ({"outer_gbps"} if inner else set())
+    assert set(rounds) == steady | ({"inter_node_bandwidth"} if ranks_per_node else set())
     for method in rounds.values():
         assert method["max_over_min"] >= 1
         assert method["method"].endswith("times the shortest")
     q = torch.ones(1, 8, 4, 16)
     if ranks > 1:
-        why = bp.run_local(
+        why = bp.run_threads(
             ranks,
             lambda mesh: (
                 bp.explain(
-                    q, q, q, mesh=bp.Mesh(mesh.rank, ranks, mesh.transport, config=Config(rates=str(path)))
+                    q, q, q, mesh=bp.Mesh(mesh.rank, ranks, mesh.transport, config=Config(hardware_spec=str(path)))
                 ).strategy.why
             ),
         )
@@ -143,4 +160,4 @@ def test_a_device_without_the_memory(monkeypatch):
 
 def test_the_kernel_that_is_named():
     facts = measure(bp.Mesh.single(), CPU, SMALL, "reference")
-    assert (facts["kernel"], facts["rates"]["kernel"]["splits_tiles"]) == ("reference", False)
+    assert (facts["kernel"], facts["hardware"]["kernel"]["splits_tiles"]) == ("reference", False)

@@ -73,7 +73,7 @@ def test_long_messages_are_fewer():
     machine.begin = lambda digest, inbox: begun.append(inbox)
     points = curve(Simulated(machine), machine, Peers([1], [1]), (64, 512), lap_bytes=640)
     assert sorted(set(begun)) == [640, 1024]
-    assert [gbps for _, gbps in points] == pytest.approx([1.0, 1.0])
+    assert [intra_node_bandwidth for _, intra_node_bandwidth in points] == pytest.approx([1.0, 1.0])
 
 
 def test_a_link_so_slow_that_larger_messages_are_left_out():
@@ -93,13 +93,13 @@ def test_the_kernel_of_a_block_by_exact_area():
 
         def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
             assert state is None
-            machine.now += 2e-3 + 4 * tiles.area * 2 * 4 / 1e9
+            machine.now += 2e-3 + 4 * tiles.num_pairs * 2 * 4 / 1e9
             return torch.zeros(q.shape), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
         def attend_backward(self, x, tiles, call, *, into):
             assert (x.delta is None) != (x.out is None)
             assert [total.shape for total in into] == [x.q.shape, x.k.shape, x.v.shape]
-            machine.now += 2e-3 + 10 * tiles.area * 2 * 4 / 1e9
+            machine.now += 2e-3 + 10 * tiles.num_pairs * 2 * 4 / 1e9
 
     call = kernel_call(torch.float32, "cpu", 2, 1, 4, 4, deterministic=False)
     points = []
@@ -173,7 +173,7 @@ def test_the_slowest_rank_counts_on_all():
         clock = TransportClock(mesh.transport("cpu"), CPU, streams=False)
         return clock.time(lambda: time.sleep(0.05 * mesh.rank), 2)
 
-    times = bp.run_local(3, work)
+    times = bp.run_threads(3, work)
     assert len(set(times)) == 1
     assert 0.1 <= times[0] < 1.0
 
@@ -186,4 +186,4 @@ def test_messages_of_a_lap_come():
         lap(transport, torch.full((1000,), mesh.rank, dtype=torch.uint8), peers, 4)()
         return transport.fabric.sent[mesh.rank] - before
 
-    assert bp.run_local(3, work) == [4 * 2 * 1000] * 3
+    assert bp.run_threads(3, work) == [4 * 2 * 1000] * 3

@@ -45,7 +45,7 @@ def test_import_loads_nothing_heavy():
         "planning.plans",
         "planning.messages",
         "planning.cost",
-        "planning.rates",
+        "planning.hardware",
         "planning.verify",
         "strategies.base",
         "strategies.planner",

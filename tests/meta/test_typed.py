@@ -45,7 +45,7 @@ assert_type(Mask.causal(), Mask)
     "first_steps": """
 from typing import assert_type
 assert_type(work(bp.Mesh.single()), list[torch.Tensor])
-assert_type(bp.run_local(3, work), list[list[torch.Tensor]])
+assert_type(bp.run_threads(3, work), list[list[torch.Tensor]])
 """,
 }
 
@@ -58,7 +58,7 @@ from transformers import PreTrainedModel
 import burst_portable as bp
 import burst_portable.conformance as conformance
 from burst_portable.runtime.explanation import Explanation
-from burst_portable.integrations.transformers import Parallel, parallelize
+from burst_portable.integrations.transformers import ShardedModel, parallelize
 from burst_portable.layout import Layout
 from burst_portable.planning.plans import Plan
 from burst_portable.profiling.report import Report
@@ -85,9 +85,9 @@ def calls(x: Tensor, with_lse: bool, model: PreTrainedModel) -> None:
     module = bp.nn.SelfAttention(64, 4, mesh=mesh)
     assert_type(module, bp.nn.SelfAttention)
     assert_type(module(x, seq_len=8), Tensor)
-    assert_type(bp.nn.rotate(x, x), Tensor)
+    assert_type(bp.nn.apply_rotary_embedding(x, x), Tensor)
     with parallelize(model, mesh) as handle:
-        assert_type(handle, Parallel)
+        assert_type(handle, ShardedModel)
     assert_type(conformance.check_backend("cpu"), conformance.Report)
     bp.atention  # type: ignore[attr-defined]
     conformance.chek_backend  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def calls(x: Tensor, with_lse: bool, model: PreTrainedModel) -> None:
 UNFINISHED = """
 from collections.abc import Sequence
 from typing import Any
-from burst_portable.backends.base import AcceleratorBackend, Backend, Capabilities, Rates
+from burst_portable.backends.base import AcceleratorBackend, Backend, Capabilities, HardwareSpec
 from burst_portable.comm.base import Handle, Message, Transport
 
 class Lacking(Backend):
@@ -108,7 +108,7 @@ class Lacking(Backend):
 
 class Mistaken(Backend):
     name = "mistaken"
-    capabilities = Capabilities("cpu", "gloo", False, Rates(tflops=1.0, gbps=1.0))
+    capabilities = Capabilities("cpu", "gloo", False, HardwareSpec(tflops=1.0, intra_node_bandwidth=1.0))
 
     def probe(self) -> bool:
         return True

@@ -11,7 +11,7 @@ import burst_portable as bp
 from burst_portable.mask import Mask, Region
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import PICKED_BATCHES, pass_flops, plan_cost, rank_cost
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
 from tests.support.plans import make_plan, plan
@@ -20,32 +20,38 @@ MIB = 1 << 20
 
 
 def test_a_curve_is_read_by_size():
-    rates = Rates(1.0, 1.0, hop_latency=1e-6, link=((MIB, 100.0), (4 * MIB, 200.0)), direct=((MIB, 400.0),))
-    assert rates.transfer(MIB) == pytest.approx(MIB / 100e9)
-    assert rates.transfer(2 * MIB) == pytest.approx(2 * MIB / 150e9)  # halfway by logarithm
-    assert rates.transfer(64 * MIB) == pytest.approx(64 * MIB / 200e9)
-    assert rates.transfer(4 * MIB, messages=4) == pytest.approx(4 * MIB / 100e9)
-    assert rates.transfer(MIB, direct=True) == pytest.approx(MIB / 400e9)
-    assert rates.transfer(1) == 1e-6
-    assert rates.transfer(4 * MIB, spread=True) == rates.transfer(4 * MIB)  # nothing better is known
-    many = replace(rates, spread=((MIB, 300.0),))
+    hardware = HardwareSpec(
+        1.0,
+        1.0,
+        message_latency=1e-6,
+        p2p_bandwidth=((MIB, 100.0), (4 * MIB, 200.0)),
+        peer_copy_bandwidth=((MIB, 400.0),),
+    )
+    assert hardware.transfer(MIB) == pytest.approx(MIB / 100e9)
+    assert hardware.transfer(2 * MIB) == pytest.approx(2 * MIB / 150e9)  # halfway by logarithm
+    assert hardware.transfer(64 * MIB) == pytest.approx(64 * MIB / 200e9)
+    assert hardware.transfer(4 * MIB, messages=4) == pytest.approx(4 * MIB / 100e9)
+    assert hardware.transfer(MIB, direct=True) == pytest.approx(MIB / 400e9)
+    assert hardware.transfer(1) == 1e-6
+    assert hardware.transfer(4 * MIB, spread=True) == hardware.transfer(4 * MIB)  # nothing better is known
+    many = replace(hardware, all_to_all_bandwidth=((MIB, 300.0),))
     assert many.transfer(4 * MIB, spread=True) == pytest.approx(4 * MIB / 300e9)
     assert (many.spreads(direct=False), many.spreads(direct=True)) == (True, False)
 
 
 def test_what_leaves_a_node_takes_the_other_link():
-    rates = Rates(1.0, 100.0, hop_latency=0.0, node=4, outer_gbps=10.0)
-    assert [rates.apart(3, other) for other in (0, 2, 4, 7)] == [False, False, True, True]
-    assert rates.transfer(MIB, outer=True) == pytest.approx(MIB / 10e9)
+    hardware = HardwareSpec(1.0, 100.0, message_latency=0.0, ranks_per_node=4, inter_node_bandwidth=10.0)
+    assert [hardware.apart(3, other) for other in (0, 2, 4, 7)] == [False, False, True, True]
+    assert hardware.transfer(MIB, outer=True) == pytest.approx(MIB / 10e9)
     # A rank of Ulysses sends four of seven parts to the other node, while three go round its own.
     made = bp.plan(seq_len=64, ranks=8, heads=8, kv_heads=8, head_dim=64, strategy="ulysses")
-    forward = rank_cost(made, "forward", 0, rates)
+    forward = rank_cost(made, "forward", 0, hardware)
     assert forward.link_seconds == pytest.approx(forward.sent * 4 / 7 / 10e9)
     # Two ranks a node: all that comes to rank 0 of the ring comes over the network, and half of it to rank 1 would.
     ring = bp.plan(
         seq_len=64, ranks=4, heads=8, kv_heads=8, head_dim=64, mask="full", layout="contiguous", strategy="ring"
     )
-    two = replace(rates, node=2)
+    two = replace(hardware, ranks_per_node=2)
     first, second = (rank_cost(ring, "forward", rank, two) for rank in (0, 1))
     assert first.link_seconds == pytest.approx(first.received / 10e9)
     assert second.link_seconds == pytest.approx(second.received / 100e9)
@@ -53,30 +59,34 @@ def test_what_leaves_a_node_takes_the_other_link():
 
 def test_the_double_ring_hides_the_network():
     """32 ranks in nodes of 8: on one ring the network is asked by one rank a node, at every step."""
-    rates = Rates(600.0, 300.0, node=8)
+    hardware = HardwareSpec(600.0, 300.0, ranks_per_node=8)
     usual = {"ranks": 32, "seq_len": 131072}
     seconds = {
-        name: plan_cost(plan(make_strategy(name, **options), **usual), rates).seconds
-        for name, options in (("ring", {}), ("burst", {}), ("double_ring", {"inner": 8, "backward_circulates": "kv"}))
+        name: plan_cost(plan(make_strategy(name, **options), **usual), hardware).seconds
+        for name, options in (
+            ("ring", {}),
+            ("burst", {}),
+            ("double_ring", {"ranks_per_node": 8, "backward_circulates": "kv"}),
+        )
     }
     assert seconds["double_ring"] < 0.8 * seconds["ring"] < seconds["burst"]
-    reason = plan(AutoStrategy(inner=8, rates=replace(rates, node=0)), **usual).reason
+    reason = plan(AutoStrategy(ranks_per_node=8, hardware=replace(hardware, ranks_per_node=0)), **usual).reason
     assert reason.startswith("chose double_ring+kv by predicted time, assumed 50 GB/s between nodes of 8")
 
 
 def test_passes_have_rates_of_their_own():
-    rates = Rates(100.0, 1.0, launch_latency=1.0, backward=50.0, backward_launch_latency=2.0)
-    assert rates.compute(1e14, "forward") == pytest.approx(2.0)
-    assert rates.compute(1e14, "backward") == pytest.approx(4.0)
-    assert Rates(100.0, 1.0, launch_latency=1.0).compute(1e14, "backward") == pytest.approx(2.0)
-    assert rates.compute(1e14, "backward", 2) == pytest.approx(6.0)
-    assert rates.compute(1e14, "forward", 2) == pytest.approx(3.0)
+    hardware = HardwareSpec(100.0, 1.0, launch_latency=1.0, backward_tflops=50.0, backward_launch_latency=2.0)
+    assert hardware.compute(1e14, "forward") == pytest.approx(2.0)
+    assert hardware.compute(1e14, "backward") == pytest.approx(4.0)
+    assert HardwareSpec(100.0, 1.0, launch_latency=1.0).compute(1e14, "backward") == pytest.approx(2.0)
+    assert hardware.compute(1e14, "backward", 2) == pytest.approx(6.0)
+    assert hardware.compute(1e14, "forward", 2) == pytest.approx(3.0)
 
 
 def test_several_backward_launches_take_longer_than_one():
     """Two ranks of 32 rows, full mask: a ring has two launches, Ulysses one."""
     usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
-    near = Rates(1e-6, 1e9, 0.0, 0.0)
+    near = HardwareSpec(1e-6, 1e9, 0.0, 0.0)
     for strategy, share in (("ring", 0.5), ("ulysses", 1.0)):
         made = plan(make_strategy(strategy), ranks=2, **usual)
         for pass_name in ("forward", "backward"):
@@ -92,7 +102,7 @@ def test_blocks_of_many_keys(rows, ranks, share):
     """A ring's blocks hold 32 keys, Ulysses' one block all 64: from so many on the forward is slower, and only that."""
     usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
     for strategy, kept in (("ring", share), ("ulysses", 0.5)):
-        made, near = plan(make_strategy(strategy), ranks=ranks, **usual), Rates(1e-6, 1e9, 0.0, 0.0)
+        made, near = plan(make_strategy(strategy), ranks=ranks, **usual), HardwareSpec(1e-6, 1e9, 0.0, 0.0)
         long = replace(near, long_kv_efficiency=(rows, 0.5))
         forward, backward = (
             rank_cost(made, name, 0, near).compute_seconds / rank_cost(made, name, 0, long).compute_seconds
@@ -105,17 +115,19 @@ def test_messages_that_hold_kernels_up():
     """Two ranks, full mask, by hand: a step computes for a second, and the one message takes three."""
     made = bp.plan(seq_len=64, ranks=2, heads=8, head_dim=64, mask="full", layout="contiguous", strategy="ring")
     flops = 4 * 32 * 32 * 8 * 64
-    size = rank_cost(made, "forward", 0, Rates(1, 1)).received
-    rates = Rates(flops / 1e12, size / 3e9, 0.0, 0.0)
+    size = rank_cost(made, "forward", 0, HardwareSpec(1, 1)).received
+    hardware = HardwareSpec(flops / 1e12, size / 3e9, 0.0, 0.0)
     for share, seconds in ((0.0, 4.0), (0.5, 4.0), (1.0, 5.0)):  # at half speed it ends before the message comes
-        found = rank_cost(made, "forward", 0, replace(rates, comm_slowdown=(share, 0.0)))
+        found = rank_cost(made, "forward", 0, replace(hardware, comm_slowdown=(share, 0.0)))
         assert found.seconds == pytest.approx(seconds, rel=1e-6)
         assert found.compute_seconds == pytest.approx(2.0)
-    short = replace(rates, gbps=2 * size / 1e9, comm_slowdown=(0.5, 0.0))  # half a second, half of it lost
+    short = replace(
+        hardware, intra_node_bandwidth=2 * size / 1e9, comm_slowdown=(0.5, 0.0)
+    )  # half a second, half of it lost
     assert rank_cost(made, "forward", 0, short).seconds == pytest.approx(2.25)
     fetched = bp.plan(seq_len=64, ranks=2, heads=8, head_dim=64, mask="full", layout="contiguous",
                       strategy=make_strategy("ring", transfer="direct"))  # fmt: skip
-    free = replace(short, direct=((1, short.gbps),))
+    free = replace(short, peer_copy_bandwidth=((1, short.intra_node_bandwidth),))
     assert rank_cost(fetched, "forward", 0, free).seconds == pytest.approx(2.0)
     # What is handed on is not direct, and without a transport of the backend's own nothing is.
     assert rank_cost(made, "forward", 0, free).seconds == pytest.approx(2.25)
@@ -123,7 +135,7 @@ def test_messages_that_hold_kernels_up():
     # Of two blocks that take a second each, the second slows two steps of half a second down for as long as they run.
     three = bp.plan(seq_len=96, ranks=3, heads=8, head_dim=64, mask="full", layout="contiguous",
                     strategy=make_strategy("ring", transfer="direct", prefetch_steps=2))  # fmt: skip
-    both = replace(rates, tflops=2 * rates.tflops, gbps=size / 1e9, comm_slowdown=(0.5, 0.0))
+    both = replace(hardware, tflops=2 * hardware.tflops, intra_node_bandwidth=size / 1e9, comm_slowdown=(0.5, 0.0))
     assert rank_cost(three, "forward", 0, both).seconds == pytest.approx(2.5)
 
 
@@ -131,10 +143,10 @@ def test_several_messages_at_once():
     """Four ranks, full mask, nothing to compute: three blocks one by one, and all at once as fast as two go alone."""
     usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
     made = plan(make_strategy("ring", transfer="direct", prefetch_steps=3, blocks_per_launch=3), ranks=4, **usual)
-    size = rank_cost(made, "forward", 0, Rates(1, 1)).received
-    one = Rates(1e9, 1.0, 0.0, 0.0, link=((1, size / 3e9),))
+    size = rank_cost(made, "forward", 0, HardwareSpec(1, 1)).received
+    one = HardwareSpec(1e9, 1.0, 0.0, 0.0, p2p_bandwidth=((1, size / 3e9),))
     assert rank_cost(made, "forward", 0, one).seconds == pytest.approx(3.0, rel=1e-3)
-    many = replace(one, spread=((size // 3, size / 9e9), (size * 2 // 3, size / 6e9), (size, size / 2e9)))
+    many = replace(one, all_to_all_bandwidth=((size // 3, size / 9e9), (size * 2 // 3, size / 6e9), (size, size / 2e9)))
     assert rank_cost(made, "forward", 0, many).seconds == pytest.approx(2.0, rel=1e-3)
     for ranks, seconds in (
         (2, 1.0),
@@ -143,7 +155,7 @@ def test_several_messages_at_once():
         few = plan(make_strategy("ring", transfer="direct", prefetch_steps=2, blocks_per_launch=2), ranks=ranks,
                    **usual | {"seq_len": 16 * ranks})  # fmt: skip
         assert rank_cost(few, "forward", 0, many).seconds == pytest.approx(seconds, rel=1e-3)
-    crossing = replace(many, node=1, hop_latency=1.0)  # one after the other, each a second
+    crossing = replace(many, ranks_per_node=1, message_latency=1.0)  # one after the other, each a second
     assert rank_cost(made, "forward", 0, crossing).seconds == pytest.approx(3.0, rel=1e-3)
 
 
@@ -155,11 +167,11 @@ def test_passes_over_memory_by_hand():
     """Two ranks, 16 rows each of 8 heads of 64, full mask: what is packed, merged, made and added, in bytes."""
     usual = {"seq_len": 32, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
     kv, row = 16 * 8 * 128 * 2, 16 * 8 * 64
-    rates = Rates(1e9, 1e9, 0.0, 0.0, memory=1e-9)  # a byte a second, and all else at once
+    hardware = HardwareSpec(1e9, 1e9, 0.0, 0.0, memory_bandwidth=1e-9)  # a byte a second, and all else at once
 
     def seconds(strategy, pass_name, layout="contiguous", **changes):
         made = plan(make_strategy(strategy), ranks=2, **{**usual, "layout": layout})
-        return pytest.approx(rank_cost(made, pass_name, 0, replace(rates, **changes)).seconds, rel=1e-6)
+        return pytest.approx(rank_cost(made, pass_name, 0, replace(hardware, **changes)).seconds, rel=1e-6)
 
     assert seconds("ring", "forward") == 2 * kv + 8 * row
     assert seconds("ring", "forward", kernel=PIECES) == 2 * kv + 26 * row
@@ -173,7 +185,7 @@ def test_passes_over_memory_by_hand():
     # Narrow ones are half as much on their way; added up in float32, they are rounded for it.
     narrow = make_strategy("ring", gradient_comm_dtype="input")
     made = plan(narrow, ranks=2, **usual)
-    assert rank_cost(made, "backward", 0, rates).seconds == pytest.approx(
+    assert rank_cost(made, "backward", 0, hardware).seconds == pytest.approx(
         2 * kv + (6 + 3) * kv + 5 * kv + summed, rel=1e-6
     )
     # What comes of the queries is no out, so operators on pieces must be made one.
@@ -182,25 +194,30 @@ def test_passes_over_memory_by_hand():
     assert seconds("burst", "backward", kernel=PIECES) == (
         2 * (2 * 2 * row + 4 * numbers) + 2 * 3 * 2 * sums + 2 * (52 + 10 + 20) * row + summed
     )
-    assert seconds("ring", "backward", memory=0.0) == pytest.approx(0.0, abs=1e-3)
+    assert seconds("ring", "backward", memory_bandwidth=0.0) == pytest.approx(0.0, abs=1e-3)
     # Q, K and V there and out back; then dO there, and three gradients back, which were float32, or only dQ was.
     assert seconds("ulysses", "forward") == 2 * row * (2 * 3 + 2)
     # Straight from where they lie; what came does not stay there, so it is copied.
-    assert seconds("ulysses", "forward", direct=((1, 1e9),)) == 2 * row * (2 * 3 + 2)
+    assert seconds("ulysses", "forward", peer_copy_bandwidth=((1, 1e9),)) == 2 * row * (2 * 3 + 2)
     assert seconds("ulysses", "backward") == 2 * row * (2 + (5 + 2) * 3)
     assert seconds("ulysses", "backward", kernel=KernelTraits(writes_gradients=True)) == 2 * row * (2 + 5 + 2 * 3)
     # Operators on pieces want natural order, and give gradients that are handed through.
     assert seconds("ulysses", "forward", kernel=PIECES) == 2 * row * (2 * 3 + 2)
     assert seconds("ulysses", "backward", kernel=PIECES) == 2 * row * (2 + 2 * 3)
     assert seconds("ulysses", "forward", "zigzag", kernel=PIECES) == 2 * row * (4 * 3 + 4)
-    assert seconds("ulysses", "forward", "zigzag", kernel=PIECES, direct=((1, 1e9),)) == 2 * row * (2 * 3 + 4)
+    assert seconds("ulysses", "forward", "zigzag", kernel=PIECES, peer_copy_bandwidth=((1, 1e9),)) == 2 * row * (
+        2 * 3 + 4
+    )
     assert seconds("ulysses", "backward", "zigzag", kernel=PIECES) == 2 * row * (4 + 4 * 3)
     assert seconds("ulysses", "forward", "zigzag") == 2 * row * (2 * 3 + 2)
     # Nor does a kernel that is faster on a square want other than that, which this is.
     assert seconds("ulysses", "forward", "zigzag", kernel=KernelTraits(prefers_square=True)) == 2 * row * (4 * 3 + 4)
     # A crowd of batch rows is packed all the same.
     for batch, packed in ((PICKED_BATCHES, 0), (PICKED_BATCHES + 1, 2)):
-        made, direct = plan(make_strategy("ulysses"), ranks=2, batch=batch, **usual), replace(rates, direct=((1, 1e9),))
+        made, direct = (
+            plan(make_strategy("ulysses"), ranks=2, batch=batch, **usual),
+            replace(hardware, peer_copy_bandwidth=((1, 1e9),)),
+        )
         expected = batch * 2 * row * (packed + (5 + 2) * 3)
         assert rank_cost(made, "backward", 0, direct).seconds == pytest.approx(expected, rel=1e-6)
 
@@ -212,29 +229,30 @@ def test_bytes_by_hand():
     """8 heads of 64 in 16 bits, 16 rows a rank: K and V are 32 KiB, float32 dK and dV twice that, dQ 32 KiB."""
     plan = make_plan(Mask.full(), strategy="burst")
     kv = 16 * 8 * (64 + 64) * 2
-    forward = rank_cost(plan, "forward", 1, Rates(1, 1))
+    forward = rank_cost(plan, "forward", 1, HardwareSpec(1, 1))
     assert (forward.sent, forward.received, forward.hops) == (3 * kv, 3 * kv, 3)
     q = 16 * 8 * (64 + 64) * 2 + 2 * 16 * 8 * 4
     dq = 16 * 8 * 64 * 4
-    backward = rank_cost(plan, "backward", 1, Rates(1, 1))
+    backward = rank_cost(plan, "backward", 1, HardwareSpec(1, 1))
     assert (backward.sent, backward.hops) == (3 * (q + dq), 6)
-    ring = rank_cost(make_plan(Mask.full(), strategy="ring"), "backward", 1, Rates(1, 1))
+    ring = rank_cost(make_plan(Mask.full(), strategy="ring"), "backward", 1, HardwareSpec(1, 1))
     assert ring.sent == 3 * (kv + 2 * kv)
     narrow = [make_plan(Mask.full(), strategy=name, gradient_comm_dtype="input") for name in ("ring", "burst")]
-    sent = [rank_cost(made, "backward", 1, Rates(1, 1)).sent for made in narrow]
+    sent = [rank_cost(made, "backward", 1, HardwareSpec(1, 1)).sent for made in narrow]
     assert sent == [3 * (kv + kv), 3 * (q + dq // 2)]
 
 
 def test_bytes_of_uneven_heads_by_hand():
     """Rows 18, 18 and 17, two of six heads of 64 a rank: Q, K and V go there, out comes back, in 16 bits."""
     costs = [
-        rank_cost(make_plan(None, "contiguous", "ulysses", 3, 53, 6, 6), "forward", r, Rates(1, 1)) for r in range(3)
+        rank_cost(make_plan(None, "contiguous", "ulysses", 3, 53, 6, 6), "forward", r, HardwareSpec(1, 1))
+        for r in range(3)
     ]
     row = 2 * 64 * 2  # bytes of one tensor
     assert [cost.sent for cost in costs] == [row * (3 * 2 * rows + 53 - rows) for rows in (18, 18, 17)]
     assert [cost.received for cost in costs] == [row * (3 * (53 - rows) + 2 * rows) for rows in (18, 18, 17)]
     assert sum(cost.sent for cost in costs) == sum(cost.received for cost in costs)
-    both = plan_cost(make_plan(None, "contiguous", "ulysses", 3, 53, 6, 6), Rates(1, 1), [0, 2])
+    both = plan_cost(make_plan(None, "contiguous", "ulysses", 3, 53, 6, 6), HardwareSpec(1, 1), [0, 2])
     assert (both.ranks, len(both.per_rank["forward"])) == ((0, 2), 2)
     assert both.sent == row * (3 * 2 * 18 + 53 - 18) + row * (2 * 18 + 3 * (53 - 18))  # rank 0 sends most
 
@@ -245,41 +263,41 @@ def test_bytes_of_gradients_of_few_heads_by_hand(kv_heads, itemsize):
     plan = make_plan(None, "contiguous", "ulysses", 3, 53, 6, kv_heads)
     for rank, rows in enumerate((18, 18, 17)):
         there, back = 2 * rows * 2 * 64 * 2, (53 - rows) * 64 * (2 * 2 + 2 * itemsize)
-        assert rank_cost(plan, "backward", rank, Rates(1, 1)).sent == there + back
+        assert rank_cost(plan, "backward", rank, HardwareSpec(1, 1)).sent == there + back
 
 
 def test_flops_are_the_field_s():
     """Forward 4·area·H·D, backward two and a half times that."""
     problem = make_plan().call
-    area = 64 * 65 // 2
-    assert problem.area == area
-    assert pass_flops(problem, "forward", area) == 4 * area * 8 * 64
-    assert pass_flops(problem, "backward", area) == 10 * area * 8 * 64
-    assert pass_flops(dataclasses.replace(problem, batch=3), "forward", area) == 3 * 4 * area * 8 * 64
-    cost = plan_cost(make_plan(), Rates(1, 1))
-    assert sum(c.flops for c in cost.per_rank["forward"]) == 4 * area * 8 * 64
+    num_pairs = 64 * 65 // 2
+    assert problem.num_pairs == num_pairs
+    assert pass_flops(problem, "forward", num_pairs) == 4 * num_pairs * 8 * 64
+    assert pass_flops(problem, "backward", num_pairs) == 10 * num_pairs * 8 * 64
+    assert pass_flops(dataclasses.replace(problem, batch=3), "forward", num_pairs) == 3 * 4 * num_pairs * 8 * 64
+    cost = plan_cost(make_plan(), HardwareSpec(1, 1))
+    assert sum(c.flops for c in cost.per_rank["forward"]) == 4 * num_pairs * 8 * 64
 
 
 def test_imbalance_by_hand():
     """Causal on two ranks: the upper half has 32·33/2 pairs, the lower half 32·32 more; where nobody computes, none."""
-    cost = plan_cost(make_plan(layout="contiguous", ranks=2), Rates(1, 1))
+    cost = plan_cost(make_plan(layout="contiguous", ranks=2), HardwareSpec(1, 1))
     assert cost.imbalance() == cost.imbalance("backward") == pytest.approx((528 + 1024) * 2 / (2 * 528 + 1024))
     early = Mask((Region(0, 8, 0, 8),), "early")
-    assert plan_cost(make_plan(early, "contiguous", ranks=2), Rates(1, 1), [1]).imbalance() == 1.0
+    assert plan_cost(make_plan(early, "contiguous", ranks=2), HardwareSpec(1, 1), [1]).imbalance() == 1.0
 
 
 def test_predicted_time_by_hand():
     """Full mask on 2 ranks: compute hides the one hop, or waits for it."""
     plan = make_plan(Mask.full(), "contiguous", ranks=2)
     flops, size = 4 * 32 * 32 * 8 * 64, 32 * 8 * 128 * 2
-    fast = rank_cost(plan, "forward", 0, Rates(flops / 1e12, 1e9, 0.0, 0.0))  # a step takes one second
+    fast = rank_cost(plan, "forward", 0, HardwareSpec(flops / 1e12, 1e9, 0.0, 0.0))  # a step takes one second
     assert fast.seconds == pytest.approx(2.0, rel=1e-6)
-    slow = rank_cost(plan, "forward", 0, Rates(flops / 1e12, size / 5e9, 0.0, 0.0))  # a hop takes five
+    slow = rank_cost(plan, "forward", 0, HardwareSpec(flops / 1e12, size / 5e9, 0.0, 0.0))  # a hop takes five
     assert slow.seconds == pytest.approx(6.0, rel=1e-6)
 
 
 def test_blocks_held_are_those_in_flight():
     for ranks in (1, 2, 4, 8):
-        cost = rank_cost(make_plan(Mask.full(), ranks=ranks), "forward", 0, Rates(1, 1))
+        cost = rank_cost(make_plan(Mask.full(), ranks=ranks), "forward", 0, HardwareSpec(1, 1))
         block = 64 // ranks * 8 * 128 * 2
         assert cost.blocks_held == min(2, ranks - 1) * block

@@ -8,7 +8,7 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.planning.cost import rank_cost
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.registry import make_strategy
 
 MIB = 1 << 20
@@ -25,20 +25,27 @@ def ulysses(ranks, seq_len, heads=8, kv_heads=8, head_dim=64, groups=1):
 @pytest.mark.parametrize("rank", range(8))
 def test_parts_inside_and_between_nodes_wherever_a_rank_is(rank):
     """Of seven parts three stay in a node of four, and four cross; in nodes of one, all of them cross."""
-    made, rates = ulysses(8, 64), Rates(1.0, 100.0, hop_latency=0.0, node=4, outer_gbps=10.0)
-    for changes, share, gbps in (({}, 4 / 7, 10), ({"outer_gbps": 1e3}, 3 / 7, 100), ({"node": 1}, 1, 10)):
+    made, hardware = (
+        ulysses(8, 64),
+        HardwareSpec(1.0, 100.0, message_latency=0.0, ranks_per_node=4, inter_node_bandwidth=10.0),
+    )
+    for changes, share, intra_node_bandwidth in (
+        ({}, 4 / 7, 10),
+        ({"inter_node_bandwidth": 1e3}, 3 / 7, 100),
+        ({"ranks_per_node": 1}, 1, 10),
+    ):
         for link in ((), ((1, 100.0),)):
-            found = rank_cost(made, "forward", rank, replace(rates, link=link, **changes))
-            assert found.link_seconds == pytest.approx(found.sent * share / (gbps * 1e9))
+            found = rank_cost(made, "forward", rank, replace(hardware, p2p_bandwidth=link, **changes))
+            assert found.link_seconds == pytest.approx(found.sent * share / (intra_node_bandwidth * 1e9))
 
 
 def test_parts_one_after_the_other_or_at_once():
     """Four ranks of 1024 rows: 1 MiB of Q, K and V to each of three others, half of it of out from each."""
     made = ulysses(4, 4096, kv_heads=4, head_dim=128)
     link, spread = ((MIB, 100.0), (3 * MIB, 200.0)), ((MIB * 3 // 2, 100.0), (3 * MIB, 300.0))
-    one = Rates(1.0, 1.0, hop_latency=0.0, link=link)
+    one = HardwareSpec(1.0, 1.0, message_latency=0.0, p2p_bandwidth=link)
     assert rank_cost(made, "forward", 0, one).link_seconds == pytest.approx(4.5 * MIB / 100e9)
-    several = rank_cost(made, "forward", 0, replace(one, spread=spread))
+    several = rank_cost(made, "forward", 0, replace(one, all_to_all_bandwidth=spread))
     assert several.link_seconds == pytest.approx(3 * MIB / 300e9 + 1.5 * MIB / 100e9)
 
 
@@ -50,12 +57,12 @@ def test_groups_of_heads_by_hand():
     """
     made = ulysses(2, 64, kv_heads=2, groups=2)
     flops, size = 4 * 64 * 64 * 2 * 64, 32 * 2 * 64 * 2
-    rates = Rates(flops / 3e12, size / 1e9, 0.0, 0.0)
-    forward = rank_cost(made, "forward", 0, rates)
+    hardware = HardwareSpec(flops / 3e12, size / 1e9, 0.0, 0.0)
+    forward = rank_cost(made, "forward", 0, hardware)
     assert forward.seconds == pytest.approx(9.0)
     assert (forward.compute_seconds, forward.link_seconds) == (pytest.approx(6.0), pytest.approx(5.0))
     assert (forward.launches, forward.tiles, forward.hops, forward.flops) == (2, 2, 4, 2 * flops)
-    quick = replace(rates, tflops=1.0)  # nothing hides what is sent: one exchange after the other
+    quick = replace(hardware, tflops=1.0)  # nothing hides what is sent: one exchange after the other
     assert rank_cost(made, "forward", 0, quick).seconds == pytest.approx(5.0, rel=1e-3)
     rows, numbers = 64 * 2, 64 * 2 * 64  # of a group: its LSE; its Q or its out, which is as much as K and V
     assert forward.memory == 2 * (2 * 2 * numbers + 4 * (numbers + rows))
@@ -68,32 +75,33 @@ def test_messages_that_hold_groups_of_heads_up():
     """
     made = ulysses(2, 64, kv_heads=2, groups=2)
     flops, size = 4 * 64 * 64 * 2 * 64, 32 * 2 * 64 * 2
-    rates = Rates(flops / 3e12, size / 1e9, 0.0, 0.0, comm_slowdown=(0.0, 0.5))
-    assert rank_cost(made, "backward", 0, rates).seconds == pytest.approx(1 + 8 + 8 + 2)
+    hardware = HardwareSpec(flops / 3e12, size / 1e9, 0.0, 0.0, comm_slowdown=(0.0, 0.5))
+    assert rank_cost(made, "backward", 0, hardware).seconds == pytest.approx(1 + 8 + 8 + 2)
 
 
 def test_what_came_home_is_copied_when_it_is_there():
     """Packing Q, K and V takes three seconds, sending them as long; out comes in one, and is copied in another."""
     made, tensor = ulysses(2, 64), 32 * 8 * 64 * 2
-    rates = Rates(1e9, tensor / 2e9, 0.0, 0.0, memory=2 * tensor / 1e9)
-    assert rank_cost(made, "forward", 0, rates).seconds == pytest.approx(3 + 3 + 1 + 1, rel=1e-6)
+    hardware = HardwareSpec(1e9, tensor / 2e9, 0.0, 0.0, memory_bandwidth=2 * tensor / 1e9)
+    assert rank_cost(made, "forward", 0, hardware).seconds == pytest.approx(3 + 3 + 1 + 1, rel=1e-6)
 
 
 def test_only_where_all_goes_straight_nothing_is_packed():
     """Two nodes of two, backward: dO is picked from where it lies if blocks between nodes go straight, too."""
-    rates = Rates(1e9, 1e9, 0.0, 0.0, memory=1e-9)
+    hardware = HardwareSpec(1e9, 1e9, 0.0, 0.0, memory_bandwidth=1e-9)
     packed = 2 * 32 * 4 * 64 * 2
     for moves, saved in (("ring", 0), ("direct", packed)):
         made = bp.plan(
             seq_len=64 * 2, ranks=4, heads=8, kv_heads=8, head_dim=64, mask="full", layout="contiguous",
-            strategy=make_strategy("usp", inner=2, transfer=moves),
+            strategy=make_strategy("usp", ranks_per_node=2, transfer=moves),
         )  # fmt: skip
         plain, direct = (
-            rank_cost(made, "backward", 0, replace(rates, direct=curve)).seconds for curve in ((), ((1, 1e9),))
+            rank_cost(made, "backward", 0, replace(hardware, peer_copy_bandwidth=curve)).seconds
+            for curve in ((), ((1, 1e9),))
         )
         assert plain - direct == pytest.approx(2 * saved, rel=1e-6)
 
 
 def test_one_rank_exchanges_nothing():
-    alone = rank_cost(ulysses(1, 64), "forward", 0, Rates(1.0, 1.0))
+    alone = rank_cost(ulysses(1, 64), "forward", 0, HardwareSpec(1.0, 1.0))
     assert (alone.sent, alone.received, alone.link_seconds) == (0, 0, 0.0)

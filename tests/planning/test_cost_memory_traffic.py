@@ -7,7 +7,7 @@ import pytest
 import burst_portable as bp
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import rank_cost, resharded_bytes
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.registry import make_strategy
 
 PIECES = KernelTraits(splits_tiles=True)
@@ -16,7 +16,7 @@ USUAL = {"heads": 6, "kv_heads": 6, "head_dim": 64, "mask": "full", "layout": "c
 
 def seconds(made, pass_name, rank=0, **changes):
     """A byte a second, and all else at once."""
-    return rank_cost(made, pass_name, rank, Rates(1e9, 1e9, 0.0, 0.0, memory=1e-9, **changes)).seconds
+    return rank_cost(made, pass_name, rank, HardwareSpec(1e9, 1e9, 0.0, 0.0, memory_bandwidth=1e-9, **changes)).seconds
 
 
 @pytest.mark.parametrize("moves", ["ring", "direct"])

@@ -20,7 +20,7 @@ def test_blocks_together_are_one_launch_and_one_piece_of_the_inbox():
     plan = make_plan(Mask.full(), "contiguous", ranks=5, length=60, transfer="direct", blocks_per_launch=2)
     steps = plan.forward.steps_of(3)
     assert [s.compute.k_owners for s in steps] == [(3,), (1, 2), (0, 4)]
-    assert [s.compute.tiles.area for s in steps] == [144, 288, 288]
+    assert [s.compute.tiles.num_pairs for s in steps] == [144, 288, 288]
     places = inboxes(plan, 3).offsets
     row = 2 * 8 * 64 * 2
     of = {m.owner: places[m] for s in steps for m in s.receives}

@@ -15,7 +15,7 @@ def test_plans_are_hashable_data():
 
 
 def test_a_plan_is_printed_in_a_few_lines():
-    made = plan(seq_len=4096, ranks=8, heads=8, kv_heads=2, value_dim=64, mask="window:100", strategy="ulysses")
+    made = plan(seq_len=4096, ranks=8, heads=8, kv_heads=2, v_head_dim=64, mask="window:100", strategy="ulysses")
     head, mask, forward, backward = str(made).splitlines()
     sizes = "8 query and 2 K/V heads of 128 (values 64), 2 bytes a number"
     assert head == f"ulysses over 8 ranks, layout zigzag, 4,096 tokens, batch 1, {sizes}"

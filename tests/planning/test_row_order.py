@@ -26,9 +26,14 @@ PARTLY = Layout("partly", 12, ((Segment(0, 4, 2),), (Segment(1, 4, 2), Segment(8
         ("striped", {}, True, False),
         (PARTLY, {}, True, False),
         (MANY, {}, False, False),  # of one rank
-        ("zigzag", {"inner": 2}, False, True),
-        ("zigzag", {"inner": 2, "transfer": "direct"}, False, False),  # in natural order more rows can be left out
-        ("striped", {"inner": 2}, True, True),  # a node's rows are interleaved with those of others anyway
+        ("zigzag", {"ranks_per_node": 2}, False, True),
+        (
+            "zigzag",
+            {"ranks_per_node": 2, "transfer": "direct"},
+            False,
+            False,
+        ),  # in natural order more rows can be left out
+        ("striped", {"ranks_per_node": 2}, True, True),  # a node's rows are interleaved with those of others anyway
     ],
     ids=str,
 )

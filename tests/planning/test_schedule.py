@@ -11,7 +11,7 @@ from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.planning import schedule as steps
 from burst_portable.planning.cost import rank_cost
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.schedule import BlockTiles, Compute, divided
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.planning.verify import verify
@@ -44,7 +44,7 @@ def test_where_a_launch_is_divided(mask, rows, share, row):
         return
     upper, lower = (part.tiles for part in parts)
     assert (upper.box[:2], lower.box[:2]) == ((0, row), (row, rows))
-    assert upper.area + lower.area == mask.area(rows)
+    assert upper.num_pairs + lower.num_pairs == mask.num_pairs(rows)
 
 
 def merged(rank, mask, layout, ranks=4, **options):
@@ -106,10 +106,10 @@ def test_the_own_block_last_by_hand():
     together = make_plan(local_block_order="last", blocks_per_launch=3, **options).backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in together] == [None, (1, 2, 3), (0,)]
     # A step computes for a second, K and V take half of one to come, dK and dV a whole one to leave.
-    size = rank_cost(first, "forward", 0, Rates(1, 1)).received / 3
-    rates = Rates(10 * 16 * 16 * 8 * 64 / 1e12, 2 * size / 1e9, 0.0, 0.0)
-    assert rank_cost(first, "backward", 0, rates).seconds == pytest.approx(5.0, rel=1e-6)
-    assert rank_cost(last, "backward", 0, rates).seconds == pytest.approx(4.5, rel=1e-6)
+    size = rank_cost(first, "forward", 0, HardwareSpec(1, 1)).received / 3
+    hardware = HardwareSpec(10 * 16 * 16 * 8 * 64 / 1e12, 2 * size / 1e9, 0.0, 0.0)
+    assert rank_cost(first, "backward", 0, hardware).seconds == pytest.approx(5.0, rel=1e-6)
+    assert rank_cost(last, "backward", 0, hardware).seconds == pytest.approx(4.5, rel=1e-6)
 
 
 def test_the_own_block_divided_by_hand():
@@ -124,12 +124,12 @@ def test_the_own_block_divided_by_hand():
     assert [len(s.result_sends) for s in steps] == [0, 3, 0]
     assert [len(s.result_arrivals) for s in steps] == [0, 0, 3]
     # A step with a whole block takes a second, K and V of a block a tenth to come, dK and dV a fifth to leave.
-    size = rank_cost(plan, "forward", 0, Rates(1, 1)).received / 3
-    rates = Rates(10 * 1536 * 1536 * 8 * 64 / 1e12, 10 * size / 1e9, 0.0, 0.0)
+    size = rank_cost(plan, "forward", 0, HardwareSpec(1, 1)).received / 3
+    hardware = HardwareSpec(10 * 1536 * 1536 * 8 * 64 / 1e12, 10 * size / 1e9, 0.0, 0.0)
     first, last = (
         make_plan(local_block_order=own, prefetch_steps=3, blocks_per_launch=3, **options) for own in ("first", "last")
     )
-    took = [rank_cost(one, "backward", 0, rates).seconds for one in (first, last, plan)]
+    took = [rank_cost(one, "backward", 0, hardware).seconds for one in (first, last, plan)]
     assert took == pytest.approx([4.6, 4.3, 4.0], rel=1e-6)
 
 
@@ -148,7 +148,9 @@ def test_where_the_own_block_is_divided(mask, layout, cuts):
     assert verify(plan) == []
     found = []
     for rank in range(3):
-        parts = [s.compute.area for s in plan.backward.steps_of(rank) if s.compute and s.compute.k_owners == (rank,)]
+        parts = [
+            s.compute.num_pairs for s in plan.backward.steps_of(rank) if s.compute and s.compute.k_owners == (rank,)
+        ]
         if len(parts) > 1:
             found.append(parts[0] / sum(parts))
     assert found == pytest.approx(cuts, abs=0.01)

@@ -44,7 +44,7 @@ def test_make_tile_keeps_every_cell_and_no_empty_row_or_column(q, rows, k, colum
     assert cells(tile) == box
     assert {i for i, _ in box} == set(range(tile.q_start, tile.q_stop))
     assert {j for _, j in box} == set(range(tile.k_start, tile.k_stop))
-    assert tile.area == len(box)
+    assert tile.num_pairs == len(box)
     assert tile.full == (len(box) == tile.rows * tile.columns)
 
 
@@ -58,7 +58,7 @@ def test_blocks_that_are_visited(q, rows, k, columns, lo, hi, block):
     for i, j in cells(tile):
         seen[i // block].append(j)
     counted = sum(-(-(max(row) + 1 - min(row)) // block) for row in seen.values())
-    assert tile.visited(block) == (tile.area if block == 1 else counted * block * block)
+    assert tile.visited(block) == (tile.num_pairs if block == 1 else counted * block * block)
 
 
 @pytest.mark.parametrize(("lo", "hi"), [(0, UNBOUNDED), (0, 4096), (-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 5)])
@@ -85,13 +85,13 @@ def test_tiles_cover_every_pair_exactly_once(name, layout, ranks):
         for k_shard in range(ranks):
             found = pairs.tiles(q_shard, k_shard)
             assert pairs.sees(q_shard, k_shard) == bool(found)
-            assert pairs.area(q_shard, k_shard) == found.area
+            assert pairs.num_pairs(q_shard, k_shard) == found.num_pairs
             q, k = where.positions(q_shard), where.positions(k_shard)
             for tile in found:
                 for i, j in cells(tile):
                     covered[q[i], k[j]] += 1
     assert torch.equal(covered, dense_mask(mask, LENGTH).long())
-    assert mask.area(LENGTH) == int(covered.sum())
+    assert mask.num_pairs(LENGTH) == int(covered.sum())
 
 
 @given(st.data())
@@ -168,7 +168,7 @@ def test_documents_by_the_hundred_are_searched(monkeypatch):
     mask = Mask.documents(range(0, 4001, 40))
     where = make_layout("document_zigzag", 4000, 4, mask)
     pairs = BlockPairs(mask, where.shards, where.shards)
-    assert sum(pairs.area(q, k) for q in range(4) for k in range(4)) == 100 * (40 * 41 // 2)
+    assert sum(pairs.num_pairs(q, k) for q in range(4) for k in range(4)) == 100 * (40 * 41 // 2)
     assert len(looked) > 100
     assert None not in looked
 
@@ -185,7 +185,7 @@ def test_a_million_tokens_cost_neither_time_nor_memory():
     seconds = time.process_time() - started
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert sum(t.area for t in found) > 0
+    assert sum(t.num_pairs for t in found) > 0
     assert peak < 4 << 20
     assert seconds < 10
 

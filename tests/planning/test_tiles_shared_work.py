@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import burst_portable as bp
-from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning import tiles
@@ -19,7 +19,7 @@ from burst_portable.planning.plans import PASSES
 from burst_portable.planning.tiles import Tiles, make_box
 from burst_portable.strategies.auto import AutoStrategy
 
-RATES = rates_of_machine("NVIDIA H200", 4)
+HARDWARE = hardware_of_machine("NVIDIA H200", 4)
 ENDS = (0, 1300, 1301, 2500, 2720, 3100, 3101, 3950, 4000, 4777)
 MASKS = [Mask.documents(ENDS), Mask.documents(ENDS, window=150), Mask.window(700), Mask.share_question([900, 40, 700])]
 
@@ -35,18 +35,18 @@ def problems(mask: Mask, ranks: int):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_what_is_told_of_a_launch_is_what_its_tiles_say(mask):
     """Without shifting a tile: of blocks that are trimmed, and of several at once, on either side."""
-    auto = AutoStrategy(rates=RATES)
+    auto = AutoStrategy(hardware=HARDWARE)
     for problem in problems(mask, 3):
         for label, strategy in auto.compared(problem)[0].items():
             made = strategy.plan(problem)
             computes = [s.compute for name in PASSES for s in made.steps(name, 1)]
             for one in filter(None, computes):
                 found = Tiles(one.tiles)
-                assert (one.count, one.area, one.heights, one.columns, one.covered) == (
-                    len(found), found.area, found.heights, found.columns, found.covered
+                assert (one.count, one.num_pairs, one.heights, one.columns, one.covered) == (
+                    len(found), found.num_pairs, found.heights, found.columns, found.covered
                 ), label  # fmt: skip
                 assert one.visited(128) == sum(tile.visited(128) for tile in found)
-            assert auto.seconds(made) == plan_cost(made, RATES).seconds
+            assert auto.seconds(made) == plan_cost(made, HARDWARE).seconds
 
 
 def test_a_pair_of_blocks_is_looked_at_once_for_all_strategies_and_layouts_of_a_mask(monkeypatch):
@@ -55,7 +55,7 @@ def test_a_pair_of_blocks_is_looked_at_once_for_all_strategies_and_layouts_of_a_
     fused = tiles.fused
     monkeypatch.setattr(tiles, "fused", lambda found: made.append(len(found)) or fused(found))
     mask = Mask.documents((0, *range(100, 3000, 70), 3001))
-    plan = bp.plan(seq_len=3001, ranks=4, heads=12, mask=mask, layout="auto", strategy=AutoStrategy(rates=RATES))
+    plan = bp.plan(seq_len=3001, ranks=4, heads=12, mask=mask, layout="auto", strategy=AutoStrategy(hardware=HARDWARE))
     assert "document_zigzag" in plan.reason
     assert len(made) <= 4 * 4 * 4 + 1  # four layouts, and the whole sequence for Ulysses
 

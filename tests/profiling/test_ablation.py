@@ -71,7 +71,7 @@ def ablated(strategy: str):
         assert torch.isfinite(step()).all()
         return found
 
-    return bp.run_local(2, work)
+    return bp.run_threads(2, work)
 
 
 @pytest.mark.parametrize(("strategy", "kernels"), [("ring", 2), ("ulysses", 1)])

@@ -14,7 +14,7 @@ import torch
 import burst_portable as bp
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.planning.cost import rank_cost
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.profiling import recorder as module
 from burst_portable.profiling.recorder import Recorder, RecordingObserver, RecordingTransport
 from burst_portable.profiling.records import NEVER, pack, unpack
@@ -32,7 +32,7 @@ def recorded(strategy, level="session", steps=1, mask="causal"):
                 session.mark()
         return results, session.gather()
 
-    done = bp.run_local(RANKS, work)
+    done = bp.run_threads(RANKS, work)
     assert [gathered is None for _, gathered in done] == [False, True, True]
     return [results for results, _ in done], done[0][1]
 
@@ -40,7 +40,7 @@ def recorded(strategy, level="session", steps=1, mask="causal"):
 @pytest.mark.parametrize("level", ["session", "light"])
 @pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
 def test_results_are_the_same_bits_on_and_off(strategy, level):
-    off = bp.run_local(RANKS, lambda mesh: one_step(mesh, strategy))
+    off = bp.run_threads(RANKS, lambda mesh: one_step(mesh, strategy))
     on, _ = recorded(strategy, level)
     for mine, theirs in zip(off, on, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -80,7 +80,7 @@ def test_flops_and_bytes_are_the_plan_s(strategy):
         compute, message = one.tables["compute"], one.tables["message"]
         assert sorted(set(compute["iteration"])) == [0, 1]
         for backward, name in enumerate(("forward", "backward")):
-            cost = rank_cost(plan, name, one.rank, Rates(1, 1))
+            cost = rank_cost(plan, name, one.rank, HardwareSpec(1, 1))
             assert compute["flops"][compute["backward"] == backward].sum() == 2 * cost.flops
             sent = message.where((message["backward"] == backward) & (message["sends"] == 1))
             assert sent["bytes"].sum() == 2 * cost.sent
@@ -144,7 +144,7 @@ def test_light_keeps_kernels_and_waits_for_blocks():
 
 def test_a_session_outside_run_local_sees_every_rank():
     with bp.profile() as session:
-        bp.run_local(RANKS, lambda mesh: one_step(mesh, "ring"))
+        bp.run_threads(RANKS, lambda mesh: one_step(mesh, "ring"))
     assert [one.rank for one in session.gather()] == list(range(RANKS))
 
 
@@ -177,7 +177,7 @@ def test_one_rank_alone_and_the_light_level_have_reports():
             one_step(mesh, "ring")
         return light.report()
 
-    report = bp.run_local(RANKS, work)[0]
+    report = bp.run_threads(RANKS, work)[0]
     assert report.data["light"]
     assert report.data["verdict"]["kind"] != "slow link", "what is not recorded is not blamed"
     for rank in report.data["ranks"]:

@@ -32,9 +32,9 @@ def test_ranks_that_are_threads_mark_for_themselves():
             attend(mesh).sum().backward()
 
     with bp.profile() as session:
-        bp.run_local(3, work)
+        bp.run_threads(3, work)
         session.mark()  # the thread that opened it: for all
-        bp.run_local(3, attend)
+        bp.run_threads(3, attend)
     for one in session.records():
         steps = one.tables["compute"]["iteration"]
         assert sorted(set(steps.tolist())) == [0, 1, 2, 3, 4, 5]
@@ -44,21 +44,21 @@ def test_ranks_that_are_threads_mark_for_themselves():
 def test_a_session_inside_another_is_recorded_by_both():
     with bp.profile() as outer:
         attend()
-        with bp.profile("light") as inner:
+        with bp.profile("light") as ranks_per_node:
             for _ in range(3):
                 attend()
         attend()
-    assert (calls(outer), calls(inner)) == (5, 3)
+    assert (calls(outer), calls(ranks_per_node)) == (5, 3)
     assert installed.get() is None
 
 
 def test_closing_in_another_order_is_refused():
-    outer, inner = bp.profile(), bp.profile()
+    outer, ranks_per_node = bp.profile(), bp.profile()
     outer.__enter__()
-    inner.__enter__()
+    ranks_per_node.__enter__()
     with pytest.raises(InputError, match="not the one that was opened last"):
         outer.__exit__(None, None, None)
-    inner.__exit__(None, None, None)
+    ranks_per_node.__exit__(None, None, None)
     outer.__exit__(None, None, None)
     assert installed.get() is None
     with pytest.raises(InputError, match="not open"):
@@ -81,7 +81,7 @@ def test_ranks_that_saw_other_steps(which):
         return seen.report()
 
     with pytest.raises(InputError, match="different training steps") as refused:
-        bp.run_local(2, work)
+        bp.run_threads(2, work)
     assert "2 on rank 0" in str(refused.value)
 
 
@@ -100,8 +100,8 @@ def test_what_ablate_refuses(changes, told):
         ablate(**{"step": attend, "mesh": bp.Mesh.single(), **changes})
 
 
-def quickly(work, deadline=30.0):
-    """What each of three ranks was told, with its class; no rank waits for the deadline."""
+def quickly(work, timeout=30.0):
+    """What each of three ranks was told, with its class; no rank waits for the timeout."""
 
     def told(mesh):
         with pytest.raises(BurstError) as refused:
@@ -109,8 +109,8 @@ def quickly(work, deadline=30.0):
         return type(refused.value), str(refused.value)
 
     began = time.monotonic()
-    found = bp.run_local(3, told, deadline=deadline)
-    assert time.monotonic() - began < deadline / 2
+    found = bp.run_threads(3, told, timeout=timeout)
+    assert time.monotonic() - began < timeout / 2
     return found
 
 
@@ -156,7 +156,7 @@ def test_a_report_of_some_ranks_alone_names_the_others():
             return str(alone.value)
         return ""
 
-    assert bp.run_local(3, work)[2] == (
+    assert bp.run_threads(3, work)[2] == (
         "rank 2, asking whether all ranks call session.report() or gather(): ranks 0, 1 returned without this call; "
         "all ranks of a mesh must make the same calls in the same order; "
         "every rank of the mesh must call session.report() or gather()"

@@ -71,7 +71,7 @@ def test_ranks_that_are_threads_take_the_mesh_of_their_calls_too():
             one_step(mesh, "ring")
         return session.report()
 
-    report, *others = bp.run_local(3, work)
+    report, *others = bp.run_threads(3, work)
     assert others == [None, None]
     assert [rank["rank"] for rank in report.data["ranks"]] == [0, 1, 2]
 
@@ -85,7 +85,7 @@ def test_a_deep_session_of_several_meshes_is_refused():
     """The tracer's names hold a rank and no mesh: rank 0 of one and rank 0 of the other would be one."""
     x = torch.randn(1, 32, 1, 8)
     with bp.profile("deep") as session:
-        bp.run_local(2, lambda mesh: bp.attention(x, x, x, mesh=mesh))
+        bp.run_threads(2, lambda mesh: bp.attention(x, x, x, mesh=mesh))
         bp.attention(x, x, x, mesh=bp.Mesh.single())
     with pytest.raises(bp.BurstError, match="deep session cannot tell calls of several meshes apart"):
         session.records()

@@ -118,12 +118,12 @@ def results(mesh):
 @pytest.fixture(scope="module")
 def session():
     with bp.profile("deep") as session:
-        session.results = bp.run_local(RANKS, results)
+        session.results = bp.run_threads(RANKS, results)
     return session
 
 
 def test_results_are_the_same_bits(session):
-    for mine, theirs in zip(session.results, bp.run_local(RANKS, results), strict=True):
+    for mine, theirs in zip(session.results, bp.run_threads(RANKS, results), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
@@ -158,7 +158,7 @@ def test_the_reports_show_it(session, tmp_path, capsys):
 def test_one_tracer_a_process():
     with (
         bp.profile("deep"),
-        pytest.raises(bp.BurstError, match=r"a tracer runs in this process already.*around run_local"),
+        pytest.raises(bp.BurstError, match=r"a tracer runs in this process already.*around run_threads"),
         bp.profile("deep"),
     ):
         pass

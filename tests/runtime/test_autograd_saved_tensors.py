@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import burst_portable as bp
-from burst_portable import run_local
+from burst_portable import run_threads
 
 
 def as_images(x: Tensor) -> Tensor:
@@ -48,5 +48,5 @@ def test_saved_tensors_that_come_back_with_other_strides(ranks, strategy, kernel
         made = torch.autograd.grad(out, mine, bp.shard(weights, mesh))
         return [bp.unshard(x, mesh, seq_len=16) for x in made]
 
-    for made, exact in zip(run_local(ranks, work)[0], plain(whole, weights), strict=True):
+    for made, exact in zip(run_threads(ranks, work)[0], plain(whole, weights), strict=True):
         torch.testing.assert_close(made.double(), exact, rtol=0, atol=1e-5)

@@ -27,8 +27,8 @@ class Noted:
 
 
 class NotingKernel(WrappedKernel):
-    def __init__(self, inner, noted):
-        super().__init__(inner)
+    def __init__(self, ranks_per_node, noted):
+        super().__init__(ranks_per_node)
         self._noted = noted
 
     def attend_backward(self, x, tiles, call, *, into):
@@ -40,8 +40,8 @@ class NotingKernel(WrappedKernel):
 
 
 class NotingTransport(WrappedTransport):
-    def __init__(self, inner, noted):
-        super().__init__(inner)
+    def __init__(self, ranks_per_node, noted):
+        super().__init__(ranks_per_node)
         self._noted = noted
 
     def inbox(self, size, device, peer, place=None):
@@ -78,7 +78,7 @@ def attend(ranks, strategy, dtype=torch.float32):
             q, k, v = (torch.ones(1, 4, 2, 8, dtype=dtype, requires_grad=True) for _ in "qkv")
             bp.attention(q, k, v, mesh=mesh, mask="full", layout="contiguous", strategy=strategy).sum().backward()
 
-    bp.run_local(ranks, work)
+    bp.run_threads(ranks, work)
     return noted
 
 

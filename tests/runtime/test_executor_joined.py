@@ -57,7 +57,7 @@ def test_joined_launch_equals_float64(mask, layout, side):
         if mask == "full":
             assert launches(plan) == {ranks}
         x = make_inputs(case)
-        for answer in bp.run_local(ranks, lambda mesh, c=case, x=x: on_one_rank(mesh, c, x)):
+        for answer in bp.run_threads(ranks, lambda mesh, c=case, x=x: on_one_rank(mesh, c, x)):
             assert judge(answer, *expected(case, x), case.dtype) == {}
 
 
@@ -65,11 +65,11 @@ def test_joined_launch_equals_float64(mask, layout, side):
 def test_joined_launch_serves_narrow_gradients_and_16_bits(kernel):
     case = JoinedCase("causal", ranks=3, dtype=torch.bfloat16, sinks=True, chosen=Joined(narrow=True))
     x = make_inputs(case)
-    answers = bp.run_local(3, lambda mesh: on_one_rank(mesh, case, x, kernel))
+    answers = bp.run_threads(3, lambda mesh: on_one_rank(mesh, case, x, kernel))
     wrong = judge(answers[0], *expected(case, x), case.dtype)
     assert set(wrong) <= {"dk", "dv"}  # rounded on their way home
     wide = replace(case, chosen=Joined())
-    answers = bp.run_local(3, lambda mesh: on_one_rank(mesh, wide, x, kernel))
+    answers = bp.run_threads(3, lambda mesh: on_one_rank(mesh, wide, x, kernel))
     assert judge(answers[0], *expected(wide, x), wide.dtype) == {}
 
 

@@ -60,7 +60,7 @@ def logs(backward=False, **call):
                 log.clear()
                 out.sum().backward()
 
-    bp.run_local(RANKS, work)
+    bp.run_threads(RANKS, work)
     return found
 
 

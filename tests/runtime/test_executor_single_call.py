@@ -77,10 +77,10 @@ def test_of_several_ranks_those_that_compute_once_ask_for_the_whole(asked, mask,
         mine = [bp.shard(x, mesh, layout=layout).requires_grad_() for x in (whole_q, whole_k, whole_v)]
         use = {"mask": mask, "mesh": mesh, "layout": layout, "strategy": "ring", "kernel": "reference"}
         out = bp.attention(*mine, **use)
-        rows = bp.positions(mesh, seq_len=16, layout=layout)
+        rows = bp.local_position_ids(mesh, seq_len=16, layout=layout)
         return rows, out.detach(), *torch.autograd.grad((out * bp.shard(weights, mesh, layout=layout)).sum(), mine)
 
-    made = bp.run_local(2, work)
+    made = bp.run_threads(2, work)
     assert asked.count("forward_single_call") == sum(forward)
     assert asked.count("backward_single_call") == sum(backward)
     exact = [x.double().requires_grad_() for x in (whole_q, whole_k, whole_v)]
@@ -112,10 +112,12 @@ def test_rows_that_one_step_completes_are_written_once(monkeypatch):
         use = {"mask": mask, "mesh": mesh, "layout": "contiguous", "kernel": "reference", "strategy": "ring"}
         return bp.attention(*mine, **use, sinks=sinks, return_lse=True)
 
-    merged = bp.run_local(3, work)  # this kernel does not write where it is told: all rows are merged, and rounded last
+    merged = bp.run_threads(
+        3, work
+    )  # this kernel does not write where it is told: all rows are merged, and rounded last
     monkeypatch.setattr(ReferenceKernel, "attend_into", attend_into)
     monkeypatch.setattr(ReferenceKernel, "traits", KernelTraits(writes_into=True))
-    made = bp.run_local(3, work)
+    made = bp.run_threads(3, work)
     assert sorted(map(str, written)) == sorted(map(str, [(torch.float32, 128), (torch.bfloat16, 384)] * 2))
     q, k, v = (x.double().transpose(1, 2) for x in (whole_q, whole_k, whole_v))
     scores = (q @ k.mT / 2).masked_fill(~dense_mask(mask, length), -torch.inf)
@@ -125,9 +127,9 @@ def test_rows_that_one_step_completes_are_written_once(monkeypatch):
     assert (out != exact.bfloat16()).double().mean() < 0.01  # rounded once
     assert (torch.cat([one[0] for one in merged], 1) != exact.bfloat16()).double().mean() < 0.01
     written.clear()
-    bp.run_local(3, lambda mesh: work(mesh, torch.zeros(2)))  # sinks are merged into all rows
+    bp.run_threads(3, lambda mesh: work(mesh, torch.zeros(2)))  # sinks are merged into all rows
     assert not written
-    profiled = bp.run_local(3, lambda mesh: _profiled(mesh, work))
+    profiled = bp.run_threads(3, lambda mesh: _profiled(mesh, work))
     assert all(torch.equal(one[0], other[0]) for one, other in zip(profiled, made, strict=True))
 
 

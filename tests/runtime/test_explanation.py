@@ -10,7 +10,7 @@ from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.config import Config
 from burst_portable.errors import InputError, UnknownNameError, UnsupportedError
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 
 
 def local_transport(device_type):
@@ -38,7 +38,7 @@ def test_what_is_told_is_what_runs(strategy, options):
             assert f"({call.plan.forward.route.name})" in told.moves["forward"]
         return told
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 def test_one_rank_may_ask_alone_and_with_shapes_alone():
@@ -48,7 +48,7 @@ def test_one_rank_may_ask_alone_and_with_shapes_alone():
             return bp.explain(*tensors, mesh=mesh, device="cpu", kernel="reference", strategy="burst")
         return None
 
-    _, told = bp.run_local(2, work)
+    _, told = bp.run_threads(2, work)
     assert (told.backend.name, told.kernel.name, told.kernel.why) == ("cpu", "reference", "named")
     assert told.moves["backward"] == "Q, dO, LSE and delta travel, dQ after them (ring)"
 
@@ -75,9 +75,9 @@ def test_plans_are_priced_for_the_kernel_that_will_compute():
     asked = []
 
     class Measured(CpuBackend):
-        def measured_rates(self, ranks, kernel):
+        def measured_hardware(self, ranks, kernel):
             asked.append((ranks, kernel))
-            return Rates(1.0, 1e-3, memory=1e-6)  # merging is all that counts
+            return HardwareSpec(1.0, 1e-3, memory_bandwidth=1e-6)  # merging is all that counts
 
     backend = Measured()
     mesh = bp.Mesh(0, 2, local_transport)

@@ -102,8 +102,8 @@ def test_one_graph(case: str, ranks: int):
         with torch.no_grad():
             return [*found, *call(*mine)]
 
-    plain = bp.run_local(ranks, lambda mesh: work(mesh, lambda step: step))
-    for expected, found in zip(plain, bp.run_local(ranks, lambda mesh: work(mesh, compiled)), strict=True):
+    plain = bp.run_threads(ranks, lambda mesh: work(mesh, lambda step: step))
+    for expected, found in zip(plain, bp.run_threads(ranks, lambda mesh: work(mesh, compiled)), strict=True):
         assert_same(found, expected)
 
 
@@ -120,8 +120,8 @@ def test_inductor(strategy: str):
 
         return results(wrap(step), [bp.shard(x, mesh) for x in whole()[:3]])
 
-    plain = bp.run_local(2, lambda mesh: work(mesh, lambda step: step))
-    made = bp.run_local(2, lambda mesh: work(mesh, lambda step: compiled(step, "inductor")))
+    plain = bp.run_threads(2, lambda mesh: work(mesh, lambda step: step))
+    made = bp.run_threads(2, lambda mesh: work(mesh, lambda step: compiled(step, "inductor")))
     for expected, found in zip(plain, made, strict=True):
         assert_same(found, expected, 1e-5)
 
@@ -220,8 +220,8 @@ def test_two_attentions_keep_their_order_on_every_rank():
         return make_boxed_func(graph.forward)
 
     otherwise = aot_autograd(fw_compiler=late_first, bw_compiler=late_first)
-    plain = bp.run_local(2, lambda mesh: work(mesh, lambda step, _: step))
-    made = bp.run_local(
+    plain = bp.run_threads(2, lambda mesh: work(mesh, lambda step, _: step))
+    made = bp.run_threads(
         2, lambda mesh: work(mesh, lambda step, rank: compiled(step, otherwise if rank else "aot_eager"))
     )
     for expected, found in zip(plain, made, strict=True):
@@ -271,7 +271,7 @@ def test_every_rank_hears_of_a_refusal():
         assert call(kv, kv, kv).shape == kv.shape  # and the mesh is as good as before
         return type(refusal.value).__name__
 
-    assert bp.run_local(2, work) == ["ShapeError", "MismatchError"]
+    assert bp.run_threads(2, work) == ["ShapeError", "MismatchError"]
 
 
 @pytest.mark.parametrize("mask", [bp.Mask.causal(), bp.Mask.window(4, 1), bp.Mask.sink_window(2, 3)], ids=str)
@@ -337,12 +337,12 @@ def test_checkpoints_in_graphs_of_ranks():
 
         return results(wrap(step, mesh.rank), [bp.shard(whole()[0], mesh)])
 
-    plain = bp.run_local(2, lambda mesh: work(mesh, lambda step, _: step))
-    made = bp.run_local(2, lambda mesh: work(mesh, lambda step, rank: compiled(step, dynamic=bool(rank))))
+    plain = bp.run_threads(2, lambda mesh: work(mesh, lambda step, _: step))
+    made = bp.run_threads(2, lambda mesh: work(mesh, lambda step, rank: compiled(step, dynamic=bool(rank))))
     for expected, found in zip(plain, made, strict=True):
         assert_same(found, expected)
     with pytest.raises(MismatchError, match="backward of the pass: 3 on rank 0 but 2 on rank 1"):
-        bp.run_local(2, lambda mesh: work(mesh, lambda step, rank: step if rank else compiled(step)))
+        bp.run_threads(2, lambda mesh: work(mesh, lambda step, rank: step if rank else compiled(step)))
 
 
 @on_threads
@@ -360,8 +360,8 @@ def test_ranks_with_other_graphs_and_none():
     def own(step: Callable[..., Any], rank: int) -> Callable[..., Any]:
         return step if rank == 2 else compiled(step, dynamic=False if rank == 1 else None)
 
-    plain = bp.run_local(3, lambda mesh: work(mesh, lambda step, _: step))
-    for expected, found in zip(plain, bp.run_local(3, lambda mesh: work(mesh, own)), strict=True):
+    plain = bp.run_threads(3, lambda mesh: work(mesh, lambda step, _: step))
+    for expected, found in zip(plain, bp.run_threads(3, lambda mesh: work(mesh, own)), strict=True):
         assert_same(found, expected)
 
 

@@ -18,8 +18,8 @@ from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.cost import plan_cost, reshard_bytes
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import can_group, head_groups
-from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.planning.verify import verify
 from burst_portable.runtime.head_parallel import row_orders
@@ -52,7 +52,7 @@ def test_attention(case, kernel, peers):
     def work(mesh):
         return on_one_rank(mesh, case, inputs, kernel)
 
-    for answer in run_peers(World(case.ranks), work) if peers else bp.run_local(case.ranks, work):
+    for answer in run_peers(World(case.ranks), work) if peers else bp.run_threads(case.ranks, work):
         assert judge(answer, exact, plain, case.dtype) == {}
 
 
@@ -69,7 +69,7 @@ def test_a_kernel_that_is_faster_on_squares_is_given_squares(monkeypatch, strate
     def work(mesh):
         return on_one_rank(mesh, case, inputs, "reference")
 
-    for answer in run_peers(World(case.ranks), work) if peers else bp.run_local(case.ranks, work):
+    for answer in run_peers(World(case.ranks), work) if peers else bp.run_threads(case.ranks, work):
         assert judge(answer, *expected(case, inputs), case.dtype) == {}
     assert {tuple(tiles) for tiles in seen} == {tuple(find_tiles(Mask.causal(), *[(Segment(0, case.length),)] * 2))}
 
@@ -107,11 +107,11 @@ def test_what_a_rank_gets_of_another_is_one_message_a_group(groups, heads):
         transport.post = counted
         return on_one_rank(mesh, case, inputs)
 
-    for answer in bp.run_local(2, work):
+    for answer in bp.run_threads(2, work):
         assert judge(answer, exact, plain, case.dtype) == {}
     count, kv_count, d, dv = case.sizes
     made = bp.plan(
-        seq_len=case.length, ranks=2, heads=count, kv_heads=kv_count, head_dim=d, value_dim=dv, batch=case.batch,
+        seq_len=case.length, ranks=2, heads=count, kv_heads=kv_count, head_dim=d, v_head_dim=dv, batch=case.batch,
         strategy=case.make_strategy(),
     )  # fmt: skip
     planned = [there for name in ("forward", "backward") for there, _ in reshard_bytes(made, name, 0)]
@@ -134,7 +134,7 @@ def test_rows_stay_as_they_come_for_kernels_of_one_launch():
     assert [s.start for s in as_they_come.forward.call.layout.shards[0]] == [0, 56, 8, 48, 16, 40, 24]
     for plan in (natural, as_they_come):
         assert verify(plan) == []
-        assert plan.forward.steps_of(0)[0].compute.tiles.area == 64 * 65 // 2
+        assert plan.forward.steps_of(0)[0].compute.tiles.num_pairs == 64 * 65 // 2
         assert plan.backward.call.k_layout == plan.forward.call.layout
 
 
@@ -149,7 +149,7 @@ def test_rows_of_several_steps_are_put_in_order(kernel):
         mine = (bp.shard(x, mesh, layout=mixed) for x in (q, k, v))
         return bp.attention(*mine, mesh=mesh, layout=mixed, strategy="ulysses", kernel=kernel)
 
-    for rank, out in enumerate(bp.run_local(2, work)):
+    for rank, out in enumerate(bp.run_threads(2, work)):
         torch.testing.assert_close(out, plain.transpose(1, 2)[:, mixed.positions(rank)], rtol=0, atol=1e-6)
 
 
@@ -200,15 +200,21 @@ def test_no_gradients_are_wanted():
         with_gradients = bp.attention(q.requires_grad_(), k, v, **call)
         return torch.equal(out, with_gradients), tuple(lse.shape) == (case.batch, 12, q.shape[1])
 
-    assert bp.run_local(3, work) == [(True, True)] * 3
+    assert bp.run_threads(3, work) == [(True, True)] * 3
 
 
 def test_groups_hide_what_moves():
     """Two groups: half of what moves is exposed, at the cost of a launch; more is sent nowhere."""
-    rates = Rates(tflops=400.0, gbps=100.0, hop_latency=0.0, launch_latency=0.0, direct=((1, 100.0),))
+    hardware = HardwareSpec(
+        tflops=400.0,
+        intra_node_bandwidth=100.0,
+        message_latency=0.0,
+        launch_latency=0.0,
+        peer_copy_bandwidth=((1, 100.0),),
+    )
     size = {"seq_len": 32768, "ranks": 4, "heads": 32, "kv_heads": 16}
     one, two, four = (
-        plan_cost(bp.plan(strategy=bp.make_strategy("ulysses", head_groups=n), **size), rates).per_rank["forward"][0]
+        plan_cost(bp.plan(strategy=bp.make_strategy("ulysses", head_groups=n), **size), hardware).per_rank["forward"][0]
         for n in (1, 2, 4)
     )
     assert one.seconds == pytest.approx(one.compute_seconds + one.link_seconds)
@@ -216,8 +222,8 @@ def test_groups_hide_what_moves():
     assert four.seconds == pytest.approx(one.compute_seconds + one.link_seconds / 4)
     assert one.sent == two.sent == four.sent
     assert (one.flops, one.launches, four.launches) == (four.flops, 1, 4)
-    slow = replace(rates, launch_latency=1.0)
-    assert bp.plan(strategy=AutoStrategy(rates=slow), **size).groups == 1
+    slow = replace(hardware, launch_latency=1.0)
+    assert bp.plan(strategy=AutoStrategy(hardware=slow), **size).groups == 1
 
 
 def test_whole_gradients_are_handed_through():
@@ -293,5 +299,5 @@ def test_kernels_may_move_only_what_has_no_kernel_beside_it():
 
     one = [("to heads", True), ("to sequence", True)]
     two = [("to heads", True), ("to heads", False), ("to sequence", False), ("to sequence", True)]
-    assert bp.run_local(2, lambda mesh: work(mesh, 1)) == [one * 2] * 2
-    assert bp.run_local(2, lambda mesh: work(mesh, 2)) == [two * 2] * 2
+    assert bp.run_threads(2, lambda mesh: work(mesh, 1)) == [one * 2] * 2
+    assert bp.run_threads(2, lambda mesh: work(mesh, 2)) == [two * 2] * 2

@@ -11,14 +11,14 @@ import torch
 
 import burst_portable as bp
 from burst_portable.comm.base import Transport
-from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable.comm.local import LocalTransport, run_transports
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import judge
 from burst_portable.conformance.running import plan_of
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
 from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES
-from burst_portable.planning.rates import Rates
 from burst_portable.profiling.analysis.causes import add_collectives
 from burst_portable.profiling.session import profile
 from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
@@ -31,29 +31,33 @@ class Nodes(Case):
     """With nodes of a size."""
 
     strategy: str = "usp"
-    inner: int = 2
+    ranks_per_node: int = 2
 
     def __str__(self) -> str:
-        return f"{super().__str__()}-nodes of {self.inner}"
+        return f"{super().__str__()}-nodes of {self.ranks_per_node}"
 
     def make_strategy(self):
-        return replace(super().make_strategy(), inner=self.inner)
+        return replace(super().make_strategy(), ranks_per_node=self.ranks_per_node)
 
 
 FEW = [
-    Nodes(ranks=4, inner=2, heads="gqa"),
-    Nodes(ranks=6, inner=3, heads="wide_values", layout="striped", mask="window", sinks=True),
-    Nodes(ranks=6, inner=2, heads="mqa", strategy="usp+fetch", layout="contiguous", mask="custom", sinks=True),
-    Nodes(ranks=8, inner=4, heads="wide_heads", strategy="usp+fetch", layout="document_zigzag", mask="documents"),
-    Nodes(ranks=8, inner=2, heads="gqa", mask="sink_window", dtype=torch.bfloat16, softcap=5.0, batch=1),
-    Nodes(ranks=4, inner=2, heads="12x6x5x3", strategy="usp+fetch", mask="documents", layout="whole_documents"),
+    Nodes(ranks=4, ranks_per_node=2, heads="gqa"),
+    Nodes(ranks=6, ranks_per_node=3, heads="wide_values", layout="striped", mask="window", sinks=True),
+    Nodes(ranks=6, ranks_per_node=2, heads="mqa", strategy="usp+fetch", layout="contiguous", mask="custom", sinks=True),
+    Nodes(
+        ranks=8, ranks_per_node=4, heads="wide_heads", strategy="usp+fetch", layout="document_zigzag", mask="documents"
+    ),
+    Nodes(ranks=8, ranks_per_node=2, heads="gqa", mask="sink_window", dtype=torch.bfloat16, softcap=5.0, batch=1),
+    Nodes(
+        ranks=4, ranks_per_node=2, heads="12x6x5x3", strategy="usp+fetch", mask="documents", layout="whole_documents"
+    ),
 ]
 
 
 def check(case: Case, kernel: str) -> None:
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
-    for answer in bp.run_local(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs, kernel)):
+    for answer in bp.run_threads(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs, kernel)):
         assert judge(answer, exact, plain, case.dtype) == {}
 
 
@@ -77,7 +81,7 @@ def test_ranks_with_other_kernels(strategy, why):
         except MismatchError as error:
             return str(error)
 
-    for answer in bp.run_local(4, work):
+    for answer in bp.run_threads(4, work):
         if why:
             assert re.search(why, str(answer)), answer
         else:
@@ -94,27 +98,30 @@ def test_attention(case, kernel):
 @pytest.mark.full
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "value_dim"), [("4", "4", 8), ("4", "2", 5), ("2", "1", 8), ("2", "one", 8)]
+    ("heads", "kv_heads", "v_head_dim"), [("4", "4", 8), ("4", "2", 5), ("2", "1", 8), ("2", "one", 8)]
 )
 @pytest.mark.parametrize("strategy", ["usp", "usp+fetch"])
-@pytest.mark.parametrize(("ranks", "inner"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (12, 3), (12, 6)])
-def test_nodes_of_every_shape(ranks, inner, strategy, heads, kv_heads, value_dim, kernel):
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (12, 3), (12, 6)])
+def test_nodes_of_every_shape(ranks, ranks_per_node, strategy, heads, kv_heads, v_head_dim, kernel):
     """Heads a rank; of K and V too, or one of all ranks."""
-    kv_heads = 1 if kv_heads == "one" else int(kv_heads) * inner
-    heads = f"{int(heads) * inner}x{kv_heads}x8x{value_dim}"
+    kv_heads = 1 if kv_heads == "one" else int(kv_heads) * ranks_per_node
+    heads = f"{int(heads) * ranks_per_node}x{kv_heads}x8x{v_head_dim}"
     for layout, mask in (("zigzag", "causal"), ("striped", "window_both"), ("contiguous", "custom")):
-        check(Nodes(ranks=ranks, inner=inner, strategy=strategy, heads=heads, layout=layout, mask=mask), kernel)
+        check(
+            Nodes(ranks=ranks, ranks_per_node=ranks_per_node, strategy=strategy, heads=heads, layout=layout, mask=mask),
+            kernel,
+        )
 
 
 @pytest.mark.parametrize(
-    ("inner", "other"), [(1, Case(ranks=4)), (4, Case(ranks=4, strategy="ulysses", heads="mha"))], ids=str
+    ("ranks_per_node", "other"), [(1, Case(ranks=4)), (4, Case(ranks=4, strategy="ulysses", heads="mha"))], ids=str
 )
-def test_one_rank_a_node_is_a_ring_and_one_node_is_ulysses(inner, other):
+def test_one_rank_a_node_is_a_ring_and_one_node_is_ulysses(ranks_per_node, other):
     """To the bit, sinks and LSE too."""
     other = replace(other, sinks=True, mask="documents", layout="striped")
-    case = Nodes(**{**vars(other), "strategy": "usp"}, inner=inner)
+    case = Nodes(**{**vars(other), "strategy": "usp"}, ranks_per_node=ranks_per_node)
     x = make_inputs(case)
-    mine, theirs = (bp.run_local(4, lambda mesh, c=c: on_one_rank(mesh, c, x).quantities()) for c in (case, other))
+    mine, theirs = (bp.run_threads(4, lambda mesh, c=c: on_one_rank(mesh, c, x).quantities()) for c in (case, other))
     for one, another in zip(mine, theirs, strict=True):
         assert one.keys() >= {"out", "lse", "dq", "dk", "dv"}
         assert all(torch.equal(one[name], another[name]) for name in one)
@@ -124,7 +131,7 @@ def test_one_rank_a_node_is_a_ring_and_one_node_is_ulysses(inner, other):
 @pytest.mark.parametrize("heads", ["gqa", "12x1x8x8", "wide_values"])
 def test_bytes_are_those_of_the_plan(strategy, heads):
     """Rank by rank; what goes between nodes stays among ranks of one place, what is resharded in the node."""
-    case = Nodes(strategy=strategy, ranks=6, inner=3, heads=heads, dtype=torch.bfloat16)
+    case = Nodes(strategy=strategy, ranks=6, ranks_per_node=3, heads=heads, dtype=torch.bfloat16)
     pairs = {}
 
     def watch(transport: LocalTransport):
@@ -172,17 +179,17 @@ def test_whoever_is_late(seed):
 class Mute(Transport):
     """Another one; its rank posts nothing of a step."""
 
-    def __init__(self, inner: Transport, step: str) -> None:
-        super().__init__(inner.name, inner.rank, inner.size)
-        self.inner, self.step = inner, step
+    def __init__(self, wrapped: Transport, step: str) -> None:
+        super().__init__(wrapped.name, wrapped.rank, wrapped.size)
+        self.wrapped, self.step = wrapped, step
 
     def post(self, sends, receives, label=""):
         if label == self.step:
             raise CommunicationError("planted")
-        return self.inner.post(sends, receives, label)
+        return self.wrapped.post(sends, receives, label)
 
-    def share(self, data, label="share", deadline=None):
-        return self.inner.share(data, label, deadline)
+    def share(self, data, label="share", timeout=None):
+        return self.wrapped.share(data, label, timeout)
 
 
 @pytest.mark.parametrize(("step", "waits"), [("forward step 0", 1), ("to heads", 5), ("backward step 1", 1)])
@@ -194,13 +201,13 @@ def test_errors_name_ranks_and_not_members_of_rings(step, waits):
         mesh = bp.Mesh(transport.rank, 6, lambda _: own)
         q = torch.ones(1, 4, 6, 8, requires_grad=True)
         try:
-            out = bp.attention(q, q, q, mask="full", mesh=mesh, strategy=bp.make_strategy("usp", inner=3))
+            out = bp.attention(q, q, q, mask="full", mesh=mesh, strategy=bp.make_strategy("usp", ranks_per_node=3))
             out.sum().backward()
         except CommunicationError as error:
             return str(error)
         return ""
 
-    told = run_threads(6, work, deadline=20.0)
+    told = run_transports(6, work, timeout=20.0)
     assert told[4] == "planted"
     assert told[waits].startswith(f"rank {waits}, {step}: rank 4 returned without this call"), told
 
@@ -210,19 +217,24 @@ def test_ranks_that_do_not_agree_on_their_nodes():
         q = torch.ones(1, 4, 4, 8)
         told = "strategy: usp in nodes of 2 by all_to_all, ring.* on rank 0, 1, 2 but usp by ring.* on rank 3"
         with pytest.raises(MismatchError, match=told):
-            bp.attention(q, q, q, mesh=mesh, strategy=bp.make_strategy("usp", inner=1 if mesh.rank == 3 else 2))
+            bp.attention(
+                q, q, q, mesh=mesh, strategy=bp.make_strategy("usp", ranks_per_node=1 if mesh.rank == 3 else 2)
+            )
 
-    bp.run_local(4, work)
+    bp.run_threads(4, work)
 
 
 def test_heads_that_do_not_fit_are_refused_on_every_rank():
     def work(mesh):
         q, k = torch.ones(1, 4, 6, 8), torch.ones(1, 4, 3, 8)
-        with pytest.raises(UnsupportedError, match=r"6 query and 3 K/V heads, inner=2; allowed: inner of 1 on 4 ranks"):
-            bp.attention(q, k, k, mesh=mesh, strategy=bp.make_strategy("usp", inner=2))
+        with pytest.raises(
+            UnsupportedError,
+            match=r"ranks_per_node=2; allowed: ranks_per_node of 1 on 4 ranks",
+        ):
+            bp.attention(q, k, k, mesh=mesh, strategy=bp.make_strategy("usp", ranks_per_node=2))
         assert bp.attention(q, k, k, mesh=mesh, strategy="usp").shape == q.shape
 
-    bp.run_local(4, work)
+    bp.run_threads(4, work)
 
 
 @pytest.mark.parametrize("strategy", ["usp", "double_ring"])
@@ -230,38 +242,40 @@ def test_named_without_nodes_it_takes_the_mesh_s(strategy):
     """Eight ranks in nodes of two: left to itself it would take nodes of four, half of whose links are not there."""
 
     def work(local):
-        mesh = bp.Mesh(local.rank, 8, local.transport, inner=2)
+        mesh = bp.Mesh(local.rank, 8, local.transport, ranks_per_node=2)
         x = torch.empty(1, 8, 8, 8)
         told = bp.explain(x, x, x, mesh=mesh, strategy=strategy)
-        return told, bp.plan_on(mesh, seq_len=64, heads=8, strategy=strategy)
+        return told, bp.plan_for_mesh(mesh, seq_len=64, heads=8, strategy=strategy)
 
-    told, made = bp.run_local(8, work)[0]
+    told, made = bp.run_threads(8, work)[0]
     assert told.strategy.why == "named"
-    named = bp.plan(seq_len=64, ranks=8, heads=8, strategy=bp.make_strategy(strategy, inner=2), layout="auto")
+    named = bp.plan(seq_len=64, ranks=8, heads=8, strategy=bp.make_strategy(strategy, ranks_per_node=2), layout="auto")
     assert replace(made.call, dtype="", device="") == named.call
     assert [made.steps(one, 3) for one in PASSES] == [named.steps(one, 3) for one in PASSES]
     ring = made.forward.route
-    assert (ring.ranks, getattr(ring, "inner", made.head_parallel_size)) == ((4, 2) if strategy == "usp" else (8, 2))
+    assert (ring.ranks, getattr(ring, "ranks_per_node", made.head_parallel_size)) == (
+        (4, 2) if strategy == "usp" else (8, 2)
+    )
 
 
 def test_explain_tells_both_ways():
     def work(mesh):
         q, k = torch.empty(1, 4, 4, 8), torch.empty(1, 4, 2, 8)
         return bp.explain(
-            q, k, k, mesh=mesh, strategy=bp.make_strategy("usp", inner=2, gradient_comm_dtype="input")
+            q, k, k, mesh=mesh, strategy=bp.make_strategy("usp", ranks_per_node=2, gradient_comm_dtype="input")
         ).moves
 
-    told = bp.run_local(4, work)[0]
+    told = bp.run_threads(4, work)[0]
     assert told["forward"].endswith("between nodes K and V travel (all_to_all, ring, nodes of 2 ranks)")
     assert told["backward"].startswith("all rows of the node of some heads of dO come before")
 
-    default = bp.run_local(4, lambda mesh: bp.explain(*[torch.empty(1, 4, 2, 8)] * 3, mesh=mesh, strategy="usp"))[0]
+    default = bp.run_threads(4, lambda mesh: bp.explain(*[torch.empty(1, 4, 2, 8)] * 3, mesh=mesh, strategy="usp"))[0]
     assert default.strategy.why == "named; nodes of 2: no node size was given"
 
 
 def test_what_is_recorded_is_the_plan_s():
     """Bytes, FLOPs and kernels of every rank; messages name ranks."""
-    case = Nodes(ranks=4, inner=2, mask="full", layout="contiguous", dtype=torch.float32)
+    case = Nodes(ranks=4, ranks_per_node=2, mask="full", layout="contiguous", dtype=torch.float32)
     x, where = make_inputs(case), case.make_layout()
 
     def work(mesh):
@@ -271,11 +285,11 @@ def test_what_is_recorded_is_the_plan_s():
             out.backward(bp.shard(x.dout, mesh, layout=where))
         return session.gather()
 
-    records = bp.run_local(4, work)[0]
+    records = bp.run_threads(4, work)[0]
     count, kv_heads, d, _ = case.sizes
     plan = bp.plan(seq_len=case.length, ranks=4, heads=count, kv_heads=kv_heads, head_dim=d, batch=case.batch,
                    itemsize=4, mask="full", strategy=case.make_strategy(), layout=where)  # fmt: skip
-    costs = plan_cost(plan, Rates(1.0, 1.0)).per_rank
+    costs = plan_cost(plan, HardwareSpec(1.0, 1.0)).per_rank
     for one in records:
         messages, collectives, compute = (one.tables[kind] for kind in ("message", "collective", "compute"))
         for backward, name in enumerate(("forward", "backward")):
@@ -293,7 +307,7 @@ def test_what_is_recorded_is_the_plan_s():
 
 def test_who_is_late_is_sought_in_the_own_node():
     """Ranks 1 and 3 come late to their exchanges, 3 the later: each is waited for by the other rank of its node."""
-    case = Nodes(ranks=4, inner=2, mask="full", layout="contiguous")
+    case = Nodes(ranks=4, ranks_per_node=2, mask="full", layout="contiguous")
     x = make_inputs(case)
 
     def work(mesh):
@@ -310,7 +324,7 @@ def test_who_is_late_is_sought_in_the_own_node():
             bp.attention(q, k, v, strategy=case.make_strategy(), **call)
         return session.gather()
 
-    records = bp.run_local(4, work)[0]
+    records = bp.run_threads(4, work)[0]
     segments = {one.rank: [] for one in records}
     add_collectives(segments, records)
     waited = {rank: {s.late for s in own if s.end - s.start > 200_000_000} for rank, own in segments.items()}

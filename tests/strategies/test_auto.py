@@ -9,11 +9,11 @@ from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy, sampled_ranks
 from burst_portable.strategies.registry import make_strategy
 
-COPIES = Rates(tflops=400.0, gbps=100.0, direct=((1, 100.0),))
+COPIES = HardwareSpec(tflops=400.0, intra_node_bandwidth=100.0, peer_copy_bandwidth=((1, 100.0),))
 ALWAYS = {"ring", "burst", "ring+fetch", "ring+fetch, own last", "burst+fetch", "ulysses"}
 MEASURED = {
     "ring+fetch, all ahead", "ring+fetch, all ahead, own last", "ring+fetch, all together",
@@ -47,38 +47,42 @@ def called(label: str, ranks: int, node: int) -> object:
     first, *more = label.split(", ")
     name, *how = first.split("+")
     name, _, part = name.partition(" in ")
-    inner = {"inner": int(part or node)} if name in ("double_ring", "usp") else {}
-    return make_strategy(name, **inner, **{key: value for word in (*how, *more) for key, value in words[word].items()})
+    ranks_per_node = {"ranks_per_node": int(part or node)} if name in ("double_ring", "usp") else {}
+    return make_strategy(
+        name, **ranks_per_node, **{key: value for word in (*how, *more) for key, value in words[word].items()}
+    )
 
 
 @pytest.mark.parametrize(
-    ("ranks", "inner", "rates", "heads", "expected"),
+    ("ranks", "ranks_per_node", "hardware", "heads", "expected"),
     [
-        (8, None, Rates(400.0, 100.0), 96, ALWAYS),
+        (8, None, HardwareSpec(400.0, 100.0), 96, ALWAYS),
         (8, None, COPIES, 96, ALWAYS | MEASURED),
         (24, None, COPIES, 96, ALWAYS | {"ulysses, 2 groups", "ulysses, 4 groups"}),  # too many blocks to hold
         (8, 4, COPIES, 96, ALWAYS | {"double_ring", "double_ring+kv", "usp", "usp+q", "usp+fetch"}),
         (8, 4, COPIES, 6, ALWAYS | {"double_ring", "double_ring+kv", "usp in 2", "usp in 2+q", "usp in 2+fetch"}),
-        (8, 8, Rates(400.0, 100.0), 96, ALWAYS | {"double_ring", "double_ring+kv"}),
+        (8, 8, HardwareSpec(400.0, 100.0), 96, ALWAYS | {"double_ring", "double_ring+kv"}),
     ],
 )
-def test_candidates_are_what_they_are_called(ranks, inner, rates, heads, expected):
-    candidates, _ = AutoStrategy(inner=inner, rates=rates).compared(problem(ranks, heads, heads))
+def test_candidates_are_what_they_are_called(ranks, ranks_per_node, hardware, heads, expected):
+    candidates, _ = AutoStrategy(ranks_per_node=ranks_per_node, hardware=hardware).compared(
+        problem(ranks, heads, heads)
+    )
     known = {label: strategy for label, strategy in candidates.items() if strategy.name in TABLED}
     assert known.keys() == expected
     for label, strategy in known.items():
-        assert strategy == called(label, ranks, inner or 0), label
+        assert strategy == called(label, ranks, ranks_per_node or 0), label
 
 
 def test_of_plans_that_take_equally_long_the_one_that_sends_least():
     """Messages cost nothing, and every rank computes as much. With few K/V heads they are what should travel."""
-    rates = Rates(tflops=1e-6, gbps=1e9, hop_latency=0.0, launch_latency=0.0)
-    auto, given = AutoStrategy(rates=rates), problem(7, heads=8, kv_heads=2)
+    hardware = HardwareSpec(tflops=1e-6, intra_node_bandwidth=1e9, message_latency=0.0, launch_latency=0.0)
+    auto, given = AutoStrategy(hardware=hardware), problem(7, heads=8, kv_heads=2)
     made = auto.plan(given)
     assert "then by bytes sent" in made.reason
-    sent = {name: plan_cost(make_strategy(name).plan(given), rates).sent for name in ("ring", "burst")}
+    sent = {name: plan_cost(make_strategy(name).plan(given), hardware).sent for name in ("ring", "burst")}
     assert sent["ring"] < sent["burst"]
-    assert plan_cost(made, rates).sent == sent["ring"]
+    assert plan_cost(made, hardware).sent == sent["ring"]
 
 
 @pytest.mark.parametrize(

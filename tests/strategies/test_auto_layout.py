@@ -8,26 +8,26 @@ import pytest
 
 import burst_portable as bp
 from benchmarks.ring_rows import ROWS
-from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.errors import InputError
 from burst_portable.mask import Mask
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import plan_cost
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.auto import AutoStrategy, sampled_ranks
 
-H200 = rates_of_machine("NVIDIA H200", 4)
+H200 = hardware_of_machine("NVIDIA H200", 4)
 DOCUMENTS = (0, 9000, 9100, 12000, 12345, 16000, 20001, 22000, 32768)
 
 
-def plan(rates=H200, layout="auto", **changes):
-    usual = {"seq_len": 32768, "ranks": 4, "heads": 32, "kv_heads": 8, "strategy": AutoStrategy(rates=rates)}
+def plan(hardware=H200, layout="auto", **changes):
+    usual = {"seq_len": 32768, "ranks": 4, "heads": 32, "kv_heads": 8, "strategy": AutoStrategy(hardware=hardware)}
     return bp.plan(layout=layout, **{**usual, **changes})
 
 
-def seconds(made, rates=H200):
-    return plan_cost(made, rates).seconds
+def seconds(made, hardware=H200):
+    return plan_cost(made, hardware).seconds
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 7])
@@ -48,7 +48,7 @@ def test_layouts_that_suit_their_masks():
     assert plan().layout.name == "zigzag"  # where all are alike
     assert plan(mask="window:2000").layout.name == "contiguous"  # neighbours alone
     # Operators on pieces want natural order: contiguous needs no pass over memory for it.
-    pieces = plan(rates=replace(H200, kernel=KernelTraits(splits_tiles=True)))
+    pieces = plan(hardware=replace(H200, kernel=KernelTraits(splits_tiles=True)))
     assert (pieces.strategy, pieces.layout.name) == ("ulysses", "contiguous")
     row = ROWS["128k-documents"]
     assert plan(mask=row.mask, seq_len=row.length).layout.name == "whole_documents"
@@ -62,19 +62,19 @@ def test_what_is_named_stays():
     made = plan(layout="contiguous")
     assert made.layout.name == "contiguous"
     assert made.reason.startswith("chose ")
-    with pytest.raises(InputError, match=r"plan_on\(mesh, .*\)\.layout"):
-        bp.positions(seq_len=8, layout="auto")
+    with pytest.raises(InputError, match=r"plan_for_mesh\(mesh, .*\)\.layout"):
+        bp.local_position_ids(seq_len=8, layout="auto")
 
 
 def test_the_busiest_rank_is_among_those_that_are_priced():
     """Sixteen ranks, and one long document that lies on the fourth alone."""
     ends = [*range(0, 3072, 64), 3072, *range(4096, 16385, 64)]
     made = plan(mask=Mask.documents(ends), layout="contiguous", ranks=16, seq_len=16384, strategy="ring")
-    rates = Rates(1.0, 100.0)
+    hardware = HardwareSpec(1.0, 100.0)
     priced = sampled_ranks(made.call)
     assert 3 in priced
     assert len(priced) < 8
-    assert AutoStrategy(rates=rates).seconds(made) == pytest.approx(plan_cost(made, rates).seconds)
+    assert AutoStrategy(hardware=hardware).seconds(made) == pytest.approx(plan_cost(made, hardware).seconds)
 
 
 def test_what_a_kernel_is_priced_by():
@@ -82,14 +82,14 @@ def test_what_a_kernel_is_priced_by():
     mask = Mask.documents((0, 96, 160, 1000, 1024))
     made = plan(mask=mask, ranks=1, seq_len=1024, strategy="ring", layout="contiguous")
     tiles = made.forward.steps_of(0)[0].compute.tiles
-    rates = Rates(1e-6, 1.0, launch_latency=3.0, backward_launch_latency=5.0)  # a million FLOPs a second
+    hardware = HardwareSpec(1e-6, 1.0, launch_latency=3.0, backward_launch_latency=5.0)  # a million FLOPs a second
     flops = 4 * 32 * 128 / 1e6  # a pair
     assert len(tiles) == 4
     # Rows 0-95 in one block; 96-159 in two; 160-999 in seven, of one to seven blocks of columns; 1000-1023 in one.
     visited = 128 * 128 * (1 + 2 + sum((1, 2, 3, 4, 5, 6, 7)) + 1)
-    for block, pairs in ((1, mask.area(1024)), (128, visited)):
+    for block, pairs in ((1, mask.num_pairs(1024)), (128, visited)):
         for in_pieces, calls in ((False, 1), (True, 4)):
-            cost = plan_cost(made, replace(rates, block=block, kernel=KernelTraits(splits_tiles=in_pieces))).per_rank
+            cost = plan_cost(made, replace(hardware, block=block, kernel=KernelTraits(splits_tiles=in_pieces))).per_rank
             assert cost["forward"][0].seconds == pytest.approx(3 * calls + pairs * flops)
             assert cost["backward"][0].seconds == pytest.approx(5 * calls + 2.5 * pairs * flops)
-            assert cost["forward"][0].flops == 4 * 32 * 128 * mask.area(1024)
+            assert cost["forward"][0].flops == 4 * 32 * 128 * mask.num_pairs(1024)

@@ -11,7 +11,7 @@ import pytest
 
 import burst_portable as bp
 from benchmarks.ring_rows import ROWS
-from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import plan_cost
 from burst_portable.strategies.auto import AutoStrategy
@@ -103,24 +103,24 @@ def test_what_is_predicted_to_be_fastest_was_fastest(runs, case):
     """
     (name, kernel, transport), times = case, MEASURED[runs][case]
     ranks = 8 if runs == "eight" else 2 if runs.startswith("two") else 4
-    row, rates = ROWS[name], rates_of_machine("NVIDIA H200", ranks, kernel)
+    row, hardware = ROWS[name], hardware_of_machine("NVIDIA H200", ranks, kernel)
     pieces = kernel in ("cudnn", "flash-attn-4")
-    rates = replace(
-        rates,
+    hardware = replace(
+        hardware,
         kernel=KernelTraits(
             splits_tiles=pieces, single_pass_merge="merged" in runs, writes_gradients=kernel == "hopper"
         ),
-        direct=rates.direct if transport == "peer_copy" else (),
+        peer_copy_bandwidth=hardware.peer_copy_bandwidth if transport == "peer_copy" else (),
     )
     if runs == "four" and kernel == "hopper":
-        rates = replace(rates, backward=OF_FOUR)
+        hardware = replace(hardware, backward_tflops=OF_FOUR)
     predicted = {}
     usual = {"seq_len": row.length, "ranks": ranks, "heads": row.heads[0], "kv_heads": row.heads[1], "mask": row.mask}
-    for label, strategy in AutoStrategy(rates=rates).compared(bp.plan(**usual).call)[0].items():
+    for label, strategy in AutoStrategy(hardware=hardware).compared(bp.plan(**usual).call)[0].items():
         for layout in {layout for found, layout in times if found == label}:
             if transport == "nccl" or label not in ("ring", "burst"):
                 made = bp.plan(**usual, layout=layout, strategy=strategy)
-                predicted[label, layout] = plan_cost(made, rates).seconds * 1e3
+                predicted[label, layout] = plan_cost(made, hardware).seconds * 1e3
     assert len(predicted) >= 2
     chosen = min(predicted, key=predicted.__getitem__)
     # On two ranks some names stand for one plan, which then was measured twice.
@@ -144,12 +144,12 @@ def test_more_groups_of_heads_must_save_something(run):
     (one,) = RESULTS.glob(f"ring-h200x2-{run}-2026-*.json")
     results = json.loads(one.read_text())["results"]
     took = {as_auto_says(r)[0]: sum(r["milliseconds"][p] for p in ("forward", "backward")) for r in results}
-    row, rates = (
+    row, hardware = (
         ROWS[results[0]["row"]],
-        replace(rates_of_machine("NVIDIA H200", 2), kernel=KernelTraits(writes_gradients=True)),
+        replace(hardware_of_machine("NVIDIA H200", 2), kernel=KernelTraits(writes_gradients=True)),
     )
     made = bp.plan(
-        seq_len=row.length, ranks=2, heads=row.heads[0], kv_heads=row.heads[1], strategy=AutoStrategy(rates=rates)
+        seq_len=row.length, ranks=2, heads=row.heads[0], kv_heads=row.heads[1], strategy=AutoStrategy(hardware=hardware)
     )
     chosen, _, why = made.reason.removeprefix("chose ").partition(" by predicted time")
     assert why.startswith(", since ulysses, 4 groups would save under 0.5 %,")
@@ -158,9 +158,9 @@ def test_more_groups_of_heads_must_save_something(run):
 
 def test_squares_are_had_from_contiguous_rows_for_nothing():
     """Where the mask is causal, Ulysses takes as long on any layout, unless the kernel is faster on squares."""
-    rates = rates_of_machine("NVIDIA H200", 2)
+    hardware = hardware_of_machine("NVIDIA H200", 2)
     for faster, best in ((False, "zigzag"), (True, "contiguous")):
-        planner = AutoStrategy(rates=replace(rates, kernel=KernelTraits(prefers_square=faster)))
+        planner = AutoStrategy(hardware=replace(hardware, kernel=KernelTraits(prefers_square=faster)))
         made = plan(planner, 2, seq_len=131072, kv_heads=32, layout="auto")
         assert (made.strategy, made.layout.name) == ("ulysses", best)
 
@@ -172,16 +172,18 @@ def test_half_a_million_tokens_on_two():
     assert took["ulysses by the book"] < 0.99 * took["auto peer_copy, nothing sent"]
     row = ROWS["512k-gqa"]
     for direct in (True, False):
-        rates = rates_of_machine("NVIDIA H200", 2)
-        rates = rates if direct else replace(rates, direct=())
+        hardware = hardware_of_machine("NVIDIA H200", 2)
+        hardware = hardware if direct else replace(hardware, peer_copy_bandwidth=())
         usual = {"seq_len": row.length, "heads": row.heads[0], "kv_heads": row.heads[1]}
-        assert plan(AutoStrategy(rates=rates), 2, **usual).reason.startswith("chose ulysses")
+        assert plan(AutoStrategy(hardware=hardware), 2, **usual).reason.startswith("chose ulysses")
 
 
 def test_more_ahead_is_never_predicted_slower_and_costs_memory():
-    rates = rates_of_machine("NVIDIA H200", 8)
+    hardware = hardware_of_machine("NVIDIA H200", 8)
     for name in ("ring", "burst"):
-        one, more = (plan_cost(plan(make_strategy(name, transfer="direct", prefetch_steps=n)), rates) for n in (1, 7))
+        one, more = (
+            plan_cost(plan(make_strategy(name, transfer="direct", prefetch_steps=n)), hardware) for n in (1, 7)
+        )
         assert more.seconds <= one.seconds
         assert more.sent == one.sent
         assert more.per_rank["forward"][0].blocks_held > one.per_rank["forward"][0].blocks_held
@@ -192,23 +194,23 @@ def test_auto_on_a_known_machine():
 
     Where peer copies cannot be had, nothing counts on them.
     """
-    assert rates_of_machine("NVIDIA GeForce RTX 9090", 8) is None
-    rates = replace(rates_of_machine("NVIDIA H200", 8), kernel=KernelTraits(writes_gradients=True))
-    reason = plan(AutoStrategy(rates=rates)).reason
+    assert hardware_of_machine("NVIDIA GeForce RTX 9090", 8) is None
+    hardware = replace(hardware_of_machine("NVIDIA H200", 8), kernel=KernelTraits(writes_gradients=True))
+    reason = plan(AutoStrategy(hardware=hardware)).reason
     assert reason.startswith(
         "chose ulysses by predicted time, since ulysses, 2 groups would save under 0.5 %, at rates of hopper on H200"
     )
     assert "all ahead" in reason
-    without = plan(AutoStrategy(rates=replace(rates, direct=()))).reason
+    without = plan(AutoStrategy(hardware=replace(hardware, peer_copy_bandwidth=()))).reason
     assert "all ahead" in without
     assert "4 groups" in reason
     assert "groups" not in without
-    nodes = plan(AutoStrategy(inner=4, rates=rates)).reason  # peer copies end at the node
+    nodes = plan(AutoStrategy(ranks_per_node=4, hardware=hardware)).reason  # peer copies end at the node
     assert "groups" not in nodes
     assert "double_ring" in nodes
-    assert "all ahead" not in plan(AutoStrategy(rates=rates_of_machine("NVIDIA H100 80GB HBM3", 8))).reason
-    assert "all ahead" not in plan(AutoStrategy(rates=rates), ranks=32, seq_len=4096).reason  # blocks of too many
-    window = plan(AutoStrategy(rates=rates), seq_len=131072, mask="window:4096", layout="contiguous").reason
+    assert "all ahead" not in plan(AutoStrategy(hardware=hardware_of_machine("NVIDIA H100 80GB HBM3", 8))).reason
+    assert "all ahead" not in plan(AutoStrategy(hardware=hardware), ranks=32, seq_len=4096).reason  # blocks of too many
+    window = plan(AutoStrategy(hardware=hardware), seq_len=131072, mask="window:4096", layout="contiguous").reason
     assert window.startswith("chose ring+fetch")
-    few_heads = plan(AutoStrategy(rates=rates), seq_len=524288, heads=12, kv_heads=3).reason
+    few_heads = plan(AutoStrategy(hardware=hardware), seq_len=524288, heads=12, kv_heads=3).reason
     assert "not ulysses: " in few_heads

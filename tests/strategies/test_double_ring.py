@@ -8,22 +8,29 @@ import pytest
 
 from burst_portable.mask import Mask
 from burst_portable.planning.cost import rank_cost
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import make_pass_plan
-from burst_portable.planning.rates import Rates
 from burst_portable.planning.verify import verify
 from tests.support.plans import make_plan
 
 
-@pytest.mark.parametrize("inner", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("travels", ["kv", "q"])
-def test_double_rings_of_every_shape(inner, travels):
+def test_double_rings_of_every_shape(ranks_per_node, travels):
     for mask in (Mask.causal(), Mask.full(), Mask.window(9), Mask.documents((0, 7, 30, 96))):
-        plan = make_plan(mask, ranks=12, length=96, strategy="double_ring", inner=inner, backward_circulates=travels)
+        plan = make_plan(
+            mask,
+            ranks=12,
+            length=96,
+            strategy="double_ring",
+            ranks_per_node=ranks_per_node,
+            backward_circulates=travels,
+        )
         assert verify(plan) == []
 
 
 def test_a_double_ring_sends_the_next_node_s_block_first():
-    plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, inner=4)
+    plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, ranks_per_node=4)
     steps = plan.forward.steps_of(0)
     outer = [m for s in steps for m in s.sends if m.target == 4]
     assert [(m.owner, m.issue, m.needed) for m in outer] == [(0, 0, 4)]
@@ -31,7 +38,7 @@ def test_a_double_ring_sends_the_next_node_s_block_first():
 
 def test_the_own_node_s_round_is_divided_by_hand():
     """Rank 0 of two nodes of 4, full mask, backward, K and V travel: dK and dV have twice the bytes of K and V."""
-    plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, inner=4, backward_circulates="kv")
+    plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, ranks_per_node=4, backward_circulates="kv")
     steps = plan.backward.steps_of(0)
     assert [s.compute.k_owners[0] for s in steps if s.compute] == [0, 4, 7, 6, 5, 3, 2, 1]
     assert [[(m.owner, m.source) for m in s.receives] for s in steps][:8] == [
@@ -41,20 +48,26 @@ def test_the_own_node_s_round_is_divided_by_hand():
         [], [(4, 1)], [(7, 1)], [(6, 1)], [(5, 5)], [(3, 1)], [(2, 1)], [(1, 1)],
     ]  # fmt: skip
     # A step computes for a second, a block takes one to come, and its gradients two to go home.
-    size = rank_cost(plan, "forward", 0, Rates(1, 1)).received / 7
-    rates = Rates(10 * 8 * 8 * 8 * 64 / 1e12, 1e6, 0.0, 0.0, node=4, outer_gbps=size / 1e9)
-    assert rank_cost(plan, "backward", 0, rates).seconds == pytest.approx(8.0, rel=1e-6)
+    size = rank_cost(plan, "forward", 0, HardwareSpec(1, 1)).received / 7
+    hardware = HardwareSpec(
+        10 * 8 * 8 * 8 * 64 / 1e12, 1e6, 0.0, 0.0, ranks_per_node=4, inter_node_bandwidth=size / 1e9
+    )
+    assert rank_cost(plan, "backward", 0, hardware).seconds == pytest.approx(8.0, rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("inner", "travels", "first"), [(16, "kv", 16), (8, "kv", 3), (8, "q", 4), (2, "kv", 1), (1, "q", 1)]
+    ("ranks_per_node", "travels", "first"), [(16, "kv", 16), (8, "kv", 3), (8, "q", 4), (2, "kv", 1), (1, "q", 1)]
 )
-def test_steps_before_other_nodes_by_bytes(inner, travels, first):
+def test_steps_before_other_nodes_by_bytes(ranks_per_node, travels, first):
     """K and V are a third of the bytes that cross backward; Q, dO, LSE and delta a little over half."""
-    plan = make_plan(Mask.causal(), ranks=16, strategy="double_ring", inner=inner, backward_circulates=travels)
-    assert (plan.forward.route.first, plan.backward.route.first) == (inner, first)
-    whole = dataclasses.replace(plan.backward.route, first=inner)
+    plan = make_plan(
+        Mask.causal(), ranks=16, strategy="double_ring", ranks_per_node=ranks_per_node, backward_circulates=travels
+    )
+    assert (plan.forward.route.first, plan.backward.route.first) == (ranks_per_node, first)
+    whole = dataclasses.replace(plan.backward.route, first=ranks_per_node)
     undivided = dataclasses.replace(plan, backward=make_pass_plan(plan.call, travels, whole, whole))
     assert verify(undivided) == []
-    most = [max(rank_cost(p, "backward", r, Rates(1, 1)).blocks_held for r in range(16)) for p in (plan, undivided)]
+    most = [
+        max(rank_cost(p, "backward", r, HardwareSpec(1, 1)).blocks_held for r in range(16)) for p in (plan, undivided)
+    ]
     assert most[0] <= most[1]

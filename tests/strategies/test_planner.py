@@ -19,8 +19,8 @@ from tests.support.plans import make_plan
     [
         ({"strategy": "brst"}, UnknownNameError, "did you mean 'burst'"),
         ({"strategy": "ring+fetch"}, InputError, "options are not part of its name"),
-        ({"strategy": "ring", "inner": 2}, InputError, "no option 'inner'"),
-        ({"strategy": "double_ring", "inner": 3}, InputError, "does not divide"),
+        ({"strategy": "ring", "ranks_per_node": 2}, InputError, "no option 'ranks_per_node'"),
+        ({"strategy": "double_ring", "ranks_per_node": 3}, InputError, "does not divide"),
         ({"strategy": "ring", "local_block_order": "last"}, InputError, "begins with its owner"),
         ({"strategy": "ulysses", "heads": 6}, UnsupportedError, "cannot share these heads"),
         ({"strategy": "ulysses", "heads": 12, "kv_heads": 3}, UnsupportedError, "cannot share these heads"),
@@ -36,7 +36,7 @@ def test_what_does_not_go_together_is_refused(options, error, message):
 
 
 WRONG = {
-    "inner": (2.0, "inner is not a size; got 2.0"),
+    "ranks_per_node": (2.0, "ranks_per_node is not a size; got 2.0"),
     "backward_circulates": ("k", "side to circulate"),
     "transfer": ("teleport", "direct, ring"),
     "prefetch_steps": (0, "prefetch_steps is not a number of steps; got 0"),
@@ -44,7 +44,7 @@ WRONG = {
     "local_block_order": ("middle", "first, last"),
     "gradient_comm_dtype": ("bf16", "float32, input"),
     "head_groups": (0, "head_groups is not a number of groups; got 0"),
-    "rates": (1.0, "rates"),
+    "hardware": (1.0, "hardware"),
 }
 
 

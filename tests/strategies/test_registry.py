@@ -310,7 +310,7 @@ def test_package_cannot_take_our_name(package):
 
 
 def test_strategy_of_passes_ranks_per_node_on_to_those_that_have_it():
-    assert strategy_of("double_ring", 2).inner == 2
+    assert strategy_of("double_ring", 2).ranks_per_node == 2
     assert strategy_of("ring", 2) == RingStrategy()
     with pytest.raises(UnknownNameError, match="unknown strategy"):
         strategy_of(object())

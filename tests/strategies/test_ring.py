@@ -24,8 +24,8 @@ CASES = [
 def test_attention(case, peers):
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
-    heads, kv_heads, dim, value_dim = case.sizes
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim}
+    heads, kv_heads, dim, v_head_dim = case.sizes
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "v_head_dim": v_head_dim}
     made = bp.plan(
         seq_len=case.length, ranks=case.ranks, mask=case.make_mask(), layout=case.make_layout(),
         strategy=case.make_strategy(), **sizes,
@@ -37,5 +37,5 @@ def test_attention(case, peers):
         return on_one_rank(mesh, case, inputs)
 
     world = World(case.ranks, delay=2e-3, seed=1)
-    for answer in run_peers(world, work) if peers else bp.run_local(case.ranks, work):
+    for answer in run_peers(world, work) if peers else bp.run_threads(case.ranks, work):
         assert judge(answer, exact, plain, case.dtype) == {}

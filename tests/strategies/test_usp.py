@@ -11,9 +11,9 @@ from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.layout import Layout, Segment
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import rank_cost
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import inboxes
 from burst_portable.planning.plans import Plan
-from burst_portable.planning.rates import Rates
 from burst_portable.planning.row_order import with_rank_order
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
@@ -21,22 +21,24 @@ from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
 
 
-def make(ranks=12, inner=3, length=96, heads=12, kv_heads=6, mask="causal", layout="zigzag", **options) -> Plan:
+def make(
+    ranks=12, ranks_per_node=3, length=96, heads=12, kv_heads=6, mask="causal", layout="zigzag", **options
+) -> Plan:
     return bp.plan(
         seq_len=length, ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=64, mask=mask, layout=layout,
-        strategy=make_strategy("usp", inner=inner, **options),
+        strategy=make_strategy("usp", ranks_per_node=ranks_per_node, **options),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("inner", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("options", [{}, {"backward_circulates": "q"}, {"transfer": "direct"}], ids=str)
-def test_nodes_of_every_size(inner, options):
+def test_nodes_of_every_size(ranks_per_node, options):
     for mask in ("causal", "full", "window:9", "documents:0,7,30,96"):
         for layout in ("zigzag", "striped", "contiguous"):
-            plan = make(inner=inner, mask=mask, layout=layout, kv_heads=12, **options)
+            plan = make(ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, **options)
             assert verify(plan) == []
             assert verify(with_rank_order(plan, KernelTraits())) == []
-            assert (plan.head_parallel_size, plan.ring_size) == (inner, 12 // inner)
+            assert (plan.head_parallel_size, plan.ring_size) == (ranks_per_node, 12 // ranks_per_node)
 
 
 def test_a_node_by_hand():
@@ -54,11 +56,11 @@ def test_a_node_by_hand():
 
 @pytest.mark.parametrize("moves", ["ring", "direct"])
 @pytest.mark.parametrize(
-    ("ranks", "inner", "as_in"), [(2, 2, "ulysses"), (6, 6, "ulysses"), (6, 1, "ring"), (1, 1, "ring")]
+    ("ranks", "ranks_per_node", "as_in"), [(2, 2, "ulysses"), (6, 6, "ulysses"), (6, 1, "ring"), (1, 1, "ring")]
 )
-def test_nodes_that_make_it_another_strategy(ranks, inner, as_in, moves):
+def test_nodes_that_make_it_another_strategy(ranks, ranks_per_node, as_in, moves):
     """All ranks in one node: that is Ulysses. One rank a node: a ring."""
-    ours = make(ranks=ranks, inner=inner, transfer=moves)
+    ours = make(ranks=ranks, ranks_per_node=ranks_per_node, transfer=moves)
     strategy = make_strategy("ring", transfer=moves) if as_in == "ring" else as_in
     other = bp.plan(seq_len=96, ranks=ranks, heads=12, kv_heads=6, head_dim=64, strategy=strategy)
     assert replace(ours, strategy=as_in) == other
@@ -128,34 +130,34 @@ class TestPlantedMistakes:
         assert wrong == ["2 nodes of 3 ranks are not 5 ranks"]
 
     def test_passes_of_other_nodes(self):
-        plan, other = make(ranks=12, inner=3), make(ranks=12, inner=6)
+        plan, other = make(ranks=12, ranks_per_node=3), make(ranks=12, ranks_per_node=6)
         assert any("6 ranks with 2 query heads" in w for w in verify(replace(plan, backward=other.backward)))
 
 
 def test_seconds_by_hand():
     """Two nodes of two, full mask: rows come in 3 s and go in 1 s; a step computes for 1 s, a block crosses in 5 s."""
-    plan = make(ranks=4, inner=2, length=64, heads=8, kv_heads=8, mask="full", layout="contiguous")
+    plan = make(ranks=4, ranks_per_node=2, length=64, heads=8, kv_heads=8, mask="full", layout="contiguous")
     there, back, block = 16 * 3 * 4 * 64 * 2, 16 * 4 * 64 * 2, 32 * 2 * 4 * 64 * 2
     step = 4 * 32 * 32 * 4 * 64 / 1e12
-    rates = Rates(step, there / 3e9, 0.0, 0.0, node=2, outer_gbps=block / 5e9)
-    forward = rank_cost(plan, "forward", 1, rates)
+    hardware = HardwareSpec(step, there / 3e9, 0.0, 0.0, ranks_per_node=2, inter_node_bandwidth=block / 5e9)
+    forward = rank_cost(plan, "forward", 1, hardware)
     assert forward.seconds == pytest.approx(3 + 5 + 1 + 1)
     assert (forward.sent, forward.received, forward.hops) == (there + back + block, there + back + block, 3)
     assert forward.link_seconds == pytest.approx(3 + 5 + 1)
     assert (forward.launches, forward.compute_seconds) == (2, pytest.approx(2.0))
     # Backward: dO comes in a second. The block's 5 seconds outlast a step of 2.5; its gradients, in float32, take 10.
-    backward = rank_cost(plan, "backward", 1, rates)
+    backward = rank_cost(plan, "backward", 1, hardware)
     assert backward.seconds == pytest.approx(1 + 5 + 2.5 + 10 + 3)
-    one_node = replace(rates, node=0)  # the block takes the same link as what is resharded, 4 s
+    one_node = replace(hardware, ranks_per_node=0)  # the block takes the same link as what is resharded, 4 s
     assert rank_cost(plan, "forward", 1, one_node).seconds == pytest.approx(3 + 4 + 1 + 1)
-    crossing = replace(rates, node=1)  # now the exchange crosses as well
+    crossing = replace(hardware, ranks_per_node=1)  # now the exchange crosses as well
     assert rank_cost(plan, "forward", 1, crossing).seconds == pytest.approx((there + back + block) / block * 5 + 1)
 
 
 def test_shared_heads_travel_as_copies():
     """Of one K/V head every rank of a node has a copy, which goes round, and home in float32."""
-    plan = make(ranks=4, inner=2, length=64, heads=8, kv_heads=1, mask="full", layout="contiguous")
-    forward, backward = (rank_cost(plan, name, 0, Rates(1, 1)) for name in ("forward", "backward"))
+    plan = make(ranks=4, ranks_per_node=2, length=64, heads=8, kv_heads=1, mask="full", layout="contiguous")
+    forward, backward = (rank_cost(plan, name, 0, HardwareSpec(1, 1)) for name in ("forward", "backward"))
     row = 64 * 2
     assert forward.sent == 16 * (4 + 2 + 4) * row + 32 * 2 * row
     assert backward.sent == 16 * 4 * row + 32 * 2 * row + 32 * 2 * 2 * row + 16 * (4 + 2 * 2) * row
@@ -163,13 +165,16 @@ def test_shared_heads_travel_as_copies():
 
 def test_fewer_larger_launches():
     """What it is for: many ranks with few rows each. A ring's launches are latency then."""
-    rates, size = Rates(600.0, 300.0, node=8), {"ranks": 256, "length": 256 * 1024, "heads": 32, "kv_heads": 8}
-    ours = rank_cost(make(inner=8, **size), "forward", 0, rates)
+    hardware, size = (
+        HardwareSpec(600.0, 300.0, ranks_per_node=8),
+        {"ranks": 256, "length": 256 * 1024, "heads": 32, "kv_heads": 8},
+    )
+    ours = rank_cost(make(ranks_per_node=8, **size), "forward", 0, hardware)
     double = bp.plan(
         seq_len=size["length"], ranks=256, heads=32, kv_heads=8, head_dim=64,
-        strategy=make_strategy("double_ring", inner=8, backward_circulates="kv"),
+        strategy=make_strategy("double_ring", ranks_per_node=8, backward_circulates="kv"),
     )  # fmt: skip
-    theirs = rank_cost(double, "forward", 0, rates)
+    theirs = rank_cost(double, "forward", 0, hardware)
     assert (ours.launches, theirs.launches) == (32, 256)
     assert ours.seconds < 0.6 * theirs.seconds
     assert ours.flops == theirs.flops
@@ -203,7 +208,7 @@ def test_room_for_what_is_resharded_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "heads", "kv_heads", "inner", "note"),
+    ("ranks", "heads", "kv_heads", "ranks_per_node", "note"),
     [
         (64, 32, 8, 8, "nodes of 8: no node size was given"),
         (64, 28, 4, 4, "nodes of 4: no node size was given, and these heads are not shared out among 8"),
@@ -212,33 +217,39 @@ def test_room_for_what_is_resharded_by_hand():
         (7, 7, 7, 1, "nodes of 1: no node size was given"),
     ],
 )
-def test_the_node_size_that_is_taken(ranks, heads, kv_heads, inner, note):
-    plan = make(ranks=ranks, inner=None, length=1024, heads=heads, kv_heads=kv_heads)
-    assert (plan.head_parallel_size, plan.reason) == (inner, note)
-    assert verify(plan, ranks=range(0, ranks, inner)) == []
+def test_the_node_size_that_is_taken(ranks, heads, kv_heads, ranks_per_node, note):
+    plan = make(ranks=ranks, ranks_per_node=None, length=1024, heads=heads, kv_heads=kv_heads)
+    assert (plan.head_parallel_size, plan.reason) == (ranks_per_node, note)
+    assert verify(plan, ranks=range(0, ranks, ranks_per_node)) == []
 
 
 def test_node_sizes_that_are_refused():
-    with pytest.raises(InputError, match="that node size does not divide the ranks; got inner=5, 12 ranks; allowed: 1"):
-        make(inner=5)
+    with pytest.raises(
+        InputError, match="that node size does not divide the ranks; got ranks_per_node=5, 12 ranks; allowed: 1"
+    ):
+        make(ranks_per_node=5)
     told = (
-        r"usp cannot share these heads out in a node; got 12 query and 3 K/V heads, inner=2; allowed: inner of 1, 3, "
+        r"usp cannot share these heads out in a node; got 12 query and 3 K/V heads, ranks_per_node=2; "
+        "allowed: ranks_per_node of 1, 3, "
         r"6, 12 on 12 ranks: query heads a multiple of it, K/V heads a multiple or a divisor; take one of these, or"
     )
     with pytest.raises(UnsupportedError, match=told):
-        make(inner=2, kv_heads=3)
-    with pytest.raises(InputError, match="inner is not a size"):
-        make(inner=2.0)
+        make(ranks_per_node=2, kv_heads=3)
+    with pytest.raises(InputError, match="ranks_per_node is not a size"):
+        make(ranks_per_node=2.0)
 
 
 def test_auto_takes_it_among_many_ranks():
-    rates = Rates(600.0, 300.0)
+    hardware = HardwareSpec(600.0, 300.0)
     usual = {"seq_len": 65536, "ranks": 64, "heads": 32, "kv_heads": 8}
-    made = bp.plan(**usual, strategy=AutoStrategy(inner=8, rates=rates))
+    made = bp.plan(**usual, strategy=AutoStrategy(ranks_per_node=8, hardware=hardware))
     assert made.reason.startswith("chose usp"), made.reason
     assert (made.strategy, made.head_parallel_size) == ("usp", 8)
-    assert "usp " not in bp.plan(**usual, strategy=AutoStrategy(rates=rates)).reason.partition("; ")[0]
-    parts = bp.plan(**usual | {"heads": 28, "kv_heads": 4}, strategy=AutoStrategy(inner=8, rates=rates))
+    assert "usp " not in bp.plan(**usual, strategy=AutoStrategy(hardware=hardware)).reason.partition("; ")[0]
+    parts = bp.plan(**usual | {"heads": 28, "kv_heads": 4}, strategy=AutoStrategy(ranks_per_node=8, hardware=hardware))
     assert "usp in 4 " in parts.reason
-    odd = bp.plan(**usual | {"heads": 7, "kv_heads": 7}, strategy=AutoStrategy(inner=8, rates=rates))
-    assert "not usp: usp cannot share these heads out in a node; got 7 query and 7 K/V heads, inner=8" in odd.reason
+    odd = bp.plan(**usual | {"heads": 7, "kv_heads": 7}, strategy=AutoStrategy(ranks_per_node=8, hardware=hardware))
+    assert (
+        "not usp: usp cannot share these heads out in a node; got 7 query and 7 K/V heads, ranks_per_node=8"
+        in odd.reason
+    )

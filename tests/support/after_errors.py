@@ -37,14 +37,14 @@ def unshard(mesh: bp.Mesh) -> torch.Tensor:
     return bp.unshard(torch.ones(1, 4, 2, 8), mesh, seq_len=8)
 
 
-def sum_over_ranks(mesh: bp.Mesh) -> torch.Tensor:
-    return bp.sum_over_ranks(torch.ones(64), mesh)
+def all_reduce(mesh: bp.Mesh) -> torch.Tensor:
+    return bp.all_reduce(torch.ones(64), mesh)
 
 
-def sum_gradients(mesh: bp.Mesh) -> torch.Tensor:
+def all_reduce_gradients(mesh: bp.Mesh) -> torch.Tensor:
     parameter = torch.nn.Parameter(torch.ones(64))
     parameter.grad = torch.ones(64)
-    bp.sum_gradients([parameter], mesh)
+    bp.all_reduce_gradients([parameter], mesh)
     return parameter.grad / 2
 
 
@@ -53,17 +53,17 @@ def refused(mesh: bp.Mesh) -> torch.Tensor:
     return bp.unshard(torch.ones(1, 3, 2, 8), mesh, seq_len=8)
 
 
-CALLS = {one.__name__: one for one in (attention, unshard, sum_over_ranks, sum_gradients, refused)}
+CALLS = {one.__name__: one for one in (attention, unshard, all_reduce, all_reduce_gradients, refused)}
 
 
 class Waited:
     """A handle after whose wait something is done."""
 
-    def __init__(self, inner, then: Callable[[], None]) -> None:
-        self._inner, self._then = inner, then
+    def __init__(self, wrapped, then: Callable[[], None]) -> None:
+        self._wrapped, self._then = wrapped, then
 
     def wait(self) -> None:
-        self._inner.wait()
+        self._wrapped.wait()
         self._then()
 
 
@@ -92,7 +92,7 @@ def told(call: Callable[[bp.Mesh], torch.Tensor], mesh: bp.Mesh) -> str:
         out = call(mesh)
     except (BurstError, Planted) as error:
         return f"{type(error).__name__}: {error}"
-    right = 2.0 if call is sum_over_ranks else 1.0
+    right = 2.0 if call is all_reduce else 1.0
     return "right" if torch.equal(out, torch.full_like(out, right)) else "wrong"
 
 
@@ -106,8 +106,8 @@ def play(mesh: bp.Mesh, transport: Transport, before: str, at: int, after: str, 
 GLOO = (
     ("attention", 1, "unshard"),
     ("attention", 2, "attention"),
-    ("unshard", 2, "sum_gradients"),
-    ("sum_over_ranks", 1, "attention"),
+    ("unshard", 2, "all_reduce_gradients"),
+    ("all_reduce", 1, "attention"),
 )
 """First call, how many of its posts are waited for, second call: the first post of each is a question."""
 
@@ -117,10 +117,10 @@ def main(process: int, folder: Path) -> None:
     number, rank = divmod(process, RANKS)
     store = dist.FileStore(str(folder / f"store{number}"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    transport = TorchDistTransport(None, "gloo", batched=False, deadline=DEADLINE)
-    mesh = bp.Mesh(rank, RANKS, lambda _: transport, config=Config(deadline=DEADLINE))
+    transport = TorchDistTransport(None, "gloo", batched=False, timeout=DEADLINE)
+    mesh = bp.Mesh(rank, RANKS, lambda _: transport, config=Config(timeout=DEADLINE))
     assert [told(CALLS[name], mesh) for name in GLOO[number][::2]] == ["right"] * 2  # connected, and values compared
-    other = bp.Mesh.from_group(config=Config(deadline=DEADLINE))
+    other = bp.Mesh.from_group(config=Config(timeout=DEADLINE))
     found = play(mesh, transport, *GLOO[number], mesh if number < 2 else other)
     (folder / f"{number}rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

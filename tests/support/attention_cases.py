@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 import burst_portable as bp
-from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable.comm.local import LocalTransport, run_transports
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import Answer
 from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES
-from burst_portable.planning.rates import Rates
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ def sent_and_planned(
         out.backward(bp.shard(x.dout, mesh, layout=where))
         return transport.fabric.sent
 
-    sent = run_threads(case.ranks, work)[0]
+    sent = run_transports(case.ranks, work)[0]
     heads, kv_heads, d, dv = case.sizes
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": d, "value_dim": dv, "batch": case.batch}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": d, "v_head_dim": dv, "batch": case.batch}
     plan = bp.plan(seq_len=case.length, ranks=case.ranks, strategy=strategy, layout=where, **sizes)
-    costs = plan_cost(plan, Rates(1.0, 1.0)).per_rank
+    costs = plan_cost(plan, HardwareSpec(1.0, 1.0)).per_rank
     planned = [sum(costs[name][rank].sent for name in PASSES) for rank in range(case.ranks)]
     return [sent[rank] for rank in range(case.ranks)], planned

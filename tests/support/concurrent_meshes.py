@@ -59,32 +59,32 @@ class Pool:
 class Delaying(Transport):
     """Another transport, at random moments; its buffers from a pool if there is one."""
 
-    def __init__(self, inner: Transport, seed: int, pool: Pool | None = None) -> None:
-        super().__init__(inner.name, inner.rank, inner.size)
-        self._inner, self._pool, self._random = inner, pool, random.Random(seed)
-        self.host = inner.host
+    def __init__(self, wrapped: Transport, seed: int, pool: Pool | None = None) -> None:
+        super().__init__(wrapped.name, wrapped.rank, wrapped.size)
+        self._wrapped, self._pool, self._random = wrapped, pool, random.Random(seed)
+        self.host = wrapped.host
 
     def delay(self) -> None:
         time.sleep(self._random.random() * _LONGEST)
 
     def buffer(self, size, device):
-        return self._pool(size) if self._pool else self._inner.buffer(size, device)
+        return self._pool(size) if self._pool else self._wrapped.buffer(size, device)
 
-    def share(self, data, label="share", deadline=None):
-        return self._inner.share(data, label, deadline)
+    def share(self, data, label="share", timeout=None):
+        return self._wrapped.share(data, label, timeout)
 
     def post(self, sends, receives, label=""):
         self.delay()
-        leaving, arriving = self._inner.post(sends, receives, label)
+        leaving, arriving = self._wrapped.post(sends, receives, label)
         return [Delayed(h, self) for h in leaving], [Delayed(h, self) for h in arriving]
 
 
 class Delayed:
-    def __init__(self, inner, transport: Delaying) -> None:
-        self._inner, self._transport = inner, transport
+    def __init__(self, wrapped, transport: Delaying) -> None:
+        self._wrapped, self._transport = wrapped, transport
 
     def wait(self) -> None:
-        self._inner.wait()
+        self._wrapped.wait()
         self._transport.delay()
 
 
@@ -120,9 +120,9 @@ def work_of(rank: int, groups: dict[str, dist.ProcessGroup], pool: Pool | None, 
     work = {}
     for seed, (name, ranks) in enumerate(GROUPS.items()):
         if rank in ranks:
-            inner = TorchDistTransport(groups[name], "gloo", batched=False, deadline=60)
-            transport = Delaying(inner, 10 * seed + rank, pool)
-            mesh = bp.Mesh(inner.rank, len(ranks), lambda _, t=transport: t, config=Config(deadline=60))
+            wrapped = TorchDistTransport(groups[name], "gloo", batched=False, timeout=60)
+            transport = Delaying(wrapped, 10 * seed + rank, pool)
+            mesh = bp.Mesh(wrapped.rank, len(ranks), lambda _, t=transport: t, config=Config(timeout=60))
             work[name] = partial(compare, mesh, seed, steps)
     return work
 

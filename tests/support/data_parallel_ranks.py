@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from burst_portable import Mesh
 from burst_portable.config import Config
 from burst_portable.errors import InputError
-from burst_portable.integrations.transformers import Parallel, parallelize, sum_gradients
+from burst_portable.integrations.transformers import ShardedModel, all_reduce_gradients, parallelize
 from tests.support.forked import run_forked
 from tests.support.models import make, on_one_device, tokens
 
@@ -45,7 +45,7 @@ def batches() -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def backward(model: Any, handle: Parallel, data: DeviceMesh, averaged: int) -> None:
+def backward(model: Any, handle: ShardedModel, data: DeviceMesh, averaged: int) -> None:
     """As a trainer would: divided by the labels of all data ranks, times the ranks that gradients are averaged over."""
     ids, labels = (x[data.get_local_rank()] for x in batches())
     inputs = handle.shard(ids, labels)
@@ -74,8 +74,10 @@ def under_fsdp(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
     fully_shard(model, mesh=everybody)
     backward(model, handle, grid["data"], averaged=grid.size())
     with pytest.raises(InputError, match="already"):
-        sum_gradients(model.parameters(), mesh)
-    sum_gradients(model.parameters(), Mesh.single())  # no other rank shares such a sequence: they stay as they are
+        all_reduce_gradients(model.parameters(), mesh)
+    all_reduce_gradients(
+        model.parameters(), Mesh.single()
+    )  # no other rank shares such a sequence: they stay as they are
     return gradients(model)
 
 
@@ -87,7 +89,7 @@ def under_fsdp_over_data(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, 
     handle = parallelize(model, mesh)
     model.activation_checkpointing_enable({"use_reentrant": False})
     backward(model, handle, grid["data"], averaged=DATA)
-    sum_gradients(model.parameters(), mesh)
+    all_reduce_gradients(model.parameters(), mesh)
     return gradients(model)
 
 
@@ -100,7 +102,7 @@ def main(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), DATA * SEQUENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=DATA * SEQUENCE)
     grid = init_device_mesh("cpu", (DATA, SEQUENCE), mesh_dim_names=("data", "sequence"))
-    mesh = Mesh.from_device_mesh(grid, "sequence", config=Config(deadline=60))
+    mesh = Mesh.from_device_mesh(grid, "sequence", config=Config(timeout=60))
     model = make("mistral")
     ids, labels = (x.flatten(0, 1) for x in batches())
     expected = on_one_device(model, ids, labels).gradients
@@ -110,7 +112,7 @@ def main(rank: int, folder: Path) -> None:
         assert got.keys() == expected.keys()
         apart = {name: ((got[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
         found[case.__name__] = max(apart.values())
-    found["one_sequence"] = TRAIN(mesh=Mesh.from_group(config=Config(deadline=60)))
+    found["one_sequence"] = TRAIN(mesh=Mesh.from_group(config=Config(timeout=60)))
     found["two_sequences"] = TRAIN(mesh=mesh, held_out=12)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()

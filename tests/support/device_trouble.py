@@ -228,7 +228,7 @@ PLAYS: dict[str, Callable[[int, torch.device, Config, Path], dict[str, object]]]
 
 def main(ranks: int, folder: Path, rank: int, what: str, transport: str) -> None:
     device = join(ranks, folder, rank)
-    config = Config(deadline=DEADLINE if what in FAULTS else 60.0, transport=transport, kernel="triton")
+    config = Config(timeout=DEADLINE if what in FAULTS else 60.0, transport=transport, kernel="triton")
     try:
         found = PLAYS[what](rank, device, config, folder)
     except UnsupportedError as error:  # this machine has no such transport

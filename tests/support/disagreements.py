@@ -108,7 +108,7 @@ def told_when_swapped(rank: int) -> str:
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    mesh = bp.Mesh.from_group(config=Config(deadline=20))
+    mesh = bp.Mesh.from_group(config=Config(timeout=20))
     call(mesh)  # so that all have a plan of the usual call cached
     found = {name: told_by(mesh, name) for name in DISAGREEMENTS}
     found["cached"] = {name: told_by(mesh, name) for name in DISAGREEMENTS}  # by now all have these plans too

@@ -36,7 +36,7 @@ class Scenario:
     fault: str
     at: int = 1
     strategy: str = "ring"
-    deadline: float = 4.0  # a busy machine must not be taken for a fault
+    timeout: float = 4.0  # a busy machine must not be taken for a fault
 
 
 def raise_memory_error() -> None:
@@ -74,17 +74,17 @@ class Countdown:
 class Striking(TorchDistTransport):
     """Questions and posts are events."""
 
-    def __init__(self, deadline: float, group: dist.ProcessGroup | None, event) -> None:
-        super().__init__(group, "gloo", batched=False, deadline=deadline)
+    def __init__(self, timeout: float, group: dist.ProcessGroup | None, event) -> None:
+        super().__init__(group, "gloo", batched=False, timeout=timeout)
         self._event = event
 
     def post(self, sends, receives, label=""):
         self._event()
         return super().post(sends, receives, label)
 
-    def share(self, data, label="share", deadline=None):
+    def share(self, data, label="share", timeout=None):
         self._event()
-        return super().share(data, label, deadline)
+        return super().share(data, label, timeout)
 
 
 class StrikingObserver(Observer):
@@ -114,10 +114,10 @@ def run_rank(rank: int, scenario: Scenario) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     event = Countdown(scenario) if rank == 1 and scenario.fault in FAULTS else lambda: None
     installed.set(lambda prepared, mesh: dataclasses.replace(prepared, observer=StrikingObserver(event)))
-    config = Config(deadline=scenario.deadline)
+    config = Config(timeout=scenario.timeout)
 
     def mesh(group: dist.ProcessGroup | None) -> bp.Mesh:
-        transport = Striking(scenario.deadline, group, event)
+        transport = Striking(scenario.timeout, group, event)
         return bp.Mesh(rank, RANKS, lambda device_type: transport, config=config)
 
     meshes = [mesh(None)]

@@ -28,7 +28,7 @@ from burst_portable.conformance.oracle import judge
 from burst_portable.errors import BurstError, CommunicationError
 from burst_portable.nn import SelfAttention
 from burst_portable.planning.cost import rank_cost
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.forked import run_forked
 
@@ -77,13 +77,13 @@ def bytes_sent(ranks: int) -> tuple[int, int]:
         strategy="burst",
         layout=where,
     )
-    planned = [rank_cost(plan, name, mesh.rank, Rates(1, 1)).sent for name, _ in plan.passes()]
+    planned = [rank_cost(plan, name, mesh.rank, HardwareSpec(1, 1)).sent for name, _ in plan.passes()]
     return transport.sent, sum(planned)
 
 
 def two_levels(ranks: int) -> dict[str, object]:
     """Nodes of two: what is wrong, and which messages each of the transports was given."""
-    mesh = bp.Mesh.from_group(inner=2, config=Config(deadline=60))
+    mesh = bp.Mesh.from_group(ranks_per_node=2, config=Config(timeout=60))
     plain = mesh.transport("cpu")
     every = [Case(strategy=s, ranks=ranks, heads="8x8x8x8") for s in ("double_ring", "ring", "ulysses", "usp")]
     found = {case.strategy: wrong(mesh, case) for case in every}
@@ -99,7 +99,7 @@ def two_levels(ranks: int) -> dict[str, object]:
     if "sort_ranks" in signature(dist.new_group).parameters:
         # Ranks of a group may have another order than those of the processes.
         group = dist.new_group([3, 1, 2, 0], sort_ranks=False)
-        found["turned"] = wrong(bp.Mesh.from_group(group, inner=2, config=Config(deadline=60)), every[0])
+        found["turned"] = wrong(bp.Mesh.from_group(group, ranks_per_node=2, config=Config(timeout=60)), every[0])
     return {"wrong": {case: what for case, what in found.items() if what}, **{k: sorted(v) for k, v in peers.items()}}
 
 
@@ -107,7 +107,7 @@ def late(rank: int) -> str:
     """Rank 0 waits for a message that rank 1 does not send in time."""
     message = ""
     if rank == 0:
-        transport = TorchDistTransport(None, "gloo", batched=False, deadline=0.5)
+        transport = TorchDistTransport(None, "gloo", batched=False, timeout=0.5)
         _, (handle,) = transport.post([], [Message(torch.empty(8, dtype=torch.uint8), 1)], "step 0")
         try:
             handle.wait()
@@ -145,17 +145,17 @@ def refused(mesh: bp.Mesh) -> dict[str, str]:
         "grad": told(torch.func.grad(lambda q: bp.attention(q, x, x, mesh=mesh).sum()), x),
         "vmap": told(torch.vmap(lambda q: bp.attention(q, x, x, mesh=mesh)), torch.stack([x, x])),
         "tangent": told(tangent),
-        "sums": told(bp.sum_over_ranks, torch.ones(mesh.rank + 1), mesh),
+        "sums": told(bp.all_reduce, torch.ones(mesh.rank + 1), mesh),
     }
 
 
 def summed(grid: DeviceMesh) -> list[float]:
     """What sums over a sequence's ranks, and over all, come to: of 1, 10, 100, 1000, a digit for each rank."""
     mine = torch.tensor([10.0 ** dist.get_rank()])
-    found = [bp.sum_over_ranks(mine, mesh).item() for mesh in (grid["sequence"], grid.get_group("sequence"), None)]
+    found = [bp.all_reduce(mine, mesh).item() for mesh in (grid["sequence"], grid.get_group("sequence"), None)]
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = mine.clone()
-    bp.sum_gradients([parameter], grid["sequence"])
+    bp.all_reduce_gradients([parameter], grid["sequence"])
     return [*found, parameter.grad.item()]
 
 
@@ -163,7 +163,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    mesh = bp.Mesh.from_group(config=Config(deadline=60))
+    mesh = bp.Mesh.from_group(config=Config(timeout=60))
     found: dict[str, object] = {"cases": {str(case): wrong(mesh, case) for case in cases(ranks)}}
     grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "sequence"))
     pair = bp.Mesh.from_device_mesh(grid, "sequence")

@@ -11,7 +11,7 @@ import torch
 import burst_portable as bp
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import judge
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 
@@ -29,7 +29,7 @@ def wrong_cases() -> list[str]:
     cases += [Case(strategy=NAME, ranks=3, dtype=torch.bfloat16, mask=mask) for mask in MASKS]
     for case in cases:
         inputs = make_inputs(case)
-        answers = bp.run_local(case.ranks, lambda mesh, c=case, x=inputs: on_one_rank(mesh, c, x))
+        answers = bp.run_threads(case.ranks, lambda mesh, c=case, x=inputs: on_one_rank(mesh, c, x))
         if judge(answers[0], *expected(case, inputs), case.dtype):
             wrong.append(str(case))
     return wrong
@@ -44,14 +44,14 @@ def attend(mesh: bp.Mesh) -> str:
 
 
 def main() -> None:
-    rates = Rates(tflops=100.0, gbps=10.0, direct=((1 << 20, 10.0),))
+    hardware = HardwareSpec(tflops=100.0, intra_node_bandwidth=10.0, peer_copy_bandwidth=((1 << 20, 10.0),))
     size = {"seq_len": 4096, "ranks": 4, "heads": 8}
     with bp.profile() as session:
-        explained = bp.run_local(2, attend)[0]
+        explained = bp.run_threads(2, attend)[0]
     report = session.report()
     assert report is not None
     facts = {
-        "reason": bp.plan(**size, strategy=AutoStrategy(rates=rates)).reason,
+        "reason": bp.plan(**size, strategy=AutoStrategy(hardware=hardware)).reason,
         "explained": explained,
         "profiled": [plan["strategy"] for plan in report.data["plans"]],
         "wrong": wrong_cases(),

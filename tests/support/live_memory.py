@@ -50,4 +50,4 @@ def measured(ranks: int, strategy: str) -> list[LiveMemory]:
             bp.attention(q, k, v, mesh=mesh, strategy=strategy).backward(dout)
         return memory
 
-    return bp.run_local(ranks, work)
+    return bp.run_threads(ranks, work)

@@ -25,11 +25,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from burst_portable import Mesh, run_local, unshard
+from burst_portable import Mesh, run_threads, unshard
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.config import Config
 from burst_portable.gradients import BUCKET_BYTES
-from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -63,7 +63,7 @@ LENGTH = 47  # neither 2, 3, 4 nor 6 divide it
 def one_of_two() -> Mesh:
     """Rank 0 of 2, with nobody on the other side: a refusal must not need one."""
     transport = LocalTransport(Fabric(2, 1.0), 0)
-    return Mesh(0, 2, lambda device_type: transport, config=Config(deadline=0.01))
+    return Mesh(0, 2, lambda device_type: transport, config=Config(timeout=0.01))
 
 
 @dataclass
@@ -110,13 +110,13 @@ def on_ranks(
         handle = parallelize(mine, mesh, **options)
         out = (wrap(mine) if wrap else mine)(**handle.shard(ids, labels))
         out.loss.backward()
-        sum_gradients(mine.parameters(), mesh, bucket_bytes=bucket_bytes)
-        loss = sum_over_ranks(out.loss.detach().reshape(1), mesh).item()
+        all_reduce_gradients(mine.parameters(), mesh, bucket_bytes=bucket_bytes)
+        loss = all_reduce(out.loss.detach().reshape(1), mesh).item()
         layout = handle.layout_of(ids.shape[1], None)
         logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=layout)
         return Answer(loss, logits, gradients_of(mine))
 
-    return run_local(ranks, work)
+    return run_threads(ranks, work)
 
 
 def gradients_of(model: Any) -> dict[str, Tensor]:

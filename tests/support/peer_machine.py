@@ -16,7 +16,7 @@ import torch
 import burst_portable as bp
 from burst_portable.backends.cuda.peers import connection, memory
 from burst_portable.backends.cuda.peers.watch import Watch
-from burst_portable.comm.local import run_threads
+from burst_portable.comm.local import run_transports
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import judge
@@ -114,7 +114,7 @@ def on_two(machine, work):
         machine.here.rank = local.rank
         return work(local.rank, local, lambda: connection.connect(local, None, 5.0, host=machine.hosts[local.rank]))
 
-    return run_threads(2, body, deadline=5.0)
+    return run_transports(2, body, timeout=5.0)
 
 
 def attention_is_right(machine, strategy):
@@ -124,7 +124,7 @@ def attention_is_right(machine, strategy):
 
     def work(rank, other, connect):
         transport = connect()
-        config = Config(deadline=5.0, transport="peer_copy")
+        config = Config(timeout=5.0, transport="peer_copy")
         return on_one_rank(bp.Mesh(rank, 2, lambda device_type: transport, config=config), case, inputs)
 
     for answer in on_two(machine, work):

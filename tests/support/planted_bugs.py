@@ -365,8 +365,8 @@ class Planted(Backend):
     def kernels(self) -> tuple[Kernel, ...]:
         return tuple(self.bug(kernel) for kernel in self.real.kernels())
 
-    def transport(self, group: Any, deadline: float) -> Transport:
-        return self.wire(self.real.transport(group, deadline))
+    def transport(self, group: Any, timeout: float) -> Transport:
+        return self.wire(self.real.transport(group, timeout))
 
 
 def planted_again(bug: Any, wire: Any, real: str, name: str, direct_transport: str) -> Planted:

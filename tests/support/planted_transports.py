@@ -13,20 +13,20 @@ from burst_portable.comm.base import Handle, Message, Transport
 class Through(Transport):
     """A transport that does what the real one does."""
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.name, inner.rank, inner.size, inner.state)
-        self.inner, self.host, self.agreed = inner, inner.host, inner.agreed
+    def __init__(self, wrapped: Transport) -> None:
+        super().__init__(wrapped.name, wrapped.rank, wrapped.size, wrapped.state)
+        self.wrapped, self.host, self.agreed = wrapped, wrapped.host, wrapped.agreed
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        return self.inner.post(sends, receives, label)
+        return self.wrapped.post(sends, receives, label)
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        return self.inner.share(data, label, deadline)
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
+        return self.wrapped.share(data, label, timeout)
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        return self.inner.buffer(size, device)
+        return self.wrapped.buffer(size, device)
 
 
 class DropsLastHop(Through):
@@ -44,8 +44,8 @@ class DropsLastHop(Through):
 class ReusesBuffers(Through):
     """One buffer for each size, handed out again while it is in use."""
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
+    def __init__(self, wrapped: Transport) -> None:
+        super().__init__(wrapped)
         self._buffers: dict[int, Tensor] = {}
 
     def buffer(self, size, device):
@@ -89,15 +89,15 @@ class SendsOthersShares(Through):
 class HearsItself(Through):
     """What this rank says is told as what all say: ranks that make different calls would never hear of it."""
 
-    def share(self, data, label="share", deadline=None):
+    def share(self, data, label="share", timeout=None):
         return [data] * self.size
 
 
 class TellsOfOthers(Through):
     """What ranks say, in another order."""
 
-    def share(self, data, label="share", deadline=None):
-        said = super().share(data, label, deadline)
+    def share(self, data, label="share", timeout=None):
+        said = super().share(data, label, timeout)
         return said[1:] + said[:1]
 
 

@@ -111,7 +111,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    transport = SlowLink(None, "gloo", batched=False, deadline=60)
+    transport = SlowLink(None, "gloo", batched=False, timeout=60)
     mesh = bp.Mesh(rank, ranks, lambda device_type: transport)
     profiled(mesh, folder / "warm.json", 1, gradients=True)
     if rank == slow_link(ranks)[1]:

@@ -76,7 +76,7 @@ def missing(mesh: bp.Mesh) -> str:
     """
     with bp.profile() as session:
         call(mesh)
-    if mesh.rank == 1 - mesh.members[0] // 2:
+    if mesh.rank == 1 - mesh.global_ranks[0] // 2:
         return ""
     return refusal(session.report)
 
@@ -89,7 +89,7 @@ def main(rank: int, folder: Path) -> None:
     if rank == SLOW_RANK:
         slow_kernel()
     found = told(bp.Mesh.from_device_mesh(grid, "sequence"))
-    found["missing"] = missing(bp.Mesh.from_device_mesh(grid, "sequence", config=Config(deadline=MISSED)))
+    found["missing"] = missing(bp.Mesh.from_device_mesh(grid, "sequence", config=Config(timeout=MISSED)))
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 import burst_portable as bp
 from burst_portable.comm.base import Part, Parts, Strip, Strips
-from burst_portable.comm.local import run_threads
+from burst_portable.comm.local import run_transports
 from burst_portable.comm.peer_copy import PeerCopyTransport, flags
 from burst_portable.config import Config
-from burst_portable.errors import DeadlineError
+from burst_portable.errors import CommunicationTimeoutError
 
 
 class World:
     """What the ranks share."""
 
-    def __init__(self, size: int, *, deadline: float = 20.0, delay: float = 0.0, seed: int = 0) -> None:
-        self.size, self.deadline, self.delay, self.seed = size, deadline, delay, seed
+    def __init__(self, size: int, *, timeout: float = 20.0, delay: float = 0.0, seed: int = 0) -> None:
+        self.size, self.timeout, self.delay, self.seed = size, timeout, delay, seed
         self.changed = threading.Condition()
         self.inboxes: list[Tensor] = [torch.empty(0)] * size
         self.flags = [[0] * flags(size) for _ in range(size)]
@@ -63,11 +63,11 @@ class ThreadPeers:
         self._work.put(work) if copying else work()
 
     def reserve(self, inbox: int) -> None:
-        self.world.met.wait(self.world.deadline)
+        self.world.met.wait(self.world.timeout)
         with torch.inference_mode(False):
             self.world.inboxes[self.rank] = torch.full((inbox,), 255, dtype=torch.uint8)
         self.world.flags[self.rank] = [0] * flags(self.size)
-        self.world.met.wait(self.world.deadline)
+        self.world.met.wait(self.world.timeout)
 
     def inbox(self, offset: int, size: int) -> Tensor:
         return self.world.inboxes[self.rank][offset : offset + size]
@@ -122,9 +122,9 @@ class ThreadPeers:
             mine = self.world.flags[self.rank]
             with self.world.changed:
                 if not self.world.changed.wait_for(
-                    lambda: all(mine[flag] == mark for flag in flags), self.world.deadline
+                    lambda: all(mine[flag] == mark for flag in flags), self.world.timeout
                 ):
-                    raise DeadlineError(what(next(flag for flag in flags if mine[flag] != mark)))
+                    raise CommunicationTimeoutError(what(next(flag for flag in flags if mine[flag] != mark)))
 
         self._do(work, copying)
 
@@ -143,7 +143,7 @@ class Done:
         self._memory, self.event = memory, threading.Event()
 
     def wait(self) -> None:
-        until = time.monotonic() + self._memory.world.deadline + 1
+        until = time.monotonic() + self._memory.world.timeout + 1
         while not self.event.wait(0.02):
             self._memory.check()
             assert time.monotonic() < until, "the copy stream is stuck"
@@ -155,7 +155,7 @@ def run_peers(world: World, work: Callable, peers: type[ThreadPeers] = ThreadPee
     def body(local):
         transport = PeerCopyTransport(peers(world, local.rank), local)
         return work(
-            bp.Mesh(local.rank, world.size, lambda device_type: transport, config=Config(deadline=world.deadline))
+            bp.Mesh(local.rank, world.size, lambda device_type: transport, config=Config(timeout=world.timeout))
         )
 
-    return run_threads(world.size, body, deadline=world.deadline)
+    return run_transports(world.size, body, timeout=world.timeout)

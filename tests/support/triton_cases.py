@@ -38,7 +38,7 @@ class Case:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 16
-    value_dim: int = 16
+    v_head_dim: int = 16
     dtype: torch.dtype = torch.float32
     softcap: float | None = None
     scale: float = 0.25
@@ -81,9 +81,9 @@ def layouts(mask: str) -> list[tuple[str, int]]:
 
 SHAPES = [
     Case("causal", batch=2, heads=4, kv_heads=2),
-    Case("causal", heads=3, kv_heads=3, head_dim=24, value_dim=40),
-    Case("causal", head_dim=80, value_dim=16),
-    Case("window:9", head_dim=128, value_dim=96, length=37),
+    Case("causal", heads=3, kv_heads=3, head_dim=24, v_head_dim=40),
+    Case("causal", head_dim=80, v_head_dim=16),
+    Case("window:9", head_dim=128, v_head_dim=96, length=37),
     Case("causal", softcap=1.5),
     Case("sink:3:11", softcap=1.5, layout="zigzag", ranks=2, deltas=True),
     Case("causal", scale=-0.3),
@@ -199,8 +199,8 @@ def at_once(kernel: Kernel, case: Case, full: list[Tensor]) -> tuple[Tensor, ...
 
 def inputs(case: Case, device: str) -> list[Tensor]:
     """dout, q, k, v; drawn on the CPU, so that every device sees the same."""
-    shapes = [(case.heads, case.value_dim), (case.heads, case.head_dim)]
-    shapes += [(case.kv_heads, case.head_dim), (case.kv_heads, case.value_dim)]
+    shapes = [(case.heads, case.v_head_dim), (case.heads, case.head_dim)]
+    shapes += [(case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim)]
     generator = torch.Generator().manual_seed(case.length)
     made = [torch.randn(case.batch, case.length, *shape, generator=generator) for shape in shapes]
     return [x.to(case.dtype).to(device) for x in made]

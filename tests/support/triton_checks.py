@@ -100,7 +100,7 @@ def _room(size: int, dtype: torch.dtype, device: str) -> Tensor:
 
 def _check_far(kernel: Kernel, device: str, stride: int, far_lse: bool) -> None:
     length, first, d = 64, (1 << 31) // stride, 64
-    case = Case("causal", length, heads=1, head_dim=d, value_dim=d, dtype=torch.float16, scale=0.125)
+    case = Case("causal", length, heads=1, head_dim=d, v_head_dim=d, dtype=torch.float16, scale=0.125)
     options = settings(case.scale, deterministic=False)
     rows = first + length
     rooms = {kind: _room(rows * stride, kind, device) for kind in (torch.float16, torch.float32)}

@@ -111,7 +111,7 @@ def ends(*names):
 def test_a_process_ends_well_while_its_threads_are_in_torch():
     codes, seconds, told = ends("peer_watch", "hop_watch", "sensors", "accounts")
     assert codes == [0] * TIMES, told
-    assert seconds < 60, "nobody waits for a deadline"
+    assert seconds < 60, "nobody waits for a timeout"
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="threads are no longer ended there, they hang")

@@ -171,8 +171,8 @@ class FusionKernel(Kernel):
             return Support(False, "it is not asked for scales that are not positive")
         if call.head_dim > LARGEST_HEAD:
             return Support(False, f"head size {call.head_dim} is larger than {LARGEST_HEAD}")
-        if call.value_dim > call.head_dim:
-            return Support(False, f"values of size {call.value_dim} are larger than heads of {call.head_dim}")
+        if call.v_head_dim > call.head_dim:
+            return Support(False, f"values of size {call.v_head_dim} are larger than heads of {call.head_dim}")
         if call.heads > MOST_HEADS:
             return Support(False, f"{call.heads} heads are more than {MOST_HEADS}")
         return Support(True)

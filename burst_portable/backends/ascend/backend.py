@@ -11,7 +11,15 @@ import torch
 
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.backends.ascend.tracer import Event, NpuTracer, kineto
-from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, Peaks, Rates, Tracer, require_package
+from burst_portable.backends.base import (
+    AcceleratorBackend,
+    Capabilities,
+    Facts,
+    HardwareSpec,
+    Peaks,
+    Tracer,
+    require_package,
+)
 from burst_portable.errors import BackendUnavailableError, format_error, in_a_line
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
@@ -62,7 +70,10 @@ class AscendBackend(AcceleratorBackend):
     name = "ascend"
     # Half of what Huawei states for an Ascend 910B, in 16 bits and for one HCCS link. Nothing was measured.
     capabilities = Capabilities(
-        device_type="npu", process_group="hccl", streams=True, rates=Rates(tflops=150.0, gbps=25.0)
+        device_type="npu",
+        process_group="hccl",
+        streams=True,
+        hardware=HardwareSpec(tflops=150.0, intra_node_bandwidth=25.0),
     )
 
     def unavailable_reason(self) -> str:

@@ -98,8 +98,8 @@ class AscendTritonKernel(Kernel):
     def supports(self, call: AttentionCall) -> Support:
         if torch_dtype(call) not in DTYPES:
             return Support(False, f"{call.dtype} is not among float16, bfloat16 and float32")
-        if max(call.head_dim, call.value_dim) > LARGEST_HEAD:
-            return Support(False, f"head sizes {call.head_dim}, {call.value_dim}: at most {LARGEST_HEAD}")
+        if max(call.head_dim, call.v_head_dim) > LARGEST_HEAD:
+            return Support(False, f"head sizes {call.head_dim}, {call.v_head_dim}: at most {LARGEST_HEAD}")
         if interpreted():
             return Support(True)
         if call.device != "npu":

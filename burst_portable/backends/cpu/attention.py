@@ -84,8 +84,8 @@ class CpuFlashKernel(OperatorKernel[CpuCall]):
         dtype = torch_dtype(call)
         if not dtype.is_floating_point or dtype.itemsize < 2:
             return Support(False, f"it does not take {call.dtype}")
-        if call.value_dim != call.head_dim:
-            return Support(False, f"values of size {call.value_dim} differ from heads of size {call.head_dim}")
+        if call.v_head_dim != call.head_dim:
+            return Support(False, f"values of size {call.v_head_dim} differ from heads of size {call.head_dim}")
         if call.softcap is not None:
             return Support(False, "it has no softcap")
         if not call.positive_scale:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Backend, Capabilities, Peaks, Probe, Rates
+from burst_portable.backends.base import Backend, Capabilities, HardwareSpec, Peaks, Probe
 from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
@@ -64,7 +64,7 @@ class CpuBackend(Backend):
         device_type="cpu",
         process_group="gloo",
         streams=False,
-        rates=Rates(tflops=0.1, gbps=1.0, hop_latency=200e-6, launch_latency=50e-6),
+        hardware=HardwareSpec(tflops=0.1, intra_node_bandwidth=1.0, message_latency=200e-6, launch_latency=50e-6),
     )
 
     def __init__(self) -> None:
@@ -87,5 +87,5 @@ class CpuBackend(Backend):
     def peaks(self, dtype: str) -> Peaks:
         return peaks(dtype)
 
-    def transport(self, group: Any, deadline: float) -> Transport:
-        return TorchDistTransport(group, "gloo", batched=False, deadline=deadline)
+    def transport(self, group: Any, timeout: float) -> Transport:
+        return TorchDistTransport(group, "gloo", batched=False, timeout=timeout)

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, LinkCounters, Meter, Peaks, Rates
+from burst_portable.backends.base import (
+    AcceleratorBackend,
+    Capabilities,
+    Facts,
+    HardwareSpec,
+    LinkCounters,
+    Meter,
+    Peaks,
+)
 from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.library_kernels import CudaFlashKernel, CudnnKernel
-from burst_portable.backends.cuda.machines import peaks, rates_of_machine
+from burst_portable.backends.cuda.machines import hardware_of_machine, peaks
 from burst_portable.backends.cuda.nvml import NvlinkCounters, NvmlMeter, libraries
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
@@ -50,7 +58,7 @@ class CudaBackend(AcceleratorBackend):
         device_type="cuda",
         process_group="nccl",
         streams=True,
-        rates=Rates(tflops=500.0, gbps=150.0),
+        hardware=HardwareSpec(tflops=500.0, intra_node_bandwidth=150.0),
         direct_transport="peer_copy",
     )
 
@@ -102,9 +110,11 @@ class CudaBackend(AcceleratorBackend):
     def libraries(self) -> Facts:
         return libraries()
 
-    def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
+    def measured_hardware(self, ranks: int, kernel: str) -> HardwareSpec | None:
         """Return the rates of the current kind of GPU."""
-        return rates_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.unavailable_reason() else None
+        return (
+            hardware_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.unavailable_reason() else None
+        )
 
     def meter(self, index: int) -> Meter:
         return NvmlMeter(_uuid(index))
@@ -115,12 +125,12 @@ class CudaBackend(AcceleratorBackend):
     def peaks(self, dtype: str) -> Peaks:
         return peaks(torch.cuda.get_device_name(), dtype)
 
-    def transport(self, group: Any, deadline: float) -> Transport:
+    def transport(self, group: Any, timeout: float) -> Transport:
         return TorchDistTransport(
             group,
             "nccl",
             batched=True,
-            deadline=deadline,
+            timeout=timeout,
             in_watch=leave_captures_alone,
             high_priority=has_high_priority(group),
         )
@@ -129,11 +139,11 @@ class CudaBackend(AcceleratorBackend):
         """Return options with which NCCL's kernels run on a stream of high priority."""
         return high_priority_options(timeout)
 
-    def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
+    def connect_direct(self, other: Transport, group: Any, timeout: float) -> Transport:
         """Connect peer copies, if all ranks can have them."""
         from burst_portable.backends.cuda.peers.connection import connect
 
-        return connect(other, group, deadline)
+        return connect(other, group, timeout)
 
 
 def _uuid(index: int) -> str:

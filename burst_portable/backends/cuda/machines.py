@@ -1,4 +1,4 @@
-"""What was measured, by machine and kernel, for `auto`: see `planning.rates.Rates`.
+"""What was measured, by machine and kernel, for `auto`: see `planning.hardware.HardwareSpec`.
 
 Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/results/attention-h100-*-2026-11-21.json);
 what a launch costs besides is what S 4096 takes longer than at that rate. On H200 at work: between what a plain call
@@ -11,22 +11,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from burst_portable.backends.base import Curve, Peaks, Rates
+from burst_portable.backends.base import Curve, HardwareSpec, Peaks
 
 MIB = 1 << 20
 _H100 = {
-    "hopper": Rates(690.0, 150.0, launch_latency=30e-6, backward=598.0, backward_launch_latency=110e-6),
-    "triton": Rates(485.0, 150.0, launch_latency=40e-6, backward=411.0, backward_launch_latency=175e-6),
-    "cudnn": Rates(618.0, 150.0, launch_latency=50e-6, backward=537.0, backward_launch_latency=180e-6),
+    "hopper": HardwareSpec(690.0, 150.0, launch_latency=30e-6, backward_tflops=598.0, backward_launch_latency=110e-6),
+    "triton": HardwareSpec(485.0, 150.0, launch_latency=40e-6, backward_tflops=411.0, backward_launch_latency=175e-6),
+    "cudnn": HardwareSpec(618.0, 150.0, launch_latency=50e-6, backward_tflops=537.0, backward_launch_latency=180e-6),
 }
 _H200 = {
     **_H100,  # the same chip with more memory, and the kernels on four of them at work
     # Several backward launches took 1 to 4 % longer than those of Ulysses, besides what else is predicted of both, on
     # four GPUs.
-    "hopper": Rates(640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, multi_launch_efficiency=0.98),
+    "hopper": HardwareSpec(640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, multi_launch_efficiency=0.98),
     # Over 131,072 keys it reached 510 to 550 forward, in a ring's steps over 32,768 each 500 to 600, on two and on four
     # (ring-h200x4-lines-cudnn-2026-11-22.json, ring-h200x2-cudnn-2026-11-22.json).
-    "cudnn": Rates(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long_kv_efficiency=(1 << 17, 0.9)),
+    "cudnn": HardwareSpec(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long_kv_efficiency=(1 << 17, 0.9)),
 }
 # On two GPUs less: ring-h200x2-engines-2026-11-22.json, ring-h200x2-fair{,-long}-2026-11-23.json.
 _IN_TURN_OF_TWO = 0.99
@@ -58,25 +58,25 @@ _BLOCK = 128  # about the rows and columns that our kernels, cuDNN's and flash a
 _MEMORY = 3500.0  # GB/s of torch's elementwise operators, of the 4800 that the memory has
 
 
-def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | None:
+def hardware_of_machine(name: str, ranks: int, kernel: str = "hopper") -> HardwareSpec | None:
     """By the name that the driver has for the GPU; None for one on which nothing was measured."""
     kernels = _H200 if "H200" in name else _H100 if "H100" in name else {}
     if not kernels:
         return None
     # "hopper+flash-attn-4" too is predicted with hopper's: a plan's rates are of steps, and those are hopper's.
-    rates = replace(kernels.get(kernel, kernels["hopper"]), block=_BLOCK)
+    hardware = replace(kernels.get(kernel, kernels["hopper"]), block=_BLOCK)
     source = f"of {kernel if kernel in kernels else 'hopper'} on"
     if kernels is _H100:
-        return replace(rates, source=f"{source} one H100")
+        return replace(hardware, source=f"{source} one H100")
     return replace(
-        rates,
-        multi_launch_efficiency=_IN_TURN_OF_TWO if ranks == 2 else rates.multi_launch_efficiency,
-        link=_by_ranks(_NCCL, ranks),
-        spread=_NCCL_SPREAD if ranks > 2 else (),
-        direct=_by_ranks(_PEER_COPY, ranks),
+        hardware,
+        multi_launch_efficiency=_IN_TURN_OF_TWO if ranks == 2 else hardware.multi_launch_efficiency,
+        p2p_bandwidth=_by_ranks(_NCCL, ranks),
+        all_to_all_bandwidth=_NCCL_SPREAD if ranks > 2 else (),
+        peer_copy_bandwidth=_by_ranks(_PEER_COPY, ranks),
         comm_slowdown=_NCCL_HOLDS_UP,
         comm_slowdown_high_priority=_NCCL_HOLDS_UP_FIRST.get(kernel or "hopper"),
-        memory=_MEMORY,
+        memory_bandwidth=_MEMORY,
         source=f"{source} H200 and their links",
     )
 
@@ -109,7 +109,7 @@ def peaks(name: str, dtype: str) -> Peaks:
     """Of a GPU by its name; unknown where the table has none."""
     if name not in _BY_NAME:
         return Peaks(name, dtype, None, None, "this GPU is not in the table of data sheets")
-    tflops, gbps, sheet = _BY_NAME[name]
+    tflops, memory_bandwidth, sheet = _BY_NAME[name]
     if dtype not in _DTYPES:
-        return Peaks(name, dtype, None, gbps * 1e9, f"{sheet}; no peak is told for {dtype}")
-    return Peaks(name, dtype, tflops * 1e12, gbps * 1e9, f"{sheet}, dense")
+        return Peaks(name, dtype, None, memory_bandwidth * 1e9, f"{sheet}; no peak is told for {dtype}")
+    return Peaks(name, dtype, tflops * 1e12, memory_bandwidth * 1e9, f"{sheet}, dense")

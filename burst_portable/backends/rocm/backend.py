@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, Meter, Peaks, Rates
+from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, HardwareSpec, Meter, Peaks
 from burst_portable.backends.rocm.device import AmdsmiMeter, architecture, libraries, peaks
 from burst_portable.backends.rocm.flash_kernels import RocmFlashKernel
 from burst_portable.errors import BackendUnavailableError
@@ -25,7 +25,10 @@ class RocmBackend(AcceleratorBackend):
     # What plans are predicted with. Nothing here was measured: a quarter of the matrix rate that AMD publishes for
     # one MI300X, and half of what its seven links carry.
     capabilities = Capabilities(
-        device_type="cuda", process_group="nccl", streams=True, rates=Rates(tflops=325.0, gbps=220.0)
+        device_type="cuda",
+        process_group="nccl",
+        streams=True,
+        hardware=HardwareSpec(tflops=325.0, intra_node_bandwidth=220.0),
     )
 
     def unavailable_reason(self) -> str:

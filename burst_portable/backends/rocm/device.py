@@ -133,11 +133,13 @@ _DTYPES = ("bfloat16", "float16")
 def peaks(name: str, chip: str, units: int, dtype: str) -> Peaks:
     """Of a device by what torch tells of it; unknown where the table has none."""
     found = [
-        rates for (one, count, part), rates in _BY_DEVICE.items() if (one, count) == (chip, units) and part in name
+        hardware
+        for (one, count, part), hardware in _BY_DEVICE.items()
+        if (one, count) == (chip, units) and part in name
     ]
     if not found:
         return Peaks(name, dtype, None, None, "this device is not in the table of data sheets")
-    tflops, gbps, sheet = found[0]
+    tflops, memory_bandwidth, sheet = found[0]
     if dtype not in _DTYPES:
-        return Peaks(name, dtype, None, gbps * 1e9, f"{sheet}; no peak is told for {dtype}")
-    return Peaks(name, dtype, tflops * 1e12, gbps * 1e9, f"{sheet}, dense")
+        return Peaks(name, dtype, None, memory_bandwidth * 1e9, f"{sheet}; no peak is told for {dtype}")
+    return Peaks(name, dtype, tflops * 1e12, memory_bandwidth * 1e9, f"{sheet}, dense")

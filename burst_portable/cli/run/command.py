@@ -12,10 +12,10 @@ import typer
 from burst_portable.backends.selection import known
 from burst_portable.cli import PROGRAM
 from burst_portable.cli.flags import (
-    INNER,
     LAYOUT,
     LENGTH,
     METAVAR,
+    RANKS_PER_NODE,
     STRATEGY,
     naming_rank,
     ranks_asked,
@@ -72,7 +72,7 @@ def run(
         str,
         typer.Option(help=LAYOUT),
     ] = "auto",
-    inner: Annotated[int | None, typer.Option(help=INNER)] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help=RANKS_PER_NODE)] = None,
     *,
     options: Mapping[str, object],
     dtype: Annotated[
@@ -144,7 +144,7 @@ def run(
             scoring=scoring,
             backend=backend,
             strategy=strategy,
-            inner=inner,
+            ranks_per_node=ranks_per_node,
             options=options,
             layout=layout,
             dtype=dtype,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from burst_portable.backends.selection import rates_of, supports_high_priority
+from burst_portable.backends.selection import hardware_of, supports_high_priority
 from burst_portable.errors import InputError
 from burst_portable.utils.text import bytes_text
 
@@ -111,13 +111,13 @@ def memory() -> float:
 
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
-    from burst_portable.planning.rates import Rates
+    from burst_portable.planning.hardware import HardwareSpec
 
 
-def rates_of_run(backend: Backend, ranks: int, file: str, dtype: str, head_dim: int) -> Rates:
-    """Those of `registry.rates_of`, over the process groups that `worker.join` makes."""
+def hardware_of_run(backend: Backend, ranks: int, file: str, dtype: str, head_dim: int) -> HardwareSpec:
+    """Those of `registry.hardware_of`, over the process groups that `worker.join` makes."""
     first = ranks > 1 and supports_high_priority(backend)
-    return rates_of(backend, ranks, file=file, dtype=dtype, head_dim=head_dim, high_priority=first)
+    return hardware_of(backend, ranks, file=file, dtype=dtype, head_dim=head_dim, high_priority=first)
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -171,7 +171,7 @@ class Job(Saved):
     layout: str
     dtype: str
     threads: int
-    inner: int | None = None
+    ranks_per_node: int | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     recompute: bool = False
     profile: str = ""

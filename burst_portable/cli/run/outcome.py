@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from burst_portable import __version__
-from burst_portable.backends.base import Backend, Rates
+from burst_portable.backends.base import Backend, HardwareSpec
 from burst_portable.backends.selection import load
 from burst_portable.cli.plan_facts import plan_facts
-from burst_portable.cli.run.job import Job, rates_of_run
+from burst_portable.cli.run.job import Job, hardware_of_run
 from burst_portable.cli.run.setup import Prepared, utilisation
 from burst_portable.cli.run.train import PHASES, Course, Gradients, Outcome, course_of
 from burst_portable.config import from_environment
@@ -100,7 +100,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],
         "peak_memory_bytes": [o.peak_memory_bytes for o in outcomes],
         "device_memory": backend.capabilities.streams,
-        "plan": plan_facts(prepared.plan, _rates(prepared, backend), 0),
+        "plan": plan_facts(prepared.plan, _hardware(prepared, backend), 0),
         "device": platform.processor() or platform.machine(),
         "versions": {
             "python": platform.python_version(),
@@ -156,10 +156,10 @@ def _compared(job: Job, course: Course, alone: Course | None, gradients: Apart |
     }
 
 
-def _rates(prepared: Prepared, backend: Backend) -> Rates:
-    """The rates for predictions: those of BURST_RATES, or what is known of such machines."""
+def _hardware(prepared: Prepared, backend: Backend) -> HardwareSpec:
+    """The rates for predictions: those of BURST_HARDWARE_SPEC, or what is known of such machines."""
     job, head_dim = prepared.job, prepared.plan.call.head_dim
-    return rates_of_run(backend, job.ranks, from_environment().rates, job.dtype, head_dim)
+    return hardware_of_run(backend, job.ranks, from_environment().hardware_spec, job.dtype, head_dim)
 
 
 def _speed(prepared: Prepared, outcomes: Sequence[Outcome], courses: Sequence[Course], alone: Course | None) -> Facts:

@@ -14,7 +14,7 @@ from torch.nn import Embedding
 from burst_portable.backends.base import Backend
 from burst_portable.cli.backends import choose_backend
 from burst_portable.cli.flags import asked_strategy
-from burst_portable.cli.run.job import DTYPES, Job, check_memory, check_numbers, check_processes, cores, rates_of_run
+from burst_portable.cli.run.job import DTYPES, Job, check_memory, check_numbers, check_processes, cores, hardware_of_run
 from burst_portable.cli.run.models import (
     check_tokens,
     checkpoint_of,
@@ -44,8 +44,8 @@ def model_flops(config: Any, model: Any, *, seq_len: int, batch: int, scoring: b
     if any(getattr(config, name, None) for name in _EXPERTS):
         return None
     sizes = sizes_of(config)
-    area = sum(mask.area(seq_len) for mask in masks_of_layers(config))
-    forward = 2 * seq_len * _multiplied(model) + 4 * area * sizes["heads"] * sizes["head_dim"]
+    num_pairs = sum(mask.num_pairs(seq_len) for mask in masks_of_layers(config))
+    forward = 2 * seq_len * _multiplied(model) + 4 * num_pairs * sizes["heads"] * sizes["head_dim"]
     return batch * forward * (1 if scoring else 3)
 
 
@@ -98,7 +98,7 @@ def prepare(
     scoring: bool,
     backend: str,
     strategy: str,
-    inner: int | None,
+    ranks_per_node: int | None,
     options: Mapping[str, object],
     layout: str,
     dtype: str,
@@ -123,8 +123,8 @@ def prepare(
     sketch = _checked_outline(config, seq_len, scoring, recompute)
     tokens, name = tokens_of(text, checkpoint)
     check_tokens(tokens, seq_len, config.vocab_size)
-    rates = rates_of_run(chosen, ranks, settings.rates, dtype, sizes_of(config)["head_dim"])
-    planner = asked_strategy(strategy, inner, options, rates)
+    hardware = hardware_of_run(chosen, ranks, settings.hardware_spec, dtype, sizes_of(config)["head_dim"])
+    planner = asked_strategy(strategy, ranks_per_node, options, hardware)
     plan = _plan(config, seq_len, ranks, batch, planner, layout, dtype)
     about = _about(model, config, sketch)
     flops = model_flops(config, sketch, seq_len=seq_len, batch=batch, scoring=scoring)
@@ -143,7 +143,7 @@ def prepare(
         backend=chosen.name,
         device_type=chosen.capabilities.device_type,
         strategy=strategy,
-        inner=inner,
+        ranks_per_node=ranks_per_node,
         options=dict(options),
         layout=plan.layout.name,
         dtype=dtype,
@@ -209,7 +209,7 @@ def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy,
         )
         for mask in masks_of(config)
     ]
-    return max(plans, key=lambda plan: plan.call.area)
+    return max(plans, key=lambda plan: plan.call.num_pairs)
 
 
 def _check_memory(job: Job, about: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome
     device = device_of(job.device_type, place.local_rank)
     join_launched(job.backend, place)
     try:
-        mesh = Mesh.from_group(inner=job.inner, backend=job.backend)
+        mesh = Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend)
         outcome, gradients = run_rank(job, mesh, device, on_step)
         return [Outcome(**one) for one in _gathered(asdict(outcome), mesh, device)], gradients
     finally:

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from burst_portable.backends.selection import load
 from burst_portable.cli.flags import asked_strategy
-from burst_portable.cli.run.job import Job, rates_of_run
+from burst_portable.cli.run.job import Job, hardware_of_run
 from burst_portable.cli.run.models import batches, build, checkpoint_of, config_of, quiet, recompute_layers, tokens_of
-from burst_portable.gradients import sum_gradients, sum_over_ranks
+from burst_portable.gradients import all_reduce, all_reduce_gradients
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.mesh import Mesh
@@ -60,7 +60,7 @@ class Sharded:
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the ranks."""
-        return sum_over_ranks(x, self.mesh)
+        return all_reduce(x, self.mesh)
 
 
 OnStep = Callable[[Course], None]
@@ -115,7 +115,7 @@ def train_step(
     backward = perf_counter()
     kernels, waiting = (b - a for a, b in zip(before, _read(sharded), strict=True))
     if sharded is not None:
-        sum_gradients(model.parameters(), sharded.mesh)
+        all_reduce_gradients(model.parameters(), sharded.mesh)
     value = _whole(loss, sharded)
     summed = perf_counter()
     optimizer.step()
@@ -215,8 +215,8 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
 
         def prepare(model: Any) -> Sharded:
             head_dim = sizes_of(model.config)["head_dim"]
-            rates = rates_of_run(backend, job.ranks, mesh.config.rates, job.dtype, head_dim)
-            strategy = asked_strategy(job.strategy, job.inner, job.options, rates)
+            hardware = hardware_of_run(backend, job.ranks, mesh.config.hardware_spec, job.dtype, head_dim)
+            strategy = asked_strategy(job.strategy, job.ranks_per_node, job.options, hardware)
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
             session.mark()  # making the model is not part of the first step
             return Sharded(handle, mesh, session, timed=not capabilities.streams)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burst_portable.cli.run.job import Job, without_collector
-from burst_portable.errors import BurstError, CommunicationError, DeadlineError, InputError, in_a_line
+from burst_portable.errors import BurstError, CommunicationError, CommunicationTimeoutError, InputError, in_a_line
 
 if TYPE_CHECKING:
     from burst_portable.config import Launched
@@ -71,7 +71,7 @@ def _run(path: Path, rank: int) -> None:
     try:
         outcome, gradients = run_rank(
             job,
-            Mesh.from_group(inner=job.inner, backend=job.backend),
+            Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend),
             device,
             lambda course: tell(event="step", loss=course.losses[-1], seconds=course.seconds[-1]),
         )
@@ -83,15 +83,19 @@ def _run(path: Path, rank: int) -> None:
 
 
 def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
-    """The process group of all ranks, which meet in a file of the folder; `DeadlineError` where one is missing."""
+    """Create the process group of all ranks, which meet in a file of `folder`.
+
+    Raises:
+        CommunicationTimeoutError: a rank is missing.
+    """
     import torch.distributed as dist
 
     from burst_portable.backends.selection import group_options_of, load
     from burst_portable.config import from_environment, listen_on_loopback
 
-    serving, deadline = load(backend), from_environment().deadline
+    serving, timeout = load(backend), from_environment().timeout
     process_group = serving.capabilities.process_group
-    options = group_options_of(serving, timedelta(seconds=deadline))
+    options = group_options_of(serving, timedelta(seconds=timeout))
     listen_on_loopback(process_group)
     try:
         dist.init_process_group(
@@ -102,29 +106,33 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
             **options,
         )
     except RuntimeError as error:
-        raise DeadlineError(
-            f"rank {rank}: the other ranks did not start within {deadline:g} s",
+        raise CommunicationTimeoutError(
+            f"rank {rank}: the other ranks did not start within {timeout:g} s",
             got=in_a_line(error),
-            next_step="give them more time with BURST_DEADLINE, in seconds",
+            next_step="give them more time with BURST_TIMEOUT, in seconds",
         ) from error
 
 
 def join_launched(backend: str, place: Launched) -> None:
-    """The process group of the ranks that a launcher has started. Raises `DeadlineError` where they do not meet."""
+    """Create the process group of the ranks that a launcher has started.
+
+    Raises:
+        CommunicationTimeoutError: a rank is missing.
+    """
     import torch.distributed as dist
 
     from burst_portable.backends.selection import group_options_of, load
     from burst_portable.config import from_environment
 
-    serving, deadline = load(backend), from_environment().deadline
-    options = group_options_of(serving, timedelta(seconds=deadline))
+    serving, timeout = load(backend), from_environment().timeout
+    options = group_options_of(serving, timedelta(seconds=timeout))
     try:
         dist.init_process_group(serving.capabilities.process_group, **options)
     # Names that do not resolve, ports that are taken, ranks that do not come: torch has an error for each.
     except (RuntimeError, ValueError) as error:
         next_step = f"see that every rank starts, and that it reaches {place.meeting} (MASTER_ADDR, MASTER_PORT)"
-        raise DeadlineError(
-            f"the ranks did not meet at {place.meeting} within {deadline:g} s",
+        raise CommunicationTimeoutError(
+            f"the ranks did not meet at {place.meeting} within {timeout:g} s",
             got=in_a_line(error),
             next_step=next_step,
         ) from error

@@ -53,10 +53,10 @@ def judged(case: Case, x: Inputs, answer: Answer, rounding: float = 0.0) -> Outc
     """Compare an answer with the oracle's. `rounding`: see `kernels.base.Kernel`."""
     exact, plain = expected(case, x)
     extra = 0.0 if case.values == "usual" else error_of_weights(exact, case.dtype, rounding)
-    return Outcome(errors(answer, exact, plain, case.dtype, extra, rounding), blind_rows(answer, exact))
+    return Outcome(errors(answer, exact, plain, case.dtype, extra, rounding), fully_masked_tokens(answer, exact))
 
 
-def blind_rows(answer: Answer, exact: Answer) -> str:
+def fully_masked_tokens(answer: Answer, exact: Answer) -> str:
     """Say what is wrong with rows that see nothing and with keys that no row sees: they must be exactly 0."""
     blind = exact.lse.transpose(1, 2) == float("-inf")
     unseen = (exact.dv == 0).all(-1) & (exact.dk == 0).all(-1)

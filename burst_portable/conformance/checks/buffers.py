@@ -51,10 +51,10 @@ class Delayed(WrappedTransport):
     On a device with streams, each post is also put behind work of random length on the stream that is current.
     """
 
-    def __init__(self, inner: Transport, seed: int, seconds: float, *, streams: bool) -> None:
-        super().__init__(inner)
+    def __init__(self, wrapped: Transport, seed: int, seconds: float, *, streams: bool) -> None:
+        super().__init__(wrapped)
         self._seconds, self._streams = seconds, streams
-        self._chance = random.Random(1000 * seed + inner.rank)
+        self._chance = random.Random(1000 * seed + wrapped.rank)
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
@@ -62,7 +62,7 @@ class Delayed(WrappedTransport):
         if self._streams and (messages := (*sends, *receives)):
             _keep_busy(messages[0].buffer.device, self._chance.randrange(4))
         time.sleep(self._chance.random() * self._seconds)
-        leaving, arriving = self._inner.post(sends, receives, label)
+        leaving, arriving = self._wrapped.post(sends, receives, label)
         late = [[_Late(handle, self._chance, self._seconds) for handle in group] for group in (leaving, arriving)]
         return list(late[0]), list(late[1])
 
@@ -78,8 +78,8 @@ def _keep_busy(device: torch.device, rounds: int) -> None:
 class LateInputs(WrappedKernel):
     """A kernel whose tensors are written right before it is called, behind work that keeps the current stream busy."""
 
-    def __init__(self, inner: Kernel, rounds: int) -> None:
-        super().__init__(inner)
+    def __init__(self, wrapped: Kernel, rounds: int) -> None:
+        super().__init__(wrapped)
         self._rounds = rounds
 
     def attend(

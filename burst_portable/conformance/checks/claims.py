@@ -104,9 +104,9 @@ def _names(subject: Subject) -> str:
     return "a kernel that is none was found"
 
 
-def _rates(subject: Subject) -> str:
-    rates = subject.backend.capabilities.rates
-    return "" if rates.tflops > 0 and rates.gbps > 0 else f"rates must be above 0: {rates}"
+def _hardware(subject: Subject) -> str:
+    hardware = subject.backend.capabilities.hardware
+    return "" if hardware.tflops > 0 and hardware.intra_node_bandwidth > 0 else f"rates must be above 0: {hardware}"
 
 
 def _direct_transport(subject: Subject) -> str:
@@ -124,7 +124,7 @@ _ASKED: dict[str, Callable[[Subject], str]] = {
     "process-group": _process_group,
     "streams": _streams,
     "kernel-names": _names,
-    "rates": _rates,
+    "hardware": _hardware,
     "direct-transport": _direct_transport,
 }
 

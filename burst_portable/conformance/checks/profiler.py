@@ -134,11 +134,11 @@ class _Held(WrappedKernel):
 
     def attend(self, *args: Any, **options: Any) -> State:
         time.sleep(HELD)
-        return self.inner.attend(*args, **options)
+        return self.wrapped.attend(*args, **options)
 
     def forward_single_call(self, *args: Any, **options: Any) -> State:
         time.sleep(HELD)
-        return self.inner.forward_single_call(*args, **options)
+        return self.wrapped.forward_single_call(*args, **options)
 
 
 @contextmanager

@@ -6,11 +6,11 @@
     inputs = handle.shard(input_ids)  # this rank's rows, labels shifted before the cut
     loss = model(**inputs).loss  # this rank's part of the mean over all tokens
     loss.backward()
-    sum_gradients(model.parameters(), mesh)  # now every rank has one device's gradients
+    all_reduce_gradients(model.parameters(), mesh)  # now every rank has one device's gradients
 """
 
-from burst_portable.gradients import sum_gradients, sum_over_ranks
+from burst_portable.gradients import all_reduce, all_reduce_gradients
 from burst_portable.integrations.transformers.checks import check_model
-from burst_portable.integrations.transformers.parallel import Parallel, parallelize
+from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
 
-__all__ = ["Parallel", "check_model", "parallelize", "sum_gradients", "sum_over_ranks"]
+__all__ = ["ShardedModel", "all_reduce", "all_reduce_gradients", "check_model", "parallelize"]

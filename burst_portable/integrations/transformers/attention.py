@@ -36,7 +36,7 @@ class CallSequence:
 
     seq_len: int
     layout: Layout
-    documents: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
     padded: bool = False
 
 
@@ -87,7 +87,7 @@ def attend(
     try:
         sequence = _sequence(state, attention_mask)
         _refuse(sequence, attention_mask.band, dropout, query, key, others)
-        mask = mask_of(attention_mask.band, sequence.seq_len, sequence.documents)
+        mask = mask_of(attention_mask.band, sequence.seq_len, sequence.cu_seqlens)
     except Exception as refusal:
         broadcast_error(state.mesh, refusal, query)
         raise
@@ -132,7 +132,7 @@ def _refuse(
         raise UnsupportedError(
             "padding under a mask that sees later tokens",
             got=band,
-            next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
+            next_step="pass sequences without padding, or packed documents (see ShardedModel.shard)",
         )
     if dropout:
         raise UnsupportedError(

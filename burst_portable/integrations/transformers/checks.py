@@ -31,7 +31,7 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
             "this attention_mask cannot be expressed",
             got="padding" if isinstance(mask, Tensor) and mask.dim() == 2 else type(mask).__name__,
             allowed="none, or [batch, tokens] without a zero",
-            next_step="give the mask to handle.shard, or pack documents (see Parallel.shard)",
+            next_step="give the mask to handle.shard, or pack documents (see ShardedModel.shard)",
         )
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise UnsupportedError("a sharded model keeps no cache, so it cannot generate; elsewhere, pass use_cache=False")
@@ -55,7 +55,7 @@ def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) ->
             "position_ids are not those of this rank's rows",
             got=f"{tuple(given.shape)}, from {given.flatten()[0].item()}" if given.numel() else "none",
             allowed=f"{expected.shape[0]} positions, from {expected[0].item()}",
-            next_step="leave them out; packed documents are named with documents=(0, end, ...)",
+            next_step="leave them out; packed documents are named with cu_seqlens=(0, end, ...)",
         )
     return given
 
@@ -125,10 +125,10 @@ def drops_layers(model: nn.Module) -> bool:
 
 def check_layerdrop(model: Any) -> None:
     """Refuse to train with layers that are left out at random: ranks would leave out different ones."""
-    if rates := [m.layerdrop for m in model.modules() if m.training and getattr(m, "layerdrop", 0)]:
+    if hardware := [m.layerdrop for m in model.modules() if m.training and getattr(m, "layerdrop", 0)]:
         raise UnsupportedError(
             "layers that are dropped at random, which each rank draws for itself",
-            got=f"layerdrop={max(rates)}",
+            got=f"layerdrop={max(hardware)}",
             allowed=0,
             next_step="set layerdrop=0 in the config that the model is made from",
         )

@@ -42,20 +42,20 @@ class Layouts:
                 mesh, strategy, like.device.type, **sizes_of(model.config), dtype=dtype, kernel=kernel
             )
 
-    def of(self, length: int, documents: tuple[int, ...] | None) -> Layout:
+    def of(self, length: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
         """The layout of `length` tokens, with documents that end at these positions."""
         if self.name != "auto" or self._ranks == 1:
-            return _named("zigzag" if self.name == "auto" else self.name, length, self._ranks, documents)
-        key = length, documents
+            return _named("zigzag" if self.name == "auto" else self.name, length, self._ranks, cu_seqlens)
+        key = length, cu_seqlens
         if key not in self._kept:
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
-            self._kept[key] = self._cheapest(length, documents)
+            self._kept[key] = self._cheapest(length, cu_seqlens)
         return self._kept[key]
 
-    def _cheapest(self, length: int, documents: tuple[int, ...] | None) -> Layout:
-        masks = masks_of(self._config) if documents is None else [_packed(length, documents)]
-        most = max(masks, key=lambda mask: mask.area(length))
+    def _cheapest(self, length: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
+        masks = masks_of(self._config) if cu_seqlens is None else [_packed(length, cu_seqlens)]
+        most = max(masks, key=lambda mask: mask.num_pairs(length))
         made = plan(
             seq_len=length, ranks=self._ranks, **sizes_of(self._config), mask=most, strategy=self._strategy,
             layout="auto",
@@ -107,16 +107,16 @@ def masks_of_layers(config: Any) -> list[Mask]:
     return [masks.get(kind) or Mask.causal() for kind in kinds]
 
 
-def _packed(length: int, documents: tuple[int, ...]) -> Mask:
-    mask = Mask.documents(documents)
+def _packed(length: int, cu_seqlens: tuple[int, ...]) -> Mask:
+    mask = Mask.documents(cu_seqlens)
     mask.check_lengths(length, length)
-    if documents[-1] != length:
-        raise InputError("documents end before the sequence", got=documents[-1], allowed=length)
+    if cu_seqlens[-1] != length:
+        raise InputError("documents end before the sequence", got=cu_seqlens[-1], allowed=length)
     return mask
 
 
 @lru_cache(maxsize=256)
-def _named(name: str, length: int, ranks: int, documents: tuple[int, ...] | None) -> Layout:
+def _named(name: str, length: int, ranks: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
     # A sequence without documents is one document.
-    mask = _packed(length, (0, length) if documents is None else documents)
+    mask = _packed(length, (0, length) if cu_seqlens is None else cu_seqlens)
     return make_layout(name, length, ranks, mask if name in OF_DOCUMENTS else None)

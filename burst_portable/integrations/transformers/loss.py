@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.gradients import sum_over_ranks
+from burst_portable.gradients import all_reduce
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.torch_modes import never_compiled
@@ -189,7 +189,7 @@ def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh) -> Tens
         counts[:experts] += torch.nn.functional.one_hot(chosen, experts).sum(dim=(0, 1))
         counts[experts] += logits.shape[0]
         probability = probability + weights.float().sum(dim=0)
-    counts = sum_over_ranks(counts, mesh)
+    counts = all_reduce(counts, mesh)
     share, rows = counts[:experts] / counts[experts], counts[experts]
     return experts * (share * probability).sum() / rows
 

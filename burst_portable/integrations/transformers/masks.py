@@ -78,7 +78,7 @@ def wanted_mask(
     if attention_mask is not None and not bool(attention_mask.all()):  # some models make one of ones
         raise UnsupportedError(
             "a padding mask reached a sharded attention",
-            next_step="give the mask to handle.shard, or pack documents (see Parallel.shard)",
+            next_step="give the mask to handle.shard, or pack documents (see ShardedModel.shard)",
         )
     # A static cache hands over its offset as a tensor; comparing it is enough to refuse it.
     if q_length != kv_length or bool(q_offset != 0) or bool(kv_offset != 0):
@@ -140,7 +140,7 @@ def _all_of(parts: tuple[Callable[..., Any], ...]) -> Band:
 
 
 @lru_cache(maxsize=256)
-def mask_of(band: Band, seq_len: int, documents: tuple[int, ...] | None) -> Mask:
+def mask_of(band: Band, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> Mask:
     """The mask of a band over a sequence, the same object each time (plans are looked up by it).
 
     Raises `UnsupportedError` where documents and the band do not go together.
@@ -148,13 +148,13 @@ def mask_of(band: Band, seq_len: int, documents: tuple[int, ...] | None) -> Mask
     lo, hi = band.lo, band.hi
     causal, open_left = lo == 0, hi >= UNBOUNDED
     if band.chunk is not None:
-        if documents is not None:
+        if cu_seqlens is not None:
             raise UnsupportedError("packed documents and a chunked mask: releases of transformers differ on what it is")
-        documents = (*range(0, seq_len, band.chunk), seq_len)
-    if documents is not None:
+        cu_seqlens = (*range(0, seq_len, band.chunk), seq_len)
+    if cu_seqlens is not None:
         if not causal and lo != -hi:
             raise UnsupportedError("documents with this band", got=f"{lo} <= q - k <= {hi}")
-        return Mask.documents(documents, causal=causal, window=None if open_left else hi)
+        return Mask.documents(cu_seqlens, causal=causal, window=None if open_left else hi)
     if causal:
         return Mask.causal() if open_left else Mask.window(hi)
     return Mask.full() if open_left and lo <= -UNBOUNDED else Mask.window(hi, -lo)
@@ -184,7 +184,7 @@ def has_padding(attention_mask: Tensor | None, input_ids: Tensor, labels: Tensor
     if bool((token[:, 1:] & ~token[:, :-1]).any()):
         raise UnsupportedError(
             "padding before a token, which would see it",
-            next_step="pad at the end of rows (padding_side='right'), or pack documents (see Parallel.shard)",
+            next_step="pad at the end of rows (padding_side='right'), or pack documents (see ShardedModel.shard)",
         )
     if bool(((input_ids if labels is None else labels) != -100)[~token].any()):
         raise InputError("labels on padding", allowed="-100", next_step="labels.masked_fill(attention_mask == 0, -100)")

@@ -33,10 +33,10 @@ from burst_portable.integrations.transformers.loss import (
 )
 from burst_portable.integrations.transformers.masks import check_padded_model, has_padding, wanted_mask
 from burst_portable.layout import Layout
-from burst_portable.mask import cumulative_lengths
+from burst_portable.mask import checked_cu_seqlens
 from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.runtime.validation import broadcast_error, check_tensor
-from burst_portable.sharding import positions, shard, shard_batch
+from burst_portable.sharding import local_position_ids, shard, shard_batch
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.utils.torch_modes import never_compiled
@@ -82,14 +82,14 @@ def parallelize(
     layout: str = "zigzag",
     seq_len: int | None = None,
     kernel: str = "auto",
-) -> Parallel:
+) -> ShardedModel:
     """Run an unedited transformers model with its sequence sharded over the ranks of a mesh.
 
     Every rank calls the model with its own rows: ``model(**handle.shard(input_ids))``. Everything but attention works
     on rows alone; attention sees the whole sequence. What the model's masks mean is mapped to ours or refused.
 
     Args:
-        model: a decoder of transformers; it is changed in place, and restored by `Parallel.undo`.
+        model: a decoder of transformers; it is changed in place, and restored by `ShardedModel.undo`.
         mesh: as `attention` takes it; None is the default process group.
         strategy, layout, kernel: as `attention` takes them; the layout by name, or "auto": the one that is predicted to
             be the fastest for each sequence, with the strategy, on the device that the model is on now.
@@ -102,10 +102,10 @@ def parallelize(
         InputError: no transformers model, or one that is parallelized already, as a whole or in part; unknown names.
         UnsupportedError: a model that cannot be sharded, with the reason.
     """
-    return Parallel(model, mesh, strategy=strategy, layout=layout, seq_len=seq_len, kernel=kernel)
+    return ShardedModel(model, mesh, strategy=strategy, layout=layout, seq_len=seq_len, kernel=kernel)
 
 
-class Parallel:
+class ShardedModel:
     """A parallelized model's handle, and what its modules know. See `parallelize`.
 
     Attributes:
@@ -143,7 +143,7 @@ class Parallel:
         self._drops_layers = drops_layers(model)
         self._install()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """A copied model works on the same mesh; groups and transports cannot be copied."""
         return self
 
@@ -183,7 +183,7 @@ class Parallel:
         """Whether labels are shifted, so that a token is held to the next one: in all but encoders."""
         return shifts_labels(loss_of(self.model))
 
-    def __enter__(self) -> Parallel:
+    def __enter__(self) -> ShardedModel:
         return self
 
     def __exit__(
@@ -198,7 +198,7 @@ class Parallel:
         input_ids: Tensor,
         labels: Tensor | None = None,
         *,
-        documents: Any = None,
+        cu_seqlens: Any = None,
         attention_mask: Tensor | None = None,
     ) -> dict[str, Any]:
         """This rank's arguments for the model, from a batch that every rank has whole.
@@ -210,14 +210,14 @@ class Parallel:
             input_ids: ``[B, N]``, the same on every rank.
             labels: ``[B, N]``, as the model takes them on one device, -100 where there is none. None takes
                 `input_ids`, or no labels where the model does not shift them (encoders).
-            documents: cumulative lengths of packed documents, the same for each row of the batch: a sequence of ints,
+            cu_seqlens: cumulative lengths of packed documents, the same for each row of the batch: a sequence of ints,
                 an array or a tensor.
             attention_mask: ``[B, N]``, 0 where there is padding, which must be at the end of its row and have the
                 label -100. Outputs are one device's where there is a token.
 
         Returns:
             input_ids, position_ids, labels and (where labels are shifted) shift_labels ``[B, S]``,
-            num_items_in_batch, seq_len, documents, and padded, if there is padding.
+            num_items_in_batch, seq_len, cu_seqlens, and padded, if there is padding.
 
         Raises `InputError` for what does not go together, and after `undo`: the model would take its rows for all.
         """
@@ -228,16 +228,16 @@ class Parallel:
         for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
             if x is not None or name == "input_ids":
                 check_tensor(name, x)
-        bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
-        where = self._cut(input_ids, bounds)
-        inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "documents": bounds}
+        cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
+        where = self._cut(input_ids, cu_seqlens)
+        inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
         if has_padding(attention_mask, input_ids, labels):
             inputs["padded"] = True
-        batch = shard_batch(input_ids, labels, documents=bounds, mesh=self.mesh, layout=where)
+        batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=where)
         if self.shifted:
             held = (input_ids if labels is None else labels) != -100
             # The first token of a document is nobody's next one.
-            first = torch.tensor((bounds or (0, input_ids.shape[1]))[:-1], device=held.device)
+            first = torch.tensor((cu_seqlens or (0, input_ids.shape[1]))[:-1], device=held.device)
             count = held.sum() - held[:, first].sum()
             inputs["shift_labels"] = batch["labels"]
         elif labels is not None:
@@ -248,19 +248,19 @@ class Parallel:
             return batch | inputs
         return batch | inputs | {"num_items_in_batch": count}
 
-    def _cut(self, input_ids: Tensor, documents: tuple[int, ...] | None) -> Layout:
+    def _cut(self, input_ids: Tensor, cu_seqlens: tuple[int, ...] | None) -> Layout:
         if input_ids.dim() != 2:
             raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape))
-        return self.layout_of(input_ids.shape[1], documents)
+        return self.layout_of(input_ids.shape[1], cu_seqlens)
 
-    def layout_of(self, seq_len: int, documents: Any = None) -> Layout:
+    def layout_of(self, seq_len: int, cu_seqlens: Any = None) -> Layout:
         """Which rows of a sequence each rank holds; what `unshard` puts outputs together by.
 
         Args:
-            seq_len, documents: of the sequence, as `shard` is given it.
+            seq_len, cu_seqlens: of the sequence, as `shard` is given it.
         """
         return self._layouts.of(
-            seq_len, None if documents is None else tuple(cumulative_lengths("documents", documents))
+            seq_len, None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
         )
 
     # ------------------------------------------------------------------------------------------------ the hooks
@@ -287,11 +287,11 @@ class Parallel:
 
     def _prepare(self, module: Any, kwargs: dict[str, Any]) -> CallSequence:
         """The sequence of a call with these arguments, which become those of a shard. Raises for what is refused."""
-        seq_len, documents, padded = (kwargs.pop(name, None) for name in ("seq_len", "documents", "padded"))
+        seq_len, cu_seqlens, padded = (kwargs.pop(name, None) for name in ("seq_len", "cu_seqlens", "padded"))
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise ShapeError("a sharded model takes input_ids [batch, rows] or inputs_embeds", got=type(tokens))
-        sequence = self._sequence(tokens.shape[1], seq_len, documents, bool(padded))
+        sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
         check_positions(module.config, sequence.seq_len)
         check_arguments(kwargs)
         if padded:
@@ -344,11 +344,11 @@ class Parallel:
         """Whether the others have attentions of this call before them that did not begin here."""
         return self.attended < self._attentions and not self.attending
 
-    def _sequence(self, rows: int, seq_len: int | None, documents: Any, padded: bool) -> CallSequence:
+    def _sequence(self, rows: int, seq_len: int | None, cu_seqlens: Any, padded: bool) -> CallSequence:
         seq_len = self.seq_len if seq_len is None else seq_len
         length = rows * self.mesh.size if seq_len is None else size("seq_len", seq_len)
-        bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
-        layout = self.layout_of(length, bounds)
+        cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
+        layout = self.layout_of(length, cu_seqlens)
         if layout.count(self.mesh.rank) != rows:
             raise LayoutError(
                 f"rank {self.mesh.rank} got another number of tokens than the layout {self.layout!r} gives it",
@@ -356,14 +356,14 @@ class Parallel:
                 allowed=f"{layout.count(self.mesh.rank)} of {length} on {self.mesh.size} ranks",
                 next_step="call the model with handle.shard(input_ids), or name seq_len",
             )
-        return CallSequence(length, layout, bounds, padded)
+        return CallSequence(length, layout, cu_seqlens, padded)
 
     def _positions(self, sequence: CallSequence, device: torch.device) -> Tensor:
         """Position ids of this rank's rows, ``[S]``, counted from the start of the document if there are documents."""
-        where = positions(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
-        if sequence.documents is None:
+        where = local_position_ids(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
+        if sequence.cu_seqlens is None:
             return where
-        starts = torch.tensor(sequence.documents[:-1], device=device)
+        starts = torch.tensor(sequence.cu_seqlens[:-1], device=device)
         return where - starts[torch.searchsorted(starts, where, right=True) - 1]
 
 

@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.integrations.transformers.checks import check_arguments
-from burst_portable.integrations.transformers.parallel import Parallel
+from burst_portable.integrations.transformers.parallel import ShardedModel
 
 
 class ShardingCollator:
@@ -28,21 +28,21 @@ class ShardingCollator:
     end of rows, or refused.
     """
 
-    def __init__(self, handle: Parallel, collator: Any) -> None:
+    def __init__(self, handle: ShardedModel, collator: Any) -> None:
         self.handle, self.collator = handle, collator
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         batch = dict(self.collator(examples))
         mask = batch.pop("attention_mask", None)
         check_arguments(batch)
-        documents = documents_of(batch.pop("position_ids", None))
+        cu_seqlens = documents_of(batch.pop("position_ids", None))
         ids, labels = batch.pop("input_ids"), batch.pop("labels", None)
-        _leave_out_packing(batch, documents or (0, ids.shape[1]))
+        _leave_out_packing(batch, cu_seqlens or (0, ids.shape[1]))
         if batch:
             raise UnsupportedError("the collator makes what we do not know how to cut", got=", ".join(sorted(batch)))
         if labels is None:
             raise InputError("the collator makes no labels; DataCollatorForLanguageModeling(mlm=False) does")
-        inputs = self.handle.shard(ids, labels, documents=documents, attention_mask=mask)
+        inputs = self.handle.shard(ids, labels, cu_seqlens=cu_seqlens, attention_mask=mask)
         del inputs["num_items_in_batch"]  # Trainer counts over all ranks and all batches of a step
         return {name: x for name, x in inputs.items() if x is not None}
 
@@ -92,8 +92,8 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
             model's own; NEFTune.
     """
 
-    def __init__(self, handle: Parallel, **arguments: Any) -> None:
-        if not isinstance(handle, Parallel):
+    def __init__(self, handle: ShardedModel, **arguments: Any) -> None:
+        if not isinstance(handle, ShardedModel):
             next_step = "SequenceTrainer(parallelize(model, mesh), args=...)"
             raise InputError(
                 "the first argument is the handle of a model", got=type(handle).__name__, next_step=next_step
@@ -166,7 +166,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
 
 
-def _numbered(handle: Parallel) -> tuple[int, int]:
+def _numbered(handle: ShardedModel) -> tuple[int, int]:
     """How many sequences there are at a time, and which of them is this rank's."""
     if not dist.is_initialized():
         return 1, 0

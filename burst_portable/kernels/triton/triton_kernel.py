@@ -68,7 +68,7 @@ class TritonKernel(Kernel):
     def supports(self, call: AttentionCall) -> Support:
         if torch_dtype(call) not in DTYPES:
             return Support(False, f"{call.dtype} is not among float16, bfloat16 and float32")
-        largest = max(call.head_dim, call.value_dim)
+        largest = max(call.head_dim, call.v_head_dim)
         if largest > LARGEST_HEAD:
             return Support(False, f"head size {largest} is larger than {LARGEST_HEAD}")
         if call.heads % call.kv_heads:
@@ -323,10 +323,10 @@ class TritonKernel(Kernel):
 # --------------------------------------------------------------------------------------------- helpers
 
 
-def _new_state(q: Tensor, value_dim: int, dtype: torch.dtype) -> State:
+def _new_state(q: Tensor, v_head_dim: int, dtype: torch.dtype) -> State:
     """Return memory for (out, LSE), out in `dtype`. The kernel writes every row."""
     batch, rows, heads, _ = q.shape
-    out = torch.empty(batch, rows, heads, value_dim, dtype=dtype, device=q.device)
+    out = torch.empty(batch, rows, heads, v_head_dim, dtype=dtype, device=q.device)
     return out, torch.empty(batch, heads, rows, dtype=accumulation_dtype(dtype), device=q.device)
 
 

@@ -110,7 +110,7 @@ _TOLD: Mapping[str, tuple[str, ...]] = {
     "plan: FLOPs over the bytes of each row read or written once": ("intensity",),
     "estimate: the plan's cost at the rates that `plans` names; it knows no contention and no slow neighbour": (
         *("predicted", "planned_flop_rate", "planned_bandwidth", "seconds", "compute_seconds", "link_seconds"),
-        *("memory", "received", "tflops", "gbps"),
+        *("memory", "received", "tflops", "intra_node_bandwidth"),
     ),
     "estimate: the vendor's data sheet, or a short measurement on this machine, as the peak's source says": (
         *("peak", "memory_bandwidth"),

@@ -161,11 +161,11 @@ def _collective_keys(one: RankRecords, table: Table) -> list[tuple[int, ...]]:
 
     Agreements are among all ranks, exchanges among those of a node that share heads out.
     """
-    shares = {(iteration, call): one.plans[plan].get("inner", 0) for iteration, call, plan in one.calls}
+    shares = {(iteration, call): one.plans[plan].get("head_parallel_size", 0) for iteration, call, plan in one.calls}
     keys = []
     for *place, agreement in np.stack([table[name] for name in _COLLECTIVE], axis=1).tolist():
-        inner = 0 if agreement else shares.get((place[0], place[1]), 0)
-        keys.append((*place, one.rank // inner if inner else 0, agreement))
+        head_parallel_size = 0 if agreement else shares.get((place[0], place[1]), 0)
+        keys.append((*place, one.rank // head_parallel_size if head_parallel_size else 0, agreement))
     return keys
 
 

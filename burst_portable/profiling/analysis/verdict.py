@@ -97,7 +97,7 @@ def _chunk(report: Report) -> str:
     plan = report["plans"][0]
     planned = [rank[name] for rank in plan["ranks_planned"] for name in PASSES]
     link, received = (sum(one.get(key, 0.0) for one in planned) for key in ("link_seconds", "received"))
-    if not link or received / (plan["rates"]["gbps"] * 1e9) > (1 - _LATENCY) * link:
+    if not link or received / (plan["hardware"]["intra_node_bandwidth"] * 1e9) > (1 - _LATENCY) * link:
         return ""
     mean = bytes_text(size / messages)
     return f"send larger messages: of {mean} each, latency costs more than bytes; more tokens per rank, or fewer ranks"
@@ -178,9 +178,9 @@ def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
         excess = took = 0.0
         for name in PASSES:
             mine, others = rank["passes"][name], [r["passes"][name] for r in report["ranks"] if r is not rank]
-            rates = [o["compute"] / o["flops"] for o in others if o["flops"]]
-            if mine["flops"] and rates:
-                excess += mine["compute"] - mine["flops"] * median(rates)
+            hardware = [o["compute"] / o["flops"] for o in others if o["flops"]]
+            if mine["flops"] and hardware:
+                excess += mine["compute"] - mine["flops"] * median(hardware)
                 took += mine["compute"]
         number = rank["rank"]
         excess -= max(0, late.get(number, 0))  # its device stood, and did not compute

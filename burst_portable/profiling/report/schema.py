@@ -118,7 +118,7 @@ _REPORT: dict[str, Any] = {
         {
             **dict.fromkeys(("strategy", "layout", "mask"), _text),
             **dict.fromkeys(_SIZES, _whole),
-            "rates": {"tflops": _number, "gbps": _number},
+            "hardware": {"tflops": _number, "intra_node_bandwidth": _number},
         }
     ],
     "prediction": [{"rank": _whole, "pass": _text, "predicted": _number, "measured": _number}],

@@ -152,13 +152,16 @@ def peaks_text(data: dict[str, Any]) -> list[str]:
     ]
 
 
-def rates_text(data: dict[str, Any]) -> list[str]:
+def hardware_text(data: dict[str, Any]) -> list[str]:
     """What plans are predicted with and who says so: no bound on what a device can do, and often a guess."""
     lines = []
-    for rates in (plan["rates"] for plan in data["plans"]):
-        source = rates.get("source", "")
+    for hardware in (plan["hardware"] for plan in data["plans"]):
+        source = hardware.get("source", "")
         whose = f" ({source})" if isinstance(source, str) and source and source.isprintable() else ""
-        flops, bandwidth = scaled(rates["tflops"] * 1e12, "FLOP/s"), scaled(rates["gbps"] * 1e9, "B/s")
+        flops, bandwidth = (
+            scaled(hardware["tflops"] * 1e12, "FLOP/s"),
+            scaled(hardware["intra_node_bandwidth"] * 1e9, "B/s"),
+        )
         lines.append(f"{flops} and {bandwidth} a rank{whose}")
     return list(dict.fromkeys(lines))
 
@@ -220,9 +223,9 @@ def markdown(data: dict[str, Any]) -> str:
     if data.get("achieved"):
         lines += ["", "| rank | pass | in kernels | planned | of the roofline |", "| ---: | --- | ---: | ---: | ---: |"]
         for row in data["achieved"][: 2 * _RANKS]:
-            rates = (scaled(row[key], "FLOP/s") if row[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
-            lines.append(f"| {row['rank']} | {row['pass']} | {' | '.join(rates)} | {roofline_text(row)} |")
-        lines += ["", *(f"Planned for {line}." for line in rates_text(data))]
+            hardware = (scaled(row[key], "FLOP/s") if row[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
+            lines.append(f"| {row['rank']} | {row['pass']} | {' | '.join(hardware)} | {roofline_text(row)} |")
+        lines += ["", *(f"Planned for {line}." for line in hardware_text(data))]
         lines += ["", *(f"Peaks of {line}." for line in peaks_text(data))]
     if data["losses"]:
         lines += ["", "| lost | of the run | what |", "| ---: | ---: | --- |"]

@@ -19,9 +19,9 @@ from burst_portable.profiling.report.tables import (
     LIGHT,
     NAMES,
     drift_text,
+    hardware_text,
     loss_name,
     peaks_text,
-    rates_text,
     step_rows,
     traced_rows,
 )
@@ -61,7 +61,7 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
         say.print(f"  shortest of {ablated[0]['repeat']} runs; hidden: what either hides of the other", style="dim")
     if data.get("achieved"):
         say.print(_achieved(data["achieved"][: 2 * _RANKS]))
-        for line in rates_text(data):
+        for line in hardware_text(data):
             _tell(say, "  planned for ", line, style="dim")
         for line in peaks_text(data):
             _tell(say, "  peaks of ", line, style="dim")
@@ -155,10 +155,10 @@ def _ablation(rows: list[dict[str, Any]]) -> Table:
 def _achieved(rows: list[dict[str, Any]]) -> Table:
     table = _table("achieved", "in kernels", "planned", "sent", "planned", "of the roofline")
     for r in rows:
-        rates = (scaled(r[key], "FLOP/s") if r[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
+        hardware = (scaled(r[key], "FLOP/s") if r[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
         sent = "-" if r["sent"] is None else bytes_text(r["sent"])
         share = "unknown" if r["of_ceiling"] is None else f"{percent(r['of_ceiling'])}, {r['bound']}"
-        table.add_row(escape(f"rank {r['rank']} {r['pass']}"), *rates, sent, bytes_text(r["planned_sent"]), share)
+        table.add_row(escape(f"rank {r['rank']} {r['pass']}"), *hardware, sent, bytes_text(r["planned_sent"]), share)
     return table
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Backend, Capabilities, Probe, Rates, require_package
+from burst_portable.backends.base import Backend, Capabilities, HardwareSpec, Probe, require_package
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.kernels.base import Kernel
@@ -22,7 +22,10 @@ class TheirBackend(Backend):
 
     name = "theirs"
     capabilities = Capabilities(
-        device_type="cpu", process_group="gloo", streams=False, rates=Rates(tflops=0.05, gbps=1.0)
+        device_type="cpu",
+        process_group="gloo",
+        streams=False,
+        hardware=HardwareSpec(tflops=0.05, intra_node_bandwidth=1.0),
     )
 
     def probe(self) -> Probe:
@@ -35,9 +38,9 @@ class TheirBackend(Backend):
         """Return the preferred kernel first. The reference kernel serves the calls that it declines."""
         return TheirKernel(), ReferenceKernel()
 
-    def transport(self, group: Any, deadline: float) -> Transport:
+    def transport(self, group: Any, timeout: float) -> Transport:
         """Connect the ranks of a group by torch.distributed over gloo."""
-        return TorchDistTransport(group, "gloo", batched=False, deadline=deadline)
+        return TorchDistTransport(group, "gloo", batched=False, timeout=timeout)
 
 
 backend = TheirBackend()

@@ -112,7 +112,7 @@ def test_long_tiles_are_cut_and_long_lists_split() -> None:
     long = Tile(0, 2_500_000, 0, 2_500_000, 0, 2_499_999)
     calls = attention.operator_calls(Tiles([long]), 1)
     assert all(t.rows <= attention.LONGEST and t.columns <= attention.LONGEST for call in calls for t in call.tiles)
-    assert sum(t.area for call in calls for t in call.tiles) == long.area
+    assert sum(t.num_pairs for call in calls for t in call.tiles) == long.num_pairs
     many = Tiles(Tile(2 * i, 2 * i + 2, 2 * i, 2 * i + 2, 0, 1) for i in range(1500))
     assert [len(call.tiles) for call in attention.operator_calls(many, 1)] == [1000, 500]
     assert [len(call.tiles) for call in attention.operator_calls(many, 3)] == [333] * 4 + [168]
@@ -172,7 +172,7 @@ DECLINED = {
     "softcap": (replace(PROBLEM, softcap=30.0), "it has no softcap"),
     "scale": (replace(PROBLEM, scale=-1.0), "it is not asked for scales that are not positive"),
     "head": (replace(PROBLEM, head_dim=769), "head size 769 is larger than 768"),
-    "value": (replace(PROBLEM, value_dim=192), "values of size 192 are larger than heads of 128"),
+    "value": (replace(PROBLEM, v_head_dim=192), "values of size 192 are larger than heads of 128"),
     "heads": (replace(PROBLEM, heads=257, kv_heads=257), "257 heads are more than 256"),
 }
 

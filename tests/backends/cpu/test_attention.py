@@ -34,14 +34,14 @@ def test_lowering_covers_every_cell_once(name):
     ("change", "reason"),
     [
         ({"device": "cuda"}, "CPU tensors"),
-        ({"value_dim": 5}, "differ from heads"),
+        ({"v_head_dim": 5}, "differ from heads"),
         ({"softcap": 30.0}, "no softcap"),
         ({"scale": -1.0}, "must be positive"),
         ({"dtype": torch.int32}, "int32"),
     ],
 )
 def test_cpu_flash_says_what_it_does_not_do(change, reason):
-    facts = {"dtype": torch.float32, "device": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
+    facts = {"dtype": torch.float32, "device": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8}
     support = CpuFlashKernel().supports(kernel_call(**{**facts, **change}))
     assert not support.ok
     assert reason in support.reason

@@ -133,7 +133,7 @@ def test_flash_attn_4_against_float64(on_hopper, flash_4):
 
 
 def problem(**changes):
-    usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
+    usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
     return kernel_call(**{**usual, "deterministic": False, **changes})
 
 
@@ -215,9 +215,9 @@ def test_traits_are_those_of_the_loaded_kernel(monkeypatch):
 
 REASONS = [
     ({"dtype": torch.float32}, "float32"),
-    ({"value_dim": 32}, "differ from heads"),
-    ({"head_dim": 68, "value_dim": 68}, "multiples of 8"),
-    ({"head_dim": 264, "value_dim": 264}, "up to"),
+    ({"v_head_dim": 32}, "differ from heads"),
+    ({"head_dim": 68, "v_head_dim": 68}, "multiples of 8"),
+    ({"head_dim": 264, "v_head_dim": 264}, "up to"),
     ({"heads": 3}, "not a multiple"),
     ({"softcap": 30.0}, "softcap"),
     ({"scale": -1.0}, "not positive"),

@@ -140,15 +140,15 @@ def test_torch_flash_in_the_conformance_suite(on_a_chip, aten):
 
 
 def problem(**changes):
-    usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
+    usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
     return kernel_call(**{**usual, "deterministic": False, **changes})
 
 
 REASONS = [
     ({"dtype": torch.float32}, "float32"),
-    ({"value_dim": 32}, "differ from heads"),
-    ({"head_dim": 68, "value_dim": 68}, "multiples of 8"),
-    ({"head_dim": 264, "value_dim": 264}, "up to 256"),
+    ({"v_head_dim": 32}, "differ from heads"),
+    ({"head_dim": 68, "v_head_dim": 68}, "multiples of 8"),
+    ({"head_dim": 264, "v_head_dim": 264}, "up to 256"),
     ({"heads": 3}, "not a multiple"),
     ({"softcap": 30.0}, "not asked for a softcap"),
     ({"scale": -1.0}, "scales that are not positive"),

@@ -131,7 +131,7 @@ def test_a_rank_that_does_not_start(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     plant("import sys, time\nif sys.argv[-1] == '1':\n    time.sleep(90)\n", tmp_path, monkeypatch)
-    monkeypatch.setenv("BURST_DEADLINE", "3")
+    monkeypatch.setenv("BURST_TIMEOUT", "3")
     assert main([*SMALL, "--model", str(config)]) == 1
     _, err = capfd.readouterr()
     assert "Traceback" not in err
@@ -237,13 +237,13 @@ def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
         (["--seed", "1" * 30], "--seed is too large"),
         (["--lr", "1e400"], "--lr"),
         (["--strategy", "burst", "--transfer", "dirct"], "did you mean 'direct'"),
-        (["--strategy", "ring", "--inner", "2"], "takes no --inner; got 2; leave it out, or ask for --strategy double"),
+        (["--strategy", "ring", "--ranks-per-node", "2"], "takes no --ranks-per-node; got 2; leave it out, or ask"),
         (["--strategy", "double_ring", "--backward-circulates", "v"], "unknown side to circulate"),
-        (["--strategy", "double_ring", "--inner", "3"], "does not divide"),
+        (["--strategy", "double_ring", "--ranks-per-node", "3"], "does not divide"),
         (["--lr", "nan"], "--lr"),
         (["--strategy", "rng"], "did you mean 'ring'"),
         (["--strategy", "ulysses", "--ranks", "3"], "ulysses cannot share"),
-        (["--strategy", "usp", "--inner", "3"], "does not divide"),
+        (["--strategy", "usp", "--ranks-per-node", "3"], "does not divide"),
         (["--layout", "zag"], "zigzag"),
         (["--dtype", "int8"], "unknown dtype"),
         (["--recompute", "--eval"], "without a backward pass"),

@@ -70,7 +70,7 @@ class Run:
             **os.environ,
             "PYTHONPATH": os.pathsep.join((str(self.folder), str(ROOT))),
             "TMPDIR": str(self.temporary),
-            "BURST_DEADLINE": "3",
+            "BURST_TIMEOUT": "3",
             MARK: self.mark,
         }
         arguments = ("burst_portable", "run", "--seq-len", "64", "--steps", str(steps), "--model", str(config))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from burst_portable import Mesh, run_local
+from burst_portable import Mesh, run_threads
 from burst_portable.cli import main
 from burst_portable.cli.run.models import batches, build, config_of, outline, tokens_of
 from burst_portable.cli.run.outcome import relative_differences
@@ -35,7 +35,7 @@ def test_perplexity_does_not_depend_on_the_ranks():
         return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh), nothing).losses
 
     for ranks in (1, 2, 3):
-        for losses in run_local(ranks, work):
+        for losses in run_threads(ranks, work):
             assert max(relative_differences(losses, expected)) < 1e-6
 
 
@@ -68,7 +68,7 @@ def test_models_that_sdpa_or_fast_experts_cannot_run(
         mine = copy.deepcopy(whole)
         return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh), lambda course: None).losses
 
-    for losses in run_local(2, work):
+    for losses in run_threads(2, work):
         assert max(relative_differences(losses, expected)) < 1e-6
 
 

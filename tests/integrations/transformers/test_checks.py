@@ -31,8 +31,8 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
 
-from burst_portable import Mesh, run_local, unshard
-from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable import Mesh, run_threads, unshard
+from burst_portable.comm.local import LocalTransport, run_transports
 from burst_portable.config import Config
 from burst_portable.errors import (
     BurstError,
@@ -69,8 +69,8 @@ ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, at
         ({"seq_len": None, "input_ids": tokens(1, 20)}, InputError, "position_ids"),
         ({"seq_len": 47.5}, InputError, r"seq_len is not a size; got 47\.5"),
         ({"seq_len": "long"}, InputError, "seq_len is not a size"),
-        ({"documents": (0, 12)}, InputError, "documents"),
-        ({"documents": (0, 12.5, 47)}, InputError, "takes whole numbers"),
+        ({"cu_seqlens": (0, 12)}, InputError, "documents"),
+        ({"cu_seqlens": (0, 12.5, 47)}, InputError, "takes whole numbers"),
         ({"cu_seq_lens_q": torch.tensor([0, 24])}, UnsupportedError, "cu_seq_lens_q"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_rank_that_refuses_its_batch_tells_the_others(change: dict[str, Any], 
         logits = model(**handle.shard(second)).logits.detach()
         return unshard(logits, mesh, seq_len=32)
 
-    for logits in run_local(2, work):
+    for logits in run_threads(2, work):
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_fails_between_attentions_tells_who_waits_for_it(where: str,
         failing.remove()
         return unshard(model(**handle.shard(second)).logits, mesh, seq_len=32)
 
-    for logits in run_local(2, work, deadline=20):
+    for logits in run_threads(2, work, timeout=20):
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
@@ -151,9 +151,9 @@ class Apart(LocalTransport):
 
     host = False
 
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         with self.between_passes():
-            return super().share(data, label, deadline)
+            return super().share(data, label, timeout)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_rank_that_fails_between_attentions_unheard_is_refused_its_next_call(
     @torch.no_grad()
     def work(local: LocalTransport) -> None:
         connected = transport(local.fabric, local.rank)
-        mesh = Mesh(local.rank, 2, lambda device_type: connected, config=Config(deadline=0.3))
+        mesh = Mesh(local.rank, 2, lambda device_type: connected, config=Config(timeout=0.3))
         model = copy.deepcopy(whole)
         handle = parallelize(model, mesh)
         model(**handle.shard(ids))
@@ -185,7 +185,7 @@ def test_a_rank_that_fails_between_attentions_unheard_is_refused_its_next_call(
         with pytest.raises(CommunicationError, match=told):
             model(**handle.shard(ids.flip(1)))
 
-    run_threads(2, work, deadline=1.0)
+    run_transports(2, work, timeout=1.0)
 
 
 def test_an_error_of_all_ranks_leaves_the_model_usable():
@@ -202,7 +202,7 @@ def test_an_error_of_all_ranks_leaves_the_model_usable():
         failing.remove()
         return unshard(model(**handle.shard(ids)).logits.detach(), mesh, seq_len=32)
 
-    for logits in run_local(2, work, deadline=20):
+    for logits in run_threads(2, work, timeout=20):
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
@@ -234,7 +234,7 @@ def test_layers_that_are_dropped_in_training():
                 model.train()(**handle.shard(tokens(1, 8)))
             assert model.eval()(**handle.shard(tokens(1, 8))).loss > 0
 
-    run_local(2, work)
+    run_threads(2, work)
 
 
 def test_generating():
@@ -290,7 +290,7 @@ def test_a_loss_that_takes_a_shard_for_all():
             mine(**inputs)
         return tuple(mine(**handle.shard(ids)).logits.shape)
 
-    assert [shape[1] for shape in run_local(2, work)] == [23, 24]
+    assert [shape[1] for shape in run_threads(2, work)] == [23, 24]
 
 
 def test_a_loss_that_is_told_too_little():
@@ -310,7 +310,7 @@ def test_an_attention_that_is_not_transformers_own():
         with pytest.raises(UnsupportedError, match="did not attend"):
             mine(**parallelize(mine, mesh).shard(tokens(1, 32)))
 
-    run_local(2, work)
+    run_threads(2, work)
 
 
 def test_temperature_by_row_number():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import JetMoeConfig, JetMoeForCausalLM
 
-from burst_portable import Mesh, run_local
+from burst_portable import Mesh, run_threads
 from burst_portable.errors import MismatchError, UnsupportedError
-from burst_portable.integrations.transformers import parallelize, sum_over_ranks
+from burst_portable.integrations.transformers import all_reduce, parallelize
 from burst_portable.integrations.transformers.loss import router_loss, with_router_loss
 from tests.support.models import SIZES, assert_same, make, on_one_device, on_ranks, one_of_two, tokens
 
@@ -49,9 +49,9 @@ def test_a_router_s_loss_that_is_no_number():
         mine = copy.deepcopy(model)
         handle = parallelize(mine, mesh, layout="contiguous")
         out = mine(**handle.shard(ids))
-        return out.aux_loss.isnan().item(), sum_over_ranks(out.loss.detach(), mesh).isnan().item()
+        return out.aux_loss.isnan().item(), all_reduce(out.loss.detach(), mesh).isnan().item()
 
-    assert run_local(2, work, deadline=20) == [(False, True), (True, True)]
+    assert run_threads(2, work, timeout=20) == [(False, True), (True, True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -91,4 +91,4 @@ def test_a_rank_that_refuses_a_router_loss_tells_the_others():
         with pytest.raises(MismatchError if mesh.rank == 0 else UnsupportedError, match="router loss"):
             model(**handle.shard(tokens()))
 
-    run_local(2, work, deadline=20)
+    run_threads(2, work, timeout=20)

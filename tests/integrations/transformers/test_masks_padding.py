@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
-from burst_portable import Mesh, run_local, unshard
+from burst_portable import Mesh, run_threads, unshard
 from burst_portable.errors import BurstError, InputError, ShapeError, UnsupportedError
-from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.trainer import ShardingCollator
 from tests.support.models import LENGTH, SIZES, Answer, assert_same, gradients_of, make, tokens
 
@@ -48,8 +48,8 @@ def test_equal_to_one_device_wherever_a_token_is(kind: str, ranks: int, held: Te
     def answer(mine: Any, inputs: dict[str, Any], mesh: Mesh, whole: Any) -> Answer:
         out = mine(**inputs, use_cache=False)
         out.loss.backward()
-        sum_gradients(mine.parameters(), mesh)
-        loss = sum_over_ranks(out.loss.detach().reshape(1), mesh).item()
+        all_reduce_gradients(mine.parameters(), mesh)
+        loss = all_reduce(out.loss.detach().reshape(1), mesh).item()
         return Answer(loss, whole(out.logits.detach())[mask == 1], gradients_of(mine))
 
     def work(mesh: Mesh) -> Answer:
@@ -63,7 +63,7 @@ def test_equal_to_one_device_wherever_a_token_is(kind: str, ranks: int, held: Te
     alone.set_attn_implementation("eager" if kind == "gemma2" else "sdpa")
     inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask}
     expected = answer(alone, inputs, Mesh.single(), lambda x: x)
-    for found in run_local(ranks, work):
+    for found in run_threads(ranks, work):
         assert_same(found, expected, exact=exact)
 
 
@@ -101,6 +101,6 @@ def test_a_collator_that_pads():
     def work(mesh: Mesh) -> dict[str, Any]:
         return ShardingCollator(parallelize(make("llama"), mesh), lambda _: batch)([])
 
-    parts = run_local(3, work)
+    parts = run_threads(3, work)
     assert all(part["padded"] and "attention_mask" not in part for part in parts)
     assert sum(int((part["shift_labels"] != -100).sum()) for part in parts) == int((HELD - 1).sum())

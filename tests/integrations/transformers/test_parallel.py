@@ -12,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from burst_portable import Mesh, run_local
+from burst_portable import Mesh, run_threads
 from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers import loss as losses
-from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
 from burst_portable.layout import OF_DOCUMENTS
-from burst_portable.planning.rates import Rates
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
 from tests.support.models import MODELS, assert_same, gradients_of, make, on_one_device, on_ranks, tokens
 
@@ -68,11 +68,11 @@ def test_counts_of_labels_add_up(ranks: int):
         count = torch.stack([batch["num_items_in_batch"] for batch in batches]).sum()
         loss = sum(mine(**batch | {"num_items_in_batch": count}).loss for batch in batches)
         loss.backward()
-        sum_gradients(mine.parameters(), mesh)
-        assert sum_over_ranks(loss.detach(), mesh).item() == pytest.approx(expected.loss, rel=1e-6)
+        all_reduce_gradients(mine.parameters(), mesh)
+        assert all_reduce(loss.detach(), mesh).item() == pytest.approx(expected.loss, rel=1e-6)
         torch.testing.assert_close(gradients_of(mine), expected.gradients, rtol=1e-6, atol=1e-8)
 
-    run_local(ranks, work)
+    run_threads(ranks, work)
 
 
 def test_large_logits_and_gradients_in_parts():
@@ -139,14 +139,14 @@ def test_a_loss_function_of_one_s_own(when: str):
             mine.loss_function = _own_loss
         loss = mine(**handle.shard(ids)).loss
         loss.backward()
-        sum_gradients(mine.parameters(), mesh)
-        torch.testing.assert_close(sum_over_ranks(loss.detach(), mesh), expected.detach())
+        all_reduce_gradients(mine.parameters(), mesh)
+        torch.testing.assert_close(all_reduce(loss.detach(), mesh), expected.detach())
         for got, wanted in zip(mine.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-9, atol=1e-12)
         handle.undo()
         assert mine.loss_function is _own_loss
 
-    run_local(2, work)
+    run_threads(2, work)
 
 
 def test_a_loss_function_that_may_shift_labels_again_is_refused():
@@ -161,7 +161,7 @@ def test_a_loss_function_that_may_shift_labels_again_is_refused():
             with pytest.raises(UnsupportedError, match=r"shifts its labels.*takes shift_labels and num_items_in_batch"):
                 call()
 
-    run_local(2, work)
+    run_threads(2, work)
 
 
 class _Largest(TorchDispatchMode):
@@ -198,10 +198,10 @@ def test_a_recomputation_belongs_to_its_own_call():
         mine = models[mesh.rank]
         handle = parallelize(mine, mesh)
         sum(mine(**handle.shard(ids)).loss for ids in batches).backward()
-        sum_gradients(mine.parameters(), mesh)
+        all_reduce_gradients(mine.parameters(), mesh)
         return gradients_of(mine)
 
-    for gradients in run_local(2, work):
+    for gradients in run_threads(2, work):
         for name, gradient in gradients.items():
             whole = expected[0].gradients[name] + expected[1].gradients[name]
             assert (gradient - whole).norm() <= 1e-7 * whole.norm(), name
@@ -216,13 +216,13 @@ def test_packed_documents_see_only_themselves():
     def work(mesh: Mesh) -> float:
         mine = copy.deepcopy(model)
         handle = parallelize(mine, mesh, layout="document_zigzag")
-        inputs = handle.shard(ids, documents=torch.tensor(ends))
+        inputs = handle.shard(ids, cu_seqlens=torch.tensor(ends))
         assert inputs["num_items_in_batch"] == 2 * (47 - 4)
         whole = mine(**inputs).logits
         where = handle.layout_of(47, ends).positions(mesh.rank)
         return (whole - logits[:, where]).abs().max().item()
 
-    assert max(run_local(2, work)) < 1e-12
+    assert max(run_threads(2, work)) < 1e-12
 
 
 def test_two_models_on_two_meshes():
@@ -238,7 +238,7 @@ def test_two_models_on_two_meshes():
         apart = (a_logits - expected[0].logits[:, where], b_logits - expected[1].logits)
         return [x.abs().max().item() for x in apart]
 
-    assert max(max(one) for one in run_local(2, work)) < 1e-12
+    assert max(max(one) for one in run_threads(2, work)) < 1e-12
 
 
 def test_an_inner_model_called_on_its_own():
@@ -253,7 +253,7 @@ def test_an_inner_model_called_on_its_own():
         hidden = mine.model(input_ids=inputs["input_ids"], seq_len=47).last_hidden_state
         return (hidden - expected[:, handle.layout_of(47, None).positions(mesh.rank)]).abs().max().item()
 
-    assert max(run_local(2, work)) < 1e-12
+    assert max(run_threads(2, work)) < 1e-12
 
 
 @pytest.mark.parametrize("then", ["model", "its inner model"])
@@ -273,7 +273,7 @@ def test_a_call_after_one_that_was_interrupted(called: str, then: str):
     parallelize(model, Mesh.single())
     ctrl_c = model.model.layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt) as kept:  # with its frames, as by sys.last_traceback
-        call(model, called, documents=(0, 9, 47))
+        call(model, called, cu_seqlens=(0, 9, 47))
     ctrl_c.remove()
     torch.save(model, io.BytesIO())  # what is kept of that call is not saved
     assert (call(model, then) - expected).abs().max() < 1e-12
@@ -299,7 +299,7 @@ def test_under_autocast(dtype: torch.dtype):
 
     # No further from the exact logits than one device's autocast, within a factor for the places that rounding takes.
     allowed = 1.5 * (expected - exact).abs().max()
-    assert max(run_local(2, work)) <= allowed
+    assert max(run_threads(2, work)) <= allowed
 
 
 def test_undo_gives_the_model_back():
@@ -326,12 +326,12 @@ def test_the_layout_that_is_predicted_to_be_fastest(kind: str, layout: str):
         assert_same(answer, expected)
 
     def work(mesh: Mesh) -> tuple[str, str]:
-        slow_kernels = AutoStrategy(rates=Rates(tflops=0.01, gbps=10.0))
+        slow_kernels = AutoStrategy(hardware=HardwareSpec(tflops=0.01, intra_node_bandwidth=10.0))
         handle = parallelize(make(kind), mesh, layout="auto", strategy=slow_kernels)
         ends = [0, 1900, *range(2000, 4000, 130), 4096]
-        return handle.layout_of(4096).name, handle.layout_of(4096, documents=ends).name
+        return handle.layout_of(4096).name, handle.layout_of(4096, cu_seqlens=ends).name
 
-    first, second = run_local(2, work)
+    first, second = run_threads(2, work)
     assert first == second
     assert first[0] == layout
     assert first[1] in OF_DOCUMENTS
@@ -347,4 +347,4 @@ def test_a_layout_of_a_model_on_no_device():
             parallelize(model, mesh, layout="auto")
         parallelize(model, mesh, layout="striped")
 
-    run_local(2, work)
+    run_threads(2, work)

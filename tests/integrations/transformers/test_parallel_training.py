@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_portable import Mesh, run_local, unshard
-from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
+from burst_portable import Mesh, run_threads, unshard
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 from tests.support.models import MODELS, gradients_of, make, tokens
 
 
@@ -106,10 +106,10 @@ def on_a_rank(way: Way, mine: Any, mesh: Mesh) -> Answer:
                 out = mine(**handle.shard(x, y) | {"num_items_in_batch": count})
             if way.training:
                 out.loss.backward()
-        total += sum_over_ranks(out.loss.detach().reshape(1), mesh).item()
+        total += all_reduce(out.loss.detach().reshape(1), mesh).item()
         found[f"logits {i}"] = unshard(out.logits.detach(), mesh, seq_len=x.shape[1], layout=handle.layout)
     if way.training:
-        sum_gradients(mine.parameters(), mesh)
+        all_reduce_gradients(mine.parameters(), mesh)
     return Answer(total, found | gradients_of(mine))
 
 
@@ -124,7 +124,7 @@ def test_each_way_equals_one_device(way: Way):
     exact = on_one_device(Way(way.kind, way.training, None, way.batches, torch.float64, 1), model.double())
     model = make(way.kind, torch.promote_types(way.dtype, torch.float32))
     models = [prepared(way, model) for _ in range(way.ranks)]
-    for answer in run_local(way.ranks, lambda mesh: on_a_rank(way, models[mesh.rank], mesh)):
+    for answer in run_threads(way.ranks, lambda mesh: on_a_rank(way, models[mesh.rank], mesh)):
         assert answer.tensors.keys() == exact.tensors.keys()
         for name, right in exact.tensors.items():
             # transformers' loss is float32, and its eager attention's softmax. In 16 bits: no further from float64

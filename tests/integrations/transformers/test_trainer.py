@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
 
-from burst_portable import Mesh, run_local
+from burst_portable import Mesh, run_threads
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.trainer import SequenceTrainer, ShardingCollator, documents_of
@@ -24,8 +24,8 @@ def test_batches_are_cut_and_packed_examples_become_documents():
     def work(mesh: Mesh) -> dict[str, Any]:
         return ShardingCollator(parallelize(make("llama"), mesh), DataCollatorWithFlattening())(EXAMPLES)
 
-    whole, *parts = (batch for ranks in (1, 3) for batch in run_local(ranks, work))
-    assert whole["documents"] == (0, 9, 13, 25)
+    whole, *parts = (batch for ranks in (1, 3) for batch in run_threads(ranks, work))
+    assert whole["cu_seqlens"] == (0, 9, 13, 25)
     assert "num_items_in_batch" not in whole  # Trainer counts
     held = [(part["shift_labels"] != -100).sum() for part in (whole, *parts)]
     assert held[0] == 25 - 3 == sum(held[1:])
@@ -42,7 +42,7 @@ def test_what_is_made_for_kernels_of_variable_lengths_changes_nothing(examples: 
         handle = parallelize(make("llama"), mesh)
         return tuple(ShardingCollator(handle, collator)(examples) for collator in (told, DataCollatorWithFlattening()))
 
-    for found, expected in run_local(2, work):
+    for found, expected in run_threads(2, work):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

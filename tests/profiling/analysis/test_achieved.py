@@ -16,12 +16,12 @@ from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.selection import load
 from burst_portable.config import Config
 from burst_portable.planning.cost import pass_memory
-from burst_portable.planning.rates import SCHEMA
+from burst_portable.planning.hardware import SCHEMA
 from burst_portable.planning.schedule import BlockTiles, Compute
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.profiling.analysis.analyze import EVIDENCE, KINDS, analyze, evidence_of
 from burst_portable.profiling.report import Report
-from burst_portable.profiling.report.tables import peaks_text, rates_text, roofline_text
+from burst_portable.profiling.report.tables import hardware_text, peaks_text, roofline_text
 from tests.support.synthetic_records import Maker, ring
 
 PLAN = {
@@ -40,7 +40,7 @@ PLAN = {
     },
     "strategy": "ring",
     "travels": {"forward": "kv", "backward": "kv"},
-    "rates": {"tflops": 1.0, "gbps": 1.0},
+    "hardware": {"tflops": 1.0, "intra_node_bandwidth": 1.0},
     "layout": "zigzag",
 }
 
@@ -122,7 +122,7 @@ def test_balance_and_contention_by_hand():
 
 def test_the_least_memory_of_a_kernel_call_by_hand():
     """Two overlapping boxes cover queries 0-6 of 8 and keys 2-10: rows that no tile needs are not counted."""
-    plan = bp.plan(seq_len=32, ranks=2, heads=4, kv_heads=2, head_dim=8, value_dim=16, batch=3, itemsize=2)
+    plan = bp.plan(seq_len=32, ranks=2, heads=4, kv_heads=2, head_dim=8, v_head_dim=16, batch=3, itemsize=2)
     tiles = Tiles((Tile(0, 4, 2, 10, -99, 99), Tile(2, 6, 4, 8, -99, 99)))
     q, k, v, out, lse = 6 * 4 * 8, 8 * 2 * 8, 8 * 2 * 16, 6 * 4 * 16, 6 * 4
     compute = Compute((0,), (0,), (BlockTiles(tiles, 0, 0),))
@@ -138,7 +138,7 @@ def test_a_session_has_them_measured():
             bp.attention(q, k, v, mesh=mesh, strategy="ring").sum().backward()
         return session.report()
 
-    report = bp.run_local(2, work)[0]
+    report = bp.run_threads(2, work)[0]
     assert {(p["rank"], p["dtype"], p["measured"]) for p in report.data["peaks"]} == {
         (0, "float32", True),
         (1, "float32", True),
@@ -174,7 +174,7 @@ HOLDERS = {"cuda": "cuda.machines", "rocm": "rocm.device"}
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "tflops", "gbps"),
+    ("name", "arguments", "tflops", "intra_node_bandwidth"),
     [
         ("cuda", ("NVIDIA H100 80GB HBM3", "bfloat16"), 989.4, 3350),
         ("cuda", ("NVIDIA H200", "float16"), 989.4, 4800),
@@ -189,12 +189,12 @@ HOLDERS = {"cuda": "cuda.machines", "rocm": "rocm.device"}
         ("rocm", ("AMD Instinct MI210", "gfx90a", 104, "float32"), None, 1638.4),
     ],
 )
-def test_data_sheets_by_the_device_s_name(name, arguments, tflops, gbps):
+def test_data_sheets_by_the_device_s_name(name, arguments, tflops, intra_node_bandwidth):
     from importlib import import_module
 
     found = import_module(f"burst_portable.backends.{HOLDERS[name]}").peaks(*arguments)
     assert found.flops == (None if tflops is None else tflops * 1e12)
-    assert found.bandwidth == (None if gbps is None else gbps * 1e9)
+    assert found.bandwidth == (None if intra_node_bandwidth is None else intra_node_bandwidth * 1e9)
     assert found.flops is None or found.source.startswith(("NVIDIA ", "AMD Instinct ")), "the sheet is named"
     assert found.source
     assert not found.measured
@@ -213,8 +213,8 @@ def test_who_tells_nothing_is_unknown():
 
 NAMES = {  # where something is, which it is, or how often it came: no measurement
     *("rank", "peer", "source", "target", "step", "call", "backward", "iteration", "plan", "times", "measured_rank"),
-    *("planned_rank", "ranks", "calls", "seq_len", "heads", "kv_heads", "head_dim", "value_dim", "batch", "itemsize"),
-    *("light", "inner"),
+    *("planned_rank", "ranks", "calls", "seq_len", "heads", "kv_heads", "head_dim", "v_head_dim", "batch", "itemsize"),
+    *("light", "head_parallel_size"),
 }
 
 
@@ -242,14 +242,14 @@ def test_every_number_says_how_it_is_known():
 
 def test_plans_are_priced_with_the_file_of_rates_of_the_settings(tmp_path, capsys):
     """2 TFLOP/s backward and 1 forward: what kernels were planned to do, in all forms, and whose word that is."""
-    path = tmp_path / "rates.json"
+    path = tmp_path / "hardware.json"
     about = {"device": "Abacus", "ranks": 1, "kernel": "beads", "date": "2026-11-22", "dtype": "bfloat16"}
-    rates = {"tflops": 1.0, "backward": 2.0, "gbps": 3.0, "launch_latency": 0.0}
-    path.write_text(json.dumps({"schema": SCHEMA, "rates": rates, **about}))
+    hardware = {"tflops": 1.0, "backward_tflops": 2.0, "intra_node_bandwidth": 3.0, "launch_latency": 0.0}
+    path.write_text(json.dumps({"schema": SCHEMA, "hardware": hardware, **about}))
 
     def report(file: str) -> Report:
         single = bp.Mesh.single()
-        mesh = bp.Mesh(0, 1, single.transport, config=Config(rates=file))
+        mesh = bp.Mesh(0, 1, single.transport, config=Config(hardware_spec=file))
         q = torch.ones(1, 64, 2, 16, requires_grad=True)
         with bp.profile(mesh=mesh) as session:
             bp.attention(q, q, q, mesh=mesh, strategy="ring").sum().backward()
@@ -258,16 +258,16 @@ def test_plans_are_priced_with_the_file_of_rates_of_the_settings(tmp_path, capsy
     measured = report(str(path))
     assert [row["planned_flop_rate"] for row in measured.data["achieved"]] == pytest.approx([1e12, 2e12])
     told = f"1 TFLOP/s and 3 GB/s a rank (measured on Abacus ({path}, 2026-11-22), of bfloat16 and not float32)"
-    assert rates_text(measured.data) == [told]
+    assert hardware_text(measured.data) == [told]
     measured.print()
     assert f"planned for {told}" in capsys.readouterr().out
     assert f"Planned for {told}." in measured.markdown()
     measured.write_html(tmp_path / "page.html")
     assert f"Planned for {told}.".replace(" ", "") in _page(tmp_path / "page.html")
-    assert rates_text(report("").data)[0].endswith(" (the backend's guess)")
+    assert hardware_text(report("").data)[0].endswith(" (the backend's guess)")
     path.unlink()  # a report that is asked for is given
-    gone = rates_text(report(str(path)).data)[0]
-    assert gone.endswith(" (the backend's guess; the file of rates that the settings name cannot be used)")
+    gone = hardware_text(report(str(path)).data)[0]
+    assert gone.endswith(" (the backend's guess; the hardware spec file that the settings name cannot be used)")
 
 
 def _page(path) -> str:

@@ -140,7 +140,7 @@ def test_a_step_that_sleeps_outside_of_attention_is_the_longest():
             one_step(mesh, "ring")  # no mark follows
         return session.report(skip=1)  # the first one also warms up
 
-    report = bp.run_local(3, work)[0]
+    report = bp.run_threads(3, work)[0]
     told = report.data["training"]
     assert [one["iteration"] for one in told["steps"]] == [1, 2, 3]
     assert all([row["rank"] for row in one["ranks"]] == [0, 1, 2] for one in told["steps"])

@@ -93,7 +93,7 @@ class HopperFlash4Kernel(HopperKernel):
 def _allowed(q: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
     """Return whether there is enough to compute, and no setting that `supports` declines."""
     batch, _, heads, dim = q.shape
-    enough = tiles.area * batch * heads * dim >= LEAST and q.numel() > 0
+    enough = tiles.num_pairs * batch * heads * dim >= LEAST and q.numel() > 0
     return enough and not call.deterministic and call.softcap is None and call.positive_scale
 
 

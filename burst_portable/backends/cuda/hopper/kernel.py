@@ -296,8 +296,8 @@ def _declined(call: AttentionCall) -> str:
         return f"it takes bfloat16 and float16, not {call.dtype}"
     if call.head_dim not in FORWARD:
         return f"it takes head sizes {sorted(FORWARD)}, not {call.head_dim}"
-    if call.value_dim != call.head_dim:
-        return f"it needs value heads as large as query heads, not {call.value_dim} and {call.head_dim}"
+    if call.v_head_dim != call.head_dim:
+        return f"it needs value heads as large as query heads, not {call.v_head_dim} and {call.head_dim}"
     if call.softcap is not None:
         return "it knows no softcap"
     if not call.positive_scale:

@@ -53,13 +53,13 @@ def _reaches(a: int, b: int) -> bool:
     return torch.cuda.can_device_access_peer(a, b)
 
 
-def connect(other: Transport, group: Any, deadline: float, *, host: str | None = None) -> Transport:
+def connect(other: Transport, group: Any, timeout: float, *, host: str | None = None) -> Transport:
     """Peer copies among the ranks of `other`, each on its current device. Collective.
 
     Args:
         other: The transport over which the ranks agree.
         group: The process group of the ranks.
-        deadline: Seconds that a pass may wait for its next message.
+        timeout: Seconds that a pass may wait for its next message.
         host: Names the host of this rank. Default: `this_host()`.
 
     Raises:
@@ -82,12 +82,12 @@ def connect(other: Transport, group: Any, deadline: float, *, host: str | None =
     from burst_portable.backends.cuda.peers.memory import CudaPeerMemory
 
     for by_copies in (False, True):  # the fast way first, then one that needs less of the driver
-        memory = CudaPeerMemory(group, device, other.share, min(deadline, _PROOF_SECONDS), by_copies=by_copies)
+        memory = CudaPeerMemory(group, device, other.share, min(timeout, _PROOF_SECONDS), by_copies=by_copies)
         transport = PeerCopyTransport(memory, other)
         told = share_facts(other, {"reason": _proof(transport, device)}, "trying peer copies")
         reasons += [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]
         if not any(one["reason"] for one in told):
-            memory.watch.deadline = deadline
+            memory.watch.timeout = timeout
             return transport
     raise UnsupportedError(f"peer copies were tried and failed: {'; '.join(dict.fromkeys(reasons))}")
 

@@ -2,7 +2,7 @@
 
 The stream itself waits for a flag, without a kernel, so a message that a copy engine moves needs no multiprocessor
 while attention occupies them all; `push` says which messages need some. Streams cannot give up, so a thread watches the
-deadline (see `watch`).
+timeout (see `watch`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class CudaPeerMemory:
     Args:
         group: the process group of the ranks.
         share: shares a few bytes of every rank.
-        deadline: seconds that a pass may wait for its next message.
+        timeout: seconds that a pass may wait for its next message.
         by_copies: set the flags of peers by copies too, wait for flags on a separate stream, and push nothing by a
             kernel: every driver can do that, with two more calls per message.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, share: Share, deadline: float, *, by_copies: bool = False
+        self, group: dist.ProcessGroup, device: torch.device, share: Share, timeout: float, *, by_copies: bool = False
     ) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device, self._share = group, device, share
@@ -60,7 +60,7 @@ class CudaPeerMemory:
         self._wait_stream = torch.cuda.Stream(device) if by_copies else None
         self._marks = torch.zeros(2, dtype=torch.int32, device=device) if by_copies else None  # one per stream
         self._push = self._pusher()
-        self.watch = Watch(device, deadline, self._read_flags, self._release)
+        self.watch = Watch(device, timeout, self._read_flags, self._release)
 
     def reserve(self, inbox: int) -> None:
         _refuse_capture()

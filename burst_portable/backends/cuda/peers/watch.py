@@ -1,6 +1,6 @@
 """A thread that notices when messages stop coming, since a stream that waits for a flag cannot give up by itself.
 
-It counts from when the device begins a pass, and again from whenever a message arrives. At the deadline it prints rank,
+It counts from when the device begins a pass, and again from whenever a message arrives. At the timeout it prints rank,
 step and peer to standard error, fills the inbox with NaN and lets the streams continue: nothing hangs, nothing looks
 right, and the next call of the transport on this rank raises the error.
 """
@@ -18,7 +18,7 @@ import torch
 
 from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.comm.peer_copy import MARKS, Watched
-from burst_portable.errors import LATE, SAME_CALLS, CommunicationError, DeadlineError, MismatchError
+from burst_portable.errors import LATE, SAME_CALLS, CommunicationError, CommunicationTimeoutError, MismatchError
 from burst_portable.utils.threads import Background
 
 EVERY = 0.2
@@ -50,7 +50,7 @@ class Watch:
     """Watches over the passes of one rank.
 
     Args:
-        deadline: seconds without a message.
+        timeout: seconds without a message.
         read: returns this rank's flags as they are now; may wait for the current stream, which is the watch's own.
         release: lets streams continue that wait for these flags.
         every: Seconds between looks.
@@ -61,7 +61,7 @@ class Watch:
     def __init__(
         self,
         device: torch.device,
-        deadline: float,
+        timeout: float,
         read: Callable[[], list[int]],
         release: Callable[[Missing], None],
         *,
@@ -70,7 +70,7 @@ class Watch:
         threaded: bool = True,
     ) -> None:
         self.failed: CommunicationError | None = None
-        self._device, self.deadline, self._read, self._release = device, deadline, read, release
+        self._device, self.timeout, self._read, self._release = device, timeout, read, release
         self._every, self._quiet, self._threaded = every, quiet, threaded
         self._passes: deque[WatchedPass] = deque()
         self._current: WatchedPass | None = None  # the pass that the host is in; the thread may have given it up
@@ -150,8 +150,8 @@ class Watch:
     def _stay_with(self, one: WatchedPass) -> None:
         """Watch a pass that the device has begun until it is over, or nothing arrives for too long."""
         since, seen = time.monotonic(), None
-        while not one.over() and self._pause(min(self._every, self.deadline / 4)):
-            if time.monotonic() - since < min(self._quiet, self.deadline / 2):
+        while not one.over() and self._pause(min(self._every, self.timeout / 4)):
+            if time.monotonic() - since < min(self._quiet, self.timeout / 2):
                 continue
             now = self._flags_of(one)
             if now is None:
@@ -161,7 +161,7 @@ class Watch:
             seen = now
             missing = [(flag, mark, what) for flag, mark, what in tuple(one.expected) if now[flag] != mark]
             of_another_call = [wait for wait in missing if now[wait[0]] >> _NUMBER == wait[1] >> _NUMBER]
-            if of_another_call or (missing and time.monotonic() - since >= self.deadline):
+            if of_another_call or (missing and time.monotonic() - since >= self.timeout):
                 behind = [wait for wait in missing if not _ahead(now[wait[0]], wait[1])]
                 flag, _, what = (of_another_call or behind or missing)[0]
                 self._fail((_mismatch if of_another_call else self._late)(what(flag)))
@@ -172,9 +172,9 @@ class Watch:
         with self._looking:
             return self._read() if one in self._passes and not one.over() else None
 
-    def _late(self, what: str) -> DeadlineError:
-        return DeadlineError(
-            f"{what} in {self.deadline:g} s",
+    def _late(self, what: str) -> CommunicationTimeoutError:
+        return CommunicationTimeoutError(
+            f"{what} in {self.timeout:g} s",
             next_step=LATE,
         )
 

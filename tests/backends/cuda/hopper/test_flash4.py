@@ -18,7 +18,7 @@ from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
-from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.backends.selection import choose_kernel
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs, LazyKernel
@@ -35,7 +35,7 @@ from tests.support.hopper_cases import ORACLE, gap, tiles_of, wide
 PAIR = "hopper+flash-attn-4"
 LEAST = flash4.LEAST
 BACKWARD_30 = "backward (30, 0)"
-USUAL = kernel_call(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value_dim=128, deterministic=False)
+USUAL = kernel_call(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, v_head_dim=128, deterministic=False)
 
 
 @pytest.fixture(autouse=True)
@@ -286,4 +286,4 @@ def test_an_empty_batch(called):
 
 def test_its_plans_are_predicted_as_hopper_s():
     for machine in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
-        assert rates_of_machine(machine, 4, PAIR) == rates_of_machine(machine, 4, "hopper")
+        assert hardware_of_machine(machine, 4, PAIR) == hardware_of_machine(machine, 4, "hopper")

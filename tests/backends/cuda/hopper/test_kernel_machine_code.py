@@ -98,12 +98,12 @@ def test_reasons_without_a_device():
     import torch
 
     kernel = HopperKernel()
-    good = {"dtype": torch.bfloat16, "device": "cpu", "heads": 2, "kv_heads": 1, "head_dim": 128, "value_dim": 128}
+    good = {"dtype": torch.bfloat16, "device": "cpu", "heads": 2, "kv_heads": 1, "head_dim": 128, "v_head_dim": 128}
     for change, words in (
         ({}, "NVIDIA"),
         ({"dtype": torch.float32}, "bfloat16 and float16"),
-        ({"head_dim": 96, "value_dim": 96}, "head sizes"),
-        ({"value_dim": 64}, "value heads"),
+        ({"head_dim": 96, "v_head_dim": 96}, "head sizes"),
+        ({"v_head_dim": 64}, "value heads"),
         ({"softcap": 30.0}, "softcap"),
     ):
         support = kernel.supports(kernel_call(**{**good, **change}))

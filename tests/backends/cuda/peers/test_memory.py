@@ -16,7 +16,7 @@ from burst_portable.backends.cuda.peers import connection
 from burst_portable.backends.cuda.peers import memory as peer_memory
 from burst_portable.comm.base import Message, Part, Parts
 from burst_portable.comm.peer_copy import PeerCopyTransport
-from burst_portable.errors import CommunicationError, DeadlineError, MismatchError, UnsupportedError
+from burst_portable.errors import CommunicationError, CommunicationTimeoutError, MismatchError, UnsupportedError
 from tests.support.peer_machine import DEVICE, Driver, Stream, attention_is_right, on_two, two_gpus
 
 
@@ -160,8 +160,10 @@ def test_what_the_watch_found_is_raised(machine):
     def work(rank, other, connect):
         transport = connect()
         assert isinstance(transport, PeerCopyTransport)
-        transport.memory.watch.failed = DeadlineError("rank 0, forward step 1: rank 1 has not sent its message in 5 s")
-        with pytest.raises(DeadlineError, match="forward step 1"):
+        transport.memory.watch.failed = CommunicationTimeoutError(
+            "rank 0, forward step 1: rank 1 has not sent its message in 5 s"
+        )
+        with pytest.raises(CommunicationTimeoutError, match="forward step 1"):
             transport.begin(b"call", 0)
 
     on_two(machine, work)

@@ -11,7 +11,7 @@ import pytest
 from burst_portable.backends.cuda.peers import watch as peer_watch
 from burst_portable.backends.cuda.peers.watch import QUIET, Watch, WatchedPass
 from burst_portable.comm.peer_copy import MARKS
-from burst_portable.errors import DeadlineError, MismatchError
+from burst_portable.errors import CommunicationTimeoutError, MismatchError
 
 ENTERED, PASS, CALL = 0, 7 << 16, 0xAB
 
@@ -39,9 +39,9 @@ class Event:
         self.query = happened
 
 
-def watched(device, deadline, marks, quiet=QUIET, read=None):
+def watched(device, timeout, marks, quiet=QUIET, read=None):
     """A watch with one pass that waits for these flags."""
-    watch = Watch(None, deadline, read or device.read, device.release, quiet=quiet)
+    watch = Watch(None, timeout, read or device.read, device.release, quiet=quiet)
     expected = [
         (flag, mark, lambda flag=flag: f"rank 0, step {flag}: rank {flag} has not sent") for flag, mark in marks
     ]
@@ -62,7 +62,7 @@ def test_a_message_that_never_comes(capsys):
     later = WatchedPass(Event(lambda: True), device.ended([(1, 8 << 16, None)]), [(1, 8 << 16, None)])
     watch._passes.append(later)  # put behind it before anybody noticed
     watch._stay_with(one)
-    assert isinstance(watch.failed, DeadlineError)
+    assert isinstance(watch.failed, CommunicationTimeoutError)
     assert "rank 0, step 2: rank 2 has not sent in 0.1 s" in str(watch.failed)
     assert "rank 2 has not sent" in capsys.readouterr().err
     assert one.over()
@@ -94,7 +94,7 @@ def test_a_pass_that_is_given_up_while_the_host_is_still_in_it(monkeypatch):
     assert one.over(), "nothing waits for what is not going to come"
 
 
-def test_a_message_of_another_call_needs_no_deadline(capsys):
+def test_a_message_of_another_call_needs_no_timeout(capsys):
     device = Device([PASS | 0xCD])
     watch, one = watched(device, 600.0, [(0, PASS | CALL)])
     watch._stay_with(one)
@@ -113,7 +113,7 @@ def test_a_peer_that_has_gone_on_to_the_next_pass_is_not_the_one_that_is_late(mi
 
 @pytest.mark.parametrize("left_over", [0, 6 << 16 | CALL])
 def test_slow_is_not_late_while_messages_come(left_over, monkeypatch):
-    """Each comes within the deadline of the one before; flags of an earlier pass are no mismatch. Time is made up."""
+    """Each comes within the timeout of the one before; flags of an earlier pass are no mismatch. Time is made up."""
     device = Device([left_over] * 4)
     watch, one = watched(device, 0.4, [(flag, PASS | CALL) for flag in range(4)])
     now = 0.0
@@ -128,7 +128,7 @@ def test_slow_is_not_late_while_messages_come(left_over, monkeypatch):
     watch._stay_with(one)
     assert watch.failed is None
     assert device.released == []
-    assert now > 0.4, "longer than the deadline in all"
+    assert now > 0.4, "longer than the timeout in all"
     assert len(device.flags) == 4
 
 

@@ -1,4 +1,4 @@
-"""`auto` chooses with a file of rates that the settings name: the same on all ranks, or a refusal on all."""
+"""`auto` chooses with a hardware spec file that the settings name: the same on all ranks, or a refusal on all."""
 
 from __future__ import annotations
 
@@ -14,32 +14,38 @@ from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda.peers.connection import share_facts
 from burst_portable.config import Config
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
-from burst_portable.planning.rates import SCHEMA
+from burst_portable.planning.hardware import SCHEMA
 
 SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16}
 # A launch costs much, and links nothing: Ulysses has the fewest launches. Slow links: K and V of two heads are less
 # than what Ulysses moves of eight.
-FAST = {"tflops": 1.0, "gbps": 1e5, "launch_latency": 0.1, "hop_latency": 0.0, "kernel": {"splits_tiles": True}}
-SLOW = {**FAST, "gbps": 1e-4, "link": [[1024, 1e-4]], "launch_latency": 0.0}
+FAST = {
+    "tflops": 1.0,
+    "intra_node_bandwidth": 1e5,
+    "launch_latency": 0.1,
+    "message_latency": 0.0,
+    "kernel": {"splits_tiles": True},
+}
+SLOW = {**FAST, "intra_node_bandwidth": 1e-4, "p2p_bandwidth": [[1024, 1e-4]], "launch_latency": 0.0}
 
 
 @pytest.fixture
 def files(tmp_path):
     """Files of links that are fast and slow."""
 
-    def written(name: str, rates: dict, kernel: str = "cpu_flash", ranks: int = 2) -> str:
+    def written(name: str, hardware: dict, kernel: str = "cpu_flash", ranks: int = 2) -> str:
         about = {"device": f"{name} machine", "ranks": ranks, "kernel": kernel, "date": "2026-11-22"}
         if name == "other":
             about |= {"dtype": "bfloat16", "head_dim": 128}
         path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps({"schema": SCHEMA, "rates": rates, **about}))
+        path.write_text(json.dumps({"schema": SCHEMA, "hardware": hardware, **about}))
         return str(path)
 
     return {"fast": written("fast", FAST), "slow": written("slow", SLOW), "other": written("other", SLOW, "beads", 4)}
 
 
-def with_rates(mesh: bp.Mesh, file: str, deadline: float = 60.0) -> bp.Mesh:
-    return bp.Mesh(mesh.rank, mesh.size, mesh.transport, config=Config(rates=file, deadline=deadline))
+def with_hardware(mesh: bp.Mesh, file: str, timeout: float = 60.0) -> bp.Mesh:
+    return bp.Mesh(mesh.rank, mesh.size, mesh.transport, config=Config(hardware_spec=file, timeout=timeout))
 
 
 def tensors(mesh: bp.Mesh, rows: int = 32) -> list[torch.Tensor]:
@@ -51,13 +57,13 @@ def test_auto_chooses_otherwise_where_links_are_slow(files):
     def work(mesh):
         found = {}
         for name, file in files.items():
-            where = with_rates(mesh, file)
+            where = with_hardware(mesh, file)
             q, k, v = tensors(mesh)
             out = bp.attention(q, k, v, mesh=where)
             found[name] = bp.explain(q, k, v, mesh=where).strategy, out
         return found
 
-    first, second = bp.run_local(2, work)
+    first, second = bp.run_threads(2, work)
     for name in files:
         assert first[name][0] == second[name][0]
     assert first["fast"][0].name == "ulysses"
@@ -73,13 +79,13 @@ def test_the_environment_names_it_and_plan_on_uses_it(files, monkeypatch):
     """The layout too: where links are slow, that where a window's neighbours are on one rank."""
 
     def work(mesh):
-        plan = bp.plan_on(mesh, seq_len=64, mask="window:4", dtype=torch.float32, device="cpu", **SIZES)
+        plan = bp.plan_for_mesh(mesh, seq_len=64, mask="window:4", dtype=torch.float32, device="cpu", **SIZES)
         return plan.layout.name, plan.strategy, plan.reason
 
     chosen = {}
     for name in ("fast", "slow"):
-        monkeypatch.setenv("BURST_RATES", files[name])
-        chosen[name], again = bp.run_local(2, work)
+        monkeypatch.setenv("BURST_HARDWARE_SPEC", files[name])
+        chosen[name], again = bp.run_threads(2, work)
         assert again == chosen[name]
         assert f"at rates measured on {name} machine" in again[2]
     assert [chosen[name][:2] for name in chosen] == [("zigzag", "ulysses"), ("contiguous", "ring")]
@@ -89,14 +95,14 @@ def test_ranks_with_other_files_are_told(files):
     """One plans Ulysses, the other a ring: both raise, and no byte of a block moves."""
 
     def work(mesh):
-        where = with_rates(mesh, files["fast" if mesh.rank else "slow"])
+        where = with_hardware(mesh, files["fast" if mesh.rank else "slow"])
         with pytest.raises(
-            MismatchError, match=r"strategy: ring .* on rank 0 but ulysses .* on rank 1; .*the same rates"
+            MismatchError, match=r"strategy: ring .* on rank 0 but ulysses .* on rank 1; .*the same BURST_HARDWARE_SPEC"
         ):
             bp.attention(*tensors(mesh), mesh=where)
-        return bp.attention(*tensors(mesh), mesh=with_rates(mesh, files["slow"])).isfinite().all()
+        return bp.attention(*tensors(mesh), mesh=with_hardware(mesh, files["slow"])).isfinite().all()
 
-    assert all(bp.run_local(2, work))
+    assert all(bp.run_threads(2, work))
 
 
 class Straight(CpuBackend):
@@ -104,7 +110,7 @@ class Straight(CpuBackend):
 
     capabilities = replace(CpuBackend.capabilities, direct_transport="straight")
 
-    def connect_direct(self, other, group, deadline):
+    def connect_direct(self, other, group, timeout):
         share_facts(other, {"reason": ""}, "asking for peer copies")
         raise UnsupportedError("none here")
 
@@ -113,36 +119,36 @@ def test_ranks_with_other_files_of_which_one_asks_for_another_transport(files):
     """Ulysses goes straight and a ring does not: the first meets the second where it asks whether they agree."""
 
     def work(mesh):
-        where = with_rates(mesh, files["fast" if mesh.rank else "slow"], deadline=1.0)
+        where = with_hardware(mesh, files["fast" if mesh.rank else "slow"], timeout=1.0)
         where.group, where.backend_for = object(), lambda device_type: Straight()
         with pytest.raises(MismatchError, match="the ranks do not make the same call"):
             bp.attention(*tensors(mesh), mesh=where)
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 def test_ranks_with_other_files_and_the_same_plan_go_on(files):
     def work(mesh):
-        where = with_rates(mesh, files["other" if mesh.rank else "slow"])
+        where = with_hardware(mesh, files["other" if mesh.rank else "slow"])
         return bp.attention(*tensors(mesh), mesh=where).isfinite().all()
 
-    assert all(bp.run_local(2, work))
+    assert all(bp.run_threads(2, work))
 
 
 def test_a_file_that_one_rank_lacks_is_refused_on_both(files, tmp_path):
     def work(mesh):
-        where = with_rates(mesh, str(tmp_path / "none.json") if mesh.rank else files["slow"])
-        with pytest.raises(InputError if mesh.rank else MismatchError, match=r"none\.json is not a file of rates"):
+        where = with_hardware(mesh, str(tmp_path / "none.json") if mesh.rank else files["slow"])
+        with pytest.raises(InputError if mesh.rank else MismatchError, match=r"none\.json is not a hardware spec file"):
             bp.attention(*tensors(mesh), mesh=where)
 
-    bp.run_local(2, work)
+    bp.run_threads(2, work)
 
 
 def test_a_strategy_that_is_named_reads_no_file(tmp_path):
     """What is not asked for cannot fail."""
 
     def work(mesh):
-        where = with_rates(mesh, str(tmp_path / "none.json"))
+        where = with_hardware(mesh, str(tmp_path / "none.json"))
         return float(bp.attention(*tensors(mesh), mesh=where, strategy="ring").sum())
 
-    assert all(map(math.isfinite, bp.run_local(2, work)))
+    assert all(map(math.isfinite, bp.run_threads(2, work)))

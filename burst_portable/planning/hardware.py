@@ -1,4 +1,4 @@
-"""What a machine does, with which plans are priced: see `cost`. Bytes, seconds, GB/s of 1e9 bytes."""
+"""Define `HardwareSpec`, the speeds from which `cost` predicts the time of a plan. GB/s are 1e9 bytes per second."""
 
 from __future__ import annotations
 
@@ -56,94 +56,104 @@ Curve = tuple[tuple[Size, Rate], ...]
 """(bytes, GB/s) of messages back to back, smallest first; latencies are included."""
 
 
-OUTER_GBPS = 50.0
+INTER_NODE_BANDWIDTH = 50.0
 """Between nodes, unless something better is known: a network card of 400 Gb/s for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What a machine does.
+class HardwareSpec:
+    """Speeds of one rank's device and of its links.
 
     Attributes:
-        tflops, backward: matrix TFLOP/s per rank, forward and backward; 0 backward means the same.
-        gbps: GB/s per rank in each direction, where there is no curve.
-        hop_latency, launch_latency, backward_launch_latency: seconds; 0 backward means the same.
-        link: the curve of messages between two ranks over the plain transport.
-        direct: the curve of the backend's own transport, for messages that go straight to where they are used; empty
-            if there is none.
-        spread: the curve of messages to and from several ranks at once over the plain transport, by their total
-            bytes.
-        comm_slowdown: (forward, backward) the share of a message's time by which it delays a kernel beside it: 0 if the
-            message takes nothing that kernels need, 1 if they take turns. For the plain transport.
-        comm_slowdown_high_priority: the same if its messages go first (`comm.base.Transport.high_priority`); None: as
-            `comm_slowdown`.
-        memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
-        multi_launch_efficiency: the share of the backward rate that remains if a pass has several launches.
-        long_kv_efficiency: (rows, share): the share of the forward rate that remains if a rank holds at least this many
-            keys.
-        kernel: what the local kernel declares about itself; four of its traits are priced (`PRICED`).
-        block: rows and columns that a kernel computes at once, including what a mask hides; 1: exact pairs count.
-        source: where the numbers come from, in words after "rates": "of an H100", "measured on ...".
-        node: ranks per node, where there are several nodes; 0: one node.
-        outer_gbps: GB/s per rank in each direction between nodes: another link than the one inside.
-        outer_source: "measured" where `outer_gbps` was measured, between nodes of `node` ranks; "given" where it was
-            named beside numbers from elsewhere; empty where nobody said.
+        tflops: matrix TFLOP/s per rank in the forward pass.
+        intra_node_bandwidth: GB/s per rank in each direction, used if there is no curve.
+        message_latency: seconds per message.
+        launch_latency: seconds per kernel launch in the forward pass.
+        backward_tflops: matrix TFLOP/s per rank in the backward pass. 0: the same as `tflops`.
+        backward_launch_latency: seconds per launch in the backward pass. 0: the same as `launch_latency`.
+        p2p_bandwidth: the curve of messages between two ranks over the plain transport.
+        peer_copy_bandwidth: the curve of the backend's own transport, for messages that go directly to the buffer in
+            which they are used. Empty if the backend has none.
+        all_to_all_bandwidth: the curve of messages to and from several ranks at once over the plain transport, by
+            their total bytes.
+        comm_slowdown: (forward, backward) fraction of a message's time by which it delays a concurrent kernel: 0 if
+            the message uses nothing that kernels need, 1 if they take turns. For the plain transport.
+        comm_slowdown_high_priority: the same for a transport with `high_priority`. None: the same as `comm_slowdown`.
+        memory_bandwidth: GB/s at which blocks are packed, merged and added outside of kernels. 0: not counted.
+        kernel: the traits of the local kernel. Four of them affect the predicted time (`PRICED`).
+        multi_launch_efficiency: fraction of the backward rate that remains if a pass has several launches.
+        long_kv_efficiency: (rows, fraction): fraction of the forward rate that remains if a rank holds at least this
+            many keys.
+        block: rows and columns that a kernel computes at once, including masked ones. 1: exact pairs count.
+        source: origin of the numbers, for messages: "of an H100", "measured on ...".
+        ranks_per_node: ranks per node, if there are several nodes. 0: one node.
+        inter_node_bandwidth: GB/s per rank in each direction between nodes.
+        inter_node_source: "measured" if `inter_node_bandwidth` was measured between nodes of `ranks_per_node` ranks,
+            "given" if the caller named it, empty if unknown.
     """
 
     tflops: Rate
-    gbps: Rate
-    hop_latency: Latency = 20e-6
+    intra_node_bandwidth: Rate
+    message_latency: Latency = 20e-6
     launch_latency: Latency = 10e-6
-    backward: RateOrZero = 0.0
+    backward_tflops: RateOrZero = 0.0
     backward_launch_latency: Latency = 0.0
-    link: Curve = ()
-    direct: Curve = ()
-    spread: Curve = ()
+    p2p_bandwidth: Curve = ()
+    peer_copy_bandwidth: Curve = ()
+    all_to_all_bandwidth: Curve = ()
     comm_slowdown: tuple[Share, Share] = (0.0, 0.0)
     comm_slowdown_high_priority: tuple[Share, Share] | None = None
-    memory: RateOrZero = 0.0
+    memory_bandwidth: RateOrZero = 0.0
     kernel: KernelTraits = KernelTraits()
     multi_launch_efficiency: Remaining = 1.0
     long_kv_efficiency: tuple[SizeOrZero, Remaining] = (0, 1.0)
     block: Size = 1
     source: str = ""
-    node: SizeOrZero = 0
-    outer_gbps: Rate = OUTER_GBPS
-    outer_source: str = ""
+    ranks_per_node: SizeOrZero = 0
+    inter_node_bandwidth: Rate = INTER_NODE_BANDWIDTH
+    inter_node_source: str = ""
 
-    def with_nodes(self, node: int, outer_gbps: float | None = None) -> Rates:
-        """The rates over nodes of `node` ranks (0: no others than before), with `outer_gbps` between them where given.
+    def with_nodes(self, ranks_per_node: int, inter_node_bandwidth: float | None = None) -> HardwareSpec:
+        """Return the spec for nodes of `ranks_per_node` ranks (0: unchanged), with `inter_node_bandwidth` if given.
 
         `source` then says if what is between nodes was measured between nodes of another size.
         """
-        node = node or self.node
-        if outer_gbps is not None:
-            return replace(self, node=node, outer_gbps=outer_gbps, outer_source="given")
-        other = self.outer_source == "measured" and node != self.node
-        source = f"{self.source}, between nodes of {self.node} and not {node}" if other else self.source
-        return replace(self, node=node, source=source)
+        ranks_per_node = ranks_per_node or self.ranks_per_node
+        if inter_node_bandwidth is not None:
+            return replace(
+                self,
+                ranks_per_node=ranks_per_node,
+                inter_node_bandwidth=inter_node_bandwidth,
+                inter_node_source="given",
+            )
+        other = self.inter_node_source == "measured" and ranks_per_node != self.ranks_per_node
+        source = (
+            f"{self.source}, between nodes of {self.ranks_per_node} and not {ranks_per_node}" if other else self.source
+        )
+        return replace(self, ranks_per_node=ranks_per_node, source=source)
 
     @property
-    def outer_origin(self) -> str:
-        """In a word, where `outer_gbps` comes from: "measured", "given", "assumed"; empty where nobody said."""
-        return self.outer_source or ("assumed" if self.outer_gbps == OUTER_GBPS else "")
+    def inter_node_origin(self) -> str:
+        """Return the origin of `inter_node_bandwidth`: "measured", "given", "assumed", or "" if unknown."""
+        return self.inter_node_source or ("assumed" if self.inter_node_bandwidth == INTER_NODE_BANDWIDTH else "")
 
     def between_nodes(self) -> str:
-        """What is between nodes, and where that comes from: "assumed 50 GB/s between nodes of 8"."""
-        return f"{self.outer_origin} {self.outer_gbps:.4g} GB/s between nodes of {self.node}".lstrip()
+        """Return the speed between nodes and its origin: "assumed 50 GB/s between nodes of 8"."""
+        speed = f"{self.inter_node_bandwidth:.4g} GB/s between nodes of {self.ranks_per_node}"
+        return f"{self.inter_node_origin} {speed}".lstrip()
 
-    def where_messages_go_first(self) -> Rates:
+    def where_messages_go_first(self) -> HardwareSpec:
         """Return the rates over a transport whose messages go first."""
         first = self.comm_slowdown_high_priority
         return self if first is None else replace(self, comm_slowdown=first)
 
     def apart(self, rank: int, other: int) -> bool:
         """Whether two ranks are on different nodes."""
-        return self.node > 0 and rank // self.node != other // self.node
+        return self.ranks_per_node > 0 and rank // self.ranks_per_node != other // self.ranks_per_node
 
     def spreads(self, direct: bool) -> bool:
         """Whether messages from several ranks arrive at once, not one after the other."""
-        return bool(self.spread) and not (direct and self.direct)
+        return bool(self.all_to_all_bandwidth) and not (direct and self.peer_copy_bandwidth)
 
     def transfer(
         self, size: float, messages: int = 1, *, direct: bool = False, outer: bool = False, spread: bool = False
@@ -152,22 +162,26 @@ class Rates:
 
         direct: on the backend's own transport, if there is one; outer: between nodes; spread: at once with others.
         """
-        curve = () if outer else (direct and self.direct) or (spread and self.spread) or self.link
+        curve = (
+            ()
+            if outer
+            else (direct and self.peer_copy_bandwidth) or (spread and self.all_to_all_bandwidth) or self.p2p_bandwidth
+        )
         if not curve:
-            gbps = self.outer_gbps if outer else self.gbps
-            return self.hop_latency * min(messages, 2) + size / (gbps * 1e9)
-        return max(self.hop_latency, size / (_at(curve, size / messages) * 1e9))
+            bandwidth = self.inter_node_bandwidth if outer else self.intra_node_bandwidth
+            return self.message_latency * min(messages, 2) + size / (bandwidth * 1e9)
+        return max(self.message_latency, size / (_at(curve, size / messages) * 1e9))
 
     def compute(self, flops: float, pass_name: PassName, calls: int = 1) -> float:
         """Return the seconds of one launch that makes `calls` calls of an operator."""
         if pass_name == "forward":
             return calls * self.launch_latency + flops / (self.tflops * 1e12)
         latency = self.backward_launch_latency or self.launch_latency
-        return calls * latency + flops / ((self.backward or self.tflops) * 1e12)
+        return calls * latency + flops / ((self.backward_tflops or self.tflops) * 1e12)
 
     def read_and_write(self, size: int) -> float:
         """Seconds to read and write `size` bytes of memory, in all."""
-        return size / (self.memory * 1e9) if self.memory else 0.0
+        return size / (self.memory_bandwidth * 1e9) if self.memory_bandwidth else 0.0
 
 
 def _at(curve: Curve, size: float) -> float:
@@ -181,18 +195,18 @@ def _at(curve: Curve, size: float) -> float:
     return curve[-1][1]
 
 
-SCHEMA = "burst_portable.rates/2"
+SCHEMA = "burst_portable.hardware_spec/3"
 NEXT_STEP = "`burst-portable measure --json FILE` writes one"
 _LARGEST_FILE = 1 << 20
 PRICED = ("splits_tiles", "single_pass_merge", "writes_gradients", "prefers_square")
 """The traits of a kernel by which plans are priced, and which a file holds."""
-_WORDS = ("source", "outer_source")  # of `Rates`, which no file holds
+_WORDS = ("source", "inter_node_source")  # of `HardwareSpec`, which no file holds
 _POINTS = 256  # of a curve
 _LONGEST = 200  # characters of a name
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRates:
+class MeasuredHardware:
     """What a file holds.
 
     Attributes:
@@ -203,7 +217,7 @@ class MeasuredRates:
         dtype, head_dim: of the attention that was measured ("", 0: the file does not say).
     """
 
-    rates: Rates
+    hardware: HardwareSpec
     device: str
     ranks: int
     kernel: str
@@ -211,7 +225,7 @@ class MeasuredRates:
     dtype: str = ""
     head_dim: int = 0
 
-    def rates_for(self, ranks: int, kernel: str = "", dtype: str = "", head_dim: int = 0) -> Rates:
+    def hardware_for(self, ranks: int, kernel: str = "", dtype: str = "", head_dim: int = 0) -> HardwareSpec:
         """The rates for a call over `ranks` ranks; `source` says what differs from what was measured.
 
         Kernel, dtype and head size ("", 0: not known) are compared if both the call and the file have them.
@@ -225,52 +239,60 @@ class MeasuredRates:
             other.append(f"with heads of {self.head_dim} and not {head_dim}")
         if ranks != self.ranks:
             other.append(f"on {self.ranks} rank{'' if self.ranks == 1 else 's'} and not {ranks}")
-        return replace(self.rates, source=", ".join([self.rates.source, *other]))
+        return replace(self.hardware, source=", ".join([self.hardware.source, *other]))
 
 
-def read_rates(file: str | Path) -> MeasuredRates:
+def read_hardware_spec(file: str | Path) -> MeasuredHardware:
     """The rates of a file.
 
     Raises `InputError` for a file that is missing, too large, not JSON or of another schema, and for numbers that no
     machine has: not finite, not positive, or in curves that are not sorted by size.
     """
     if not str(file):
-        raise InputError("no file of rates is named", got="an empty name", next_step=NEXT_STEP)
-    data = read_json(Path(file), "a file of rates", _LARGEST_FILE, next_step=NEXT_STEP)
+        raise InputError("no hardware spec file is named", got="an empty name", next_step=NEXT_STEP)
+    data = read_json(Path(file), "a hardware spec file", _LARGEST_FILE, next_step=NEXT_STEP)
     found = data.get("schema") if isinstance(data, dict) else None
     if found != SCHEMA:
         raise InputError(
-            f"{file} is not a file of rates", got=f"schema {shown(found)}", allowed=SCHEMA, next_step=NEXT_STEP
+            f"{file} is not a hardware spec file", got=f"schema {shown(found)}", allowed=SCHEMA, next_step=NEXT_STEP
         )
-    given = data.get("rates")
+    given = data.get("hardware")
     if not isinstance(given, dict):
-        raise _wrong(file, "rates", given, "an object of numbers")
+        raise _wrong(file, "hardware", given, "an object of numbers")
     kinds = _kinds()
     if unknown := sorted(set(given) - set(kinds)):
-        raise _wrong(file, "rates", f"a field {shown(unknown[0])}", ", ".join(kinds))
-    if missing := [field.name for field in fields(Rates) if field.default is MISSING and field.name not in given]:
-        raise _wrong(file, "rates", f"no {missing[0]}", "with tflops and gbps at least")
+        raise _wrong(file, "hardware", f"a field {shown(unknown[0])}", ", ".join(kinds))
+    if missing := [
+        field.name for field in fields(HardwareSpec) if field.default is MISSING and field.name not in given
+    ]:
+        raise _wrong(file, "hardware", f"no {missing[0]}", "with tflops and intra_node_bandwidth at least")
     device, kernel, date = (_name(file, data, name) for name in ("device", "kernel", "date"))
     ranks = data.get("ranks")
     if type(ranks) is not int or not 0 < ranks < 1 << 31:
         raise _wrong(file, "ranks", ranks, "an int of at least 1")
     dtype = _name(file, data, "dtype") if "dtype" in data else ""
     head_dim = _read(file, "head_dim", data["head_dim"], Size) if "head_dim" in data else 0
-    made = {name: _read(file, f"rates.{name}", value, kinds[name]) for name, value in given.items()}
-    node = made.get("node", 0)
-    outer_source = "measured" if node and "outer_gbps" in made else ""
+    made = {name: _read(file, f"hardware.{name}", value, kinds[name]) for name, value in given.items()}
+    node = made.get("ranks_per_node", 0)
+    inter_node_source = "measured" if node and "inter_node_bandwidth" in made else ""
     if node and ranks % node:
-        raise _wrong(file, "rates.node", node, f"0, or a divisor of the {ranks} ranks")
+        raise _wrong(file, "hardware.ranks_per_node", node, f"0, or a divisor of the {ranks} ranks")
     source = f"measured on {device} ({file}, {date})"
-    return MeasuredRates(
-        Rates(**made, source=source, outer_source=outer_source), device, ranks, kernel, date, dtype, head_dim
+    return MeasuredHardware(
+        HardwareSpec(**made, source=source, inter_node_source=inter_node_source),
+        device,
+        ranks,
+        kernel,
+        date,
+        dtype,
+        head_dim,
     )
 
 
-def as_json(rates: Rates) -> dict[str, Any]:
+def as_json(hardware: HardwareSpec) -> dict[str, Any]:
     """The fields of rates as a file holds them."""
-    values = {name: getattr(rates, name) for name in _kinds()}
-    return values | {"kernel": {name: getattr(rates.kernel, name) for name in PRICED}}
+    values = {name: getattr(hardware, name) for name in _kinds()}
+    return values | {"kernel": {name: getattr(hardware.kernel, name) for name in PRICED}}
 
 
 def _wrong(file: str | Path, name: str, got: object, allowed: str) -> InputError:
@@ -287,9 +309,9 @@ def _name(file: str | Path, data: Mapping[str, Any], name: str) -> str:
 
 @cache
 def _kinds() -> dict[str, Any]:
-    """Return the annotations of the fields of `Rates` that a file holds."""
-    hints = get_type_hints(Rates, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(Rates) if field.name not in _WORDS}
+    """Return the annotations of the fields of `HardwareSpec` that a file holds."""
+    hints = get_type_hints(HardwareSpec, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(HardwareSpec) if field.name not in _WORDS}
 
 
 def _read(file: str | Path, name: str, value: Any, kind: Any) -> Any:
