@@ -10,7 +10,7 @@ USUAL := not full and not device
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test full lint types layers conform-ascend clean
+.PHONY: help setup demo test full lint types layers docs conform-ascend clean
 
 help:
 	@echo "make setup   .venv, which the others make too; . .venv/bin/activate puts burst-portable on the path"
@@ -18,7 +18,8 @@ help:
 	@echo "make test    the test-suite"
 	@echo "make full    the test-suite with every combination (long)"
 	@echo "make lint    ruff: format and rules       make types   mypy, strict"
-	@echo "make layers  imports between folders      make clean   remove reports and caches"
+	@echo "make layers  imports between folders      make docs    the documentation, into build/site"
+	@echo "make clean   remove reports and caches"
 	@echo "make conform-ascend  the Ascend backend on the real torch_npu and an imitation of CANN (long)"
 
 setup: $(STAMP)
@@ -56,6 +57,11 @@ types: $(STAMP)
 layers: $(STAMP)
 	@.venv/bin/lint-imports --no-logo --no-cache
 	@$(PYTHON_IN_VENV) ci/check_source.py
+
+# Warnings are errors. The variable turns off a note of the theme about its own future.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_IN_VENV) -m mkdocs build --strict --quiet
+	@echo "the documentation is in build/site/index.html"
 
 # Needs gcc and makes an environment of its own in build/; see backends/ascend/README.md.
 conform-ascend:

@@ -41,7 +41,7 @@ def listed() -> list[tuple[str, str]]:
 
 def row(kind: str, class_name: str, trial: Trial) -> str:
     """A line of the table that the verdict belongs to."""
-    told = trial.reason.replace("|", "/")
+    told = trial.reason.replace("|", "/").replace("[", "\\[")  # \[: not a link
     if trial.verdict == "equal":
         # What is allowed and not what was found, which rounds otherwise on another machine.
         told = f"{allowed(trial.compared_with):.0e} | {trial.compared_with} | {OWN_LOSS if trial.own_loss else ''}"

@@ -30,10 +30,15 @@ import pytest
 from burst_portable.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 FOLDERS = ("docs", "backends", "benchmarks", "examples", "profiling")  # all that have pages
 EVERY_PAGE = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 LANGUAGES = {"python", "output", "console", "text", "sh", "toml"}
+
+
+def name_of(page: Path) -> str:
+    """Return the path of a page from the root of the repository."""
+    return str(page.relative_to(ROOT))
 
 
 class Block(NamedTuple):
@@ -61,7 +66,7 @@ def anchors(page: Path) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_of_a_page(page):
     names = {"__name__": page.stem}
     for block, following in pairwise([*blocks(page), Block("", 0, "")]):
@@ -75,7 +80,7 @@ def test_python_of_a_page(page):
             assert printed.getvalue() == following.text
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=name_of)
 def test_commands_of_a_page(page, capsys):
     for block in blocks(page):
         if block.language != "console":
@@ -91,7 +96,7 @@ def test_commands_of_a_page(page, capsys):
                     assert " ".join(line.split()) in printed, f"{page.name}, below `{command}`: {line}"
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", prose(page)):
         path, _, anchor = "".join(target).partition("#")
@@ -100,7 +105,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), anchor
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
 def test_every_fence_is_of_a_kind_that_is_known(page):
     """A block of another kind would be left out, and with it what it says."""
     assert {block.language for block in blocks(page)} <= LANGUAGES
