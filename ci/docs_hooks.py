@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 CODE = {".py": "python", ".sh": "sh", ".toml": "toml", ".yml": "yaml"}
 """Files that are shown as a page: suffix -> language of their code block."""
-LINK = re.compile(r"(\]\(|(?:src|srcset|href)=\")(?!\w+:|//|#)([^)\s\"#]+)")
+LINK = re.compile(r"""(\]\(|^\[[^\]]+\]: +|(?:src|srcset|href)=")(?!\w+:|//|#)([^)\s"#]+)""", re.MULTILINE)
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 
 

@@ -20,7 +20,7 @@ import burst_portable
 from burst_portable import conformance
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"readme": ROOT / "README.md", "first_steps": ROOT / "docs" / "first_steps.md"}
+PAGES = {"readme": ROOT / "README.md", "quickstart": ROOT / "docs" / "quickstart.md"}
 
 # The part of a strict user's settings that torch needs: it has functions without types, and names that it imports and
 # does not export. The compiler's own modules and transformers stay unread, which is two thirds of the time.
@@ -42,7 +42,7 @@ assert_type(q, torch.Tensor)
 assert_type(out, torch.Tensor)
 assert_type(Mask.causal(), Mask)
 """,
-    "first_steps": """
+    "quickstart": """
 from typing import assert_type
 assert_type(work(bp.Mesh.single()), list[torch.Tensor])
 assert_type(bp.run_threads(3, work), list[list[torch.Tensor]])
