@@ -1,9 +1,8 @@
-"""Writes docs/support.md from the evidence: the reports under backends/<vendor>/evidence/*.json.
+"""Write docs/support.md from the evidence: the reports in backends/<vendor>/evidence/*.json.
 
     python ci/make_support.py [--check]
 
-What no report covers reads "untested". With --check nothing is written, and the exit code is 1 where the page on disk
-is another than the reports make.
+With --check nothing is written, and the exit code is 1 if the page differs from what would be written.
 """
 
 from __future__ import annotations
@@ -17,57 +16,71 @@ from burst_portable.conformance.report import TIERS, Report
 ROOT = Path(__file__).resolve().parent.parent
 UNTESTED = "untested"
 
-HEAD = """# What has been tested, on what
+HEAD = """# Support
 
-Made by `python ci/make_support.py` from the reports in `backends/*/evidence/`; do not edit it. On the machine in
-question run `burst-portable conform --backend NAME --json backends/NAME/evidence/WHERE.json`, and then the script. What
-no report covers reads "untested", whatever anybody believes. [Conformance](conformance.md) says what is tried.
+Which backend passed the conformance suite, and on what. The table shows the newest report of each
+kind, with its date and versions; "untested" means that there is no report.
+[Conformance](conformance.md) describes the checks.
 """
 
-TIERS_HEAD = """## What the columns mean
+TIERS_HEAD = """## Columns
 
-From the weakest evidence to the strongest. A weaker one says nothing about a stronger one's question.
+From the weakest evidence to the strongest. Weak evidence does not replace strong evidence.
 """
 
-STAND_IN = """
-What a stand-in shows is plumbing. For Ascend that is torch_npu's API, its streams, HCCL calls, layouts, masks and the
-conversion of LSE. The attention operator itself is emulated by this project from its documentation, so its numbers
-prove nothing about Huawei's.
+LIMITS = """
+Limits of the evidence without a device:
 
-An interpreter runs a kernel's program with the blocks of a chip, in float32 and float16; Triton's computes bfloat16
-wrongly. Machine code shows that a kernel compiles, and what it takes of a chip; none of it was run.
+- **stand-in**: For Ascend, this tests calls of torch_npu's API, streams, HCCL, layouts, masks and
+  the conversion of LSE. This project emulates the attention operator from its documentation, so
+  the numbers prove nothing about Huawei's operator.
+- **interpreter**: It runs a kernel with the block sizes of a chip, in float32 and float16. Triton's
+  interpreter computes bfloat16 incorrectly.
+- **machine code**: It shows that a kernel compiles, and which resources of the chip it needs.
+  Nothing was run.
+"""
+
+FOOT = """
+## Add a report
+
+This page is written by `python ci/make_support.py` from the reports in `backends/*/evidence/`.
+To add one, run this on the device, and then the script:
+
+```sh
+burst-portable conform --backend NAME --json backends/NAME/evidence/DEVICE.json
+```
 """
 
 
 def evidence(folder: Path) -> dict[str, Report]:
-    """The reports of a vendor, by file name."""
+    """Return the reports of a vendor, by file name."""
     files = sorted((folder / "evidence").glob("*.json"))
     return {file.name: Report.from_json(file.read_text(encoding="utf-8")) for file in files}
 
 
 def vendors(root: Path) -> dict[str, dict[str, Report]]:
-    """Every folder of `backends/`, with its reports; those of Python's caches are none."""
+    """Return the reports in each folder of `backends/`, by vendor."""
     folders = [f for f in sorted((root / "backends").iterdir()) if f.is_dir() and f.name != "__pycache__"]
     return {f.name: evidence(f) for f in folders}
 
 
 def page(found: dict[str, dict[str, Report]]) -> str:
-    """The whole page."""
+    """Return the text of the page."""
     lines = [HEAD, f"| backend | {' | '.join(TIERS)} |", f"| --- |{' --- |' * len(TIERS)}"]
     for name, reports in found.items():
         cells = [_cell([r for r in reports.values() if r.tier == tier]) for tier in TIERS]
         lines.append(f"| [{name}](../backends/{name}/README.md) | {' | '.join(cells)} |")
-    lines += ["", TIERS_HEAD, *(f"- **{tier}**: {what}." for tier, what in TIERS.items()), STAND_IN]
-    lines += ["## The reports", "", "| report | result | tried | on | with |", "| --- | --- | --- | --- | --- |"]
+    lines += ["", TIERS_HEAD, *(f"- **{tier}**: {what}." for tier, what in TIERS.items()), LIMITS]
+    lines += ["## Reports", "", "| report | result | tried | on | with |", "| --- | --- | --- | --- | --- |"]
     for name, reports in found.items():
         lines += [_row(name, file, report) for file, report in reports.items()]
     failures = [(name, file, f) for name, reports in found.items() for file, r in reports.items() for f in r.failures]
     if failures:
-        lines += ["", "## What failed", ""]
+        lines += ["", "## Failures", ""]
         lines += [
             f"- {name}/{file}: `{failure.check}:{failure.name}`: {failure.message}" for name, file, failure in failures
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, FOOT])
 
 
 def _cell(reports: list[Report]) -> str:
@@ -91,21 +104,21 @@ def _row(name: str, file: str, report: Report) -> str:
 
 
 def _devices(report: Report) -> str:
-    """What it ran on: GPUs by name and number, else the processor, else the type of device alone."""
-    told = report.device
-    if "devices" in told:
-        every = [one["name"] for one in ast.literal_eval(told["devices"])]
+    """Return the device of a report: GPUs by name and number, else the processor, else the type of device."""
+    device = report.device
+    if "devices" in device:
+        every = [one["name"] for one in ast.literal_eval(device["devices"])]
         return ", ".join(f"{every.count(name)} x {name}" for name in dict.fromkeys(every))
-    return told.get("name") or told.get("processor") or told["type"]
+    return device.get("name") or device.get("processor") or device["type"]
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or compare it."""
+    """Write the page, or compare it with the file."""
     target = ROOT / "docs" / "support.md"
     made = page(vendors(ROOT))
     if "--check" in arguments:
         same = target.is_file() and target.read_text(encoding="utf-8") == made
-        print("docs/support.md is what the reports make" if same else "docs/support.md is old: run ci/make_support.py")
+        print("docs/support.md is up to date" if same else "docs/support.md is out of date: run ci/make_support.py")
         return 0 if same else 1
     target.write_text(made, encoding="utf-8")
     return 0
