@@ -7,6 +7,7 @@ python    run; the blocks of a page share their names
 output    what the python block before it prints, exactly
 console   `$ burst-portable ...` lines are run; the lines below stand in what they print, in order,
           and `...` stands for any that are left out; how wide a space is does not count
+diff      its new half is run by test_migration.py
 others    nothing
 ========  ========================================================================================
 """
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 FOLDERS = ("docs", "backends", "benchmarks", "examples", "profiling")  # all that have pages
 EVERY_PAGE = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
-LANGUAGES = {"python", "output", "console", "text", "sh", "toml"}
+LANGUAGES = {"python", "output", "console", "text", "sh", "toml", "diff"}
 
 
 def name_of(page: Path) -> str:
