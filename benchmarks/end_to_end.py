@@ -6,7 +6,7 @@ A Llama of 8B's sizes with random weights and as many layers as asked for, in th
 autocast over float32 weights, layers recomputed, gradients summed over ranks, AdamW. All contestants train the same
 parameters, at a rate of 0: the work is the same, and every step has the same loss. Correctness first: losses and
 gradients must agree. Then steps in turns, forth and back; the slowest rank counts. MFU is model FLOP utilisation as
-`run` tells it (docs/models.md). The table comes last. On CPUs: --shape tiny --seq-len 512 --dtype float32.
+`run` tells it (docs/hugging_face.md). The table comes last. On CPUs: --shape tiny --seq-len 512 --dtype float32.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Shapes: B batch, S rows of this rank, Hq query heads, Hkv key/value heads, D hea
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Iterable
 from typing import Literal, Unpack, overload
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.selection import choose_kernel, for_device
-from burst_portable.errors import InputError
+from burst_portable.errors import InputError, UnknownArgumentError, shown
 from burst_portable.kernels.base import as_kernels_take
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
@@ -61,6 +63,7 @@ def attention(
     kernel: str = "auto",
     deterministic: bool | None = None,
     return_lse: bool = False,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence whose rows are spread over the ranks of a mesh; differentiable once.
 
@@ -93,10 +96,13 @@ def attention(
 
     Raises:
         InputError: shapes, names, a mask or a layout that do not fit together (a ValueError).
+        UnknownArgumentError: an argument of another library; the message names ours (a TypeError).
         DtypeError: dtypes that differ, or that no kernel takes (a TypeError).
         UnsupportedError: a strategy, kernel, backend or transport that was named cannot serve this call.
         CommunicationError: something went wrong between ranks.
     """
+    if unknown:
+        raise _unknown_argument(*next(iter(unknown.items())))
     request = Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse)
     if torch.compiler.is_compiling():
         return _while_compiling(q, k, v, sinks, mesh, request)
@@ -104,6 +110,45 @@ def attention(
     prepared, q, k, v = prepare(q, k, v, sinks, mesh, request)
     out, lse = run(prepared, mesh, q, k, v, sinks)
     return out if lse is None or not return_lse else (out, lse)
+
+
+_OTHER_NAMES = {
+    "causal": 'pass mask="causal" (the default) or mask="full"',
+    "is_causal": 'pass mask="causal" (the default) or mask="full"',
+    "softmax_scale": "pass scale=",
+    "sm_scale": "pass scale=",
+    "scaling": "pass scale=",
+    "attn_mask": "pass mask=, a burst_portable.Mask or its short form",
+    "attention_mask": "pass mask=, a burst_portable.Mask or its short form",
+    "block_mask": "pass mask=, a burst_portable.Mask or its short form",
+    "window_size": 'pass mask="window:LEFT:RIGHT"; "window:LEFT" is causal',
+    "sliding_window": 'pass mask="window:LEFT", where LEFT is sliding_window - 1',
+    "cu_seqlens": "pass mask=Mask.documents(cu_seqlens)",
+    "cu_seqlens_q": "pass mask=Mask.documents(cu_seqlens)",
+    "cu_seqlens_k": "pass mask=Mask.documents(cu_seqlens)",
+    "max_seqlen_q": "leave it out; mask=Mask.documents(cu_seqlens) is enough",
+    "max_seqlen_k": "leave it out; mask=Mask.documents(cu_seqlens) is enough",
+    "enable_gqa": "leave it out; k and v may have fewer heads than q",
+    "s_aux": "pass sinks=",
+    "learnable_sink": "pass sinks=",
+    "logits_soft_cap": "pass softcap=",
+    "return_attn_probs": "pass return_lse=True for the LSE",
+    "return_softmax_lse": "pass return_lse=True",
+    "group": "pass mesh=",
+    "process_group": "pass mesh=",
+    "device_mesh": "pass mesh=",
+}
+"""Arguments of other libraries' attention functions, and what to pass here."""
+
+
+def _unknown_argument(name: str, value: object) -> UnknownArgumentError:
+    if name in ("dropout_p", "dropout"):
+        hint = "leave it out; attention has no dropout"
+    elif not (hint := _OTHER_NAMES.get(name, "")):
+        known = inspect.signature(attention).parameters
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(list(known)[3:-1])}"
+    return UnknownArgumentError(f"attention() has no argument {name!r}", got=shown(value), next_step=hint)
 
 
 def _while_compiling(

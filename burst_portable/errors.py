@@ -69,6 +69,10 @@ class DtypeError(BurstError, TypeError):
     """A dtype that cannot be used, or dtypes that disagree."""
 
 
+class UnknownArgumentError(BurstError, TypeError):
+    """An argument that the function does not have."""
+
+
 class UnsupportedError(BurstError, NotImplementedError):
     """A valid request that the named strategy, kernel or backend cannot serve."""
 

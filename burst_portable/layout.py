@@ -69,7 +69,7 @@ class Segment:
 
 
 @opaque
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
     """The segments of every rank, in the order in which the rank's rows lie in memory.
 
@@ -93,6 +93,9 @@ class Layout:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __repr__(self) -> str:
+        return f"Layout({self.name!r}, length={self.length}, ranks={self.ranks})"
 
     @property
     def ranks(self) -> int:

@@ -115,7 +115,7 @@ def _k_start(region: Region) -> int:
 
 
 @opaque
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Mask:
     """Disjoint regions. Build one with a constructor below, or from your own regions.
 
@@ -163,6 +163,9 @@ class Mask:
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        return f"Mask({self.name!r}, regions={len(self.regions)})"
 
     def check_lengths(self, q_length: int, k_length: int) -> None:
         """Refuse a mask that names positions past the end of the sequence."""

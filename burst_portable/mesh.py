@@ -162,7 +162,8 @@ class Mesh:
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"Mesh(rank={self.rank}, size={self.size})"
+        node = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"
+        return f"Mesh(rank={self.rank}, size={self.size}{node})"
 
     def __eq__(self, other: object) -> bool:
         """Equal to itself alone. Said, since torch.compile takes objects as constants only if their class says so."""

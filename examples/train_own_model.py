@@ -1,6 +1,6 @@
-"""Trains a small model of one's own, its sequence spread over ranks. Any number of ranks gives the same losses.
+"""Train a small model with the sequence sharded over ranks. Any number of ranks gives the same losses.
 
-python examples/train_own_model.py --ranks 2        (ranks as threads)
+python examples/train_own_model.py --ranks 2        (ranks are threads)
 torchrun --nproc-per-node 2 examples/train_own_model.py
 """
 
@@ -30,14 +30,14 @@ class Block(nn.Module):
 
 
 def train(mesh: bp.Mesh, *, steps: int = 5, seq_len: int = 509, dim: int = 64) -> list[float]:
-    """The losses; the same on every mesh."""
+    """Return the loss of each step, which is the same on every mesh."""
     text = torch.tensor(list("\n".join(pydoc_data.topics.topics.values()).encode()[: steps * seq_len]))
-    # Before there is a model: more ranks than tokens are refused here.
+    # Raises before the model is made if there are more ranks than tokens.
     batches = [bp.shard_batch(row, mesh=mesh) for row in text.view(steps, 1, seq_len)]
     generator = torch.Generator().manual_seed(0)
     parts = nn.ModuleDict({"embed": nn.Embedding(256, dim), "head": nn.Linear(dim, 256, bias=False)})
     parts["blocks"] = nn.ModuleList(Block(dim, mesh) for _ in range(2))
-    for parameter in parts.parameters():  # the same on every rank
+    for parameter in parts.parameters():  # equal on every rank
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02, generator=generator)
     optimizer = torch.optim.AdamW(parts.parameters(), lr=3e-3)
@@ -47,7 +47,7 @@ def train(mesh: bp.Mesh, *, steps: int = 5, seq_len: int = 509, dim: int = 64) -
         for block in parts["blocks"]:
             x = block(x, seq_len)
         logits = parts["head"](x).flatten(0, 1)
-        # This rank's part of the mean over all tokens: sums over ranks are then one device's loss and gradients.
+        # This rank's part of the mean over all tokens: the sum over ranks is the loss of one device.
         loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / (seq_len - 1)
         optimizer.zero_grad()
         loss.backward()
@@ -59,7 +59,7 @@ def train(mesh: bp.Mesh, *, steps: int = 5, seq_len: int = 509, dim: int = 64) -
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="threads, unless torchrun has started ranks")
+    parser.add_argument("--ranks", type=int, default=2, help="number of threads; ignored under torchrun")
     ranks = parser.parse_args().ranks
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -70,5 +70,5 @@ if __name__ == "__main__":
             losses, first = bp.run_threads(ranks, train)[0], True
         except InputError as error:  # such as --ranks 0
             parser.exit(2, f"{parser.prog}: {error}\n")
-    if first:  # all ranks have the same losses
+    if first:  # all ranks have equal losses
         print("losses:", *(f"{loss:.6f}" for loss in losses))

@@ -1,4 +1,6 @@
-"""Trains a small Llama with transformers' Trainer, each sequence over all ranks. Any number gives the same losses.
+"""Train a small Llama with Transformers' Trainer, each sequence sharded over all ranks.
+
+Any number of ranks gives the same losses.
 
 python examples/train_with_trainer.py
 torchrun --nproc-per-node 2 examples/train_with_trainer.py
@@ -20,7 +22,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, 
 
 
 def documents(count: int, length: int) -> list[dict[str, list[int]]]:
-    """Texts of several lengths, as bytes; the collator packs a batch of them into one row."""
+    """Return texts of different lengths as bytes. The collator packs a batch of them into one row."""
     texts = [text.encode() for text in sorted(pydoc_data.topics.topics.values())]
     return [{"input_ids": list(text[: length + 7 * i])} for i, text in enumerate(texts[:count])]
 
@@ -45,7 +47,7 @@ def settings(folder: str, batch: int) -> TrainingArguments:
 def train(
     trainer_class=SequenceTrainer, mesh: bp.Mesh | None = None, batch: int = 3, held_out: int = 11
 ) -> list[float]:
-    """The losses of three steps, and of the evaluation."""
+    """Return the losses of three training steps and of the evaluation."""
     set_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **SIZES))
     mine = {"model": model} if mesh is None else {"handle": parallelize(model, mesh)}

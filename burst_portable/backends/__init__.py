@@ -1,1 +1,1 @@
-"""Backends, one folder per vendor. `base` is the contract, `selection` finds and chooses; see `backends/README.md`."""
+"""Backends, one folder per vendor. `base` is the contract, `selection` chooses. See docs/writing_a_backend.md."""

@@ -110,7 +110,7 @@ def _imported(name: str, home: str) -> Backend:
         raise BackendUnavailableError(f"{what} is not a backend: {reason}", next_step=next_step)
     elif not (reason := _contract_violation(backend, name)):
         return backend
-    next_step = "backends/README.md says what a backend is, step by step"
+    next_step = "docs/writing_a_backend.md says what a backend is, step by step"
     raise BackendUnavailableError(f"{what} is not a backend: {reason}", next_step=next_step)
 
 
@@ -288,7 +288,7 @@ def kernels_of(backend: Backend) -> tuple[Kernel | LazyKernel, ...]:
         kernels = tuple(backend.kernels())
     # Code of a vendor may raise anything; the user must hear which backend it was.
     except Exception as error:
-        next_step = "upgrade or mend it: backends/README.md says what kernels() returns"
+        next_step = "upgrade or mend it: docs/writing_a_backend.md says what kernels() returns"
         raise BackendUnavailableError(f"{what}: kernels() failed", got=in_a_line(error), next_step=next_step) from error
     for kernel in kernels:
         if not isinstance(kernel, Kernel | LazyKernel):

@@ -37,7 +37,7 @@ def numbers(transport: Transport, device: torch.device) -> str:
     """Ranks are numbered 0 to size - 1, each once."""
     mine = torch.full((8,), transport.rank, dtype=torch.uint8, device=device)
     parts = [_empty(transport, 8, device) for _ in range(transport.size)]
-    transport.all_gather(mine, parts)
+    transport.all_gather(mine, parts, "numbers")
     told = [int(part[0]) for part in parts]
     return "" if told == list(range(transport.size)) else f"ranks call themselves {told}"
 
@@ -48,7 +48,7 @@ def sizes(transport: Transport, device: torch.device) -> str:
     for count in (1, 3, 16, 17, 4096, 65537, 1 << 21):
         out = _bytes(count, 100 * rank + count, device)
         came = _empty(transport, count, device)
-        sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)])
+        sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "sizes")
         _wait(received, sent)
         if not torch.equal(came, _bytes(count, 100 * ((rank - 1) % size) + count, device)):
             return f"{count} bytes came as others"
@@ -65,7 +65,7 @@ def order(transport: Transport, device: torch.device) -> str:
     for first in (0, 3, 6):
         outs = [torch.full((64,), first + i, dtype=torch.uint8, device=device) for i in range(3)]
         ins = [_empty(transport, 64, device) for _ in range(3)]
-        sent, received = transport.post([Message(b, there) for b in outs], [Message(b, back) for b in ins])
+        sent, received = transport.post([Message(b, there) for b in outs], [Message(b, back) for b in ins], "order")
         handles += [received, sent]
         came += ins
         kept += outs
@@ -83,7 +83,7 @@ def everyone(transport: Transport, device: torch.device) -> str:
 
     sends = [_bytes(count(rank, r), 10 * rank + r, device) for r in range(size)]
     receives = [_empty(transport, count(r, rank), device) for r in range(size)]
-    transport.all_to_all(sends, receives)
+    transport.all_to_all(sends, receives, "everyone")
     wrong = [r for r in range(size) if not torch.equal(receives[r], _bytes(count(r, rank), 10 * r + rank, device))]
     return f"all_to_all brought other bytes from ranks {wrong}" if wrong else ""
 
@@ -93,7 +93,7 @@ def gathered(transport: Transport, device: torch.device) -> str:
     rank, size = transport.rank, transport.size
     for turn in range(2):
         receives = [_empty(transport, 5 + 3 * r, device) for r in range(size)]
-        transport.all_gather(_bytes(5 + 3 * rank, rank + turn, device), receives)
+        transport.all_gather(_bytes(5 + 3 * rank, rank + turn, device), receives, "gathered")
         wrong = [r for r in range(size) if not torch.equal(receives[r], _bytes(5 + 3 * r, r + turn, device))]
         if wrong:
             return f"all_gather brought other bytes from ranks {wrong}"
@@ -134,7 +134,7 @@ def unchanged(transport: Transport, device: torch.device) -> str:
     rank, size = transport.rank, transport.size
     out = _bytes(2000, rank, device)
     before, came = out.clone(), _empty(transport, 2000, device)
-    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)])
+    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "unchanged")
     _wait(received, sent)
     return "" if torch.equal(out, before) else "a message that was sent has changed"
 
@@ -146,7 +146,9 @@ def written_just_before(transport: Transport, device: torch.device) -> str:
     for _ in range(8):
         x = (x @ x).clamp(1.0 + rank, 1.0 + rank)  # on a device this takes longer than posting does
     out, came = x.view(-1).view(torch.uint8), _empty(transport, x.numel() * 4, device)
-    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)])
+    sent, received = transport.post(
+        [Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "written just before"
+    )
     _wait(received)
     total = came.view(torch.float32).double().sum()
     _wait(sent)
@@ -160,13 +162,13 @@ def sent(transport: Transport, device: torch.device) -> str:
     count = 1 << 24  # more than a link takes before anybody receives: the rest is still in the sender's memory
     if transport.rank == 0:
         out = torch.full((count,), 1, dtype=torch.uint8, device=device)
-        leaving, _ = transport.post([Message(out, 1)], [])
+        leaving, _ = transport.post([Message(out, 1)], [], "sent")
         _wait(leaving)
         out.fill_(0)
     elif transport.rank == 1:
         came = _empty(transport, count, device)
         time.sleep(0.1)
-        _, arriving = transport.post([], [Message(came, 0)])
+        _, arriving = transport.post([], [Message(came, 0)], "sent")
         _wait(arriving)
         if not bool((came == 1).all()):
             return "a message changed when its sender, who had waited for the handle, wrote over it"
@@ -180,7 +182,7 @@ def late(transport: Transport, device: torch.device) -> str:
         time.sleep(0.1)
     out = torch.full((100,), rank + 1, dtype=torch.uint8, device=device)
     came = _empty(transport, 100, device)
-    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)])
+    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "late")
     _wait(received, sent)
     return "" if int(came[0]) == (rank - 1) % size + 1 else "something else came than a late rank sent"
 
@@ -247,7 +249,7 @@ def shared(transport: Transport, device: torch.device) -> str:
     for turn, count in enumerate((1, 32, 4096)):
         if turn:
             transport.begin(b"shared")
-        told = transport.share(bytes([100 * turn + transport.rank]) * count)
+        told = transport.share(bytes([100 * turn + transport.rank]) * count, "shared")
         if turn:
             transport.end()
         if told != [bytes([100 * turn + rank]) * count for rank in range(transport.size)]:

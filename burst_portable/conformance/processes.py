@@ -35,7 +35,7 @@ START = 120.0
 """Default seconds until all ranks have imported torch and met."""
 LAST_WORDS = 3.0
 """Default seconds for the other ranks to report when one has failed, since it need not be the one with the fault."""
-_JOBS = "jobs"
+_JOBS, _JOBS_IN_SUBGROUP = "jobs", "jobs in a subgroup"
 
 Work = str | Case
 
@@ -53,7 +53,16 @@ def devices(backend: Backend) -> int | None:
 
 def exchange(subject: Subject, ranks: int) -> str:
     """Run every job of `exchanges` on this many processes; returns what was wrong."""
-    said: list[dict[str, str]] = _spawn(subject, ranks, _JOBS)
+    return _told(_spawn(subject, ranks, _JOBS))
+
+
+def exchange_in_subgroup(subject: Subject, ranks: int) -> str:
+    """Do the same in a process group of all these processes but the first."""
+    return _told(_spawn(subject, ranks, _JOBS_IN_SUBGROUP))
+
+
+def _told(said: Sequence[dict[str, str]]) -> str:
+    """Return what was wrong on the ranks, in one line."""
     return "; ".join(f"rank {r}, {job}: {wrong}" for r, told in enumerate(said) for job, wrong in told.items() if wrong)
 
 
@@ -178,7 +187,13 @@ def _run(subject: Subject, rank: int, ranks: int, store: str, work: Work) -> Any
         **group_options_of(subject.backend, timedelta(seconds=subject.timeout)),
     )
     try:
-        transport = subject.backend.transport(None, subject.timeout)
+        group = None
+        if work == _JOBS_IN_SUBGROUP:
+            timeout = timedelta(seconds=subject.timeout)
+            group = dist.new_group(list(range(1, ranks)), **group_options_of(subject.backend, timeout))
+            if rank == 0:
+                return {}
+        transport = subject.backend.transport(group, subject.timeout)
         with fresh_memory_is_nan():
             return _do(subject, transport, device, work)
     finally:

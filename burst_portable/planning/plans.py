@@ -304,7 +304,7 @@ class HeadSplit:
     groups: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A whole attention: both passes, which strategy made it, and why.
 
@@ -326,8 +326,13 @@ class Plan:
     heads: HeadSplit | None = None
     reason: str = ""
 
+    def __repr__(self) -> str:
+        p = self.call
+        size = f"ranks={p.ranks}, tokens={p.layout.length}"
+        return f"Plan({self.strategy!r}, {size}, mask={p.mask!s}, layout={p.layout.name})"
+
     def __str__(self) -> str:
-        """What is planned, in a few lines; `burst-portable plan` prints steps and costs besides."""
+        """Return a summary of a few lines; `burst-portable plan` prints steps and costs, too."""
         p = self.call
         values = f" (values {p.v_head_dim})" if p.v_head_dim != p.head_dim else ""
         lines = [

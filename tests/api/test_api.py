@@ -462,3 +462,34 @@ def test_bad_tiles_of_a_user(tile, message):
     q, k = torch.randn(1, 16, 2, 4), torch.randn(1, 12, 2, 4)
     with pytest.raises(ShapeError, match=message):
         bp.partial_attention(q, k, k, [tile])
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ({"causal": True}, r'no argument \'causal\'; got True; pass mask="causal" \(the default\) or mask="full"'),
+        ({"is_causal": False}, 'or mask="full"'),
+        ({"softmax_scale": 0.5}, "pass scale="),
+        ({"window_size": (4, 0)}, 'mask="window:LEFT:RIGHT"'),
+        ({"cu_seqlens": torch.tensor([0, 4])}, r"mask=Mask\.documents\(cu_seqlens\)"),
+        ({"dropout_p": 0.1}, "has no dropout"),
+        ({"soft_cap": 1.0}, "did you mean 'softcap'"),
+        ({"alibi_slopes": None}, "allowed: mask, mesh, strategy"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_attention_names_its_own_argument_for_another_librarys(argument, hint):
+    q = torch.ones(1, 4, 2, 8)
+    with pytest.raises(TypeError, match=hint) as caught:
+        bp.attention(q, q, q, **argument)
+    assert isinstance(caught.value, BurstError)
+
+
+def test_repr_says_what_an_object_is_in_one_short_line():
+    mask = bp.Mask.documents(range(0, 1001, 10))
+    layout = bp.make_layout("zigzag", 1000, 4)
+    assert repr(mask) == "Mask('documents(100)', regions=100)"
+    assert repr(layout) == "Layout('zigzag', length=1000, ranks=4)"
+    assert repr(bp.Mesh(0, 4, lambda kind: None, ranks_per_node=2)) == "Mesh(rank=0, size=4, ranks_per_node=2)"
+    made = bp.plan(seq_len=1000, ranks=4, heads=4, mask=mask, layout=layout, strategy="ring")
+    assert repr(made) == "Plan('ring', ranks=4, tokens=1000, mask=documents(100), layout=zigzag)"

@@ -17,7 +17,7 @@ from burst_portable.kernels.base import Kernel
 from burst_portable.kernels.reference import ReferenceKernel
 from tests.support.calls import kernel_call
 
-README = Path(__file__).resolve().parents[2] / "backends" / "README.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "writing_a_backend.md"
 
 
 class Least(Backend):
@@ -32,11 +32,11 @@ class Least(Backend):
 
 
 @pytest.mark.parametrize("cls", [Backend, AcceleratorBackend, Kernel, Transport])
-def test_readme_lists_what_a_class_must_define(cls):
-    """The table of backends/README.md against the class."""
-    home = f"`{cls.__module__.removeprefix('burst_portable.')}.{cls.__name__}`"
-    (row,) = (line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {home}"))
-    _, must_define, has_default = row.strip("| ").split(" | ")
+def test_guide_lists_what_a_class_must_define(cls):
+    home = f"`{cls.__module__.removeprefix('burst_portable.')}.{cls.__name__}`: "
+    items = re.findall(r"^- (.*(?:\n  .*)*)", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    (item,) = (item.removeprefix(home) for item in items if item.startswith(home))
+    must_define, has_default = item.split("Defaults:")
     assert set(re.findall(r"`(\w+)`", must_define)) == cls.__abstractmethods__
     listed = set(re.findall(r"`(\w+)`", has_default))
     assert all(name in dir(cls) for name in listed)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from burst_portable import numerics
-from burst_portable.backends.base import Probe
+from burst_portable.backends.base import Backend, Probe
 from burst_portable.backends.selection import load
 from burst_portable.conformance import check_backend
 from burst_portable.conformance.checks import CHECKS
@@ -25,12 +25,13 @@ from burst_portable.conformance.suite import trials_of
 from burst_portable.conformance.trial import Subject
 from burst_portable.errors import InputError
 from burst_portable.kernels.base import WrappedKernel
+from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.profiling import clocks
 from burst_portable.profiling.intervals import Timeline
 from burst_portable.profiling.recorder import RecordingObserver
 from burst_portable.profiling.session import Session
 from tests.support import planted_bugs, planted_transports
-from tests.support.planted_bugs import Planted
+from tests.support.planted_bugs import Around, Planted
 from tests.support.planted_transports import DoesNotWait, DropsLastHop, SentTooEarly
 
 # Bug: the groups that each find it, by themselves, in a quick look.
@@ -60,6 +61,8 @@ KERNELS = {
     planted_bugs.Unsteady: ("kernels", "steady"),
     planted_bugs.SideStream: ("memory",),
 }
+DECLINED = (planted_bugs.ClaimsTooMuch, planted_bugs.NoReasons)
+"""Bugs that need a kernel that declines a call."""
 TRANSPORTS = {
     DropsLastHop: ("transport", "attention"),
     planted_transports.ReusesBuffers: ("transport", "attention"),
@@ -85,6 +88,14 @@ def examine(backend: Planted, group: str, **options: object) -> Report:
     return check_backend(backend, ranks=4, only=[group], effort="quick", fail_fast=True, timeout=3.0, **options)
 
 
+def examine_bug(bug, group: str, real: Backend) -> Report | None:
+    """Return the report on a planted bug; None if it is one of declined calls, and the kernels decline none."""
+    if bug in DECLINED:
+        bug.changed = False
+    report = examine(Planted(bug, real=real), group)
+    return None if bug in DECLINED and not bug.changed else report
+
+
 def pairs(bugs):
     return [pytest.param(bug, group, id=f"{bug.__name__}-{group}") for bug, groups in bugs.items() for group in groups]
 
@@ -93,10 +104,56 @@ def pairs(bugs):
 def test_a_bug_in_a_kernel_is_caught(bug, group, real):
     if bug is planted_bugs.SideStream and not real.capabilities.streams:
         pytest.skip(f"{real.name} has no streams")
-    report = examine(Planted(bug, real=real), group)
+    report = examine_bug(bug, group, real)
+    if report is None:
+        pytest.skip(f"the kernels of {real.name} decline nothing that this group tries")
     assert not report.ok
     assert report.failures[0].message
     assert report.failures[0].command.startswith("burst-portable conform --backend planted --case ")
+
+
+class ServesAll(Planted):
+    """A vendor whose only kernel declines nothing."""
+
+    def kernels(self):
+        return (Around(ReferenceKernel()),)
+
+
+@pytest.mark.parametrize("bug", DECLINED)
+def test_bug_of_declined_calls_does_not_apply_to_kernels_that_decline_none(bug):
+    assert examine_bug(bug, "claims", ServesAll()) is None
+
+
+class NoTransport(Backend):
+    """A vendor that has written kernels and no transport yet."""
+
+    name, capabilities = "no_transport", load("cpu").capabilities
+
+    def probe(self):
+        return Probe(True)
+
+    def kernels(self):
+        return (ReferenceKernel(),)
+
+
+def test_group_skips_backend_without_transport():
+    report = check_backend(NoTransport(), only=["claims", "group"], effort="quick")
+    assert not report.failures
+    reasons = {result.skipped for result in report.results if result.check == "group"}
+    assert reasons == {"the backend 'no_transport' has no transport, so it serves one rank only"}
+
+
+class Labelled(planted_transports.Through):
+    """Refuses messages that errors could not name."""
+
+    def post(self, sends, receives, label=""):
+        assert label, "a message without a label"
+        return super().post(sends, receives, label)
+
+
+def test_transport_trials_label_all_messages(real):
+    report = check_backend(real, only=["transport"], effort="quick", ranks=2, wrap=Labelled)
+    assert report.ok, report.failures[0].message
 
 
 def test_a_kernel_that_writes_where_it_is_told_passes(real):
@@ -188,6 +245,16 @@ def test_a_bug_between_processes_is_caught(bug, real):
     assert report.ok is (bug is None), report.markdown()
     # What a rank found, or ended with: not that none could be started.
     assert all(re.search(r"\brank \d", failure.message) for failure in report.failures), report.markdown()
+
+
+@pytest.mark.full
+def test_transport_that_takes_peers_as_global_ranks_is_caught_in_subgroup():
+    backend = Planted(wire=planted_transports.TakesPeersAsGlobalRanks)
+    everyone, some = check_backend(backend, cases=["group:messages-2ranks", "group:messages-2ranks-of-3"]).results
+    assert everyone.ok
+    assert not some.ok
+    (right,) = check_backend("cpu", cases=["group:messages-2ranks-of-3"]).results
+    assert right.ok
 
 
 def test_sinks_that_count_once_a_hop_are_caught(monkeypatch, real):

@@ -278,17 +278,24 @@ class SinksEveryHop(Around):
 
 
 class ClaimsTooMuch(Around):
-    """Says yes to everything."""
+    """Claims every call. `changed`: whether the kernel declined one, so that this is a bug."""
 
-    def supports(self, call):
-        return type(self.kernel.supports(call))(True)
-
-
-class NoReasons(Around):
-    """Says no without saying why."""
+    changed = False
 
     def supports(self, call):
         support = self.kernel.supports(call)
+        type(self).changed |= not support.ok
+        return type(support)(True)
+
+
+class NoReasons(Around):
+    """Declines without a reason. `changed` as above."""
+
+    changed = False
+
+    def supports(self, call):
+        support = self.kernel.supports(call)
+        type(self).changed |= not support.ok
         return type(support)(support.ok)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
@@ -72,6 +73,15 @@ class SentTooEarly(Through):
         leaving, arriving = super().post(sends, receives, label)
         self.leaving = leaving  # torch would wait for a transfer that nobody holds
         return [_Nothing() for _ in leaving], arriving
+
+
+class TakesPeersAsGlobalRanks(Through):
+    """Passes on the numbers of ranks in the group as those of processes. In the default group these are the same."""
+
+    def post(self, sends, receives, label=""):
+        group = self.inner.group
+        arriving = [dist.irecv(m.buffer, src=m.peer, group=group) for m in receives]
+        return [dist.isend(m.buffer, dst=m.peer, group=group) for m in sends], arriving
 
 
 class SendsOthersShares(Through):

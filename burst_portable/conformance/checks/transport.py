@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
+from burst_portable.backends.base import Backend
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.checks.attention import case_trial, case_trials, judged
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.processes import devices, exchange, shards
+from burst_portable.conformance.processes import devices, exchange, exchange_in_subgroup, shards
 from burst_portable.conformance.running import together
 from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 
@@ -43,21 +44,35 @@ def _group_trials(subject: Subject) -> Iterator[Trial]:
     """Yield messages and collectives, and a few attentions. A process takes seconds to start: few of each."""
     counts, cases = ((2,), _GROUP_CASES[:1]) if subject.effort == "quick" else ((2, 3), _GROUP_CASES)
     yield from (plain("group", f"messages-{n}ranks", _messages, subject, n) for n in counts if n <= subject.ranks)
+    if subject.effort != "quick" and subject.ranks >= _WORLD:
+        yield plain("group", f"messages-{_WORLD - 1}ranks-of-{_WORLD}", _messages_in_subgroup, subject)
     yield from case_trials("group", subject, cases, _attend)
 
 
+_WORLD = 3
+"""Processes of the trial in a subgroup, which leaves out the first: there, no rank has its number in the group."""
+
+
 def _messages(subject: Subject, ranks: int) -> Outcome:
-    too_few = _too_few(subject, ranks)
-    return Outcome(skipped=too_few) if too_few else Outcome(wrong=exchange(subject, ranks))
+    reason = _impossible(subject, ranks)
+    return Outcome(skipped=reason) if reason else Outcome(wrong=exchange(subject, ranks))
+
+
+def _messages_in_subgroup(subject: Subject) -> Outcome:
+    reason = _impossible(subject, _WORLD)
+    return Outcome(skipped=reason) if reason else Outcome(wrong=exchange_in_subgroup(subject, _WORLD))
 
 
 def _attend(subject: Subject, case: Case) -> Outcome:
-    if too_few := _too_few(subject, case.ranks):
-        return Outcome(skipped=too_few)
+    if reason := _impossible(subject, case.ranks):
+        return Outcome(skipped=reason)
     return judged(case, make_inputs(case), together(shards(subject, case), case.make_layout()))
 
 
-def _too_few(subject: Subject, ranks: int) -> str:
+def _impossible(subject: Subject, ranks: int) -> str:
+    """Return why this many processes cannot be connected on this machine; "" if they can."""
+    if type(subject.backend).transport is Backend.transport:
+        return f"the backend {subject.backend.name!r} has no transport, so it serves one rank only"
     found = devices(subject.backend)
     return f"{ranks} ranks need {ranks} devices, and there is {found}" if found is not None and found < ranks else ""
 

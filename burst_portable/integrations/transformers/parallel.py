@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError
+from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, shown
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, CallSequence, attend
 from burst_portable.integrations.transformers.checks import (
     check_arguments,
@@ -143,6 +144,11 @@ class ShardedModel:
         self._drops_layers = drops_layers(model)
         self._install()
 
+    def __repr__(self) -> str:
+        state = "" if self._hooks else ", undone"
+        of = f"{type(self.model).__name__}, rank {self.mesh.rank} of {self.mesh.size}"
+        return f"ShardedModel({of}, strategy={self.strategy!r}, layout={self.layout!r}{state})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """A copied model works on the same mesh; groups and transports cannot be copied."""
         return self
@@ -195,7 +201,7 @@ class ShardedModel:
 
     def shard(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | Mapping[str, Any],
         labels: Tensor | None = None,
         *,
         cu_seqlens: Any = None,
@@ -207,7 +213,8 @@ class ShardedModel:
         loss, and the gradients one device's gradients.
 
         Args:
-            input_ids: ``[B, N]``, the same on every rank.
+            input_ids: ``[B, N]``, the same on every rank; or a tokenizer's or collator's batch with `input_ids` and,
+                if it has them, `labels`, `attention_mask` and `cu_seqlens`.
             labels: ``[B, N]``, as the model takes them on one device, -100 where there is none. None takes
                 `input_ids`, or no labels where the model does not shift them (encoders).
             cu_seqlens: cumulative lengths of packed documents, the same for each row of the batch: a sequence of ints,
@@ -225,6 +232,9 @@ class ShardedModel:
             raise InputError(
                 "the model was given back by undo(), and would take these rows for all; parallelize it again"
             )
+        if isinstance(input_ids, Mapping):
+            given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
+            return self.shard(**_batch_arguments(input_ids, given))
         for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
             if x is not None or name == "input_ids":
                 check_tensor(name, x)
@@ -373,3 +383,20 @@ def _check_free(model: PreTrainedModel) -> None:
         name, module = taken
         what = f"its part {name} ({type(module).__name__})" if name else type(model).__name__
         raise InputError("the model is parallelized already", got=what, next_step="undo() the handle of that first")
+
+
+def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `ShardedModel.shard` from a batch and from those that were passed beside it."""
+    allowed = ("input_ids", *given)
+    if unknown := sorted(set(batch) - set(allowed)):
+        raise InputError(
+            "shard() cannot divide every tensor of this batch",
+            got=", ".join(map(shown, unknown)),
+            allowed=", ".join(allowed),
+            next_step="remove the others from the batch",
+        )
+    if twice := [name for name, value in given.items() if value is not None and name in batch]:
+        raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
+    if "input_ids" not in batch:
+        raise InputError("the batch has no input_ids", got=", ".join(map(shown, batch)) or "an empty batch")
+    return {**given, **batch}

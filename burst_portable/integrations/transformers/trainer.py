@@ -116,7 +116,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
                 "a loss that shifts its labels itself; those of a shard are shifted before the cut",
                 got="compute_loss_func" if self.compute_loss_func else "label_smoothing_factor",
                 allowed="the model's own loss",
-                next_step="override compute_loss, and take inputs['shift_labels'] (see docs/models.md)",
+                next_step="override compute_loss, and take inputs['shift_labels'] (see docs/hugging_face.md)",
             )
         if self.neftune_noise_alpha is not None and self.handle.mesh.size > 1:
             raise UnsupportedError(

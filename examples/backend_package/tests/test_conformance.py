@@ -1,4 +1,4 @@
-"""All that a backend's own test-suite needs: one test a trial, reported and picked like any other."""
+"""Run the conformance suite as tests: one test per trial."""
 
 from burst_portable.conformance.pytest import backend_checks
 

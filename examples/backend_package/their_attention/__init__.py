@@ -29,7 +29,7 @@ class TheirBackend(Backend):
     )
 
     def probe(self) -> Probe:
-        """Return whether it can run here. Never raises: without the vendor's device there is a reason."""
+        """Return whether this machine can run the backend, or the reason why not. Never raises."""
         if not torch.distributed.is_gloo_available():
             return Probe(False, "this torch is built without gloo")
         return Probe(True, facts={"threads": torch.get_num_threads()})

@@ -1,4 +1,4 @@
-"""Define a local attention kernel that is as plain as possible: a tile is a box of scores and a band across it."""
+"""Define a simple kernel for local attention. A tile is a box of scores and a band across it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from burst_portable.planning.tiles import Tile, Tiles
 
 
 class TheirKernel(Kernel):
-    """See `burst_portable.kernels.base.Kernel` for what each method must do."""
+    """See `burst_portable.kernels.base.Kernel` for the duty of each method."""
 
     name = "their_boxes"
 
     def supports(self, call: AttentionCall) -> Support:
-        """Return whether a call is served. The conformance suite tries what is claimed; a refusal needs a reason."""
+        """Return whether a call is supported. A call that is declined needs a reason."""
         if call.softcap is not None:
             return Support(False, "it has no softcap")
         if call.head_dim > 256:
@@ -36,7 +36,7 @@ class TheirKernel(Kernel):
         state: State | None = None,
         yields_to_comm: bool = False,
     ) -> State:
-        """Compute each tile by itself and merge it into the running state: 0 and -inf where nothing is visible."""
+        """Compute each tile and merge it into the running state. Rows without visible keys get 0 and -inf."""
         state = numerics.empty_state(q, v.shape[-1]) if state is None else state
         for tile in tiles:
             rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
@@ -48,7 +48,7 @@ class TheirKernel(Kernel):
         return state
 
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
-        """Compute the weights again, from the global LSE, so that the gradients of tiles add up."""
+        """Recompute the weights from the global LSE, so that the gradients of tiles add up."""
         dout, q, k, v, lse, out, delta = x
         if delta is None:
             assert out is not None, "exactly one of delta and out"
@@ -69,7 +69,7 @@ class TheirKernel(Kernel):
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, call: AttentionCall) -> Tensor:
-    """``[B, H, rows, columns]``, -inf where the band hides a pair. Indices are local to the blocks, not to the tile."""
+    """Return scores of shape [B, H, rows, columns], -inf outside the band. Indices are those of the blocks."""
     scores = torch.einsum("bihd,bjhd->bhij", _wide(q), _shared(k, q)) * call.scale
     row = torch.arange(tile.q_start, tile.q_stop).unsqueeze(1)
     distance = row - torch.arange(tile.k_start, tile.k_stop)
@@ -77,12 +77,12 @@ def _scores(q: Tensor, k: Tensor, tile: Tile, call: AttentionCall) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """One step wider than the inputs, so that rounding is left to the ends."""
+    """Convert to a wider dtype, so that only the results are rounded."""
     return x.to(numerics.running_dtype(x.dtype))
 
 
 def _shared(x: Tensor, q: Tensor) -> Tensor:
-    """K or V with as many heads as q. An example may repeat them; a kernel for production must not."""
+    """Repeat K or V for all query heads. A production kernel must not repeat them."""
     return _wide(x).repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 

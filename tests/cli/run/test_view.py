@@ -69,7 +69,7 @@ def test_in_a_log_a_line_is_whole(tmp_path, capsys):
     ],
 )
 def test_a_utilisation_that_is_not_known_is_said_to_be(flops, told):
-    """A backend of somebody's own that tells no peak: backends/README.md promises "unknown"."""
+    """A backend of somebody's own that tells no peak: docs/writing_a_backend.md promises "unknown"."""
     peak = {"flops": None, "dtype": "bfloat16", "source": "the backend 'theirs' does not tell"}
     facts = {
         "model_flop_utilisation": None, "peak": peak, "model_flops_per_step": flops, "mode": "train", "world_size": 2,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BatchEncoding
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burst_portable import Mesh, run_threads
@@ -348,3 +349,28 @@ def test_a_layout_of_a_model_on_no_device():
         parallelize(model, mesh, layout="striped")
 
     run_threads(2, work)
+
+
+def test_shard_takes_the_batch_of_a_tokenizer():
+    ids, labels = tokens(2), tokens(2)
+    handle = parallelize(make("llama"), Mesh.single())
+    batch = BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    found, expected = handle.shard(batch), handle.shard(ids, labels, attention_mask=torch.ones_like(ids))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in ("input_ids", "labels", "shift_labels"))
+    assert torch.equal(handle.shard({"input_ids": ids}, labels)["shift_labels"], found["shift_labels"])
+    for wrong, told in (
+        ({"input_ids": ids, "token_type_ids": ids}, "got 'token_type_ids'; allowed: input_ids, labels"),
+        ({"attention_mask": ids}, "the batch has no input_ids"),
+    ):
+        with pytest.raises(InputError, match=told):
+            handle.shard(wrong)
+    with pytest.raises(InputError, match="labels is in the batch and was passed as an argument"):
+        handle.shard(batch, labels)
+
+
+def test_repr_of_a_sharded_model_names_model_ranks_and_layout():
+    handle = parallelize(make("llama"), Mesh.single(), layout="zigzag")
+    assert repr(handle) == "ShardedModel(LlamaForCausalLM, rank 0 of 1, strategy='auto', layout='zigzag')"
+    handle.undo()
+    assert repr(handle).endswith(", undone)")

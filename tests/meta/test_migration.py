@@ -1,0 +1,28 @@
+"""The new half of every diff of docs/migration runs over four ranks and gives the numbers of one device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.migration_ranks import EXAMPLES, diffs
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "migration"
+
+
+def test_every_diff_has_an_example():
+    assert {page.stem: len(list(diffs(page))) for page in FOLDER.glob("*.md")} == {
+        name: len(examples) for name, examples in EXAMPLES.items()
+    }
+
+
+@pytest.mark.slow
+def test_new_halves_run_and_equal_one_device():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["-m", "tests.support.migration_ranks", str(FOLDER)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
