@@ -1,11 +1,11 @@
-"""Local attention: every provider on every row, forward and backward, in random order in one run.
+"""Compare local attention kernels on one GPU: every provider on every row, forward and backward.
 
-    python benchmarks/attention.py                         all rows and providers
-    python benchmarks/attention.py --quick                 the rows that fit a short run
-    python benchmarks/attention.py --rows causal-16k,window --providers triton,cudnn,flex
+    python -m benchmarks.attention                         all rows and providers
+    python -m benchmarks.attention --quick                 the rows that fit a short run
+    python -m benchmarks.attention --rows causal-16k,window --providers triton,cudnn,flex
 
-Correctness first: a provider whose result is wrong has no speed. TFLOP/s count the exact area of the mask, forward
-4·area·H·D, backward 2.5 times that. Writes a table, JSON and a picture to benchmarks/results/.
+Results are checked before they are timed. Calls run in random order, round after round. TFLOP/s count the visible
+(query, key) pairs: forward 4·pairs·H·D, backward 2.5 times that. Prints a table; writes JSON and a picture to --out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONG_TO_START = ("flex-max", "flex-flash")  # left out of --quick
 
 @dataclass(frozen=True)
 class Row:
-    """length, (heads, K/V heads), head size, mask."""
+    """Length, (query heads, K/V heads), head size, mask."""
 
     length: int
     heads: tuple[int, int]
@@ -72,7 +72,7 @@ ROWS: dict[str, Row] = {
 
 @dataclass
 class Entry:
-    """One provider on one row: its calls, and what was measured of them."""
+    """One provider on one row: its calls and their times."""
 
     name: str
     calls: Calls
@@ -84,7 +84,10 @@ class Entry:
 
 
 def reference(task: Task) -> dict[str, Tensor]:
-    """Dense attention of `checked_heads` in float32 (tf32 off), [B, S, H, D] of those heads; LSE [B, H, S]."""
+    """Compute dense attention of `checked_heads` in float32, with tf32 off.
+
+    Returns out, dq, dk, dv of shape [B, S, H, D] of these heads, and lse of shape [B, H, S].
+    """
     wide = (checked_heads(x, task.k.shape[2]).float().transpose(1, 2) for x in (task.q, task.k, task.v, task.dout))
     q, k, v, dout = wide
     length, result = q.shape[2], {}
@@ -121,7 +124,7 @@ def _visible(task: Task, length: int) -> Tensor:
 
 
 def errors(calls: Calls, task: Task, expected: dict[str, Tensor]) -> dict[str, float]:
-    """Relative errors of one forward and one backward."""
+    """Return the relative errors of one forward and one backward pass."""
     for buffer in task.extra.get("zero", ()):
         buffer.zero_()
     out, lse = calls[0]()
@@ -140,7 +143,7 @@ def errors(calls: Calls, task: Task, expected: dict[str, Tensor]) -> dict[str, f
 
 
 def in_all_rows(x: Tensor, name: str, rows: int) -> Tensor:
-    """Zeros for the first query and the last key, where a provider left them out; see `as_causal_square`."""
+    """Add zeros for the first query and the last key if a provider left them out; see `as_causal_square`."""
     if x.shape[1] != rows - 1:
         return x
     return functional.pad(x, (0, 0, 0, 0, 1, 0) if name in ("out", "dq") else (0, 0, 0, 0, 0, 1))
@@ -154,7 +157,7 @@ def wrong(found: dict[str, float]) -> bool:
 
 
 def prepare(task: Task, providers: list[str], expected: dict[str, Tensor]) -> tuple[list[Entry], list[Result]]:
-    """Those that are there and right; and what was found of all."""
+    """Return the providers that run and are correct, and the results of all."""
     entries, results = [], []
     for name in providers:
         task.extra["zero"] = []
@@ -181,7 +184,7 @@ def prepare(task: Task, providers: list[str], expected: dict[str, Tensor]) -> tu
 
 
 def peak(call: Callable[[], object]) -> int:
-    """Bytes that a call takes besides what is there."""
+    """Return the bytes that a call allocates."""
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
@@ -191,7 +194,7 @@ def peak(call: Callable[[], object]) -> int:
 
 
 def measure(entries: list[Entry], seconds: float, least: int = 5) -> None:
-    """All in random order, round after round, the device never idle within a round."""
+    """Time all calls in random order, round after round. The device is never idle within a round."""
     started, rounds = time.time(), 0
     while rounds < least or time.time() - started < seconds:
         order = [(entry, which) for entry in entries for which in ("forward", "backward")]
@@ -208,7 +211,7 @@ def measure(entries: list[Entry], seconds: float, least: int = 5) -> None:
 
 
 def host_time(call: Callable[[], object], rounds: int = 20, repeats: int = 50) -> dict[str, float]:
-    """Least and median microseconds of the host for a call, the device given nothing to wait for."""
+    """Return the least and median host time of a call in microseconds; the device has nothing to wait for."""
     spent = []
     for _ in range(rounds + 1):
         torch.accelerator.synchronize()
@@ -221,7 +224,7 @@ def host_time(call: Callable[[], object], rounds: int = 20, repeats: int = 50) -
 
 
 def flops_of(row: Row, task: Task, which: str) -> int:
-    """Of a pass, by the exact area of the mask."""
+    """Return the FLOPs of a pass, by the visible pairs of the mask."""
     return (4 if which == "forward" else 10) * task.mask.num_pairs(row.length, row.length) * row.heads[0] * row.head
 
 
@@ -246,7 +249,7 @@ def run_row(name: str, providers: list[str], seconds: float) -> list[Result]:
 
 
 def host_times(providers: list[str]) -> HostTimes:
-    """Of each provider, on a problem so small that the device keeps up, and of `burst_portable.attention` itself."""
+    """Measure the host time of each provider and of `burst_portable.attention` on a tiny problem."""
     found = {}
     for name, make in [*((p, PROVIDERS[p]) for p in providers), ("attention()", the_call_of_users)]:
         task = make_task("host", 256, (1, 1), 128, "causal")
@@ -260,13 +263,13 @@ def host_times(providers: list[str]) -> HostTimes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=names(ROWS), help=f"names, separated by commas, of {', '.join(ROWS)}")
-    parser.add_argument("--quick", action="store_true", help="the rows and providers that fit a short run")
-    parser.add_argument("--providers", type=names(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of measuring a row")
-    parser.add_argument("--no-host", dest="host", action="store_false", help="do not measure the host's time of calls")
-    parser.add_argument("--label", default="attention", help="name of the files in --out")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--rows", type=names(ROWS), help=f"Rows, separated by commas: {', '.join(ROWS)}. Default: all.")
+    parser.add_argument("--quick", action="store_true", help="Only the rows and providers that fit a short run.")
+    parser.add_argument("--providers", type=names(PROVIDERS), help=f"Providers: {', '.join(PROVIDERS)}. Default: all.")
+    parser.add_argument("--seconds", type=float, default=6.0, help="Seconds of measuring per row. Default: 6.")
+    parser.add_argument("--no-host", dest="host", action="store_false", help="Do not measure host times.")
+    parser.add_argument("--label", default="attention", help="Name of the files in --out.")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="Folder of the files.")
     arguments = parser.parse_args()
     rows = arguments.rows or [n for n, r in ROWS.items() if r.quick or not arguments.quick]
     providers = arguments.providers or [p for p in PROVIDERS if not (arguments.quick and p in LONG_TO_START)]

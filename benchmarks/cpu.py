@@ -1,11 +1,10 @@
-"""What distribution costs on a CPU: process CPU time of two ranks against one process with plain SDPA, in one run.
+"""Measure the cost of distribution on CPUs: CPU time of two ranks against one process with torch's SDPA.
 
-    python benchmarks/cpu.py [--tokens 8192] [--rounds 3] [--out benchmarks/results/cpu.json]
+    python -m benchmarks.cpu [--tokens 8192] [--rounds 3] [--out cpu.json]
 
-float32, causal, forward and backward. Correctness first: a wrong result is not timed. CPU time, summed over all
-processes and threads, is what counts; elapsed time on a shared machine says nothing. Also: what a call whose plan
-is cached costs over the kernel alone, and how long planning one rank of a thousand takes. The exit code is 1
-where one of these is over its limit.
+float32, causal, forward and backward. Results are checked before they are timed. CPU time is summed over all processes
+and threads, since elapsed time on a shared machine means little. Also measures the time of a cached call beyond its
+kernel, and of planning one of 1,024 ranks. The exit code is 1 if a number exceeds its limit.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def make_inputs(tokens: int) -> list[torch.Tensor]:
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor]:
-    """One process, torch's SDPA: (out, dq, dk, dv)."""
+    """Run torch's SDPA in one process. Returns (out, dq, dk, dv)."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
@@ -66,7 +65,7 @@ def cpu_time(work) -> float:
 
 
 def rank_main(rank: int, ranks: int, folder: Path, tokens: int, rounds: int) -> None:
-    """A rank of the ring; rank 0 also times plain SDPA, in turn with it, while the others wait."""
+    """Run one rank of the ring. Rank 0 also times torch's SDPA in turn with it, while rank 1 waits."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     mesh = bp.Mesh.from_group()
@@ -106,7 +105,7 @@ def distribution(tokens: int, rounds: int) -> dict[str, float]:
 
 
 def call_overhead() -> float:
-    """Microseconds of `attention` on one rank beyond the kernel that it calls; medians, in turn."""
+    """Return the median microseconds of `attention` on one rank beyond the kernel that it calls."""
     torch.set_num_threads(1)
     mesh, mask = bp.Mesh.single(), bp.Mask.causal()
     q, k, v = (torch.randn(1, 16, 2, 16) for _ in range(3))
@@ -128,7 +127,7 @@ def timed(work) -> float:
 
 
 def planning() -> dict[str, float]:
-    """Seconds for one rank of 1,048,576 tokens, 1,024 ranks, 500 documents, zigzag."""
+    """Return the seconds for planning one rank of 1,048,576 tokens, 1,024 ranks, 500 documents, zigzag."""
     tokens, ranks = 1 << 20, 1024
     found = {}
     for name in ("ring", "burst", "double_ring"):
@@ -144,9 +143,9 @@ def planning() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=count, default=8192)
-    parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--out", type=file, help="a JSON file")
+    parser.add_argument("--tokens", type=count, default=8192, help="Sequence length. Default: 8192.")
+    parser.add_argument("--rounds", type=count, default=3, help="Rounds that are measured. Default: 3.")
+    parser.add_argument("--out", type=file, help="Write the results to this JSON file.")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Training one model with each sequence over all GPUs of a node: this library, and torch's context_parallel.
+"""Train one model with each sequence over all GPUs of a host: this library, and torch's context_parallel.
 
     torchrun --nproc-per-node 8 benchmarks/end_to_end.py --layers 16
 
-A Llama of 8B's sizes with random weights and as many layers as asked for, in the loop of `burst-portable run`: bf16
-autocast over float32 weights, layers recomputed, gradients summed over ranks, AdamW. All contestants train the same
-parameters, at a rate of 0: the work is the same, and every step has the same loss. Correctness first: losses and
-gradients must agree. Then steps in turns, forth and back; the slowest rank counts. MFU is model FLOP utilisation as
-`run` tells it (docs/hugging_face.md). The table comes last. On CPUs: --shape tiny --seq-len 512 --dtype float32.
+The model is a Llama with the sizes of an 8B model, random weights and --layers layers. The loop is that of
+`burst-portable run`: bf16 autocast over float32 weights, gradient checkpointing, gradients summed over ranks, AdamW.
+All contestants train the same parameters with a learning rate of 0, so every step has the same loss. Losses and
+gradients are compared before times are taken. Steps run in turns, and the slowest rank counts. On CPUs, use
+--shape tiny --seq-len 512 --dtype float32.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }  # fmt: skip
-# What torch's experimental parts and transformers throw where they do not go together.
+# Exceptions of torch's experimental parts and of transformers if they are not compatible.
 FAILURES = (RuntimeError, ImportError, AttributeError, AssertionError, TypeError)
 CHECKED = 1 << 26  # numbers of the largest parameter whose gradients are compared
 
@@ -94,7 +94,7 @@ def ours(model: Any, mesh: bp.Mesh, strategy: str, kernel: str) -> Contestant:
 
 
 class ContextParallel:
-    """torch's context_parallel, as a handle of the training loop. It cuts tokens, labels and positions by itself."""
+    """torch's context_parallel, with the interface of the training loop. It shards tokens, labels and positions."""
 
     def __init__(self, model: Any, device: torch.device, backend: str, rotate: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -204,7 +204,7 @@ class Run:
             print(text, flush=True)
 
     def prepare(self, name: str) -> tuple[Contestant, Trained] | None:
-        """A contestant whose first step agrees with the first one's."""
+        """Return a contestant whose first step agrees with the first contestant's."""
         result = Trained(name)
         self.results.append(result)
         started = time.monotonic()
@@ -223,7 +223,7 @@ class Run:
         return None if result.reason else (contestant, result)
 
     def contestant(self, name: str, result: Trained) -> Contestant:
-        # Modules and config of its own; the parameters are everybody's.
+        # Separate modules and config; all contestants share the parameters.
         model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
         if self.arguments.recompute:
             recompute_layers(model)
@@ -241,7 +241,7 @@ class Run:
         return ours(model, self.mesh, strategy, self.arguments.kernel)
 
     def step(self, contestant: Contestant, result: Trained) -> float:
-        """Seconds of one step."""
+        """Run one step and return its seconds."""
         course, device = Course(), torch.get_device_module(self.links.device)
         if self.reading:
             device.reset_peak_memory_stats()
@@ -257,7 +257,7 @@ class Run:
         return seconds
 
     def check(self, result: Trained) -> None:
-        """The loss, and the gradients of the first and last layer, against the first contestant's."""
+        """Compare the loss, and the gradients of the first and last layer, with the first contestant's."""
         kept = ("layers.0.", f"layers.{self.arguments.layers - 1}.", "model.norm.")
         gradients = {
             name: p.grad.clone()
@@ -310,11 +310,11 @@ class Run:
         print(" ".join(f"{name} {value};" for name, value in facts["setting"].items()))
         how = "layers recomputed" if model["recompute"] else "activations kept"
         size = f"{model['layers']} layers, {model['parameters'] / 1e9:.3g} B parameters, {model['seq_len']} tokens"
-        needed = f"{model['model_flops_per_step'] / 1e12:.4g} TFLOP a step"
+        needed = f"{model['model_flops_per_step'] / 1e12:.4g} TFLOP per step"
         print(f"{model['shape']}, {size}, {model['dtype']}, {how}; {needed}")
         most = f"{peak.flops / 1e12:.4g} TFLOP/s" if peak.flops else "unknown"
         print(f"peak of {peak.device}: {most} ({peak.source})")
-        print(f"{'contestant':34} {'s a step':>9} {'tokens/s':>9} {'MFU':>7} {'GiB':>6}  loss")
+        print(f"{'contestant':34} {'s/step':>9} {'tokens/s':>9} {'MFU':>7} {'GiB':>6}  loss")
         for one in self.results:
             if one.reason or not one.seconds_per_step:
                 print(f"{one.contestant:34} - {one.reason[:120] or 'no step was measured'}")
@@ -327,25 +327,25 @@ class Run:
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
-    parser.add_argument("--layers", type=count, default=8)
-    parser.add_argument("--seq-len", type=count, default=131072)
-    parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCES, help="16 bits are autocast's")
+    parser.add_argument("--shape", default="llama-8b", choices=SHAPES, help="Sizes of the model.")
+    parser.add_argument("--layers", type=count, default=8, help="Layers of the model. Default: 8.")
+    parser.add_argument("--seq-len", type=count, default=131072, help="Tokens per sequence. Default: 131072.")
+    parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCES, help="dtype of autocast.")
     parser.add_argument(
         "--contestants",
         type=names(CONTESTANTS),
         default=f"burst_portable,{NAME}",
-        help="the first is what others are compared with; "
+        help="The first is the reference of losses and gradients. "
         f"burst_portable [STRATEGY], {NAME} [cudnn or flash] [allgather or alltoall]",
     )
-    parser.add_argument("--kernel", default="auto", help="of ours")
+    parser.add_argument("--kernel", default="auto", help="Our local kernel. Default: auto.")
     parser.add_argument("--keep", dest="recompute", action="store_false", help="keep activations")
-    parser.add_argument("--rounds", type=count, default=1, help="of one step each forth and one back")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no step is begun")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a first step is taken for stuck")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a hop")
-    parser.add_argument("--label", default="run", help="the file is end-to-end-LABEL.json")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--rounds", type=count, default=1, help="Rounds of two steps per contestant. Default: 1.")
+    parser.add_argument("--budget", type=float, default=60.0, help="Seconds after which no step begins.")
+    parser.add_argument("--limit", type=float, default=60.0, help="Seconds after which a first step counts as hung.")
+    parser.add_argument("--timeout", type=float, default=30.0, help="Seconds to wait for one message. Default: 30.")
+    parser.add_argument("--label", default="run", help="The file is end-to-end-LABEL.json.")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="Folder of the file.")
     arguments = parser.parse_args(given)
     Run(arguments).main()
     leave()

@@ -1,4 +1,4 @@
-"""A kernel and a copy of known lengths beside one another, on one device, and what the profiler makes of them."""
+"""Run a kernel and a copy of known lengths at the same time on one device, and profile them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Found = dict[str, Any]
 
 
 class Device:
-    """Work of a length that can be chosen: a kernel on the current stream, a copy beside it."""
+    """Work of a chosen length: a kernel on the current stream, and a copy on another one."""
 
     def __init__(self, device: torch.device) -> None:
         self.streams = for_device(device.type).capabilities.streams
@@ -36,14 +36,17 @@ class Device:
             self._cycles, self._over = _HELD, torch.Event(device)
 
     def kernel(self, amount: float) -> None:
-        """Nothing but time: millions of cycles on a device, milliseconds on a CPU. Takes no memory bandwidth."""
+        """Run a kernel that only takes time: millions of cycles on a device, milliseconds on a CPU."""
         if self.streams:
             self._module._sleep(int(amount * 1e6))
         else:
             time.sleep(amount / 1e3)
 
     def copy(self, amount: float) -> Callable[[], None]:
-        """Within the device's memory, MiB on a device, milliseconds on a CPU; returns what waits for it."""
+        """Start a copy in the device's memory: MiB on a device, milliseconds on a CPU.
+
+        Returns a handle to wait for it.
+        """
         if not self.streams:
             thread = threading.Thread(target=time.sleep, args=(amount / 1e3,))
             thread.start()
@@ -59,13 +62,13 @@ class Device:
         return lambda: torch.accelerator.current_stream(self.device).wait_event(over)
 
     def hold(self) -> None:
-        """What is given to the device now begins some milliseconds later, when the host has given it all."""
+        """Delay the work queued from now on by some milliseconds, until the host has queued all of it."""
         if self.streams:
             self._module._sleep(self._cycles)
             self._over.record()
 
     def held(self) -> bool:
-        """Whether the host was done first; otherwise the device is held for longer next time."""
+        """Return whether the host was done first. If not, the device is held for longer next time."""
         if not self.streams or not self._over.query():
             return True
         self._cycles *= 2
@@ -74,7 +77,7 @@ class Device:
         return False
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Of work alone, as its device sees it: the median of some."""
+        """Return the median seconds of work alone, as its device measures it."""
         times: list[float] = []
         while len(times) < 7:
             self.settle()
@@ -106,14 +109,14 @@ class Waits:
 
 
 def beside(device: Device, kernel: float, copy: float) -> Found:
-    """A kernel of a length and a copy of another, begun together; then the rank waits for the copy."""
+    """Run a kernel and a copy of given lengths, begun together; then the rank waits for the copy."""
     while (found := _beside(device, kernel, copy)) is None:
         pass
     return found
 
 
 def _beside(device: Device, kernel: float, copy: float) -> Found | None:
-    """None where they did not begin together."""
+    """Return None if the two did not begin together."""
     plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
     transport = LocalTransport(Fabric(2, 1.0), 0)
     arriving: list[Callable[[], None]] = []
@@ -151,7 +154,7 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
 
 
 def overlap(device: torch.device) -> list[Found]:
-    """A copy that is shorter than the kernel, and one that is longer: what is hidden, and what is left."""
+    """Measure a copy that is shorter than the kernel, and one that is longer."""
     one = Device(device)
     kernel, unit = (8.0, 4.0 * _CHUNK) if one.streams else (60.0, 20.0)
     alone = one.seconds(lambda: one.kernel(kernel))
@@ -176,6 +179,6 @@ def overlap(device: torch.device) -> list[Found]:
 
 
 def apart_of(found: float, right: float, span: float) -> dict[str, float | None]:
-    """As a share of itself (None where it is 0), and of the span."""
+    """Return a difference as a share of the expected value (None if that is 0), and of the span."""
     gap = abs(found - right)
     return {"of_itself": gap / right if right else None, "of_span": gap / span}

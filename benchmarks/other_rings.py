@@ -1,4 +1,4 @@
-"""What others do with one attention over several devices, each on the same local kernel as ours; see `rings`."""
+"""Run other libraries' attention over several devices, each with the same local kernel as ours; see `rings`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _tiles(q: Tensor, k: Tensor, seen: Seen) -> Tiles:
 
 
 def plain(task: Task) -> Calls:
-    """One call of the kernel alone on this rank's share of the area: all rows of its share of the heads."""
+    """Run one kernel call on this rank's share of the work: all rows of its share of the heads."""
     ranks, device = task.links.size, task.q.device
     sizes = [(task.q.shape[2], task.q), (task.k.shape[2], task.k), (task.v.shape[2], task.v)]
     generator = torch.Generator(device).manual_seed(1)
@@ -99,7 +99,7 @@ def plain(task: Task) -> Calls:
 
 
 def _whole(task: Task) -> Seen:
-    """What a call over the whole sequence sees."""
+    """Return the tiles of a call over the unsharded sequence."""
     if task.mask.name in ("causal", "full"):
         return task.mask.name == "causal"
     rows = (Segment(0, task.length),)
@@ -134,7 +134,7 @@ class _Ulysses(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, group: Any) -> Tensor:
-    """[1, S / W, H, D] -> [1, S, H / W, D]."""
+    """Exchange [1, S / W, H, D] for [1, S, H / W, D]."""
     ranks = dist.get_world_size(group)
     sent = x[0].unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
     came = torch.empty_like(sent)
@@ -143,7 +143,7 @@ def _to_heads(x: Tensor, group: Any) -> Tensor:
 
 
 def _to_rows(x: Tensor, group: Any) -> Tensor:
-    """[1, S, H / W, D] -> [1, S / W, H, D]."""
+    """Exchange [1, S, H / W, D] for [1, S / W, H, D]."""
     ranks = dist.get_world_size(group)
     sent = x[0].unflatten(0, (ranks, -1)).contiguous()
     came = torch.empty_like(sent)
@@ -165,7 +165,7 @@ def plain_ulysses(task: Task) -> Calls:
 
 
 def zigzag_ring(task: Task) -> Calls:
-    """ring-flash-attn's own code, with our local kernel in place of the flash_attn that it imports."""
+    """Run ring-flash-attn's own code, with our local kernel instead of flash_attn."""
     if not _causal(task):
         raise Absent("its zigzag ring is causal")
     local = Local(task.kernel, task.q, task.k, yields_to_comm=task.links.high_priority)
@@ -176,7 +176,7 @@ def zigzag_ring(task: Task) -> Calls:
 
 
 def _flash_attn(local: Local) -> dict[str, Callable[..., Any]]:
-    """The two functions of flash_attn that its zigzag ring calls. They copy: ours take no buffers for gradients."""
+    """Return the two functions of flash_attn that ring-flash-attn's zigzag ring calls. They copy gradients."""
 
     def _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
@@ -196,9 +196,9 @@ def _flash_attn(local: Local) -> dict[str, Callable[..., Any]]:
 
 
 def llama3(task: Task, *, at_once: bool = False) -> Calls:
-    """ring-flash-attn's way for packed documents: all K and V gathered, head by head, as its own tests call it.
+    """Run ring-flash-attn's llama3 for packed documents: it gathers all K and V, head by head.
 
-    at_once: in one gathering and one kernel call, all heads: more memory for fewer launches.
+    at_once: Gather all heads at once, for one kernel call: more memory, fewer launches.
     """
     if task.length % task.links.size:
         raise Absent("it wants equally many rows on each rank")
@@ -221,7 +221,7 @@ def llama3(task: Task, *, at_once: bool = False) -> Calls:
 
 
 def _as_flash_attn_knows(task: Task) -> tuple[bool, int, list[int]]:
-    """(causal, keys to the left that are seen or -1, where documents start and the last one ends)."""
+    """Return (causal, visible keys to the left or -1, cu_seqlens)."""
     mask, regions = task.mask, task.mask.regions
     if mask.name.startswith("documents"):
         return True, -1, [0, *sorted(region.q_stop for region in regions)]
@@ -232,7 +232,7 @@ def _as_flash_attn_knows(task: Task) -> tuple[bool, int, list[int]]:
 
 @lru_cache(maxsize=16)
 def varlen_tiles(starts_q: tuple[int, ...], starts_k: tuple[int, ...], causal: bool, left: int) -> Tiles:
-    """Documents as flash_attn's cu_seqlens tell them: the last row of each stands beside its last key."""
+    """Return the tiles of documents given as cu_seqlens: the last query of each is aligned to its last key."""
     tiles = []
     for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
         own = q1 - k1  # row - column of a row and the key at its place
@@ -241,7 +241,7 @@ def varlen_tiles(starts_q: tuple[int, ...], starts_k: tuple[int, ...], causal: b
 
 
 def _flash_attn_varlen(local: Local) -> dict[str, Callable[..., Any]]:
-    """The two functions of flash_attn that llama3 calls. They copy: ours take no buffers for gradients."""
+    """Return the two functions of flash_attn that llama3 calls. They copy gradients."""
 
     def _flash_attn_varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -267,9 +267,9 @@ def _flash_attn_varlen(local: Local) -> dict[str, Callable[..., Any]]:
 
 
 def _with_kernel(name: str, functions: dict[str, Any]) -> Any:
-    """A module of ring_flash_attn, given functions for those of flash_attn that it imports.
+    """Import a module of ring_flash_attn with other functions instead of flash_attn's.
 
-    The package's `__init__` is passed over: it imports transformers and more of flash_attn.
+    The package's `__init__` is not run: it imports transformers and more of flash_attn.
     """
     spec = find_spec("ring_flash_attn")
     if spec is None:
@@ -292,7 +292,7 @@ def _with_kernel(name: str, functions: dict[str, Any]) -> Any:
 
 
 def context_parallel(rotate: str) -> Callable[[Task], Calls]:
-    """torch's own; it knows cuDNN and flash through scaled_dot_product_attention, and no other kernel."""
+    """Run torch's context_parallel, which supports only cuDNN and flash."""
 
     def prepare(task: Task) -> Calls:
         backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -320,7 +320,7 @@ def context_parallel(rotate: str) -> Callable[[Task], Calls]:
 
 
 def _enter_context_parallel(links: Links, length: int) -> None:
-    """From here on torch's SDPA is its distributed one; nobody else here calls it. It wants some buffer to cut."""
+    """Enter torch's context_parallel for the rest of the process. It needs a buffer to shard."""
     if links.parallel:
         return
     from torch.distributed.device_mesh import init_device_mesh
@@ -333,7 +333,7 @@ def _enter_context_parallel(links: Links, length: int) -> None:
 
 
 def _causal(task: Task) -> bool:
-    """Whether the mask is causal, and not full. Raises `Absent` for others: who asks knows no more."""
+    """Return whether the mask is causal, not full. Raise `Absent` for other masks."""
     if task.mask.name not in ("causal", "full"):
         raise Absent(f"knows no mask {task.mask}")
     return task.mask.name == "causal"

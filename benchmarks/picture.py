@@ -1,9 +1,9 @@
-"""Draws what was measured: the SVG beside a result file, and the README's two from rows of some of them.
+"""Draw docs/images/speed.svg and ranks.svg from rows of the files in benchmarks/results.
 
     python -m benchmarks.picture [--check]
 
-Draws again every picture in benchmarks/results/ from its JSON, and the README's, of local kernels and of ranks. With
---check nothing is written, and the exit code is 1 where a picture on disk is another than its numbers make.
+With --check nothing is written, and the exit code is 1 if a picture differs from what its numbers give. `draw_file`
+draws all rows of one file: the benchmarks write such a picture next to each JSON file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from benchmarks.script import end
 RESULTS = Path(__file__).parent / "results"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
-Chosen = tuple[tuple[str, dict[str, str], dict[str, str]], ...]
-"""A result file, some of its rows and what they are called, some who ran there and what they are called."""
+Names = dict[str, str]
+Panel = tuple[str, str, Names, Names]
+"""A file, one of its runs, its rows by their label, and its entries (providers or contestants) by their label."""
 
-SPEED_ROWS: Chosen = (
+_KERNELS, _TWO = "local-kernels-h100-2026-11-23", "strategies-h200x2-2026-11-23"
+SPEED_PANELS: tuple[Panel, ...] = (
     (
-        "attention-h100-16-bits-2026-11-23",
+        _KERNELS,
+        "all masks",
         {
             "causal-16k": "causal",
             "full-16k": "no mask",
@@ -34,40 +37,44 @@ SPEED_ROWS: Chosen = (
         {"hopper-whole": "Hopper kernels (ours)", "flash-attn-4": "flash-attn-4", "cudnn": "cuDNN"},
     ),
     (
-        "attention-h100-16-bits-2026-11-23",
-        {"documents": "16 documents", "window": "a window of 1,024", "prefix": "prefix-LM, half of it the prefix"},
+        _KERNELS,
+        "all masks",
+        {"documents": "16 documents", "window": "window of 1,024", "prefix": "prefix-LM, half of it the prefix"},
+        {"hopper-whole": "Hopper kernels (ours)", "flash-attn-4": "flash-attn-4", "flex": "FlexAttention"},
+    ),
+    (
+        _KERNELS,
+        "portable",
+        {"causal-16k": "portable kernels, causal", "documents": "portable kernels, 16 documents"},
         {
-            "hopper-whole": "Hopper kernels (ours)",
             "triton-whole": "portable (ours)",
-            "flash-attn-4": "flash-attn-4",
             "flex": "FlexAttention",
+            "flex-max": "the same, max-autotune",
         },
     ),
 )
 
-_BESIDE = {"auto peer_copy": "auto", "ulysses by the book": "Ulysses over NCCL"}
+_AUTO = {"auto peer_copy": "auto", "ulysses by the book": "Ulysses over NCCL"}
 _ZIGZAG = {"ring-flash-attn zigzag": "ring-flash-attn, zigzag"}
 _LLAMA3 = {"ring-flash-attn llama3 at once": "ring-flash-attn, llama3"}
-_ALONE = {"plain call": "one call, nothing sent"}
-RING_ROWS: Chosen = (
-    ("ring-h200x2-fair-2026-11-23", {"32k": "32,768 tokens, 32 heads"}, {**_BESIDE, **_ZIGZAG, **_ALONE}),
+_ALONE = {"plain call": "one kernel call, nothing sent"}
+RANK_PANELS: tuple[Panel, ...] = (
+    (_TWO, "fair", {"32k": "32,768 tokens, 32 heads"}, {**_AUTO, **_ZIGZAG, **_ALONE}),
+    (_TWO, "fair-long", {"128k": "131,072 tokens, 32 heads"}, {**_AUTO, **_ZIGZAG, **_ALONE}),
     (
-        "ring-h200x2-fair-long-2026-11-23",
-        {"128k": "131,072 tokens, 32 heads"},
-        {**_BESIDE, **_ZIGZAG, **_ALONE},
-    ),
-    (
-        "ring-h200x2-one-group-2026-11-23",
+        _TWO,
+        "one-group",
         {"128k-gqa": "131,072 tokens, 32 query and 8 K/V heads"},
-        {**_BESIDE, **_ZIGZAG, **_ALONE},
+        {**_AUTO, **_ZIGZAG, **_ALONE},
     ),
     (
-        "ring-h200x2-at-once-2026-11-23",
+        _TWO,
+        "at-once",
         {
             "128k-documents": "131,072 tokens, 112 documents",
-            "128k-window": "131,072 tokens, a window of 4,096",
+            "128k-window": "131,072 tokens, window of 4,096",
         },
-        {**_BESIDE, **_LLAMA3, **_ALONE},
+        {**_AUTO, **_LLAMA3, **_ALONE},
     ),
 )
 
@@ -87,16 +94,16 @@ STYLE = """
 
 
 class Bar(NamedTuple):
-    """One line of a picture: its group, its name, whose it is, and TFLOP/s by pass."""
+    """One bar per pass: the row it belongs to, its label, its kind (a CSS class), and TFLOP/s by pass."""
 
     row: str
     name: str
-    whose: str
+    kind: str
     tflops: dict[str, float]
 
 
-def whose(name: str) -> str:
-    """Ours, our portable kernels, others', or a bound: the same with nothing sent, or one call of the kernel alone."""
+def kind_of(name: str) -> str:
+    """Return whether an entry is ours, our portable kernels, another library, or a bound (nothing is sent)."""
     if name.endswith(", nothing sent") or name == "plain call":
         return NOTHING_SENT
     if name.startswith(OTHER_PEOPLES):
@@ -104,8 +111,8 @@ def whose(name: str) -> str:
     return PORTABLE if name.startswith("triton") else OURS
 
 
-def of(data: dict[str, Any]) -> str:
-    """The picture of a result file of benchmarks/attention.py or benchmarks/ring.py."""
+def draw_file(data: dict[str, Any]) -> str:
+    """Draw all rows of a result file of benchmarks/attention.py or benchmarks/ring.py."""
     where = data["setting"]
     many = f"{where['ranks']} x " if "ranks" in where else ""
     title = f"{many}{where['device']}, torch {where['torch']}, triton {where['triton']}, {where['date']}"
@@ -114,24 +121,25 @@ def of(data: dict[str, Any]) -> str:
         if one["tflops"]:
             name = one.get("provider") or one["contestant"]
             row = one["row"] if "provider" in one else f"{one['row']}, {one['kernel']}"
-            bars.append(Bar(row, name, whose(name), one["tflops"]))
-    return draw(title, f"TFLOP/s{' a GPU' if many else ''}", bars)
+            bars.append(Bar(row, name, kind_of(name), one["tflops"]))
+    return draw(title, f"TFLOP/s{' per GPU' if many else ''}", bars)
 
 
-def chosen(rows_of: Chosen, title: str, unit: str) -> str:
-    """A picture of the README's; who was not there, or knows no such mask, has no bar."""
+def draw_panels(panels: tuple[Panel, ...], title: str, unit: str) -> str:
+    """Draw chosen rows and entries. An entry that could not serve a row has no bar."""
     bars = []
-    for file, rows, names in rows_of:
+    for file, run, rows, names in panels:
         results = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["results"]
-        tflops = {(one["row"], one.get("provider") or one["contestant"]): one["tflops"] for one in results}
-        for row, called in rows.items():
-            there = {key: name for key, name in names.items() if tflops[row, key]}
-            bars += [Bar(called, name, whose(key), tflops[row, key]) for key, name in there.items()]
+        here = [one for one in results if one["run"] == run]
+        tflops = {(one["row"], one.get("provider") or one["contestant"]): one["tflops"] for one in here}
+        for row, label in rows.items():
+            served = {key: name for key, name in names.items() if tflops[row, key]}
+            bars += [Bar(label, name, kind_of(key), tflops[row, key]) for key, name in served.items()]
     return draw(title, unit, bars)
 
 
 def draw(title: str, unit: str, bars: list[Bar]) -> str:
-    """Bars as SVG, forward left and backward right; all to one scale. It follows the reader's light or dark."""
+    """Draw bars as SVG, forward on the left and backward on the right, in one scale, for light and dark pages."""
     most = max((max(bar.tflops.values()) for bar in bars), default=0.0) or 1.0
     parts = [f'<text class="head" x="16" y="26">{escape(title)}</text>', *_legend(bars)]
     for which, left in (("forward", LEFT), ("backward", SECOND)):
@@ -145,7 +153,7 @@ def draw(title: str, unit: str, bars: list[Bar]) -> str:
             for which, left in (("forward", LEFT), ("backward", SECOND)):
                 length = LONGEST * bar.tflops[which] / most
                 shape = f'x="{left}" y="{y}" width="{length:.1f}" height="{LINE - 4}" rx="2"'
-                parts.append(f'<rect class="{bar.whose}" {shape}/>')
+                parts.append(f'<rect class="{bar.kind}" {shape}/>')
                 parts.append(f'<text x="{left + length + 6:.1f}" y="{y + 11}">{int(bar.tflops[which])}</text>')
             y += LINE
     size = f'width="{WIDTH}" height="{y + 14}" viewBox="0 0 {WIDTH} {y + 14}"'
@@ -155,10 +163,10 @@ def draw(title: str, unit: str, bars: list[Bar]) -> str:
 
 
 def _legend(bars: list[Bar]) -> list[str]:
-    """What the colours mean, on the title's line; those that occur."""
-    told = {OURS: "ours", PORTABLE: "ours, portable", OTHERS: "others", NOTHING_SENT: "nothing sent: a bound"}
+    """Draw the legend of the colors that occur."""
+    labels = {OURS: "ours", PORTABLE: "ours, portable", OTHERS: "others", NOTHING_SENT: "nothing sent: a bound"}
     x, parts = SECOND, []
-    for kind, name in ((kind, name) for kind, name in told.items() if any(bar.whose == kind for bar in bars)):
+    for kind, name in ((kind, name) for kind, name in labels.items() if any(bar.kind == kind for bar in bars)):
         parts.append(f'<rect class="{kind}" x="{x}" y="16" width="11" height="11" rx="2"/>')
         parts.append(f'<text class="soft" x="{x + 16}" y="26">{name}</text>')
         x += 30 + 7 * len(name)
@@ -166,17 +174,16 @@ def _legend(bars: list[Bar]) -> list[str]:
 
 
 def pictures() -> dict[Path, str]:
-    """Every picture, by its file."""
-    files = sorted(RESULTS.glob("*.svg"))
-    drawn = {file: of(json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))) for file in files}
-    one = chosen(
-        SPEED_ROWS, "One H100, bf16, 16,384 tokens, heads of 128 but for one row", "TFLOP/s by exact mask area"
+    """Return the two pictures of the docs, by path."""
+    kernels = draw_panels(
+        SPEED_PANELS, "One H100, bf16, 16,384 tokens, heads of 128 but for one row", "TFLOP/s by exact mask area"
     )
-    several = chosen(RING_ROWS, "Two H200, bf16, causal, one local kernel for all", "TFLOP/s a GPU")
-    return {**drawn, IMAGES / "speed.svg": one, IMAGES / "ranks.svg": several}
+    ranks = draw_panels(RANK_PANELS, "Two H200, bf16, causal, the same local kernel for all", "TFLOP/s per GPU")
+    return {IMAGES / "speed.svg": kernels, IMAGES / "ranks.svg": ranks}
 
 
 def main() -> int:
+    """Write the pictures, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     arguments = parser.parse_args()
@@ -184,11 +191,9 @@ def main() -> int:
         for file, drawn in pictures().items():
             file.write_text(drawn, encoding="utf-8")
         return 0
-    old = [file.name for file, drawn in pictures().items() if file.read_text(encoding="utf-8") != drawn]
-    print(
-        f"old: {', '.join(old)}: run python -m benchmarks.picture" if old else "all pictures are what the numbers make"
-    )
-    return 1 if old else 0
+    stale = [file.name for file, drawn in pictures().items() if file.read_text(encoding="utf-8") != drawn]
+    print(f"stale: {', '.join(stale)}; run python -m benchmarks.picture" if stale else "all pictures are up to date")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
-"""Whether the profiler tells the truth: against lengths that are known, and against torch.profiler's own trace.
+"""Check the profiler against known lengths and against torch.profiler's trace, and measure its cost.
 
-    python benchmarks/profile_ring.py --what overlap                                    one device: a kernel, a copy
-    torchrun --nproc-per-node 8 benchmarks/profile_ring.py --what ring --rows 32k,512k-gqa      marks against the trace
-    torchrun --nproc-per-node 8 benchmarks/profile_ring.py --what cost --rows 128k              what watching costs
+    python -m benchmarks.profile_ring --what overlap
+    torchrun --nproc-per-node 8 benchmarks/profile_ring.py --what ring --rows 32k,512k-gqa
+    torchrun --nproc-per-node 8 benchmarks/profile_ring.py --what cost --rows 128k
 
-`overlap` puts a kernel and a copy of known lengths, each timed alone, beside one another, and compares the partition
-with what these lengths make. A device is held until the host has given it all, so that both begin together; where it
-was not held for long enough, this is done again, and in the end refused. `ring`
-profiles a few steps at the deep level: exposed communication and span by the marks, and by the tracer's events, from a
-rank's first attention kernel to its last. `cost` takes turns, in one run: off, light, session, deep.
+`overlap` runs a kernel and a copy of known lengths at the same time on one device, and compares the partition with the
+expected one. The device is held until the host has queued everything, so that both begin together.
 
-JSON goes to --out; the exit code is 1 where something is more than 2 % of the span apart: each is a part of it, and
-what long sequences hide is near 0, of which any error is many per cent. How much of itself it is apart is told too.
+`ring` profiles a few steps at the deep level, and compares exposed communication and span with the tracer's events,
+from a rank's first attention kernel to its last.
 
-On CPUs it all runs, with --rows tiny. There a trace holds operators of the host, which are not compared, and a copy
-that is over before anyone waits is not seen, so its overlap is not either.
+`cost` runs steps without a profiler and at the three levels, in turns.
+
+JSON goes to --out. The exit code is 1 if a part differs by more than 2 % of the span.
+
+On CPUs it runs with --rows tiny. A trace then has host operators only, which are not compared. A copy that ends before
+the rank waits for it is not seen either.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ COMPARED = ("span", "compute", "exposed_comm")
 
 
 def steps_of(row_name: str, mesh: bp.Mesh, device: torch.device, strategy: Any) -> Callable[[], None]:
-    """One training step's attention of a row: forward and backward on this rank's shards."""
+    """Return one training step's attention of a row: forward and backward on this rank's shards."""
     row = ROWS[row_name]
     mask = bp.Mask.parse(row.mask, row.length)
     layout = bp.make_layout(row.layout, row.length, mesh.size, mask)
@@ -76,7 +77,7 @@ def steps_of(row_name: str, mesh: bp.Mesh, device: torch.device, strategy: Any) 
 
 
 def by_marks(one: RankRecords, every: list[RankRecords]) -> Found:
-    """From the first kernel to the last; what only the host sees (asking whether ranks agree) is no part of it."""
+    """Return the partition from the first to the last kernel, by the profiler. Host-only waits are left out."""
     messages = match(every)
     compute, message, collective = (one.tables[kind] for kind in ("compute", "message", "collective"))
     mine = (messages.target == one.rank) & messages.known
@@ -86,7 +87,7 @@ def by_marks(one: RankRecords, every: list[RankRecords]) -> Found:
 
 
 def by_trace(traced: Traced) -> Found:
-    """The same of the tracer's events."""
+    """Return the same partition by the tracer's events."""
     rows = traced.rows
     compute, comm, wait, _ = (rows[rows[:, 4] == kind, 6:] for kind in range(len(Traced.KINDS)))
     return _between(Timeline.of(compute, np.concatenate((comm, wait))))
@@ -98,7 +99,7 @@ def _between(timeline: Timeline) -> Found:
 
 
 def ring(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, steps: int) -> Found | None:
-    """Some steps at the deep level, by marks and by the trace; on rank 0."""
+    """Profile some steps at the deep level. Returns the numbers of profiler and trace on rank 0."""
     step = steps_of(row, mesh, device, strategy)
     for _ in range(2):
         step()
@@ -129,7 +130,10 @@ def ring(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, steps: in
 
 
 def cost(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, clock: Clock, rounds: int) -> Found:
-    """Seconds of a step at each level, in turns, the slowest rank's; the extra is the median of paired differences."""
+    """Return the seconds of a step at each level, in turns, on the slowest rank.
+
+    The extra of a level is the median of paired differences.
+    """
     step = steps_of(row, mesh, device, strategy)
     levels = (None, "light", "session", "deep")
     seen: dict[str, list[float]] = {str(level): [] for level in levels}
@@ -164,12 +168,20 @@ def _timed(step: Callable[[], None], level: str | None, mesh: bp.Mesh, always: A
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=("overlap", "ring", "cost"), required=True)
-    parser.add_argument("--rows", type=names(ROWS), default=["tiny"])
-    parser.add_argument("--strategy", choices=STRATEGIES, default="ring", metavar="NAME", help="as ring.py calls it")
-    parser.add_argument("--steps", type=count, default=5)
-    parser.add_argument("--rounds", type=count, default=20)
-    parser.add_argument("--out", type=file, help="a JSON file")
+    parser.add_argument(
+        "--what", choices=("overlap", "ring", "cost"), required=True, help="What to measure: see above."
+    )
+    parser.add_argument("--rows", type=names(ROWS), default=["tiny"], help=f"Rows: {', '.join(ROWS)}.")
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        default="ring",
+        metavar="NAME",
+        help="Label of a strategy, as in ring.py. Default: ring.",
+    )
+    parser.add_argument("--steps", type=count, default=5, help="Profiled steps. Default: 5.")
+    parser.add_argument("--rounds", type=count, default=20, help="Rounds of `cost`. Default: 20.")
+    parser.add_argument("--out", type=file, help="Write the results to this JSON file.")
     arguments = parser.parse_args()
     found: Found = {"what": arguments.what, "torch": torch.__version__, "strategy": arguments.strategy}
     if arguments.what == "overlap":
@@ -196,13 +208,13 @@ def _name(device: torch.device) -> str:
 
 
 def _told(found: Found, out: Path | None) -> int:
-    """Print what was found, and write it; 1 where the profiler and what it is held against differ by more than 2 %."""
+    """Print and write the results. Return 1 if profiler and reference differ by more than 2 % of the span."""
     wrong, compared = 0, False
     for run in found["runs"]:
         compared |= run.get("on_device", found["what"] == "overlap")
         if found["what"] == "cost":
             shares = ", ".join(f"{level} {100 * share:+.2f} %" for level, share in run["share"].items())
-            print(f"{run['row']}: a step takes {run['off'] * 1e3:.3f} ms unwatched; {shares}")
+            print(f"{run['row']}: a step takes {run['off'] * 1e3:.3f} ms without a profiler; {shares}")
         elif found["what"] == "overlap":
             for name, expected in run["expected"].items():
                 apart = run["apart"][name]

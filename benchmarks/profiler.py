@@ -1,10 +1,10 @@
-"""What watching costs: off, light, session and deep in turns, in one process; CPU time, so neighbours do not count.
+"""Measure the cost of profiling on CPUs: off, light, session and deep in turns, in one process.
 
-    python benchmarks/profiler.py [--rounds 40] [--out benchmarks/results/profiler-cpu.json]
+    python -m benchmarks.profiler [--rounds 40] [--out profiler.json]
 
-A call is one attention, forward and backward, over four ranks as threads; tokens are few, so that what is measured is
-the bookkeeping. Divide by what a call of yours takes. Opening and closing a session is not in it, nor is the report.
-On devices, `profile_ring.py --what cost` measures whole steps.
+A call is one attention, forward and backward, over four ranks as threads. It has few tokens, so the measured time is
+bookkeeping. CPU time is measured, so other processes do not count. Opening and closing a session and writing the
+report are not included. On devices, `profile_ring.py --what cost` measures complete steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEVELS = (None, "light", "session", "deep")
 
 
 def one_round(level: str | None) -> tuple[float, int]:
-    """CPU seconds of one call of one rank, and the rows that a rank wrote in it."""
+    """Return the CPU seconds of one call per rank, and the rows that a rank recorded in it."""
 
     def work(mesh: bp.Mesh) -> None:
         q, k, v = (torch.ones(1, 32, 2, 16, requires_grad=True) for _ in range(3))
@@ -44,7 +44,7 @@ def one_round(level: str | None) -> tuple[float, int]:
 
 
 def asking() -> float:
-    """Seconds of the question whether anything is installed: all that a call pays when nothing is."""
+    """Return the seconds of the check whether a profiler is installed: the cost of a call without one."""
     count = 1_000_000
     began = time.process_time()
     for _ in range(count):
@@ -54,8 +54,8 @@ def asking() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=count, default=40)
-    parser.add_argument("--out", type=file, help="a JSON file")
+    parser.add_argument("--rounds", type=count, default=40, help="Rounds that are measured. Default: 40.")
+    parser.add_argument("--out", type=file, help="Write the results to this JSON file.")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for level in LEVELS:
@@ -69,15 +69,15 @@ def main() -> None:
         "ranks": RANKS, "rounds": arguments.rounds, "torch": torch.__version__, "python": platform.python_version(),
         "asking_seconds": asking(), "off_seconds": median(off), "levels": {},
     }  # fmt: skip
-    print(f"asking whether anything is installed: {found['asking_seconds'] * 1e9:.0f} ns a call")
-    print(f"off      {median(off) * 1e6:8.1f} µs a call of a rank")
+    print(f"check whether a profiler is installed: {found['asking_seconds'] * 1e9:.0f} ns per call")
+    print(f"off      {median(off) * 1e6:8.1f} µs per call and rank")
     for level in LEVELS[1:]:
         more = [took - without for (took, _), without in zip(seen[level], off, strict=True)]
         low, middle, high = quantiles(more, n=4)
         rows = seen[level][0][1]
         found["levels"][level] = {"seconds": middle, "quartiles": [low, high], "rows": rows}
         spread = f"quartiles {low * 1e6:.0f} to {high * 1e6:.0f}"
-        print(f"{level:8} {middle * 1e6:+8.1f} µs a call ({spread}), {rows} rows of a rank: "
+        print(f"{level:8} {middle * 1e6:+8.1f} µs per call ({spread}), {rows} rows per rank: "
               f"{middle * 1e6 / rows:.2f} µs a row")  # fmt: skip
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Who can compute attention here: our kernels, torch's cuDNN and flash, FlexAttention, flash-attn-4.
+"""Provide local attention kernels: ours, torch's cuDNN and flash, FlexAttention, flash-attn-4.
 
-A provider takes a problem and gives two calls, forward and backward, or raises `Absent` with the reason. Results
+A provider takes a problem and returns two calls, forward and backward, or raises `Absent` with the reason. Results
 are (out, lse or None) and (dq, dk, dv), in [B, S, H, D].
 """
 
@@ -46,7 +46,7 @@ class Task:
 
     @cached_property
     def call(self) -> AttentionCall:
-        """What a kernel is given."""
+        """The attention call that a kernel is given."""
         return AttentionCall.of(self.q, self.k, self.v, deterministic=False)
 
     @property
@@ -71,17 +71,17 @@ def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: s
 
 
 def striped(length: int) -> Mask:
-    """What a rank of a striped layout sees of the next rank's keys: each query the keys before its own place.
+    """Return the mask between a rank's queries and the next rank's keys in a striped layout.
 
-    With its own keys and those of ranks before it, it sees a causal mask.
+    Each query sees the keys before its own position. For its own keys and those of earlier ranks the mask is causal.
     """
     return Mask((Region(1, length, 0, length - 1, lo=1),), "striped")
 
 
 def as_causal_square(task: Task) -> Task:
-    """A striped mask without the first query and the last key, which have nobody: a causal square.
+    """Return a striped mask without the first query and the last key, which see nothing: a causal square.
 
-    So rings of other people that stripe call operators that know no other mask.
+    Striped rings of other libraries call their operators like that.
     """
     if task.mask.name != "striped":
         return task
@@ -91,9 +91,9 @@ def as_causal_square(task: Task) -> Task:
 
 
 def checked_heads(x: Tensor, kv_heads: int) -> Tensor:
-    """Of [B, S, H, D] the first and the last K/V head, or the query heads that read them: what is compared.
+    """Return the first and the last K/V head of [B, S, H, D], or the query heads that read them, for comparison.
 
-    Where ranks exchange tokens for heads, they are different ranks' work.
+    If ranks exchange tokens for heads, different ranks compute them.
     """
     each = x.shape[2] // kv_heads
     return x if kv_heads <= 2 else torch.cat([x[:, :, :each], x[:, :, -each:]], 2)
@@ -103,16 +103,16 @@ def checked_heads(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def check(kernel: Kernel, task: Task) -> None:
-    """Raises `Absent` where the kernel does not serve this row."""
+    """Raise `Absent` if the kernel does not serve this row."""
     if not (support := kernel.supports(task.call)).ok:
         raise Absent(support.reason)
 
 
 def own(kernel: Kernel, task: Task, *, resumed: bool = False) -> Calls:
-    """A kernel of this library as the steps of a ring call it; `resumed`: those that come after the first.
+    """Call a kernel of this library as the steps of a ring do; `resumed`: as the steps after the first.
 
-    Out is float32 or merged into a running state, whose LSE grows with every call; gradients are added to float32
-    buffers, which the checks zero.
+    Out is float32, or merged into a running state whose LSE grows with every call. Gradients are added to float32
+    buffers, which the checks clear.
     """
     q, k, v = task.q, task.k, task.v
     check(kernel, task)
@@ -142,7 +142,7 @@ def triton_kernel(task: Task, *, resumed: bool = False) -> Calls:
 
 
 def triton_whole(task: Task) -> Calls:
-    """The same kernels where one call computes all: to be compared with what others give."""
+    """Call the portable kernels with all work in one call, as other libraries are called."""
     from burst_portable.kernels.triton.triton_kernel import TritonKernel
 
     kernel = TritonKernel()
@@ -164,21 +164,21 @@ def hopper_kernel(task: Task, *, resumed: bool = False) -> Calls:
 
 
 def hopper_whole(task: Task) -> Calls:
-    """The same kernel where one call computes all."""
+    """Call the Hopper kernels with all work in one call."""
     kernel = _hopper()
     check(kernel, task)
     return in_16_bits(kernel, task)
 
 
 def auto(task: Task) -> Calls:
-    """The kernel that `auto` takes, where one call computes all."""
+    """Call the kernel that `auto` chooses, with all work in one call."""
     kernel, _ = choose_kernel(for_device(task.q.device.type), task.call)
     task.extra["kernel"] = kernel.name
     return in_16_bits(kernel, task)
 
 
 def the_call_of_users(task: Task) -> Calls:
-    """`burst_portable.attention` with a plan that it has made before, and what autograd then calls."""
+    """Call `burst_portable.attention` with a cached plan, and its backward pass through autograd."""
     leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     mesh = burst_portable.Mesh.single()
 
@@ -190,7 +190,7 @@ def the_call_of_users(task: Task) -> Calls:
 
 
 def in_16_bits(kernel: Kernel, task: Task) -> Calls:
-    """A kernel where one call computes all: out and gradients in 16 bits at the end, as the others give them."""
+    """Call a kernel with all work in one call: out and gradients in 16 bits, as other libraries return them."""
     tensors = task.q, task.k, task.v
     out, lse = kernel.forward_single_call(*tensors, task.tiles, task.call)
 
@@ -209,7 +209,7 @@ def in_16_bits(kernel: Kernel, task: Task) -> Calls:
 
 
 def _fused(task: Task, backend: SDPBackend) -> Calls:
-    """torch's scaled_dot_product_attention with one of its backends."""
+    """Call torch's scaled_dot_product_attention with one of its backends."""
     task = as_causal_square(task)
     if task.mask.name not in ("full", "causal"):
         raise Absent(f"knows no mask {task.mask}")
@@ -225,7 +225,7 @@ def _fused(task: Task, backend: SDPBackend) -> Calls:
 
 
 def _through_autograd(task: Task, attention: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Calls:
-    """Forward without, backward through autograd; heads second, as torch has them."""
+    """Return a forward call without autograd and a backward call through autograd. Heads are dimension 1."""
     try:
         kept = attention()
     except RuntimeError as error:
@@ -252,15 +252,15 @@ def aten_flash(task: Task) -> Calls:
 
 
 def flex(task: Task, mode: str, backend: str = "AUTO") -> Calls:
-    """FlexAttention, its mask from the regions in a mask function and a block mask.
+    """Call FlexAttention with a mask function and a block mask.
 
-    backend: who computes; "FLASH" is flash-attn-4, which is given the mask function so.
+    backend: "FLASH" computes with flash-attn-4, "AUTO" with torch's own kernel.
     """
     from torch.nn.attention import flex_attention as module
 
     create_block_mask, flex_attention, options = module.create_block_mask, module.flex_attention, {}
     if backend != "AUTO":
-        known = getattr(module, "FlexKernelOptions", None)  # where it has no such option, it passes over it in silence
+        known = getattr(module, "FlexKernelOptions", None)  # older versions ignore the option
         if known is None or "BACKEND" not in known.__annotations__:
             raise Absent(f"the FlexAttention of torch {torch.__version__} has no backends")
         options = {"kernel_options": {"BACKEND": backend}}
@@ -276,7 +276,7 @@ def flex(task: Task, mode: str, backend: str = "AUTO") -> Calls:
 
 
 def mask_function(mask: Mask, device: torch.device) -> Callable[..., Tensor]:
-    """A mask as FlexAttention wants it, the way its own examples write each."""
+    """Return a mask function for FlexAttention, written as in its examples."""
     kind = mask.name.split(":")[0].split("(")[0]
     regions = mask.regions
     if kind == "causal":
@@ -304,9 +304,9 @@ def mask_function(mask: Mask, device: torch.device) -> Callable[..., Tensor]:
 
 
 def flash_attn_4(task: Task) -> Calls:
-    """flash-attn-4; documents as sequences of different lengths, windows as it knows them.
+    """Call flash-attn-4: documents by cu_seqlens, windows by window_size.
 
-    Of other masks it is told by functions, as FlexAttention is: see `flex` with "FLASH".
+    It serves other masks through mask functions: see `flex` with "FLASH".
     """
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func

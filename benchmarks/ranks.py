@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: how they meet, what can move their blocks, how they time a call, and when they give up."""
+"""Start the ranks of a benchmark: connect them, time their calls, and stop a run that hangs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from burst_portable.measuring import timing as measuring
 
 @dataclass
 class Links:
-    """The ranks, and what can move their blocks: a transport by its name, or the reason why there is none.
+    """The ranks and their transports by name; a text is the reason why a transport is not available.
 
-    high_priority: whether messages of the group do, once `connect` has looked; see `comm.base.Transport`.
+    high_priority: Whether messages of the group have priority; set by `connect`.
     """
 
     group: Any
@@ -45,7 +45,7 @@ class Links:
 
 
 def join(timeout: float) -> Links:
-    """Meet the other ranks, each on a device of its own where there are devices. Raises `InputError` without ranks."""
+    """Connect the ranks, one per device if there are devices. Raise `InputError` without a launcher."""
     if "RANK" not in os.environ:
         raise InputError("this measures several ranks; start it with torchrun, as --help shows")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -69,7 +69,7 @@ def join(timeout: float) -> Links:
 
 
 def leave() -> None:
-    """The last that a rank does."""
+    """Close the process group, as the last step of a rank."""
     dist.destroy_process_group()
     # gloo's threads give up a collective's tensors a moment after it is done, and need the interpreter for it: where
     # that is ending, the process is aborted.
@@ -77,7 +77,7 @@ def leave() -> None:
 
 
 def connect(links: Links, wanted: list[str]) -> None:
-    """The transports that were asked for, or why they are not there."""
+    """Connect the requested transports, or record why one is not available."""
     backend = for_device(links.device.type)
     plain = backend.transport(links.group, links.timeout)
     links.high_priority = plain.high_priority
@@ -103,7 +103,7 @@ class Clock(measuring.Clock):
         dist.barrier()
 
     def slowest(self, value: float) -> float:
-        """The largest of all ranks."""
+        """Return the largest value of all ranks."""
         largest = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return float(largest)

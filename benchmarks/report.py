@@ -1,4 +1,4 @@
-"""What the attention benchmark prints and writes: tables, JSON, and a bar chart as SVG."""
+"""Print and write the results of the kernel benchmark: tables, JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Result:
 
 
 def setting() -> dict[str, str]:
-    """Where and with what it ran. Of other packages, those that are installed; older files name none."""
+    """Return device, date and versions of packages that are installed."""
     import triton
 
     return {
@@ -56,7 +56,7 @@ def setting() -> dict[str, str]:
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those packages that are installed. One that only lies on the path has none, and is left out."""
+    """Return the versions of those packages that are installed. Packages that are only on the path have none."""
     found = {}
     for name in packages:
         with suppress(PackageNotFoundError):
@@ -85,7 +85,7 @@ def print_tables(results: list[Result], hosts: HostTimes) -> None:
 
 
 def beside(one: Result, other: Result, which: str) -> float:
-    """How much faster one is than another, in the median of their rounds: what drifts, drifts for both."""
+    """Return how many times as fast one provider is as another: the median over rounds that ran side by side."""
     rounds = zip(one.rounds[which], other.rounds[which], strict=True)
     return statistics.median([theirs / mine for mine, theirs in rounds])
 
@@ -94,4 +94,4 @@ def write(results: list[Result], hosts: HostTimes, folder: Path, label: str) -> 
     folder.mkdir(parents=True, exist_ok=True)
     data = {"setting": setting(), "host_microseconds": hosts, "results": [asdict(r) for r in results]}
     (folder / f"{label}.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / f"{label}.svg").write_text(picture.of(data))
+    (folder / f"{label}.svg").write_text(picture.draw_file(data))

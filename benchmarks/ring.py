@@ -1,15 +1,14 @@
-"""One attention over all GPUs of a node: our strategies, torch's context_parallel, ring-flash-attn's zigzag, Ulysses.
+"""Compare strategies on the GPUs of one host: ours, torch's context_parallel, ring-flash-attn, and Ulysses over NCCL.
 
-    torchrun --nproc-per-node 8 benchmarks/ring.py                                  the rows and contestants of --quick
+    torchrun --nproc-per-node 8 benchmarks/ring.py
     torchrun --nproc-per-node 8 benchmarks/ring.py --rows 32k,128k-gqa --kernels hopper,cudnn --contestants all
 
-Every contestant gets the same local kernel. Correctness first: a wrong result has no speed. Then all in random order,
-ten calls back to back (fewer where one takes longer than 20 ms) and single ones; the slowest rank counts. TFLOP/s are
-those of a GPU by exact mask area, forward 4·area·H·D, backward 2.5 times that. "Nothing sent" has the same tiles and
-merges, and its blocks are there already; "plain call" is one call of the kernel on one rank's share of the area. What
-`auto` chose, its layout too, stands beside it; our other strategies have the row's layout. The table comes last; JSON
-and a picture are written after every row: a run that ends early keeps what it has. On CPUs it runs with
---rows tiny --kernels auto --transports gloo.
+Every contestant uses the same local kernel. Results are checked before they are timed. Calls run in random order, ten
+in a row (fewer if one takes longer than 20 ms) and single ones; the slowest rank counts. TFLOP/s are per GPU and count
+the visible pairs: forward 4·pairs·H·D, backward 2.5 times that. "Nothing sent" has the same tiles and merges, with
+blocks that arrived before. "Plain call" is one kernel call with a rank's share of the work. JSON and a picture are
+written after every row, so a run that stops early keeps its rows. On CPUs, use --rows tiny --kernels auto
+--transports gloo.
 """
 
 from __future__ import annotations
@@ -77,14 +76,14 @@ QUICK_STRATEGIES = ("auto", "ring+ahead", "ring+together", "ulysses", "ulysses+2
 
 @dataclass
 class Expected:
-    """What one device makes of some K/V heads and the query heads that read them, by name; whole rows."""
+    """Results of one device for some K/V heads and the query heads that read them, for the unsharded sequence."""
 
     parts: dict[str, Tensor]
     by: str
 
 
 def expected(row: Row, mask: bp.Mask, whole: list[Tensor]) -> Expected:
-    """Short sequences in float32 with a dense mask; long ones by a kernel that attention.py checks, in one call."""
+    """Compute short sequences in float32 with a dense mask, and long ones with one call of a checked kernel."""
     q, k, v, dout = (checked_heads(x, row.heads[1]) for x in whole)
     if row.length <= 4096:
         return Expected(_dense(mask, q, k, v, dout), "float32")
@@ -111,7 +110,7 @@ def _dense(mask: bp.Mask, *tensors: Tensor) -> dict[str, Tensor]:
 
 
 def errors(found: tuple[Tensor, ...], task: Task, right: Expected, clock: Clock, mesh: bp.Mesh) -> dict[str, float]:
-    """Relative errors of (out, dq, dk, dv) on the worst rank."""
+    """Return the relative errors of (out, dq, dk, dv) on the worst rank."""
     worst, kv_heads = {}, task.k.shape[2]
     for (name, target), result in zip(right.parts.items(), found, strict=True):
         mine = bp.shard(target, mesh, layout=task.layout).float()
@@ -132,7 +131,7 @@ class Entry:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def due(self, which: str, rounds: int) -> tuple[int, ...]:
-        """How many calls back to back are to be measured after so many rounds; the same on all ranks."""
+        """Return how many calls in a row are measured in this round; the same on all ranks."""
         if not rounds:
             return (1,)
         one = self.seconds[f"{which}, cold"][0]
@@ -171,7 +170,7 @@ class Run:
             print_tables(self.results, self.links_measured)
 
     def left(self) -> bool:
-        """Whether there is time for another row, the same answer on all ranks."""
+        """Return whether there is time for another row; the same on all ranks."""
         return self.clock.slowest(time.monotonic() - self.started) < self.arguments.budget
 
     def say(self, text: str) -> None:
@@ -183,7 +182,7 @@ class Run:
             write(self.results, self.links_measured, self.arguments.out, f"ring-{self.arguments.label}")
 
     def contestants(self) -> list[Contestant]:
-        """Those that were asked for; each of ours also with nothing sent."""
+        """Return the requested contestants, and each of ours with nothing sent as well."""
         asked, made = self.arguments.contestants, []
         for strategy in STRATEGIES:
             if strategy in asked:
@@ -246,9 +245,9 @@ class Run:
         return [Entry(calls, result)]
 
     def measure(self, entries: list[Entry], num_pairs: int, row: Row) -> None:
-        """All in random order, round after round; in another one for every row and kernel.
+        """Time all calls in random order, round after round.
 
-        What runs before a call leaves the device warm or cool: where rows had one order, that favoured the same ones.
+        The order differs by row and kernel, because earlier calls leave the device warm or cool.
         """
         chance = random.Random(f"{row}, {entries[0].result.kernel if entries else ''}")
         started, rounds = time.monotonic(), 0
@@ -269,7 +268,7 @@ class Run:
                 entry.result.tflops[which] = round(flops * (2.5 if "backward" in which else 1) / seconds / 1e12, 4)
 
     def measure_links(self) -> None:
-        """GB/s a rank, each sending to the next, ten messages back to back."""
+        """Measure GB/s per rank, each sending ten messages in a row to the next rank."""
         sizes = LINK_SIZES if self.clock.streams else (1 << 16,)
         peers = Peers.next(self.links.rank, self.links.size)
         for name, transport in self.links.transports.items():
@@ -283,32 +282,37 @@ class Run:
 
 
 def contestants(text: str) -> list[str]:
-    """The type of an option: their names, or the name of a choice of them."""
+    """Parse names of contestants, or the name of a selection."""
     chosen = {"all": CONTESTANTS, "quick": (*QUICK_STRATEGIES, *OTHERS), "peers": ("auto", *OTHERS)}
     return list(chosen[text]) if text in chosen else names(CONTESTANTS)(text)
 
 
 def kernels(text: str) -> list[str]:
-    """The type of an option: names of kernels for the device that is here."""
+    """Parse names of kernels for the current device."""
     return names(["auto", *(kernel.name for kernel in for_device(current_device().type).kernels())])(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=names(ROWS), default=",".join(QUICK_ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--kernels", type=kernels, default="hopper,cudnn", help="local kernels, each a turn of its own")
-    parser.add_argument("--transports", default="nccl,peer_copy", help="what moves the blocks of our strategies")
-    told = f"quick, all, peers (auto and the others), or of: {', '.join(CONTESTANTS)}"
-    parser.add_argument("--contestants", type=contestants, default="quick", help=told)
-    parser.add_argument("--all-sent", action="store_true", help="leave out 'nothing sent'")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of measuring a row with one kernel, at least")
-    parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no row is begun")
-    parser.add_argument("--row-limit", type=float, default=240.0, help="seconds after which a row is taken for stuck")
-    parser.add_argument("--contestant-limit", type=float, default=90.0, help="the same of preparing a contestant")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a hop")
-    parser.add_argument("--no-links", dest="links", action="store_false", help="do not measure the links")
-    parser.add_argument("--label", default="run", help="the files are ring-LABEL.json and .svg")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--rows", type=names(ROWS), default=",".join(QUICK_ROWS), help=f"Rows: {', '.join(ROWS)}.")
+    parser.add_argument("--kernels", type=kernels, default="hopper,cudnn", help="Local kernels, one after the other.")
+    parser.add_argument("--transports", default="nccl,peer_copy", help="Transports of our strategies.")
+    selections = f"quick, all, peers (auto and other libraries), or names: {', '.join(CONTESTANTS)}."
+    parser.add_argument("--contestants", type=contestants, default="quick", help=selections)
+    parser.add_argument("--all-sent", action="store_true", help="Leave out 'nothing sent'.")
+    parser.add_argument("--seconds", type=float, default=4.0, help="Least seconds of measuring per row and kernel.")
+    parser.add_argument("--budget", type=float, default=400.0, help="Seconds after which no row begins.")
+    parser.add_argument("--row-limit", type=float, default=240.0, help="Seconds after which a row counts as hung.")
+    parser.add_argument(
+        "--contestant-limit",
+        type=float,
+        default=90.0,
+        help="Seconds after which preparing a contestant counts as hung.",
+    )
+    parser.add_argument("--timeout", type=float, default=30.0, help="Seconds to wait for one message. Default: 30.")
+    parser.add_argument("--no-links", dest="links", action="store_false", help="Do not measure the links.")
+    parser.add_argument("--label", default="run", help="The files are ring-LABEL.json and .svg.")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="Folder of the files.")
     arguments = parser.parse_args()
     arguments.transports = arguments.transports.split(",")
     run = Run(arguments)

@@ -1,4 +1,4 @@
-"""What the ring benchmark prints and writes: a table, JSON, and bars as SVG."""
+"""Print and write the results of the strategy benchmark: a table, JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Measured:
 
 
 def print_tables(results: list[Measured], links: list[dict[str, object]]) -> None:
-    """Rows in order; of each of ours, what is kept of the same with nothing sent."""
+    """Print all rows. For ours, also the speed relative to the same strategy with nothing sent."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     print(f"{ranks} ranks; " + " ".join(f"{name} {value};" for name, value in setting().items()))
     print("TFLOP/s a GPU: forward, backward, back to back; in brackets single calls; kept of nothing sent")
@@ -63,7 +63,7 @@ def print_tables(results: list[Measured], links: list[dict[str, object]]) -> Non
 
 
 def comparisons(here: dict[str, Measured]) -> Iterator[str]:
-    """`auto` beside each of the others, both passes together, round by round: what drifts, drifts for both."""
+    """Yield the ratio of `auto` to each other library: both passes together, round by round."""
     for name, ours in here.items():
         for other, theirs in here.items():
             peer = other in OTHERS and other != PLAIN
@@ -72,7 +72,7 @@ def comparisons(here: dict[str, Measured]) -> Iterator[str]:
 
 
 def compared(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> str:
-    """By how much ours is faster, the median of the rounds, and in how many of them it is."""
+    """Return the median gain over rounds, and the number of rounds with a gain."""
     one, other = (
         [sum(passes) for passes in zip(*(x[kind] for kind in KINDS[:2]), strict=True)] for x in (ours, theirs)
     )
@@ -81,9 +81,9 @@ def compared(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> st
 
 
 def write(results: list[Measured], links: list[dict[str, object]], folder: Path, label: str) -> None:
-    """All that was measured so far."""
+    """Write all results so far."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     data = {"setting": {**setting(), "ranks": ranks}, "links": links, "results": [asdict(r) for r in results]}
     (folder / f"{label}.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / f"{label}.svg").write_text(picture.of(data))
+    (folder / f"{label}.svg").write_text(picture.draw_file(data))

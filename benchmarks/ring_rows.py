@@ -18,7 +18,7 @@ class Row:
 
 
 def _pile_like(length: int) -> str:
-    """Documents as long as web text's: half of them under 500 tokens, a few of tens of thousands."""
+    """Return documents with lengths as in web text: half under 500 tokens, a few of tens of thousands."""
     chance, cuts = random.Random(0), [0]
     while cuts[-1] < length:
         cuts.append(min(length, cuts[-1] + max(16, int(chance.lognormvariate(6.2, 1.4)))))

@@ -1,7 +1,7 @@
-"""Who can compute one attention over several devices: a contestant, and all of ours. `other_rings` has the others.
+"""Run our strategies over several devices; `other_rings` runs other libraries.
 
-A contestant takes a `Task` (this rank's shards) and gives two calls, forward and backward, or raises `Absent` with the
-reason. Results are this rank's (out) and (dq, dk, dv), in the rows of the contestant's layout.
+A contestant takes a `Task` (this rank's shards) and returns two calls, forward and backward, or raises `Absent` with
+the reason. Results are this rank's (out) and (dq, dk, dv), in the rows of the contestant's layout.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Contestant:
-    """layout: whose rows it wants; "" for the row's own, "auto" for what the library chooses with its `transport`."""
+    """layout: Its layout; "" for that of the row, "auto" for the choice of the library with `transport`."""
 
     name: str
     prepare: Callable[[Task], Calls]
@@ -57,7 +57,7 @@ class Contestant:
     transport: str = ""
 
     def settle(self, links: Links, row: Row, mask: bp.Mask, kernel: str) -> Layout:
-        """Its layout for a row. Where the library can choose none, it has the row's, and `prepare` is told why."""
+        """Return its layout for a row. If `auto` finds none, it is the row's, and `prepare` raises the reason."""
         transport = links.transports.get(self.transport)
         if self.layout == "auto" and isinstance(transport, Transport):
             with suppress(BurstError):
@@ -80,7 +80,7 @@ def through_autograd(attention: Callable[[], Tensor], leaves: tuple[Tensor, ...]
 
 
 def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
-    """One of our strategies; `sent` False: the same tiles and merges, and nothing moves."""
+    """Return one of our strategies; with `sent` False, the same tiles and merges run and no message is sent."""
 
     def prepare(task: Task) -> Calls:
         found = task.links.transports.get(transport, "not asked for")
@@ -112,7 +112,7 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
 
 
 def strategy_named(text: str) -> Any:
-    """``ring+fetch`` -> RingStrategy(transfer="direct"); ``ulysses+2`` -> UlyssesStrategy(head_groups=2)."""
+    """Return the strategy of a label: "ring+fetch" has transfer="direct", "ulysses+2" two head groups."""
     name, _, how = text.partition("+")
     options: dict[str, dict[str, Any]] = {
         "": {},
@@ -171,7 +171,7 @@ class Still(Transport):
         return Exchange([self], [self])
 
     def wait(self) -> None:
-        """As a handle: it is there."""
+        """Return at once: the message arrived before."""
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         return self._wrapped.share(data, label, timeout)

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options that are checked while they are read, and how a run ends."""
+"""Share what the benchmark scripts need: types of options, and how a run ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burst_portable.errors import BackendUnavailableError, BurstError, Communica
 
 
 def count(text: str) -> int:
-    """The type of an option: a whole number of at least 1."""
+    """Parse an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise ArgumentTypeError(f"{text} is less than 1")
@@ -23,7 +23,7 @@ def count(text: str) -> int:
 
 
 def file(text: str) -> Path:
-    """The type of an option: a file to write, in a folder that is there."""
+    """Parse the path of a file in an existing folder."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ArgumentTypeError(f"{text} is a folder, or lies in none")
@@ -31,7 +31,7 @@ def file(text: str) -> Path:
 
 
 def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:
-    """The type of an option: some of these names."""
+    """Return a parser of names from a list, separated by `separator`."""
 
     def listed(text: str) -> list[str]:
         found = text.split(separator)
@@ -43,17 +43,14 @@ def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[
 
 
 def current_device() -> torch.device:
-    """The accelerator in use, or the CPU where torch sees none.
-
-    With its number: an event of a device without one belongs to none, and is over before it began.
-    """
+    """Return the current accelerator, or the CPU if torch sees none."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
 
 
 def accelerator() -> torch.device:
-    """What a script that measures kernels runs on. Raises `BackendUnavailableError` where there is none."""
+    """Return the accelerator to measure. Raise `BackendUnavailableError` if there is none."""
     if (device := current_device()).type == "cpu":
         raise BackendUnavailableError("this measures an accelerator, and torch sees none here")
     return device
@@ -62,7 +59,7 @@ def accelerator() -> torch.device:
 def end(main: Callable[[], int | None]) -> NoReturn:
     """Run a script and end as the command `burst-portable` does: its exit codes, one line on stderr, no traceback.
 
-    That goes for what it prints, too: 141 where nobody reads it any more, 1 where a disk is full.
+    If its output is closed, the exit code is 141; if the disk is full, it is 1.
     """
     sys.exit(told(lambda: _code(main), _fail))
 

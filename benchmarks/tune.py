@@ -1,11 +1,10 @@
-"""Which block sizes are fastest here: the numbers behind `burst_portable/kernels/triton/tuning.py`.
+"""Time the block sizes of the portable kernels: the numbers behind `burst_portable/kernels/triton/tuning.py`.
 
-    python benchmarks/tune.py --head 128 --length 16384 --masks "causal;window:1024;sink:64:1024" --json tuned.json
+    python -m benchmarks.tune --head 128 --length 16384 --masks "causal;window:1024;sink:64:1024" --json tuned.json
 
-Compiles every variant first, in parallel processes over one compile cache, checks each against float64, then times
-them in random order, on one mask after the other. Prints one line a variant, best first, for each mask and kernel. Out
-and gradients are in 16 bits, as where one call computes all; with --adding gradients are added to float32 buffers, and
-"resumed" always merges into a running state.
+Compiles every variant in parallel processes, checks each against float64, then times them in random order, one mask
+after the other. Prints one line per variant, fastest first. Out and gradients are in 16 bits. With --adding, gradients
+are added to float32 buffers. "resumed" merges into a running state.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ SHORT = 1024  # tokens that variants are compiled with and checked on
 
 
 def variants(kernel: str, loads: list[bool]) -> list[dict[str, object]]:
-    """Everything worth a try; what does not compile is left out later."""
+    """Return all variants to try. Those that do not compile are left out later."""
     return [
         {"rows": rows, "columns": columns, "warps": warps, "stages": stages, "tma": by_tma, "together": 4}
         for rows, columns in SIZES[kernel]
@@ -106,7 +105,7 @@ def make_problem(length: int, shape: Shape) -> dict[str, Tensor]:
 
 
 def compile_one(job: tuple[str, dict[str, object], Shape]) -> str | None:
-    """In a process of its own: fill the compile cache. The reason if it cannot be."""
+    """Fill the compile cache, in a separate process. Return the reason if it fails."""
     kernel, blocks, shape = job
     try:
         Trial(kernel, blocks, make_problem(SHORT, shape), whole("causal", SHORT), adding=shape[-1])()
@@ -122,8 +121,8 @@ def whole(mask: str, length: int) -> Tiles:
 
 
 def error_of(trial: Trial, expected: dict[str, Tensor]) -> float:
-    """Largest relative error of what one run writes, against the reference."""
-    if trial.kernel in ("keys", "queries"):  # which writes, where the others add
+    """Return the largest relative error of one run against the reference."""
+    if trial.kernel in ("keys", "queries"):  # with `add=False` it writes; otherwise it adds
         for x in trial.outputs().values():
             x.zero_()
     trial()
@@ -133,7 +132,7 @@ def error_of(trial: Trial, expected: dict[str, Tensor]) -> float:
 
 
 def references(problem: dict[str, Tensor], tiles: Tiles) -> dict[str, Tensor]:
-    """By the reference kernel in float64; fills the problem's lse and delta."""
+    """Return the results of the reference kernel in float64; fill the problem's lse and delta."""
     from burst_portable.kernels.reference import ReferenceKernel
     from burst_portable.numerics import finished
 
@@ -147,7 +146,7 @@ def references(problem: dict[str, Tensor], tiles: Tiles) -> dict[str, Tensor]:
 
 
 def compiled(arguments: argparse.Namespace, shape: Shape) -> list[tuple[str, dict]]:
-    """The variants that compile."""
+    """Return the variants that compile."""
     jobs = [
         (kernel, blocks, shape)
         for kernel in arguments.kernels
@@ -162,27 +161,38 @@ def compiled(arguments: argparse.Namespace, shape: Shape) -> list[tuple[str, dic
 
 
 def pair(text: str) -> tuple[int, int]:
-    """The type of an option: two numbers."""
+    """Parse two numbers."""
     first, second = map(count, text.split(","))
     return first, second
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", type=count, default=128)
-    parser.add_argument("--heads", type=pair, default="32,32", help="heads, K/V heads")
-    parser.add_argument("--length", type=count, default=16384)
-    parser.add_argument("--masks", type=lambda text: text.split(";"), default="causal", help="with ; between them")
+    parser.add_argument("--head", type=count, default=128, help="Head size. Default: 128.")
+    parser.add_argument("--heads", type=pair, default="32,32", help="Query heads and K/V heads. Default: 32,32.")
+    parser.add_argument("--length", type=count, default=16384, help="Tokens. Default: 16384.")
+    parser.add_argument(
+        "--masks",
+        type=lambda text: text.split(";"),
+        default="causal",
+        help="Masks, separated by semicolons. Default: causal.",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument("--kernels", type=names(KERNELS), default=",".join(KERNELS))
-    parser.add_argument("--loads", type=names(LOADS), default=",".join(LOADS), help="how columns are read")
-    parser.add_argument("--adding", action="store_true", help="gradients are added to float32 buffers")
-    parser.add_argument("--processes", type=count, default=12)
-    parser.add_argument("--seconds", type=float, default=40, help="for the timing of a mask")
-    parser.add_argument("--json", type=file)
+    parser.add_argument(
+        "--kernels", type=names(KERNELS), default=",".join(KERNELS), help=f"Kernels: {', '.join(KERNELS)}."
+    )
+    parser.add_argument(
+        "--loads", type=names(LOADS), default=",".join(LOADS), help="How columns are loaded: descriptors, pointers."
+    )
+    parser.add_argument("--adding", action="store_true", help="Add gradients to float32 buffers.")
+    parser.add_argument("--processes", type=count, default=12, help="Processes that compile. Default: 12.")
+    parser.add_argument("--seconds", type=float, default=40, help="Seconds of measuring per mask. Default: 40.")
+    parser.add_argument("--json", type=file, help="Write the results to this JSON file.")
     arguments = parser.parse_args()
     shape = (*arguments.heads, arguments.head, getattr(torch, arguments.dtype), arguments.adding)
-    masks = {mask: whole(mask, arguments.length) for mask in arguments.masks}  # wrong ones are refused first
+    masks = {
+        mask: whole(mask, arguments.length) for mask in arguments.masks
+    }  # raises for an unknown mask before the long part
     started = time.time()
     kept = compiled(arguments, shape)
     print(f"{len(kept)} variants compiled in {time.time() - started:.0f} s", flush=True)
@@ -198,7 +208,7 @@ def main() -> None:
 
 
 def checked(kept: list[tuple[str, dict]], shape: Shape) -> list[tuple[str, dict]]:
-    """Those whose numbers are right."""
+    """Return the variants whose results are correct."""
     tiles, small, right = whole("causal", SHORT), make_problem(SHORT, shape), []
     expected = references(small, tiles)
     for kernel, blocks in kept:
@@ -228,7 +238,7 @@ def time_all(trials: list[Trial], seconds: float) -> list[Trial]:
 
 
 def speeds(trials: list[Trial], mask: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """A line a variant, the fastest of each kernel first."""
+    """Print one line per variant, the fastest of each kernel first."""
     num_pairs = Mask.parse(mask, arguments.length).num_pairs(arguments.length, arguments.length)
     lines: list[dict[str, object]] = []
     for trial in sorted(trials, key=lambda trial: (trial.kernel, statistics.median(trial.times[1:]))):

@@ -1,16 +1,16 @@
-"""Two levels on one node: groups of its GPUs stand for nodes, and what crosses between them is slow.
+"""Measure slow links between hosts on one host: groups of its GPUs simulate hosts.
 
     torchrun --nproc-per-node 8 benchmarks/two_levels.py --ranks-per-node 4 --inter-node-bandwidth 10
-        what crosses nodes is slowed down
     torchrun --nproc-per-node 8 benchmarks/two_levels.py --ranks-per-node 4 --sockets
-        NCCL treats the groups as hosts
-    python benchmarks/two_levels.py --simulate                                         64 and 1,024 GPUs, by the plan
+    python -m benchmarks.two_levels --simulate
 
-The double ring beside rings over all ranks, in one run: with no slow link, and with links of so many GB/s a rank.
-Inside a group messages go as always; those between groups have a process group of their own, and each is held back as
-long as a link of that speed would take. Correctness first: a wrong result has no time. "Kept" is the share of the
-speed with nothing sent; "predicted" is the plan's simulation with this machine's rates. The slowest rank counts. The
-table comes last. On CPUs it runs with --row tiny.
+The first form delays messages between groups to the speed of a slow link. With --sockets, NCCL treats the groups as
+hosts. --simulate needs no GPU: it predicts 64 and 1,024 GPUs from plans.
+
+The double ring runs next to rings over all ranks. Messages inside a group are not delayed; messages between groups have
+their own process group. Results are checked before they are timed. "Kept" is the speed relative to the same strategy
+with nothing sent, and "predicted" is the time of the plan with the hardware numbers of this machine. The slowest rank
+counts. On CPUs, use --row tiny.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def strategy_named(name: str, node: int) -> Strategy:
 
 
 class Slowed(Transport):
-    """Another transport, whose messages leave as late as a link of so many GB/s a rank would have brought them."""
+    """Another transport whose messages are delayed to the speed of a slower link."""
 
     def __init__(self, wrapped: Transport, link_bandwidth: float, device: torch.device) -> None:
         super().__init__(wrapped.name, wrapped.rank, wrapped.size)
@@ -98,7 +98,7 @@ class Slowed(Transport):
             return self._wrapped.post(sends, receives, label)
 
     def _seconds(self, *ways: list[Message]) -> float:
-        """At both ends, so that no receiver's kernel spins meanwhile; both ways at once."""
+        """Return the seconds of the messages, delayed at both ends so that no kernel spins while it waits."""
         return max(sum(m.buffer.numel() for m in messages) for messages in ways) / self._bytes_a_second
 
 
@@ -113,7 +113,7 @@ class _Late:
 
 
 def _cycles_a_second(device: torch.device) -> float:
-    """Of the clock that `_sleep` counts, on an idle device: one that is busy may run slower."""
+    """Return the frequency of the clock that `_sleep` counts, on an idle device."""
     cycles, before, after = 20_000_000, torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     torch.cuda._sleep(5 * cycles)
     before.record()
@@ -124,7 +124,7 @@ def _cycles_a_second(device: torch.device) -> float:
 
 
 def look_like_nodes(node: int) -> None:
-    """Before NCCL starts: it takes ranks of other groups for other hosts, and reaches them through sockets."""
+    """Make NCCL treat groups of ranks as hosts that are connected by sockets. Call before NCCL starts."""
     told = {
         "NCCL_HOSTID": f"node{int(os.environ.get('LOCAL_RANK', '0')) // node}",
         "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0",
@@ -139,7 +139,7 @@ def look_like_nodes(node: int) -> None:
 
 @dataclass
 class Measured:
-    """One strategy over one link. `intra_node_bandwidth` is None where no link is slow, or its speed is unknown."""
+    """One strategy over one link. `link_bandwidth` is None if no link is slow, or if its speed is unknown."""
 
     strategy: str
     link: str
@@ -263,7 +263,7 @@ class Run:
         return simulated(strategy, self.row.length, self.links.size, self.row.heads, self.row.head, hardware)
 
     def measure(self, entries: list[Entry]) -> None:
-        """All in random order, round after round."""
+        """Time all calls in random order, round after round."""
         chance, started, rounds = random.Random(0), time.monotonic(), 0
         while rounds < 2 or self.clock.slowest(time.monotonic() - started) < self.arguments.seconds:
             order = [(entry, index) for entry in entries for index in range(2)]
@@ -312,7 +312,7 @@ class Run:
 def simulated(
     strategy: Strategy, length: int, ranks: int, heads: tuple[int, int], head: int, hardware: HardwareSpec
 ) -> dict[str, float]:
-    """Milliseconds of each pass, by the plan alone: the slowest of eight ranks, or of all where they are few."""
+    """Return the predicted milliseconds of each pass: the slowest of eight ranks, or of all if they are few."""
     plan = bp.plan(
         seq_len=length, ranks=ranks, heads=heads[0], kv_heads=heads[1], head_dim=head, mask="causal",
         strategy=strategy, layout="zigzag",
@@ -323,9 +323,7 @@ def simulated(
 
 
 def simulate(arguments: argparse.Namespace) -> None:
-    """Nodes of eight, and a network card a GPU: by round numbers, and as H200 were measured with NCCL inside nodes,
-    whose messages wait for kernels or go first.
-    """
+    """Predict nodes of eight GPUs with one network card each, by round numbers and by rates of H200."""
     from burst_portable.backends.cuda.machines import hardware_of_machine
 
     measured = hardware_of_machine("NVIDIA H200", 8)
@@ -363,7 +361,7 @@ def save(folder: Path, name: str, facts: dict[str, Any]) -> None:
 
 
 def speeds(text: str) -> list[float]:
-    """Numbers above 0, separated by commas. Raises ValueError."""
+    """Parse numbers above 0, separated by commas."""
     found = [float(part) for part in filter(None, text.split(","))]
     if not all(0 < one < math.inf for one in found):
         raise ValueError(f"{text}: no speed of a link")
@@ -372,22 +370,22 @@ def speeds(text: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks-per-node", type=count, default=2, help="ranks that stand for a node")
+    parser.add_argument("--ranks-per-node", type=count, default=2, help="Ranks per simulated host. Default: 2.")
     parser.add_argument(
-        "--inter-node-bandwidth", type=speeds, default=[], help="slow links between nodes, GB/s a rank: 5,10,25"
+        "--inter-node-bandwidth", type=speeds, default=[], help="Slow links to simulate, GB/s per rank: 5,10,25."
     )
-    parser.add_argument("--sockets", action="store_true", help="NCCL goes from node to node through sockets")
-    parser.add_argument("--simulate", action="store_true", help="no ranks: what plans predict of clusters")
-    parser.add_argument("--row", default="128k-gqa", choices=ROWS)
-    parser.add_argument("--kernel", default="auto")
-    told = f"separated by ';', of {'; '.join(STRATEGIES)}"
-    parser.add_argument("--strategies", type=names(STRATEGIES, ";"), default=";".join(QUICK), help=told)
-    parser.add_argument("--calls", type=count, default=2, help="back to back")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of measuring, at least")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a part is taken for stuck")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a hop")
-    parser.add_argument("--label", default="run", help="the file is two-levels-LABEL.json")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--sockets", action="store_true", help="Let NCCL connect the groups through sockets.")
+    parser.add_argument("--simulate", action="store_true", help="Predict clusters from plans, without ranks.")
+    parser.add_argument("--row", default="128k-gqa", choices=ROWS, help="Row. Default: 128k-gqa.")
+    parser.add_argument("--kernel", default="auto", help="Local kernel. Default: auto.")
+    choices = f"Strategies, separated by ';': {'; '.join(STRATEGIES)}."
+    parser.add_argument("--strategies", type=names(STRATEGIES, ";"), default=";".join(QUICK), help=choices)
+    parser.add_argument("--calls", type=count, default=2, help="Calls in a row. Default: 2.")
+    parser.add_argument("--seconds", type=float, default=5.0, help="Least seconds of measuring. Default: 5.")
+    parser.add_argument("--limit", type=float, default=60.0, help="Seconds after which a part counts as hung.")
+    parser.add_argument("--timeout", type=float, default=30.0, help="Seconds to wait for one message. Default: 30.")
+    parser.add_argument("--label", default="run", help="The file is two-levels-LABEL.json.")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="Folder of the file.")
     arguments = parser.parse_args()
     if arguments.simulate:
         simulate(arguments)

@@ -1,15 +1,15 @@
-"""Bytes that cross the links between devices, by the devices' own counters, beside those of the plan.
+"""Compare bytes on the links between devices, counted by the devices, with the bytes of the plan.
 
     torchrun --nproc-per-node 4 benchmarks/wire_bytes.py --json wire.json
     torchrun --nproc-per-node 8 benchmarks/wire_bytes.py --rows 32k-gqa --strategies ring+fetch --calls 50
 
-Every strategy on every row, over every transport that serves it: so many calls forward, then backward, back to back.
-Counters are read when no rank has anything under way, and ranks meet by way of the process group's store, so that
-nothing crosses but what the calls send. That is more than the plan's bytes: flags, what says that a receiver is ready,
-what a library adds for itself (NCCL's protocols that mark each line). All of it is shown, and so is what crosses when
-nobody does anything. Nothing else may use the devices. Ends with exit code 1 where peer copies differ from the plan by
-more than flags and rounding explain, and with 2 and the reason where there are no counters. The table comes last; the
-file is written after every row.
+Each strategy runs on each row over each transport that serves it: several calls forward, then backward. Counters are
+read when no rank has anything under way. Ranks meet through the store of the process group, so only the calls use the
+links. Counters include more than the plan: flags, signals that a receiver is ready, and protocols of NCCL. The idle
+links are counted too. Nothing else may use the devices.
+
+The exit code is 1 if peer copies differ from the plan by more than flags and rounding explain, and 2 if the device has
+no counters. The file is written after every row.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ _PAUSE, _AT_REST = 0.05, 1.0  # seconds between two readings that must be alike;
 
 
 class Wire:
-    """Counts what crosses the links of this rank's device.
+    """Count bytes on the links of this rank's device.
 
     Args:
-        counters: of the device.
-        meeting: where the ranks meet; what it moves must not cross those links.
-        settle: returns when the device has nothing under way.
+        counters: Link counters of the device.
+        meeting: Transport on which the ranks synchronize; its messages must not use these links.
+        settle: Function that returns when the device is idle.
     """
 
     def __init__(self, counters: LinkCounters, meeting: Transport, settle: Callable[[], None]) -> None:
         self._counters, self._meeting, self._settle = counters, meeting, settle
 
     def during(self, work: Callable[[], object], times: int) -> list[Ways]:
-        """Bytes sent and received while all ranks do the work so many times, and nothing else; of each rank.
+        """Count the bytes that each rank sends and receives while all ranks run the work `times` times.
 
-        Collective. Raises `DeviceError` where a counter went backwards.
+        Collective. Raises `DeviceError` if a counter decreased.
         """
         self._meet()
         before = self._at_rest()
@@ -81,12 +81,12 @@ class Wire:
         return [struct.unpack("<qq", one) for one in told]  # type: ignore[misc]
 
     def _meet(self) -> None:
-        """No rank has anything under way."""
+        """Wait until no rank has anything under way."""
         self._settle()
         self._meeting.share(b"\0", "meeting to count")
 
     def _at_rest(self) -> Ways:
-        """What the counters show when they move no more; the idle interval tells of a device where they always do."""
+        """Return the counters once they stop changing, or after a time limit."""
         until, before = time.monotonic() + _AT_REST, self._counters.read()
         while True:
             time.sleep(_PAUSE)
@@ -97,9 +97,9 @@ class Wire:
 
 
 def prepared(links: Links, row: Row, strategy: str, transport: str, kernel: str = "auto") -> tuple[Plan, Calls]:
-    """The plan of a call, and its two passes on this rank's shard of random tensors.
+    """Return the plan of a call, and its two passes on this rank's shard of random tensors.
 
-    Raises `Absent` where the transport cannot serve it, `BurstError` where no plan can be made.
+    Raises `Absent` if the transport cannot serve it, `BurstError` if no plan can be made.
     """
     mask = bp.Mask.parse(row.mask, row.length)
     layout = bp.make_layout(row.layout, row.length, links.size, mask)
@@ -119,7 +119,7 @@ def prepared(links: Links, row: Row, strategy: str, transport: str, kernel: str 
 
 
 class Run:
-    """All rows of one run. `counters` are those of this rank's device unless given."""
+    """All rows of one run. `counters`: of the device of this rank; default: what the backend reads."""
 
     def __init__(self, arguments: argparse.Namespace, counters: LinkCounters | None = None) -> None:
         self.arguments, self.started = arguments, time.monotonic()
@@ -153,7 +153,7 @@ class Run:
         return int(any(one.transport in direct and one.unexplained() for one in self.results))
 
     def case(self, row: str, strategy: str, transport: str) -> None:
-        """Both passes of one strategy; or the reason why there are none, which is the same on all ranks."""
+        """Run both passes of one strategy, or record the reason why it cannot run, which is the same on all ranks."""
         try:
             plan, calls = prepared(self.links, ROWS[row], strategy, transport, self.arguments.kernel)
         except (Absent, BurstError) as reason:
@@ -184,14 +184,16 @@ class Run:
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=names(ROWS), default=",".join(QUICK_ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--strategies", type=names(NAMED), default=",".join(QUICK), help=f"of {', '.join(NAMED)}")
-    parser.add_argument("--transports", default="peer_copy,nccl", type=lambda text: text.split(","))
-    parser.add_argument("--kernel", default="auto", help="it decides nothing that is sent")
-    parser.add_argument("--calls", type=count, default=20, help="of each pass, back to back")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds after which a case is taken for stuck")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a hop")
-    parser.add_argument("--json", type=file, help="a file for all that was counted")
+    parser.add_argument("--rows", type=names(ROWS), default=",".join(QUICK_ROWS), help=f"Rows: {', '.join(ROWS)}.")
+    parser.add_argument(
+        "--strategies", type=names(NAMED), default=",".join(QUICK), help=f"Strategies: {', '.join(NAMED)}."
+    )
+    parser.add_argument("--transports", default="peer_copy,nccl", type=lambda text: text.split(","), help="Transports.")
+    parser.add_argument("--kernel", default="auto", help="Local kernel; it does not change the messages.")
+    parser.add_argument("--calls", type=count, default=20, help="Calls per pass. Default: 20.")
+    parser.add_argument("--limit", type=float, default=90.0, help="Seconds after which a case counts as hung.")
+    parser.add_argument("--timeout", type=float, default=30.0, help="Seconds to wait for one message. Default: 30.")
+    parser.add_argument("--json", type=file, help="Write the results to this JSON file.")
     return parser
 
 

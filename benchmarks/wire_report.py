@@ -1,4 +1,4 @@
-"""What crossed links beside what plans say, rank by rank: what of the difference is explained, and the table."""
+"""Compare counted bytes with planned bytes, by rank, and print the table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Planned:
 
 
 def planned(plan: Plan, pass_name: PassName, rank: int) -> Planned:
-    """What a plan says of one rank."""
+    """Return one rank's bytes and messages in a plan."""
     cost = rank_cost(plan, pass_name, rank, HardwareSpec(1.0, 1.0))
     steps = plan.steps(pass_name, rank)
     messages = sum(len((*s.sends, *s.receives, *s.result_sends, *s.result_receives)) for s in steps)
@@ -41,7 +41,7 @@ def planned(plan: Plan, pass_name: PassName, rank: int) -> Planned:
 
 
 def unexplained(counted: int, plan: int, messages: int, calls: int) -> int:
-    """Bytes by which a counter is further from the plan than flags and rounding make it; 0 where they explain all.
+    """Return the bytes by which a counter differs from the plan beyond flags and rounding; 0 if these explain all.
 
     Args:
         counted: of all calls, one way.
@@ -66,19 +66,19 @@ class Measured:
     reason: str = ""  # why there is nothing
 
     def ways(self) -> Iterable[tuple[int, str, int, int, int]]:
-        """(rank, way, counted in all calls, planned for one, messages)."""
+        """Yield (rank, direction, bytes counted in all calls, bytes planned for one, messages)."""
         for rank, ((sent, received), one) in enumerate(zip(self.counted, self.plan, strict=True)):
             yield rank, "sent", sent, one.sent, one.messages
             yield rank, "received", received, one.received, one.messages
 
     def unexplained(self) -> dict[str, int]:
-        """Bytes of all calls that nothing explains, by "rank 0, sent"; without those that are 0."""
+        """Return unexplained bytes of all calls by "rank 0, sent", without zeros."""
         found = {f"rank {r}, {way}": unexplained(*numbers, self.calls) for r, way, *numbers in self.ways()}
         return {where: over for where, over in found.items() if over}
 
 
 def table(results: Sequence[Measured]) -> list[str]:
-    """A line for each rank: bytes a call, by its counters and by the plan."""
+    """Return a line per rank: bytes per call, counted and planned."""
     lines = []
     for one in results:
         title = f"-- {one.row}, {one.strategy} over {one.transport}"
@@ -97,7 +97,7 @@ def table(results: Sequence[Measured]) -> list[str]:
 
 
 def summary(results: Sequence[Measured], idle: Sequence[Ways], idle_seconds: float) -> list[str]:
-    """By transport and pass the range of ratios, and what crossed where nothing was planned; what nothing explains."""
+    """Return the range of ratios by transport and pass, and the bytes that were not planned or are unexplained."""
     most = max((bytes_ for ways in idle for bytes_ in ways), default=0)
     lines = [f"idle for {idle_seconds:g} s: at most {most:,} bytes of a rank, one way"]
     for transport, which in dict.fromkeys((r.transport, r.which) for r in results if not r.reason):

@@ -125,8 +125,8 @@ def _fewest_groups(best: str, plans: dict[str, Plan], seconds: dict[str, float])
     """The same strategy in fewer groups of heads, where that is predicted to take no longer, or hardly.
 
     A message beside a kernel takes memory and power from it, which is not priced: over 131,072 tokens on two H200 four
-    groups took 0.7 % longer than one, and were predicted to take 0.9 % less (ring-h200x2-groups-128k-2026-11-23.json);
-    with 8 K/V heads two took 0.8 % longer, predicted to take 0.4 % less (ring-h200x2-priced-2026-11-23.json).
+    groups took 0.7 % longer than one, and were predicted to take 0.9 % less; with 8 K/V heads two took 0.8 % longer,
+    predicted to take 0.4 % less (groups-128k and priced in benchmarks/results/strategies-h200x2-2026-11-23.json).
     """
     alike = [n for n, p in plans.items() if p.strategy == plans[best].strategy and p.groups < plans[best].groups]
     near = [name for name in alike if seconds[name] <= _NO_FASTER * seconds[best]]

@@ -8,20 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
 import burst_portable as bp
-from benchmarks import attention, energy, picture, providers
+from benchmarks import attention, picture, providers, tables
 from benchmarks.report import Result, beside, setting
 from benchmarks.script import accelerator, count, current_device, end, file, names
-from burst_portable.backends.base import Backend
-from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.selection import for_device
 from burst_portable.errors import BackendUnavailableError, CommunicationTimeoutError, UnknownNameError
 from burst_portable.layout import Segment
@@ -144,9 +140,17 @@ def test_the_device_that_a_script_measures_has_its_number(there, monkeypatch):
             accelerator()
 
 
-def test_pictures_are_what_their_numbers_make():
-    old = [file.name for file, drawn in picture.pictures().items() if file.read_text(encoding="utf-8") != drawn]
-    assert old == [], "run python -m benchmarks.picture"
+def test_pictures_match_their_results():
+    stale = [file.name for file, drawn in picture.pictures().items() if file.read_text(encoding="utf-8") != drawn]
+    assert stale == [], "run python -m benchmarks.picture"
+
+
+def test_tables_match_their_results():
+    assert tables.PAGE.read_text(encoding="utf-8") == tables.page(), "run python -m benchmarks.tables"
+
+
+def test_cut_rounds_down():
+    assert [tables.cut(x, 2) for x in (0.999, 1.0, 1.29, 0.005)] == ["0.99", "1.00", "1.29", "0.00"]
 
 
 def test_a_picture_tells_ours_from_others_and_from_bounds():
@@ -158,11 +162,13 @@ def test_a_picture_tells_ours_from_others_and_from_bounds():
         "plain call": "still",
         "flex-max": "others",
     }
-    assert {name: picture.whose(name) for name in kinds} == kinds
+    assert {name: picture.kind_of(name) for name in kinds} == kinds
     results = [
         {"row": "a", "provider": name, "tflops": {"forward": 9.0, "backward": 4.5}} for name in ("hopper", "<&>")
     ]
-    drawn = picture.of({"setting": dict.fromkeys(("device", "torch", "triton", "date"), "x"), "results": results})
+    drawn = picture.draw_file(
+        {"setting": dict.fromkeys(("device", "torch", "triton", "date"), "x"), "results": results}
+    )
     assert drawn.count(f'width="{picture.LONGEST:.1f}"') == 2
     assert drawn.count(f'width="{picture.LONGEST / 2:.1f}"') == 2
     assert "&lt;&amp;&gt;" in drawn
@@ -179,34 +185,10 @@ def test_a_result_names_the_versions_of_the_packages_that_are_there(monkeypatch,
     assert told.pop("ring-flash-attn") == "0.1.99"
     assert set(told) == {"device", "torch", "triton", "python", "date"}
     results = [{"row": "a", "provider": "hopper", "tflops": {"forward": 9.0, "backward": 4.5}}]
-    drawn = [picture.of({"setting": one, "results": results}) for one in (told, told | {"ring-flash-attn": "0.1.99"})]
+    drawn = [
+        picture.draw_file({"setting": one, "results": results}) for one in (told, told | {"ring-flash-attn": "0.1.99"})
+    ]
     assert drawn[0] == drawn[1]
-
-
-def test_energy_of_a_call_is_its_share_of_what_the_board_counts(monkeypatch):
-    """A board that takes 250 W all the time, and calls of 5 ms."""
-    monkeypatch.setattr(energy, "WARM", 0.02)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    meter = SimpleNamespace(read=lambda: {"joules": 1000 + 250 * time.perf_counter(), "megahertz": 1410.0})
-    spent = energy.spend(meter, lambda: time.sleep(0.005), 0.1)
-    assert 0.005 <= spent.seconds < 0.02
-    assert spent.watts == pytest.approx(250, rel=0.02)
-    assert spent.megahertz == 1410
-    line = energy.Line("window", "hopper", "forward", "random", energy.Spent(1e-3, 0.5, 1410), 10**12)
-    assert line.told().split()[4:] == ["1000", "TFLOP/s", "500", "W", "1410", "MHz", "0.50", "J/TFLOP"]
-
-
-def test_a_board_that_counts_no_energy_is_told(monkeypatch):
-    closed = []
-    meter = SimpleNamespace(read=lambda: {"watts": 250.0}, close=lambda: closed.append(1))
-    for sensors, told in (
-        (lambda self, index: meter, "does not count its energy"),
-        (Backend.meter, "cannot be read: the backend 'cpu' reads no sensors"),
-    ):
-        monkeypatch.setattr(CpuBackend, "meter", sensors)
-        with pytest.raises(BackendUnavailableError, match=told):
-            energy.checked_meter(torch.device("cpu", 0))
-    assert closed == [1]
 
 
 def test_kernels_are_compared_round_by_round():

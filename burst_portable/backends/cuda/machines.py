@@ -1,8 +1,8 @@
 """What was measured, by machine and kernel, for `auto`: see `planning.hardware.HardwareSpec`.
 
-Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/results/attention-h100-*-2026-11-21.json);
+Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/attention.py, 2026-11-21);
 what a launch costs besides is what S 4096 takes longer than at that rate. On H200 at work: between what a plain call
-and what whole passes of 32,768 and 131,072 tokens took (benchmarks/results/ring-h200x{2,4}-*-2026-11-21.json).
+and what whole passes of 32,768 and 131,072 tokens took (benchmarks/ring.py, 2026-11-21).
 
 Links: GB/s per rank, ten messages back to back, the slowest rank; NVLink through switches, NCCL 2.28.9, torch 2.11.0.
 """
@@ -25,12 +25,12 @@ _H200 = {
     # four GPUs.
     "hopper": HardwareSpec(640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, multi_launch_efficiency=0.98),
     # Over 131,072 keys it reached 510 to 550 forward, in a ring's steps over 32,768 each 500 to 600, on two and on four
-    # (ring-h200x4-lines-cudnn-2026-11-22.json, ring-h200x2-cudnn-2026-11-22.json).
+    # (benchmarks/ring.py, 2026-11-22).
     "cudnn": HardwareSpec(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long_kv_efficiency=(1 << 17, 0.9)),
 }
-# On two GPUs less: ring-h200x2-engines-2026-11-22.json, ring-h200x2-fair{,-long}-2026-11-23.json.
+# On two GPUs less: benchmarks/results/strategies-h200x2-2026-11-23.json, runs fair and fair-long.
 _IN_TURN_OF_TWO = 0.99
-# From each rank to the next, by the number of ranks. Four: ring-h200x4-{gqa,window}-2026-11-21.json, their mean.
+# From each rank to the next, by the number of ranks. Four: the mean of two runs.
 _NCCL: dict[int, Curve] = {
     2: ((8 * MIB, 164.0), (64 * MIB, 266.0), (256 * MIB, 307.0)),
     4: ((8 * MIB, 99.0), (64 * MIB, 140.0), (256 * MIB, 286.0)),
@@ -45,7 +45,7 @@ _NCCL_SPREAD: Curve = ((8 * MIB, 122.0), (64 * MIB, 262.0), (256 * MIB, 305.0))
 # Where NCCL moves a ring's blocks on four H200, a pass takes so much of its transfers longer than with nothing sent:
 # the forward kernel fills all multiprocessors until it ends; the backward one lets go of them block by block.
 _NCCL_HOLDS_UP = (0.9, 0.3)
-# Where its stream has priority, on two H200 (rates-h200x2-first-*-2026-11-22.json). Programs of hopper's forward make
+# Where its stream has priority, on two H200 (`burst-portable measure`, 2026-11-22). Programs of hopper's forward make
 # way then, and triton's and flash-attn-4's end by themselves; cuDNN's stay, and messages wait for them.
 _NCCL_HOLDS_UP_FIRST = {
     "hopper": (0.19, 0.33),

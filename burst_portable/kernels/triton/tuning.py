@@ -72,7 +72,7 @@ HALF: Table = {
         256: _LARGE,
     },
     # Measured on one H100: benchmarks/tune.py, and the best of it among other kernels under load, on ten rows of
-    # benchmarks/attention.py (benchmarks/results/history-kernels.md). Heads of 128 forward: two small programs a
+    # benchmarks/attention.py. Heads of 128 forward: two small programs a
     # multiprocessor, where 128 x 128 leaves room for one, hide one another's starts and ends.
     "sm_90": {
         64: Tuning(

@@ -58,7 +58,7 @@ class BackwardCut:
 def forward_cut(
     tiles: Tiles, rows: int, dim: int, heads: int, processors: int, *, every_block: bool
 ) -> tuple[ForwardConfig, LaunchTable]:
-    """The faster cut for these tiles, by what was measured on one H100 (`benchmarks/results/hopper-h100.md`).
+    """The faster cut for these tiles, by what was measured on one H100 (benchmarks/attention.py).
 
     Args:
         rows: length of the queries.

@@ -16,18 +16,18 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
 
 FORWARD, BACKWARD = (64,), (64, 128)
-"""Head sizes at which flash-attn-4 was faster on one H100: benchmarks/results/history-kernels.md."""
+"""Head sizes at which flash-attn-4 was faster on one H100 (benchmarks/attention.py, 2026-11-23)."""
 LONG = 16384
 """Rows and keys from which its forward was faster with heads of 128 too, except where each query head has its own keys.
 
-In 109 to 221 rounds, times its speed (attention-h100-pairs-2026-11-23.json), ours reached 0.985 and 0.979 in squares of
+In 109 to 221 rounds, times its speed (benchmarks/attention.py, 2026-11-23), ours reached 0.985 and 0.979 in squares of
 16,384 and 32,768 without a mask and 0.980 in a causal one of 32,768 with 8 K/V heads for 32, but 1.012 with 16 for 16.
 """
 LEAST = 5e10
 """Pairs times query heads times head size from which it is called at all.
 
 Below that its host takes longer than the device. Least microseconds of the host for a call on one H100
-(attention-h100-portable-2026-11-23.json), ours and then flash-attn-4's: 51 and 107 forward, 89 and 193 backward. In a
+(benchmarks/attention.py, 2026-11-23), ours and then flash-attn-4's: 51 and 107 forward, 89 and 193 backward. In a
 causal square of 4,096 with 32 heads of 128, 3.4e10, ours was 1.3 % faster backward; without a mask, 6.9e10, 5 % slower.
 """
 WINDOW_BACKWARD = (128,)

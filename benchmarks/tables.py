@@ -1,0 +1,221 @@
+"""Write the tables of benchmarks/README.md from the files in benchmarks/results.
+
+    python -m benchmarks.tables [--check]
+
+Each table lies between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`. Numbers are cut off, never rounded
+up. With --check nothing is written, and the exit code is 1 if a table differs from what its numbers give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable
+from math import floor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.script import end
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent / "README.md"
+PASSES = ("forward", "backward")
+
+HEAD, RULE = "| mask and size | ours | best other, forward | best other, backward | ratio |", "| --- " * 5 + "|"
+
+Result = dict[str, Any]
+
+KERNEL_FILE = "local-kernels-h100-2026-11-23"
+KERNEL_ROWS = {
+    "causal-16k": "causal 16k",
+    "causal-16k-gqa": "causal 16k, 8 K/V heads",
+    "full-16k": "full 16k",
+    "causal-32k": "causal 32k, 16 heads",
+    "causal-32k-gqa": "causal 32k, 8 K/V heads",
+    "full-32k": "full 32k, 16 heads",
+    "causal-8k-d64": "causal 8k, head size 64",
+    "causal-4k": "causal 4k",
+    "full-4k": "full 4k",
+    "documents": "16 documents",
+    "documents-gqa": "16 documents, 8 K/V heads",
+    "window": "window of 1,024",
+    "window-gqa": "window of 1,024, 8 K/V heads",
+    "sink": "window 1,024, 64 sink tokens",
+    "prefix": "prefix-LM, prefix of 8,192",
+    "share-question": "1 question, 4 answers",
+    "striped": "1 step of a striped ring",
+}
+OTHER_KERNELS = {"flash-attn-4": "flash-attn-4", "cudnn": "cuDNN", "flex-flash": "flex-flash", "flex": "flex"}
+CLOSE_ROWS = ("full-16k", "full-4k", "window", "sink")
+"""Rows of a run that tried several block sizes; the names below are those of today, of either pass."""
+CLOSE = {
+    "forward": "triton-whole, forward 64x64, queries 64x64",
+    "backward": "triton-whole, forward 128x128, queries 128x64",
+}
+OTHER_PORTABLE = {"flex": "default", "flex-max": "max-autotune"}
+
+STRATEGY_FILES = {2: "strategies-h200x2-2026-11-23", 4: "strategies-h200x4-2026-11-22"}
+STRATEGY_ROWS = {
+    "32k": "causal 32k",
+    "32k-gqa": "causal 32k, 8 K/V",
+    "32k-full": "full 32k, 8 K/V",
+    "128k": "causal 128k",
+    "128k-gqa": "causal 128k, 8 K/V",
+    "128k-few": "causal 128k, 4 K/V",
+    "128k-documents": "documents 128k, 8 K/V",
+    "128k-window": "window 128k, 8 K/V",
+}
+STRATEGY_CASES = {
+    2: (
+        ("fair", "32k", "hopper"),
+        ("priced", "32k-gqa", "hopper"),
+        ("fair", "32k-full", "hopper"),
+        ("fair-long", "128k", "hopper"),
+        ("one-group", "128k-gqa", "hopper"),
+        ("fair-long", "128k-few", "hopper"),
+        ("at-once", "128k-documents", "hopper"),
+        ("at-once", "128k-window", "hopper"),
+        ("ordered", "32k", "hopper+flash-attn-4"),
+        ("ordered", "32k-full", "hopper+flash-attn-4"),
+        ("ordered", "128k-gqa", "hopper+flash-attn-4"),
+        ("fa4-32k", "32k", "flash-attn-4"),
+        ("fair-others", "32k-gqa", "flash-attn-4"),
+        ("fair-others", "128k-gqa", "flash-attn-4"),
+        ("fair-others", "32k-gqa", "cudnn"),
+        ("priced-cudnn", "128k-gqa", "cudnn"),
+        ("fair-nccl", "32k", "hopper"),
+        ("fair-nccl", "32k-gqa", "hopper"),
+        ("fair-nccl", "128k-gqa", "hopper"),
+    ),
+    4: tuple(("engines", row, "hopper") for row in ("32k", "32k-gqa", "32k-full", "128k", "128k-gqa")),
+}
+"""Run, row and local kernel of each line. A run is one start of the benchmark; only its own numbers are compared."""
+OTHER_STRATEGIES = {
+    "ulysses by the book": "Ulysses",
+    "ring-flash-attn zigzag": "zigzag",
+    "ring-flash-attn llama3": "llama3",
+    "ring-flash-attn llama3 at once": "llama3",
+    "context_parallel": "torch",
+}
+CHOICES = {"ring+fetch, all together, own divided": "ring", "ring+fetch": "ring", "ring+fetch, own last": "ring"}
+CHOICES |= {"ulysses": "ulysses, 1"} | {f"ulysses, {n} groups": f"ulysses, {n}" for n in (2, 4)}
+
+
+def load(name: str) -> list[Result]:
+    """Return the results of one file."""
+    results: list[Result] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]
+    return results
+
+
+def speed(one: Result) -> str:
+    """Return TFLOP/s forward / backward."""
+    return " / ".join(str(int(one["tflops"][name])) for name in PASSES)
+
+
+def ratio(ours: Result, other: Result, name: str) -> float:
+    """Return how many times as fast ours is in one pass: the median over rounds that ran side by side."""
+    pairs = zip(ours["rounds"][name], other["rounds"][name], strict=True)
+    return statistics.median(theirs / mine for mine, theirs in pairs)
+
+
+def cut(value: float, digits: int) -> str:
+    """Return a number with this number of decimals, rounded down."""
+    return f"{floor(value * 10**digits + 1e-9) / 10**digits:.{digits}f}"
+
+
+def total(one: Result) -> float:
+    """Return milliseconds of both passes."""
+    return sum(float(one["milliseconds"][name]) for name in PASSES)
+
+
+def kernels() -> list[str]:
+    """Compare the Hopper kernels with the fastest other one of each pass."""
+    lines = [HEAD, RULE]
+    results = load(KERNEL_FILE)
+    for row, label in KERNEL_ROWS.items():
+        runs = [one["run"] for one in results if one["row"] == row and one["provider"] == "hopper-whole"]
+        run = "long rows" if "long rows" in runs else runs[0]
+        here = {one["provider"]: one for one in results if (one["run"], one["row"]) == (run, row) and one["tflops"]}
+        ours, cells, ratios = here["hopper-whole"], [], []
+        for name in PASSES:
+            others = [key for key in OTHER_KERNELS if key in here]
+            best = min(others, key=lambda key: ratio(ours, here[key], name))
+            cells.append(f"{int(here[best]['tflops'][name])}, {OTHER_KERNELS[best]}")
+            ratios.append(cut(ratio(ours, here[best], name), 2))
+        lines.append(f"| {label} | {speed(ours)} | {cells[0]} | {cells[1]} | {' / '.join(ratios)} |")
+    return lines
+
+
+def portable() -> list[str]:
+    """Compare the portable kernels with FlexAttention, compiled both ways."""
+    lines, results = [HEAD, RULE], load(KERNEL_FILE)
+    for row, label in KERNEL_ROWS.items():
+        run = "portable, close rows" if row in CLOSE_ROWS else "portable"
+        here = {one["provider"]: one for one in results if one["run"].startswith(run) and one["row"] == row}
+        speeds, cells, ratios = [], [], []
+        for name in PASSES:
+            ours = here[CLOSE[name] if row in CLOSE_ROWS else "triton-whole"]
+            best = min(OTHER_PORTABLE, key=lambda key: ratio(ours, here[key], name))
+            speeds.append(str(int(ours["tflops"][name])))
+            cells.append(f"{int(here[best]['tflops'][name])}, {OTHER_PORTABLE[best]}")
+            ratios.append(cut(ratio(ours, here[best], name), 2))
+        lines.append(f"| {label} | {' / '.join(speeds)} | {cells[0]} | {cells[1]} | {' / '.join(ratios)} |")
+    return lines
+
+
+def strategies(ranks: int) -> list[str]:
+    """Compare `auto` with the fastest other implementation on the same local kernel."""
+    head = "| mask and size | kernel | `auto` | its choice | best other | ratio | of one call |"
+    lines, results = [head, "| --- " * 7 + "|"], load(STRATEGY_FILES[ranks])
+    for run, row, kernel in STRATEGY_CASES[ranks]:
+        here = [one for one in results if (one["run"], one["row"], one["kernel"]) == (run, row, kernel)]
+        by_name = {one["contestant"]: one for one in here if one["tflops"]}
+        ours = next(one for name, one in by_name.items() if name.startswith("auto "))
+        best = min((by_name[name] for name in OTHER_STRATEGIES if name in by_name), key=total)
+        passes = [zip(ours["rounds"][name], best["rounds"][name], strict=True) for name in PASSES]
+        both = [((a + c), (b + d)) for (a, b), (c, d) in zip(*passes, strict=True)]
+        gain = cut(statistics.median(theirs / mine for mine, theirs in both), 3)
+        plain = by_name.get("plain call")
+        share = cut(total(plain) / total(ours), 2) if plain else "-"
+        used = kernel.replace("flash-attn-4", "fa4") + (" NCCL" if ours["contestant"] == "auto nccl" else "")
+        chosen = CHOICES.get(ours["chose"], ours["chose"])
+        other = f"{speed(best)}, {OTHER_STRATEGIES[best['contestant']]}"
+        lines.append(f"| {STRATEGY_ROWS[row]} | {used} | {speed(ours)} | {chosen} | {other} | {gain} | {share} |")
+    return lines
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "kernels": kernels,
+    "portable": portable,
+    "strategies-2": lambda: strategies(2),
+    "strategies-4": lambda: strategies(4),
+}
+
+
+def page() -> str:
+    """Return benchmarks/README.md with all tables written again."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, make in TABLES.items():
+        between = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        table = "\n".join(["", *make(), "", ""])
+        text, count = between.subn(lambda found, table=table: found[1] + table + found[2], text)
+        assert count == 1, f"{PAGE.name} has {count} places for the table {name}"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    arguments = parser.parse_args()
+    if not arguments.check:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    same = PAGE.read_text(encoding="utf-8") == page()
+    print("the tables match the results" if same else "stale tables: run python -m benchmarks.tables")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    end(main)
