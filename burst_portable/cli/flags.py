@@ -15,7 +15,7 @@ from burst_portable.errors import BurstError, InputError, format_error, shown
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import Option, options_of
-from burst_portable.strategies.registry import classes, has_option, known, make_strategy
+from burst_portable.strategies.registry import classes, has_option, known, load, make_strategy
 
 LENGTH = "128k and 1m are 131072 and 1048576."
 """For the help of an option whose value `tokens` reads."""
@@ -62,7 +62,8 @@ def _those_with(option: str) -> list[str]:
 def strategy_flags() -> dict[str, inspect.Parameter]:
     """Return a command's parameter for each option of a strategy that has a flag, by the option's name.
 
-    Strategies that declare an option alike share a sentence of its help.
+    Strategies that declare an option alike share a sentence of its help. If some take a word and others an integer, the
+    flag takes a word, and `asked_strategy` reads the integer.
     """
     declared: dict[str, dict[Option, list[str]]] = {}
     for name, strategy in classes().items():
@@ -75,7 +76,7 @@ def strategy_flags() -> dict[str, inspect.Parameter]:
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
             annotation=Annotated[
-                (str if next(iter(alike)).choices else int) | None, typer.Option(help=_flag_help(alike))
+                (str if any(how.choices for how in alike) else int) | None, typer.Option(help=_flag_help(alike))
             ],
         )
         for option, alike in declared.items()
@@ -124,7 +125,20 @@ def asked_strategy(
                 got=shown(value),
                 next_step=f"leave it out, or ask for --strategy {' or '.join(_those_with(option))}",
             )
+    if name in known():
+        declared = dict(options_of(load(name)))
+        typed = {option: _as_declared(value, declared[option]) for option, value in typed.items()}
     return make_strategy(name, **typed, hardware=hardware if name == "auto" else None)
+
+
+def _as_declared(value: object, declared: Option) -> object:
+    """Return a word as an integer if the option takes one; anything else stays, for the option's own check."""
+    if declared.choices or not isinstance(value, str):
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        return value
 
 
 def ranks_asked(asked: int | None, place: Launched | None) -> int | None:

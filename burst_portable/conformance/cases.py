@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.errors import InputError, LayoutError, UnsupportedError, unknown_name
+from burst_portable.errors import InputError, LayoutError, UnsupportedError, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
@@ -70,7 +70,18 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 @lru_cache(maxsize=32)
 def strategy_trials(name: str) -> Mapping[str, Strategy]:
-    """Return the trials of a strategy by label, ours or another package's. Raises as `registry.load`."""
+    """Return the trials of a strategy by label, ours or another package's.
+
+    Raises as `registry.load`, and `InputError` for the label of one trial.
+    """
+    base, plus, _ = name.partition("+")
+    if plus and base in known():
+        one = f"--case attention:strategy={name}"
+        raise InputError(
+            "this is the label of one trial, and no strategy",
+            got=shown(name),
+            next_step=f"--strategy {base} makes all its trials, {one} makes this one",
+        )
     return load(name).trials()
 
 

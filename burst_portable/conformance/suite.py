@@ -26,7 +26,7 @@ from burst_portable.conformance.processes import carried, deaf_to_interrupts, un
 from burst_portable.conformance.report import TIERS, Report, Result
 from burst_portable.conformance.running import examining
 from burst_portable.conformance.trial import EFFORTS, Outcome, Subject, Trial, Wrap, as_it_is, raised
-from burst_portable.errors import BackendUnavailableError, InputError, unknown_name
+from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, unknown_name
 
 _SIMPLER: dict[str, tuple[object, ...]] = {
     "strategy": ("ring", "burst", "ulysses"),
@@ -386,6 +386,8 @@ def _made(
     timeout: float,
 ) -> Iterator[Result]:
     trials = listed(subject, only, cases)
+    if not trials and subject.strategy:
+        raise _serves_nothing(subject)
     if processes == 1:
         maker = Maker(subject, shrink=not fail_fast)
         every: Generator[Made] = (maker.make(trial) for trial in trials)
@@ -401,6 +403,19 @@ def _made(
             yield result
             if fail_fast and not outcome.ok:
                 return
+
+
+def _serves_nothing(subject: Subject) -> UnsupportedError:
+    """Return the error for a strategy that can serve none of the cases, with the reason for the first one."""
+    reasons = []
+    for label in subject.strategies:
+        case = Case(strategy=label)
+        try:
+            case.make_strategy().check(case.make_call())
+        except (InputError, UnsupportedError) as error:
+            reasons.append(f"{label}: {error}")
+    what = f"the strategy {subject.strategy!r} serves none of these cases"
+    return UnsupportedError(what, got="; ".join(reasons[:1]), next_step="try more ranks, or other groups of checks")
 
 
 def _check_arguments(subject: Subject, tier: str | None, processes: int) -> None:

@@ -10,10 +10,12 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.cli import main
-from burst_portable.cli.flags import strategy_flags
+from burst_portable.cli.flags import asked_strategy, flag, strategy_flags
 from burst_portable.cli.plan import plan as plan_command
 from burst_portable.cli.run.command import run as run_command
+from burst_portable.conformance import check_backend
 from burst_portable.errors import BurstError, InputError, UnknownNameError, UnsupportedError
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies import registry
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.options import RESERVED_FLAGS
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from burst_portable.errors import InputError
 from burst_portable.planning.routes import Ring
 from burst_portable.strategies.base import Strategy, ring_plan
-from burst_portable.strategies.options import PREFETCH_STEPS, option
+from burst_portable.strategies.options import PREFETCH_STEPS, Option, option
 from burst_portable.strategies.ring import RingStrategy
 
 @dataclass(frozen=True)
@@ -172,6 +174,16 @@ class PlainField(Base):
 class TakenFlag(Base):
     name, title = "theirs", "a flag that the command has"
     batch: int = option(PREFETCH_STEPS, flag=True)
+
+@dataclass(frozen=True)
+class DeepRing(Base):
+    name, title = "theirs", "a flag that is an integer"
+    depth: int = option(Option(1, "a depth", flag=True))
+
+@dataclass(frozen=True)
+class WordRing(Base):
+    name, title = "other", "a flag of that name that is a word"
+    depth: str = option(Option("flat", "depth", choices=("flat", "deep"), flag=True))
 """
 
 
@@ -322,3 +334,25 @@ def test_options_are_checked_together():
     with pytest.raises(InputError, match="come one by one; got blocks_per_launch=2"):
         RingStrategy(blocks_per_launch=2)
     assert RingStrategy("direct", blocks_per_launch=2).blocks_per_launch == 2
+
+
+def test_conform_names_why_a_strategy_serves_no_case(package):
+    package({"theirs": "their_strategies:Refusing"})
+    with pytest.raises(UnsupportedError, match="'theirs' serves none of these cases; got theirs: theirs takes 3 ranks"):
+        check_backend("cpu", strategy="theirs", effort="quick")
+
+
+def test_conform_tells_a_trial_from_a_strategy():
+    with pytest.raises(InputError, match=r"label of one trial.*--strategy ring makes all.*strategy=ring\+fetch"):
+        check_backend("cpu", strategy="ring+fetch", effort="quick")
+
+
+def test_flag_of_a_word_and_an_integer_serves_both(package):
+    package({"theirs": "their_strategies:DeepRing", "other": "their_strategies:WordRing"})
+    flags = strategy_flags()
+    assert "--depth" in {flag(name) for name in flags}
+    hardware = HardwareSpec(1.0, 1.0)
+    assert asked_strategy("theirs", None, {"depth": "3"}, hardware).depth == 3
+    assert asked_strategy("other", None, {"depth": "deep"}, hardware).depth == "deep"
+    with pytest.raises(InputError, match="depth is not a depth; got 'deep'"):
+        asked_strategy("theirs", None, {"depth": "deep"}, hardware)
