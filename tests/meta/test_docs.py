@@ -74,7 +74,7 @@ def test_python_of_a_page(page):
         if block.language != "python":
             continue
         # Empty lines in front, so that a failure names the line of the page.
-        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec", dont_inherit=True)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, names)
         if following.language == "output":
