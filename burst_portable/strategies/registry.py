@@ -177,7 +177,7 @@ def _imported(name: str, home: str) -> type[Strategy]:
             f"{what} is broken: it fails to import", got=in_a_line(error), next_step=next_step
         ) from error
     if reason := _misshapen(found, name):
-        raise UnsupportedError(f"{what} is not a strategy: {reason}", next_step="docs/writing_a_strategy.md describes one")
+        raise UnsupportedError(f"{what} is not a strategy: {reason}", next_step="see docs/writing_a_strategy.md")
     return found
 
 
