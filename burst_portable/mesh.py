@@ -176,7 +176,7 @@ class Mesh:
         """Itself: a copied module uses the same ranks, and connections cannot be copied."""
         return self
 
-    def __reduce__(self) -> tuple[Callable[..., Mesh], tuple[Config, str]]:
+    def __reduce__(self) -> tuple[Callable[..., Mesh], tuple[()]]:
         """A mesh of one rank can be pickled; connections to other ranks cannot."""
         if self.size > 1:
             raise UnsupportedError(
@@ -185,10 +185,10 @@ class Mesh:
                 next_step="save the module's state_dict() and make mesh and module again; let a data loader fork "
                 "its workers, or cut batches outside of them",
             )
-        return Mesh.single, (self.config, self.backend)
+        return partial(Mesh.single, config=self.config, backend=self.backend), ()
 
     @classmethod
-    def single(cls, config: Config | None = None, backend: str = "auto") -> Mesh:
+    def single(cls, *, backend: str = "auto", config: Config | None = None) -> Mesh:
         """One rank: no sequence is shared."""
         transport = LocalTransport(Fabric(1, 1.0), 0)
         return cls(0, 1, lambda device_type: transport, backend=backend, config=config)
@@ -387,7 +387,7 @@ def as_mesh(mesh: Any) -> Mesh:
 @lru_cache(maxsize=64)
 def _alone(config: Config, thread: int) -> Mesh:
     """The mesh of a thread on its own: the same one each time, because it remembers plans."""
-    return Mesh.single(config)
+    return Mesh.single(config=config)
 
 
 def _of_group(group: Any) -> Mesh:

@@ -218,7 +218,7 @@ def test_the_least_recently_used_call_is_forgotten():
 
 
 def test_one_rank_can_be_pickled_and_several_cannot():
-    mesh = pickle.loads(pickle.dumps(bp.Mesh.single(Config(timeout=5.0), backend="cpu")))
+    mesh = pickle.loads(pickle.dumps(bp.Mesh.single(config=Config(timeout=5.0), backend="cpu")))
     assert (mesh.size, mesh.config.timeout, mesh.backend) == (1, 5.0, "cpu")
 
     def work(mesh):
@@ -328,3 +328,8 @@ def test_from_group_rejects_a_transport_of_another_group(one_process, monkeypatc
     monkeypatch.setattr(CpuBackend, "transport", lambda self, group, timeout: wrong)
     with pytest.raises(BackendUnavailableError, match="another process group; got rank 1 of 3; allowed: rank 0 of 1"):
         bp.Mesh.from_group().transport("cpu")
+
+
+def test_single_takes_settings_by_name_as_from_group():
+    with pytest.raises(TypeError, match="positional"):
+        bp.Mesh.single(Config())

@@ -66,7 +66,7 @@ def test_every_reason_is_told():
     assert "          not cpu_flash: it has no softcap" in text
     assert "transport local: one rank" in text
     assert "not ulysses" in bp.explain(*qkv(heads=3, kv_heads=3), mesh=bp.Mesh(0, 2, local_transport)).strategy.why
-    by_setting = bp.explain(*qkv(), mesh=bp.Mesh.single(Config(kernel="reference")))
+    by_setting = bp.explain(*qkv(), mesh=bp.Mesh.single(config=Config(kernel="reference")))
     assert (by_setting.kernel.name, by_setting.kernel.why) == ("reference", "named by the settings (BURST_KERNEL)")
 
 
