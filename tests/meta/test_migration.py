@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.migration_ranks import EXAMPLES, diffs
+from tests.support.migration_ranks import EXAMPLES, check_example, diffs
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "migration"
@@ -18,6 +18,10 @@ def test_every_diff_has_an_example():
     assert {page.stem: len(list(diffs(page))) for page in FOLDER.glob("*.md")} == {
         name: len(examples) for name, examples in EXAMPLES.items()
     }
+
+
+def test_new_half_for_one_device_runs():
+    check_example(FOLDER, "flash_attn", 0)
 
 
 @pytest.mark.slow
