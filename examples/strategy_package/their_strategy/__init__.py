@@ -1,1 +1,1 @@
-"""An example: a strategy for burst_portable in a package of its own. See README.md."""
+"""An example: a strategy for burst_portable in a separate package. See README.md."""
