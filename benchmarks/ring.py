@@ -182,7 +182,7 @@ class Run:
             write(self.results, self.links_measured, self.arguments.out, f"ring-{self.arguments.label}")
 
     def contestants(self) -> list[Contestant]:
-        """Return the requested contestants, and each of ours with nothing sent as well."""
+        """Return the requested contestants; ours also with nothing sent."""
         asked, made = self.arguments.contestants, []
         for strategy in STRATEGIES:
             if strategy in asked:

@@ -323,7 +323,7 @@ def simulated(
 
 
 def simulate(arguments: argparse.Namespace) -> None:
-    """Predict nodes of eight GPUs with one network card each, by round numbers and by rates of H200."""
+    """Print and write what plans predict for hosts of eight GPUs, with round numbers and those of H200."""
     from burst_portable.backends.cuda.machines import hardware_of_machine
 
     measured = hardware_of_machine("NVIDIA H200", 8)

@@ -56,7 +56,7 @@ class Wire:
     Args:
         counters: Link counters of the device.
         meeting: Transport on which the ranks synchronize; its messages must not use these links.
-        settle: Function that returns when the device is idle.
+        settle: Waits until the device is idle.
     """
 
     def __init__(self, counters: LinkCounters, meeting: Transport, settle: Callable[[], None]) -> None:

@@ -52,7 +52,7 @@ def test_both_train_as_one_device(tmp_path: Path):
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_contestant_that_cannot_run(tmp_path: Path):
-    """The other one's steps are told all the same."""
+    """The steps of the other contestant are still reported."""
     said, facts = run(tmp_path, "benchmarks/end_to_end.py", contestants="burst_portable,context_parallel")
     assert facts["results"][0]["tokens_per_second"] > 0
     assert facts["results"][1]["reason"].startswith("FAILED: RuntimeError: No viable backend")

@@ -16,7 +16,7 @@ from benchmarks.known_lengths import Device, beside
 from benchmarks.profile_ring import COMPARED
 
 ROOT = Path(__file__).parents[2]
-SLACK = 0.01  # seconds that this process may stand still between two marks
+SLACK = 0.01  # seconds that this process may pause between two marks
 
 
 class Timed(Device):

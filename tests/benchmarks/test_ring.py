@@ -112,8 +112,8 @@ def test_with_nothing_sent_the_blocks_are_those_that_came(strategy):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("left", [-1, 0, 3, 100])
-def test_sequences_of_several_lengths_as_flash_attn_tells_them(causal, left):
-    """By its documentation: row i of a sequence stands at key i + keys - rows, and sees `left` keys before that."""
+def test_varlen_tiles_match_flash_attn_cu_seqlens(causal, left):
+    """By its documentation, query i is aligned to key i + keys - queries, and sees `left` keys before that one."""
     cu_q, cu_k, seen = (0, 4, 5, 12), (0, 9, 10, 17), torch.zeros(12, 17, dtype=torch.bool)
     for tile in varlen_tiles(cu_q, cu_k, causal, left):
         for row in range(tile.q_start, tile.q_stop):
@@ -183,7 +183,7 @@ def llama3_flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, heads_k_
 
 @pytest.mark.parametrize(("name", "calls"), [("ring-flash-attn llama3", 2), (LLAMA3_AT_ONCE, 1)])
 def test_llama3_gathers_head_by_head_or_all_at_once(name, calls, tmp_path, monkeypatch):
-    """With a stand-in for the package: how often it calls the kernel that it is given, and what comes of it."""
+    """A simulated package counts the calls of its kernel, and the results are compared."""
     (tmp_path / "ring_flash_attn").mkdir()
     (tmp_path / "ring_flash_attn" / "__init__.py").write_text("")
     (tmp_path / "ring_flash_attn" / "llama3_flash_attn_varlen.py").write_text(LLAMA3)

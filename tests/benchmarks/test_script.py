@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ end as the command does: one line says what cannot be used, and no traceback."""
+"""Test how the benchmark scripts end, their options, pictures and tables, and the kernels that they compare."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_script_whose_output_is_on_a_full_disk(monkeypatch, capsys):
     assert capsys.readouterr().err == "ring.py: the output cannot be written: No space left on device\n"
 
 
-def test_what_was_printed_before_a_file_could_not_be_written_is_there(monkeypatch, tmp_path):
+def test_end_keeps_output_before_failed_write(monkeypatch, tmp_path):
     def main() -> None:
         says_little()
         raise OSError(errno.ENOSPC, "No space left on device", "results.json")
@@ -102,7 +102,7 @@ def test_what_was_printed_before_a_file_could_not_be_written_is_there(monkeypatc
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_nobody_reads_a_whole_script(unbuffered):
+def test_end_with_closed_output_returns_sigpipe(unbuffered):
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -122,7 +122,7 @@ def test_options(tmp_path):
     with pytest.raises(argparse.ArgumentTypeError, match="unknown: d, ; known are a, c"):
         names(("a", "c"))("a,d,")
     assert file(str(tmp_path / "new.json")) == tmp_path / "new.json"
-    for none in (tmp_path, tmp_path / "nowhere" / "new.json"):  # refused before hours of measuring
+    for none in (tmp_path, tmp_path / "nowhere" / "new.json"):  # raises before hours of measuring
         with pytest.raises(argparse.ArgumentTypeError, match="is a folder, or lies in none"):
             file(str(none))
 
@@ -153,7 +153,7 @@ def test_cut_rounds_down():
     assert [tables.cut(x, 2) for x in (0.999, 1.0, 1.29, 0.005)] == ["0.99", "1.00", "1.29", "0.00"]
 
 
-def test_a_picture_tells_ours_from_others_and_from_bounds():
+def test_kind_of_separates_ours_others_and_bounds():
     kinds = {"hopper": "ours", "triton": "portable", "cudnn": "others", "context_parallel alltoall": "others"}
     kinds |= {
         "triton-state": "portable",
@@ -174,7 +174,7 @@ def test_a_picture_tells_ours_from_others_and_from_bounds():
     assert "&lt;&amp;&gt;" in drawn
 
 
-def test_a_result_names_the_versions_of_the_packages_that_are_there(monkeypatch, tmp_path):
+def test_setting_names_installed_versions(monkeypatch, tmp_path):
     """Installed here: ring-flash-attn and nothing else. What reads files without such names reads these, too."""
     pytest.importorskip("triton")
     there = tmp_path / "ring_flash_attn-0.1.99.dist-info"
@@ -191,7 +191,7 @@ def test_a_result_names_the_versions_of_the_packages_that_are_there(monkeypatch,
     assert drawn[0] == drawn[1]
 
 
-def test_kernels_are_compared_round_by_round():
+def test_beside_compares_kernels_round_by_round():
     """One is a tenth faster in each round of four, while the device becomes half as fast; one round was disturbed."""
     mine = Result("row", "ours", rounds={"forward": [10.0, 10.0, 20.0, 20.0], "backward": [1.0]})
     theirs = Result("row", "theirs", rounds={"forward": [11.0, 11.0, 22.0, 5.0], "backward": [2.0]})
@@ -206,8 +206,8 @@ def task_on_cpu(mask: bp.Mask, length: int = 48, kv_heads: int = 2) -> providers
     return providers.Task("row", mask, find_tiles(mask, whole, whole), **made)
 
 
-def test_operators_that_know_causal_squares_alone_are_given_a_striped_mask_as_one(monkeypatch):
-    """The first query and the last key, which have nobody, are left out; a row that is wrong is seen all the same."""
+def test_fused_computes_striped_mask_as_causal_square(monkeypatch):
+    """The first query and the last key see nothing and are left out. A wrong row is still detected."""
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     task = task_on_cpu(providers.striped(48))
     calls, right = providers._fused(task, SDPBackend.MATH), attention.reference(task)
@@ -218,7 +218,7 @@ def test_operators_that_know_causal_squares_alone_are_given_a_striped_mask_as_on
 
 
 @pytest.mark.parametrize("head", [0, 3, -1])
-def test_a_kernel_that_is_wrong_in_one_of_the_checked_heads_is_found(head, monkeypatch):
+def test_errors_detect_one_wrong_checked_head(head, monkeypatch):
     """The query heads that read the first K/V head and those that read the last one of three."""
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     task = task_on_cpu(bp.Mask.causal(), kv_heads=3)
@@ -237,7 +237,7 @@ def test_a_kernel_that_is_wrong_in_one_of_the_checked_heads_is_found(head, monke
     assert found["out"] < attention.ERROR_LIMIT
 
 
-def test_the_portable_kernels_too_are_measured_with_all_that_others_give(monkeypatch):
+def test_triton_whole_returns_16_bit_results(monkeypatch):
     """Zeroing and rounding of gradients within the call: the same numbers each time, in 16 bits."""
     kernel = next(one for one in for_device("cpu").kernels() if one.name == "cpu_flash")
     monkeypatch.setattr("burst_portable.kernels.triton.triton_kernel.TritonKernel", lambda: kernel)
@@ -247,8 +247,8 @@ def test_the_portable_kernels_too_are_measured_with_all_that_others_give(monkeyp
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_flash_attn_4_is_given_other_masks_through_flex_attention(monkeypatch):
-    """By its backend "FLASH"; a torch whose FlexAttention has none is told apart, as it would ignore the option."""
+def test_flex_flash_passes_mask_to_backend(monkeypatch):
+    """The backend is "FLASH". A torch without this option is detected, because it would ignore it."""
     asked = []
     monkeypatch.setattr(torch, "compile", lambda function, **how: lambda q, *_, **options: asked.append(options) or q)
     monkeypatch.setattr("torch.nn.attention.flex_attention.create_block_mask", lambda *_, **__: "block mask")

@@ -65,8 +65,8 @@ def test_speeds_of_links():
             speeds(text)
 
 
-def test_a_whole_round_hides_what_crosses():
-    """Where a link takes less than a round, and more than a step, the double ring takes as long as without one."""
+def test_simulated_round_hides_slow_link():
+    """If a link takes less than a round and more than a step, the double ring is as fast as without a slow link."""
     plain = HardwareSpec(600.0, 300.0, message_latency=0.0, launch_latency=0.0)
     times = {}
     for name in ("double_ring", "ring"):

@@ -118,7 +118,7 @@ FEW = {
 
 
 def counted(row: Row, strategy: str, ranks: int, peers: type[ThreadPeers] = ThreadPeers, calls: int = 2):
-    """Of both passes: what each rank sent and received, by the memory that threads copy into; and what was planned."""
+    """Return by pass the bytes that each rank sent and received between threads, and the planned bytes."""
     world = World(ranks)
 
     class Counters:
@@ -173,8 +173,8 @@ def test_hops_that_are_sent_twice_are_found(strategy):
         assert one.unexplained() == {}
 
 
-def test_the_plan_of_another_mask_is_found():
-    """What a window sends is not explained by the plan of the full mask, nor the other way round."""
+def test_unexplained_detects_plan_of_another_mask():
+    """The plan of a full mask does not explain the bytes of a window, nor the reverse."""
     window = Row(2048, (2, 2), 64, mask="window:256", layout="contiguous")
     (full, full_plan), (less, less_plan) = (counted(row, "ring+fetch", 2, calls=1)[0] for row in (FULL, window))
     assert Measured("", "", "", "", 1, full, full_plan).unexplained() == {}
@@ -198,7 +198,7 @@ def test_a_transport_that_cannot_serve_is_told():
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_over_gloo(tmp_path):
-    """With what the transport is given for counters: all of it, on every rank, as planned."""
+    """Simulated counters count the bytes given to the transport; they equal the plan on every rank."""
     command = [sys.executable, "-m", "tests.support.ranks_of", "2", "tests.support.wire_bytes_ranks"]
     told = ["--rows", "tiny,tiny-window", "--strategies", "ring,burst+fetch,ulysses,double_ring", "--calls", "3"]
     told += ["--transports", "gloo,peer_copy", "--json", str(tmp_path / "wire.json")]
