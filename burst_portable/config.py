@@ -111,6 +111,11 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     return Launched(rank, size, local, f"{found['MASTER_ADDR']}:{port}")
 
 
+def launched_processes() -> int:
+    """Return the number of processes that a launcher started (``WORLD_SIZE``), 1 without a launcher."""
+    return max(1, _count(os.environ.get("WORLD_SIZE", "")))
+
+
 def _count(text: str) -> int:
     """The number in a text, or -1 if it holds none."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1

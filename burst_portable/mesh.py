@@ -22,7 +22,7 @@ from burst_portable.comm.agreement import agree, call_signature
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport, run_transports
 from burst_portable.comm.two_levels import with_two_levels
-from burst_portable.config import Config, from_environment
+from burst_portable.config import Config, from_environment, launched_processes
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, shown, unknown_name
 from burst_portable.layout import Layout
 from burst_portable.utils.values import as_int, check_divides, size
@@ -386,7 +386,17 @@ def as_mesh(mesh: Any) -> Mesh:
 
 @lru_cache(maxsize=64)
 def _alone(config: Config, thread: int) -> Mesh:
-    """The mesh of a thread on its own: the same one each time, because it remembers plans."""
+    """Return the mesh of one rank for a thread, the same one each time, because a mesh keeps plans.
+
+    Raises:
+        InputError: a launcher started several processes, and none has joined a process group.
+    """
+    if (ranks := launched_processes()) > 1:
+        raise InputError(
+            f"a launcher started {ranks} processes, but there is no process group",
+            got=f"mesh=None and WORLD_SIZE={ranks}",
+            next_step="call torch.distributed.init_process_group() first; pass Mesh.single() for a process by itself",
+        )
     return Mesh.single(config=config)
 
 

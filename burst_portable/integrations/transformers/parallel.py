@@ -94,7 +94,8 @@ def parallelize(
         mesh: as `attention` takes it; None is the default process group.
         strategy, layout, kernel: as `attention` takes them; the layout by name, or "auto": the one that is predicted to
             be the fastest for each sequence, with the strategy, on the device that the model is on now.
-        seq_len: tokens of the whole sequence, for calls that name none; None: all ranks hold equally many.
+        seq_len: tokens of the unsharded sequence, for calls that do not name it. Default: each call must name it, as
+            those with `ShardedModel.shard` do.
 
     Returns:
         A handle, which is also a context manager that undoes it.
@@ -356,7 +357,15 @@ class ShardedModel:
 
     def _sequence(self, rows: int, seq_len: int | None, cu_seqlens: Any, padded: bool) -> CallSequence:
         seq_len = self.seq_len if seq_len is None else seq_len
-        length = rows * self.mesh.size if seq_len is None else size("seq_len", seq_len)
+        if seq_len is None and self.mesh.size > 1:
+            # Rows of an unsharded sequence look like those of a shard: each rank would attend to them as its own part.
+            raise InputError(
+                "this call does not say how many tokens the unsharded sequence has",
+                got=f"{rows} tokens on rank {self.mesh.rank}, no seq_len",
+                next_step="call model(**handle.shard(batch)); for rows that you divided yourself, pass seq_len= to the "
+                "model or to parallelize()",
+            )
+        length = rows if seq_len is None else size("seq_len", seq_len)
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
         layout = self.layout_of(length, cu_seqlens)
         if layout.count(self.mesh.rank) != rows:

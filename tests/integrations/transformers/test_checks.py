@@ -66,7 +66,7 @@ ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, at
         ({"position_ids": torch.arange(24).unsqueeze(0)}, InputError, "position_ids"),
         ({"position_ids": torch.arange(23).unsqueeze(0)}, InputError, "position_ids"),
         ({"input_ids": tokens(1, 20)}, LayoutError, "another number"),
-        ({"seq_len": None, "input_ids": tokens(1, 20)}, InputError, "position_ids"),
+        ({"seq_len": None}, InputError, "does not say how many tokens"),
         ({"seq_len": 47.5}, InputError, r"seq_len is not a size; got 47\.5"),
         ({"seq_len": "long"}, InputError, "seq_len is not a size"),
         ({"cu_seqlens": (0, 12)}, InputError, "documents"),
