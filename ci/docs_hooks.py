@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = {".py": "python", ".sh": "sh", ".toml": "toml", ".yml": "yaml"}
 """Files that are shown as a page: suffix -> language of their code block."""
 LINK = re.compile(r"""(\]\(|^\[[^\]]+\]: +|(?:src|srcset|href)=")(?!\w+:|//|#)([^)\s"#]+)""", re.MULTILINE)
-FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"^( *)```.*?^\1```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -59,7 +59,7 @@ def _links(source: str, text: str) -> list[str]:
 
 
 def _replaced(source: str, text: str, replace: Callable[[str], str]) -> str:
-    """Replace the path of each link outside code blocks; `replace` takes it relative to the root of the repository."""
+    """Replace the path of each link outside code; `replace` takes it relative to the root of the repository."""
 
     def changed(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
@@ -68,9 +68,9 @@ def _replaced(source: str, text: str, replace: Callable[[str], str]) -> str:
         return match[1] + replace(target)
 
     parts, end = [], 0
-    for fence in FENCE.finditer(text):
-        parts += [LINK.sub(changed, text[end : fence.start()]), fence[0]]
-        end = fence.end()
+    for code in CODE_SPAN.finditer(text):
+        parts += [LINK.sub(changed, text[end : code.start()]), code[0]]
+        end = code.end()
     return "".join([*parts, LINK.sub(changed, text[end:])])
 
 

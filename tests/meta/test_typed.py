@@ -34,13 +34,14 @@ implicit_reexport = True
 follow_imports = skip
 """
 
+BEFORE_THE_PAGE = {"readme": "import torch\nbatches: list[torch.Tensor] = []\n", "quickstart": ""}
 AFTER_THE_PAGE = {
     "readme": """
 from typing import assert_type
 assert_type(mesh, Mesh)
 assert_type(q, torch.Tensor)
 assert_type(out, torch.Tensor)
-assert_type(Mask.causal(), Mask)
+assert_type(bp.Mask.causal(), bp.Mask)
 """,
     "quickstart": """
 from typing import assert_type
@@ -201,7 +202,7 @@ def type_checked(folder: Path, installed: Path, programs: dict[str, str]) -> str
 def test_what_users_write_is_typed(installed, tmp_path):
     programs = {name: code_of(page) for name, page in PAGES.items()}
     assert all("bp." in text or "burst_portable." in text for text in programs.values())
-    programs = {name: text + AFTER_THE_PAGE[name] for name, text in programs.items()}
+    programs = {name: BEFORE_THE_PAGE[name] + text + AFTER_THE_PAGE[name] for name, text in programs.items()}
     programs |= {"calls": CALLS, "every_name": every_name()}
     told = type_checked(tmp_path, installed, programs)
     assert told == "Success: no issues found in 4 source files\n", told
