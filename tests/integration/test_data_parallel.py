@@ -42,3 +42,17 @@ def test_trainer_s_losses_are_one_device_s(case: str, batch: int, held_out: int,
     assert len(alone) == 4
     for found in answers:
         assert found[case] == pytest.approx(alone, rel=2e-6)
+
+
+def test_fsdp_example_has_equal_losses_on_any_number_of_ranks():
+    def losses(ranks: int) -> list[float]:
+        module = "examples.train_hugging_face_with_fsdp"
+        command = [sys.executable, "-m", "tests.support.ranks_of", str(ranks), module]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [float(loss) for loss in done.stdout.split()[1:]]
+
+    one = losses(1)
+    assert len(one) == 3
+    assert one[-1] < one[0] - 0.2
+    assert losses(2) == pytest.approx(one, rel=1e-5)

@@ -1,0 +1,88 @@
+"""Train a Hugging Face model with FSDP2, each sequence sharded over all ranks. Any number of ranks gives equal losses.
+
+torchrun --nproc-per-node 2 examples/train_hugging_face_with_fsdp.py                      (a small Llama over bytes)
+torchrun --nproc-per-node 8 examples/train_hugging_face_with_fsdp.py --model CHECKPOINT --text BOOK --seq-len 524288
+
+FSDP2 shards weights, gradients and optimizer states over the same ranks that share the sequence. Layers are recomputed
+in the backward pass. This example was run on CPUs.
+"""
+
+import argparse
+import os
+import pydoc_data.topics
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import burst_portable as bp
+from burst_portable.integrations.transformers import parallelize
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def load(checkpoint: str | None, text: str) -> tuple[PreTrainedModel, torch.Tensor]:
+    """Return a model and the tokens of a text; without a checkpoint, a small Llama and bytes."""
+    if checkpoint is None:
+        torch.manual_seed(0)  # equal weights on every rank before FSDP shards them
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **SIZES))
+        return model, torch.tensor(list(text.encode()))
+    tokens = AutoTokenizer.from_pretrained(checkpoint)(text, return_tensors="pt")["input_ids"][0]
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), tokens
+
+
+def train(checkpoint: str | None, text: str, seq_len: int, steps: int) -> list[float]:
+    """Return the loss of each step, the mean over all tokens."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    ranks = dist.get_world_size()
+    grid = init_device_mesh(device.type, (ranks,), mesh_dim_names=("sequence",))
+    model, tokens = load(checkpoint, text)
+    model.to(device)
+    sharded = parallelize(model, bp.Mesh.from_device_mesh(grid))
+    # The first name is that of newer releases of Transformers.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    # Matrix products in bfloat16 on accelerators; float32 weights and gradients.
+    wide = MixedPrecisionPolicy()
+    policy = wide if device.type == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.base_model.layers:
+        fully_shard(layer, mesh=grid, mp_policy=policy)
+    fully_shard(model, mesh=grid, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if checkpoint is None else 1e-5)
+    model.train()
+    losses = []
+    for step in range(steps):
+        input_ids = tokens[step * seq_len : (step + 1) * seq_len].unsqueeze(0).to(device)
+        loss = model(**sharded.shard(input_ids)).loss  # this rank's part of the mean over all tokens
+        (loss * ranks).backward()  # FSDP averages over the ranks; parts of a mean are added
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(bp.all_reduce(loss.detach(), sharded.mesh).item())
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a checkpoint; default: a small Llama with random weights")
+    parser.add_argument("--text", type=Path, help="text file; default: English that comes with Python")
+    parser.add_argument("--seq-len", type=int, default=509, help="tokens of a sequence")
+    parser.add_argument("--steps", type=int, default=3, help="number of sequences")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.exit(2, f"{parser.prog}: start it with torchrun\n")
+    text = options.text.read_text() if options.text else "\n".join(pydoc_data.topics.topics.values())
+    dist.init_process_group()
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    losses = train(options.model, text, options.seq_len, options.steps)
+    if dist.get_rank() == 0:
+        print("losses:", *(f"{loss:.6f}" for loss in losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
