@@ -38,6 +38,7 @@ _TITLE = ("pass", "mask", "case")
 _HINTS = {  # what to do if ranks differ in a fact that no user chose
     "tokens": "where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence)",
     "strategy": "where 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
+    "rows of the batch": "load the same rows on all ranks of a sequence (divide data over data-parallel ranks alone)",
     "rows that cross nodes": "name one kernel= for all ranks",
     "values of the parameters": "seed ranks alike before they make the model, or load one checkpoint on all of them",
 }

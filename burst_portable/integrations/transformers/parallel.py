@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, shown
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, CallSequence, attend
+from burst_portable.integrations.transformers.batch_check import KEY, BatchCheck, checksum
 from burst_portable.integrations.transformers.checks import (
     check_arguments,
     check_layerdrop,
@@ -138,6 +139,7 @@ class ShardedModel:
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
+        self._batch = BatchCheck()
         # Of the last call that ended well.
         self._attentions: int = getattr(model.config, "num_hidden_layers", 0)
         self._before = model.config._attn_implementation
@@ -225,7 +227,7 @@ class ShardedModel:
 
         Returns:
             input_ids, position_ids, labels and (where labels are shifted) shift_labels ``[B, S]``,
-            num_items_in_batch, seq_len, cu_seqlens, and padded, if there is padding.
+            num_items_in_batch, seq_len, cu_seqlens, batch_checksum, and padded, if there is padding.
 
         Raises `InputError` for what does not go together, and after `undo`: the model would take its rows for all.
         """
@@ -242,6 +244,9 @@ class ShardedModel:
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
         where = self._cut(input_ids, cu_seqlens)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
+        if self.mesh.size > 1:
+            ends = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=input_ids.device)
+            inputs[KEY] = checksum(input_ids, labels, attention_mask, ends)
         if has_padding(attention_mask, input_ids, labels):
             inputs["padded"] = True
         batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=where)
@@ -298,7 +303,9 @@ class ShardedModel:
 
     def _prepare(self, module: Any, kwargs: dict[str, Any]) -> CallSequence:
         """The sequence of a call with these arguments, which become those of a shard. Raises for what is refused."""
-        seq_len, cu_seqlens, padded = (kwargs.pop(name, None) for name in ("seq_len", "cu_seqlens", "padded"))
+        seq_len, cu_seqlens, padded, mine = (
+            kwargs.pop(name, None) for name in ("seq_len", "cu_seqlens", "padded", KEY)
+        )
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise ShapeError("a sharded model takes input_ids [batch, rows] or inputs_embeds", got=type(tokens))
@@ -323,6 +330,7 @@ class ShardedModel:
             self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
+            self._batch.compare(mine, self.mesh, tokens.device)
         return sequence
 
     @never_compiled("plans, transports and hooks are not graphs")

@@ -12,8 +12,9 @@ import torch
 
 from burst_portable import Mesh, run_threads
 from burst_portable.config import environment_of_children
-from burst_portable.errors import InputError
+from burst_portable.errors import InputError, MismatchError
 from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.batch_check import checksum
 from tests.support.models import make, tokens
 
 
@@ -64,6 +65,7 @@ def test_rows_divided_by_the_caller_need_a_length() -> None:
 BEFORE_THE_GROUP = """
 import torch, burst_portable as bp
 from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.batch_check import checksum
 from tests.support.models import make
 q = torch.ones(1, 8, 2, 8)
 positions = lambda: bp.local_position_ids(seq_len=8)
@@ -84,3 +86,58 @@ def test_no_mesh_before_the_process_group_is_refused() -> None:
     environment = environment_of_children(WORLD_SIZE="2", RANK="0")
     done = subprocess.run([sys.executable, "-c", BEFORE_THE_GROUP], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def _device_like(mesh: Mesh) -> Mesh:
+    """Return a mesh whose transport compares as those of devices do: without the host."""
+    transport = mesh.transport("cpu")
+    transport.host = False
+    return mesh
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("changed", ["input_ids", "labels", "attention_mask", "order"])
+def test_ranks_with_different_rows_raise_on_every_rank(kind: str, changed: str) -> None:
+    """Each rank's loader gave it rows of its own, of equal shape: the losses belonged to no sequence."""
+    whole, ids = make("llama"), tokens(2, 32)
+    mask = torch.ones_like(ids)
+    other = {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
+    if changed == "order":
+        other = {**other, "input_ids": ids.flip(0), "labels": ids.flip(0)}
+    elif changed == "attention_mask":
+        other["attention_mask"] = mask.clone()
+        other["attention_mask"][:, -1] = 0
+        other["labels"][:, -1] = -100
+    else:
+        other[changed] = other[changed].clone()
+        other[changed][1, 7] = (other[changed][1, 7] + 1) % 64
+    batch = {
+        "input_ids": ids,
+        "labels": other["labels"] if changed == "attention_mask" else ids,
+        "attention_mask": mask,
+    }
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        model(**handle.shard(batch))
+        mine = handle.shard(batch if mesh.rank else other)
+        if kind == "host":
+            with pytest.raises(MismatchError, match=r"rows of the batch: checksum .* on rank 0 but .* on rank 1"):
+                model(**mine)
+        else:
+            model(**mine)
+            with pytest.raises(MismatchError, match="had different batches in the last call"):
+                model(**handle.shard(batch))
+
+    run_threads(2, work)
+
+
+def test_checksum_depends_on_values_places_and_arguments() -> None:
+    ids = torch.arange(64).reshape(2, 32)
+    found = {
+        int(checksum(x)) for x in (ids, ids.flip(0), ids.flip(1), ids + 1, ids.roll(1), ids.T.contiguous(), ids * 0)
+    }
+    found |= {int(checksum(*x)) for x in ((ids, ids), (ids, None), (ids, None, ids), (ids, ids, ids))}
+    assert len(found) == 11
+    assert int(checksum(ids.int())) == int(checksum(ids))
