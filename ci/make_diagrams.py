@@ -1,4 +1,4 @@
-"""Draw the diagrams of CONTRIBUTING.md into docs/images/.
+"""Draw the diagrams of docs/how_it_works.md into docs/images/.
 
     PYTHONPATH=. python ci/make_diagrams.py [--check]
 
