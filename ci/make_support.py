@@ -18,9 +18,9 @@ UNTESTED = "untested"
 
 HEAD = """# Support
 
-Which backend passed the conformance suite, and on what. The table shows the newest report of each
-kind, with its date and versions; "untested" means that there is no report.
-[Conformance](conformance.md) describes the checks.
+The table lists the backends that passed the conformance suite, with the newest report of each kind,
+its date and versions. "untested" means that there is no report. [Conformance](conformance.md)
+describes the checks.
 """
 
 TIERS_HEAD = """## Columns
