@@ -155,7 +155,7 @@ def test_no_wrong_value_finds_the_plan_of_an_equal_one(usual, wrong):
     assert len(mesh._calls) == 1
 
 
-def test_equal_numbers_of_other_types_share_no_layout_and_no_strategy():
+def test_sizes_of_other_types_raise_input_error():
     bp.make_layout("zigzag", 16, 2), bp.make_strategy("double_ring", ranks_per_node=1)
     for wrong in ((16.0, 2), (16, 2.0), (True, True)):
         with pytest.raises(InputError, match="is not a size"):
@@ -165,7 +165,7 @@ def test_equal_numbers_of_other_types_share_no_layout_and_no_strategy():
             bp.make_strategy("double_ring", ranks_per_node=ranks_per_node)
 
 
-def test_numbers_in_tensors_are_read_and_not_remembered_by_identity():
+def test_attention_reads_current_values_of_tensor_scalars():
     mesh, (q, k, v), scale = bp.Mesh.single(), qkv(), torch.tensor(0.25)
     for value in (0.25, 0.75):
         scale.fill_(value)

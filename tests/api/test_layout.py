@@ -22,7 +22,7 @@ from burst_portable.strategies.ring import RingStrategy
 
 
 @given(st.integers(1, 200), st.integers(1, 16), st.sampled_from(["contiguous", "zigzag", "striped"]))
-def test_layouts_hold_every_position_once_and_leave_no_rank_empty(length, ranks, name):
+def test_make_layout_covers_each_position_once(length, ranks, name):
     if length < ranks:
         with pytest.raises(LayoutError, match="more ranks than tokens"):
             make_layout(name, length, ranks)
@@ -112,8 +112,8 @@ def partitions(draw, start=0, count=24, step=1):
 
 
 @given(st.data())
-def test_layouts_made_by_hand_hold_every_position_once_or_are_refused(data):
-    """Segments of all steps at once; one of them perhaps moved, stretched or dropped."""
+def test_layout_rejects_segments_that_do_not_partition(data):
+    """Segments that miss, repeat or add a position raise `LayoutError`."""
     segments = data.draw(partitions())
     changed = data.draw(st.integers(0, len(segments) - 1))
     s = segments[changed]

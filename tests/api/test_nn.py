@@ -216,8 +216,8 @@ def test_a_batch_brings_its_own_documents(layout):
         module(x, mask=5)
 
 
-def test_masks_and_layouts_are_arguments_that_fsdp_under_mixed_precision_hands_on():
-    """It makes dataclasses anew, field by field, and raised at those of ours; made anew they would be checked again."""
+def test_fsdp_mixed_precision_passes_masks_and_layouts_unchanged():
+    """FSDP rebuilds dataclass arguments field by field; masks and layouts keep their identity."""
 
     class Block(torch.nn.Module):
         def __init__(self):
@@ -258,7 +258,7 @@ def test_copies_and_pickles_of_a_module_compute_alike():
         bp.run_threads(ranks, work)
 
 
-def test_the_example_gives_the_same_losses_on_any_number_of_ranks():
+def test_train_example_losses_match_on_one_and_three_ranks():
     train = runpy.run_path(str(EXAMPLE))["train"]
     alone, three = (bp.run_threads(ranks, lambda mesh: train(mesh, steps=3, seq_len=101))[0] for ranks in (1, 3))
     assert alone == pytest.approx(three, rel=1e-5)
@@ -277,8 +277,8 @@ def test_the_example_tells_in_a_line_what_cannot_be_used(ranks, told, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_example_under_fsdp_gives_the_same_losses_on_any_grid():
-    """Of four ranks, two sequences at a time; the checkpoint half-way is read by a model of other weights."""
+def test_fsdp_example_losses_match_on_one_and_four_ranks():
+    """Four ranks train on two sequences at a time; losses continue after the checkpoint."""
 
     def losses(ranks: int, *options: str) -> list[float]:
         command = [sys.executable, "-m", "tests.support.ranks_of", str(ranks), "examples.train_with_fsdp", *options]

@@ -107,7 +107,7 @@ def test_batches_that_cannot_be(arguments, error, message):
         bp.shard_batch(**{"input_ids": IDS} | arguments)
 
 
-def test_documents_of_a_batch_may_be_a_tensor_and_positions_one_row_for_all():
+def test_shard_batch_accepts_tensor_cu_seqlens_and_shared_ids():
     ids, ends = IDS.repeat(2, 1), torch.tensor([0, 4, 10], dtype=torch.int32)
 
     def work(mesh):

@@ -143,7 +143,7 @@ def test_a_probe_that_is_none_is_a_reason_and_in_nobodys_way(installed, answer, 
     assert doctor.examine()["backends"]["theirs"]["reason"] == reason
 
 
-def test_a_device_that_torch_does_not_know_is_told_before_anything_is_tried(installed):
+def test_check_backend_rejects_device_unknown_to_torch(installed):
     backend = BACKEND + "Theirs.capabilities = Capabilities('their_chip', 'gloo', True, HardwareSpec(1.0, 1.0))\n"
     installed(backend + "backend = Theirs()\n")
     with pytest.raises(BackendUnavailableError, match="torch knows no such device; got 'their_chip'"):
@@ -216,7 +216,7 @@ def problem():
     return kernel_call(torch.bfloat16, "cpu", 4, 2, 64, 64)
 
 
-def test_a_kernel_of_a_package_that_is_absent_or_too_old_declines(vendor):
+def test_lazy_kernel_declines_without_recent_package(vendor):
     absent = LazyKernel("theirs", "nowhere:Kernel", needs="no_such_package")
     assert absent.supports(problem()).reason == "the package no_such_package is not installed"
     vendor(source="__version__ = '2.1.0+rocm'\n")
@@ -233,7 +233,7 @@ def test_a_kernel_of_a_broken_package_is_an_error(vendor):
         broken.supports(problem())
 
 
-def test_a_broken_backend_does_not_end_what_is_chosen_for_the_user(installed):
+def test_choose_backend_auto_skips_broken_backend(installed):
     installed("1 / 0\n")
     backend, why = choose_backend("auto", 1)
     assert backend.name == "cpu"

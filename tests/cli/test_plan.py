@@ -237,7 +237,7 @@ def picture(out: str) -> list[str]:
         ("striped", ["0-31"] * 16),
     ],
 )
-def test_the_picture_of_many_ranks_has_shades_and_names_the_ranks_of_a_row(capsys, layout, ranks):
+def test_plan_picture_of_many_ranks_shades_cells_and_names_ranks(capsys, layout, ranks):
     out = text(capsys, "--seq-len", "4096", "--ranks", "32", "--layout", layout, "--mask", "window:1024")
     # 16 cells of 256 tokens: a causal window of four of them. On its edges half of the pairs are seen.
     band = [["██" if 0 < i - j < 4 else "▒▒" if i - j in (0, 4) else "· " for j in range(16)] for i in range(16)]

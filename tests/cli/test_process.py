@@ -54,7 +54,7 @@ def test_what_was_begun_is_taken_back_whatever_comes_meanwhile(capsys, tmp_path,
     assert captured.out + captured.err == ""
 
 
-def test_a_signal_that_comes_later_ends_what_hangs_in_taking_back():
+def test_second_signal_interrupts_cleanup():
     gone_on = []
 
     def work() -> None:
@@ -87,8 +87,8 @@ class Deaf:
 
 
 @pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
-def test_a_signal_that_comes_where_python_cannot_raise_is_not_lost(capsys, number):
-    """A single SIGTERM, such as that of `timeout`, found `run` in a `__del__` of what it imports, and was forgotten."""
+def test_signal_during_unraisable_exception_ends_process(capsys, number):
+    """Python drops exceptions raised in `__del__`; the signal still ends the process."""
     taken_back, hook = [], sys.unraisablehook
 
     def work() -> None:

@@ -54,8 +54,8 @@ def test_ranks_that_guess_different_lengths_are_told_of_seq_len():
 
 
 @pytest.mark.parametrize("mask", ["causal", "full"])
-def test_rates_are_blamed_only_where_the_ranks_have_the_same_problem(mask):
-    """The strategies differ, as `auto` may choose them: where the masks do too, that is why."""
+def test_hardware_spec_hint_appears_only_if_masks_agree(mask):
+    """`auto` may choose different strategies because of different masks or hardware specs."""
 
     def work(mesh):
         x = torch.ones(1, 8, 2, 4)
@@ -204,7 +204,7 @@ def test_what_is_no_tensor_at_all_is_told_too():
     assert "rank 1 refused" in bp.run_threads(2, work)[0]
 
 
-def test_of_calls_of_different_kinds_only_what_both_state_is_told():
+def test_mismatch_of_call_kinds_lists_shared_fields_only():
     def work(mesh):
         x = torch.ones(1, 8, 2, 4)
         with pytest.raises(MismatchError) as caught:

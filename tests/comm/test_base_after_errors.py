@@ -87,8 +87,8 @@ AROUND = {
 
 @pytest.mark.parametrize("fail", [fail_in_a_pass, fail_between, leave_out])
 @pytest.mark.parametrize("around", AROUND)
-def test_what_did_not_end_stands_where_other_meshes_of_the_group_look(around, fail):
-    """At the transport of the process group, which tells those of other meshes."""
+def test_failed_exchange_marks_wrapped_transport_out_of_sync(around, fail):
+    """Other meshes of the process group see the unfinished exchange."""
     wrapped = alone()
     outer = AROUND[around](wrapped)
     outer.begin()

@@ -295,8 +295,8 @@ class PeersBesideThreads(bp.Mesh):
         return (self.peers, "") if direct else super().transport_for(device_type, direct=direct)
 
 
-def test_after_a_call_that_one_rank_refused_the_ranks_are_in_step():
-    """The rank that refuses has not come as far as to have peer copies; it tells the others without them."""
+def test_peer_copy_ranks_stay_in_sync_after_rejected_call():
+    """The failing rank has no peer copies yet and reports its error without them."""
     world = World(2, timeout=3.0)
 
     def work(local):

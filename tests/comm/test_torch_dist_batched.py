@@ -66,7 +66,7 @@ def asked(monkeypatch):
     return batches
 
 
-def test_an_error_of_torch_s_that_says_nothing_is_told_all_the_same(monkeypatch):
+def test_named_error_without_message_names_exception_type(monkeypatch):
     monkeypatch.setattr(torch_dist, "exchange_error_notes", lambda *_: "")
     told = str(torch_dist.named_error(RuntimeError(), "rank 0, forward step 1", None))
     assert told == "rank 0, forward step 1 failed; got RuntimeError; look at the output of that rank"
@@ -100,8 +100,8 @@ class Asking(Batched):
     share = TorchDistTransport.share
 
 
-def test_a_rank_whose_refusal_is_not_heard_is_refused_its_next_call(asked, monkeypatch):
-    """The others know the call, so they do not ask. Else they would take its next rows for those that it refused."""
+def test_rank_with_undelivered_error_cannot_make_next_call(asked, monkeypatch):
+    """Otherwise the other ranks would match its next rows with the failed call."""
     store = dist.HashStore()
     monkeypatch.setattr(torch_dist, "store_exchange", lambda group: StoreExchange(store, group.rank, group.size))
 

@@ -120,7 +120,7 @@ class ServesAll(Planted):
 
 
 @pytest.mark.parametrize("bug", DECLINED)
-def test_bug_of_declined_calls_does_not_apply_to_kernels_that_decline_none(bug):
+def test_bug_of_declined_calls_skips_kernels_that_decline_none(bug):
     assert examine_bug(bug, "claims", ServesAll()) is None
 
 
@@ -218,7 +218,7 @@ def test_facts_that_no_report_holds_are_named():
     assert "'memory' is a Tensor" in report.failures[0].message
 
 
-def test_a_kind_of_evidence_that_is_none_is_refused_before_anything_is_tried():
+def test_check_backend_rejects_unknown_evidence_tier():
     ToldBy.facts = {"tier": "gold"}
     with pytest.raises(InputError, match=r"tier of evidence in the probe of the backend 'planted'; got 'gold'"):
         check_backend(ToldBy(), cases=["claims:probe"])
@@ -230,7 +230,7 @@ def test_a_kind_of_evidence_that_is_none_is_refused_before_anything_is_tried():
     ("bug", "much"),
     [(planted_bugs.FewBlocks, "length=777"), (planted_bugs.FewHeads, "40x8"), (planted_bugs.FewSequences, "batch=9")],
 )
-def test_a_bug_that_only_much_shows_is_looked_for_unless_a_look_is_quick(bug, much, real):
+def test_full_coverage_finds_bug_that_needs_large_input(bug, much, real):
     backend = Planted(bug, real=real)
     found = [trial.text for trial in trials_of(Subject(backend), ["kernels"]) if much in trial.name]
     assert found
@@ -248,7 +248,7 @@ def test_a_bug_between_processes_is_caught(bug, real):
 
 
 @pytest.mark.full
-def test_transport_that_takes_peers_as_global_ranks_is_caught_in_subgroup():
+def test_conformance_finds_transport_that_uses_global_ranks():
     backend = Planted(wire=planted_transports.TakesPeersAsGlobalRanks)
     everyone, some = check_backend(backend, cases=["group:messages-2ranks", "group:messages-2ranks-of-3"]).results
     assert everyone.ok
@@ -276,7 +276,7 @@ def test_the_same_wrapping_without_a_bug_passes(group, real):
     assert report.ok, report.markdown()
 
 
-def test_a_quick_look_examines_a_kernel_of_few_sizes_in_what_it_serves(real):
+def test_quick_check_covers_kernel_with_few_supported_sizes(real):
     backend = Planted(planted_bugs.FewSizes, real=real)
     report = check_backend(backend, only=["kernels"], effort="quick", kernel="reference")
     assert report.ok, report.markdown()

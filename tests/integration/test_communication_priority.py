@@ -123,8 +123,8 @@ def test_auto_prices_what_its_transport_does(first, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_groups_of_heads_are_considered_where_they_travel_beside_the_kernel(first):
-    """Messages as long as the kernel: in groups all but the first and the last are hidden, where none waits."""
+def test_auto_uses_head_groups_if_messages_have_priority(first):
+    """All groups but the first and the last overlap with the kernel if no message waits for it."""
     hardware = hardware_of_machine("NVIDIA H200", 2, "hopper")
     hardware = replace(hardware, peer_copy_bandwidth=())  # no peer copies: over NCCL
     strategy = AutoStrategy(hardware=hardware.where_messages_go_first() if first else hardware)

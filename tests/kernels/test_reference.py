@@ -72,8 +72,8 @@ def test_the_reference_takes_value_sizes_and_softcap():
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
-def test_what_lies_outside_every_tile_is_neither_read_nor_written(kernel):
-    """NaN in rows and columns that no tile names must not spread; their results stay as they were."""
+def test_kernel_ignores_rows_and_columns_outside_tiles(kernel):
+    """NaN outside the tiles must not spread, and results there stay unchanged."""
     q, k, v, dout = inputs(torch.float32)
     for x in (q, k, v, dout):
         x[:, :10] = torch.nan

@@ -43,8 +43,8 @@ def test_what_cannot_be_told_is_kept(monkeypatch):
 
 
 @pytest.mark.parametrize("known", [(0.0, 0.0), (0.9, 0.3)])
-def test_where_messages_go_first_those_that_wait_are_not_said_to_hold_up_nothing(known, monkeypatch):
-    """Where the backend knows nothing of them; what it knows stays."""
+def test_high_priority_slowdown_fills_unknown_comm_slowdown(known, monkeypatch):
+    """A value that the backend already knows is kept."""
     monkeypatch.setattr(measurement, "held_up", lambda *_: (0.25, "planted"))
     before = HardwareSpec(tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=known)
     monkeypatch.setattr(type(load("cpu")), "measured_hardware", lambda *_: before, raising=False)

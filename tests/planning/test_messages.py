@@ -15,8 +15,8 @@ def test_fields_of_a_message_are_aligned():
     assert message_size(plan.call, move, narrow=False) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)
 
 
-def test_blocks_together_are_one_launch_and_one_piece_of_the_inbox():
-    """Five ranks, two blocks a launch: rank 3's own, then those of 1 and 2, then those of 0 and 4."""
+def test_blocks_per_launch_share_launch_and_inbox_piece():
+    """Five ranks, two blocks per launch: rank 3 computes its own, then 1 and 2, then 0 and 4."""
     plan = make_plan(Mask.full(), "contiguous", ranks=5, length=60, transfer="direct", blocks_per_launch=2)
     steps = plan.forward.steps_of(3)
     assert [s.compute.k_owners for s in steps] == [(3,), (1, 2), (0, 4)]

@@ -50,7 +50,7 @@ def test_which_rows_are_computed_in_rank_order(layout, options, in_pieces, kept)
     [("causal", True), ("full", True), ("window:9", False), ("prefix:20", False), ("documents:0,20,64", False)],
 )
 @pytest.mark.parametrize("groups", [1, 2])
-def test_rows_are_put_in_order_for_kernels_that_are_faster_on_squares(mask, natural, groups):
+def test_square_kernels_get_sorted_rows_for_causal_and_full(mask, natural, groups):
     strategy = make_strategy("ulysses", head_groups=groups)
     made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="zigzag", strategy=strategy)
     as_it_comes = with_rank_order(made, KernelTraits())

@@ -116,7 +116,7 @@ def test_random_segments_meet_random_masks(data):
     assert sorted(found) == expected  # sorted: a cell in two tiles would show twice
 
 
-def test_fusing_gives_one_tile_a_step_for_causal_zigzag_and_striped():
+def test_find_tiles_gives_one_causal_tile_for_zigzag_and_striped():
     for layout in ("zigzag", "striped"):
         where = make_layout(layout, 4096, 8)
         pairs = [(a, b) for a in where.shards for b in where.shards]

@@ -49,8 +49,8 @@ def test_what_is_told_of_a_launch_is_what_its_tiles_say(mask):
             assert auto.seconds(made) == plan_cost(made, HARDWARE).seconds
 
 
-def test_a_pair_of_blocks_is_looked_at_once_for_all_strategies_and_layouts_of_a_mask(monkeypatch):
-    """A mask that is new with every batch is planned before its step can begin."""
+def test_tiles_are_found_once_per_layout_and_block_pair(monkeypatch):
+    """A mask that changes with each batch is planned before each step."""
     made = []
     fused = tiles.fused
     monkeypatch.setattr(tiles, "fused", lambda found: made.append(len(found)) or fused(found))
@@ -68,7 +68,7 @@ class ClearedAtOnce(dict):
         self.clear()
 
 
-def test_ranks_as_threads_may_clear_what_one_of_them_has_just_made():
+def test_plan_part_survives_cache_clear_by_other_thread():
     part = bp.plan(seq_len=256, ranks=4, heads=2, strategy="ring").forward
     ours = dataclasses.replace(part)
     object.__setattr__(ours, "_ranks", ClearedAtOnce())

@@ -228,7 +228,7 @@ def test_the_device_is_that_of_the_model_or_of_what_was_recorded(devices, monkey
     assert devices == {"cpu"}
 
 
-def test_where_torch_is_built_for_devices_and_none_is_here_the_host_is_meant(devices, monkeypatch):
+def test_ablate_uses_cpu_without_available_accelerator(devices, monkeypatch):
     def current(check_available: bool = False) -> torch.device | None:
         return None if check_available else torch.device("cuda")
 

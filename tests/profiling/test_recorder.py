@@ -231,8 +231,8 @@ def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
     assert log == [batch.wait, "over", "end"] * 2, "the pass waits for those who watch, before it is over"
 
 
-def test_a_device_s_marks_are_read_by_its_clock_whatever_the_host_marks_later(monkeypatch):
-    """Messages between passes are marked by the host's clock, which may be made after the device's."""
+def test_device_marks_are_read_by_device_clock(monkeypatch):
+    """The host clock may be created after the clock of the device."""
     mark = object()
 
     class DeviceClock(SimpleNamespace):

@@ -114,7 +114,7 @@ def quickly(work, timeout=30.0):
     return found
 
 
-def test_ranks_that_ablate_other_numbers_of_times_are_told_at_once():
+def test_ablate_with_different_repeat_counts_raises_on_all_ranks():
     def work(mesh):
         bp.profile(mesh=mesh).ablate(lambda: attend(mesh), repeat=1 + mesh.rank % 2)
 

@@ -38,7 +38,7 @@ def test_each_sequence_group_has_a_report_of_its_own(told):
     assert (reports[2]["verdict"]["kind"], reports[2]["verdict"]["rank"]) == ("slow rank", 1)
 
 
-def test_what_does_not_say_which_mesh_is_refused_and_names_the_argument(told):
+def test_ambiguous_mesh_raises_and_names_argument(told):
     for rank, one in enumerate(told):
         group = "0, 1" if rank < 2 else "2, 3"
         assert "no call of this mesh was recorded" in one["everybody"]
@@ -55,7 +55,7 @@ def test_with_a_mesh_only_its_calls_are_reported(told):
         assert [(plan["ranks"], plan["calls"]) for plan in one["plans"]] == [(2, 1)]
 
 
-def test_a_rank_that_does_not_call_report_is_named_with_what_it_did_not_call(told):
+def test_rank_missing_from_report_is_named(told):
     assert [bool(one["missing"]) for one in told] == [True, False, False, True]
     for one, absent in ((told[0], 1), (told[3], 0)):
         assert (

@@ -54,8 +54,8 @@ def test_a_slow_link_is_named_with_the_time_it_costs(reports):
     assert verdict["lost"] == pytest.approx(sum(delays) * 1e9, rel=0.1)
 
 
-def test_what_came_behind_a_long_kernel_is_no_transfer_as_long_as_the_kernel(reports):
-    """Some kB, sent 50 ms before anybody waits for them: when they came nobody saw."""
+def test_message_hidden_by_long_kernel_has_no_transfer_time(reports):
+    """The messages of some kB are sent 50 ms before a rank waits for them."""
     data, _ = reports[1]["hidden"]
     for link in data["links"]:
         assert link["messages"] > 0

@@ -127,7 +127,7 @@ def test_results_are_the_same_bits(session):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_operators_of_this_machine_lie_in_the_kernels_that_were_marked(session):
+def test_cpu_operators_are_assigned_to_marked_kernels(session):
     report = session.report()
     assert [one["rank"] for one in report.data["traced"]] == [0, 1]
     for one in report.data["traced"]:

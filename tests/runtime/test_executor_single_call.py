@@ -68,8 +68,8 @@ def test_on_one_rank_a_kernel_is_asked_for_the_whole(asked):
     ],
     ids=["documents", "window", "causal"],
 )
-def test_of_several_ranks_those_that_compute_once_ask_for_the_whole(asked, mask, layout, forward, backward):
-    """Nothing is merged there, or added. A result that is rounded before it is merged would be rounded twice."""
+def test_single_block_ranks_use_single_call_kernels(asked, mask, layout, forward, backward):
+    """Nothing is merged there; merging would round the results twice."""
     whole_q, whole_k, whole_v = (x.bfloat16() for x in qkv())
     weights = torch.randn(whole_q.shape)
 

@@ -115,8 +115,8 @@ class Straight(CpuBackend):
         raise UnsupportedError("none here")
 
 
-def test_ranks_with_other_files_of_which_one_asks_for_another_transport(files):
-    """Ulysses goes straight and a ring does not: the first meets the second where it asks whether they agree."""
+def test_different_hardware_specs_raise_mismatch_error(files):
+    """Rank 0 prepares a ring and rank 1 a direct exchange; the agreement check finds this."""
 
     def work(mesh):
         where = with_hardware(mesh, files["fast" if mesh.rank else "slow"], timeout=1.0)

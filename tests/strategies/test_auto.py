@@ -74,8 +74,8 @@ def test_candidates_are_what_they_are_called(ranks, ranks_per_node, hardware, he
         assert strategy == called(label, ranks, ranks_per_node or 0), label
 
 
-def test_of_plans_that_take_equally_long_the_one_that_sends_least():
-    """Messages cost nothing, and every rank computes as much. With few K/V heads they are what should travel."""
+def test_auto_breaks_ties_by_bytes_sent():
+    """Messages take no time and all ranks compute equally; few K/V heads should be sent."""
     hardware = HardwareSpec(tflops=1e-6, intra_node_bandwidth=1e9, message_latency=0.0, launch_latency=0.0)
     auto, given = AutoStrategy(hardware=hardware), problem(7, heads=8, kv_heads=2)
     made = auto.plan(given)

@@ -271,7 +271,7 @@ def test_load_refuses_what_is_no_strategy(package, target, message):
         ("NearLabel", "has a label that is not its own; got 'theirs_too'"),
     ],
 )
-def test_auto_and_plan_all_leave_out_a_broken_strategy_of_another_package(package, capsys, target, reason):
+def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, target, reason):
     package({"theirs": f"their_strategies:{target}"})
     made = AutoStrategy().plan(bp.plan(seq_len=224, ranks=4, heads=4, strategy="ring").call)
     assert made.strategy in OURS
@@ -321,7 +321,7 @@ def test_package_cannot_take_our_name(package):
     assert "not ring of their_strategies:Theirs:" in bp.plan(seq_len=160, ranks=4, heads=4).reason
 
 
-def test_strategy_of_passes_ranks_per_node_on_to_those_that_have_it():
+def test_strategy_of_passes_ranks_per_node_only_if_supported():
     assert strategy_of("double_ring", 2).ranks_per_node == 2
     assert strategy_of("ring", 2) == RingStrategy()
     with pytest.raises(UnknownNameError, match="unknown strategy"):

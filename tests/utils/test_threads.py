@@ -180,7 +180,7 @@ def test_stopping_does_not_wait_for_a_pause():
     assert time.monotonic() - started < 5
 
 
-def test_an_owner_with_nothing_to_do_is_collected_and_its_thread_ends():
+def test_idle_owner_is_collected_and_its_thread_ends():
     owner = Owner()
     owner.thread.wake(owner)
     background = owner.thread

@@ -175,7 +175,7 @@ def test_the_deep_level_takes_the_vendor_s_tracer(npus, tmp_path):
     assert list(tracer.joined()) == [2]
 
 
-def test_a_profiler_that_wrote_nothing_is_told_of_when_it_is_asked(npus, monkeypatch, tmp_path):
+def test_profiler_without_trace_raises_when_report_is_requested(npus, monkeypatch, tmp_path):
     monkeypatch.setattr(Profiler, "writes", False)
     with bp.profile("deep") as session:
         q = torch.ones(1, 8, 2, 4)

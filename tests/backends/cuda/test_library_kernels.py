@@ -162,7 +162,7 @@ def test_flash_attn_4_computes_a_whole_causal_window_in_one_call(monkeypatch, he
     assert called == [f"forward ({left}, 0)", f"backward ({left}, 0)"] * 3
 
 
-def test_flash_attn_4_is_asked_for_no_window_where_it_would_have_to_be_merged(monkeypatch):
+def test_flash_attention_4_avoids_window_calls_that_need_merging(monkeypatch):
     called = emulated_operators.flash_4_package(monkeypatch)
     kernel, tiles = library_kernels.Flash4Kernel(), Tiles([Tile(0, 70, 0, 70, 0, 30)])
     dout, q, k, v = inputs(70, 70, (2, 2), 64, "cpu")

@@ -163,8 +163,7 @@ def test_a_rank_that_fails_ends_the_run(run, program, fault, at, told):
 
 
 @pytest.mark.slow
-def test_nothing_listens_beyond_loopback_and_an_end_leaves_nothing(run):
-    """SIGTERM is how batch systems end a job."""
+def test_run_listens_on_loopback_only_and_cleans_up_on_sigterm(run):
     run.start()
     ranks = run.wait_for_ranks()
     listening = [address for pid in run.processes() for address in connections(pid)[0]]

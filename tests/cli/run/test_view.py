@@ -36,7 +36,7 @@ def test_a_report_s_verdict_goes_on_below_its_text_too(capsys):
     assert capsys.readouterr().out.splitlines()[:2] == ["IDLE  one two three four five", "      six seven"]
 
 
-def test_a_verdict_that_is_too_long_for_the_terminal_goes_on_below(capsys):
+def test_view_wraps_long_verdict_in_narrow_terminal(capsys):
     facts = {
         "verdict": "ok", "failures": [], "losses": [5.0] * 3, "reference_losses": None, "steps": 3, "mode": "train",
         "max_relative_difference": 8.4e-8, "gradient_relative_difference": 3.9e-7, "dtype": "float32", "world_size": 2,

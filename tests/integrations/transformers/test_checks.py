@@ -118,8 +118,8 @@ def test_a_rank_that_refuses_its_batch_tells_the_others(change: dict[str, Any], 
 @pytest.mark.parametrize(
     ("where", "waited_for"), [("model.embed_tokens", True), ("model.layers.0.mlp", True), ("lm_head", False)]
 )
-def test_a_rank_that_fails_between_attentions_tells_who_waits_for_it(where: str, waited_for: bool, calls_before: int):
-    """Else, without gradients, the others would take its next batch for the rest of this one, without an error."""
+def test_rank_failing_between_attentions_notifies_waiting_ranks(where: str, waited_for: bool, calls_before: int):
+    """Otherwise, without gradients, the next batch would be matched with the failed one."""
     first, second = tokens(1, 32), tokens(1, 32).flip(1)
     whole = make("llama")
     alone = whole(input_ids=second).logits.detach()
@@ -160,10 +160,10 @@ class Apart(LocalTransport):
     ("transport", "error"),
     [(Apart, ZeroDivisionError), (Apart, KeyboardInterrupt), (LocalTransport, KeyboardInterrupt)],
 )
-def test_a_rank_that_fails_between_attentions_unheard_is_refused_its_next_call(
+def test_rank_interrupted_between_attentions_cannot_call_again(
     transport: type[LocalTransport], error: type[BaseException]
 ):
-    """Of Ctrl-C torch calls no hook."""
+    """torch calls no hook after a KeyboardInterrupt."""
     whole, ids = make("llama"), tokens(1, 32)
 
     def fail(*_: Any) -> None:

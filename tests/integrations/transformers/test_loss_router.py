@@ -55,7 +55,7 @@ def test_a_router_s_loss_that_is_no_number():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_choices_of_experts_are_counted_exactly_whatever_torch_s_default_is(dtype: torch.dtype):
+def test_router_loss_ignores_default_dtype(dtype: torch.dtype):
     logits = [torch.randn(700, 4, generator=torch.Generator().manual_seed(0))]
     expected = router_loss(logits, 2, Mesh.single())
     before = torch.get_default_dtype()

@@ -33,8 +33,8 @@ def test_batches_are_cut_and_packed_examples_become_documents():
 
 
 @pytest.mark.parametrize("examples", [EXAMPLES, EXAMPLES[:1]], ids=["three", "one"])
-def test_what_is_made_for_kernels_of_variable_lengths_changes_nothing(examples: list[dict[str, Any]]):
-    """It tells the documents again, which are known from position ids."""
+def test_flash_attention_kwargs_of_collator_change_nothing(examples: list[dict[str, Any]]):
+    """They repeat the documents, which position ids already describe."""
     told = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"} < set(told(examples))
 

@@ -137,7 +137,7 @@ def test_a_transfer_that_a_stream_watched_by_hand():
     assert {"transfer"} <= {report["events"]["kinds"][kind] for kind in report["events"]["ranks"][1]["kind"]}
 
 
-def test_a_stream_that_stands_idle_for_its_host_does_not_wait_for_a_message():
+def test_analyze_separates_idle_stream_from_message_wait():
     """Both posted from 0 to 20; it came at 130, and only at 160 did the host say to go on.
 
     ::

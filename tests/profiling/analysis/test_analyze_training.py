@@ -51,7 +51,7 @@ def test_steps_by_hand():
     ]
 
 
-def test_steps_that_are_skipped_or_hold_no_attention_do_not_count():
+def test_analyze_skips_given_steps_and_steps_without_attention():
     told = analyze(marked(), skip=3)["training"]
     assert ([one["iteration"] for one in told["steps"]], told["longest"]) == ([3, 4], 1_000_000)
     maker = Maker(0)
@@ -154,7 +154,7 @@ def test_a_step_that_sleeps_outside_of_attention_is_the_longest():
 
 
 @pytest.mark.parametrize("marks_first", [False, True])
-def test_the_first_step_begins_when_the_session_is_opened_or_marked(marks_first):
+def test_first_training_step_starts_at_session_or_mark(marks_first):
     with bp.profile() as session:
         time.sleep(SLEPT)
         if marks_first:

@@ -40,8 +40,8 @@ def exposed(plan: bp.plans.Plan | None = None, size: int = 1 << 20, **facts: Any
     return [replace(one, facts={**one.facts, **facts}) for one in records]
 
 
-def test_a_report_of_many_ranks_does_not_wait_for_layouts_to_be_tried():
-    """Striped, the keys of 1,024 ranks are as many segments: to try that takes a minute, on every rank."""
+def test_layout_comparison_of_many_ranks_skips_striped_layout():
+    """1,024 striped ranks have as many segments per rank, which would take a minute to try."""
     told = layouts(bp.plan(heads=2, **{**SIZES, "seq_len": 1 << 20, "ranks": 1024}).call)
     assert "striped" not in told
     assert (told["contiguous"], told["zigzag"]) == (pytest.approx(2 - 1 / 1024, rel=1e-4), 1)
@@ -126,8 +126,8 @@ def test_a_slow_link_is_charged_once_however_many_wait_for_it():
 
 
 @pytest.mark.parametrize(("others", "kind"), [(250_000_000, "slow link"), (150_000_000, "communication")])
-def test_a_link_as_fast_as_the_others_is_not_slow_though_it_is_waited_for(others, kind):
-    """It brings 100 MB/s. Only where the others bring twice that is it the link, and not that one rank was early."""
+def test_link_as_fast_as_others_is_not_reported_as_slow(others, kind):
+    """At 100 MB/s the link is slow only if the others reach twice that."""
     report = analyze(exposed())
     report["links"][0]["bytes_per_second"], report["links"][1]["bytes_per_second"] = 100_000_000, others
     causes = {(c["rank"], c["peer"]): c for c in report["causes"] if c["kind"] == "link"}
@@ -153,7 +153,7 @@ def test_exposed_communication_and_the_side_that_travels_less():
     assert "(K and V travel backward)" in advice
 
 
-def test_exposed_communication_and_a_transport_of_the_backend_s_own():
+def test_verdict_recommends_direct_transport_of_backend():
     plan = bp.plan(strategy=RingStrategy(), heads=8, kv_heads=1, **SIZES)
     told = {"transport": {"used": "messages", "direct": "copies"}}
     advice = verdict(exposed(plan, **told), "communication", 300)

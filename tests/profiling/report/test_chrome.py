@@ -45,8 +45,8 @@ def test_the_trace_has_every_rank_and_every_event(files):
     assert all(e["tid"] == 0 for e in kernels)
 
 
-def test_transfers_that_run_beside_one_another_get_tracks_of_their_own(tmp_path):
-    """Where a stream saw them come: from 2 to 150 us, from 52 to 220, from 150 to 160. Perfetto drops what overlaps."""
+def test_overlapping_transfers_get_separate_chrome_tracks(tmp_path):
+    """Transfers at 2-150, 52-220 and 150-160 µs; Perfetto drops overlapping slices of a track."""
     makers = Maker(0), Maker(1)
     for one in makers:
         other = 1 - one.rank

@@ -44,8 +44,8 @@ def test_a_narrow_terminal_cuts_no_number(files, capsys):
         assert max(map(len, printed.splitlines())) <= width
 
 
-def test_the_slowest_rank_of_a_step_computes_longest_and_does_not_wait(files, capsys):
-    """Rank 1 computes for 400 µs; rank 0 is done after 100 and waits for 450."""
+def test_step_rows_name_rank_with_longest_compute(files, capsys):
+    """Rank 1 computes for 400 µs; rank 0 finishes after 100 µs and waits for 450 µs."""
     a, b = Maker(0), Maker(1)
     a.compute(1, 0, 100)
     b.compute(1, 0, 400)

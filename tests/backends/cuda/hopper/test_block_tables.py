@@ -72,7 +72,7 @@ def test_blocks_that_see_nothing_are_not_launched_for_a_state():
     assert forward_table(tiles, SEQ, 128, 128, every_block=False).blocks == 1
 
 
-def test_keys_that_nobody_sees_are_launched_where_gradients_are_written():
+def test_backward_table_has_unseen_keys_if_gradients_are_written():
     tiles = Tiles([Tile(0, 256, 0, 256, 0, 255)])
     assert backward_table(tiles, 256, 64, 128).blocks == 2
     table = backward_table(tiles, 256, 64, 128, every_block_of=400)
@@ -95,7 +95,7 @@ def visits(table: LaunchTable) -> list[list[tuple[int, ...]]]:
     return rows
 
 
-def test_a_block_that_many_see_is_divided_where_its_gradients_are_added():
+def test_backward_table_splits_long_blocks_to_add_gradients():
     n, sinks = 8192, 128
     tiles = Tiles([Tile(0, n, sinks, n, 0, 255), Tile(0, n, 0, sinks, 0, n)])
     written, added = (visits(backward_table(tiles, n, 64, 128, every_block_of=keys)) for keys in (n, 0))
@@ -124,8 +124,8 @@ def mask_tiles(mask: str, length: int) -> Tiles:
     ],
     ids=["a sink", "two blocks", "in the middle", "at the end"],
 )
-def test_a_block_that_many_see_is_served_apart_where_gradients_are_written(tiles, length, apart):
-    """Both launches show the mask once; each key is written by one block of the first, or added up by the second."""
+def test_writing_cuts_computes_long_blocks_in_second_launch(tiles, length, apart):
+    """Each key is written by one block of the first launch or accumulated by the second."""
     (whole, rest), (few, divided) = writing_cuts(tiles, a_pass(length, 32))
     assert (whole.keys, few.keys) == (None, apart)
     spans = sorted((*(tuple(rest.numbers[16 * w : 16 * w + 7 : 6]) for w in range(rest.blocks)), apart))
@@ -254,7 +254,7 @@ def test_blocks_are_tall_where_rows_are_long_and_many(mask, length, heads, worke
         (Mask.window(128), 2048, 8, 128),
     ],
 )
-def test_programs_that_make_way_leave_no_multiprocessor_without_work(mask, length, heads, programs):
+def test_forward_cut_leaves_no_multiprocessor_idle(mask, length, heads, programs):
     shard = (Segment(0, length),)
     _, table = forward_cut(find_tiles(mask, shard, shard), length, 128, heads, 132, every_block=True)
     items = table.blocks * heads

@@ -78,8 +78,8 @@ def test_a_rank_without_memory_is_an_error_on_both(machine):
     on_two(machine, work)
 
 
-def test_after_memory_that_could_not_be_had_a_smaller_call_gets_its_own(machine):
-    """What there was is given up by then: addresses of it must not be written to."""
+def test_transport_recovers_after_failed_inbox_allocation(machine):
+    """The failed call releases its memory: no rank may write to the old addresses."""
     machine.memory[1] = 8 << 20
 
     def work(rank, other, connect):

@@ -103,8 +103,8 @@ def test_a_message_of_another_call_needs_no_timeout(capsys):
 
 
 @pytest.mark.parametrize(("mine", "next_"), [(7, 8), (MARKS - 1, 1)])
-def test_a_peer_that_has_gone_on_to_the_next_pass_is_not_the_one_that_is_late(mine, next_, capsys):
-    """It had room for what came from here, and has done its part: who is waited for is another."""
+def test_watch_does_not_report_peer_in_next_pass_as_late(mine, next_, capsys):
+    """Rank 0 has entered the next pass, so the error names rank 1."""
     device = Device([next_ << 16 | CALL, (mine - 1) << 16 | CALL])
     watch, one = watched(device, 0.1, [(0, mine << 16 | CALL), (1, mine << 16 | CALL)])
     watch._stay_with(one)
