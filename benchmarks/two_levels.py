@@ -330,7 +330,7 @@ def simulate(arguments: argparse.Namespace) -> None:
     assert measured is not None, "the table has H200"
     plain = HardwareSpec(600.0, 300.0, source="600 TFLOP/s, 300 GB/s, and messages that hold no kernel up")
     nccl = replace(measured, direct=())
-    first = replace(nccl.where_messages_go_first(), source=f"{measured.source}, messages first")
+    first = replace(nccl.with_high_priority(), source=f"{measured.source}, messages first")
     results = []
     for link_bandwidth in arguments.inter_node_bandwidth or [50.0]:
         for known in (plain, nccl, first):

@@ -232,7 +232,7 @@ def hardware_of(
         found = replace(found, kernel=traits) if kernel else found
     else:
         found = replace(backend.measured_hardware(ranks, name) or backend.capabilities.hardware, kernel=traits)
-    return found.where_messages_go_first() if high_priority else found
+    return found.with_high_priority() if high_priority else found
 
 
 def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:

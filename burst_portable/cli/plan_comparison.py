@@ -29,7 +29,7 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import checked_plan, classes, has_option, leaving_out
+from burst_portable.strategies.registry import checked_plan, classes, collect_reason, has_option
 from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"
@@ -43,9 +43,9 @@ def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Fa
     call = chosen.call
     ranks = sampled_ranks(call.ranks, 0)
     served = []
-    compared, refused = auto.compared(call)
-    for label, strategy in _every(compared, refused).items():
-        with leaving_out(strategy.name, label, refused):
+    candidates, refused = auto.list_candidates(call)
+    for label, strategy in _every(candidates, refused).items():
+        with collect_reason(strategy.name, label, refused):
             plan = checked_plan(strategy, call)
             served.append({"label": label, "title": strategy.title, **_costs(plan, hardware, ranks)})
     return {
@@ -55,7 +55,7 @@ def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Fa
         "hardware": hardware_facts(hardware),
         "sampled_ranks": list(ranks),
         "chosen": chosen.reason,
-        "not_compared": _needs_inner(compared, auto) if call.ranks > 1 else [],
+        "not_compared": _needs_inner(candidates, auto) if call.ranks > 1 else [],
         "strategies": sorted(served, key=lambda one: one["seconds"]),
         "refused": refused,
     }

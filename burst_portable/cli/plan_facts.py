@@ -38,7 +38,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import PassCost, plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import message_size
-from burst_portable.planning.plans import PassName, PassPlan, Plan, heads_each
+from burst_portable.planning.plans import PassName, PassPlan, Plan, heads_per_rank
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
@@ -65,7 +65,7 @@ def plan_facts(plan: Plan, hardware: HardwareSpec, rank: int) -> Facts:
         "strategy": plan.strategy,
         "reason": plan.reason,
         "reshard": "heads" if plan.heads else None,
-        "head_groups": plan.groups,
+        "head_groups": plan.head_groups,
         "head_parallel_size": plan.head_parallel_size,
         "hardware": hardware_facts(hardware),
         "sampled_ranks": list(costed),
@@ -160,13 +160,13 @@ def _pass(
         "flops": flops,
         "sent_bytes": [c.sent for c in costs],
         "received_bytes": [c.received for c in costs],
-        "messages": [c.hops for c in costs],
+        "messages": [c.messages for c in costs],
         "launches": [c.launches for c in costs],
         "tiles": [c.tiles for c in costs],
     }
     return {
-        "circulates": plan.travels(name),
-        "transfer": plan.moves(name),
+        "circulates": plan.circulates(name),
+        "transfer": plan.transfer(name),
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
         "max_message_bytes": _largest_message(pass_plan, ranks) if plan.ring_size > 1 or not plan.heads else None,
@@ -183,7 +183,7 @@ def _pass(
 def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Of the rank that holds most: of its rows, or of all rows, or those of its node, of its heads."""
     p, head_parallel_size = plan.call, plan.head_parallel_size
-    heads, kv_heads = heads_each(p.heads, p.kv_heads, head_parallel_size)
+    heads, kv_heads = heads_per_rank(p.heads, p.kv_heads, head_parallel_size)
     every = replace(pass_plan.call, heads=heads, kv_heads=kv_heads)  # not of a group
     return max(shard_bytes(every, name, member) for member in {rank // head_parallel_size for rank in ranks})
 
@@ -203,8 +203,10 @@ def shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
 
 def _largest_message(pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Bytes of the largest message that one of these ranks gets."""
-    moves = (m for r in ranks for s in pass_plan.steps_of(r) for m in (*s.receives, *s.result_receives))
-    return max((message_size(pass_plan.call, move, narrow=pass_plan.narrow) for move in moves), default=0)
+    moves = (m for r in ranks for s in pass_plan.steps_of(r) for m in (*s.receives, *s.gradient_receives))
+    return max(
+        (message_size(pass_plan.call, move, rounds_gradients=pass_plan.rounds_gradients) for move in moves), default=0
+    )
 
 
 def _steps(plan: Plan, name: PassName, pass_plan: PassPlan, rank: int) -> list[Facts]:
@@ -218,7 +220,7 @@ def _step(pass_plan: PassPlan, step: Step) -> Facts:
                 "what": m.label,
                 "rank": getattr(m, other),
                 "rows": list(m.rows),
-                "bytes": message_size(pass_plan.call, m, narrow=pass_plan.narrow),
+                "bytes": message_size(pass_plan.call, m, rounds_gradients=pass_plan.rounds_gradients),
             }
             for m in moves
         ]
@@ -228,8 +230,8 @@ def _step(pass_plan: PassPlan, step: Step) -> Facts:
         "receives": moved(step.arrivals, "source"),
         "compute": _compute(step),
         "sends": moved(step.sends, "target"),
-        "gradient_receives": moved(step.result_arrivals, "source"),
-        "gradient_sends": moved(step.result_sends, "target"),
+        "gradient_receives": moved(step.gradient_arrivals, "source"),
+        "gradient_sends": moved(step.gradient_sends, "target"),
     }
 
 

@@ -35,7 +35,7 @@ def show(console: Console, plan: Plan, facts: Facts, *, steps: int) -> None:
     _header(console, facts)
     _drawing(console, plan)
     for name in PASSES:
-        console.print(_steps_table(facts, name, plan.how(name), steps), "")
+        console.print(_steps_table(facts, name, plan.describe_pass(name), steps), "")
     console.print(_costs_table(facts), "")
     _time_note(console, facts)
 

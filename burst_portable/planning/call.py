@@ -23,11 +23,11 @@ kernels `reference` and `triton` take any scale.
 
 @dataclass(frozen=True, slots=True)
 class KernelTraits:
-    """What a kernel declares about itself. Each trait saves time or is priced; none changes a result.
+    """Properties that a kernel declares. A trait saves time or affects the predicted time; none changes a result.
 
     Attributes:
-        splits_tiles: It calls an operator on parts of a tile and merges their results. `auto` prices that, and the rows
-            of several ranks are put in order first, so that there are few parts.
+        splits_tiles: It calls an operator on parts of a tile and merges their results. `auto` estimates their
+            cost, and the rows of several ranks are put in order first, so that there are few parts.
         single_pass_merge: Each of these merges is one pass over memory.
         writes_gradients: Its `backward_single_call` writes dK and dV of large calls in 16 bits. Other kernels add them
             up in float32 and round them.
@@ -156,10 +156,10 @@ class AttentionCall:
 
     @property
     def num_pairs(self) -> int:
-        """Return the number of visible (query, key) pairs per head, over the whole sequence."""
+        """Return the number of visible (query, key) pairs per head, over all tokens."""
         return self.mask.num_pairs(self.layout.length, self.k_layout.length)
 
     @property
     def positive_scale(self) -> bool:
-        """Whether the scale is positive and at least `LEAST_SCALE`."""
+        """Return whether the scale is at least `LEAST_SCALE`, which is positive."""
         return self.scale >= LEAST_SCALE

@@ -19,23 +19,24 @@ from burst_portable.utils.files import read_json
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds of a number of a file, beside its type.
+    """Allowed values of a number in a file.
 
     Attributes:
-        least, most: the bounds, both allowed.
-        or_zero: whether 0 is allowed besides.
+        least: Smallest allowed value.
+        most: Largest allowed value.
+        or_zero: Whether 0 is allowed too.
     """
 
     least: float
     most: float
     or_zero: bool = False
 
-    def holds(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Return whether a number is within the bounds; False for nan."""
         return self.least <= value <= self.most or (self.or_zero and value == 0)
 
     def text(self, kind: type) -> str:
-        """Return what is allowed, in words."""
+        """Return the allowed values as text."""
         if kind is int:
             return f"an int from {self.least}, below 2**48"
         return f"{'0, or ' if self.or_zero else ''}a number from {self.least:g} to {self.most:g}"
@@ -57,7 +58,7 @@ Curve = tuple[tuple[Size, Rate], ...]
 
 
 INTER_NODE_BANDWIDTH = 50.0
-"""Between nodes, unless something better is known: a network card of 400 Gb/s for each rank."""
+"""Default between nodes, in GB/s: a network card of 400 Gb/s for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class HardwareSpec:
             the message uses nothing that kernels need, 1 if they take turns. For the plain transport.
         comm_slowdown_high_priority: the same for a transport with `high_priority`. None: the same as `comm_slowdown`.
         memory_bandwidth: GB/s at which blocks are packed, merged and added outside of kernels. 0: not counted.
-        kernel: the traits of the local kernel. Four of them affect the predicted time (`PRICED`).
+        kernel: the traits of the local kernel. Four of them affect the predicted time (`COST_TRAITS`).
         multi_launch_efficiency: fraction of the backward rate that remains if a pass has several launches.
         long_kv_efficiency: (rows, fraction): fraction of the forward rate that remains if a rank holds at least this
             many keys.
@@ -116,7 +117,7 @@ class HardwareSpec:
     def with_nodes(self, ranks_per_node: int, inter_node_bandwidth: float | None = None) -> HardwareSpec:
         """Return the spec for nodes of `ranks_per_node` ranks (0: unchanged), with `inter_node_bandwidth` if given.
 
-        `source` then says if what is between nodes was measured between nodes of another size.
+        `source` then also contains the size of the nodes that were measured, if it is another one.
         """
         ranks_per_node = ranks_per_node or self.ranks_per_node
         if inter_node_bandwidth is not None:
@@ -126,10 +127,9 @@ class HardwareSpec:
                 inter_node_bandwidth=inter_node_bandwidth,
                 inter_node_source="given",
             )
-        other = self.inter_node_source == "measured" and ranks_per_node != self.ranks_per_node
-        source = (
-            f"{self.source}, between nodes of {self.ranks_per_node} and not {ranks_per_node}" if other else self.source
-        )
+        source = self.source
+        if self.inter_node_source == "measured" and ranks_per_node != self.ranks_per_node:
+            source += f", between nodes of {self.ranks_per_node} and not {ranks_per_node}"
         return replace(self, ranks_per_node=ranks_per_node, source=source)
 
     @property
@@ -142,35 +142,46 @@ class HardwareSpec:
         speed = f"{self.inter_node_bandwidth:.4g} GB/s between nodes of {self.ranks_per_node}"
         return f"{self.inter_node_origin} {speed}".lstrip()
 
-    def where_messages_go_first(self) -> HardwareSpec:
-        """Return the rates over a transport whose messages go first."""
-        first = self.comm_slowdown_high_priority
-        return self if first is None else replace(self, comm_slowdown=first)
+    def with_high_priority(self) -> HardwareSpec:
+        """Return the spec for a transport with `high_priority`."""
+        slowdown = self.comm_slowdown_high_priority
+        return self if slowdown is None else replace(self, comm_slowdown=slowdown)
 
-    def apart(self, rank: int, other: int) -> bool:
-        """Whether two ranks are on different nodes."""
+    def is_inter_node(self, rank: int, other: int) -> bool:
+        """Return whether two ranks are on different nodes."""
         return self.ranks_per_node > 0 and rank // self.ranks_per_node != other // self.ranks_per_node
 
-    def spreads(self, direct: bool) -> bool:
-        """Whether messages from several ranks arrive at once, not one after the other."""
+    def receives_at_once(self, direct: bool) -> bool:
+        """Return whether messages from several ranks arrive at once; otherwise one after the other."""
         return bool(self.all_to_all_bandwidth) and not (direct and self.peer_copy_bandwidth)
 
     def transfer(
-        self, size: float, messages: int = 1, *, direct: bool = False, outer: bool = False, spread: bool = False
+        self,
+        size: float,
+        messages: int = 1,
+        *,
+        direct: bool = False,
+        is_inter_node: bool = False,
+        at_once: bool = False,
     ) -> float:
-        """Seconds of some messages, `size` bytes in all, one after the other.
+        """Return the seconds of messages that are sent one after the other.
 
-        direct: on the backend's own transport, if there is one; outer: between nodes; spread: at once with others.
+        Args:
+            size: Bytes of all messages.
+            messages: Number of messages.
+            direct: Whether they use the backend's own transport, if it has one.
+            is_inter_node: Whether they are sent between nodes.
+            at_once: Whether they are sent to or from several ranks at once.
         """
-        curve = (
-            ()
-            if outer
-            else (direct and self.peer_copy_bandwidth) or (spread and self.all_to_all_bandwidth) or self.p2p_bandwidth
-        )
+        curve: Curve = ()
+        if not is_inter_node:
+            curve = (
+                (direct and self.peer_copy_bandwidth) or (at_once and self.all_to_all_bandwidth) or self.p2p_bandwidth
+            )
         if not curve:
-            bandwidth = self.inter_node_bandwidth if outer else self.intra_node_bandwidth
+            bandwidth = self.inter_node_bandwidth if is_inter_node else self.intra_node_bandwidth
             return self.message_latency * min(messages, 2) + size / (bandwidth * 1e9)
-        return max(self.message_latency, size / (_at(curve, size / messages) * 1e9))
+        return max(self.message_latency, size / (_bandwidth_at(curve, size / messages) * 1e9))
 
     def compute(self, flops: float, pass_name: PassName, calls: int = 1) -> float:
         """Return the seconds of one launch that makes `calls` calls of an operator."""
@@ -180,12 +191,12 @@ class HardwareSpec:
         return calls * latency + flops / ((self.backward_tflops or self.tflops) * 1e12)
 
     def read_and_write(self, size: int) -> float:
-        """Seconds to read and write `size` bytes of memory, in all."""
+        """Return the seconds to read and write `size` bytes of memory in total."""
         return size / (self.memory_bandwidth * 1e9) if self.memory_bandwidth else 0.0
 
 
-def _at(curve: Curve, size: float) -> float:
-    """GB/s at a size in bytes: between two measured sizes, linear in the logarithm of the size."""
+def _bandwidth_at(curve: Curve, size: float) -> float:
+    """Return the GB/s at a size in bytes, interpolated linearly in the logarithm of the size."""
     (small, slow), *_ = curve
     if size <= small:
         return slow
@@ -198,23 +209,25 @@ def _at(curve: Curve, size: float) -> float:
 SCHEMA = "burst_portable.hardware_spec/3"
 NEXT_STEP = "`burst-portable measure --json FILE` writes one"
 _LARGEST_FILE = 1 << 20
-PRICED = ("splits_tiles", "single_pass_merge", "writes_gradients", "prefers_square")
-"""The traits of a kernel by which plans are priced, and which a file holds."""
-_WORDS = ("source", "inter_node_source")  # of `HardwareSpec`, which no file holds
+COST_TRAITS = ("splits_tiles", "single_pass_merge", "writes_gradients", "prefers_square")
+"""Traits of a kernel that affect the predicted time of a plan. A file contains them."""
+_WORDS = ("source", "inter_node_source")  # fields of `HardwareSpec` that are not in a file
 _POINTS = 256  # of a curve
 _LONGEST = 200  # characters of a name
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredHardware:
-    """What a file holds.
+    """Contents of a hardware spec file.
 
     Attributes:
-        rates: their `source` says where they come from.
-        device: the name of the device on which they were measured.
-        ranks, kernel: how many ranks took part, and their local kernel.
-        date: when, as 2026-11-22.
-        dtype, head_dim: of the attention that was measured ("", 0: the file does not say).
+        hardware: The measured speeds. `source` names the device, the file and the date.
+        device: Name of the device.
+        ranks: Number of ranks that took part.
+        kernel: Name of the local kernel.
+        date: Date of the measurement, as 2026-11-22.
+        dtype: Dtype of the measured attention; "" if the file does not contain it.
+        head_dim: Size of a head of the measured attention; 0 if the file does not contain it.
     """
 
     hardware: HardwareSpec
@@ -226,9 +239,13 @@ class MeasuredHardware:
     head_dim: int = 0
 
     def hardware_for(self, ranks: int, kernel: str = "", dtype: str = "", head_dim: int = 0) -> HardwareSpec:
-        """The rates for a call over `ranks` ranks; `source` says what differs from what was measured.
+        """Return the spec for a call. Its `source` lists what differs from the measurement.
 
-        Kernel, dtype and head size ("", 0: not known) are compared if both the call and the file have them.
+        Args:
+            ranks: Ranks of the call.
+            kernel: Name of the local kernel. Default: unknown, not compared.
+            dtype: Dtype of q, k and v. Default: unknown, not compared.
+            head_dim: Size of a head. Default: unknown, not compared.
         """
         other = []
         if kernel and kernel != self.kernel:
@@ -243,10 +260,11 @@ class MeasuredHardware:
 
 
 def read_hardware_spec(file: str | Path) -> MeasuredHardware:
-    """The rates of a file.
+    """Read a hardware spec file.
 
-    Raises `InputError` for a file that is missing, too large, not JSON or of another schema, and for numbers that no
-    machine has: not finite, not positive, or in curves that are not sorted by size.
+    Raises:
+        InputError: The file is missing, too large, not JSON or of another schema. Or a number is out of range, or a
+            curve is not sorted by size.
     """
     if not str(file):
         raise InputError("no hardware spec file is named", got="an empty name", next_step=NEXT_STEP)
@@ -290,9 +308,9 @@ def read_hardware_spec(file: str | Path) -> MeasuredHardware:
 
 
 def as_json(hardware: HardwareSpec) -> dict[str, Any]:
-    """The fields of rates as a file holds them."""
+    """Return the fields of a spec as a file contains them."""
     values = {name: getattr(hardware, name) for name in _kinds()}
-    return values | {"kernel": {name: getattr(hardware.kernel, name) for name in PRICED}}
+    return values | {"kernel": {name: getattr(hardware.kernel, name) for name in COST_TRAITS}}
 
 
 def _wrong(file: str | Path, name: str, got: object, allowed: str) -> InputError:
@@ -325,7 +343,7 @@ def _read(file: str | Path, name: str, value: Any, kind: Any) -> Any:
         return _read_traits(file, name, value)
     (range_,) = bounds
     found = type(value) is int if kind is int else isinstance(value, int | float) and not isinstance(value, bool)
-    if not found or not range_.holds(value):
+    if not found or not range_.contains(value):
         raise _wrong(file, name, shown(value), range_.text(kind))
     return kind(value)
 
@@ -345,8 +363,8 @@ def _read_tuple(file: str | Path, name: str, value: Any, kinds: tuple[Any, ...])
 
 def _read_traits(file: str | Path, name: str, value: Any) -> KernelTraits:
     """Return traits from an object of flags."""
-    if not isinstance(value, dict) or not set(value) <= set(PRICED):
-        raise _wrong(file, name, shown(value), f"an object of {', '.join(PRICED)}")
+    if not isinstance(value, dict) or not set(value) <= set(COST_TRAITS):
+        raise _wrong(file, name, shown(value), f"an object of {', '.join(COST_TRAITS)}")
     for trait, flag in value.items():
         if not isinstance(flag, bool):
             raise _wrong(file, f"{name}.{trait}", shown(flag), "true or false")

@@ -1,15 +1,15 @@
-"""Moves: which rows of which tensors go from whom to whom, when they may leave, when they are needed.
+"""Define `Route`: from which rank each block arrives, when it is sent, and where its gradients go.
 
-A block is one rank's shard of one side: its keys and values (``kv``) or its queries (``q``, in the backward pass
-with dO, LSE and delta). At step s, a rank computes with one foreign block, or several. A `Route` says how each
-block gets to each rank that needs it, and how the gradients that were made of it get home::
+A block is one rank's shard of one side: its keys and values (``kv``), or its queries (``q``; in the backward pass with
+dO, LSE and delta). At each step a rank computes with one or several remote blocks. A route answers, for every block and
+rank, from where the block comes and how the gradients computed with it return to the block's owner::
 
-    ring     0 -> 1 -> 2 -> 3           a block goes from neighbour to neighbour, its gradients follow it
-    direct   0 -> 1, 0 -> 2, 0 -> 3     each block straight from its owner, its gradients straight home; several may
-                                        come together, for one launch
+    ring     0 -> 1 -> 2 -> 3           a block goes from neighbor to neighbor, its gradients follow it
+    direct   0 -> 1, 0 -> 2, 0 -> 3     each block comes from its owner, its gradients go to its owner; one launch may
+                                        compute with several blocks
 
-A strategy may bring its own route. A block is sent only to ranks that need it under the mask; where that breaks a
-chain, the owner sends.
+A strategy may define its own route. A block is sent only to ranks that need it under the mask. If this interrupts a
+ring, the owner sends the block to the next rank that needs it.
 """
 
 from __future__ import annotations
@@ -21,69 +21,72 @@ from typing import Literal, NamedTuple, Protocol
 from burst_portable.planning.tiles import BlockPairs
 
 Side = Literal["kv", "q"]
-"""Which side of the attention travels."""
+"""The side of the attention whose blocks are sent: keys and values, or queries."""
 
 
 class Move(NamedTuple):
-    """Rows of one block from one rank to another. Both post it at step `issue`; step `needed` waits for it.
+    """Send rows of one block from one rank to another. Both ranks post it at `post_step`; `wait_step` waits for it.
 
-    An input (``result`` false) is posted before the computation of its step, once that step's own arrivals are
-    there. A result, the gradients of the block, is posted after it, and added after the computation of `needed`.
+    A block is posted before the computation of that step, after the blocks of the same step have arrived. Gradients
+    are posted after the computation of their step, and added after the computation of `wait_step`.
     """
 
     side: Side
     owner: int
     source: int
     target: int
-    issue: int
-    needed: int
+    post_step: int
+    wait_step: int
     rows: tuple[int, int]
-    result: bool = False
+    is_gradient: bool = False
 
     @property
     def label(self) -> str:
-        """The name of its content, as traces and printed plans show it."""
-        return f"{'d' if self.result else ''}{self.side}{self.owner}"
+        """The name of the content in traces and printed plans: kv0, or dkv0 for its gradients."""
+        return f"{'d' if self.is_gradient else ''}{self.side}{self.owner}"
 
 
-def holder(rows: tuple[int, int], among: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """The first [start, stop) of `among` that holds all of these rows."""
-    return next((one for one in among if one[0] <= rows[0] and rows[1] <= one[1]), None)
+def find_containing(rows: tuple[int, int], ranges: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return the first [start, stop) of `ranges` that contains all of these rows."""
+    return next((one for one in ranges if one[0] <= rows[0] and rows[1] <= one[1]), None)
 
 
 def to_pack(sends: Iterable[Move], packed: Iterable[tuple[int, int]]) -> list[Move]:
-    """Of the moves of one block that leave together, those whose rows must be packed: the others lie within them.
+    """Return the sends of one block whose rows must be packed. The rows of all other sends are part of these.
 
-    packed: rows that were packed before.
+    Args:
+        sends: Moves of one block that are posted at the same step.
+        packed: Row ranges that were packed at earlier steps.
     """
-    fresh, held = [], list(packed)
+    unpacked, ranges = [], list(packed)
     for move in sorted(sends, key=lambda m: m.rows[0] - m.rows[1]):  # most rows first
-        if holder(move.rows, held) is None:
-            fresh.append(move)
-            held.append(move.rows)
-    return fresh
+        if find_containing(move.rows, ranges) is None:
+            unpacked.append(move)
+            ranges.append(move.rows)
+    return unpacked
 
 
-class Needs:
-    """Which rank needs whose block: whether the mask connects a travelling block with what stays on a rank."""
+class BlockDependencies:
+    """Which rank needs which block: the mask has a visible pair of the block and the rank's own shard."""
 
     def __init__(self, pairs: BlockPairs, side: Side) -> None:
         self._pairs, self._side = pairs, side
 
-    def __call__(self, owner: int, rank: int) -> bool:
-        """Whether `rank` computes with the block of `owner`."""
+    def needs(self, owner: int, rank: int) -> bool:
+        """Return whether `rank` computes with `owner`'s block."""
         return self._pairs.sees(rank, owner) if self._side == "kv" else self._pairs.sees(owner, rank)
 
-    def any(self, owner: int, ranks: Sequence[int]) -> bool:
-        """Whether one of these ranks does."""
-        return any(self(owner, rank) for rank in ranks)
+    def any_needs(self, owner: int, ranks: Sequence[int]) -> bool:
+        """Return whether at least one of these ranks computes with `owner`'s block."""
+        return any(self.needs(owner, rank) for rank in ranks)
 
 
 class Route(Protocol):
-    """How blocks travel among ranks: a frozen dataclass, whose answers are the same on every rank.
+    """How blocks and gradients are sent between ranks: a frozen dataclass with the same answers on every rank.
 
-    Every rank asks for itself and for its neighbors, so that both ends post the same moves: `arrival` and `targets`
-    must agree, and `departure` and `feeder`. `planning.verify.verify` says where they do not.
+    A rank calls the methods for itself and for the ranks that it sends to, so that both ends post the same moves.
+    Therefore `block_source` must agree with `targets`, and `gradient_target` with `gradient_source`.
+    `planning.verify.verify` reports where they do not.
     """
 
     @property
@@ -91,77 +94,78 @@ class Route(Protocol):
         """Its name on the command line and in printed plans."""
 
     @property
-    def phrase(self) -> str:
-        """How blocks travel, in a few words: "from neighbour to neighbour"."""
+    def description(self) -> str:
+        """A few words for printed plans: "from neighbor to neighbor"."""
 
     @property
     def trims(self) -> bool:
-        """Whether only the rows that the target needs are sent, because nobody hands them on."""
+        """Whether a message contains only the rows that its receiver needs. True if no rank forwards a block."""
 
     @property
-    def before(self) -> float:
-        """The share of its own block's pairs that a rank computes at step 0; the rest at the step of that block."""
+    def local_first_share(self) -> float:
+        """Share of the local block's pairs that is computed at step 0. The rest is computed at the block's `step`."""
 
     def __hash__(self) -> int:
-        """Passes are looked up by their route."""
+        """Passes are cached by their route."""
 
     def step(self, owner: int, rank: int) -> int:
-        """The step at which `rank` computes with the block of `owner`; with its own block at 0 if `before` is 1.
+        """Return the step at which `rank` computes with `owner`'s block; 0 for its own if `local_first_share` is 1.
 
-        Blocks of the same step are one launch. Gradients of the block leave after it.
+        Blocks of the same step share one launch. Their gradients are sent after it.
         """
 
-    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
-        """(source, issue) of the hop that brings the block of `owner` to `rank`; None if it need not come.
+    def block_source(self, dependencies: BlockDependencies, owner: int, rank: int) -> tuple[int, int] | None:
+        """Return (source, step): which rank sends `owner`'s block to `rank`, and when. None if it is not sent there.
 
-        `issue` is below `step`, and not before the source has the block. It is not asked of the owner itself. Where a
-        route trims, or blocks share a launch, it is None unless `needs(owner, rank)`.
+        The step is below `step(owner, rank)`, and not before the source has the block. Never called for the owner
+        itself. If the route trims, or several blocks share a launch, return None unless
+        `dependencies.needs(owner, rank)`.
         """
 
     def targets(self, owner: int, rank: int) -> Iterator[int]:
-        """The ranks that `rank` may have to hand the block of `owner` to, and never `rank` itself.
+        """Yield the ranks to which `rank` may send `owner`'s block; never `rank` itself.
 
-        At least all ranks for which `arrival` may name `rank` as the source; others are ignored.
+        Must include every rank for which `block_source` may return `rank` as the source. Further ranks do no harm.
         """
 
-    def departure(self, needs: Needs, owner: int, rank: int) -> int:
-        """Where `rank` sends its gradients of the block of `owner`: the next that adds to them, or home.
+    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
+        """Return the rank to which `rank` sends its gradients of `owner`'s block: the next that adds some, or `owner`.
 
-        The next must need the block, and have computed with it by then, but not sent its own gradients on.
+        That next rank must need the block, and must have computed with it but not have sent its own gradients by then.
         """
 
-    def feeder(self, owner: int, rank: int) -> int | None:
-        """The neighbour that may send `rank` gradients of the block of `owner` to add to; None if nobody does.
+    def gradient_source(self, owner: int, rank: int) -> int | None:
+        """Return the neighbor whose gradients of `owner`'s block `rank` may have to forward; None if there is none.
 
-        `departure` of that neighbor says whether it does. Gradients of the rank's own block are expected without this.
+        `gradient_target` of that neighbor decides. The owner expects gradients of its block from all ranks.
         """
 
-    def patience(self, source: int, target: int) -> int:
-        """How many steps after leaving `source` gradients are added at `target`: at least 1.
+    def gradient_delay_steps(self, source: int, target: int) -> int:
+        """Return the number of steps between sending gradients from `source` and adding them at `target`; at least 1.
 
-        At a rank that sends them on, no more than until its own gradients of the block leave.
+        If `target` forwards them, they must be added before its own gradients of the block are sent.
         """
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingRoute:
     """One ring over all ranks: RingAttention (arXiv 2310.01889), and the burst backward of BurstAttention."""
 
     ranks: int
     name: str = "ring"
-    phrase: str = "from neighbour to neighbour"
+    description: str = "from neighbor to neighbor"
     trims: bool = False
-    before: float = 1.0
+    local_first_share: float = 1.0
 
     def step(self, owner: int, rank: int) -> int:
         return (rank - owner) % self.ranks
 
-    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
-        if not needs(owner, rank):
+    def block_source(self, dependencies: BlockDependencies, owner: int, rank: int) -> tuple[int, int] | None:
+        if not dependencies.needs(owner, rank):
             return None
-        neighbour = (rank - 1) % self.ranks
-        unbroken = neighbour == owner or needs(owner, neighbour)
-        return neighbour if unbroken else owner, self.step(owner, rank) - 1
+        neighbor = (rank - 1) % self.ranks
+        has_block = neighbor == owner or dependencies.needs(owner, neighbor)
+        return neighbor if has_block else owner, self.step(owner, rank) - 1
 
     def targets(self, owner: int, rank: int) -> Iterator[int]:
         if owner == rank:
@@ -169,53 +173,59 @@ class Ring:
         elif (rank + 1) % self.ranks != owner:
             yield (rank + 1) % self.ranks
 
-    def departure(self, needs: Needs, owner: int, rank: int) -> int:
-        neighbour = (rank + 1) % self.ranks
-        return neighbour if neighbour != owner and needs(owner, neighbour) else owner
+    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
+        neighbor = (rank + 1) % self.ranks
+        return neighbor if neighbor != owner and dependencies.needs(owner, neighbor) else owner
 
-    def feeder(self, owner: int, rank: int) -> int | None:
-        neighbour = (rank - 1) % self.ranks
-        return neighbour if neighbour != owner else None
+    def gradient_source(self, owner: int, rank: int) -> int | None:
+        neighbor = (rank - 1) % self.ranks
+        return neighbor if neighbor != owner else None
 
-    def patience(self, source: int, target: int) -> int:
+    def gradient_delay_steps(self, source: int, target: int) -> int:
         return 1
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """Straight from the owner, straight home; at each step every rank asks one other, and is asked by one other.
+class DirectRoute:
+    """Each block comes from its owner, and its gradients go back to it. At each step another rank is the source.
 
-    A block is requested `ahead` steps before it is needed: a larger number holds more blocks and waits less. A step
-    computes `together` blocks in one launch: for short blocks, launches and merges cost more than waiting. A rank
-    computes the share `before` of its own block first, while the first foreign block comes, and the rest last, while
-    the gradients of the last foreign block leave.
+    Attributes:
+        ranks: Number of ranks.
+        prefetch_steps: How many steps before its computation a block is sent. More steps hold more blocks and wait
+            less.
+        blocks_per_launch: Blocks that one launch computes with. For short blocks, launches and merges cost more than
+            waiting.
+        local_first_share: See `Route`. The first part of the local block is computed while the first remote block
+            arrives, the rest while the gradients of the last remote block are sent.
     """
 
     ranks: int
-    ahead: int
-    together: int
-    before: float
+    prefetch_steps: int
+    blocks_per_launch: int
+    local_first_share: float
     name: str = "direct"
-    phrase: str = "from their owners"
+    description: str = "from their owners"
     trims: bool = True
 
     def step(self, owner: int, rank: int) -> int:
-        if owner == rank and self.before < 1:
-            return -(-(self.ranks - 1) // self.together) + 1
-        return -(-((rank - owner) % self.ranks) // self.together)
+        if owner == rank and self.local_first_share < 1:
+            return -(-(self.ranks - 1) // self.blocks_per_launch) + 1
+        return -(-((rank - owner) % self.ranks) // self.blocks_per_launch)
 
-    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
-        return (owner, max(0, self.step(owner, rank) - self.ahead)) if needs(owner, rank) else None
+    def block_source(self, dependencies: BlockDependencies, owner: int, rank: int) -> tuple[int, int] | None:
+        if not dependencies.needs(owner, rank):
+            return None
+        return owner, max(0, self.step(owner, rank) - self.prefetch_steps)
 
     def targets(self, owner: int, rank: int) -> Iterator[int]:
         if owner == rank:
             yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
 
-    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
         return owner
 
-    def feeder(self, owner: int, rank: int) -> int | None:
+    def gradient_source(self, owner: int, rank: int) -> int | None:
         return None
 
-    def patience(self, source: int, target: int) -> int:
+    def gradient_delay_steps(self, source: int, target: int) -> int:
         return 1

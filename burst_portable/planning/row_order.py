@@ -1,9 +1,9 @@
-"""Decide in which order a rank computes the rows that it gets where heads are divided (ulysses, usp).
+"""Decide in which order a rank computes the rows that it receives if heads are divided (ulysses, usp).
 
 Each rank that divides heads sends its rows of some heads. In rank order these rows lie as they arrive: all rows of the
 first rank, then all rows of the second. In natural order they lie by their position in the sequence, which costs a
 copy before the computation and one after it. Strategies plan the natural order. `with_rank_order` changes a plan to
-rank order where that is faster for the kernel; `planning.cost` prices the copies::
+rank order if that is faster for the kernel. `planning.cost` estimates the time of the copies::
 
     zigzag, 2 ranks     rank 0 holds chunks 0 and 3, rank 1 holds chunks 1 and 2
     rank order          0 3 1 2
@@ -26,10 +26,9 @@ _SEGMENTS = 2  # the most that a rank may hold if rows are computed in rank orde
 def keeps_rank_order(plan: Plan, traits: KernelTraits) -> bool:
     """Return whether rows are computed in rank order, as they arrive; else they are put in natural order first.
 
-    They are if both orders are the same. They also are if ranks hold few segments and the kernel takes any tiles in one
-    launch: many segments would make too many tiles. But not if rows that nobody needs are left out between nodes: more
-    rows can be left out in natural order. Nor if natural order makes a box or a causal square, on which the kernel is
-    faster.
+    True if both orders are the same. Also true if ranks hold few segments (many would make too many tiles) and the
+    kernel takes any tiles in one launch, with two exceptions. Either messages between nodes leave out rows that are not
+    needed: natural order has more of them. Or natural order makes a box or a causal square: the kernel is faster there.
 
     Args:
         plan: A plan in natural order, as strategies make it.
@@ -41,7 +40,7 @@ def keeps_rank_order(plan: Plan, traits: KernelTraits) -> bool:
 
 
 def with_rank_order(plan: Plan, traits: KernelTraits) -> Plan:
-    """Return the plan with rows in rank order, or as it is where natural order is faster: see `keeps_rank_order`."""
+    """Return the plan in rank order, or unchanged if natural order is faster: see `keeps_rank_order`."""
     if not keeps_rank_order(plan, traits):
         return plan
     queries, keys = (layout.joined(plan.head_parallel_size) for layout in (plan.call.layout, plan.call.k_layout))
@@ -51,7 +50,7 @@ def with_rank_order(plan: Plan, traits: KernelTraits) -> Plan:
 
 def _is_square(plan: Plan) -> bool:
     """Return whether a rank computes a box or a causal square and no more, in natural order."""
-    compute = plan.forward.alone(0)
+    compute = plan.forward.single_compute(0)
     if compute is None or compute.count != 1:
         return False
     (tile,) = compute.tiles
@@ -59,13 +58,13 @@ def _is_square(plan: Plan) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _fits_rank_order(layout: Layout, node_ranks: int, few_tiles: bool) -> bool:
+def _fits_rank_order(layout: Layout, node_ranks: int, needs_few_tiles: bool) -> bool:
     """Return whether rows may be computed in rank order, by their layout and whether there must be few tiles.
 
     Between nodes, segments with steps stay as they arrive: see `Layout.sorted`. Several steps cannot meet.
     """
     one_step = len({s.step for shard in layout.shards for s in shard}) == 1
-    if one_step and not few_tiles and max(map(len, layout.shards)) <= _SEGMENTS:
+    if one_step and not needs_few_tiles and max(map(len, layout.shards)) <= _SEGMENTS:
         return True
     if node_ranks == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
         return False

@@ -1,4 +1,4 @@
-"""What a rank does in a pass, step by step: computations, and the moves around them. See `plans`."""
+"""Define `Step`, what a rank does at one step of a pass, and sort moves and computations into steps. See `plans`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from burst_portable.planning.tiles import Tiles, covered
 
 
 class BlockTiles(NamedTuple):
-    """The tiles of one pair of blocks, and where the pair's first row and column lie in a `Compute`."""
+    """The tiles of one pair of blocks, and the offsets of the pair's rows and columns in a `Compute`."""
 
     tiles: Tiles
     row: int
@@ -23,10 +23,10 @@ class BlockTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """One call of `Kernel`: a rank's own block of one side with one or several blocks of the other.
+    """One kernel launch: the local block of one side with one or several blocks of the other.
 
-    Several blocks lie one after the other in memory, in the order of their owners here: the rank's own is the last.
-    Where heads are divided, a block holds the rows of all ranks that divide them, for one group of this rank's heads.
+    Several blocks are contiguous in memory, in the order of the owners here; the local block is the last. If heads are
+    divided, a block has the rows of all ranks that divide them, for one group of this rank's heads.
     """
 
     q_owners: tuple[int, ...]
@@ -35,51 +35,52 @@ class Compute:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(owner of queries, owner of keys)."""
+        """(owner of the queries, owner of the keys) of each pair of blocks."""
         return tuple((q, k) for q in self.q_owners for k in self.k_owners)
 
     @property
     def label(self) -> str:
-        """Its name in traces and printed plans: q1 x kv0, or q1 x kv0+3 for several.
+        """The name in traces and printed plans: q1 x kv0, or q1 x kv0+3 for several blocks.
 
-        Under ulysses there is one, which means all tokens of the sequence, for a group of this rank's heads.
+        Under ulysses the only block has all tokens of the sequence, for a group of this rank's heads.
         """
         q, k = ("+".join(map(str, owners)) for owners in (self.q_owners, self.k_owners))
         return f"q{q} x kv{k}"
 
     @cached_property
     def tiles(self) -> Tiles:
-        """The tiles of all its pairs; rows and columns are counted from the first block of each side."""
+        """The tiles of all pairs of blocks. Rows and columns count from the first block of each side."""
         return Tiles(
             tile.shifted(row, column) if row or column else tile for tiles, row, column in self.blocks for tile in tiles
         )
 
-    # The properties below do without `tiles`: most plans are only priced, and shifting tiles would dominate that.
+    # The properties below do not use `tiles`: for most plans only the cost is estimated, and shifting tiles would
+    # dominate that.
 
     @property
     def count(self) -> int:
-        """How many tiles it has."""
+        """Number of tiles."""
         return sum([len(tiles) for tiles, _, _ in self.blocks])
 
     @property
     def num_pairs(self) -> int:
-        """(q, k) pairs of one head."""
+        """Visible (query, key) pairs per head."""
         return sum([tiles.num_pairs for tiles, _, _ in self.blocks])
 
     @property
     def heights(self) -> tuple[int, int]:
-        """(rows of all its tiles together, rows of the tallest one); a row in several tiles counts in each."""
+        """(rows of all tiles, rows of the tallest tile). A row in several tiles counts once per tile."""
         every = [tiles.heights for tiles, _, _ in self.blocks]
         return sum([rows for rows, _ in every]), max([tallest for _, tallest in every])
 
     @property
     def columns(self) -> int:
-        """Columns of all its tiles together; a column in several tiles counts in each."""
+        """Columns of all tiles. A column in several tiles counts once per tile."""
         return sum([tiles.columns for tiles, _, _ in self.blocks])
 
     @property
     def covered(self) -> tuple[int, int]:
-        """(rows, columns) that are in any of its tiles, each counted once."""
+        """(rows, columns) that are in at least one tile, each counted once."""
         if len(self.blocks) == 1:
             return self.blocks[0].tiles.covered
         rows = [(t.q_start + row, t.q_stop + row) for tiles, row, _ in self.blocks for t in tiles]
@@ -87,7 +88,7 @@ class Compute:
         return covered(rows), covered(columns)
 
     def visited(self, block: int) -> int:
-        """Pairs of the blocks that a kernel computes: see `Tile.visited`."""
+        """Return the pairs in the kernel blocks of this size that are computed: see `Tile.visited`."""
         return sum([tiles.visited(block, row) for tiles, row, _ in self.blocks])
 
 
@@ -95,9 +96,12 @@ class Compute:
 class Step:
     """What a rank does at one step, in this order.
 
-    1. wait for `arrivals`; 2. post `sends` and `receives`; 3. compute with what came, in one call of the kernel;
-    4. wait for `result_arrivals` and add them; 5. post `result_sends` and `result_receives`; 6. let go of blocks that
-    no later step uses.
+    1. Wait for `arrivals`.
+    2. Post `sends` and `receives`.
+    3. Compute with the blocks that arrived, in one launch.
+    4. Wait for `gradient_arrivals` and add them.
+    5. Post `gradient_sends` and `gradient_receives`.
+    6. Release the blocks of the owners `released`, which no later step uses.
     """
 
     index: int
@@ -105,71 +109,70 @@ class Step:
     sends: tuple[Move, ...] = ()
     receives: tuple[Move, ...] = ()
     compute: Compute | None = None
-    result_arrivals: tuple[Move, ...] = ()
-    result_sends: tuple[Move, ...] = ()
-    result_receives: tuple[Move, ...] = ()
+    gradient_arrivals: tuple[Move, ...] = ()
+    gradient_sends: tuple[Move, ...] = ()
+    gradient_receives: tuple[Move, ...] = ()
     released: tuple[int, ...] = ()
 
     @property
     def joins_local(self) -> bool:
-        """Whether it computes with the rank's own block together with blocks that arrive: after them, in one launch."""
+        """Whether one launch computes with the local block and blocks that arrived. The local block is behind them."""
         return self.compute is not None and len(self.compute.blocks) > len(self.arrivals) > 0
 
     @property
     def has_moves(self) -> bool:
-        """Whether it waits for, sends or receives anything."""
+        """Whether the rank waits for, sends or receives a message."""
         return bool(
             self.arrivals
             or self.sends
             or self.receives
-            or self.result_arrivals
-            or self.result_sends
-            or self.result_receives
+            or self.gradient_arrivals
+            or self.gradient_sends
+            or self.gradient_receives
         )
 
 
 Steps = tuple[Step, ...]
-_ROWS = 128  # what most kernels compute at once: a launch is cut where such a block begins
-ROWS_WORTH_A_LAUNCH = (
-    4096  # rows: writing so many wide and rounding them takes as long as a launch, with 32 heads of 128
-)
-_MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")
+_ROWS = 128  # rows per block of most kernels: a launch is split where a block begins
+ROWS_WORTH_A_LAUNCH = 4096
+"""Rows that take as long as a launch to write in the accumulation dtype and round, with 32 heads of 128."""
+_MOVES = ("arrivals", "sends", "receives", "gradient_arrivals", "gradient_sends", "gradient_receives")
 """The fields of a `Step` that hold moves."""
 
 
-def renamed(step: Step, stride: int, place: int) -> Step:
-    """A step of a ring's member, with members replaced by ranks: member m is the rank m * stride + place."""
+def rename_members(step: Step, stride: int, offset: int) -> Step:
+    """Return a step with the members of a ring replaced by ranks: member m is rank m * stride + offset."""
 
     def rank(member: int) -> int:
-        return member * stride + place
+        return member * stride + offset
 
     def ranks(members: Iterable[int]) -> tuple[int, ...]:
         return tuple(map(rank, members))
 
-    def named(moves: Iterable[Move]) -> tuple[Move, ...]:
+    def rename(moves: Iterable[Move]) -> tuple[Move, ...]:
         return tuple(m._replace(owner=rank(m.owner), source=rank(m.source), target=rank(m.target)) for m in moves)
 
     c = step.compute
     return Step(
         step.index,
-        arrivals=named(step.arrivals),
-        sends=named(step.sends),
-        receives=named(step.receives),
+        arrivals=rename(step.arrivals),
+        sends=rename(step.sends),
+        receives=rename(step.receives),
         compute=c and Compute(ranks(c.q_owners), ranks(c.k_owners), c.blocks),
-        result_arrivals=named(step.result_arrivals),
-        result_sends=named(step.result_sends),
-        result_receives=named(step.result_receives),
+        gradient_arrivals=rename(step.gradient_arrivals),
+        gradient_sends=rename(step.gradient_sends),
+        gradient_receives=rename(step.gradient_receives),
         released=ranks(step.released),
     )
 
 
-def divided(compute: Compute, share: float) -> tuple[Compute, Compute] | None:
-    """A launch of one pair of blocks as two: the upper rows, with about that share of its pairs, and the rest.
+def split_compute(compute: Compute, share: float) -> tuple[Compute, Compute] | None:
+    """Split a launch of one pair of blocks into its upper rows, with about this share of its pairs, and the rest.
 
-    None if the share is 0 or 1, or if there are too few rows to cut.
+    Return None if the share is 0 or 1, or if there are too few rows to split.
     """
     (block,) = compute.blocks
-    if not 0 < share < 1 or (row := _cut(block.tiles, share)) is None:
+    if not 0 < share < 1 or (row := _split_row(block.tiles, share)) is None:
         return None
     top, bottom, left, right = block.tiles.box
     upper, lower = (
@@ -180,10 +183,10 @@ def divided(compute: Compute, share: float) -> tuple[Compute, Compute] | None:
     return first, rest
 
 
-def _cut(tiles: Tiles, share: float) -> int | None:
-    """The row above which about that share of all pairs lies; preferably one where a tile begins.
+def _split_row(tiles: Tiles, share: float) -> int | None:
+    """Return the row above which about this share of all pairs lies; preferably the first row of a tile.
 
-    Tiles then stay whole: some kernels need more calls for the parts of a tile that was cut.
+    Tiles then stay complete: some kernels need more calls for the parts of a split tile.
     """
     top, bottom, left, right = tiles.box
 
@@ -200,11 +203,11 @@ def _cut(tiles: Tiles, share: float) -> int | None:
 
 
 def merged_rows(steps: Steps, rows: int) -> tuple[int, int] | None:
-    """[start, stop) of the queries that are merged over several computations; None where that is most of them, or none.
+    """Return [start, stop) of the queries that several computations merge into; None if these are none or most rows.
 
     ::
 
-        a window over two ranks, rank 1     own keys     keys of rank 0
+        a window over two ranks, rank 1     local keys   keys of rank 0
             rows 0 to 4095                    part            part         merged
             rows 4096 to 65535                all                          final after the first computation
     """
@@ -217,33 +220,33 @@ def merged_rows(steps: Steps, rows: int) -> tuple[int, int] | None:
     return (start, stop) if rows - (stop - start) >= max(ROWS_WORTH_A_LAUNCH, rows // 2) else None
 
 
-def _ordered(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Sorted, so that both ends of every pair of ranks post their moves in the same order."""
+def _sort(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """Sort moves, so that both ends of every pair of ranks post them in the same order."""
     ordered = list(moves)
     if len(ordered) > 1:
-        ordered.sort(key=lambda m: (m.needed, m.side, m.owner, m.source, m.target))
+        ordered.sort(key=lambda m: (m.wait_step, m.side, m.owner, m.source, m.target))
     return tuple(ordered)
 
 
-def scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], results: list[Move]) -> Steps:
-    """Moves and computations, sorted into steps: one `Step` for every index at which anything happens."""
+def make_steps(rank: int, inputs: list[Move], computes: dict[int, Compute], gradients: list[Move]) -> Steps:
+    """Sort moves and computations into steps: one `Step` for every index at which anything happens."""
     at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _MOVES}
     last_use: dict[int, int] = {}
     for move in inputs:
         if move.target == rank:
-            at["receives"][move.issue].append(move)
-            at["arrivals"][move.needed].append(move)
-            last_use[move.owner] = max(last_use.get(move.owner, 0), move.needed)
+            at["receives"][move.post_step].append(move)
+            at["arrivals"][move.wait_step].append(move)
+            last_use[move.owner] = max(last_use.get(move.owner, 0), move.wait_step)
         else:
-            at["sends"][move.issue].append(move)
+            at["sends"][move.post_step].append(move)
             if move.owner != rank:
-                last_use[move.owner] = max(last_use.get(move.owner, 0), move.issue)
-    for move in results:
+                last_use[move.owner] = max(last_use.get(move.owner, 0), move.post_step)
+    for move in gradients:
         if move.target == rank:
-            at["result_receives"][move.issue].append(move)
-            at["result_arrivals"][move.needed].append(move)
+            at["gradient_receives"][move.post_step].append(move)
+            at["gradient_arrivals"][move.wait_step].append(move)
         else:
-            at["result_sends"][move.issue].append(move)
+            at["gradient_sends"][move.post_step].append(move)
     released = defaultdict(list)
     for owner, step in last_use.items():
         released[step].append(owner)
@@ -253,7 +256,7 @@ def scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], resul
             index,
             compute=computes.get(index),
             released=tuple(sorted(released.get(index, ()))),
-            **{name: _ordered(slot[index]) for name, slot in at.items() if index in slot},
+            **{name: _sort(slot[index]) for name, slot in at.items() if index in slot},
         )
         for index in indices
     )

@@ -27,7 +27,7 @@ from burst_portable.profiling.clocks import Clock, Sensors, make_clock
 from burst_portable.profiling.records import COLUMNS, NEVER, TIMES, Place, RankRecords, Table
 from burst_portable.runtime.prepared_call import Observer, Posting, PreparedCall, Sent
 from burst_portable.strategies.planner import planned
-from burst_portable.strategies.registry import classes, leaving_out
+from burst_portable.strategies.registry import classes, collect_reason
 
 _MOST = 1 << 11  # ranks times regions of the mask: with more, trying layouts takes too long
 _MOST_PIECES = 1 << 17  # ranks times segments of all keys: half a second
@@ -38,7 +38,7 @@ def strategies(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[
     found = {}
     suggested = [one.trials()[label] for one in classes().values() for label in one.suggested]
     for strategy in suggested:
-        with leaving_out(strategy.name, "", {}):
+        with collect_reason(strategy.name, "", {}):
             other = planned(strategy, plan.call)
             costs = [rank_cost(other, one, rank, hardware) for one in PASSES]
             found[strategy.as_code()] = {
@@ -349,8 +349,18 @@ class RecordingPosting(Posting):
         def watched(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
             peer, arrived = move.target if sent else move.source, arrivals.get(handle, NEVER)
             size = buffer.numel()
-            what = self._step, int(sent), peer, move.owner, int(move.result), size, self._posted, self._left, arrived
-            needed = None if sent else move.needed
+            what = (
+                self._step,
+                int(sent),
+                peer,
+                move.owner,
+                int(move.is_gradient),
+                size,
+                self._posted,
+                self._left,
+                arrived,
+            )
+            needed = None if sent else move.wait_step
             return RecordingHandle(handle, self._observer, buffer.device, self._backward, needed, what)
 
         came = [watched(h, m, b, False) for h, (m, b) in zip(arriving, self._receives, strict=True)]

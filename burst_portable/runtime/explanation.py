@@ -146,14 +146,14 @@ def _moves(plan: Plan) -> dict[str, str]:
     def what(name: PassName) -> str:
         if plan.call.ranks == 1:
             return "nothing, one rank holds all"
-        how = plan.moves(name)
+        how = plan.transfer(name)
         if plan.heads and plan.ring_size > 1:
             how += f", nodes of {plan.head_parallel_size} ranks"
-        if plan.groups > 1:
-            how += f", {plan.groups} groups of heads"
-        if name == "backward" and plan.backward.narrow:
+        if plan.head_groups > 1:
+            how += f", {plan.head_groups} groups of heads"
+        if name == "backward" and plan.backward.rounds_gradients:
             how += ", gradients in the dtype of the inputs"
-        return f"{plan.what_travels(name)} ({how})"
+        return f"{plan.describe_traffic(name)} ({how})"
 
     return {name: what(name) for name in PASSES}
 
@@ -163,7 +163,7 @@ def _transport(plan: Plan, backend: Backend, mesh: Mesh) -> Choice:
     name, why = mesh.expected_transport(device, direct=plan.direct)
     plain = mesh.transport(device)
     waits = name == plain.name and not plain.high_priority and mesh.group is not None
-    if waits and plan.moves_beside_kernels and supports_high_priority(backend):
+    if waits and plan.overlaps_communication and supports_high_priority(backend):
         why += "; its kernels wait for those that compute: make its group with a stream of high priority"
     return Choice(name, why, {})
 

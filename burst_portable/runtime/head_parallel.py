@@ -30,9 +30,9 @@ from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
 from burst_portable.kernels.base import BackwardInputs, arrived
 from burst_portable.layout import Layout, Segment
 from burst_portable.numerics import accumulation_dtype
-from burst_portable.planning.cost import PICKED_BATCHES
+from burst_portable.planning.cost import STRIDED_BATCHES
 from burst_portable.planning.messages import Field, head_room
-from burst_portable.planning.plans import HeadGroup, HeadRange, heads_of
+from burst_portable.planning.plans import HeadGroup, HeadRange, heads_of_rank
 from burst_portable.runtime.executor import backward_rows, forward_rows
 from burst_portable.runtime.prepared_call import Executor, PreparedCall
 
@@ -232,7 +232,7 @@ def can_be_picked(x: Tensor) -> bool:
     """
     batch, rows, heads, dim = x.shape
     lines = x.stride(3) == 1 and (x.stride(2) == dim or heads == 1)
-    return lines and batch <= PICKED_BATCHES and (rows == 1 or heads * dim <= x.stride(1) <= _APART // x.itemsize)
+    return lines and batch <= STRIDED_BATCHES and (rows == 1 or heads * dim <= x.stride(1) <= _APART // x.itemsize)
 
 
 @lru_cache(maxsize=512)
@@ -375,7 +375,7 @@ class HeadExecutor(Executor):
         self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, keep: bool
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         """See `Executor`. What is kept are five tensors for each group of heads, over all rows."""
-        groups = prepared.plan.head_groups
+        groups = prepared.plan.split_heads()
         reshard = Reshard(prepared, q.device, backward=False)
         coming = [reshard.to_heads([(q, g.q_heads), *((x, g.kv_heads) for x in (k, v) if g.brings_kv)]) for g in groups]
         out = q.new_empty((*q.shape[:3], v.shape[-1]))
@@ -405,7 +405,7 @@ class HeadExecutor(Executor):
         self, prepared: PreparedCall, saved: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Executor`. dsinks is 0 for heads that other ranks compute."""
-        p, groups = prepared.plan.call, prepared.plan.head_groups
+        p, groups = prepared.plan.call, prepared.plan.split_heads()
         if dout is None:
             rows = p.layout.count(prepared.transport.rank)
             dout = saved[0].new_zeros((p.batch, rows, p.heads, p.v_head_dim))
@@ -443,7 +443,9 @@ def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]
 def _own_heads(prepared: PreparedCall, group: HeadGroup) -> slice:
     """Return the group's heads among all query heads."""
     plan = prepared.plan
-    start = heads_of(prepared.transport.rank % plan.head_parallel_size, plan.head_parallel_size, plan.call.heads).start
+    start = heads_of_rank(
+        prepared.transport.rank % plan.head_parallel_size, plan.head_parallel_size, plan.call.heads
+    ).start
     return slice(start + group.q_heads[0], start + group.q_heads[1])
 
 

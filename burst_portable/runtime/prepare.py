@@ -238,7 +238,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         PreparedPass.of(plan.forward, mesh.rank, stated.of_pass("forward"), inbox.forward),
         PreparedPass.of(plan.backward, mesh.rank, stated.of_pass("backward"), inbox.backward),
         offsets=inbox.offsets,
-        yields_to_comm=transport.high_priority and plan.moves_beside_kernels,
+        yields_to_comm=transport.high_priority and plan.overlaps_communication,
         backward_takes_out=plan.backward.side == "kv" and kernel.traits.splits_tiles,
         with_lse=request.return_lse,
         reason=why,
@@ -283,18 +283,18 @@ def _call_signature(
     Kernels may differ if they take rows in the same order.
     """
     p, forward, backward = plan.call, plan.forward, plan.backward
-    narrow = ", narrow gradients" if plan.backward.narrow else ""
+    narrow = ", narrow gradients" if plan.backward.rounds_gradients else ""
     inside = f" in nodes of {plan.head_parallel_size}" if plan.heads and plan.ring_size > 1 else ""
-    moves = f"{plan.strategy}{inside} by {plan.moves('forward')} with {plan.travels('backward')} backward{narrow}"
+    moves = f"{plan.strategy}{inside} by {plan.transfer('forward')} with {plan.circulates('backward')} backward{narrow}"
     routes = (
         plan.heads,
         plan.head_parallel_size,
-        plan.groups,
+        plan.head_groups,
         forward.side,
         forward.route,
         backward.side,
         backward.route,
-        backward.results,
+        backward.gradient_route,
     )
     return call_signature(
         {
@@ -308,7 +308,7 @@ def _call_signature(
             "dtype": p.dtype,
             "mask": hashed_value(str(p.mask), p.mask.regions),
             "layout": hashed_value(p.layout.name, p.layout.shards),
-            "strategy": hashed_value(moves, (*routes, plan.backward.narrow)),
+            "strategy": hashed_value(moves, (*routes, plan.backward.rounds_gradients)),
             "rows that cross nodes": _order_of_rows(plan, kernel),
             "scale": repr(p.scale),
             "softcap": repr(p.softcap),

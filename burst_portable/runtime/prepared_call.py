@@ -90,7 +90,7 @@ class PreparedPass(NamedTuple):
     @classmethod
     def of(cls, plan: PassPlan, rank: int, signature: CallSignature, inbox: int = 0) -> PreparedPass:
         """Work out the pass of a rank."""
-        return cls(plan, signature, plan.alone(rank), PassMessages(plan, rank), inbox)
+        return cls(plan, signature, plan.single_compute(rank), PassMessages(plan, rank), inbox)
 
 
 @dataclass(frozen=True, slots=True)

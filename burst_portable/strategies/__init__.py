@@ -1,1 +1,1 @@
-"""Strategies: what moves. One file each; `registry` finds them by name."""
+"""Strategies: which tensors are communicated, and between which ranks. One file each; `registry` finds them by name."""

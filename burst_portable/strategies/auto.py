@@ -1,8 +1,9 @@
-"""Chooses a strategy by the predicted time of its plan, and says why.
+"""Choose the strategy whose plan has the least predicted time.
 
-Which side should travel is arithmetic: per token, K and V with their float32 gradients are 12·Hkv·D bytes in 16
-bits, Q with dO, LSE, delta and float32 dQ 8·Hq·D + 8·Hq. So burst's backward wins while Hq/Hkv is below about 1.5,
-and the ring's above; windows and documents favour fetching only what is needed; Ulysses wins where heads allow it.
+Byte counts of the ring family, per token with 16-bit inputs: K and V with their float32 gradients are 12·Hkv·D bytes,
+Q with dO, LSE, delta and float32 dQ 8·Hq·D + 8·Hq. So burst's backward pass sends less than the ring's if Hq/Hkv is
+below about 1.5. Windows and documents favor `transfer="direct"`, which sends only the rows that are needed. Ulysses is
+fastest if the heads allow it.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Machine, Strategy
 from burst_portable.strategies.options import RANKS_PER_NODE, option
-from burst_portable.strategies.registry import broken, by_label, checked_plan, classes, leaving_out, make_strategy
+from burst_portable.strategies.registry import broken, by_label, checked_plan, classes, collect_reason, make_strategy
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import check_divides
 
 DEFAULT_HARDWARE = HardwareSpec(tflops=400.0, intra_node_bandwidth=100.0)
-"""A present-day accelerator, used where no backend knows better."""
+"""Speeds of a current accelerator, used if the backend has no measured ones."""
 
-_NO_FASTER = 1.005  # of the predicted time: smaller gains from more groups of heads were not seen when measured
-_SAMPLED_RANKS = 4  # with more ranks, only this many and the busiest are priced: all would take ranks² tiles
-_LOOKED_AT = 1 << 13  # segments, and ranks times regions: beyond this, the busiest rank is not searched for
+_SMALLEST_GAIN = 1.005  # ratio of predicted times: smaller gains from more head groups were not seen in measurements
+_SAMPLED_RANKS = 4  # with more ranks, only this many and the busiest are estimated: all would need ranks² tiles
+_LARGEST_SEARCH = 1 << 13  # segments, and ranks times regions: beyond this, the busiest rank is not searched for
 
 
 @dataclass(frozen=True)
 class AutoStrategy(Strategy):
-    """Of the plans of the other strategies, the one that is predicted to be fastest at these `hardware`.
+    """Use the plan of another strategy: the one with the least predicted time.
 
-    With `ranks_per_node`, strategies for several nodes are candidates too, and messages between nodes have their own
-    predicted time.
+    Attributes:
+        ranks_per_node: Ranks per node. If given, strategies for several nodes are compared too, and messages between
+            nodes are predicted with their own bandwidth.
+        hardware: Speeds from which times are predicted.
     """
 
     name = "auto"
@@ -56,59 +59,59 @@ class AutoStrategy(Strategy):
             )
 
     def check(self, call: AttentionCall) -> None:
-        """Every call has a candidate that plans it."""
+        """Do nothing: every call has a candidate that serves it."""
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
-        """It chooses among the others."""
+        """Yield nothing: `auto` is no candidate of itself."""
         yield from ()
 
     def seconds(self, plan: Plan) -> float:
-        """What plans are compared by: their predicted time at these rates, over a sample of ranks if there are many."""
+        """Return the predicted time of a plan, over a sample of ranks if there are many."""
         return plan_seconds(plan, self._hardware_for(plan.call), sampled_ranks(plan.call))
 
     def plan(self, call: AttentionCall) -> Plan:
         if call.ranks == 1:
-            return replace(make_strategy("ring").plan(call), reason="on one rank nothing travels, so nothing is chosen")
+            return replace(make_strategy("ring").plan(call), reason="one rank: no communication, so nothing to choose")
         plans: dict[str, Plan] = {}
         seconds: dict[str, float] = {}
-        candidates, refused = self.compared(call)
+        candidates, refused = self.list_candidates(call)
         for label, strategy in candidates.items():
-            with leaving_out(strategy.name, label, refused):
+            with collect_reason(strategy.name, label, refused):
                 plan = checked_plan(strategy, call)
-                seconds[label] = self.seconds(plan)  # a route of another package may fail here
+                seconds[label] = self.seconds(plan)  # the route of another package may raise an error here
                 plans[label] = plan
         least = min(round(time, 7) for time in seconds.values())
         fastest = [label for label, time in seconds.items() if round(time, 7) == least]
         tie = len(fastest) > 1
         best = min(fastest, key=lambda label: self._sent(plans[label])) if tie else fastest[0]
-        how = "by predicted time, then by bytes sent" if tie else "by predicted time"
+        criterion = "by predicted time, then by bytes sent" if tie else "by predicted time"
         if (fewer := _fewest_groups(best, plans, seconds)) != best:
-            how += f", since {best} would save under {100 * (_NO_FASTER - 1):.2g} %,"
+            criterion += f", since {best} would save under {100 * (_SMALLEST_GAIN - 1):.2g} %,"
             best = fewer
-        chose = f"chose {best} {how}{self._at_hardware(call)} ({by_time(seconds)})"
-        refusals = (f"not {label}: {reason}" for label, reason in refused.items())
-        return replace(plans[best], reason="; ".join([chose, *refusals]))
+        chose = f"chose {best} {criterion}{self._hardware_text(call)} ({by_time(seconds)})"
+        left_out = (f"not {label}: {reason}" for label, reason in refused.items())
+        return replace(plans[best], reason="; ".join([chose, *left_out]))
 
-    def _at_hardware(self, call: AttentionCall) -> str:
-        """Where the rates come from, for the reason of a plan."""
+    def _hardware_text(self, call: AttentionCall) -> str:
+        """Return the origin of the speeds, for the reason of a plan."""
         hardware = self._hardware_for(call)
         text = f" at rates {hardware.source}" if hardware.source else ""
         return f"{text}, {hardware.between_nodes()}" if 0 < hardware.ranks_per_node < call.ranks else text
 
     def _sent(self, plan: Plan) -> int:
-        """Bytes sent by the rank that sends most, in both passes: the tie-breaker between equally fast plans."""
+        """Return the bytes sent in both passes by the rank that sends most, which decide between equally fast plans."""
         return plan_cost(plan, self._hardware_for(plan.call), sampled_ranks(plan.call)).sent
 
     def _hardware_for(self, call: AttentionCall) -> HardwareSpec:
-        """These rates; over several nodes without peer copies: one transport serves all, and they end at the node."""
+        """Return the speeds for a call. Over several nodes there are no peer copies: one transport serves all ranks."""
         node = self.ranks_per_node or self.hardware.ranks_per_node
         if not 0 < node < call.ranks:
             return self.hardware
         return replace(self.hardware.with_nodes(node), peer_copy_bandwidth=())
 
-    def compared(self, call: AttentionCall) -> tuple[dict[str, Strategy], dict[str, str]]:
-        """Return the strategies that are compared for a call, by label, and why broken ones are not, by name."""
+    def list_candidates(self, call: AttentionCall) -> tuple[dict[str, Strategy], dict[str, str]]:
+        """Return the candidates for a call, by label, and the reasons for leaving out broken strategies, by name."""
         if self.ranks_per_node is not None:
             check_divides(self.ranks_per_node, call.ranks)
         machine = Machine(self._hardware_for(call), self.ranks_per_node)
@@ -116,33 +119,35 @@ class AutoStrategy(Strategy):
         refused = dict(broken())
         for name, strategy in classes().items():
             if strategy.exact:
-                with leaving_out(name, name, refused):
+                with collect_reason(name, name, refused):
                     found |= by_label(strategy, strategy.candidates(call, machine), "candidate")
         return found, refused
 
 
 def _fewest_groups(best: str, plans: dict[str, Plan], seconds: dict[str, float]) -> str:
-    """The same strategy in fewer groups of heads, where that is predicted to take no longer, or hardly.
+    """Return the label of the same strategy with fewer head groups, if it is predicted to be about as fast.
 
-    A message beside a kernel takes memory and power from it, which is not priced: over 131,072 tokens on two H200 four
-    groups took 0.7 % longer than one, and were predicted to take 0.9 % less; with 8 K/V heads two took 0.8 % longer,
-    predicted to take 0.4 % less (groups-128k and priced in benchmarks/results/strategies-h200x2-2026-11-23.json).
+    A message takes memory bandwidth and power from a concurrent kernel, which the prediction does not include. Over
+    131,072 tokens on two H200, four groups took 0.7 % longer than one and were predicted to take 0.9 % less. With 8 K/V
+    heads, two groups took 0.8 % longer and were predicted to take 0.4 % less (groups-128k and priced in
+    benchmarks/results/strategies-h200x2-2026-11-23.json).
     """
-    alike = [n for n, p in plans.items() if p.strategy == plans[best].strategy and p.groups < plans[best].groups]
-    near = [name for name in alike if seconds[name] <= _NO_FASTER * seconds[best]]
-    return min(near, key=lambda name: plans[name].groups, default=best)
+    strategy, groups = plans[best].strategy, plans[best].head_groups
+    fewer = [name for name, plan in plans.items() if plan.strategy == strategy and plan.head_groups < groups]
+    close = [name for name in fewer if seconds[name] <= _SMALLEST_GAIN * seconds[best]]
+    return min(close, key=lambda name: plans[name].head_groups, default=best)
 
 
 @lru_cache(maxsize=64)
 def sampled_ranks(call: AttentionCall) -> tuple[int, ...]:
-    """Return the ranks whose costs are compared: all if there are few, else some evenly spaced ones and the busiest."""
+    """Return the ranks whose costs are estimated: all if there are few, else equally spaced ones and the busiest."""
     ranks, mask = call.ranks, call.mask
     if ranks <= _SAMPLED_RANKS:
         return tuple(range(ranks))
     chosen = {i * (ranks - 1) // (_SAMPLED_RANKS - 1) for i in range(_SAMPLED_RANKS)}
     queries, keys = call.layout, call.k_layout
     segments = [s for layout in (queries, keys) for shard in layout.shards for s in shard]
-    if max(len(segments), ranks * len(mask.regions)) <= _LOOKED_AT and all(s.step == 1 for s in segments):
+    if max(len(segments), ranks * len(mask.regions)) <= _LARGEST_SEARCH and all(s.step == 1 for s in segments):
         every_query, every_key = (((Segment(0, layout.length),),) for layout in (queries, keys))
         rows, columns = BlockPairs(mask, queries.shards, every_key), BlockPairs(mask, every_query, keys.shards)
         by_rows = [rows.num_pairs(rank, 0) for rank in range(ranks)]

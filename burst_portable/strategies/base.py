@@ -1,4 +1,7 @@
-"""Define `Strategy`: a generator of plans, in one file that also says how it is tried, chosen and described."""
+"""Define `Strategy`, which makes plans, and the helpers that several strategies share.
+
+A strategy is one file, which also declares its options, its candidates for `auto` and its configurations for the tests.
+"""
 
 from __future__ import annotations
 
@@ -12,50 +15,51 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan, make_pass_plan
-from burst_portable.planning.routes import Fetch, Ring, Route, Side
+from burst_portable.planning.routes import DirectRoute, RingRoute, Route, Side
 from burst_portable.strategies.options import GradientCommDtype, LocalBlockOrder, Transfer, check_options
 from burst_portable.utils.values import divisors
 
-_AT_ONCE = 16  # ranks, at most, whose blocks may all be held at once
-_LITTLE = 0.5  # of a message's time: if messages delay a forward kernel by less, sending them in parts pays
+_MOST_RANKS_AT_ONCE = 16  # with more ranks, the blocks of all would fill the memory
+_SMALL_SLOWDOWN = 0.5  # share of a message's time: if messages delay a forward kernel by less, splitting them pays
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a candidate for `auto` may depend on besides its call.
+    """The machine for which `auto` compares candidates.
 
     Attributes:
-        rates: What plans are priced with.
-        ranks_per_node: None if there is one node, or if nobody said.
+        hardware: Speeds from which the time of plans is predicted.
+        ranks_per_node: Ranks per node. None: one node, or unknown.
     """
 
     hardware: HardwareSpec
     ranks_per_node: int | None = None
 
     def can_hold_all(self, call: AttentionCall) -> bool:
-        """Return whether a rank may receive all blocks at once.
-
-        That takes a measured rate of such messages, and few ranks: the blocks of many would fill the memory.
-        """
-        return bool(self.hardware.peer_copy_bandwidth or self.hardware.all_to_all_bandwidth) and call.ranks <= _AT_ONCE
+        """Return whether a rank may receive all blocks at once: few ranks, and that bandwidth was measured."""
+        return (
+            bool(self.hardware.peer_copy_bandwidth or self.hardware.all_to_all_bandwidth)
+            and call.ranks <= _MOST_RANKS_AT_ONCE
+        )
 
     @property
     def hides_exchanges(self) -> bool:
-        """Whether an exchange between all ranks is worth dividing, so that kernels compute beside its parts."""
+        """Whether an all-to-all is worth splitting, so that kernels overlap its parts."""
         return bool(self.hardware.peer_copy_bandwidth) or bool(
-            self.hardware.p2p_bandwidth and self.hardware.comm_slowdown[0] < _LITTLE
+            self.hardware.p2p_bandwidth and self.hardware.comm_slowdown[0] < _SMALL_SLOWDOWN
         )
 
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """One way to distribute an attention over ranks: a frozen, hashable dataclass, whose fields are its options.
+    """One way to distribute an attention over ranks: a frozen dataclass whose fields are its options.
 
     Attributes:
-        name: The file's name, registry key, command-line value and trace label.
-        title: What it does, in one line.
-        exact: Whether it computes the mask that it is given. If not, `computes` says what, and `auto` never takes it.
-        suggested: Those of its `trials` that a profile may propose.
+        name: Name of the file, registry key, value on the command line and label in traces.
+        title: One line that describes it.
+        exact: Whether it computes the given mask. If not, `computes` returns the mask that it computes, and `auto`
+            never chooses it.
+        suggested: Labels of `trials` that a profile may recommend.
     """
 
     name: ClassVar[str]
@@ -68,37 +72,36 @@ class Strategy(ABC):
 
     @abstractmethod
     def plan(self, call: AttentionCall) -> Plan:
-        """Return the plan for a call. It is pure: equal calls give equal plans, on every rank.
+        """Return the plan for a call. Equal calls must give equal plans on every rank.
 
-        Raises `UnsupportedError` or `InputError` if strategy and call do not go together, and is then not compared.
+        Raises:
+            UnsupportedError: The strategy cannot serve this call. `auto` then leaves it out.
+            InputError: An option does not fit this call. `auto` then leaves it out.
         """
 
     def check(self, call: AttentionCall) -> None:
-        """Raise as `plan` does if strategy and call do not go together."""
+        """Raise the error that `plan` would raise for this call."""
         self.plan(call)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
-        """Yield (label, strategy) of what `auto` compares for a call. Those that cannot plan it are left out.
+        """Yield (label, strategy) for each configuration that `auto` compares. Those that cannot plan are left out.
 
-        A label is the name, or the name, then "+", "," or " ", and words for the options.
+        A label is the name, or the name followed by "+", "," or " " and words for the options.
         """
         yield cls.name, cls()
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
-        """Return what conformance tries, by label: the name, or the name, "+" and a word for the options.
-
-        Labels of other strategies are refused, as those of `candidates` are.
-        """
+        """Return the configurations that the conformance tests run, by label: `NAME`, or `NAME+WORD`."""
         return {cls.name: cls()}
 
     def computes(self, mask: Mask) -> Mask:
-        """Return the mask that is computed if `mask` is asked for; another one only if the strategy is not `exact`."""
+        """Return the mask that is computed for `mask`; another one only if the strategy is not `exact`."""
         return mask
 
     def as_code(self) -> str:
-        """Return how a program writes this strategy: ``strategy='ring'``, or ``RingStrategy(transfer='direct')``."""
+        """Return Python code for this strategy: ``strategy='ring'``, or ``RingStrategy(transfer='direct')``."""
         given = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
         changed = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
         return f"{type(self).__name__}({changed})" if changed else f"strategy={self.name!r}"
@@ -113,54 +116,63 @@ def node_size(ranks: int, fits: Callable[[int], bool] = lambda ranks_per_node: T
     return max((i for i in divisors(ranks) if i <= min(ranks // 2, 8) and fits(i)), default=1)
 
 
-def travel_narrow(call: AttentionCall, gradient_comm_dtype: GradientCommDtype) -> bool:
-    """Return whether gradients travel in fewer bytes than they are summed in. Those of 32-bit inputs never do."""
+def should_round_gradients(call: AttentionCall, gradient_comm_dtype: GradientCommDtype) -> bool:
+    """Return whether gradients are rounded before they are sent. Gradients of 32-bit inputs never are."""
     return gradient_comm_dtype == "input" and call.itemsize < 4
 
 
-def share_before(call: AttentionCall, order: LocalBlockOrder, side: Side, *, narrow: bool) -> float:
-    """Return the fraction of the local block that is computed before all remote blocks: 1 for "first", 0 for "last".
+def local_first_share(call: AttentionCall, order: LocalBlockOrder, side: Side, *, rounds_gradients: bool) -> float:
+    """Return the share of the local block that is computed before all remote blocks: 1 for "first", 0 for "last".
 
     For "split", it is block bytes / (block + gradient bytes), so that each part overlaps the transfer of its size.
     """
     if order != "split":
         return float(order == "first")
-    block, gradients = (row_size(call, side, result=result, narrow=narrow) for result in (False, True))
+    block = row_size(call, side, is_gradient=False)
+    gradients = row_size(call, side, is_gradient=True, rounds_gradients=rounds_gradients)
     return block / (block + gradients)
 
 
-def route(
-    ranks: int, transfer: Transfer, prefetch_steps: int = 1, blocks_per_launch: int = 1, before: float = 1.0
+def make_route(
+    ranks: int, transfer: Transfer, prefetch_steps: int = 1, blocks_per_launch: int = 1, local_first_share: float = 1.0
 ) -> Route:
-    """Return the route for a way to transfer blocks. The others are for `routes.Fetch`."""
+    """Return the route for a value of the option `transfer`. The other options are those of `routes.DirectRoute`."""
     if transfer == "direct":
-        others = max(1, ranks - 1)
-        together = min(blocks_per_launch, others)
-        return Fetch(ranks, min(prefetch_steps, -(-others // together)), together, before)
-    return Ring(ranks)
+        remote_blocks = max(1, ranks - 1)
+        blocks_per_launch = min(blocks_per_launch, remote_blocks)
+        launches = -(-remote_blocks // blocks_per_launch)
+        return DirectRoute(ranks, min(prefetch_steps, launches), blocks_per_launch, local_first_share)
+    return RingRoute(ranks)
 
 
 def ring_plan(
-    call: AttentionCall, strategy: str, *, side: Side, path: Route, back: Route | None = None, note: str = "",
-    stride: int = 1, narrow: bool = False,
-) -> Plan:  # fmt: skip
-    """Return the plan of the whole ring family: K and V travel forward, `side` and its gradients travel backward.
+    call: AttentionCall,
+    strategy: str,
+    *,
+    side: Side,
+    route: Route,
+    backward_route: Route | None = None,
+    reason: str = "",
+    stride: int = 1,
+    rounds_gradients: bool = False,
+) -> Plan:
+    """Return a plan that sends K and V in the forward pass, and `side` with its gradients in the backward pass.
 
     Args:
-        call: What is planned.
-        strategy: The name of the strategy.
-        side: What travels backward.
-        path: The route of the forward pass.
-        back: The route of the backward pass. Default: `path`.
-        note: The plan's `reason`.
+        call: The attention.
+        strategy: Name of the strategy.
+        side: The side that is sent in the backward pass.
+        route: Route of the forward pass.
+        backward_route: Route of the backward pass, also for gradients. Default: `route`.
+        reason: The plan's `reason`.
         stride: See `PassPlan`.
-        narrow: See `PassPlan`.
+        rounds_gradients: See `PassPlan`.
     """
-    back = back or path
+    backward_route = backward_route or route
     return Plan(
         call,
         strategy,
-        forward=make_pass_plan(call, "kv", path, stride=stride),
-        backward=make_pass_plan(call, side, back, results=back, stride=stride, narrow=narrow),
-        reason=note,
+        forward=make_pass_plan(call, "kv", route, stride=stride),
+        backward=make_pass_plan(call, side, backward_route, backward_route, stride, rounds_gradients),
+        reason=reason,
     )

@@ -1,15 +1,16 @@
-"""BurstAttention (arXiv 2403.09347, section 3.1): forward as the ring; backward K, V, dK, dV stay where they are.
+"""BurstAttention (arXiv 2403.09347, section 3.1): forward as the ring; backward, Q circulates and dQ follows it.
 
 ::
 
-    forward                                  backward
-    for each step:                           for each step:
-        send K, V on; receive the next           send Q, dO, LSE, delta on; receive the next
-        out, LSE <- merge(attend(q, K, V))       dk, dv += ...; dQ += ...
-                                                 send dQ after its block; at last home
+    forward                                       backward
+    for each step:                                for each step:
+        send k, v; receive the next block             send q, dout, lse, delta; receive the next block
+        out, lse = merge(attend(q, k, v))             dk, dv += ...; dq of block += ...
+                                                      send dq after its block; at last to the block's owner
 
-What travels backward no longer holds O: delta = rowsum(dO * O) takes its place. For as many K/V heads as query
-heads these are fewer bytes than the ring's; for few K/V heads (GQA) they are more, see docs/strategies.md.
+K, V, dK and dV stay on their ranks. delta = rowsum(dout * out) replaces out. If there are as many K/V heads as query
+heads, these are fewer bytes than the ring's. With few K/V heads (GQA) they are more: see docs/strategies.md. `ring`
+lists the files that run these loops.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.strategies.base import Machine, Strategy, ring_plan, route, travel_narrow
+from burst_portable.strategies.base import Machine, Strategy, make_route, ring_plan, should_round_gradients
 from burst_portable.strategies.options import (
     BLOCKS_PER_LAUNCH,
     GRADIENT_COMM_DTYPE,
@@ -33,10 +34,10 @@ from burst_portable.strategies.options import (
 
 @dataclass(frozen=True)
 class BurstStrategy(Strategy):
-    """K and V travel forward, Q, dO, LSE, delta and dQ backward."""
+    """Send K and V in the forward pass, Q, dO, LSE, delta and dQ in the backward pass."""
 
     name = "burst"
-    title = "K and V go round; backward, Q, dO, LSE and delta, and dQ after them"
+    title = "K and V circulate; backward, Q, dO, LSE and delta circulate, and dQ follows them"
     suggested = ("burst", "burst+fetch")
 
     transfer: Transfer = option(TRANSFER)
@@ -45,8 +46,9 @@ class BurstStrategy(Strategy):
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        path = route(call.ranks, self.transfer, self.prefetch_steps, self.blocks_per_launch)
-        return ring_plan(call, self.name, side="q", path=path, narrow=travel_narrow(call, self.gradient_comm_dtype))
+        route = make_route(call.ranks, self.transfer, self.prefetch_steps, self.blocks_per_launch)
+        rounds_gradients = should_round_gradients(call, self.gradient_comm_dtype)
+        return ring_plan(call, self.name, side="q", route=route, rounds_gradients=rounds_gradients)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:

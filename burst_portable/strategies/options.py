@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Transfer = Literal["ring", "direct"]
-"""How blocks travel: from neighbor to neighbor, or straight from their owners."""
+"""How blocks are sent: from neighbor to neighbor, or from their owners."""
 GradientCommDtype = Literal["float32", "input"]
-"""How gradients of 16-bit inputs travel: in float32, as they are added up, or rounded to the dtype of the inputs."""
+"""How gradients of 16-bit inputs are sent: in float32, in which they are summed, or in the dtype of the inputs."""
 LocalBlockOrder = Literal["first", "last", "split"]
-"""When a rank computes with its own block: before all others, after them, or a part before and the rest after."""
+"""When a rank computes with its local block: before all remote blocks, after them, or one part before and one after."""
 RESERVED_FLAGS = frozenset((
     "ablate", "ablated", "backend", "batch", "check", "check_all", "checked", "deep", "dtype", "eval", "hardware_spec",
     "hardware_file", "head_dim", "heads", "help", "inter_node_bandwidth", "intra_node_bandwidth", "json",
@@ -30,7 +30,7 @@ RESERVED_FLAGS = frozenset((
     "ranks", "ranks_per_node", "recompute", "report", "scoring", "seed", "seq_len", "steps", "strategy", "text",
     "tflops", "v_head_dim",
 ))  # fmt: skip
-"""Names that no option with a flag may have: `plan` and `run` have parameters or flags of these names."""
+"""Names that an option with a flag cannot have, because `plan` or `run` has a parameter or flag of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,43 +38,43 @@ class Option:
     """One option: a word of `choices`, or an integer if there are none.
 
     Attributes:
-        default: The value of a strategy that does not set it. None also allows None.
-        what: The noun in error messages: "unknown WHAT", or "OPTION is not WHAT" for an integer.
+        default: The default value. If it is None, None is also an allowed value.
+        noun: A noun for error messages: "unknown NOUN", or "OPTION is not NOUN" for an integer.
         choices: Allowed words.
-        least: Smallest integer.
-        most: Largest integer; None for no limit.
-        needs: (another option, the value that it must have unless this option has its default, the reason).
+        least: Smallest allowed integer.
+        most: Largest allowed integer; None for no limit.
+        requires: (another option, its required value, error text), unless this option has its default.
         flag: Whether the commands have a flag for it, named after the option.
-        help: What it decides, for the flag's help.
+        help: Help text of the flag.
     """
 
     default: object
-    what: str
+    noun: str
     choices: tuple[str, ...] = ()
     least: int = 1
     most: int | None = None
-    needs: tuple[str, object, str] | None = None
+    requires: tuple[str, object, str] | None = None
     flag: bool = False
     help: str = ""
 
     def check(self, name: str, value: object) -> None:
         """Raise `InputError` if the option `name` cannot have this value.
 
-        2.0 and True are no integers here: as keys of plans they equal 2 and 1.
+        2.0 and True are no integers here: as keys of the plan cache they equal 2 and 1.
         """
         if self.choices:
             if not isinstance(value, str) or value not in self.choices:
-                raise unknown_name(self.what, value, self.choices)
+                raise unknown_name(self.noun, value, self.choices)
         elif value is None and self.default is None:
             return
         elif type(value) is not int or value < self.least or (self.most is not None and value > self.most):
             limits = f"of at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
             allowed = f"an int {limits}{', or None' if self.default is None else ''}"
-            raise InputError(f"{name} is not {self.what}", got=shown(value), allowed=allowed)
+            raise InputError(f"{name} is not {self.noun}", got=shown(value), allowed=allowed)
 
 
 def option(declared: Option, **changes: Any) -> Any:
-    """Return the dataclass field of an option. `changes`: what this strategy declares otherwise, as its default."""
+    """Return the dataclass field of an option. `changes`: attributes that this strategy changes, as `default`."""
     declared = replace(declared, **changes)
     return field(default=declared.default, metadata={"option": declared})
 
@@ -87,48 +87,48 @@ def options_of(strategy: DataclassInstance | type[DataclassInstance]) -> Iterato
 
 
 def check_options(strategy: DataclassInstance) -> None:
-    """Raise `InputError` if an option of a strategy has a value that it cannot have, alone or beside the others."""
+    """Raise `InputError` if an option has an invalid value, or one that its other options do not allow."""
     for name, declared in options_of(strategy):
         value = getattr(strategy, name)
         declared.check(name, value)
-        if declared.needs is None or value == declared.default:
+        if declared.requires is None or value == declared.default:
             continue
-        other, needed, reason = declared.needs
-        if getattr(strategy, other) != needed:
-            next_step = f'{other}="{needed}"' if isinstance(needed, str) else f"{other}={needed!r}"
+        other, required, reason = declared.requires
+        if getattr(strategy, other) != required:
+            next_step = f'{other}="{required}"' if isinstance(required, str) else f"{other}={required!r}"
             raise InputError(reason, got=f"{name}={value!r}", next_step=next_step)
 
 
 _DIRECT = ("transfer", "direct")
-# Those that several strategies have.
+# Options of several strategies.
 TRANSFER = Option(
     "ring",
     "way to transfer blocks",
     choices=("ring", "direct"),
     flag=True,
-    help="ring (from rank to rank) or direct (straight from the owner).",
+    help="Send blocks from rank to rank (ring) or from their owners (direct).",
 )
-PREFETCH_STEPS = Option(1, "a number of steps", help="Steps before it is needed that a block is fetched.")
+PREFETCH_STEPS = Option(1, "a number of steps", help="Steps before its computation at which a block is sent.")
 BLOCKS_PER_LAUNCH = Option(
     1,
     "a number of blocks",
-    needs=(*_DIRECT, "blocks from a neighbour come one by one"),
-    help="Fetched blocks per launch.",
+    requires=(*_DIRECT, "a ring receives one block per step"),
+    help="Remote blocks that one kernel launch computes with.",
 )
 LOCAL_BLOCK_ORDER = Option(
     "first",
     "order of the local block",
     choices=("first", "last", "split"),
-    needs=(*_DIRECT, "a block that is handed on begins with its owner"),
-    help="When backward computes with the local block: first hides the block that comes, last gradients.",
+    requires=(*_DIRECT, "a ring forwards the local block in step 0"),
+    help="Backward order of the local block: first overlaps the first receive, last the last gradient send.",
 )
 GRADIENT_COMM_DTYPE = Option(
     "float32",
-    "dtype for gradients to travel in",
+    "dtype of sent gradients",
     choices=("float32", "input"),
-    help="float32 (as gradients are added up) or input (rounded to the dtype of the inputs).",
+    help="Send gradients in float32, or rounded to the dtype of the inputs (input).",
 )
 BACKWARD_CIRCULATES = Option(
-    "q", "side to circulate", choices=("kv", "q"), flag=True, help="kv or q, what goes round in the backward pass."
+    "q", "side to circulate", choices=("kv", "q"), flag=True, help="Side that is sent in the backward pass."
 )
 RANKS_PER_NODE = Option(None, "a size", help="Ranks per node.")

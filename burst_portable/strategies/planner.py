@@ -1,7 +1,7 @@
-"""Make a mask, a layout and a plan of what a user passed.
+"""Make the mask, the layout and the plan from the arguments of a call.
 
-Every call of `attention` gets its mask (`mask_of`), its layout (`layout_of`) and its plan (`planned`) here.
-`plan`, which is `burst_portable.plan`, makes a plan of a few numbers and names, without tensors, ranks or a device.
+Every call of `attention` gets its mask (`mask_of`), its layout (`layout_of`) and its plan (`planned`) here. `plan`,
+which is `burst_portable.plan`, makes a plan from sizes and names, without tensors, ranks or a device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from burst_portable.strategies.registry import checked_plan, strategy_of
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import size
 
-LARGEST_HEAD = 1024  # no device's kernels take heads nearly that large
+LARGEST_HEAD = 1024  # far above what the kernels of any device support
 
 
 def plan(
@@ -39,26 +39,28 @@ def plan(
     batch: int = 1,
     itemsize: int = 2,
 ) -> Plan:
-    """The plan that `attention` would run, made without a device, for any number of ranks.
+    """Return the plan that `attention` would run, made without a device, for any number of ranks.
 
-    `planning.cost.plan_cost` prices it, `planning.verify.verify` checks it.
+    `planning.cost.plan_cost` estimates its cost, `planning.verify.verify` checks it. Predictions use the hardware of
+    `strategy` if that is an `AutoStrategy`.
 
     Args:
-        seq_len: tokens of the whole sequence.
-        ranks: how many share it.
-        heads, kv_heads: query heads, and K/V heads (None: as many).
-        head_dim, v_head_dim: the size of a head of Q and K, and of V (None: the same); at most 1024.
-        mask, strategy: as `attention` takes them.
-        layout: as `attention` takes it; or "auto", the layout whose plan is predicted to be fastest. Then pass
+        seq_len: Tokens of the unsharded sequence.
+        ranks: Number of ranks that share it.
+        heads: Query heads.
+        kv_heads: K/V heads. Default: as many as query heads.
+        head_dim: Size of a head of Q and K; at most 1024.
+        v_head_dim: Size of a head of V; at most 1024. Default: `head_dim`.
+        mask: As for `attention`.
+        strategy: As for `attention`.
+        layout: As for `attention`, or "auto": the layout whose plan has the least predicted time. Then pass
             `plan(...).layout` to `shard` and `attention`.
-        batch: sequences side by side.
-        itemsize: bytes of an element of Q, K and V.
-
-    Predictions use the rates of `strategy` if that is an `AutoStrategy`.
+        batch: Sequences per call.
+        itemsize: Bytes of an element of Q, K and V.
 
     Raises:
-        InputError: sizes, names, a mask or a layout that do not fit together (a ValueError).
-        UnsupportedError: the named strategy cannot serve this call.
+        InputError: Sizes, names, a mask or a layout are invalid or do not fit together (a ValueError).
+        UnsupportedError: The named strategy cannot serve this call.
     """
     call = call_of_sizes(seq_len, ranks, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, itemsize)
     return planned_for(strategy_of(strategy), call, layout)
@@ -76,7 +78,7 @@ def call_of_sizes(
     batch: int,
     itemsize: int,
 ) -> AttentionCall:
-    """Return the call of these sizes, which are checked; see `plan`. The layout "auto" stands for zigzag."""
+    """Check these sizes and return their call; see `plan` for them. The layout "auto" becomes zigzag."""
     seq_len, ranks, heads = size("seq_len", seq_len), size("ranks", ranks), size("heads", heads)
     kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
     head_dim = size("head_dim", head_dim)
@@ -87,44 +89,44 @@ def call_of_sizes(
             raise InputError(f"{name} is too large", got=given, allowed=f"at most {LARGEST_HEAD}")
     check_heads(heads, kv_heads)
     mask = mask_of(mask, seq_len)
-    where = layout_of("zigzag" if _any_layout(layout) else layout, seq_len, ranks, mask)
+    made_layout = layout_of("zigzag" if _is_auto(layout) else layout, seq_len, ranks, mask)
     scale = 1.0 / math.sqrt(head_dim)
-    return AttentionCall(mask, where, heads, kv_heads, head_dim, v_head_dim, batch, itemsize, scale=scale)
+    return AttentionCall(mask, made_layout, heads, kv_heads, head_dim, v_head_dim, batch, itemsize, scale=scale)
 
 
 def planned_for(strategy: Strategy, call: AttentionCall, layout: Layout | str) -> Plan:
     """Return the strategy's plan for a call, with the fastest layout if `layout` is "auto"."""
-    return planned_with_best_layout(strategy, call) if _any_layout(layout) else planned(strategy, call)
+    return planned_with_best_layout(strategy, call) if _is_auto(layout) else planned(strategy, call)
 
 
-def _any_layout(layout: Layout | str) -> bool:
+def _is_auto(layout: Layout | str) -> bool:
     return isinstance(layout, str) and layout == "auto"
 
 
 @lru_cache(maxsize=256)
 def planned(strategy: Strategy, call: AttentionCall) -> Plan:
-    """The strategy's plan for a call; made once."""
+    """Return the strategy's plan for a call, cached."""
     return checked_plan(strategy, call)
 
 
 @lru_cache(maxsize=256)
 def planned_with_best_layout(strategy: Strategy, call: AttentionCall) -> Plan:
-    """The same, with the layout whose plan is predicted to be fastest instead of the call's own."""
-    pricing = strategy if isinstance(strategy, AutoStrategy) else AutoStrategy()
+    """Return the plan with the layout of least predicted time, instead of the layout of the call."""
+    auto = strategy if isinstance(strategy, AutoStrategy) else AutoStrategy()
     plans: dict[str, Plan] = {}
     for layout in suited(call.mask, call.layout.length, call.ranks):
         plans[layout.name] = planned(strategy, replace(call, layout=layout, kv_layout=None))
-    seconds = {name: pricing.seconds(made) for name, made in plans.items()}
+    seconds = {name: auto.seconds(made) for name, made in plans.items()}
     best = min(seconds, key=lambda name: round(seconds[name], 7))
     made = plans[best]
-    if len(plans) == 1:  # as on one rank
+    if len(plans) == 1:  # on one rank
         return made
     reasons = f"layout {best} by predicted time ({by_time(seconds)})", made.reason
     return replace(made, reason="; ".join(filter(None, reasons)))
 
 
 def mask_of(mask: Mask | str, length: int) -> Mask:
-    """The mask that a user passed, for a sequence of that length."""
+    """Return the mask that a caller passed, for a sequence of this length."""
     made = Mask.parse(mask, length) if isinstance(mask, str) else mask
     if not isinstance(made, Mask):
         raise no_mask(mask)
@@ -133,17 +135,17 @@ def mask_of(mask: Mask | str, length: int) -> Mask:
 
 
 def no_mask(mask: object) -> InputError:
-    """The error for what is neither a mask nor a short form, such as ``cu_seqlens`` or a matrix."""
+    """Return the error for an argument that is neither a mask nor a short form, such as ``cu_seqlens`` or a matrix."""
     allowed = "a Mask, or its short form, such as 'causal'"
-    advice = "cumulative lengths go into Mask.documents(cu_seqlens); a matrix is expressed by Mask and Region"
-    return InputError("mask is not a mask", got=shown(mask), allowed=allowed, next_step=advice)
+    next_step = "pass cu_seqlens as Mask.documents(cu_seqlens); express a matrix by Mask and Region"
+    return InputError("mask is not a mask", got=shown(mask), allowed=allowed, next_step=next_step)
 
 
 def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) -> Layout:
-    """The layout that a user passed, for this many tokens and ranks. Only layouts of documents read the mask."""
+    """Return the layout that a caller passed, for this many tokens and ranks. Only document layouts read the mask."""
     if isinstance(layout, str) and layout == "auto":
         raise InputError(
-            "shard and attention need the same layout, so it is chosen beforehand",
+            "shard and attention need the same layout, so choose it before both",
             got="the layout 'auto'",
             next_step="plan_for_mesh(mesh, seq_len=..., heads=...).layout is the fastest: pass it to both",
         )
@@ -161,9 +163,9 @@ def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) 
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Refuse query heads that cannot be divided evenly among the K/V heads."""
+    """Raise `ShapeError` if query heads are not a multiple of K/V heads."""
     if heads % kv_heads:
-        next_step = "each K/V head serves the same number of query heads (GQA): take a divisor of the query heads"
+        next_step = "make kv_heads a divisor of the query heads (GQA)"
         raise ShapeError(
             "query heads are not a multiple of K/V heads", got=f"{heads} and {kv_heads}", next_step=next_step
         )

@@ -1,11 +1,11 @@
-"""Find strategies by name: those of this package, and those that other packages register by entry points.
+"""Find strategies by name: those of this package, and those that other packages register as entry points.
 
 A package registers its strategies in its ``pyproject.toml``::
 
     [project.entry-points."burst_portable.strategies"]
     all_gather = "their_strategy.all_gather:AllGatherStrategy"
 
-Such a package is imported only when its strategy is named, or when all strategies are asked for.
+Such a package is imported only when its strategy is named, or when all strategies are compared or listed.
 """
 
 from __future__ import annotations
@@ -41,30 +41,32 @@ OURS = tuple(_OURS)
 
 
 def known() -> dict[str, str]:
-    """Return the name of every strategy, and where it comes from (``module:class``). No package can take our names."""
-    return {name: homes[0] for name, homes in _registered().items()}
+    """Return the name and the origin (``module:class``) of every strategy. No package can replace a built-in one."""
+    return {name: origins[0] for name, origins in _registered().items()}
 
 
 def load(name: str) -> type[Strategy]:
     """Return the class of a strategy.
 
-    Raises `UnknownNameError` for an unknown name, `UnsupportedError` for another package's strategy that is broken.
+    Raises:
+        UnknownNameError: No strategy has this name.
+        UnsupportedError: The strategy of another package is broken, or several packages register the name.
     """
     if isinstance(name, str) and name in _OURS:
         return _imported(name, _OURS[name])
     registered = _registered()
     if not isinstance(name, str) or name not in registered:
         raise unknown_name("strategy", name, registered)
-    homes = registered[name]
-    if len(homes) > 1:
-        what = f"packages register the strategy {name!r} at once"
-        raise UnsupportedError(what, got=", ".join(sorted(homes)), next_step="uninstall all but one")
-    return _imported(name, homes[0])
+    origins = registered[name]
+    if len(origins) > 1:
+        what = f"several packages register the strategy {name!r}"
+        raise UnsupportedError(what, got=", ".join(sorted(origins)), next_step="uninstall all but one")
+    return _imported(name, origins[0])
 
 
 @lru_cache(maxsize=1)
 def classes() -> dict[str, type[Strategy]]:
-    """Return the class of every strategy that can be imported, by name; ours first."""
+    """Return the class of every strategy that can be imported, by name; built-in ones first."""
     return {name: found for name, found in _loaded().items() if not isinstance(found, str)}
 
 
@@ -72,31 +74,33 @@ def classes() -> dict[str, type[Strategy]]:
 def broken() -> dict[str, str]:
     """Return why strategies of other packages cannot be used, by name."""
     reasons = {name: found for name, found in _loaded().items() if isinstance(found, str)}
-    for name, homes in _registered().items():
-        for home in homes[1:] if name in _OURS else ():
-            reasons[f"{name} of {home}"] = f"burst_portable has a strategy {name!r} itself; register another name"
+    for name, origins in _registered().items():
+        for origin in origins[1:] if name in _OURS else ():
+            reasons[f"{name} of {origin}"] = f"burst_portable has a built-in strategy {name!r}; register another name"
     return reasons
 
 
 @lru_cache(maxsize=1)
 def _loaded() -> dict[str, type[Strategy] | str]:
-    """Return the class of every strategy, or why it cannot be used. Kept, since `auto` reads it for every plan."""
+    """Return the class of every strategy, or why it cannot be used. Cached: `auto` reads it for every plan."""
     found: dict[str, type[Strategy] | str] = {}
     for name in known():
         try:
             found[name] = load(name)
-        except UnsupportedError as error:  # it was not named: a reason, and no failure
+        except UnsupportedError as error:  # the caller did not name it, so it is only left out
             found[name] = str(error)
     return found
 
 
 def make_strategy(name: str, **options: object) -> Strategy:
-    """Return the strategy of that name, with its options; options that are None are left at their defaults.
+    """Return the strategy of a name with these options. An option that is None has its default.
 
-    Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
+    Raises:
+        UnknownNameError: No strategy has this name.
+        InputError: The strategy has no such option, or the option cannot have this value.
     """
     base, plus, _ = name.partition("+") if isinstance(name, str) else ("", "", "")
-    if plus and base in _OURS:  # as plans are called if their options differ
+    if plus and base in _OURS:  # a label of `candidates` or `trials`
         raise InputError(
             "a strategy's options are not part of its name",
             got=shown(name),
@@ -113,11 +117,11 @@ def make_strategy(name: str, **options: object) -> Strategy:
 
 
 @contextmanager
-def leaving_out(name: str, label: str, refused: dict[str, str]) -> Iterator[None]:
-    """Keep the reason in `refused`, by label, if a strategy that is compared with others cannot serve.
+def collect_reason(name: str, label: str, refused: dict[str, str]) -> Iterator[None]:
+    """Catch an error of a strategy that is compared with others, and store its text in `refused` under `label`.
 
-    An `InputError` or `UnsupportedError` is a refusal. Any other error is a mistake: one of another package's strategy
-    is kept as well, so that the others still serve; one of ours is raised.
+    `InputError` and `UnsupportedError` mean that the strategy cannot serve the call. Any other error is a bug: that of
+    another package's strategy is stored as well, so that the other strategies still serve; that of ours is raised.
     """
     try:
         yield
@@ -130,14 +134,16 @@ def leaving_out(name: str, label: str, refused: dict[str, str]) -> Iterator[None
 
 
 def has_option(name: str, option: str) -> bool:
-    """Return whether the strategy of that name has such an option."""
+    """Return whether the strategy of this name has this option."""
     return any(one.name == option for one in fields(load(name)))
 
 
 def strategy_of(strategy: Strategy | str, ranks_per_node: int | None = None) -> Strategy:
-    """Return the strategy that a user passed. It is part of the key of plans, so it must be hashable.
+    """Return the strategy that a caller passed as a name or an object.
 
-    inner: Ranks per node, for a strategy with nodes that is passed by name. Default: the strategy's own.
+    Args:
+        strategy: A name, or an instance. It must be hashable, because plans are cached by it.
+        ranks_per_node: Value of that option for a strategy that is passed by name. Default: the strategy's default.
     """
     if isinstance(strategy, str):
         with_nodes = ranks_per_node is not None and strategy in known() and has_option(strategy, "ranks_per_node")
@@ -149,25 +155,25 @@ def strategy_of(strategy: Strategy | str, ranks_per_node: int | None = None) -> 
     except TypeError:
         name = type(strategy).__name__
         raise InputError(
-            f"the strategy {name} cannot be hashed", next_step="make it frozen, with options that can be"
+            f"the strategy {name} cannot be hashed", next_step="make it a frozen dataclass with hashable options"
         ) from None
     return strategy
 
 
 def _registered() -> dict[str, list[str]]:
-    """Return every name, and everything that is registered under it; ours first."""
-    homes = {name: [home] for name, home in _OURS.items()}
+    """Return the origins of every name; built-in ones first."""
+    origins = {name: [origin] for name, origin in _OURS.items()}
     for point in entry_points(group=GROUP):
-        found = homes.setdefault(point.name, [])
+        found = origins.setdefault(point.name, [])
         if point.value not in found:
             found.append(point.value)
-    return homes
+    return origins
 
 
-def _imported(name: str, home: str) -> type[Strategy]:
-    """Import a strategy. Raise `UnsupportedError`, with the reason, if another package's is broken."""
-    module, _, attribute = home.partition(":")
-    what = f"the strategy {name!r} (from {home})"
+def _imported(name: str, origin: str) -> type[Strategy]:
+    """Import a strategy. Raise `UnsupportedError` with the reason if it is broken."""
+    module, _, attribute = origin.partition(":")
+    what = f"the strategy {name!r} (from {origin})"
     try:
         found: type[Strategy] = getattr(import_module(module), attribute)
     # A package's module may do anything on import.
@@ -192,42 +198,44 @@ def _misshapen(found: object, name: str) -> str:
     if absent := [part for part in ("name", "title") if not isinstance(vars(found).get(part), str)]:
         return f"{found.__name__} has no {' and no '.join(absent)}"
     if found.name != name:
-        return f"it calls itself {found.name!r}; the name that is registered must be its own"
+        return f"its name is {found.name!r}; register it under that name"
     return "" if name in _OURS else _wrong_options(found) or _wrong_trials(found)
 
 
 def _wrong_options(strategy: type[Strategy]) -> str:
-    """Return what is wrong with the fields of another package's strategy; "" if nothing is."""
+    """Return an error in the fields of another package's strategy; "" if there is none."""
     options = dict(options_of(strategy))
     if plain := [one.name for one in fields(strategy) if one.name not in options]:
         return (
             f"its field {plain[0]!r} is no option; declare it with `option(...)` of burst_portable.strategies.options"
         )
     if taken := [name for name, how in options.items() if how.flag and name in RESERVED_FLAGS]:
-        return f"its option {taken[0]!r} would be a flag that the commands have already; rename it, or pass flag=False"
+        return f"its option {taken[0]!r} has the name of a flag of the commands; rename it, or pass flag=False"
     return ""
 
 
 def _wrong_trials(strategy: type[Strategy]) -> str:
-    """Return what is wrong with the trials of another package's strategy; "" if nothing is."""
+    """Return an error in the trials of another package's strategy; "" if there is none."""
     refused: dict[str, str] = {}
     trials: Mapping[str, Strategy] = {}
-    with leaving_out("", "trials", refused):
+    with collect_reason("", "trials", refused):
         trials = by_label(strategy, strategy.trials().items(), "trial")
     if refused:
         return f"its trials: {refused['trials']}"
     if absent := [label for label in strategy.suggested if label not in trials]:
-        return f"it suggests {absent[0]!r}, which is none of its trials: {', '.join(trials)}"
+        return f"it suggests {absent[0]!r}, which is not one of its trials: {', '.join(trials)}"
     return ""
 
 
-# ---------------------------------------------------------------------------- what strategies return
+# ---------------------------------------------------------------------------- check what strategies return
 
 
 def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
     """Return the strategy's plan for a call.
 
-    Raises as `Strategy.plan`, and `UnsupportedError` for what is no plan, or a plan that has another strategy's name.
+    Raises:
+        UnsupportedError: The strategy cannot serve the call, or returns no plan, or one with another name.
+        InputError: See `Strategy.plan`.
     """
     plan = strategy.plan(call)
     what = f"the strategy {strategy.name!r} is broken"
@@ -241,22 +249,26 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
 
 
 def by_label(strategy: type[Strategy], found: Iterable[tuple[str, Strategy]], what: str) -> dict[str, Strategy]:
-    """Return what a strategy's `candidates` or `trials` name, by label.
+    """Return the `candidates` or `trials` of a strategy by label.
 
-    Raises `UnsupportedError` for a label that may be another strategy's, and for what is no strategy. `what`: a
-    "candidate" or a "trial".
+    Args:
+        strategy: The strategy.
+        found: (label, strategy) pairs.
+        what: "candidate" or "trial", for error messages.
+
+    Raises:
+        UnsupportedError: A label does not begin with the strategy's name, or a value is no strategy.
     """
-    named = {}
+    labeled = {}
     for label, one in found:
         name = strategy.name
-        own = isinstance(label, str) and (label == name or label.startswith((f"{name}+", f"{name},", f"{name} ")))
-        if not own:
+        if not isinstance(label, str) or not (label == name or label.startswith((f"{name}+", f"{name},", f"{name} "))):
             raise UnsupportedError(
-                f"a {what} of the strategy {name!r} has a label that is not its own",
+                f"a {what} of the strategy {name!r} has a label that does not begin with its name",
                 got=shown(label),
-                allowed=f"{name!r}, or {name!r} with '+', ',' or ' ' and words after it",
+                allowed=f"{name!r}, or {name!r} followed by '+', ',' or ' ' and words",
             )
         if not isinstance(one, Strategy):
             raise UnsupportedError(f"the {what} {label!r} is no Strategy", got=shown(one))
-        named[label] = one
-    return named
+        labeled[label] = one
+    return labeled

@@ -1,12 +1,27 @@
-"""RingAttention (arXiv 2310.01889): K and V go round, and in the backward pass dK and dV with them.
+"""RingAttention (arXiv 2310.01889): K and V circulate, and in the backward pass dK and dV follow them.
 
-::
+Each rank holds one shard of q, k and v, and the output of its own queries stays on it. `RingStrategy.plan` only lists
+the messages and computations. What then runs on every rank, and the file that does it::
 
-    forward                                  backward
-    for each step:                           for each step:
-        send K, V on; receive the next           send K, V on; receive the next
-        out, LSE <- merge(attend(q, K, V))       dq += ...; dK, dV += ...
-                                                 send dK, dV after their block; at last home
+    forward                                             planning/routes.py, RingRoute: who sends what, at which step
+        block = local k, v
+        for step in range(ranks):                       runtime/executor.py, _forward_steps
+            if step > 0:
+                block = wait for the received block     _Blocks.begin
+            send block to rank + 1                      _Blocks.post, comm/*.py: runs during the computation
+            receive the next block from rank - 1
+            out, lse = merge((out, lse), attend(q, *block))
+                                                        kernels/*.py; numerics.py defines the merge
+    backward
+        for step in range(ranks):                       runtime/executor.py, _backward_steps
+            wait, send and receive blocks as above
+            dq, dk, dv of block += attend_backward(q, *block, dout, lse, delta)
+            if step > 0:
+                add dk, dv received from rank - 1       _Gradients.end
+                send the sum to rank + 1, after its block; the last rank sends it to the block's owner
+
+With a mask, a rank receives only blocks that it needs; the tiles of a block are in planning/tiles.py. With
+`transfer="direct"`, each block comes from its owner and its gradients go straight back: `DirectRoute`.
 """
 
 from __future__ import annotations
@@ -17,7 +32,14 @@ from functools import partial
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.strategies.base import Machine, Strategy, ring_plan, route, share_before, travel_narrow
+from burst_portable.strategies.base import (
+    Machine,
+    Strategy,
+    local_first_share,
+    make_route,
+    ring_plan,
+    should_round_gradients,
+)
 from burst_portable.strategies.options import (
     BLOCKS_PER_LAUNCH,
     GRADIENT_COMM_DTYPE,
@@ -33,10 +55,10 @@ from burst_portable.strategies.options import (
 
 @dataclass(frozen=True)
 class RingStrategy(Strategy):
-    """K and V travel in both passes."""
+    """Send K and V in both passes."""
 
     name = "ring"
-    title = "K and V go round; backward, dK and dV after them"
+    title = "K and V circulate; backward, dK and dV follow them"
     suggested = ("ring", "ring+fetch")
 
     transfer: Transfer = option(TRANSFER)
@@ -46,11 +68,17 @@ class RingStrategy(Strategy):
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        narrow = travel_narrow(call, self.gradient_comm_dtype)
-        before = share_before(call, self.local_block_order, "kv", narrow=narrow)
-        path = route(call.ranks, self.transfer, self.prefetch_steps, self.blocks_per_launch)
-        back = route(call.ranks, self.transfer, self.prefetch_steps, self.blocks_per_launch, before)
-        return ring_plan(call, self.name, side="kv", path=path, back=back, narrow=narrow)
+        rounds_gradients = should_round_gradients(call, self.gradient_comm_dtype)
+        share = local_first_share(call, self.local_block_order, "kv", rounds_gradients=rounds_gradients)
+        make = partial(make_route, call.ranks, self.transfer, self.prefetch_steps, self.blocks_per_launch)
+        return ring_plan(
+            call,
+            self.name,
+            side="kv",
+            route=make(),
+            backward_route=make(local_first_share=share),
+            rounds_gradients=rounds_gradients,
+        )
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
@@ -58,13 +86,13 @@ class RingStrategy(Strategy):
         yield "ring+fetch", cls(transfer="direct")
         yield "ring+fetch, own last", cls(transfer="direct", local_block_order="last")
         if machine.can_hold_all(call):
-            ahead = partial(cls, "direct", prefetch_steps=call.ranks)
-            together = partial(ahead, blocks_per_launch=call.ranks)
-            yield "ring+fetch, all ahead", ahead()
-            yield "ring+fetch, all ahead, own last", ahead(local_block_order="last")
-            yield "ring+fetch, all together", together()
-            yield "ring+fetch, all together, own last", together(local_block_order="last")
-            yield "ring+fetch, all together, own divided", together(local_block_order="split")
+            prefetch = partial(cls, "direct", prefetch_steps=call.ranks)
+            one_launch = partial(prefetch, blocks_per_launch=call.ranks)
+            yield "ring+fetch, all ahead", prefetch()
+            yield "ring+fetch, all ahead, own last", prefetch(local_block_order="last")
+            yield "ring+fetch, all together", one_launch()
+            yield "ring+fetch, all together, own last", one_launch(local_block_order="last")
+            yield "ring+fetch, all together, own divided", one_launch(local_block_order="split")
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:

@@ -1,14 +1,14 @@
-"""DeepSpeed-Ulysses (arXiv 2309.14509): from sequence shards to head shards, plain attention, and back.
+"""DeepSpeed-Ulysses (arXiv 2309.14509): from sequence shards to head shards, attention without a ring, and back.
 
 ::
 
-    q, k, v <- all-to-all: all rows of some heads
-    out <- attend(q, k, v) over the whole sequence
-    out <- all-to-all: all heads of some rows
+    q, k, v = all_to_all(q, k, v)       all rows of some heads          runtime/head_parallel.py, Reshard.to_heads
+    out = attend(q, k, v)               over all tokens                 runtime/executor.py, forward_rows
+    out = all_to_all(out)               the local rows of all heads     Reshard.to_sequence
 
-Ranks hold whole K/V heads: their number must be a multiple of the ranks, or divide them (then ranks that share a
-K/V head each get a copy, and its gradients are added up). With `head_groups`, a rank computes its heads group by group,
-while the next group arrives and the previous one leaves.
+Each rank computes with complete K/V heads. Their number must be a multiple of the ranks, or divide the ranks; ranks
+that share a K/V head then get a copy each, and its gradients are summed. With `head_groups`, a rank computes its heads
+group by group, while the next group arrives and the previous one is sent back.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from dataclasses import dataclass, replace
 from burst_portable.errors import UnsupportedError
 from burst_portable.layout import contiguous
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.plans import HeadSplit, Plan, can_group, can_share, heads_each, make_pass_plan
-from burst_portable.planning.routes import Ring
+from burst_portable.planning.plans import (
+    HeadSplit,
+    Plan,
+    can_divide_heads,
+    can_group_heads,
+    heads_per_rank,
+    make_pass_plan,
+)
+from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.base import Machine, Strategy
 from burst_portable.strategies.options import Option, option
 
@@ -29,10 +36,14 @@ MOST_GROUPS = 8
 
 @dataclass(frozen=True)
 class UlyssesStrategy(Strategy):
-    """Heads are sharded during the attention; a rank computes its heads in this many `head_groups`."""
+    """Exchange sequence shards for head shards during the attention.
+
+    Attributes:
+        head_groups: Number of groups in which a rank computes its heads.
+    """
 
     name = "ulysses"
-    title = "all rows of some heads to each rank, plain attention there, and back"
+    title = "each rank gets all rows of some heads, computes attention locally, and sends the results back"
     suggested = ("ulysses",)
 
     head_groups: int = option(
@@ -41,29 +52,29 @@ class UlyssesStrategy(Strategy):
 
     def check(self, call: AttentionCall) -> None:
         ranks = call.ranks
-        if not shares_out(call, ranks):
+        if not can_divide(call, ranks):
             raise UnsupportedError(
-                "ulysses cannot share these heads out",
+                "ulysses cannot divide these heads among the ranks",
                 got=f"{call.heads} query and {call.kv_heads} K/V heads on {ranks} ranks",
-                allowed="query heads a multiple of the ranks; K/V heads a multiple or a divisor of them",
-                next_step="use the strategy 'ring' or 'burst', or 'usp', which shares heads out inside nodes",
+                allowed="query heads a multiple of the ranks, K/V heads a multiple or a divisor of them",
+                next_step="use the strategy 'ring' or 'burst', or 'usp', which divides heads only inside nodes",
             )
-        heads, kv_heads = heads_each(call.heads, call.kv_heads, ranks)
-        if not can_group(heads, kv_heads, self.head_groups):
-            allowed = [n for n in range(1, MOST_GROUPS + 1) if can_group(heads, kv_heads, n)]
+        heads, kv_heads = heads_per_rank(call.heads, call.kv_heads, ranks)
+        if not can_group_heads(heads, kv_heads, self.head_groups):
+            allowed = [n for n in range(1, MOST_GROUPS + 1) if can_group_heads(heads, kv_heads, n)]
             raise UnsupportedError(
                 f"ulysses cannot compute these heads in {self.head_groups} groups",
                 got=f"{heads} query and {kv_heads} K/V heads per rank",
-                allowed=f"groups of {', '.join(map(str, allowed))}",
+                allowed=f"head_groups of {', '.join(map(str, allowed))}",
             )
 
     def plan(self, call: AttentionCall) -> Plan:
         self.check(call)
         ranks = call.ranks
-        heads, kv_heads = heads_each(call.heads, call.kv_heads, ranks)
-        # After the first all-to-all every rank holds all rows, here in their natural order: a call of one rank.
+        heads, kv_heads = heads_per_rank(call.heads, call.kv_heads, ranks)
+        # After the first all-to-all every rank has all rows, here in natural order: this is a call of one rank.
         # `runtime.prepare.plan_for_kernel` may change that to rank order: see `planning.row_order`.
-        whole = replace(
+        local = replace(
             call,
             layout=contiguous(call.layout.length, 1),
             kv_layout=contiguous(call.k_layout.length, 1),
@@ -73,8 +84,8 @@ class UlyssesStrategy(Strategy):
         return Plan(
             call,
             self.name,
-            forward=make_pass_plan(whole, "kv", Ring(1), stride=ranks),
-            backward=make_pass_plan(whole, "kv", Ring(1), Ring(1), stride=ranks),
+            forward=make_pass_plan(local, "kv", RingRoute(1), stride=ranks),
+            backward=make_pass_plan(local, "kv", RingRoute(1), RingRoute(1), stride=ranks),
             heads=HeadSplit(ranks, self.head_groups),
         )
 
@@ -90,13 +101,13 @@ class UlyssesStrategy(Strategy):
 
 
 def possible_groups(call: AttentionCall) -> tuple[int, ...]:
-    """Numbers of groups, above one, that are worth trying."""
-    if not shares_out(call, call.ranks):
+    """Return the numbers of head groups that `auto` compares with one group."""
+    if not can_divide(call, call.ranks):
         return ()
-    heads, kv_heads = heads_each(call.heads, call.kv_heads, call.ranks)
-    return tuple(n for n in (2, 4) if can_group(heads, kv_heads, n))
+    heads, kv_heads = heads_per_rank(call.heads, call.kv_heads, call.ranks)
+    return tuple(n for n in (2, 4) if can_group_heads(heads, kv_heads, n))
 
 
-def shares_out(call: AttentionCall, ranks: int) -> bool:
-    """Whether this many ranks can divide the heads of a call among them."""
-    return can_share(call.heads, call.kv_heads, ranks)
+def can_divide(call: AttentionCall, ranks: int) -> bool:
+    """Return whether this many ranks can divide the heads of a call among them."""
+    return can_divide_heads(call.heads, call.kv_heads, ranks)

@@ -70,13 +70,13 @@ def test_zero_and_negative_numbers(capsys, option, value):
         (("--mask", "window:many"), ["cannot be read", "window:LEFT[:RIGHT]"]),
         (("--mask", "window:-1"), ["out of range", ">= 0"]),
         (("--layout", "document_zigzag", "--mask", "sink:4:8"), ["needs a mask of documents"]),
-        (("--strategy", "ulysses", "--heads", "3"), ["cannot share these heads", "3 query", "2 ranks", "'ring'"]),
+        (("--strategy", "ulysses", "--heads", "3"), ["cannot divide these heads", "3 query", "2 ranks", "'ring'"]),
         (("--strategy", "double_ring", "--ranks-per-node", "3"), ["does not divide", "ranks_per_node=3", "1, 2"]),
         (("--strategy", "ring", "--ranks-per-node", "3"), ["does not divide", "ranks_per_node=3", "1, 2"]),
         (
             ("--strategy", "usp", "--ranks-per-node", "2", "--heads", "3"),
             [
-                "cannot share these heads out in a node",
+                "cannot divide these heads among the ranks of a node",
                 "3 query",
                 "ranks_per_node=2",
                 "ranks_per_node of 1 on 2 ranks",

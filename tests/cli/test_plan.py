@@ -140,7 +140,7 @@ def test_one_rank_sends_nothing_and_says_so(capsys, strategy):
     one = (*TINY[:3], "1", *TINY[4:], "--strategy", strategy)
     for name, part in plan(capsys, *one)["passes"].items():
         assert part["max"]["messages"] == part["max"]["sent_bytes"] == 0
-        assert f"{name} on rank 0: nothing travels, one rank holds all" in " ".join(text(capsys, *one).split())
+        assert f"{name} on rank 0: no communication, one rank holds all tokens" in " ".join(text(capsys, *one).split())
 
 
 # --------------------------------------------------------------------------------------------- the check

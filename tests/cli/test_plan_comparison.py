@@ -36,10 +36,10 @@ def test_plan_all_lists_each_strategy_once_by_time(capsys):
 def test_plan_all_names_why_a_strategy_cannot_serve(capsys):
     facts = facts_of(capsys, "--heads", "6")
     assert facts["refused"].keys() == {"ulysses"}
-    assert "cannot share these heads" in facts["refused"]["ulysses"]
+    assert "cannot divide these heads" in facts["refused"]["ulysses"]
     assert main([*CALL, "--heads", "6"]) == 0
     shown = capsys.readouterr().out
-    assert "not     ulysses: ulysses cannot share these heads" in " ".join(shown.split("\n"))
+    assert "not     ulysses: ulysses cannot divide these heads" in " ".join(shown.split("\n"))
     assert "auto    chose " in shown
 
 

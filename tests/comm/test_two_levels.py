@@ -92,11 +92,11 @@ def test_plans_give_gradients_between_nodes_a_whole_round(travels, first):
         strategy=make_strategy("double_ring", ranks_per_node=NODE, backward_circulates=travels),
     )
     moves = [
-        m for rank in range(RANKS) for s in plan.backward.steps_of(rank) for m in (*s.receives, *s.result_receives)
+        m for rank in range(RANKS) for s in plan.backward.steps_of(rank) for m in (*s.receives, *s.gradient_receives)
     ]
-    steps = {(m.result, m.source // NODE != m.target // NODE): set() for m in moves}
+    steps = {(m.is_gradient, m.source // NODE != m.target // NODE): set() for m in moves}
     for m in moves:
-        steps[m.result, m.source // NODE != m.target // NODE].add(m.needed - m.issue)
+        steps[m.is_gradient, m.source // NODE != m.target // NODE].add(m.wait_step - m.post_step)
     assert steps == {(False, False): {1}, (False, True): {first}, (True, False): {1}, (True, True): {NODE}}
 
 

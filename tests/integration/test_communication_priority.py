@@ -98,9 +98,9 @@ def test_rates():
     hardware = HardwareSpec(
         tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2)
     )
-    assert hardware.where_messages_go_first() == replace(hardware, comm_slowdown=(0.1, 0.2))
+    assert hardware.with_high_priority() == replace(hardware, comm_slowdown=(0.1, 0.2))
     known = replace(hardware, comm_slowdown_high_priority=None)
-    assert known.where_messages_go_first() == known
+    assert known.with_high_priority() == known
     hopper, other = (hardware_of_machine("NVIDIA H200", 2, kernel) for kernel in ("hopper", "reference"))
     assert hopper.comm_slowdown_high_priority[0] < hopper.comm_slowdown[0]
     assert other.comm_slowdown_high_priority is None  # what was not measured is taken to wait
@@ -127,10 +127,10 @@ def test_auto_uses_head_groups_if_messages_have_priority(first):
     """All groups but the first and the last overlap with the kernel if no message waits for it."""
     hardware = hardware_of_machine("NVIDIA H200", 2, "hopper")
     hardware = replace(hardware, peer_copy_bandwidth=())  # no peer copies: over NCCL
-    strategy = AutoStrategy(hardware=hardware.where_messages_go_first() if first else hardware)
+    strategy = AutoStrategy(hardware=hardware.with_high_priority() if first else hardware)
     plan = bp.plan(seq_len=32768, ranks=2, heads=32, mask="causal", strategy=strategy)
     assert ("ulysses, 2 groups" in plan.reason) is first
-    assert (plan.groups > 1) is first
+    assert (plan.head_groups > 1) is first
 
 
 @pytest.mark.parametrize("options", [None, "some"])
@@ -147,7 +147,7 @@ def test_run_predicts_with_what_its_groups_do(options, monkeypatch):
 def test_the_rates_of_no_kernel_yet_are_those_of_the_first():
     """As `run` asks: which kernel computes is not known before there are tensors."""
     unknown, hopper = (hardware_of_machine("NVIDIA H200", 2, kernel) for kernel in ("", "hopper"))
-    assert unknown.where_messages_go_first().comm_slowdown == hopper.comm_slowdown_high_priority
+    assert unknown.with_high_priority().comm_slowdown == hopper.comm_slowdown_high_priority
 
 
 def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):

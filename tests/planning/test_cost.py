@@ -10,7 +10,7 @@ import pytest
 import burst_portable as bp
 from burst_portable.mask import Mask, Region
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.cost import PICKED_BATCHES, pass_flops, plan_cost, rank_cost
+from burst_portable.planning.cost import STRIDED_BATCHES, pass_flops, plan_cost, rank_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
@@ -33,16 +33,16 @@ def test_a_curve_is_read_by_size():
     assert hardware.transfer(4 * MIB, messages=4) == pytest.approx(4 * MIB / 100e9)
     assert hardware.transfer(MIB, direct=True) == pytest.approx(MIB / 400e9)
     assert hardware.transfer(1) == 1e-6
-    assert hardware.transfer(4 * MIB, spread=True) == hardware.transfer(4 * MIB)  # nothing better is known
+    assert hardware.transfer(4 * MIB, at_once=True) == hardware.transfer(4 * MIB)  # nothing better is known
     many = replace(hardware, all_to_all_bandwidth=((MIB, 300.0),))
-    assert many.transfer(4 * MIB, spread=True) == pytest.approx(4 * MIB / 300e9)
-    assert (many.spreads(direct=False), many.spreads(direct=True)) == (True, False)
+    assert many.transfer(4 * MIB, at_once=True) == pytest.approx(4 * MIB / 300e9)
+    assert (many.receives_at_once(direct=False), many.receives_at_once(direct=True)) == (True, False)
 
 
 def test_what_leaves_a_node_takes_the_other_link():
     hardware = HardwareSpec(1.0, 100.0, message_latency=0.0, ranks_per_node=4, inter_node_bandwidth=10.0)
-    assert [hardware.apart(3, other) for other in (0, 2, 4, 7)] == [False, False, True, True]
-    assert hardware.transfer(MIB, outer=True) == pytest.approx(MIB / 10e9)
+    assert [hardware.is_inter_node(3, other) for other in (0, 2, 4, 7)] == [False, False, True, True]
+    assert hardware.transfer(MIB, is_inter_node=True) == pytest.approx(MIB / 10e9)
     # A rank of Ulysses sends four of seven parts to the other node, while three go round its own.
     made = bp.plan(seq_len=64, ranks=8, heads=8, kv_heads=8, head_dim=64, strategy="ulysses")
     forward = rank_cost(made, "forward", 0, hardware)
@@ -213,7 +213,7 @@ def test_passes_over_memory_by_hand():
     # Nor does a kernel that is faster on a square want other than that, which this is.
     assert seconds("ulysses", "forward", "zigzag", kernel=KernelTraits(prefers_square=True)) == 2 * row * (4 * 3 + 4)
     # A crowd of batch rows is packed all the same.
-    for batch, packed in ((PICKED_BATCHES, 0), (PICKED_BATCHES + 1, 2)):
+    for batch, packed in ((STRIDED_BATCHES, 0), (STRIDED_BATCHES + 1, 2)):
         made, direct = (
             plan(make_strategy("ulysses"), ranks=2, batch=batch, **usual),
             replace(hardware, peer_copy_bandwidth=((1, 1e9),)),
@@ -230,11 +230,11 @@ def test_bytes_by_hand():
     plan = make_plan(Mask.full(), strategy="burst")
     kv = 16 * 8 * (64 + 64) * 2
     forward = rank_cost(plan, "forward", 1, HardwareSpec(1, 1))
-    assert (forward.sent, forward.received, forward.hops) == (3 * kv, 3 * kv, 3)
+    assert (forward.sent, forward.received, forward.messages) == (3 * kv, 3 * kv, 3)
     q = 16 * 8 * (64 + 64) * 2 + 2 * 16 * 8 * 4
     dq = 16 * 8 * 64 * 4
     backward = rank_cost(plan, "backward", 1, HardwareSpec(1, 1))
-    assert (backward.sent, backward.hops) == (3 * (q + dq), 6)
+    assert (backward.sent, backward.messages) == (3 * (q + dq), 6)
     ring = rank_cost(make_plan(Mask.full(), strategy="ring"), "backward", 1, HardwareSpec(1, 1))
     assert ring.sent == 3 * (kv + 2 * kv)
     narrow = [make_plan(Mask.full(), strategy=name, gradient_comm_dtype="input") for name in ("ring", "burst")]

@@ -61,7 +61,7 @@ def test_groups_of_heads_by_hand():
     forward = rank_cost(made, "forward", 0, hardware)
     assert forward.seconds == pytest.approx(9.0)
     assert (forward.compute_seconds, forward.link_seconds) == (pytest.approx(6.0), pytest.approx(5.0))
-    assert (forward.launches, forward.tiles, forward.hops, forward.flops) == (2, 2, 4, 2 * flops)
+    assert (forward.launches, forward.tiles, forward.messages, forward.flops) == (2, 2, 4, 2 * flops)
     quick = replace(hardware, tflops=1.0)  # nothing hides what is sent: one exchange after the other
     assert rank_cost(made, "forward", 0, quick).seconds == pytest.approx(5.0, rel=1e-3)
     rows, numbers = 64 * 2, 64 * 2 * 64  # of a group: its LSE; its Q or its out, which is as much as K and V

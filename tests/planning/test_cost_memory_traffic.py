@@ -6,7 +6,7 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.cost import rank_cost, resharded_bytes
+from burst_portable.planning.cost import rank_cost, reshard_traffic
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.registry import make_strategy
 
@@ -48,13 +48,13 @@ def test_what_uneven_ranks_reshard():
     for rank, rows in enumerate((18, 18, 17)):
         # Q, K and V leave, and out comes: each is read and written. What came lies in order, and may stay.
         home = 2 * 3 * rows * row
-        (told,) = resharded_bytes(plan, "forward", rank, PIECES, picks=False)
+        (told,) = reshard_traffic(plan, "forward", rank, PIECES, sends_strided=False)
         assert told == (2 * 3 * rows * 3 * row, 0, 0, home)
-        (told,) = resharded_bytes(plan, "forward", rank, PIECES, picks=True)
+        (told,) = reshard_traffic(plan, "forward", rank, PIECES, sends_strided=True)
         assert told == (0, 0, 2 * 53 * 3 * row, home)
-        (told,) = resharded_bytes(plan, "backward", rank, PIECES, picks=False)
+        (told,) = reshard_traffic(plan, "backward", rank, PIECES, sends_strided=False)
         assert told == (2 * 3 * rows * row, 0, 0, 3 * home)
         # Put into natural order, and out back into that of ranks; it is a copy, which may stay.
         mixed = bp.plan(seq_len=53, ranks=3, **USUAL | {"layout": "zigzag"}, strategy="ulysses")
-        (told,) = resharded_bytes(mixed, "forward", rank, PIECES, picks=True)
+        (told,) = reshard_traffic(mixed, "forward", rank, PIECES, sends_strided=True)
         assert told == (0, 2 * 53 * 4 * row, 0, 2 * 3 * mixed.layout.count(rank) * row)

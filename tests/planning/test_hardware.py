@@ -217,7 +217,7 @@ def test_a_file_that_is_missing_and_a_folder(tmp_path):
         read_hardware_spec(tmp_path / "none.json")
     with pytest.raises(InputError, match="a folder"):
         read_hardware_spec(tmp_path)
-    with pytest.raises(InputError, match="no file of rates is named; got an empty name"):
+    with pytest.raises(InputError, match="no hardware spec file is named; got an empty name"):
         read_hardware_spec("")
 
 

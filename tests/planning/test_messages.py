@@ -12,7 +12,7 @@ def test_fields_of_a_message_are_aligned():
     """LSE and delta of three heads are 12 bytes a row, and take 16."""
     plan = make_plan(Mask.full(), "contiguous", "burst", length=53, heads=3, kv_heads=3)
     (move, *_) = plan.backward.steps_of(0)[0].sends
-    assert message_size(plan.call, move, narrow=False) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)
+    assert message_size(plan.call, move, rounds_gradients=False) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)
 
 
 def test_blocks_per_launch_share_launch_and_inbox_piece():

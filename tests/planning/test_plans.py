@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from burst_portable.planning.routes import Ring
+from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.planner import plan
 from tests.support.plans import make_plan
 
@@ -11,7 +11,7 @@ def test_plans_are_hashable_data():
     assert hash(make_plan()) == hash(make_plan())
     assert make_plan() == make_plan()
     assert make_plan() != make_plan(strategy="burst")
-    assert Ring(4) == Ring(4)
+    assert RingRoute(4) == RingRoute(4)
 
 
 def test_a_plan_is_printed_in_a_few_lines():
@@ -20,13 +20,13 @@ def test_a_plan_is_printed_in_a_few_lines():
     sizes = "8 query and 2 K/V heads of 128 (values 64), 2 bytes a number"
     assert head == f"ulysses over 8 ranks, layout zigzag, 4,096 tokens, batch 1, {sizes}"
     assert mask == f"mask      window:100:0: {4096 * 101 - 5050:,} pairs per head"
-    assert forward.endswith("out goes back after (all_to_all)")
-    assert backward.endswith("gradients go back after (all_to_all)")
+    assert forward.endswith("then out back (all_to_all)")
+    assert backward.endswith("then gradients back (all_to_all)")
 
 
 def test_where_nothing_travels_it_says_so():
     assert str(plan(seq_len=64, ranks=1, heads=2)).splitlines()[2:] == [
-        "forward   nothing travels, one rank holds all",
-        "backward  nothing travels, one rank holds all",
-        "why       on one rank nothing travels, so nothing is chosen",
+        "forward   no communication, one rank holds all tokens",
+        "backward  no communication, one rank holds all tokens",
+        "why       one rank: no communication, so nothing to choose",
     ]

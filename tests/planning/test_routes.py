@@ -10,12 +10,15 @@ def test_a_ring_by_hand():
     """Rank 1 of 3, full mask: its own block, then rank 0's, then rank 2's; K and V leave to rank 2."""
     steps = make_plan(Mask.full(), "contiguous", ranks=3, length=9).forward.steps_of(1)
     assert [s.compute.k_owners for s in steps] == [(1,), (0,), (2,)]
-    assert [(m.owner, m.target, m.issue, m.needed) for s in steps for m in s.sends] == [(1, 2, 0, 1), (0, 2, 1, 2)]
+    assert [(m.owner, m.target, m.post_step, m.wait_step) for s in steps for m in s.sends] == [
+        (1, 2, 0, 1),
+        (0, 2, 1, 2),
+    ]
     assert [(m.owner, m.source) for s in steps for m in s.receives] == [(0, 0), (2, 0)]
     backward = make_plan(Mask.full(), "contiguous", ranks=3, length=9, strategy="burst").backward.steps_of(1)
     assert [s.compute.q_owners for s in backward if s.compute] == [(1,), (0,), (2,)]
     # dQ of rank 0 is made at step 1 and goes on to rank 2; dQ of rank 2 is complete at step 2 and goes home.
-    assert [(m.owner, m.target) for s in backward for m in s.result_sends] == [(0, 2), (2, 2)]
+    assert [(m.owner, m.target) for s in backward for m in s.gradient_sends] == [(0, 2), (2, 2)]
 
 
 def test_only_ranks_that_need_a_block_get_it():

@@ -12,7 +12,7 @@ from burst_portable.mask import Mask
 from burst_portable.planning import schedule as steps
 from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.hardware import HardwareSpec
-from burst_portable.planning.schedule import BlockTiles, Compute, divided
+from burst_portable.planning.schedule import BlockTiles, Compute, split_compute
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.planning.verify import verify
 from tests.support.plans import make_plan
@@ -38,7 +38,7 @@ from tests.support.plans import make_plan
 def test_where_a_launch_is_divided(mask, rows, share, row):
     """At a multiple of 128 rows with the share above it, or where a document begins that is near."""
     tiles = find_tiles(mask, [Segment(0, rows)], [Segment(0, rows)])
-    parts = divided(Compute((0,), (0,), (BlockTiles(tiles, 0, 0),)), share)
+    parts = split_compute(Compute((0,), (0,), (BlockTiles(tiles, 0, 0),)), share)
     if row is None:
         assert parts is None
         return
@@ -101,8 +101,8 @@ def test_the_own_block_last_by_hand():
     assert first.forward == last.forward
     steps = last.backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in steps] == [None, (3,), (2,), (1,), (0,)]
-    assert [[m.owner for m in s.result_sends] for s in steps] == [[], [3], [2], [1], []]
-    assert [[m.source for m in s.result_arrivals] for s in steps] == [[], [], [1], [2], [3]]
+    assert [[m.owner for m in s.gradient_sends] for s in steps] == [[], [3], [2], [1], []]
+    assert [[m.source for m in s.gradient_arrivals] for s in steps] == [[], [], [1], [2], [3]]
     together = make_plan(local_block_order="last", blocks_per_launch=3, **options).backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in together] == [None, (1, 2, 3), (0,)]
     # A step computes for a second, K and V take half of one to come, dK and dV a whole one to leave.
@@ -121,8 +121,8 @@ def test_the_own_block_divided_by_hand():
     assert [s.compute.k_owners for s in steps] == [(0,), (1, 2, 3), (0,)]
     assert [s.compute.tiles.box for s in steps[::2]] == [(0, 512, 0, 1536), (512, 1536, 0, 1536)]
     assert [len(s.receives) for s in steps] == [3, 0, 0]
-    assert [len(s.result_sends) for s in steps] == [0, 3, 0]
-    assert [len(s.result_arrivals) for s in steps] == [0, 0, 3]
+    assert [len(s.gradient_sends) for s in steps] == [0, 3, 0]
+    assert [len(s.gradient_arrivals) for s in steps] == [0, 0, 3]
     # A step with a whole block takes a second, K and V of a block a tenth to come, dK and dV a fifth to leave.
     size = rank_cost(plan, "forward", 0, HardwareSpec(1, 1)).received / 3
     hardware = HardwareSpec(10 * 1536 * 1536 * 8 * 64 / 1e12, 10 * size / 1e9, 0.0, 0.0)
@@ -161,7 +161,7 @@ def test_rows_that_two_parts_have_in_common_are_found():
     steps = plan.backward.steps_of(1)
     upper = steps[0].compute
     wrong = dataclasses.replace(steps[-1], compute=upper)  # the same rows again, and as many never
-    plan.backward._ranks[1] = (*steps[:-1], wrong)
+    plan.backward._steps[1] = (*steps[:-1], wrong)
     assert any("computed more than once: [(1, 1)]" in one for one in verify(plan))
 
 

@@ -37,7 +37,7 @@ def test_what_is_told_of_a_launch_is_what_its_tiles_say(mask):
     """Without shifting a tile: of blocks that are trimmed, and of several at once, on either side."""
     auto = AutoStrategy(hardware=HARDWARE)
     for problem in problems(mask, 3):
-        for label, strategy in auto.compared(problem)[0].items():
+        for label, strategy in auto.list_candidates(problem)[0].items():
             made = strategy.plan(problem)
             computes = [s.compute for name in PASSES for s in made.steps(name, 1)]
             for one in filter(None, computes):
@@ -71,7 +71,7 @@ class ClearedAtOnce(dict):
 def test_plan_part_survives_cache_clear_by_other_thread():
     part = bp.plan(seq_len=256, ranks=4, heads=2, strategy="ring").forward
     ours = dataclasses.replace(part)
-    object.__setattr__(ours, "_ranks", ClearedAtOnce())
+    object.__setattr__(ours, "_steps", ClearedAtOnce())
     assert ours.steps_of(2) == part.steps_of(2)
 
 

@@ -12,7 +12,7 @@ from burst_portable.errors import LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS
 from burst_portable.mask import Mask
 from burst_portable.planning.plans import make_pass_plan
-from burst_portable.planning.routes import Fetch, Ring
+from burst_portable.planning.routes import DirectRoute, RingRoute
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 from tests.support.plans import make_plan
@@ -40,7 +40,7 @@ class TestPlantedMistakes:
         plan = dataclasses.replace(plan, **own)
         for part in own.values():
             steps = list(part.steps_of(rank))
-            part._ranks[rank] = tuple(change(steps))  # kept: so few ranks never push it out
+            part._steps[rank] = tuple(change(steps))  # kept: so few ranks never push it out
         return verify(plan, ranks=ranks)
 
     def test_none(self):
@@ -56,13 +56,19 @@ class TestPlantedMistakes:
         def deaf(steps: list[Step]):
             return [dataclasses.replace(s, receives=()) for s in steps]
 
-        for change, told in ((lambda steps: steps[:-1], "pairs computed, but the mask has"), (deaf, "one end alone")):
+        for change, told in (
+            (lambda steps: steps[:-1], "pairs computed, but the mask has"),
+            (deaf, "only one of their two ranks"),
+        ):
             assert any(told in w for w in self.broken(change, ranks=[0, 1]))
             assert self.broken(change, ranks=[2]) == []
 
     def test_a_step_done_twice(self):
         def twice(steps: list[Step]):
-            return [*steps, dataclasses.replace(steps[0], sends=(), receives=(), result_sends=(), result_receives=())]
+            return [
+                *steps,
+                dataclasses.replace(steps[0], sends=(), receives=(), gradient_sends=(), gradient_receives=()),
+            ]
 
         assert any("more than once" in w for w in self.broken(twice))
 
@@ -70,14 +76,14 @@ class TestPlantedMistakes:
         def deaf(steps: list[Step]):
             return [dataclasses.replace(s, receives=()) for s in steps]
 
-        assert any("one end alone" in w for w in self.broken(deaf))
+        assert any("only one of their two ranks" in w for w in self.broken(deaf))
 
     def test_a_send_at_another_step(self):
         def late(steps: list[Step]):
-            moved = tuple(m._replace(issue=m.issue + 1) for m in steps[0].sends)
+            moved = tuple(m._replace(post_step=m.post_step + 1) for m in steps[0].sends)
             return [dataclasses.replace(steps[0], sends=moved), *steps[1:]]
 
-        assert any("one end alone" in w for w in self.broken(late))
+        assert any("only one of their two ranks" in w for w in self.broken(late))
 
     def test_computing_with_a_block_that_is_not_there(self):
         def early(steps: list[Step]):
@@ -95,9 +101,9 @@ class TestPlantedMistakes:
     @pytest.mark.parametrize("side", ["kv", "q"])
     def test_a_gradient_that_does_not_get_home(self, side):
         def keep(steps: list[Step]):
-            return [dataclasses.replace(s, result_sends=()) for s in steps]
+            return [dataclasses.replace(s, gradient_sends=()) for s in steps]
 
-        assert any("gets no further" in w for w in self.broken(keep, side=side))
+        assert any("is not sent on by" in w for w in self.broken(keep, side=side))
 
 
 class TestPlantedRoutes:
@@ -105,59 +111,67 @@ class TestPlantedRoutes:
 
     def wrong(self, base, mask, **methods):
         planted = dataclasses.dataclass(frozen=True)(type("Planted", (base,), methods))
-        route = planted(4) if base is Ring else planted(4, 1, 1, 1.0)
+        route = planted(4) if base is RingRoute else planted(4, 1, 1, 1.0)
         plan = make_plan(mask, ranks=4)
         part = make_pass_plan(plan.call, "kv", route)
         return verify(
-            dataclasses.replace(plan, forward=part, backward=make_pass_plan(plan.call, "kv", route, results=route))
+            dataclasses.replace(
+                plan, forward=part, backward=make_pass_plan(plan.call, "kv", route, gradient_route=route)
+            )
         )
 
-    @pytest.mark.parametrize("base", [Ring, Fetch])
+    @pytest.mark.parametrize("base", [RingRoute, DirectRoute])
     def test_none(self, base):
         assert self.wrong(base, Mask.causal()) == []
 
     def test_a_block_that_is_asked_for_at_the_step_that_needs_it(self):
-        def arrival(self, needs, owner, rank):
-            return (owner, self.step(owner, rank)) if needs(owner, rank) else None
+        def block_source(self, dependencies, owner, rank):
+            return (owner, self.step(owner, rank)) if dependencies.needs(owner, rank) else None
 
-        wrong = self.wrong(Fetch, Mask.full(), arrival=arrival)
-        assert "rank 0 waits for kv3 at step 1, but has not posted its receive by then" in wrong[0]
-        assert "`arrival` must say a step before `step`" in wrong[0]
+        wrong = self.wrong(DirectRoute, Mask.full(), block_source=block_source)
+        assert "rank 0 waits for kv3 at step 1, but posts its receive only at step 1" in wrong[0]
+        assert "`block_source` must return an earlier step" in wrong[0]
 
     def test_gradients_without_patience(self):
-        wrong = self.wrong(Fetch, Mask.full(), patience=lambda self, source, target: 0)
-        assert any("`patience` must be at least 1" in w for w in wrong)
+        wrong = self.wrong(DirectRoute, Mask.full(), gradient_delay_steps=lambda self, source, target: 0)
+        assert any("`gradient_delay_steps` must be at least 1" in w for w in wrong)
 
-    @pytest.mark.parametrize("patience", [2, 3])
-    def test_gradients_that_come_after_what_they_add_to_has_left(self, patience):
-        wrong = self.wrong(Ring, Mask.full(), patience=lambda self, source, target: patience)
-        assert any("has no gradient of block" in w and "see `departure`, `patience`" in w for w in wrong)
+    @pytest.mark.parametrize("steps", [2, 3])
+    def test_gradients_that_come_after_what_they_add_to_has_left(self, steps):
+        wrong = self.wrong(RingRoute, Mask.full(), gradient_delay_steps=lambda self, source, target: steps)
+        assert any(
+            "has no gradient of block" in w and "see `gradient_target`, `gradient_delay_steps`" in w for w in wrong
+        )
 
     def test_gradients_that_go_to_a_rank_that_makes_none(self):
-        def departure(self, needs, owner, rank):
+        def gradient_target(self, dependencies, owner, rank):
             return (rank + 1) % 4
 
-        wrong = self.wrong(Ring, Mask.window(2), departure=departure)
+        wrong = self.wrong(RingRoute, Mask.window(2), gradient_target=gradient_target)
         assert any("has no gradient of block" in w for w in wrong)
 
-    @pytest.mark.parametrize("base", [Ring, Fetch])
+    @pytest.mark.parametrize("base", [RingRoute, DirectRoute])
     def test_a_block_that_nobody_uses(self, base):
         together = {"step": lambda self, owner, rank: int(owner != rank)}
-        wrong = self.wrong(base, Mask.window(2), arrival=lambda self, needs, owner, rank: (owner, 0), **together)
-        assert any("neither computes with it nor hands it on; see `arrival`" in w for w in wrong)
+        wrong = self.wrong(
+            base, Mask.window(2), block_source=lambda self, dependencies, owner, rank: (owner, 0), **together
+        )
+        assert any("neither computes with it nor forwards it; see `block_source`" in w for w in wrong)
 
     def test_arrival_and_targets_disagree(self):
-        wrong = self.wrong(Fetch, Mask.full(), targets=lambda self, owner, rank: iter(()))
-        assert any("`arrival` and `targets` of the route disagree" in w for w in wrong)
+        wrong = self.wrong(DirectRoute, Mask.full(), targets=lambda self, owner, rank: iter(()))
+        assert any("`block_source` and `targets` of the route disagree" in w for w in wrong)
 
     def test_departure_and_feeder_disagree(self):
-        wrong = self.wrong(Ring, Mask.full(), feeder=lambda self, owner, rank: None)
-        assert any("`departure` and `feeder` of the route disagree" in w for w in wrong)
+        wrong = self.wrong(RingRoute, Mask.full(), gradient_source=lambda self, owner, rank: None)
+        assert any("`gradient_target` and `gradient_source` of the route disagree" in w for w in wrong)
 
     def test_a_rank_among_its_own_targets(self):
-        def arrival(self, needs, owner, rank):
+        def block_source(self, dependencies, owner, rank):
             return owner, self.step(owner, rank) - 1
 
-        wrong = self.wrong(Fetch, Mask.full(), arrival=arrival, targets=lambda self, owner, rank: iter(range(4)))
-        assert any("lets go of its own block" in w for w in wrong)
+        wrong = self.wrong(
+            DirectRoute, Mask.full(), block_source=block_source, targets=lambda self, owner, rank: iter(range(4))
+        )
+        assert any("releases its local block" in w for w in wrong)
         assert not any("[]" in w for w in wrong)

@@ -27,10 +27,12 @@ class Joined(Strategy):
     title = "all blocks in one launch"
 
     side: Side = "kv"
-    narrow: bool = False
+    rounds_gradients: bool = False
 
     def plan(self, call):
-        return ring_plan(call, self.name, side=self.side, path=Gather(call.ranks), narrow=self.narrow)
+        return ring_plan(
+            call, self.name, side=self.side, route=Gather(call.ranks), rounds_gradients=self.rounds_gradients
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def test_joined_launch_equals_float64(mask, layout, side):
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 def test_joined_launch_serves_narrow_gradients_and_16_bits(kernel):
-    case = JoinedCase("causal", ranks=3, dtype=torch.bfloat16, sinks=True, chosen=Joined(narrow=True))
+    case = JoinedCase("causal", ranks=3, dtype=torch.bfloat16, sinks=True, chosen=Joined(rounds_gradients=True))
     x = make_inputs(case)
     answers = bp.run_threads(3, lambda mesh: on_one_rank(mesh, case, x, kernel))
     wrong = judge(answers[0], *expected(case, x), case.dtype)

@@ -50,7 +50,7 @@ def test_one_rank_may_ask_alone_and_with_shapes_alone():
 
     _, told = bp.run_threads(2, work)
     assert (told.backend.name, told.kernel.name, told.kernel.why) == ("cpu", "reference", "named")
-    assert told.moves["backward"] == "Q, dO, LSE and delta travel, dQ after them (ring)"
+    assert told.moves["backward"] == "Q, dO, LSE and delta are sent, then dQ (ring)"
 
 
 def test_every_reason_is_told():
@@ -59,7 +59,7 @@ def test_every_reason_is_told():
     assert told.backend.others["cuda"] == "it takes tensors on cuda"
     assert told.kernel.others == {"cpu_flash": "it has no softcap"}
     assert told.moves == {"forward": "nothing, one rank holds all", "backward": "nothing, one rank holds all"}
-    assert told.strategy.why == "on one rank nothing travels, so nothing is chosen"
+    assert told.strategy.why == "one rank: no communication, so nothing to choose"
     assert told.mask == "documents(2): 43 pairs per head; 4 tokens see nothing"
     text = str(told).splitlines()
     assert "kernel    reference: the first of the backend's that serves it" in text

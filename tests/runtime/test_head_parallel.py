@@ -19,7 +19,7 @@ from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.cost import plan_cost, reshard_bytes
 from burst_portable.planning.hardware import HardwareSpec
-from burst_portable.planning.plans import can_group, head_groups
+from burst_portable.planning.plans import can_group_heads, split_heads
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.planning.verify import verify
 from burst_portable.runtime.head_parallel import row_orders
@@ -163,18 +163,18 @@ def test_rows_of_several_steps_are_put_in_order(kernel):
     ],
 )
 def test_groups(heads, kv_heads, groups, keys, shared):
-    made = head_groups(heads, kv_heads, groups)
+    made = split_heads(heads, kv_heads, groups)
     assert [g.kv_heads for g in made] == keys
     assert [(g.brings_kv, g.returns_kv) for g in made] == shared
     assert [g.q_heads for g in made] == [(i, i + heads // groups) for i in range(0, heads, heads // groups)]
 
 
 def test_groups_that_cannot_be():
-    assert not can_group(6, 3, 2)  # three heads would read one K/V head and a half
+    assert not can_group_heads(6, 3, 2)  # three heads would read one K/V head and a half
     with pytest.raises(InputError, match="head_groups is not a number of groups; got 0"):
         bp.make_strategy("ulysses", head_groups=0)
     with pytest.raises(
-        UnsupportedError, match="in 2 groups; got 6 query and 3 K/V heads per rank; allowed: groups of 1"
+        UnsupportedError, match="in 2 groups; got 6 query and 3 K/V heads per rank; allowed: head_groups of 1"
     ):
         bp.plan(seq_len=64, ranks=2, heads=12, kv_heads=6, strategy=bp.make_strategy("ulysses", head_groups=2))
 
@@ -223,7 +223,7 @@ def test_groups_hide_what_moves():
     assert one.sent == two.sent == four.sent
     assert (one.flops, one.launches, four.launches) == (four.flops, 1, 4)
     slow = replace(hardware, launch_latency=1.0)
-    assert bp.plan(strategy=AutoStrategy(hardware=slow), **size).groups == 1
+    assert bp.plan(strategy=AutoStrategy(hardware=slow), **size).head_groups == 1
 
 
 def test_whole_gradients_are_handed_through():

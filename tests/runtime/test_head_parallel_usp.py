@@ -266,11 +266,11 @@ def test_explain_tells_both_ways():
         ).moves
 
     told = bp.run_threads(4, work)[0]
-    assert told["forward"].endswith("between nodes K and V travel (all_to_all, ring, nodes of 2 ranks)")
+    assert told["forward"].endswith("between nodes K and V are sent (all_to_all, ring, nodes of 2 ranks)")
     assert told["backward"].startswith("all rows of the node of some heads of dO come before")
 
     default = bp.run_threads(4, lambda mesh: bp.explain(*[torch.empty(1, 4, 2, 8)] * 3, mesh=mesh, strategy="usp"))[0]
-    assert default.strategy.why == "named; nodes of 2: no node size was given"
+    assert default.strategy.why == "named; ranks_per_node=2 by default"
 
 
 def test_what_is_recorded_is_the_plan_s():

@@ -65,7 +65,7 @@ def called(label: str, ranks: int, node: int) -> object:
     ],
 )
 def test_candidates_are_what_they_are_called(ranks, ranks_per_node, hardware, heads, expected):
-    candidates, _ = AutoStrategy(ranks_per_node=ranks_per_node, hardware=hardware).compared(
+    candidates, _ = AutoStrategy(ranks_per_node=ranks_per_node, hardware=hardware).list_candidates(
         problem(ranks, heads, heads)
     )
     known = {label: strategy for label, strategy in candidates.items() if strategy.name in TABLED}
@@ -107,7 +107,7 @@ def test_it_follows_the_arithmetic_of_the_travelling_side():
     assert mha.strategy == "burst"
     assert gqa.strategy == "ring"
     assert "chose burst" in mha.reason
-    assert "ulysses cannot share" in mha.reason
+    assert "ulysses cannot divide" in mha.reason
 
 
 def test_it_fetches_where_the_mask_is_narrow():

@@ -33,7 +33,7 @@ def test_a_double_ring_sends_the_next_node_s_block_first():
     plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, ranks_per_node=4)
     steps = plan.forward.steps_of(0)
     outer = [m for s in steps for m in s.sends if m.target == 4]
-    assert [(m.owner, m.issue, m.needed) for m in outer] == [(0, 0, 4)]
+    assert [(m.owner, m.post_step, m.wait_step) for m in outer] == [(0, 0, 4)]
 
 
 def test_the_own_node_s_round_is_divided_by_hand():
@@ -44,7 +44,7 @@ def test_the_own_node_s_round_is_divided_by_hand():
     assert [[(m.owner, m.source) for m in s.receives] for s in steps][:8] == [
         [(4, 4)], [(7, 3)], [(6, 3)], [(5, 3)], [(3, 3)], [(2, 3)], [(1, 3)], [],
     ]  # fmt: skip
-    assert [[(m.owner, m.target) for m in s.result_sends] for s in steps][:8] == [
+    assert [[(m.owner, m.target) for m in s.gradient_sends] for s in steps][:8] == [
         [], [(4, 1)], [(7, 1)], [(6, 1)], [(5, 5)], [(3, 1)], [(2, 1)], [(1, 1)],
     ]  # fmt: skip
     # A step computes for a second, a block takes one to come, and its gradients two to go home.
@@ -63,8 +63,8 @@ def test_steps_before_other_nodes_by_bytes(ranks_per_node, travels, first):
     plan = make_plan(
         Mask.causal(), ranks=16, strategy="double_ring", ranks_per_node=ranks_per_node, backward_circulates=travels
     )
-    assert (plan.forward.route.first, plan.backward.route.first) == (ranks_per_node, first)
-    whole = dataclasses.replace(plan.backward.route, first=ranks_per_node)
+    assert (plan.forward.route.first_steps, plan.backward.route.first_steps) == (ranks_per_node, first)
+    whole = dataclasses.replace(plan.backward.route, first_steps=ranks_per_node)
     undivided = dataclasses.replace(plan, backward=make_pass_plan(plan.call, travels, whole, whole))
     assert verify(undivided) == []
     most = [

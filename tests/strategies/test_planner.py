@@ -21,9 +21,9 @@ from tests.support.plans import make_plan
         ({"strategy": "ring+fetch"}, InputError, "options are not part of its name"),
         ({"strategy": "ring", "ranks_per_node": 2}, InputError, "no option 'ranks_per_node'"),
         ({"strategy": "double_ring", "ranks_per_node": 3}, InputError, "does not divide"),
-        ({"strategy": "ring", "local_block_order": "last"}, InputError, "begins with its owner"),
-        ({"strategy": "ulysses", "heads": 6}, UnsupportedError, "cannot share these heads"),
-        ({"strategy": "ulysses", "heads": 12, "kv_heads": 3}, UnsupportedError, "cannot share these heads"),
+        ({"strategy": "ring", "local_block_order": "last"}, InputError, "forwards the local block in step 0"),
+        ({"strategy": "ulysses", "heads": 6}, UnsupportedError, "cannot divide these heads"),
+        ({"strategy": "ulysses", "heads": 12, "kv_heads": 3}, UnsupportedError, "cannot divide these heads"),
         ({"ranks": 65}, LayoutError, "more ranks than tokens"),
         ({"ranks": 0}, InputError, "ranks is not a size"),
         ({"layout": "zig"}, UnknownNameError, "did you mean 'zigzag'"),
@@ -52,7 +52,7 @@ WRONG = {
 def test_every_strategy_refuses_options_of_no_meaning(name):
     for field in dataclasses.fields(make_strategy(name)):
         declared = field.metadata.get("option")
-        value, told = WRONG.get(field.name) or (object(), declared.what)
+        value, told = WRONG.get(field.name) or (object(), declared.noun)
         with pytest.raises(InputError, match=told):
             make_strategy(name, **{field.name: value})
 

@@ -26,7 +26,7 @@ from tests.support.plugins import install
 THEIRS = """
 from dataclasses import dataclass
 from burst_portable.errors import InputError
-from burst_portable.planning.routes import Ring
+from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.base import Strategy, ring_plan
 from burst_portable.strategies.options import PREFETCH_STEPS, Option, option
 from burst_portable.strategies.ring import RingStrategy
@@ -68,7 +68,7 @@ class Base(Strategy):
     title = "a mistake each"
 
     def plan(self, call):
-        return ring_plan(call, "theirs", side="kv", path=Ring(call.ranks))
+        return ring_plan(call, "theirs", side="kv", route=RingRoute(call.ranks))
 
 @dataclass(frozen=True)
 class NoReturn(Base):
@@ -82,7 +82,7 @@ class OtherName(Base):
     name, title = "theirs", "a plan of another name"
 
     def plan(self, call):
-        return ring_plan(call, "their", side="kv", path=Ring(call.ranks))
+        return ring_plan(call, "their", side="kv", route=RingRoute(call.ranks))
 
 @dataclass(frozen=True)
 class Faulty(Base):
@@ -107,14 +107,14 @@ class BadRoute(Base):
     name, title = "theirs", "a route that is not frozen"
 
     def plan(self, call):
-        return ring_plan(call, "theirs", side="kv", path=Unhashable(call.ranks))
+        return ring_plan(call, "theirs", side="kv", route=Unhashable(call.ranks))
 
 @dataclass(frozen=True)
 class LazyRoute(Base):
     name, title = "theirs", "a route that fails when it is asked"
 
     def plan(self, call):
-        return ring_plan(call, "theirs", side="kv", path=Empty())
+        return ring_plan(call, "theirs", side="kv", route=Empty())
 
 @dataclass(frozen=True)
 class Empty:
@@ -241,12 +241,15 @@ def test_auto_never_takes_an_inexact_strategy(package):
         ("their_strategies:THEIRS", "fails to import.*THEIRS"),
         ("their_strategies:dataclass", "is no subclass of"),
         ("their_absent_module:Theirs", "fails to import.*their_absent_module"),
-        ("burst_portable.strategies.ring:RingStrategy", "calls itself 'ring'"),
-        ("their_strategies:OurTrial", "a trial of the strategy 'theirs' has a label that is not its own; got 'ring"),
+        ("burst_portable.strategies.ring:RingStrategy", "its name is 'ring'"),
+        (
+            "their_strategies:OurTrial",
+            "a trial of the strategy 'theirs' has a label that does not begin with its name; got 'ring",
+        ),
         ("their_strategies:FaultyTrials", "its trials: it is broken: TypeError"),
-        ("their_strategies:Suggesting", "suggests 'theirs.far', which is none of its trials: theirs"),
+        ("their_strategies:Suggesting", "suggests 'theirs.far', which is not one of its trials: theirs"),
         ("their_strategies:PlainField", "its field 'far' is no option"),
-        ("their_strategies:TakenFlag", "its option 'batch' would be a flag that the commands have already"),
+        ("their_strategies:TakenFlag", "its option 'batch' has the name of a flag of the commands"),
     ],
 )
 def test_load_refuses_what_is_no_strategy(package, target, message):
@@ -267,8 +270,8 @@ def test_load_refuses_what_is_no_strategy(package, target, message):
         ("BadRoute", "the route Unhashable cannot be hashed; make it a frozen dataclass"),
         ("LazyRoute", "it is broken: AttributeError"),
         ("FaultyCandidates", "it is broken: IndexError: none"),
-        ("OurLabel", "a candidate of the strategy 'theirs' has a label that is not its own; got 'ring'"),
-        ("NearLabel", "has a label that is not its own; got 'theirs_too'"),
+        ("OurLabel", "a candidate of the strategy 'theirs' has a label that does not begin with its name; got 'ring'"),
+        ("NearLabel", "has a label that does not begin with its name; got 'theirs_too'"),
     ],
 )
 def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, target, reason):
@@ -311,7 +314,7 @@ def test_reserved_flags_are_those_of_the_commands():
 def test_load_refuses_a_name_of_two_packages(package):
     package({"theirs": "their_strategies:Theirs"})
     package({"theirs": "other_strategies:Theirs"}, module="other_strategies")
-    with pytest.raises(UnsupportedError, match="packages register the strategy 'theirs' at once"):
+    with pytest.raises(UnsupportedError, match="several packages register the strategy 'theirs'"):
         load("theirs")
 
 
@@ -329,9 +332,11 @@ def test_strategy_of_passes_ranks_per_node_only_if_supported():
 
 
 def test_options_are_checked_together():
-    with pytest.raises(InputError, match=r'begins with its owner; got local_block_order=.last.; transfer="direct"'):
+    with pytest.raises(
+        InputError, match=r'forwards the local block in step 0; got local_block_order=.last.; transfer="direct"'
+    ):
         RingStrategy(local_block_order="last")
-    with pytest.raises(InputError, match="come one by one; got blocks_per_launch=2"):
+    with pytest.raises(InputError, match="one block per step; got blocks_per_launch=2"):
         RingStrategy(blocks_per_launch=2)
     assert RingStrategy("direct", blocks_per_launch=2).blocks_per_launch == 2
 

@@ -73,7 +73,7 @@ class TestPlantedMistakes:
         plan = make(ranks=6, mask="full")
         own = {name: replace(part) for name, part in plan.passes()}  # passes are shared by plans
         for part in own.values():
-            part._ranks[rank] = tuple(change(list(part.steps_of(rank))))
+            part._steps[rank] = tuple(change(list(part.steps_of(rank))))
         return verify(replace(plan, **own))
 
     def test_a_rank_that_leaves_out_its_last_hop(self):
@@ -85,7 +85,7 @@ class TestPlantedMistakes:
         def astray(steps: list[Step]):
             return [replace(s, sends=tuple(m._replace(target=0) for m in s.sends)) for s in steps]
 
-        assert any("one end alone" in w for w in self.broken(astray))
+        assert any("only one of their two ranks" in w for w in self.broken(astray))
 
     def test_a_block_of_another_place(self):
         def strange(steps: list[Step]):
@@ -96,9 +96,9 @@ class TestPlantedMistakes:
 
     def test_gradients_that_do_not_get_home(self):
         def keep(steps: list[Step]):
-            return [replace(s, result_sends=()) for s in steps]
+            return [replace(s, gradient_sends=()) for s in steps]
 
-        assert any("gets no further" in w for w in self.broken(keep))
+        assert any("is not sent on by" in w for w in self.broken(keep))
 
     @pytest.mark.parametrize("name", ["forward", "backward"])
     def test_nodes_with_each_other_s_rows(self, name):
@@ -109,7 +109,7 @@ class TestPlantedMistakes:
         for side in ("layout", "kv_layout"):
             part = plan.pass_plan(name)
             wrong = replace(plan, **{name: replace(part, call=replace(part.call, **{side: turned}))})
-            assert any(w == f"{name}: nodes compute with other rows than their ranks have" for w in verify(wrong))
+            assert any(w == f"{name}: nodes compute with other rows than those of their ranks" for w in verify(wrong))
 
     @pytest.mark.parametrize(("sizes", "told"), [
         ({"heads": 2}, "3 ranks with 2 query heads each are not 12 heads"),
@@ -142,7 +142,7 @@ def test_seconds_by_hand():
     hardware = HardwareSpec(step, there / 3e9, 0.0, 0.0, ranks_per_node=2, inter_node_bandwidth=block / 5e9)
     forward = rank_cost(plan, "forward", 1, hardware)
     assert forward.seconds == pytest.approx(3 + 5 + 1 + 1)
-    assert (forward.sent, forward.received, forward.hops) == (there + back + block, there + back + block, 3)
+    assert (forward.sent, forward.received, forward.messages) == (there + back + block, there + back + block, 3)
     assert forward.link_seconds == pytest.approx(3 + 5 + 1)
     assert (forward.launches, forward.compute_seconds) == (2, pytest.approx(2.0))
     # Backward: dO comes in a second. The block's 5 seconds outlast a step of 2.5; its gradients, in float32, take 10.
@@ -210,11 +210,11 @@ def test_room_for_what_is_resharded_by_hand():
 @pytest.mark.parametrize(
     ("ranks", "heads", "kv_heads", "ranks_per_node", "note"),
     [
-        (64, 32, 8, 8, "nodes of 8: no node size was given"),
-        (64, 28, 4, 4, "nodes of 4: no node size was given, and these heads are not shared out among 8"),
-        (12, 32, 8, 4, "nodes of 4: no node size was given, and these heads are not shared out among 6"),
-        (8, 7, 7, 1, "nodes of 1: no node size was given, and these heads are not shared out among 4"),
-        (7, 7, 7, 1, "nodes of 1: no node size was given"),
+        (64, 32, 8, 8, "ranks_per_node=8 by default"),
+        (64, 28, 4, 4, "ranks_per_node=4 by default; these heads cannot be divided among 8"),
+        (12, 32, 8, 4, "ranks_per_node=4 by default; these heads cannot be divided among 6"),
+        (8, 7, 7, 1, "ranks_per_node=1 by default; these heads cannot be divided among 4"),
+        (7, 7, 7, 1, "ranks_per_node=1 by default"),
     ],
 )
 def test_the_node_size_that_is_taken(ranks, heads, kv_heads, ranks_per_node, note):
@@ -229,9 +229,9 @@ def test_node_sizes_that_are_refused():
     ):
         make(ranks_per_node=5)
     told = (
-        r"usp cannot share these heads out in a node; got 12 query and 3 K/V heads, ranks_per_node=2; "
+        r"usp cannot divide these heads among the ranks of a node; got 12 query and 3 K/V heads, ranks_per_node=2; "
         "allowed: ranks_per_node of 1, 3, "
-        r"6, 12 on 12 ranks: query heads a multiple of it, K/V heads a multiple or a divisor; take one of these, or"
+        r"6, 12 on 12 ranks: query heads a multiple of it, K/V heads a multiple or a divisor; use one of these, or"
     )
     with pytest.raises(UnsupportedError, match=told):
         make(ranks_per_node=2, kv_heads=3)
@@ -250,6 +250,6 @@ def test_auto_takes_it_among_many_ranks():
     assert "usp in 4 " in parts.reason
     odd = bp.plan(**usual | {"heads": 7, "kv_heads": 7}, strategy=AutoStrategy(ranks_per_node=8, hardware=hardware))
     assert (
-        "not usp: usp cannot share these heads out in a node; got 7 query and 7 K/V heads, ranks_per_node=8"
+        "usp cannot divide these heads among the ranks of a node; got 7 query and 7 K/V heads, ranks_per_node=8"
         in odd.reason
     )

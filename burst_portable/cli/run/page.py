@@ -12,7 +12,7 @@ from burst_portable.cli.drawing import score_matrix
 from burst_portable.cli.run import charts
 from burst_portable.cli.run.charts import Part, Series
 from burst_portable.cli.run.view import timing_text, utilisation_text, verdict_text
-from burst_portable.planning.plans import PASSES, Plan, travels_text
+from burst_portable.planning.plans import PASSES, Plan, traffic_text
 from burst_portable.profiling.report.html import template_environment
 from burst_portable.utils.text import bytes_text, scaled, time_text
 
@@ -58,7 +58,7 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
         legend=[(rank % charts.COLOURS, charts.rank_label(rank)) for rank in range(min(facts["world_size"], 16))],
         time=charts.bars([(f"rank {i}", parts) for i, parts in enumerate(rows)], "s"),
         time_rows=rows,
-        travels_text=travels_text,
+        traffic_text=traffic_text,
         told={name: what for _, name, what in (*PARTS, _UNKNOWN)},
     )
     path.write_text(page, encoding="utf-8")

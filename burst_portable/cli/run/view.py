@@ -165,7 +165,7 @@ def _travels(plan: Plan) -> str:
         return "rows for heads, all to all"
     inside = f"rows for heads in nodes of {plan.head_parallel_size}; " if plan.heads else ""
     return inside + ", ".join(
-        f"{name} {_SIDES[pass_plan.side]} {pass_plan.route.phrase}" for name, pass_plan in plan.passes()
+        f"{name} {_SIDES[pass_plan.side]} {pass_plan.route.description}" for name, pass_plan in plan.passes()
     )
 
 

@@ -109,7 +109,7 @@ def _complete(told: Facts, case: Case) -> str:
     """Whether every pair of the mask is in the report once, and every byte of the plan."""
     plan = plan_of(case)
     seen = int(oracle.dense_mask(case.make_mask(), case.length).sum())
-    shared = plan.head_parallel_size * plan.groups  # each group of heads sees every pair
+    shared = plan.head_parallel_size * plan.head_groups  # each group of heads sees every pair
     for backward, name in enumerate(PASSES):
         pieces = [step for step in told["steps"] if step["backward"] == backward]
         pairs = sum(cell["pairs"] for step in pieces for cell in step["ranks"])
@@ -123,7 +123,7 @@ def _complete(told: Facts, case: Case) -> str:
 
 
 def _computes(plan: Plan, name: PassName, rank: int) -> int:
-    return plan.groups * sum(step.compute is not None for step in plan.steps(name, rank))
+    return plan.head_groups * sum(step.compute is not None for step in plan.steps(name, rank))
 
 
 # ------------------------------------------------------------------------------------------------------- the clock

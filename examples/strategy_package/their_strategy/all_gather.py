@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.planning.routes import Needs
-from burst_portable.strategies.base import Machine, Strategy, ring_plan, travel_narrow
+from burst_portable.planning.routes import BlockDependencies
+from burst_portable.strategies.base import Machine, Strategy, ring_plan, should_round_gradients
 from burst_portable.strategies.options import GRADIENT_COMM_DTYPE, GradientCommDtype, option
 
 
@@ -29,27 +29,27 @@ class Gather:
 
     ranks: int
     name: str = "all_gather"
-    phrase: str = "all at once from their owners"
+    description: str = "all at once from their owners"
     trims: bool = True
-    before: float = 0.0
+    local_first_share: float = 0.0
 
     def step(self, owner: int, rank: int) -> int:
         return 1
 
-    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
-        return (owner, 0) if needs(owner, rank) else None
+    def block_source(self, dependencies: BlockDependencies, owner: int, rank: int) -> tuple[int, int] | None:
+        return (owner, 0) if dependencies.needs(owner, rank) else None
 
     def targets(self, owner: int, rank: int) -> Iterator[int]:
         if owner == rank:
             yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
 
-    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
         return owner
 
-    def feeder(self, owner: int, rank: int) -> int | None:
+    def gradient_source(self, owner: int, rank: int) -> int | None:
         return None
 
-    def patience(self, source: int, target: int) -> int:
+    def gradient_delay_steps(self, source: int, target: int) -> int:
         return 1
 
 
@@ -63,8 +63,8 @@ class AllGatherStrategy(Strategy):
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        narrow = travel_narrow(call, self.gradient_comm_dtype)
-        return ring_plan(call, self.name, side="kv", path=Gather(call.ranks), narrow=narrow)
+        rounds_gradients = should_round_gradients(call, self.gradient_comm_dtype)
+        return ring_plan(call, self.name, side="kv", route=Gather(call.ranks), rounds_gradients=rounds_gradients)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:

@@ -242,7 +242,7 @@ def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
         (["--strategy", "double_ring", "--ranks-per-node", "3"], "does not divide"),
         (["--lr", "nan"], "--lr"),
         (["--strategy", "rng"], "did you mean 'ring'"),
-        (["--strategy", "ulysses", "--ranks", "3"], "ulysses cannot share"),
+        (["--strategy", "ulysses", "--ranks", "3"], "ulysses cannot divide"),
         (["--strategy", "usp", "--ranks-per-node", "3"], "does not divide"),
         (["--layout", "zag"], "zigzag"),
         (["--dtype", "int8"], "unknown dtype"),
