@@ -1,10 +1,14 @@
-"""Run one rank's steps of a pass, for every strategy. (`head_parallel` exchanges tokens for heads around them.)
+"""Execute the steps of one rank, for every strategy. (`head_parallel` exchanges tokens for heads before and after.)
 
-::
+One pass, as `_forward_steps` and `_backward_steps` run it::
 
-    for each step:  wait for blocks  ->  send, post receives  ->  compute  ->  send gradients after their block
+    for step in steps:                  planning/schedule.py, Step: what this rank does at each step
+        _Blocks.begin                   wait for the blocks of this step; send blocks; post receives for later steps
+        kernel.attend                   compute with the local and the received blocks (attend_backward in backward)
+        _Gradients.end                  backward: add received gradients, send the sums of remote blocks
+        _Blocks.end                     release blocks that no later step uses
 
-`planning.schedule.Step` lists what each step does, `planning.messages.StepMessages` the sizes of its messages.
+`planning.messages.StepMessages` has the sizes of the messages of a step.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ Views = tuple[Tensor, ...]
 
 
 class StepExecutor(Executor):
-    """Runs passes in which blocks travel and heads stay where they are."""
+    """Run passes that send blocks of the sequence and do not divide heads."""
 
     def forward(
         self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, keep: bool
@@ -39,7 +43,7 @@ class StepExecutor(Executor):
         out, lse = forward_rows(prepared, q, k, v, sinks)
         if out.dtype is not q.dtype:
             out = out.to(q.dtype)
-        if keep and out._is_view():  # which torch refuses to change in place
+        if keep and out._is_view():  # torch raises an error if a view is changed in place
             out = out.detach()
         if keep and lse._is_view():
             lse = lse.detach()
@@ -49,7 +53,7 @@ class StepExecutor(Executor):
         self, prepared: PreparedCall, saved: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         q, k, v, out, lse = saved
-        # Even if this rank's result was not used, other ranks wait for its part of the pass.
+        # Other ranks wait for this rank's part of the pass, even if its result was not used.
         dout = torch.zeros_like(out) if dout is None else as_kernels_take(dout)
         delta = None if sinks is None else prepared.kernel.row_delta(dout, out)
         dq, dk, dv = backward_rows(prepared, BackwardInputs(dout, q, k, v, lse, out, delta))
@@ -58,13 +62,13 @@ class StepExecutor(Executor):
 
 
 def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> State:
-    """Return (out, LSE) of the rows at hand.
+    """Return (out, LSE) of the local rows.
 
     Args:
         prepared: The call.
         q: Queries of shape [B, S, Hq, D].
-        k: Keys at hand, of shape [B, S', Hkv, D]; those of other ranks come as the plan says.
-        v: Values at hand, of shape [B, S', Hkv, Dv].
+        k: Local keys of shape [B, S', Hkv, D]. The plan brings those of other ranks.
+        v: Local values of shape [B, S', Hkv, Dv].
         sinks: Logits of shape [Hq], or None.
 
     Returns:
@@ -86,11 +90,11 @@ def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks:
 
 
 def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
-    """Return (dq, dk, dv) of the rows at hand, in the dtype of q or the accumulation dtype.
+    """Return (dq, dk, dv) of the local rows, in the dtype of q or the accumulation dtype.
 
     Args:
         prepared: The call.
-        x: Tensors of the rows at hand, with `out`, and with `delta` if it has been computed already.
+        x: Tensors of the local rows, with `out`, and with `delta` if it has been computed already.
     """
     compute = prepared.backward.single
     if compute is not None:
@@ -98,7 +102,7 @@ def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
             return prepared.kernel.backward_single_call(x._replace(delta=None), compute.tiles, prepared.part)
     if prepared.backward_takes_out:
         return _backward_steps(prepared, x._replace(delta=None))
-    assert x.out is not None, "it was kept"
+    assert x.out is not None, "forward saved it"
     delta = prepared.kernel.row_delta(x.dout, x.out) if x.delta is None else x.delta
     return _backward_steps(prepared, x._replace(out=None, delta=delta))
 
@@ -106,11 +110,11 @@ def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
 def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, may_round: bool) -> State:
     """Return (out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges.
 
-    may_round: Whether out may be in q's dtype. Rows that one step computes are then written in it at once::
+    may_round: Whether out may have the dtype of q. Rows that only one step computes are then written in it directly::
 
-        one computation                     all rows are rounded                                forward_single_call
-        several, and few rows are merged    rows that are complete after the first are rounded  attend_first, attend
-        several                             none: all are merged in the wider dtype             attend
+        one computation                     all rows                                 forward_single_call
+        several, and few rows are merged    rows that the first one completes        attend_first, attend
+        several                             none: all are merged in the wider dtype  attend
     """
     kernel, call, messages = prepared.kernel, prepared.part, prepared.forward.messages
     once = may_round and messages.launches == 1
@@ -123,7 +127,7 @@ def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, m
         blocks.begin(step, step_messages)
         if step.compute:
             keys, values = blocks.use(step, step_messages)
-            tiles, yields_to_comm = step.compute.tiles, prepared.yields_to_comm and blocks.moving(step.index)
+            tiles, yields_to_comm = step.compute.tiles, prepared.yields_to_comm and blocks.is_communicating(step.index)
             with prepared.observer.computes(step.compute, q, backward=False):
                 if once:
                     state = kernel.forward_single_call(q, keys, values, tiles, call, yields_to_comm=yields_to_comm)
@@ -154,7 +158,7 @@ def attend_first(
     *,
     yields_to_comm: bool = False,
 ) -> State:
-    """Run the first of several launches, of which later ones merge into rows [start, stop) alone.
+    """Run the first of several launches, if the later ones merge only into rows [start, stop).
 
     Args:
         kernel: A kernel whose `traits.writes_into` is set.
@@ -163,12 +167,12 @@ def attend_first(
         v: Values of shape [B, Sk, Hkv, Dv].
         tiles: Visible pairs, in local indices.
         call: The settings.
-        merged: These rows.
-        out: [B, Sq, Hq, Dv] in the dtype of q; all other rows are written there.
+        merged: [start, stop).
+        out: Output of shape [B, Sq, Hq, Dv] in the dtype of q; all other rows are written there.
         yields_to_comm: As for `Kernel.attend`.
 
     Returns:
-        The state for later launches: LSE of all rows, out of the merged ones; the rest of it is not set.
+        The state for later launches: LSE of all rows, and out of the merged rows. Other rows of this out are not set.
     """
     start, stop = merged
     batch, rows, heads, _ = q.shape
@@ -184,19 +188,18 @@ def attend_first(
 
 
 def _backward_steps(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
-    """Return (dq, dk, dv) of this rank's shard, in the accumulation dtype. Where queries travel, delta is given."""
+    """Return (dq, dk, dv) of this rank's shard, in the accumulation dtype. If queries are sent, delta must be given."""
     kernel, call, pass_plan = prepared.kernel, prepared.part, prepared.backward.plan
-    own = (x.q, x.k, x.v)
-    dq, dk, dv = (torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in own)
-    travels_kv = pass_plan.side == "kv"
-    own_block, own_gradients = ((x.k, x.v), (dk, dv)) if travels_kv else (_travelling(x), (dq,))
-    blocks = _Blocks(prepared, own_block, x.q.dtype, backward=True)
-    results = _Results(blocks, own_gradients)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (x.q, x.k, x.v))
+    sends_kv = pass_plan.side == "kv"
+    local_block, local_gradients = ((x.k, x.v), (dk, dv)) if sends_kv else (_query_block(x), (dq,))
+    blocks = _Blocks(prepared, local_block, x.q.dtype, backward=True)
+    gradients = _Gradients(blocks, local_gradients)
     for step, step_messages in prepared.backward.messages.steps:
         blocks.begin(step, step_messages)
         if compute := step.compute:
-            block, sums = blocks.use(step, step_messages), results.accumulators(step, step_messages)
-            if travels_kv:
+            block, sums = blocks.use(step, step_messages), gradients.accumulators(step, step_messages)
+            if sends_kv:
                 (k, v), (dk_sum, dv_sum) = block, sums
                 inputs, into = x._replace(k=k, v=v), (dq, dk_sum, dv_sum)
             else:
@@ -204,79 +207,79 @@ def _backward_steps(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
                 inputs, into = x._replace(dout=dout, q=q, lse=lse, delta=delta), (dq_sum, dk, dv)
             with prepared.observer.computes(compute, x.k, backward=True):
                 kernel.attend_backward(inputs, compute.tiles, call, into=into)
-        results.end(step, step_messages)
+        gradients.end(step, step_messages)
         blocks.end(step)
-    results.finish()
+    gradients.finish()
     blocks.finish()
     return dq, dk, dv
 
 
-def _travelling(x: BackwardInputs) -> Views:
-    """Return the tensors of a rank's queries, as they travel backward."""
-    assert x.delta is not None, "delta travels with queries, out does not"
+def _query_block(x: BackwardInputs) -> Views:
+    """Return the tensors of a block of queries in the backward pass."""
+    assert x.delta is not None, "queries are sent with delta instead of out"
     return x.q, x.dout, x.lse, x.delta
 
 
 class _Blocks:
-    """The blocks of one pass: the local one, and remote ones that have arrived or are in flight.
+    """The blocks of one pass: the local block, and remote blocks that have arrived or are in flight.
 
-    Blocks that one step needs arrive in one buffer, one after the other, so that the kernel reads them as one.
+    Blocks that one step needs are contiguous in one buffer, so that the kernel reads them as one block.
     """
 
-    def __init__(self, prepared: PreparedCall, own: Views, dtype: torch.dtype, *, backward: bool) -> None:
+    def __init__(self, prepared: PreparedCall, local: Views, dtype: torch.dtype, *, backward: bool) -> None:
         self.transport, self.rank, self.backward = prepared.transport, prepared.transport.rank, backward
         self.messages, self.batch = (prepared.backward if backward else prepared.forward).messages, prepared.part.batch
         self._offsets, self.observer = prepared.offsets, prepared.observer
-        self._own, self.dtype, self.device = own, dtype, own[0].device
-        self._arriving: dict[Move, tuple[Handle, Tensor]] = {}
-        self._held: dict[int, Tensor] = {}
-        self._inbox_of: dict[int, Tensor] = {}  # by step: the buffer of all blocks that it needs
+        self._local, self.dtype, self.device = local, dtype, local[0].device
+        self._receives: dict[Move, tuple[Handle, Tensor]] = {}
+        self._remote: dict[int, Tensor] = {}  # by owner: blocks that have arrived
+        self._inbox_of: dict[int, Tensor] = {}  # by step: buffer of all blocks that it needs
         self._packed: dict[tuple[int, int], Tensor] = {}  # by rows: messages of the local block
-        self._leaving: list[tuple[int, Handle, Tensor]] = []  # (step that needs it where it goes, handle, message)
+        self._sends: list[tuple[int, Handle, Tensor]] = []  # (step at which the receiver needs it, handle, message)
         self.step = 0
 
     def begin(self, step: Step, messages: StepMessages) -> None:
-        """Wait for what this step needs. Send what leaves, and post receives for later steps."""
+        """Wait for the blocks of this step. Send blocks, and post receives for later steps."""
         self.step = step.index
         for move in step.arrivals:
-            self._held[move.owner] = self.take(move)
+            self._remote[move.owner] = self.take(move)
         for rows, size in messages.packs:
             self._pack(rows, size)
         sends = []
         for move, packed, start, stop in messages.sends:
-            sends.append((move, self._held[move.owner] if packed is None else self._packed[packed][start:stop]))
+            sends.append((move, self._remote[move.owner] if packed is None else self._packed[packed][start:stop]))
         if sends or messages.receives:
             self.post(sends, messages.receives)
 
     def use(self, step: Step, messages: StepMessages) -> Views:
-        """Return the tensors of the travelling side that a step computes with."""
+        """Return the tensors of the sent side with which a step computes."""
         if not step.arrivals:
-            return self._own
+            return self._local
         inbox = self._inbox_of[step.index]
         if messages.local:
             self._copy_local(inbox[-messages.local :])
         views = self.views(self.messages.inputs, inbox)
-        # Kernels take LSE and delta in one piece.
+        # Kernels require contiguous LSE and delta.
         return views if len(views) == 2 else (*views[:2], *(x.contiguous() for x in views[2:]))
 
-    def moving(self, step: int) -> bool:
+    def is_communicating(self, step: int) -> bool:
         """Return whether messages that later steps need are in flight during this step."""
-        return bool(self._arriving) or any(needed > step for needed, _, _ in self._leaving)
+        return bool(self._receives) or any(wait_step > step for wait_step, _, _ in self._sends)
 
     def end(self, step: Step) -> None:
-        """Release blocks that no later step uses, and messages that their receivers have needed by now."""
-        if self._leaving:
-            self._wait_until_left(step.index)
+        """Release blocks that no later step uses, and sent messages that their receivers need at this step."""
+        if self._sends:
+            self._wait_sent(step.index)
         self._inbox_of.pop(step.index, None)
         for owner in step.released:
-            del self._held[owner]
+            del self._remote[owner]
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
-        if self._leaving:
-            self._wait_until_left(max(needed for needed, _, _ in self._leaving))
-        assert not self._held, "the plan releases every block"
-        assert not self._arriving, "the plan waits for every move"
+        """Wait until all sends are complete."""
+        if self._sends:
+            self._wait_sent(max(wait_step for wait_step, _, _ in self._sends))
+        assert not self._remote, "the plan releases every block"
+        assert not self._receives, "the plan waits for every move"
 
     def post(self, sends: list[tuple[Move, Tensor]], receives: Sequence[Arrivals]) -> None:
         """Start the messages of one step."""
@@ -288,25 +291,25 @@ class _Blocks:
         expected = [Message(buffer, move.source, offsets.get(move)) for move, buffer in incoming]
         with self.observer.posts(sends, incoming, self.step, backward=self.backward) as posting:
             label = f"{'backward' if self.backward else 'forward'} step {self.step}"
-            leaving, arriving = self.transport.post(outgoing, expected, label)
-        leaving, arriving = posting.wrap(leaving, arriving)
-        for handle, (move, buffer) in zip(leaving, sends, strict=True):
-            self._leaving.append((move.needed, handle, buffer))
-        for handle, (move, buffer) in zip(arriving, incoming, strict=True):
-            self._arriving[move] = handle, buffer
+            send_handles, receive_handles = self.transport.post(outgoing, expected, label)
+        send_handles, receive_handles = posting.wrap(send_handles, receive_handles)
+        for handle, (move, buffer) in zip(send_handles, sends, strict=True):
+            self._sends.append((move.wait_step, handle, buffer))
+        for handle, (move, buffer) in zip(receive_handles, incoming, strict=True):
+            self._receives[move] = handle, buffer
 
-    def _wait_until_left(self, step: int) -> None:
-        """Wait for messages that their receivers need by this step. Later ones may be crossing to another node."""
-        left, self._leaving = self._leaving, []
-        for needed, handle, buffer in left:
-            if needed <= step:
+    def _wait_sent(self, step: int) -> None:
+        """Wait for sends that their receivers need by this step. Later ones may still be crossing to another node."""
+        pending, self._sends = self._sends, []
+        for wait_step, handle, buffer in pending:
+            if wait_step <= step:
                 handle.wait()
             else:
-                self._leaving.append((needed, handle, buffer))
+                self._sends.append((wait_step, handle, buffer))
 
     def take(self, move: Move) -> Tensor:
         """Wait for the message of a move that has been posted."""
-        handle, buffer = self._arriving.pop(move)
+        handle, buffer = self._receives.pop(move)
         handle.wait()
         return buffer
 
@@ -319,16 +322,16 @@ class _Blocks:
         return self.transport.buffer(size, self.device)
 
     def _inbox(self, arrivals: Arrivals) -> Iterable[tuple[Move, Tensor]]:
-        """Return moves that are needed together, each with its part of one buffer for all of them."""
+        """Return moves for which one step waits, each with its part of one buffer for all of them."""
         moves, sizes = arrivals
         first = moves[0]
         inbox = self.transport.inbox(sum(sizes), self.device, first.source, self._offsets.get(first))
-        if not first.result:
-            self._inbox_of[first.needed] = inbox
+        if not first.is_gradient:
+            self._inbox_of[first.wait_step] = inbox
         return zip(moves, torch.split(inbox, list(sizes)) if len(sizes) > 1 else (inbox,), strict=False)
 
     def views(self, layout: RowLayout, buffer: Tensor) -> Views:
-        """Return the fields of messages that lie one after the other in a buffer, each over all rows.
+        """Return the fields of contiguous messages in a buffer, each over all rows.
 
         A field is [B, rows, H, D], or [B, H, rows] if it holds one number per row and head.
         """
@@ -345,81 +348,81 @@ class _Blocks:
         return tuple(views)
 
     def _pack(self, rows: tuple[int, int], size: int) -> None:
-        """Pack rows of the local block that leave. Each row is packed once: a message may be part of another one."""
+        """Pack rows of the local block to send. Each row is packed once: a message may be part of another one."""
         self._packed[rows] = buffer = self.buffer(size)
         with self.copies():
-            for view, tensor in zip(self.views(self.messages.inputs, buffer), self._own, strict=True):
+            for view, tensor in zip(self.views(self.messages.inputs, buffer), self._local, strict=True):
                 numerics.copy(rows_of(tensor, rows), view)
 
     def _copy_local(self, buffer: Tensor) -> None:
         """Copy the local block behind the blocks with which one launch takes it."""
         with self.copies():
-            for view, tensor in zip(self.views(self.messages.inputs, buffer), self._own, strict=True):
+            for view, tensor in zip(self.views(self.messages.inputs, buffer), self._local, strict=True):
                 numerics.copy(tensor, view)
 
 
-class _Results:
-    """Gradients of the travelling side: of the local block, and of remote blocks until they are sent on."""
+class _Gradients:
+    """Gradients of the sent side: of the local block, and of remote blocks until they are sent."""
 
-    def __init__(self, blocks: _Blocks, own: Views) -> None:
-        self._blocks, self._own = blocks, own
-        self._made: dict[int, Tensor] = {}  # by owner: sums that have not left
-        self._narrow = blocks.messages.results.size != blocks.messages.sums.size
-        self._joined: Views = ()  # sums of the local block that a launch made together with others
+    def __init__(self, blocks: _Blocks, local: Views) -> None:
+        self._blocks, self._local = blocks, local
+        self._sums: dict[int, Tensor] = {}  # by owner: sums that have not been sent
+        self._rounds = blocks.messages.gradients.size != blocks.messages.sums.size
+        self._joined: Views = ()  # sums of the local block from a launch that also took remote blocks
 
     def accumulators(self, step: Step, messages: StepMessages) -> Views:
-        """Return the buffers to which the kernel adds: the local sums, or fresh zeros for remote blocks."""
+        """Return the buffers to which the kernel adds: the local sums, or zeros for remote blocks."""
         if not step.arrivals:
-            return self._own
+            return self._local
         sums = self._blocks.buffer(sum(messages.sums))
         with self._blocks.copies():
             sums.zero_()
         layout, parts = self._blocks.messages.sums, torch.split(sums, list(messages.sums))
-        self._made.update(zip((move.owner for move in step.arrivals), parts, strict=False))
+        self._sums.update(zip((move.owner for move in step.arrivals), parts, strict=False))
         self._joined = self._blocks.views(layout, parts[-1]) if messages.local else ()
         return self._blocks.views(layout, sums)
 
     def end(self, step: Step, messages: StepMessages) -> None:
-        """Add gradients that arrived, and those of the local block. Send on those that are complete here."""
+        """Add gradients that arrived, and those of the local block. Send the sums that are complete on this rank."""
         if self._joined:
             with self._blocks.copies():
-                for total, contribution in zip(self._own, self._joined, strict=True):
+                for total, contribution in zip(self._local, self._joined, strict=True):
                     total += contribution
             self._joined = ()
-        for move in step.result_arrivals:
+        for move in step.gradient_arrivals:
             self._add(move)
-        sends = [(move, self._outgoing(move, size)) for move, size in messages.result_sends]
-        if sends or messages.result_receives:
-            self._blocks.post(sends, messages.result_receives)
+        sends = [(move, self._message(move, size)) for move, size in messages.gradient_sends]
+        if sends or messages.gradient_receives:
+            self._blocks.post(sends, messages.gradient_receives)
 
     def finish(self) -> None:
-        """Check that no gradient is left."""
-        assert not self._made, "every gradient of a remote block has left"
+        """Check that all gradients of remote blocks were sent."""
+        assert not self._sums, "the plan sends every gradient of a remote block"
 
-    def _outgoing(self, move: Move, size: int) -> Tensor:
-        """Return the message of gradients that leave: the sums themselves, or a rounded copy if they travel narrow."""
-        blocks, made = self._blocks, self._made.pop(move.owner)
-        if not self._narrow:
-            return made
-        message, wide = blocks.buffer(size), blocks.views(blocks.messages.sums, made)
+    def _message(self, move: Move, size: int) -> Tensor:
+        """Return the message of gradients to send: the sums themselves, or a rounded copy."""
+        blocks, sums = self._blocks, self._sums.pop(move.owner)
+        if not self._rounds:
+            return sums
+        message, wide = blocks.buffer(size), blocks.views(blocks.messages.sums, sums)
         with blocks.copies():
-            for rounded, total in zip(blocks.views(blocks.messages.results, message), wide, strict=True):
+            for rounded, total in zip(blocks.views(blocks.messages.gradients, message), wide, strict=True):
                 rounded.copy_(total)
         return message
 
     def _add(self, move: Move) -> None:
-        """Add gradients that arrived to those of the same block here: the local one, or one that is sent on."""
+        """Add gradients that arrived to the sums of the same block on this rank."""
         blocks = self._blocks
-        came = blocks.views(blocks.messages.results, blocks.take(move))
+        received = blocks.views(blocks.messages.gradients, blocks.take(move))
         if move.owner == blocks.rank:
-            mine = tuple(rows_of(x, move.rows) for x in self._own)
+            sums = tuple(rows_of(x, move.rows) for x in self._local)
         else:
-            mine = blocks.views(blocks.messages.sums, self._made[move.owner])
+            sums = blocks.views(blocks.messages.sums, self._sums[move.owner])
         with blocks.copies():
-            for total, contribution in zip(mine, came, strict=True):
+            for total, contribution in zip(sums, received, strict=True):
                 total += contribution
 
 
 def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:
-    """Rows [start, stop) of ``[B, S, H, D]``, or of ``[B, H, S]``."""
+    """Return rows [start, stop) of a tensor of shape [B, S, H, D] or [B, H, S]."""
     return tensor[:, rows[0] : rows[1]] if tensor.dim() == 4 else tensor[:, :, rows[0] : rows[1]]
