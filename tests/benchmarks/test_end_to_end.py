@@ -30,7 +30,7 @@ def run(folder: Path, *program: str, contestants: str) -> tuple[str, dict]:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_both_train_as_one_device(tmp_path: Path):
+def test_end_to_end_training_equals_one_device(tmp_path: Path):
     rank = ("-m", "tests.support.context_parallel_ranks")
     names = ["burst_portable", "burst_portable ring", "context_parallel flash", "context_parallel flash alltoall"]
     said, facts = run(tmp_path, *rank, contestants=",".join(names))
@@ -51,7 +51,7 @@ def test_both_train_as_one_device(tmp_path: Path):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_contestant_that_cannot_run(tmp_path: Path):
+def test_end_to_end_reports_contestant_that_fails(tmp_path: Path):
     """The steps of the other contestant are still reported."""
     said, facts = run(tmp_path, "benchmarks/end_to_end.py", contestants="burst_portable,context_parallel")
     assert facts["results"][0]["tokens_per_second"] > 0

@@ -44,7 +44,7 @@ class Timed(Device):
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("kernel", "copy"), [(30, 90), (60, 20)])
-def test_a_kernel_and_a_copy_of_known_lengths(kernel, copy):
+def test_profile_ring_measures_known_kernel_and_copy(kernel, copy):
     device = Timed()
     found = beside(device, kernel, copy)
     (start, end), (_, last) = device.kernels
@@ -57,7 +57,7 @@ def test_a_kernel_and_a_copy_of_known_lengths(kernel, copy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["ring", "cost"])
-def test_on_two_cpus(tmp_path, what):
+def test_profile_ring_runs_on_two_cpus(tmp_path, what):
     command = [sys.executable, "-m", "tests.support.ranks_of", "2", "benchmarks.profile_ring"]
     told = ["--what", what, "--rows", "tiny", "--rounds", "2", "--steps", "2", "--out", str(tmp_path / "found.json")]
     done = subprocess.run(

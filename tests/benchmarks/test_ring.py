@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("seconds", "later"), [(1e-3, (10, 1)), (2e-2, (10, 1)), (5e-2, (4,)), (1.0, (2,))])
-def test_long_calls_are_made_less_often(seconds, later):
-    """First a single one; then as many back to back as take a fifth of a second, and more single ones of the short."""
+def test_due_repeats_long_calls_less_often(seconds, later):
+    """One call is timed first; short calls then fill a fifth of a second."""
     entry = Entry((None, None), Measured("row", "name", "kernel"))
     assert entry.due("forward", 0) == (1,)
     entry.seconds["forward, cold"] = [seconds]
@@ -34,8 +34,8 @@ def test_long_calls_are_made_less_often(seconds, later):
     assert entry.due("forward", 9) == later[:1]
 
 
-def test_rounds_are_compared_each_with_its_own():
-    """A drift that is larger than the gain: 1 % in three rounds of four, while the device becomes half as fast."""
+def test_compared_pairs_results_of_one_round():
+    """The drift between rounds exceeds the difference of 1 % within three of four rounds."""
     ours = {"forward": [10.0, 14.0, 20.0, 20.0], "backward": [90.0, 126.0, 180.0, 180.0], "forward, cold": [1.0]}
     theirs = {"forward": [11.0, 15.4, 19.0, 22.0], "backward": [90.0, 126.0, 180.0, 180.0], "forward, cold": [5.0]}
     assert compared(ours, theirs) == "+1.0%, faster in 3 of 4 rounds"
@@ -43,7 +43,7 @@ def test_rounds_are_compared_each_with_its_own():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_on_cpus(tmp_path):
+def test_ring_benchmark_runs_on_cpus(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     told = ["--rows", "tiny,tiny-documents", "--kernels", "auto", "--transports", "gloo,peer_copy", "--seconds", "0.01"]
     chosen = "auto,ring+fetch,ulysses by the book,context_parallel"
@@ -76,8 +76,8 @@ def test_on_cpus(tmp_path):
     assert (tmp_path / "ring-test.svg").read_text().startswith("<svg")
 
 
-def test_auto_has_the_layout_that_the_library_chooses():
-    """For windows the contiguous one, whatever the row's is; all others keep the row's, or their own."""
+def test_settle_gives_auto_the_layout_that_it_chooses():
+    """The other contestants use the layout of the row, or one of their own."""
 
     def work(mesh):
         links = Links(None, mesh.rank, 2, torch.device("cpu"), 10.0, {"local": mesh.transport("cpu")})
@@ -89,8 +89,8 @@ def test_auto_has_the_layout_that_the_library_chooses():
 
 
 @pytest.mark.parametrize("strategy", ["ring+together+last", "ulysses"])
-def test_with_nothing_sent_the_blocks_are_those_that_came(strategy):
-    """Forward and backward give the same numbers as with everything sent, and no message leaves."""
+def test_contestant_without_messages_gives_equal_results(strategy):
+    """No message is sent, and results equal those with messages."""
     q, k, v, dout = (torch.randn(1, 64, heads, 16) for heads in (4, 2, 2, 4))
 
     def work(mesh):
@@ -129,8 +129,8 @@ def test_varlen_tiles_match_flash_attn_cu_seqlens(causal, left):
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
-def test_the_local_kernel_as_others_call_it(kernel):
-    """The plain call, and the kernel that others are given: both passes, also where LSE is wider than gradients."""
+def test_local_kernel_has_interface_of_other_packages(kernel):
+    """The plain call and the kernel given to other packages agree, also if LSE has a wider dtype."""
     mask, generator = bp.Mask.causal(), torch.Generator().manual_seed(1)
     q, k, v, dout = (torch.randn(1, 48, heads, 16, generator=generator).bfloat16() for heads in (2, 1, 1, 2))
     right = _dense(mask, q, k, v, dout)
@@ -147,7 +147,7 @@ def test_the_local_kernel_as_others_call_it(kernel):
 @pytest.mark.parametrize(
     ("wrong", "seen"), [(None, set()), (("out", 0), {"out"}), (("dk", 3), {"dk"}), (("dq", 7), {"dq"})]
 )
-def test_heads_of_the_last_rank_are_checked_too(wrong, seen):
+def test_errors_checks_heads_of_last_rank(wrong, seen):
     """Of 8 query and 4 K/V heads on two ranks that exchange tokens for heads, rank 1 computes the last ones."""
     row, mask, mesh = Row(48, (8, 4), 16), bp.Mask.causal(), bp.Mesh.single()
     whole = [torch.randn(1, 48, heads, 16).bfloat16() for heads in (8, 4, 4, 8)]
@@ -182,7 +182,7 @@ def llama3_flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, heads_k_
 
 
 @pytest.mark.parametrize(("name", "calls"), [("ring-flash-attn llama3", 2), (LLAMA3_AT_ONCE, 1)])
-def test_llama3_gathers_head_by_head_or_all_at_once(name, calls, tmp_path, monkeypatch):
+def test_llama3_calls_kernel_per_head_or_once(name, calls, tmp_path, monkeypatch):
     """A simulated package counts the calls of its kernel, and the results are compared."""
     (tmp_path / "ring_flash_attn").mkdir()
     (tmp_path / "ring_flash_attn" / "__init__.py").write_text("")

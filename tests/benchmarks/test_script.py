@@ -28,12 +28,12 @@ SCRIPTS = [file.name for file in sorted(FOLDER.glob("*.py")) if "__main__" in fi
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_ends_by_the_shared_helper(name: str):
+def test_script_ends_with_shared_helper(name: str):
     assert (FOLDER / name).read_text(encoding="utf-8").endswith('if __name__ == "__main__":\n    end(main)\n')
 
 
 @pytest.mark.parametrize(("error", "code"), [(UnknownNameError, 2), (CommunicationTimeoutError, 1)])
-def test_errors_end_a_script_with_a_line(error, code, capsys, monkeypatch):
+def test_end_prints_error_in_one_line(error, code, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmarks/ring.py"])
 
     def main():
@@ -45,7 +45,7 @@ def test_errors_end_a_script_with_a_line(error, code, capsys, monkeypatch):
     assert capsys.readouterr() == ("", "ring.py: what was wrong\n")
 
 
-def test_codes_and_other_errors_are_passed_on():
+def test_end_returns_code_and_propagates_other_errors():
     with pytest.raises(SystemExit) as ended:
         end(lambda: 3)
     assert ended.value.code == 3
@@ -75,8 +75,8 @@ def gives_help() -> None:
 
 
 @pytest.mark.parametrize("main", [says_much, says_little, gives_help])
-def test_nobody_reads_what_a_script_prints(main, monkeypatch, capsys):
-    """As in `... | head -1`: also where all that was printed waits in a buffer until the end."""
+def test_end_returns_sigpipe_without_reader(main, monkeypatch, capsys):
+    """As in `... | head -1`, also if all output is buffered until the end."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
@@ -84,7 +84,7 @@ def test_nobody_reads_what_a_script_prints(main, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_script_whose_output_is_on_a_full_disk(monkeypatch, capsys):
+def test_end_reports_full_disk(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks/ring.py"])
     with Path("/dev/full").open("w") as full:
         assert code_of(says_much, full, monkeypatch) == 1
@@ -114,7 +114,7 @@ def test_end_with_closed_output_returns_sigpipe(unbuffered):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_options(tmp_path):
+def test_option_types_parse_and_reject_values(tmp_path):
     assert count("7") == 7
     assert names(("a b", "c"), ";")("c;a b") == ["c", "a b"]
     with pytest.raises(argparse.ArgumentTypeError, match="0 is less than 1"):
@@ -128,7 +128,7 @@ def test_options(tmp_path):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_device_that_a_script_measures_has_its_number(there, monkeypatch):
+def test_current_device_includes_index(there, monkeypatch):
     parts = {"is_available": there, "current_accelerator": torch.device("cuda"), "current_device_index": 3}
     for name, value in parts.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
@@ -192,7 +192,7 @@ def test_setting_names_installed_versions(monkeypatch, tmp_path):
 
 
 def test_beside_compares_kernels_round_by_round():
-    """One is a tenth faster in each round of four, while the device becomes half as fast; one round was disturbed."""
+    """Ours is 10 % faster in each of four rounds while the device slows down by half."""
     mine = Result("row", "ours", rounds={"forward": [10.0, 10.0, 20.0, 20.0], "backward": [1.0]})
     theirs = Result("row", "theirs", rounds={"forward": [11.0, 11.0, 22.0, 5.0], "backward": [2.0]})
     assert beside(mine, theirs, "forward") == pytest.approx(1.1)

@@ -21,7 +21,7 @@ GBPS = BLOCK / 0.05 / 1e9  # 50 ms a block
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_on_cpus(tmp_path: Path):
+def test_two_levels_benchmark_runs_on_cpus(tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     told = [
         "--row",
@@ -58,7 +58,7 @@ def test_on_cpus(tmp_path: Path):
     assert [name in found.stdout.splitlines()[-9] for name in ("double_ring", "no slow link")] == [True, True]
 
 
-def test_speeds_of_links():
+def test_speeds_parses_and_rejects_link_speeds():
     assert speeds("5,2.5") == [5.0, 2.5]
     for text in ("0", "-1", "5,inf", "nan"):
         with pytest.raises(ValueError, match="no speed"):

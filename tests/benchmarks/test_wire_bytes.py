@@ -30,8 +30,8 @@ MIB = 1 << 20
 # ------------------------------------------------------------------------------------------------- judging
 
 
-def test_what_flags_and_rounding_explain():
-    """Of ten calls of 8 MB in two messages: 1 % of them, 8 KiB a call, 64 KiB; not a byte more, either way."""
+def test_unexplained_allows_flags_and_rounding_only():
+    """Allowed for ten calls of 8 MB in two messages: 1 % of the bytes, 8 KiB per call, and 64 KiB."""
     allowed = 800_000 + 10 * 2 * 4096 + 65536
     for sign in (1, -1):
         assert unexplained(80_000_000 + sign * allowed, 8_000_000, 2, 10) == 0
@@ -48,7 +48,7 @@ def results():
     return [right, twice, Measured("row", "double_ring", "peer_copy", reason="serves no such messages")]
 
 
-def test_the_table():
+def test_table_lists_counted_and_planned_bytes():
     told = table(results())
     assert told[0] == "-- row, ring over peer_copy, forward: bytes a call, of 2"
     assert told[1].split() == [
@@ -63,7 +63,7 @@ def test_the_table():
     assert {len(line) for line in told if line.startswith(("   ", "rank"))} == {76}
 
 
-def test_the_summary_hides_nothing():
+def test_summary_lists_unexplained_bytes():
     told = summary(results(), [(0, 0), (512, 0)], 1.0)
     over, beside = 3 * MIB - 31457 - 4096 - 65536, "where nothing is planned, at most"
     assert told == [
@@ -93,16 +93,16 @@ def alone(counters) -> Wire:
     return Wire(counters, LocalTransport(Fabric(1, 1.0), 0), lambda: None)
 
 
-def test_counters_that_come_late_are_waited_for():
+def test_during_waits_for_delayed_counters():
     assert alone(Counters(5, 7, 7, 7, 8, 9, 9)).during(lambda: None, 1) == [(2, 4)]
 
 
-def test_counters_that_were_reset_are_refused():
+def test_during_rejects_counters_that_go_backwards():
     with pytest.raises(DeviceError, match=r"went backwards, from \(7, 14\) to \(0, 0\)"):
         alone(Counters(7, 7, 0)).during(lambda: None, 1)
 
 
-def test_counters_that_never_rest_are_read_even_so():
+def test_during_reads_counters_that_never_settle():
     started = time.monotonic()
     assert alone(Counters(*range(1000))).during(lambda: None, 1)[0][0] > 0
     assert time.monotonic() - started < 10
@@ -148,7 +148,7 @@ def counted(row: Row, strategy: str, ranks: int, peers: type[ThreadPeers] = Thre
     ("name", "strategy"),
     [*product(FEW, ("ring+fetch", "burst+together", "ulysses")), *product(("window", "documents"), ("ulysses+2",))],
 )
-def test_what_is_counted_is_what_is_planned(name, strategy):
+def test_counted_bytes_equal_plan(name, strategy):
     for crossed, plans in counted(FEW[name], strategy, 2):
         assert crossed == [(2 * one.sent, 2 * one.received) for one in plans]
         assert any(one.sent for one in plans)
@@ -164,7 +164,7 @@ class Twice(ThreadPeers):
 
 
 @pytest.mark.parametrize("strategy", ["ring+fetch", "ulysses"])
-def test_hops_that_are_sent_twice_are_found(strategy):
+def test_unexplained_detects_messages_sent_twice(strategy):
     for crossed, plans in counted(FULL, strategy, 2, Twice):
         assert crossed == [(4 * one.sent, 4 * one.received) for one in plans]
         one = Measured("row", strategy, "peer_copy", "", 2, crossed, plans)
@@ -183,7 +183,7 @@ def test_unexplained_detects_plan_of_another_mask():
     assert len(Measured("", "", "", "", 1, full, less_plan).unexplained()) == 4
 
 
-def test_a_transport_that_cannot_serve_is_told():
+def test_prepared_raises_if_transport_is_unsuitable():
     def work(mesh):
         links = Links(None, mesh.rank, 2, torch.device("cpu"), 20.0, {"peer_copy": mesh.transport("cpu")})
         with pytest.raises(Absent, match="serves only messages that go straight"):
@@ -197,7 +197,7 @@ def test_a_transport_that_cannot_serve_is_told():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_over_gloo(tmp_path):
+def test_wire_bytes_over_gloo_equal_plan(tmp_path):
     """Simulated counters count the bytes given to the transport; they equal the plan on every rank."""
     command = [sys.executable, "-m", "tests.support.ranks_of", "2", "tests.support.wire_bytes_ranks"]
     told = ["--rows", "tiny,tiny-window", "--strategies", "ring,burst+fetch,ulysses,double_ring", "--calls", "3"]
@@ -221,7 +221,7 @@ def test_over_gloo(tmp_path):
     assert "gloo, backward: counted over planned 1.0000 to 1.0000" in done.stdout.splitlines()[-1]
 
 
-def test_without_counters_there_is_a_reason():
+def test_wire_bytes_without_counters_gives_reason():
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "wire_bytes.py")],

@@ -62,8 +62,8 @@ def results(function: Any, leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_the_numbers_of_the_same_code_uncompiled(case: str, dtype: torch.dtype, mode: str):
-    """Thrice each, in turns of two lengths: graphs are recorded, replayed, and made anew."""
+def test_compiled_attention_equals_eager(case: str, dtype: torch.dtype, mode: str):
+    """Two lengths alternate three times, so that graphs are recorded, replayed and rebuilt."""
     options = {"mesh": bp.Mesh.single(), "scale": SCALE, **CASES[case]}
     compiled = torch.compile(lambda *x: step(*x, **options), fullgraph=True, mode=mode)
     bound = 1e-5 if dtype == torch.float32 else 0.02
@@ -77,7 +77,7 @@ def test_the_numbers_of_the_same_code_uncompiled(case: str, dtype: torch.dtype, 
             assert (one - other).abs().max() <= bound * other.abs().max()
 
 
-def test_against_float64():
+def test_compiled_attention_matches_float64():
     options: dict[str, Any] = {"mesh": bp.Mesh.single(), "mask": "window:100", "scale": SCALE}
     compiled = torch.compile(lambda q, k, v: bp.attention(q, k, v, **options), fullgraph=True)
     q, k, v, dout, _ = tensors(LENGTHS[0], torch.float32)
@@ -90,8 +90,8 @@ def test_against_float64():
         assert (one.cpu().double() - other).abs().max() <= 2e-5 * other.abs().max()
 
 
-def test_checkpointed_layers_and_what_stays_allocated():
-    """Layers that are computed again for backward; a step leaves as much memory taken as the step before it."""
+def test_compiled_checkpointed_layers_leak_no_memory():
+    """Backward recomputes the layers; each step leaves as much memory allocated as the one before."""
     mesh = bp.Mesh.single()
     q, k, v, dout, _ = tensors(LENGTHS[0], torch.bfloat16)
 
@@ -119,7 +119,7 @@ def test_checkpointed_layers_and_what_stays_allocated():
     assert (found - other).abs().max() <= 0.02 * other.abs().max()
 
 
-def test_our_module_in_one_graph():
+def test_compiled_module_is_one_graph():
     module = SelfAttention(256, 4, 2, mesh=bp.Mesh.single()).to(torch.accelerator.current_accelerator())
     compiled = torch.compile(module, fullgraph=True)
     for length in LENGTHS:

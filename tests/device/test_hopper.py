@@ -59,7 +59,7 @@ def hopper():
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, dim):
+def test_hopper_masks(mask, dim):
     length = 600
     q, k, v = (randn(2, length, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
     compare(q, k, v, tiles_of(mask, length))
@@ -67,8 +67,8 @@ def test_masks(mask, dim):
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", ["documents:0,90,1114,1300,1900", "full_documents:0,77,777,1900"])
-def test_blocks_that_start_with_documents(mask, dim):
-    """Where a block stops short, the rows that follow are another's: nothing is written there, into a state neither."""
+def test_hopper_documents_at_block_boundaries(mask, dim):
+    """A partial block writes neither results nor state in the rows of the next document."""
     q, k, v = (randn(2, 1900, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
     tiles, options = tiles_of(mask, 1900), settings(scale=dim**-0.5, deterministic=False)
     compare(q, k, v, tiles)
@@ -79,7 +79,7 @@ def test_blocks_that_start_with_documents(mask, dim):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks_in_tall_blocks(mask, monkeypatch):
+def test_hopper_forward_masks_in_tall_blocks(mask, monkeypatch):
     tall_where_it_can(monkeypatch)
     q, k, v = (randn(2, 600, h, 64, seed=i) for i, h in enumerate((4, 2, 2)))
     compare_forward(q, k, v, tiles_of(mask, 600))
@@ -87,7 +87,7 @@ def test_masks_in_tall_blocks(mask, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [1, 63, 193, 1000, 1900])
-def test_lengths_of_tall_blocks(length, dtype, monkeypatch):
+def test_hopper_forward_lengths_in_tall_blocks(length, dtype, monkeypatch):
     tall_where_it_can(monkeypatch)
     q, k, v = (randn(2, length, h, 64, dtype=dtype, seed=i) for i, h in enumerate((6, 2, 2)))
     compare_forward(q, k, v, tiles_of("causal", length))
@@ -97,8 +97,8 @@ def test_lengths_of_tall_blocks(length, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)
-def test_one_backward_program_for_all_heads_of_a_key(mask, dim, monkeypatch):
-    """As where there are many programs: here that would make the last one late."""
+def test_hopper_backward_one_program_per_kv_head(mask, dim, monkeypatch):
+    """As with many programs; with this few, the last program would finish late."""
     one_program_for_all_heads_of_a_key(monkeypatch)
     q, k, v = (randn(2, 600, h, dim, seed=i) for i, h in enumerate((6, 2, 2)))
     compare(q, k, v, tiles_of(mask, 600))
@@ -106,8 +106,8 @@ def test_one_backward_program_for_all_heads_of_a_key(mask, dim, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", ["sink:64:300", "sink:200:300"])
-def test_gradients_of_sinks_are_added_up_apart(mask, dtype):
-    """The others' are written; what is written nowhere would be NaN."""
+def test_hopper_adds_sink_gradients_in_second_launch(mask, dtype):
+    """The first launch writes all other gradients; elements that no launch writes would be NaN."""
     q, k, v = (randn(1, 8600, 2, 128, dtype=dtype, seed=i) for i in range(3))
     tiles = tiles_of(mask, 8600)
     assert served_apart(q, k, tiles) == (0, 200 if mask == "sink:200:300" else 64)
@@ -115,8 +115,8 @@ def test_gradients_of_sinks_are_added_up_apart(mask, dtype):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_gradients_of_keys_that_many_see_are_added_up_apart(dim, monkeypatch):
-    """One head a program or a group of them, in the middle and at the end."""
+def test_hopper_adds_long_block_gradients_in_second_launch(dim, monkeypatch):
+    """One head per program or a group of heads; the long block is in the middle or at the end."""
     long_blocks_where_they_can(monkeypatch)
     monkeypatch.setattr(configs, "LATE", 1)  # or a group of heads would need hundreds
     for heads, kv_heads in ((3, 3), (24, 12)):
@@ -131,13 +131,13 @@ def test_gradients_of_keys_that_many_see_are_added_up_apart(dim, monkeypatch):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 2), (8, 1)])
 @pytest.mark.parametrize("length", [1, 63, 129, 1000])
-def test_lengths_and_groups(length, heads, dim, dtype):
+def test_hopper_lengths_and_head_groups(length, heads, dim, dtype):
     q, k, v = (randn(1, length, h, dim, dtype=dtype, seed=i) for i, h in enumerate((heads[0], heads[1], heads[1])))
     compare(q, k, v, tiles_of("causal", length))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_queries_and_keys_of_other_lengths(dim):
+def test_hopper_different_query_and_key_lengths(dim):
     q, k, v = randn(2, 333, 4, dim), randn(2, 1111, 2, dim, seed=1), randn(2, 1111, 2, dim, seed=2)
     compare(q, k, v, Tiles([Tile(5, 300, 17, 1000, -2000, 2000)]))
     compare(q, k, v, Tiles([Tile(0, 333, 0, 1111, -778, 332)]))
@@ -145,7 +145,7 @@ def test_queries_and_keys_of_other_lengths(dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_long_boxes_are_walked_from_other_blocks_on(dim, monkeypatch):
+def test_hopper_long_boxes_start_at_different_blocks(dim, monkeypatch):
     small_l2(monkeypatch)
     q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
     compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
@@ -153,13 +153,13 @@ def test_long_boxes_are_walked_from_other_blocks_on(dim, monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_rows_that_are_merged(dim):
+def test_hopper_merges_rows(dim):
     compare_rows_that_are_merged(dim, "cuda")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_state_is_merged_in_place(dim):
-    """Blocks of keys one after the other equal all keys at once; rows that a step does not see stay as they are."""
+def test_hopper_merges_state_in_place(dim):
+    """Key blocks in sequence equal all keys at once; rows without new keys stay unchanged."""
     length, options = 700, settings(scale=0.1)
     q, k, v = (randn(2, length, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
     tiles = tiles_of("causal", length)
@@ -175,7 +175,7 @@ def test_state_is_merged_in_place(dim):
     assert gap(state[1], exact[1]) < TOLERANCE[q.dtype][1]
 
 
-def test_strided_inputs_and_state():
+def test_hopper_strided_inputs_and_state():
     length, dim, options = 300, 128, settings(scale=0.09, deterministic=False)
     packed = randn(2, length, 12, dim)
     q, k, v = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
@@ -194,8 +194,8 @@ def test_strided_inputs_and_state():
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_programs_that_make_way(dim, monkeypatch):
-    """Many more than there are multiprocessors, and one alone."""
+def test_hopper_yielding_programs(dim, monkeypatch):
+    """Many more programs than multiprocessors, or a single one."""
     for room, length in ((1, 6000), (64, 6000), (1 << 30, 300)):
         making_way(monkeypatch, room)
         q, k, v = (randn(1, length, h, dim, seed=i) for i, h in enumerate((8, 2, 2)))
@@ -203,20 +203,20 @@ def test_programs_that_make_way(dim, monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_inputs_that_tma_cannot_address(dim):
+def test_hopper_accepts_inputs_without_tma_alignment(dim):
     q, k, v, dout = (randn(2, 300, h, dim, seed=i) for i, h in enumerate((4, 2, 2, 4)))
     compare_as_they_come(q, k, v, dout, tiles_of("causal", 300))
 
 
-def test_state_of_another_kernel_is_brought_to_float32():
+def test_hopper_converts_state_to_float32():
     q, tiles, options = randn(1, 100, 2, 64), tiles_of("causal", 100), settings(scale=0.1)
     out, lse = KERNEL.attend(q, q, q, tiles, options, state=empty_state(q, 64))
     assert out.dtype == lse.dtype == torch.float32
     assert gap(out, ORACLE.attend(*wide(q, q, q), tiles, options)[0]) < 6e-3
 
 
-def test_neighbours_full_of_nan_do_no_harm():
-    """Padding of a block must come from nowhere, not from the next batch, head or row."""
+def test_hopper_ignores_nan_outside_inputs():
+    """The padding of a block must not come from the next batch, head or row."""
     length, dim = 200, 128
     poisoned = [torch.full((3, length + 30, 4, dim), torch.nan, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
     q, k, v = (x[1:2, 10 : 10 + length, 1:3] for x in poisoned)
@@ -225,8 +225,8 @@ def test_neighbours_full_of_nan_do_no_harm():
     compare(q, k, v, tiles_of("causal", length))
 
 
-def test_many_items_a_program_and_a_graph():
-    """More work items than multiprocessors, twice the same; a captured graph replays with new numbers."""
+def test_hopper_many_items_per_program_and_graph_replay():
+    """More items than multiprocessors give equal results twice; a captured graph replays."""
     q, k, v = (randn(3, 1500, h, 64, seed=i) for i, h in enumerate((8, 4, 4)))
     tiles, options = tiles_of("causal", 1500), settings(scale=0.125)
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
@@ -243,17 +243,17 @@ def test_many_items_a_program_and_a_graph():
         assert gap(out, ORACLE.attend(*wide(q, k, v), tiles, options)[0]) < 6e-3
 
 
-def test_past_two_to_the_31():
-    """LSE alone lies near: its rows are one after the other."""
+def test_hopper_offsets_beyond_two_to_the_31():
+    """The rows of LSE are contiguous, so its offsets stay small."""
     check_far(KERNEL, DEVICE, far_lse=False)
 
 
-def test_large_scores():
+def test_hopper_large_scores():
     q, k, v = (randn(1, 300, 2, 128, seed=i) for i in range(3))
     compare(q * 20, k, v, tiles_of("causal", 300))
 
 
-def test_refusals():
+def test_hopper_rejects_deterministic_and_unaligned_calls():
     q = randn(1, 64, 2, 128)
     tiles = tiles_of("full", 64)
     with pytest.raises(UnsupportedError, match="deterministic"):
@@ -263,7 +263,7 @@ def test_refusals():
         KERNEL.attend(q, q, q, tiles, settings(scale=0.1), state=(odd, fresh_state(q)[1]))
 
 
-def test_launches_go_straight_to_the_driver():
+def test_hopper_launches_call_driver_directly():
     q, k, v = (randn(1, 200, 2, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
     compare(q, k, v, tiles_of("causal", 200))
     kernels = compiled_kernels()
@@ -272,7 +272,7 @@ def test_launches_go_straight_to_the_driver():
         assert all(isinstance(launch, Ready) for launch in launcher._launches.values())
 
 
-def test_a_thread_that_is_new_to_the_device():
+def test_hopper_runs_in_new_thread():
     q, k, v = (randn(1, 200, 2, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
     tiles, options = tiles_of("causal", 200), settings(scale=0.125)
     expected, _ = KERNEL.attend(q, k, v, tiles, options)

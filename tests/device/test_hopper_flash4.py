@@ -45,27 +45,27 @@ def asked_for_little_work_too(monkeypatch):
     [((4, 4), torch.bfloat16), ((6, 2), torch.bfloat16), ((8, 1), torch.float16)],  # each is compiled, for seconds
     ids=["mha", "gqa", "mqa-fp16"],
 )
-def test_causal(kernel, length, heads, dim, dtype):
+def test_flash4_causal(kernel, length, heads, dim, dtype):
     compare_whole(kernel, *inputs(length, length, heads, dim, "cuda", dtype), causal(length))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("rows", "columns"), [(333, 1111), (1111, 333), (1, 500), (500, 1)])
-def test_boxes(kernel, rows, columns, dim):
+def test_flash4_boxes(kernel, rows, columns, dim):
     compare_whole(kernel, *inputs(rows, columns, (4, 2), dim, "cuda"), box(rows, columns))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", ["window:200", "documents:0,100,357,600"])
-def test_other_masks(kernel, mask, dim):
+def test_flash4_other_masks(kernel, mask, dim):
     compare_whole(kernel, *inputs(600, 600, (4, 2), dim, "cuda"), tiles_of(mask, 600))
 
 
 @pytest.mark.parametrize("left", [0, 1, 63, 200, None], ids=lambda left: "all but one" if left is None else str(left))
 @pytest.mark.parametrize("length", [129, 600, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_windows(kernel, length, left, dtype):
-    """With as many K/V heads as query heads: gradients are flash-attn-4's."""
+def test_flash4_windows(kernel, length, left, dtype):
+    """Equal K/V and query heads: flash-attn-4 computes the gradients."""
     left = length - 2 if left is None else left
     assert kernel._flash.load().traits.supports_causal_window
     compare_whole(kernel, *inputs(length, length, (4, 4), 128, "cuda", dtype), tiles_of(f"window:{left}", length))
@@ -74,14 +74,14 @@ def test_windows(kernel, length, left, dtype):
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("left", [1, 63, 200, 598])
-def test_windows_of_flash_attn_4_alone(kernel, left, dim, heads):
-    """Named, it computes their forward too, and with fewer K/V heads."""
+def test_flash4_windows_of_package_kernel(kernel, left, dim, heads):
+    """The kernel of the package computes their forward too, also with fewer K/V heads."""
     compare_whole(kernel._flash, *inputs(600, 600, heads, dim, "cuda"), tiles_of(f"window:{left}", 600))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_strides(kernel, dim):
-    """Heads before rows; parts of a packed tensor; rows that begin at no multiple of 16 bytes."""
+def test_flash4_strides(kernel, dim):
+    """Heads before rows, slices of a packed tensor, and rows not aligned to 16 bytes."""
     tensors = inputs(300, 300, (4, 4), dim, "cuda")
     compare_whole(kernel, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors), causal(300))
     for tiles in (causal(300), tiles_of("window:100", 300)):
@@ -91,8 +91,7 @@ def test_strides(kernel, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_in_a_graph(kernel, dim):
-    """A captured graph replays with new numbers."""
+def test_flash4_graph_replays_with_new_numbers(kernel, dim):
     dout, q, k, v = inputs(700, 700, (4, 2), dim, "cuda")
     tiles = causal(700)
 
@@ -120,8 +119,8 @@ def test_in_a_graph(kernel, dim):
     [(333, 1111, (4, 2), box), (1111, 333, (4, 4), box), (1000, 1000, (6, 2), causal)],
     ids=["box", "box, own K/V heads", "causal, shared K/V heads"],
 )
-def test_long_forwards_with_heads_of_128(kernel, monkeypatch, rows, columns, heads, mask):
-    """That package's forward, as from `flash4.LONG` rows on; here from 300."""
+def test_flash4_long_forward_with_heads_of_128(kernel, monkeypatch, rows, columns, heads, mask):
+    """The package computes the forward from `flash4.LONG` rows on, here from 300."""
     monkeypatch.setattr(flash4, "LONG", 300)
     tiles = causal(rows) if mask is causal else box(rows, columns)
     compare_whole(kernel, *inputs(rows, columns, heads, 128, "cuda"), tiles)

@@ -31,8 +31,8 @@ def device() -> torch.device:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_one_rank(name, dtype, deterministic):
-    """Everything that `attention` does around a kernel, on whichever kernel it chooses."""
+def test_attention_on_one_rank_matches_oracle(name, dtype, deterministic):
+    """The chosen kernel, with all that `attention` does around it."""
     length, heads, kv_heads, d = 53, 4, 2, 64
     shapes = [(2, length, h, d) for h in (heads, kv_heads, kv_heads, heads)]
     q, k, v, dout = (torch.randn(shape, device=device()).to(dtype) for shape in shapes)
@@ -50,11 +50,8 @@ def test_one_rank(name, dtype, deterministic):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's and HIP's")
-def test_a_captured_graph_replays():
-    """Forward and backward of one rank in a graph; what is in its tensors then is what it computes.
-
-    All of it on one stream, and no result keeps its autograd graph: gradients stay on the stream of their leaves.
-    """
+def test_captured_graph_of_one_rank_replays():
+    """All work is on one stream, and no result keeps its autograd graph."""
     shapes = [(1, 300, heads, 64) for heads in (4, 2, 2, 4)]
     mesh = bp.Mesh.single()
     stream = torch.cuda.Stream()
@@ -84,8 +81,8 @@ def test_a_captured_graph_replays():
 
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators or more")
 @pytest.mark.timeout(300)
-def test_ranks_over_all_devices(tmp_path):
-    """Every strategy, several masks and dtypes, one rank a device, against the oracle."""
+def test_strategies_on_all_devices_match_oracle(tmp_path):
+    """All strategies, several masks and dtypes, one rank per device."""
     ranks = torch.accelerator.device_count()
     command = [sys.executable, "-m", "tests.support.device_ranks", str(ranks), str(tmp_path)]
     processes = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(ranks)]

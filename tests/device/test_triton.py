@@ -43,7 +43,7 @@ SMALL = [*cases(53, torch.float32), *cases(64, torch.float16, scale=0.2), *cases
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_small(kernel, device: str, case: Case) -> None:
+def test_triton_small_cases(kernel, device: str, case: Case) -> None:
     check(kernel, case, device)
 
 
@@ -63,17 +63,16 @@ HEADS = [
 
 
 @pytest.mark.parametrize("case", [*LONG, *HEADS], ids=str)
-def test_long(kernel, device: str, case: Case) -> None:
+def test_triton_long_cases(kernel, device: str, case: Case) -> None:
     check(kernel, case, device)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_contract(kernel, device: str, name: str) -> None:
+def test_triton_kernel_contract(kernel, device: str, name: str) -> None:
     CHECKS[name](kernel, device)
 
 
-def test_same_twice(kernel, device: str) -> None:
-    """Deterministic, to the bit."""
+def test_triton_deterministic_results_are_bitwise_equal(kernel, device: str) -> None:
     case = replace(SHAPES[0], length=700, dtype=torch.bfloat16)
     dout, q, k, v = inputs(case, device)
     tiles = find_tiles(case.parsed, (Segment(0, 700),), (Segment(0, 700),))
@@ -86,8 +85,7 @@ def test_same_twice(kernel, device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_reasons(kernel, device: str) -> None:
-    """What it cannot do, it says."""
+def test_triton_supports_gives_reason(kernel, device: str) -> None:
     problem = kernel_call(torch.float64, device, 2, 2, 64, 64)
     assert "float64" in kernel.supports(problem).reason
     assert "512" in kernel.supports(replace(problem, dtype="float16", head_dim=512)).reason

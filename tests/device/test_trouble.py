@@ -51,28 +51,28 @@ def check_right(folder: Path, what: str, transport: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("what", ["stress", "stress_groups"])
-def test_two_meshes_on_two_streams_under_delays(tmp_path, what, transport):
-    """Of one process group, and of two."""
+def test_two_meshes_on_two_streams_with_delays(tmp_path, what, transport):
+    """The meshes share a process group or have one each."""
     check_right(tmp_path, what, transport)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
-def test_calls_that_were_made_before_ask_for_no_memory(tmp_path, transport):
+def test_repeated_calls_allocate_no_memory(tmp_path, transport):
     check_right(tmp_path, "allocations", transport)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's and HIP's")
-def test_a_captured_graph_of_all_ranks_replays(tmp_path):
-    """Over NCCL or RCCL: peer copies refuse to be captured."""
+def test_captured_graph_of_all_ranks_replays(tmp_path):
+    """Over NCCL or RCCL only: peer copies reject graph capture."""
     check_right(tmp_path, "graph", "nccl")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["late", "killed"])
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
-def test_a_peer_that_is_late_or_gone(tmp_path, what, transport):
+def test_late_or_lost_peer_raises_and_is_named(tmp_path, what, transport):
     said = play(tmp_path, what, transport, 2)
     if "absent" in said.get(0, {}):
         pytest.skip(said[0]["absent"])
@@ -85,8 +85,8 @@ def test_a_peer_that_is_late_or_gone(tmp_path, what, transport):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
-def test_other_shapes_on_one_rank(tmp_path, transport):
-    """No rank computes anything: each names both sides."""
+def test_different_shapes_raise_on_all_ranks(tmp_path, transport):
+    """No rank computes, and each error names both sides."""
     said = play(tmp_path, "shapes", transport, 2)
     if "absent" in said.get(0, {}):
         pytest.skip(said[0]["absent"])
@@ -98,7 +98,7 @@ def test_other_shapes_on_one_rank(tmp_path, transport):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
-def test_one_rank_is_out_of_memory(tmp_path, transport):
+def test_one_rank_out_of_memory_raises_on_all_ranks(tmp_path, transport):
     said = play(tmp_path, "memory", transport, 2)
     if "absent" in said.get(0, {}):
         pytest.skip(said[0]["absent"])

@@ -54,22 +54,22 @@ def told(tmp_path_factory):
     return {"idle": every[0]["idle"], "cases": found, "twice": [read(one) for one in every[0]["twice"]]}
 
 
-def test_nothing_else_uses_the_links(told):
-    """Else what follows would tell of others."""
+def test_idle_links_carry_no_bytes(told):
+    """Other traffic would invalidate the tests below."""
     assert max(bytes_ for ways in told["idle"] for bytes_ in ways) < 64 << 10, told["idle"]
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("row", ROWS)
-def test_bytes_are_those_of_the_plan(told, row, strategy, which):
+def test_wire_bytes_equal_plan(told, row, strategy, which):
     one = told["cases"][row, strategy, which]
     assert max(plan.sent for plan in one.plan) > 4 << 20, "flags are nothing beside the messages"
     assert one.unexplained() == {}, (one.counted, one.plan)
 
 
-def test_hops_that_are_skipped_are_not_on_the_wire(told):
-    """Under a window rank 0 needs no block of others, and none needs the last rank's: nothing comes, nothing goes."""
+def test_skipped_messages_are_not_on_the_wire(told):
+    """Under a window, rank 0 receives no block and the last rank sends none."""
     window = told["cases"]["window", "ring+fetch", "forward"]
     assert window.plan[0].received == window.plan[-1].sent == 0
     full = told["cases"]["full", "ring+fetch", "forward"]
@@ -77,8 +77,8 @@ def test_hops_that_are_skipped_are_not_on_the_wire(told):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_hops_that_are_sent_twice_are_found(told, which):
-    """A bug that is planted: every rank's counters tell of it, both ways."""
+def test_wire_bytes_detect_messages_sent_twice(told, which):
+    """The counters of every rank show the planted bug in both directions."""
     one = told["twice"][which]
     assert one.unexplained().keys() == {
         f"rank {r}, {way}" for r in range(len(one.plan)) for way in ("sent", "received")
@@ -89,6 +89,6 @@ def test_hops_that_are_sent_twice_are_found(told, which):
 
 
 @pytest.mark.parametrize(("row", "other"), [("full", "window"), ("window", "documents"), ("documents", "full")])
-def test_the_plan_of_another_mask_is_found(told, row, other):
+def test_wire_bytes_detect_plan_of_another_mask(told, row, other):
     one, wrong = (told["cases"][name, "ring+fetch", "forward"] for name in (row, other))
     assert Measured(**{**vars(one), "plan": wrong.plan}).unexplained() != {}

@@ -52,10 +52,10 @@ def ready(cann: ctypes.CDLL, stream: ctypes.c_void_p) -> bool:
     return status.value == 0
 
 
-def test_a_stream_waits_for_an_event_of_another(
+def test_standin_stream_waits_for_event_of_other_stream(
     cann: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy behind an event, behind a receive: it happens when the peer has sent, and not before."""
+    """A copy waits for an event behind a receive, so it starts after the peer has sent."""
     monkeypatch.setenv("STANDIN_FOLDER", str(tmp_path))
     info = ctypes.create_string_buffer(4108)
     assert cann.HcclGetRootInfo(info) == 0
@@ -86,7 +86,7 @@ def test_a_stream_waits_for_an_event_of_another(
     assert not list(tmp_path.iterdir()), "a message that was read is gone"
 
 
-def test_a_message_of_another_size_fails_its_stream(
+def test_standin_message_of_other_size_fails_stream(
     cann: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STANDIN_FOLDER", str(tmp_path))
@@ -102,7 +102,7 @@ def test_a_message_of_another_size_fails_its_stream(
     assert cann.aclrtSynchronizeStream(second) != 0
 
 
-def test_other_symbols_are_told(build: ModuleType) -> None:
+def test_difference_lists_new_and_missing_symbols(build: ModuleType) -> None:
     listed = (STANDIN / "symbols.txt").read_text(encoding="utf-8").split()
     assert listed == sorted(set(listed))
     assert build.difference(listed, listed) == ""

@@ -30,14 +30,14 @@ def named():
     return set(re.findall(r"results/([\w.-]+\.\w+)", text))
 
 
-def test_every_result_file_is_named_by_a_page():
+def test_pages_name_every_result_file():
     assert tracked() <= named()
 
 
-def test_every_named_result_file_exists():
+def test_result_files_named_by_pages_exist():
     assert named() <= {file.name for file in RESULTS.iterdir()}
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.iterdir()), ids=lambda file: file.name)
-def test_result_files_carry_a_date(file):
+def test_result_file_names_have_date(file):
     assert re.fullmatch(r"[a-z0-9.-]+-20\d\d-\d\d-\d\d\.json", file.name)

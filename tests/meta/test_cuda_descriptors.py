@@ -27,7 +27,7 @@ def line(text: str) -> str:
     return f"        /*fff0*/                   {text} ;\n"
 
 
-def test_the_fault_that_was_seen():
+def test_suspicious_finds_known_compiler_fault():
     found = suspicious(WRONG)
     assert [text.partition(" comes from ")[0] for text in found] == [
         "UR4 of 5790 (HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24)",
@@ -37,12 +37,12 @@ def test_the_fault_that_was_seen():
     assert "0020 (S2UR UR5, SR_CgaCtaId)" in found[1]
 
 
-def test_a_descriptor_written_before_the_branch_is_good():
+def test_suspicious_accepts_descriptor_set_before_branch():
     assert suspicious(GOOD) == []
 
 
-def test_the_sum_alone_is_followed():
-    """No product of the second loop reads UR4 itself: UR24 is made of it."""
+def test_suspicious_follows_sums():
+    """No product of the second loop reads UR4; UR24 is computed from it."""
     (low, high) = suspicious(WRONG.replace(PRODUCT_2, ""))
     assert low.startswith("UR4 of 52a0 (UIADD3 UR24,")
     assert high.startswith("UR5 of 5370 (UIADD3.X UR25,")
@@ -57,8 +57,8 @@ def test_the_sum_alone_is_followed():
         (["MOV R2, UR4", "MOV R3, UR5", "STL.64 [R1+0x50], R2"], ["LDL.LU.64 R6, [R1+0x50]", "R2UR UR4, R6"]),
     ],
 )
-def test_a_descriptor_that_waits_elsewhere_is_good(away, back):
-    """The second loop uses UR4 for something else and gets the descriptor back."""
+def test_suspicious_accepts_restored_descriptor(away, back):
+    """The second loop uses UR4 for another value and then restores the descriptor."""
     used = PRODUCT_2 + "".join(map(line, [*away, "UIMAD UR4, UR48, UR48, URZ", *back]))
     assert suspicious(GOOD.replace(PRODUCT_2, used)) == []
     assert len(suspicious(WRONG.replace(PRODUCT_2, used))) == 2
@@ -66,36 +66,36 @@ def test_a_descriptor_that_waits_elsewhere_is_good(away, back):
     assert len(suspicious(GOOD.replace(PRODUCT_2, never_back))) == 1
 
 
-def test_another_value_brought_back():
+def test_suspicious_finds_other_restored_value():
     used = PRODUCT_2 + line("MOV R2, UR4") + line("LDS.128 R0, [R9]") + line("R2UR UR4, R2")
     (found,) = suspicious(GOOD.replace(PRODUCT_2, used))
     assert "LDS.128 R0, [R9]" in found
 
 
 @pytest.mark.parametrize(("guard", "count"), [("@UP1 ", 1), ("", 0)])
-def test_a_write_under_a_guard_may_not_happen(guard, count):
-    """Before the second loop UR4 is written once more: for all paths, or for some."""
+def test_suspicious_treats_guarded_write_as_optional(guard, count):
+    """UR4 is written once more before the second loop, on all paths or on some."""
     again = line(f"{guard}USGXT.U32 UR4, UR16, 0xe")
     assert len(suspicious(GOOD.replace(LOOP_2, again + LOOP_2))) == count
 
 
-def test_the_same_constant_in_two_places_is_good():
+def test_suspicious_accepts_equal_constants():
     again = line("UMOV UR17, 0x40000040")
     assert suspicious(GOOD.replace(PRODUCT_2, PRODUCT_2 + again)) == []
 
 
-def test_a_register_that_nothing_writes():
+def test_suspicious_finds_register_without_writer():
     (found,) = suspicious(GOOD.replace("UMOV UR19, 0x40000040", "NOP"))
     assert found.endswith("comes from nowhere")
 
 
-def test_what_was_not_read_is_told():
+def test_suspicious_reports_unread_code():
     assert suspicious("") == ["matrix descriptors were not checked: no HGMMA instruction was read"]
     (found,) = suspicious(GOOD + line("CALL.REL.NOINC `(.L_x_16)"))
     assert found.startswith("matrix descriptors were not checked beyond fff0 (CALL.REL.NOINC")
 
 
-def test_no_disassembler_is_told(monkeypatch, tmp_path):
+def test_check_reports_missing_disassembler(monkeypatch, tmp_path):
     triton = ModuleType("triton")
     triton.__file__ = str(tmp_path / "__init__.py")
     monkeypatch.setitem(sys.modules, "triton", triton)
@@ -104,8 +104,8 @@ def test_no_disassembler_is_told(monkeypatch, tmp_path):
     assert found.endswith("nvdisasm")
 
 
-def test_two_warps_have_no_descriptors():
-    """Values smaller than heads, by pointers: ptxas 12.8 makes the fault, and on a GPU addresses lay outside memory."""
+def test_two_warps_use_no_descriptors():
+    """ptxas 12.8 makes the fault for values smaller than heads; on a GPU it addresses foreign memory."""
     four, two = (compiled_kernel("sm_90", "forward", 24, Blocks(128, 64, warps, 3), value=12) for warps in (4, 2))
     assert check(four.asm["cubin"]) or "release 12.8" not in assembler()
     assert "wgmma" in four.asm["ptx"]

@@ -71,7 +71,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_of_a_page(page):
+def test_page_python_blocks_run(page):
     names = {"__name__": page.stem}
     for block, following in pairwise([*blocks(page), Block("", 0, "")]):
         if block.language != "python":
@@ -85,7 +85,7 @@ def test_python_of_a_page(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=name_of)
-def test_commands_of_a_page(page, capsys):
+def test_page_console_blocks_match_commands(page, capsys):
     for block in blocks(page):
         if block.language != "console":
             continue
@@ -101,7 +101,7 @@ def test_commands_of_a_page(page, capsys):
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
-def test_links_lead_somewhere(page):
+def test_page_links_and_anchors_exist(page):
     for target in LINK.findall(re.sub(r"`[^`\n]+`", "", prose(page))):
         path, _, anchor = "".join(target).partition("#")
         there = page.parent / path if path else page
@@ -110,8 +110,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
-def test_every_fence_is_of_a_kind_that_is_known(page):
-    """A block of another kind would be left out, and with it what it says."""
+def test_page_code_fences_have_known_languages(page):
     assert {block.language for block in blocks(page)} <= LANGUAGES
 
 
@@ -151,7 +150,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_readme_training_runs_on_a_cpu(tmp_path):
+def test_readme_training_runs_on_cpu(tmp_path):
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=64,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -175,7 +174,7 @@ def test_readme_training_runs_on_a_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["make_images", "make_diagrams"])
-def test_pictures_are_what_their_scripts_draw(script):
+def test_pictures_match_their_scripts(script):
     command = [sys.executable, f"ci/{script}.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, check=False)
     assert done.returncode == 0, f"run PYTHONPATH=. python ci/{script}.py"

@@ -16,7 +16,7 @@ from burst_portable.kernels.triton.machine_code import KERNELS, named, tuned
 EVIDENCE = Path(__file__).resolve().parents[2] / "backends" / "cuda" / "evidence"
 
 
-def test_machine_code():
+def test_machine_code_evidence_is_current_and_complete():
     report = Report.from_json((EVIDENCE / "machine-code.json").read_text(encoding="utf-8"))
     assert report.ok
     assert report.device["sources"] == fingerprint(*machine_code.SOURCES), f"kernels changed: {machine_code.__doc__}"
@@ -33,8 +33,7 @@ def test_machine_code():
     assert set(descriptors) == {(0, 0)}
 
 
-def test_the_compiler_is_asked(monkeypatch):
-    """A kernel that spills, or with a doubtful descriptor, is a failure of the report."""
+def test_machine_code_report_fails_on_spills_and_descriptors(monkeypatch):
     doubt = "UR4 comes from two places"
     made = aot.Report("backward D=64 bf16", 255, 512, 0, 1024, 4, 0, (), (doubt,), 1.0)
     monkeypatch.setattr(aot, "compile_build", lambda build: made)

@@ -16,13 +16,13 @@ FOLDER = Path(interpreter.__file__).parent
 
 
 @pytest.mark.parametrize("backend", interpreter.SOURCES)
-def test_it_passed_and_is_of_these_kernels(backend):
+def test_interpreter_evidence_passed_and_is_current(backend):
     report = Report.from_json((FOLDER / backend / "evidence" / "interpreter.json").read_text(encoding="utf-8"))
     assert report.ok
     assert report.device["sources"] == fingerprint(*interpreter.SOURCES[backend]), "kernels changed: make it again"
 
 
-def test_comments_are_no_code_and_code_is(tmp_path):
+def test_fingerprint_ignores_comments_and_docstrings(tmp_path):
     kernel, found = tmp_path / "kernel.py", []
     for text in (
         "@triton.jit\ndef add(x):\n    return x + 1\n",

@@ -35,8 +35,8 @@ def equipment(monkeypatch):
 
 
 @pytest.mark.slow
-def test_launches_of_one_chip_on_the_fake_driver(equipment):
-    """The real launching code, compiled for the chip: forward, merging, delta and both halves of backward, twice."""
+def test_chip_launches_pass_on_simulated_driver(equipment):
+    """The compiled kernels are launched twice: forward, merge, delta, and both halves of backward."""
     results = list(equipment("machine_code").launched("gfx942", "--quick"))
     assert {r.message for r in results} == {""}
     names = [r.name for r in results]
@@ -48,7 +48,7 @@ def test_launches_of_one_chip_on_the_fake_driver(equipment):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chip", ["gfx90a", "gfx942", "gfx950"])
-def test_every_launch_and_kernel_of(equipment, chip):
+def test_chip_report_compiles_and_launches_everything(equipment, chip):
     report = equipment("machine_code").report([chip], quick=False)
     assert report.failures == ()
     assert len(report.results) > 50
@@ -78,14 +78,14 @@ def launched(equipment, **given):
         ({"scale": 1}, "compiled as fp32"),
     ],
 )
-def test_the_fake_driver_sees_what_does_not_fit(equipment, given, says):
+def test_simulated_driver_detects_wrong_launches(equipment, given, says):
     assert launched(equipment).wrong() == []
     (found,) = launched(equipment, **given).wrong()
     assert re.search(says, found)
 
 
-def test_a_step_is_read_from_machine_code(equipment):
-    """The estimate that tuning tables were ranked by, on a loop written by hand."""
+def test_tune_estimates_step_from_machine_code(equipment):
+    """Tuning tables were ranked by this estimate; the loop is written by hand."""
     tune = equipment("tune")
     outer = [".LBB0_1:", "v_add_u32 v0, v0, v1"]
     inner = [
@@ -102,7 +102,7 @@ def test_a_step_is_read_from_machine_code(equipment):
     assert tune.units(body, "gfx90a") == (64.0, 20, 32.0)
 
 
-def test_without_a_device_the_script_says_why_and_stops():
+def test_conform_script_without_device_prints_reason():
     environment = environment_of_children(PYTHON=sys.executable, PYTHONPATH=str(ROOT))
     command = ["sh", str(FOLDER / "conform.sh")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -111,8 +111,8 @@ def test_without_a_device_the_script_says_why_and_stops():
     assert not done.stdout
 
 
-def test_the_evidence_is_of_the_tuning_tables_as_they_are(equipment):
-    """No compiler runs: the report in the repository names what was compiled."""
+def test_rocm_evidence_matches_tuning_tables(equipment):
+    """No compiler runs: the committed report names what was compiled."""
     machine_code = equipment("machine_code")
     report = Report.from_json((FOLDER / "evidence" / "machine-code.json").read_text(encoding="utf-8"))
     assert report.device["sources"] == fingerprint(*equipment("machine_code").SOURCES), "kernels changed"
@@ -130,8 +130,8 @@ def test_the_evidence_is_of_the_tuning_tables_as_they_are(equipment):
             assert any(name.startswith(f"{chip} {case} ") for name in launches), (chip, str(case))
 
 
-def test_the_tuning_tables_come_from_the_ranking(equipment):
-    """Each entry is one of the eight best ways of its group."""
+def test_tuning_tables_use_best_ranked_blocks(equipment):
+    """Each entry is among the eight best block shapes of its group."""
     ranked: dict[tuple[str, str, int], list[str]] = {}
     for row in json.loads((FOLDER / "tuning.json").read_text(encoding="utf-8")):
         ranked.setdefault((row["chip"], row["kernel"], row["head"]), []).append(row["blocks"])

@@ -73,7 +73,7 @@ VIOLATIONS = (
 
 
 @pytest.mark.parametrize(("importer", "imported", "contracts"), VIOLATIONS)
-def test_contracts_refuse_planted_import(graph, importer, imported, contracts):
+def test_contracts_reject_planted_import(graph, importer, imported, contracts):
     importer = f"burst_portable.{importer}"
     imported = imported if imported in ("torch", "numpy") else f"burst_portable.{imported}"
     assert {importer, imported} <= graph.modules
@@ -86,7 +86,7 @@ def test_contracts_refuse_planted_import(graph, importer, imported, contracts):
     assert contracts <= found
 
 
-def test_contracts_refuse_module_without_layer(graph):
+def test_contracts_reject_module_without_layer(graph):
     for name, contract in (("burst_portable.helpers", "layers"), ("burst_portable.backends.intel", "vendors")):
         graph.add_module(name)
         try:
@@ -95,7 +95,7 @@ def test_contracts_refuse_module_without_layer(graph):
             graph.remove_module(name)
 
 
-def test_contracts_hold(graph):
+def test_layer_contracts_hold(graph):
     assert broken(graph) == set()
 
 
@@ -137,7 +137,7 @@ def test_check_source_finds_violation(tmp_path, file, source, rule):
     assert rule in lines[0]
 
 
-def test_check_source_accepts_what_is_allowed(tmp_path):
+def test_check_source_accepts_allowed_code(tmp_path):
     code, lines = check_source(tmp_path, ALLOWED)
     assert code == 0, lines
 

@@ -25,11 +25,11 @@ def test_fresh_memory_is_nan(make, dtype):
     assert make(dtype).isnan().all()
 
 
-def test_fresh_integers_are_their_maximum():
+def test_fresh_integers_are_maximum():
     assert (torch.empty(7, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
 
 
-def test_other_threads_are_poisoned_too():
+def test_fresh_memory_of_other_threads_is_nan():
     seen = []
     thread = threading.Thread(target=lambda: seen.append(torch.empty(7).isnan().all()))
     thread.start()
@@ -38,7 +38,7 @@ def test_other_threads_are_poisoned_too():
 
 
 @pytest.mark.parametrize(("deterministic", "warn_only", "fill"), [(False, False, True), (True, True, False)])
-def test_the_state_before_comes_back_after_a_failure(deterministic, warn_only, fill):
+def test_fresh_memory_is_nan_restores_state_after_failure(deterministic, warn_only, fill):
     # The fixture around this test puts its own state back.
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill

@@ -71,5 +71,5 @@ REPLACE = "monkeypatch.setattr"
         (f"from torch._inductor import _config\n{REPLACE}(Mask, '__eq__', len)", []),
     ],
 )
-def test_private_names_are_found(source, expected):
+def test_private_names_finds_imports_and_replacements(source, expected):
     assert list(private_names(source)) == expected

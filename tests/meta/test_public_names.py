@@ -39,28 +39,28 @@ PUBLIC = [
 ]
 
 
-def test_the_public_names():
+def test_all_equals_public_names():
     assert sorted(burst_portable.__all__) == PUBLIC
 
 
-def test_dir_lists_them():
+def test_dir_lists_public_names():
     assert set(PUBLIC) <= set(dir(burst_portable))
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_is_no_module(name):
-    """Importing a submodule sets its name on the package, and hides a lazy public name spelt alike."""
+def test_public_name_is_not_a_module(name):
+    """Importing a submodule would replace a lazy public name with the same spelling."""
     for module in pkgutil.iter_modules(burst_portable.__path__):
         if module.name == name:
             importlib.import_module(f"burst_portable.{name}")
     assert not isinstance(getattr(burst_portable, name), types.ModuleType)
 
 
-def test_modules_that_are_named_without_an_import():
+def test_submodule_is_an_attribute_without_import():
     code = "import burst_portable as bp; assert bp.nn.SelfAttention"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="atention"):
         burst_portable.atention  # noqa: B018  # the access is what is tested

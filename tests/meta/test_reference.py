@@ -41,13 +41,13 @@ def resolved(target: str) -> object:
 
 
 @pytest.mark.parametrize("directive", directives(), ids=lambda directive: directive.target)
-def test_directive_names_what_exists(directive):
+def test_directive_members_exist(directive):
     found = resolved(directive.target)
     assert [name for name in directive.members if not hasattr(found, name)] == []
 
 
 @pytest.mark.parametrize("package", [burst_portable, conformance, nn], ids=lambda package: package.__name__)
-def test_every_public_name_is_shown(package):
+def test_reference_shows_every_public_name(package):
     shown = {f"{d.target}.{member}" for d in directives() for member in d.members}
     whole = {d.target for d in directives() if not d.members}
     public = getattr(package, "__all__", None) or [n for n, x in vars(package).items() if _is_defined_in(x, package)]

@@ -27,7 +27,7 @@ def fake_python(path: Path, script: str) -> Path:
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo no such version >&2; exit 127"])
-def test_an_unfit_python_is_refused(tmp_path, script):
+def test_setup_rejects_unsupported_python(tmp_path, script):
     done = set_up(tmp_path, str(fake_python(tmp_path / "bin" / "python3.9", script)))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
@@ -35,7 +35,7 @@ def test_an_unfit_python_is_refused(tmp_path, script):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_a_venv_of_another_python_is_refused(tmp_path):
+def test_setup_rejects_venv_of_unsupported_python(tmp_path):
     fake_python(tmp_path / ".venv" / "bin" / "python", "exit 1")
     done = set_up(tmp_path, "python3")
     assert done.returncode == 1

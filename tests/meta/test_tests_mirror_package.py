@@ -53,7 +53,7 @@ def test_package_folders_have_tests():
     assert untested(TESTS, PACKAGE) == ["conformance/checks"]
 
 
-def test_helpers_are_in_one_folder():
+def test_helpers_are_in_support_folder():
     helpers = {path.relative_to(TESTS) for path in TESTS.rglob("*.py")}
     outside = {path for path in helpers if path.parts[0] != "support" and not path.name.startswith("test_")}
     assert {path.name for path in outside} == {"conftest.py"}

@@ -35,13 +35,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("mamba", "MambaForCausalLM", "refused"),
     ],
 )
-def test_rows_are_current(kind: str, class_name: str, verdict: str, script: Any):
+def test_tried_model_rows_are_current(kind: str, class_name: str, verdict: str, script: Any):
     trial = script.try_named(kind, class_name)
     assert trial.verdict == verdict
     assert script.row(kind, class_name, trial) in PAGE.splitlines()
 
 
-def test_the_page_is_of_this_transformers(script: Any):
+def test_tried_models_page_names_transformers_version(script: Any):
     assert f"transformers {transformers.__version__};" in PAGE
     assert all(f"| {kind} | {name} |" in PAGE for kind, name in script.listed())
     assert "## Different" not in PAGE
@@ -54,7 +54,7 @@ class Neighbours(LlamaForCausalLM):
         return super().forward(input_ids=input_ids.roll(1, dims=-1), position_ids=position_ids, **kwargs)
 
 
-def test_a_wrong_model_is_found(script: Any):
+def test_try_model_finds_wrong_model(script: Any):
     trial = script.try_model(Neighbours, "llama")
     assert trial.verdict == "different"
     assert trial.apart > 0.1

@@ -25,6 +25,6 @@ def test_page_lists_every_error_class():
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
-def test_page_names_the_bases_of_a_class(name):
+def test_page_names_bases_of_error_class(name):
     bases = [base.__name__ for base in CLASSES[name].__bases__]
     assert listed()[name] == [base for base in bases if base != "BurstError"]

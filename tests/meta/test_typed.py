@@ -199,7 +199,7 @@ def type_checked(folder: Path, installed: Path, programs: dict[str, str]) -> str
 
 
 @pytest.mark.slow
-def test_what_users_write_is_typed(installed, tmp_path):
+def test_user_code_type_checks(installed, tmp_path):
     programs = {name: code_of(page) for name, page in PAGES.items()}
     assert all("bp." in text or "burst_portable." in text for text in programs.values())
     programs = {name: BEFORE_THE_PAGE[name] + text + AFTER_THE_PAGE[name] for name, text in programs.items()}
@@ -209,7 +209,7 @@ def test_what_users_write_is_typed(installed, tmp_path):
 
 
 @pytest.mark.slow
-def test_typed_contracts_name_what_an_implementer_owes(installed, tmp_path):
+def test_typed_contracts_require_missing_members(installed, tmp_path):
     printed = type_checked(tmp_path, installed, {"unfinished": UNFINISHED})
     errors = [line for line in printed.splitlines() if ": error: " in line]
     missing = [name for name, part in OWED.items() if not any(part in line for line in errors)]
@@ -226,8 +226,8 @@ def test_typed_example_of_a_backend_passes(installed, tmp_path):
     assert printed == f"Success: no issues found in {len(programs)} source files\n", printed
 
 
-def test_without_the_marker_a_checker_sees_nothing(wheel, tmp_path):
-    """The bug that the test above is there for: mypy reads no types of a package that does not say it has some."""
+def test_package_without_py_typed_has_no_types(wheel, tmp_path):
+    """The negative control of the tests above."""
     shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     (tmp_path / "installed/burst_portable/py.typed").unlink()
     told = type_checked(tmp_path, tmp_path / "installed", {"user": "import burst_portable"})
