@@ -1,4 +1,4 @@
-"""Test `burst-portable kernels` on one chip and one head size; tests/kernels/triton/test_machine_code_evidence_is_current_and_complete.py has all."""
+"""Test `burst-portable kernels` on one chip and one head size; tests/kernels/triton/test_machine_code.py has all."""
 
 from __future__ import annotations
 
