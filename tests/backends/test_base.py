@@ -32,7 +32,7 @@ class Least(Backend):
 
 
 @pytest.mark.parametrize("cls", [Backend, AcceleratorBackend, Kernel, Transport])
-def test_guide_lists_what_a_class_must_define(cls):
+def test_guide_lists_required_methods_of_class(cls):
     home = f"`{cls.__module__.removeprefix('burst_portable.')}.{cls.__name__}`: "
     items = re.findall(r"^- (.*(?:\n  .*)*)", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
     (item,) = (item.removeprefix(home) for item in items if item.startswith(home))
@@ -54,14 +54,14 @@ def test_guide_lists_what_a_class_must_define(cls):
     ],
     ids=["raises", "no tuple", "no kernel"],
 )
-def test_kernels_of_names_a_broken_backend(kernels, says):
+def test_choose_kernel_names_broken_backend(kernels, says):
     backend = Least()
     backend.kernels = kernels
     with pytest.raises(BackendUnavailableError, match=re.escape(says)):
         choose_kernel(backend, kernel_call(torch.float32, "cpu", 2, 2, 8, 8))
 
 
-def test_kernel_without_a_name_cannot_be_made():
+def test_kernel_without_name_raises_type_error():
     class Nameless(ReferenceKernel):
         name = Kernel.name
 
@@ -69,7 +69,7 @@ def test_kernel_without_a_name_cannot_be_made():
         Nameless()
 
 
-def test_backend_defaults_say_that_it_has_none():
+def test_backend_defaults_report_missing_features():
     backend = Least()
     assert (
         backend.measured_hardware(2, "")
@@ -87,7 +87,7 @@ def test_backend_defaults_say_that_it_has_none():
         backend.connect_direct(None, None, 1.0)
 
 
-def test_backend_without_transport_serves_one_rank(monkeypatch):
+def test_backend_without_transport_serves_one_rank_only(monkeypatch):
     backend, x = Least(), torch.randn(1, 8, 2, 16)
     monkeypatch.setattr(bp.Mesh, "backend_for", lambda mesh, device_type: backend)
     assert bp.attention(x, x, x, mesh=bp.Mesh.single()).shape == x.shape

@@ -99,7 +99,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("source", "what", "then"), WRONG.values(), ids=list(WRONG))
-def test_what_is_wrong_is_told(installed, source, what, then):
+def test_load_names_fault_of_broken_backend(installed, source, what, then):
     name = installed(source)
     with pytest.raises(BackendUnavailableError) as caught:
         selection.load(name)
@@ -110,12 +110,12 @@ def test_what_is_wrong_is_told(installed, source, what, then):
 
 
 @pytest.mark.parametrize("source", ["1 / 0\n", "import their_vendor\n"])
-def test_a_broken_one_is_in_nobodys_way_until_it_is_named(installed, source):
+def test_broken_backend_is_ignored_until_named(installed, source):
     installed(source)
     assert selection.for_device("cpu").name == "cpu"
 
 
-def test_and_is_a_reason_where_no_other_serves_the_device(installed):
+def test_for_device_names_broken_backend_if_no_other_fits(installed):
     installed("import their_vendor\n")
     with pytest.raises(selection.UnsupportedError, match="needs their_vendor, which is absent"):
         selection.for_device("their_device")
@@ -129,8 +129,8 @@ PROBES = {
 
 
 @pytest.mark.parametrize(("answer", "reason"), PROBES.items())
-def test_a_probe_that_is_none_is_a_reason_and_in_nobodys_way(installed, answer, reason):
-    """`explain` and `run` ask every backend."""
+def test_invalid_probe_result_is_reported_and_ignored(installed, answer, reason):
+    """`explain` and `run` probe all backends."""
     installed(BACKEND + f"Theirs.probe = lambda self: {answer}\nbackend = Theirs()\n")
     with pytest.raises(BackendUnavailableError, match=reason):
         selection.runnable("theirs")
@@ -150,21 +150,21 @@ def test_check_backend_rejects_device_unknown_to_torch(installed):
         check_backend("theirs", effort="quick")
 
 
-def test_what_is_named_need_not_come_first(installed):
+def test_explain_lists_backends_that_were_not_named(installed):
     installed(BACKEND + "backend = Theirs()\n")
     q = torch.empty(1, 8, 2, 16)
     (told,) = burst_portable.run_threads(1, lambda mesh: burst_portable.explain(q, q, q, mesh=mesh), backend="theirs")
     assert told.backend.others["cpu"] == "it can serve too, and was not named"
 
 
-def test_two_packages_of_one_name_are_both_refused(installed):
+def test_load_rejects_two_packages_with_one_name(installed):
     installed(BACKEND + "backend = Theirs()\n")
     installed("", target="their_backend:other", package="another_package")
     with pytest.raises(BackendUnavailableError, match="got their_backend:backend, their_backend:other; uninstall"):
         selection.load("theirs")
 
 
-def test_no_package_takes_the_name_of_one_of_ours(installed):
+def test_package_cannot_replace_built_in_backend(installed):
     installed("1 / 0\n", name="cpu")
     assert selection.known()["cpu"] == "burst_portable.backends.cpu:backend"
     (told,) = selection.passed_over()
@@ -199,15 +199,14 @@ def vendor(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("package", "what", "then"), PACKAGES.values(), ids=list(PACKAGES))
-def test_what_is_wrong_with_a_package_is_told_in_three_ways(vendor, package, what, then):
-    """For a probe, which does not raise."""
+def test_package_error_names_fault_and_remedy(vendor, package, what, then):
     vendor(**package)
     reason = package_error("vendor-torch", "2.13", module="vendor_torch")
     assert what in reason
     assert then in reason
 
 
-def test_nothing_is_wrong_with_a_package_that_imports(vendor):
+def test_package_error_is_empty_if_import_succeeds(vendor):
     vendor("2.13.0.post1", "answer = 42\n")
     assert package_error("vendor-torch", "2.13", module="vendor_torch") == ""
 
@@ -225,8 +224,8 @@ def test_lazy_kernel_declines_without_recent_package(vendor):
     assert old.supports(problem()).reason == told
 
 
-def test_a_kernel_of_a_broken_package_is_an_error(vendor):
-    """Somebody installed it and counts on it: it is not passed over in silence."""
+def test_lazy_kernel_of_broken_package_raises(vendor):
+    """A broken installed package is an error, not a reason to choose another kernel."""
     vendor(source="raise KeyError('lib.so')\n")
     broken = LazyKernel("theirs", "nowhere:Kernel", needs="vendor_torch")
     with pytest.raises(BackendUnavailableError, match=r"vendor_torch is broken.*KeyError.*reinstall or remove it"):
@@ -240,6 +239,6 @@ def test_choose_backend_auto_skips_broken_backend(installed):
     assert "not theirs: the backend 'theirs' (from their_backend:backend) is broken" in why
 
 
-def test_ours_are_the_entry_points_of_the_package():
+def test_built_in_backends_equal_entry_points():
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["entry-points"][selection.GROUP] == selection._OURS

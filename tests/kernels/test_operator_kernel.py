@@ -40,7 +40,7 @@ NO_CAUSAL_WINDOW = {
 }
 
 
-def test_causal_windows_are_recognized():
+def test_causal_window_recognizes_windows():
     (whole,) = make_layout("contiguous", 9, 1).shards
     for left in range(8):
         assert causal_window(find_tiles(bp.Mask.window(left), whole, whole), 9, 9) == left
@@ -48,17 +48,17 @@ def test_causal_windows_are_recognized():
 
 
 @pytest.mark.parametrize("case", NO_CAUSAL_WINDOW)
-def test_what_is_no_causal_window(case):
+def test_causal_window_returns_none_for_other_tiles(case):
     assert causal_window(NO_CAUSAL_WINDOW[case], 9, 9) is None
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(9, 10), (10, 9), (10, 10)])
-def test_a_causal_window_over_a_part_is_none(rows, columns):
+def test_causal_window_returns_none_for_partial_windows(rows, columns):
     assert causal_window([Tile(0, 9, 0, 9, 0, 3)], rows, columns) is None
 
 
-def test_triangles_cover_every_cell_once():
-    """Boxes and causal squares alone, no empty row; a reversed one is the mirror image."""
+def test_causal_squares_cover_each_cell_once():
+    """Pieces are boxes or causal squares without empty rows; a reversed square is mirrored."""
     kinds = set()
     for tile in boxes(LENGTH):
         covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)

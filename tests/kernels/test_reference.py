@@ -42,8 +42,8 @@ def run(kernel, q, k, v, dout, parts, options, with_out=False):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_every_mask_whole_and_in_pieces(kernel, name, pieces):
-    """Pieces of the keys, one attend each: the running state merges them."""
+def test_kernel_matches_oracle_for_each_mask_and_split(kernel, name, pieces):
+    """One `attend` call per part of the keys; the running state merges the parts."""
     q, k, v, dout = inputs(torch.float32)
     shards = make_layout("contiguous", LENGTH, pieces).shards
     whole = make_layout("contiguous", LENGTH, 1).shards[0]
@@ -55,7 +55,7 @@ def test_every_mask_whole_and_in_pieces(kernel, name, pieces):
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(kernel, dtype):
+def test_kernel_matches_oracle_for_each_dtype(kernel, dtype):
     q, k, v, dout = inputs(dtype)
     tiles = find_tiles(MASKS["sink_window"], *[make_layout("contiguous", LENGTH, 1).shards[0]] * 2)
     answer = run(kernel, q, k, v, dout, [(slice(None), tiles)], settings(0.3))
@@ -63,7 +63,7 @@ def test_every_dtype(kernel, dtype):
     assert judge(answer, exact, plain, dtype) == {}
 
 
-def test_the_reference_takes_value_sizes_and_softcap():
+def test_reference_kernel_supports_value_size_and_softcap():
     q, k, v, dout = inputs(torch.float32, dv=5)
     tiles = Tiles([Tile(0, LENGTH, 0, LENGTH, 0, LENGTH - 1)])
     answer = run(ReferenceKernel(), q, k, v, dout, [(slice(None), tiles)], settings(0.7, softcap=2.0))
@@ -97,8 +97,8 @@ def test_kernel_ignores_rows_and_columns_outside_tiles(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 @pytest.mark.parametrize("columns", [1, 7, 15, 16, 33])
-def test_nan_shows_however_few_the_columns(kernel, columns):
-    """torch's CPU operator takes a row of fewer than 16 scores that are NaN for one that sees nothing."""
+def test_kernel_propagates_nan_with_few_columns(kernel, columns):
+    """torch's CPU operator treats a NaN row of fewer than 16 scores as a row without keys."""
     q, k, v, _ = inputs(torch.float32, rows=40)
     q[0, 3, 1, 0] = torch.nan
     k, v = (x[:, :columns] for x in (k, v))

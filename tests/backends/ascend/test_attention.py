@@ -59,8 +59,8 @@ def dense(tiles: tuple[Tile, ...], rows: int, columns: int) -> torch.Tensor:
     return seen
 
 
-def test_every_small_tile_is_a_mode() -> None:
-    """All boxes of up to 4 x 4 at an offset, with every band that there is: what a mode shows is the tile."""
+def test_operator_calls_use_one_sparse_mode_per_small_tile() -> None:
+    """All tiles of up to 4 x 4 with each band; the mode must show exactly the tile."""
     tried, modes = 0, set()
     for rows, columns, lo, hi in itertools.product(range(1, 5), range(1, 5), range(-4, 5), range(-4, 5)):
         tile = make_tile(2, 2 + rows, 1, 1 + columns, lo + 1, hi + 1)
@@ -75,7 +75,7 @@ def test_every_small_tile_is_a_mode() -> None:
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_every_mask_and_layout_is_seen_once(name: str, batch: int) -> None:
+def test_operator_calls_cover_each_mask_and_layout_once(name: str, batch: int) -> None:
     for layout in ("contiguous", "zigzag", "striped"):
         case = Case(mask=name, layout=layout, ranks=2)
         shards = case.make_layout().shards
@@ -87,7 +87,7 @@ def test_every_mask_and_layout_is_seen_once(name: str, batch: int) -> None:
             assert torch.equal(seen, dense(tiles, rows, columns).expand(batch, -1, -1).to(seen.dtype))
 
 
-def test_documents_are_one_packed_call() -> None:
+def test_operator_calls_pack_documents_into_one_call() -> None:
     bounds = (0, 5, 9, 20, 21, 40)
     tiles = find_tiles(
         Mask.documents(bounds), *[Case(length=40, ranks=1, layout="contiguous").make_layout().shards[0]] * 2
@@ -108,7 +108,7 @@ def test_documents_are_one_packed_call() -> None:
     ]  # the document of one token is full, a call of its own
 
 
-def test_long_tiles_are_cut_and_long_lists_split() -> None:
+def test_operator_calls_split_long_tiles_and_long_lists() -> None:
     long = Tile(0, 2_500_000, 0, 2_500_000, 0, 2_499_999)
     calls = attention.operator_calls(Tiles([long]), 1)
     assert all(t.rows <= attention.LONGEST and t.columns <= attention.LONGEST for call in calls for t in call.tiles)
@@ -131,15 +131,15 @@ CASES = [
 
 @pytest.mark.parametrize("by_out", [False, True], ids=["delta", "out"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_numbers(case: Case, by_out: bool) -> None:
-    """Forward into a running state, backward with the global LSE, gradients added twice: as a ring would."""
+def test_fusion_kernel_matches_oracle(case: Case, by_out: bool) -> None:
+    """A ring's call: running state in forward, global LSE and added gradients in backward."""
     x = make_inputs(case)
     outcome = judged(case, x, run_kernel(FusionKernel(fusion), case, x, CPU, by_out=by_out, times=2))
     assert outcome.ok, outcome.text()
 
 
-def test_lse_is_natural_and_global_in_the_gradient() -> None:
-    """LSE from softmax_max and softmax_sum; the gradient is handed max = LSE of the whole row, and sum = 1."""
+def test_fusion_kernel_passes_global_lse_to_gradient() -> None:
+    """The gradient gets softmax_max = LSE of the full row, and softmax_sum = 1."""
     handed = {}
 
     class Watched:
@@ -178,7 +178,7 @@ DECLINED = {
 
 
 @pytest.mark.parametrize(("problem", "reason"), DECLINED.values(), ids=list(DECLINED))
-def test_declines_with_the_reason(problem: AttentionCall, reason: str) -> None:
+def test_fusion_kernel_declines_with_reason(problem: AttentionCall, reason: str) -> None:
     assert FusionKernel().supports(PROBLEM).ok
     support = FusionKernel().supports(problem)
     assert not support.ok

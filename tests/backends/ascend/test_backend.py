@@ -27,7 +27,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("version", "source", "what", "then"), WRONG.values(), ids=list(WRONG))
-def test_what_is_wrong_is_told(tmp_path, monkeypatch, version, source, what, then):
+def test_ascend_probe_names_fault_of_torch_npu(tmp_path, monkeypatch, version, source, what, then):
     if version is None and "torch_npu" in sys.modules:
         pytest.skip("torch_npu is installed here")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -44,7 +44,7 @@ def test_what_is_wrong_is_told(tmp_path, monkeypatch, version, source, what, the
     assert then in probe.reason
 
 
-def test_it_is_a_reason_for_tensors_that_nobody_takes(monkeypatch):
+def test_for_device_names_missing_torch_npu(monkeypatch):
     selection.for_device.cache_clear()
     if selection.load("ascend").probe().ok:
         pytest.skip("there are NPUs")
@@ -52,6 +52,6 @@ def test_it_is_a_reason_for_tensors_that_nobody_takes(monkeypatch):
         selection.for_device("npu")
 
 
-def test_importing_the_backend_imports_no_vendor():
+def test_ascend_backend_import_loads_no_torch_npu():
     assert selection.load("ascend").name == "ascend"
     assert "torch_npu" not in sys.modules

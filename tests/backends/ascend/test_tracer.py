@@ -73,7 +73,7 @@ TRACE = [
 ]
 
 
-def test_what_the_device_did_gets_the_plan_s_names_by_hand():
+def test_npu_trace_events_get_names_of_plan():
     joined = join({"traceEvents": kineto(TRACE)})
     assert list(joined) == [2]
     assert joined[2].on_device
@@ -98,7 +98,7 @@ def test_what_the_device_did_gets_the_plan_s_names_by_hand():
     }
 
 
-def test_the_command_reads_its_file(tmp_path, capsys):
+def test_trace_command_reads_npu_trace(tmp_path, capsys):
     path = tmp_path / "trace_view.json"
     path.write_text(json.dumps(TRACE))
     assert main(["trace", str(path), "--json"]) == 0
@@ -110,7 +110,7 @@ def test_the_command_reads_its_file(tmp_path, capsys):
         load_trace(path)
 
 
-def test_other_traces_are_left_alone():
+def test_kineto_ignores_other_traces():
     events = [x("aten::mm", HOST, 7, 0, 5), process(1, "python")]
     assert kineto(events) is None
     assert as_kineto(events) is events
@@ -162,7 +162,7 @@ def npus(monkeypatch, torch_npu):
     monkeypatch.setattr(tracing, "for_device", lambda device_type: backend)
 
 
-def test_the_deep_level_takes_the_vendor_s_tracer(npus, tmp_path):
+def test_deep_profile_uses_npu_tracer(npus, tmp_path):
     assert isinstance(tracer_here(), NpuTracer)
     with bp.profile("deep") as session:
         q = torch.ones(1, 8, 2, 4)
@@ -187,7 +187,7 @@ def test_profiler_without_trace_raises_when_report_is_requested(npus, monkeypatc
         session.write_trace(tmp_path / "trace.json")
 
 
-def test_others_take_torch_s():
+def test_other_backends_use_torch_tracer():
     from burst_portable.backends.selection import load
 
     assert all(load(name).tracer() is None for name in ("cpu", "cuda", "rocm"))

@@ -23,25 +23,25 @@ FLOAT16 = [replace(c, dtype=torch.float16, scale=0.2) for c in SHAPES[:4]]
 
 
 @pytest.mark.parametrize("case", [*FLOAT32, *FLOAT16], ids=str)
-def test_numbers(ask: Ask, case: Case) -> None:
+def test_ascend_launch_small_cases(ask: Ask, case: Case) -> None:
     ask({**as_request(case), "loads": "ascend"})
 
 
-def test_rows_that_no_tile_touches_stay(ask: Ask) -> None:
+def test_ascend_launch_leaves_untouched_rows_unchanged(ask: Ask) -> None:
     ask({"check": "untouched", "loads": "ascend"})
 
 
-def test_merging_many_blocks_costs_float32_no_more_than_two(ask: Ask) -> None:
+def test_ascend_launch_merging_keeps_float32_error_flat(ask: Ask) -> None:
     ask({"check": "flat", "loads": "ascend"})
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [*cases(150, torch.float32), *cases(97, torch.float16, scale=0.2)], ids=str)
-def test_longer(ask: Ask, case: Case) -> None:
+def test_ascend_launch_longer_cases(ask: Ask, case: Case) -> None:
     ask({**as_request(case), "loads": "ascend"})
 
 
-def test_cuts_fit_the_buffer() -> None:
+def test_ascend_block_shapes_fit_buffer() -> None:
     from burst_portable.backends.ascend.triton_launch import BUFFER, HALF, MARGIN, SINGLE, buffer_bytes
 
     for table, itemsize in ((HALF, 2), (SINGLE, 4)):
@@ -50,7 +50,7 @@ def test_cuts_fit_the_buffer() -> None:
             assert buffer_bytes(keys, head, itemsize, sums=2) <= MARGIN * BUFFER, (head, itemsize, keys)
 
 
-def test_declines_with_the_reason() -> None:
+def test_ascend_triton_kernel_declines_with_reason() -> None:
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
 
     kernel, problem = AscendTritonKernel(), kernel_call(torch.bfloat16, "npu", 8, 2, 128, 128)
@@ -60,8 +60,8 @@ def test_declines_with_the_reason() -> None:
     assert "at most 256" in kernel.supports(replace(problem, head_dim=320)).reason
 
 
-def test_import_loads_no_launch_of_newer_triton():
-    """Triton for Ascend is Triton 3.2, which lacks what `kernels.triton.prepared` imports."""
+def test_ascend_import_avoids_newer_triton_launcher():
+    """Triton for Ascend is Triton 3.2, which lacks imports of `kernels.triton.prepared`."""
     program = (
         "import sys, burst_portable.backends.ascend.triton_launch; "
         "sys.exit('burst_portable.kernels.triton.prepared' in sys.modules)"

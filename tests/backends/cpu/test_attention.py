@@ -14,8 +14,8 @@ from tests.support.calls import kernel_call
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_lowering_covers_every_cell_once(name):
-    """The calls of torch's operator hold exactly the cells of the tile, with no row left empty."""
+def test_split_tile_covers_each_cell_once(name):
+    """The calls of torch's operator contain exactly the cells of the tile, and no empty row."""
     whole = make_layout("contiguous", LENGTH, 1).shards[0]
     covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
     for tile in find_tiles(MASKS[name], whole, whole):
@@ -40,7 +40,7 @@ def test_lowering_covers_every_cell_once(name):
         ({"dtype": torch.int32}, "int32"),
     ],
 )
-def test_cpu_flash_says_what_it_does_not_do(change, reason):
+def test_cpu_flash_declines_with_reason(change, reason):
     facts = {"dtype": torch.float32, "device": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8}
     support = CpuFlashKernel().supports(kernel_call(**{**facts, **change}))
     assert not support.ok

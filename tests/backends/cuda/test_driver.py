@@ -55,7 +55,7 @@ def args():
     return [*maps, *(torch.zeros(1) for _ in range(4)), 0.125, 300, 1 << 40, 2, 3, 4, -5, 11, 12, 13, 14, 15, 16]
 
 
-def test_every_argument_lies_where_the_kernel_reads_it(args, parameters):
+def test_packing_places_arguments_at_kernel_offsets(args, parameters):
     form = packing(args, parameters)
     values = [
         a.packed if isinstance(a, Described) else a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args
@@ -80,7 +80,7 @@ def test_every_argument_lies_where_the_kernel_reads_it(args, parameters):
     assert numbers == [*expected, 0, 0]
 
 
-def test_other_parameters_are_not_packed(args, parameters):
+def test_packing_returns_none_for_other_parameters(args, parameters):
     for wrong in (
         parameters[:-1],
         [*parameters, (parameters[-1][0] + 8, 8)],
@@ -104,7 +104,7 @@ class FakeDriver:
         self.launches.append((what, stream, ctypes.string_at(packed, ctypes.c_size_t.from_address(count).value)))
 
 
-def test_a_launch(compiled, args, parameters):
+def test_ready_launch_passes_grid_threads_and_arguments(compiled, args, parameters):
     driver = FakeDriver(parameters)
     kernel = SimpleNamespace(function=77, metadata=compiled.metadata)
     launch = ready(driver, kernel, args)
@@ -119,7 +119,7 @@ def test_a_launch(compiled, args, parameters):
     assert packed == packing(args, parameters).pack(*values, 0, 0)
 
 
-def test_what_is_not_packed_is_left_to_triton(compiled, args, parameters):
+def test_ready_returns_none_if_triton_must_launch(compiled, args, parameters):
     driver = FakeDriver(parameters)
     kernel = SimpleNamespace(function=77, metadata=compiled.metadata)
     assert ready(None, kernel, args) is None
@@ -167,7 +167,7 @@ LAUNCH = ("cuLaunchKernel", *WHAT, 9, 0, 64)
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["known", "new"])
-def test_a_thread_that_is_new_to_the_device(new, monkeypatch):
+def test_kernel_driver_binds_context_in_new_thread(new, monkeypatch):
     library = Library(*[Result.CUDA_ERROR_INVALID_CONTEXT] * new)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     KernelDriver(library).launch(WHAT, 9, 64)
@@ -179,7 +179,7 @@ def test_a_thread_that_is_new_to_the_device(new, monkeypatch):
     assert library.calls == [("cuDriverGetVersion",), LAUNCH, *[*bound, LAUNCH] * new]
 
 
-def test_a_launch_that_the_driver_refuses():
+def test_kernel_driver_raises_device_error_on_failed_launch():
     with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         KernelDriver(Library(Result.CUDA_ERROR_ILLEGAL_ADDRESS)).launch(WHAT, 9, 64)
 
@@ -187,8 +187,8 @@ def test_a_launch_that_the_driver_refuses():
 @pytest.mark.parametrize(
     ("version", "rows", "cleared"), [(13000, 300, True), (13000, 3000, False), (13020, 300, False)]
 )
-def test_a_bit_that_some_drivers_set_wrongly(version, rows, cleared):
-    """Of small tensors, it is cleared; nothing else of a tensor map changes."""
+def test_tensor_map_clears_bit_set_by_older_drivers(version, rows, cleared):
+    """Only for small tensors, and without changing other bits of the tensor map."""
     room = ctypes.create_string_buffer(b"\xff" * 128, 128)
     asked = []
 
@@ -213,7 +213,7 @@ def test_a_bit_that_some_drivers_set_wrongly(version, rows, cleared):
     assert int.from_bytes(made, "little") == (1 << 1024) - 1 - ((1 << 64 + 21) if cleared else 0)
 
 
-def test_what_tma_cannot_read_is_copied_and_the_copy_described(monkeypatch):
+def test_descriptors_copy_inputs_that_tma_cannot_address(monkeypatch):
     monkeypatch.setattr(launch, "kernel_driver", lambda: None)  # one that is there has no device initialized here
     kept = Descriptors()
     x = torch.randn(2, 8, 3, 64).bfloat16()

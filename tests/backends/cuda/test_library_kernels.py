@@ -122,13 +122,13 @@ def examined(kernel):
 @pytest.mark.parametrize(
     "kernel", [library_kernels.CudaFlashKernel(), library_kernels.CudnnKernel()], ids=lambda k: k.name
 )
-def test_torch_operators_against_float64(on_hopper, aten, kernel):
+def test_torch_operators_match_float64(on_hopper, aten, kernel):
     examined(kernel)
     assert kernel.name in aten
     assert f"{kernel.name} backward" in aten
 
 
-def test_flash_attn_4_against_float64(on_hopper, flash_4):
+def test_flash_attention_4_matches_float64(on_hopper, flash_4):
     examined(flash_4)
 
 
@@ -137,8 +137,8 @@ def problem(**changes):
     return kernel_call(**{**usual, "deterministic": False, **changes})
 
 
-def test_flash_attn_4_is_given_rows_in_steps_of_16_bytes(on_hopper, flash_4):
-    """Others it would read at strides that it takes for granted: the stand-in refuses them."""
+def test_flash_attention_4_gets_rows_aligned_to_16_bytes(on_hopper, flash_4):
+    """It would read others at assumed strides; the simulated package rejects them."""
     odd = torch.randn(2, 20, 2, 65).bfloat16()[..., :64]
     tiles, options = Tiles([Tile(0, 20, 0, 20, 0, 19)]), settings(scale=0.125, deterministic=False)
     for q in (odd, odd[:, :1].expand(2, 20, 2, 64), torch.randn(20 * 64 + 1).bfloat16()[1:].view(1, 20, 1, 64)):
@@ -152,7 +152,7 @@ WINDOWS = [(heads, left) for heads in ((2, 2), (4, 1)) for left in (0, 1, 30, 68
 
 
 @pytest.mark.parametrize(("heads", "left"), WINDOWS)
-def test_flash_attn_4_computes_a_whole_causal_window_in_one_call(monkeypatch, heads, left):
+def test_flash_attention_4_computes_causal_window_in_one_call(monkeypatch, heads, left):
     called = emulated_operators.flash_4_package(monkeypatch)
     dout, q, k, v = inputs(70, 70, heads, 64, "cpu")
     across = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, q, k, v))
@@ -183,8 +183,8 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize(("installed", "known"), VERSIONS.items())
-def test_windows_are_asked_of_versions_that_are_known_to_obey(monkeypatch, installed, known):
-    """The others get none, even if they would ignore it: a window is cut for them as ever."""
+def test_flash_attention_4_windows_need_known_version(monkeypatch, installed, known):
+    """The windows of other versions are split into tiles, even if the version ignores windows."""
     called = emulated_operators.flash_4_package(monkeypatch, installed, obeys=known)
     kernel = library_kernels.Flash4Kernel()
     assert kernel.traits.supports_causal_window == known
@@ -193,7 +193,7 @@ def test_windows_are_asked_of_versions_that_are_known_to_obey(monkeypatch, insta
     assert ("backward (15, 0)" in called) == ("forward (15, 0)" in called) == known
 
 
-def test_a_flash_attn_4_that_ignores_windows_is_caught(monkeypatch):
+def test_ignored_window_of_flash_attention_4_is_detected(monkeypatch):
     emulated_operators.flash_4_package(monkeypatch, obeys=False)
     with pytest.raises(AssertionError, match="out"):
         compare_whole(
@@ -201,7 +201,7 @@ def test_a_flash_attn_4_that_ignores_windows_is_caught(monkeypatch):
         )
 
 
-def test_traits_are_those_of_the_loaded_kernel(monkeypatch):
+def test_lazy_kernel_has_traits_of_loaded_kernel(monkeypatch):
     for installed, known in (("4.0.0b36", True), ("4.0.0b35", False)):
         emulated_operators.flash_4_package(monkeypatch, installed)
         lazy = LazyKernel("flash-attn-4", f"{library_kernels.__name__}:Flash4Kernel", needs="flash_attn")
@@ -226,7 +226,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("change", "reason"), REASONS)
-def test_declines_with_a_reason(on_hopper, flash_4, change, reason):
+def test_library_kernels_decline_with_reason(on_hopper, flash_4, change, reason):
     for kernel in (library_kernels.CudaFlashKernel(), library_kernels.CudnnKernel(), flash_4):
         assert kernel.supports(problem()).ok
         support = kernel.supports(problem(**change))
@@ -234,7 +234,7 @@ def test_declines_with_a_reason(on_hopper, flash_4, change, reason):
         assert reason in support.reason
 
 
-def test_declines_old_gpus_and_libraries(on_hopper, flash_4, monkeypatch):
+def test_library_kernels_decline_old_gpus_and_libraries(on_hopper, flash_4, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8907)
     assert "cuDNN 9 or later, not 8907" in library_kernels.CudnnKernel().supports(problem()).reason
     monkeypatch.setattr(library_kernels, "capabilities", lambda: ((9, 0), (8, 0)))
@@ -244,7 +244,7 @@ def test_declines_old_gpus_and_libraries(on_hopper, flash_4, monkeypatch):
     assert "sm_80 or later, not sm_75" in library_kernels.CudaFlashKernel().supports(problem()).reason
 
 
-def test_a_package_of_that_name_that_is_another(on_hopper, monkeypatch):
+def test_flash_4_kernel_declines_other_flash_attn_package(on_hopper, monkeypatch):
     """FlashAttention-2 is imported as flash_attn, too."""
     module = ModuleType("flash_attn")
     module.__path__, module.__spec__ = [], ModuleSpec("flash_attn", None)

@@ -17,7 +17,7 @@ def cuda_build(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_torch_without_cuda_is_told_what_to_install():
+def test_cuda_probe_asks_for_cuda_build_of_torch():
     if torch.backends.cuda.is_built():
         pytest.skip("this torch is built for CUDA")
     found = selection.load("cuda").probe()
@@ -25,7 +25,7 @@ def test_torch_without_cuda_is_told_what_to_install():
     assert found.reason == "this torch is built without CUDA; install a CUDA build of torch"
 
 
-def test_a_torch_that_is_too_old(cuda_build, installed):
+def test_cuda_probe_rejects_old_torch(cuda_build, installed):
     installed("torch", "2.6.0+cu124")
     found = selection.load("cuda").probe()
     assert not found.ok
@@ -40,7 +40,7 @@ DRIVERS = {
 
 
 @pytest.mark.parametrize("said", DRIVERS.values(), ids=list(DRIVERS))
-def test_a_driver_that_will_not_do_is_told_in_its_own_words(cuda_build, monkeypatch, said):
+def test_cuda_probe_quotes_driver_error(cuda_build, monkeypatch, said):
     def init():
         raise RuntimeError(said)
 
@@ -50,7 +50,7 @@ def test_a_driver_that_will_not_do_is_told_in_its_own_words(cuda_build, monkeypa
     assert told in reason
 
 
-def test_a_driver_that_shows_no_device(cuda_build, monkeypatch):
+def test_cuda_probe_reports_no_visible_device(cuda_build, monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     assert "shows no device; look at nvidia-smi and CUDA_VISIBLE_DEVICES" in selection.load("cuda").probe().reason
 
@@ -66,12 +66,12 @@ NVML = {
 
 
 @pytest.mark.parametrize(("version", "source", "what"), NVML.values(), ids=list(NVML))
-def test_what_is_wrong_with_nvml_is_told(installed, version, source, what):
+def test_nvml_facts_name_fault_of_package(installed, version, source, what):
     installed("nvidia-ml-py", version, source, module="pynvml")
     assert what in nvml._nvml_facts()["nvml"]
 
 
-def test_nvml_that_is_absent(monkeypatch):
+def test_nvml_facts_report_missing_package(monkeypatch):
     if nvml.package_error("nvidia-ml-py", "0") == "":
         pytest.skip("it is installed here")
     assert "the package nvidia-ml-py is not installed" in nvml._nvml_facts()["nvml"]

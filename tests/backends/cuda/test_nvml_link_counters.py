@@ -70,7 +70,7 @@ def nvml(monkeypatch):
     return made
 
 
-def test_bytes_of_all_links_that_are_up(nvml):
+def test_link_counters_sum_active_links(nvml):
     counters = NvlinkCounters("1234")
     assert counters.read() == (((1 << 40) + 5) * 1024, 18 * 1024)
     nvml.kib[TX, 2] += 3
@@ -86,8 +86,8 @@ def test_bytes_of_all_links_that_are_up(nvml):
         ("all", "NVML tells no bytes of this GPU's NVLinks: GPU is lost"),
     ],
 )
-def test_counters_that_cannot_be_read(nvml, refused, told):
-    """Not when they are made, nor later; never a number that leaves a link out."""
+def test_unreadable_link_counters_raise(nvml, refused, told):
+    """On creation and on each read: a sum must never leave out a link."""
     counters = NvlinkCounters("1234")
     nvml.refused = refused
     with pytest.raises(BackendUnavailableError, match=told):
@@ -99,20 +99,20 @@ def test_counters_that_cannot_be_read(nvml, refused, told):
 
 
 @pytest.mark.parametrize("up", [[], [0, 0]])
-def test_a_gpu_without_links(nvml, up):
+def test_link_counters_need_an_active_link(nvml, up):
     nvml.up = up
     with pytest.raises(BackendUnavailableError, match="no NVLink that is up"):
         NvlinkCounters("1234")
     assert nvml.open == 0
 
 
-def test_a_gpu_that_nvml_does_not_know(nvml):
+def test_link_counters_reject_unknown_gpu(nvml):
     with pytest.raises(BackendUnavailableError, match="NVML does not know GPU-none: Not Found"):
         NvlinkCounters("none")
     assert nvml.open == 0
 
 
-def test_the_backend_offers_them(nvml, monkeypatch):
+def test_cuda_backend_offers_link_counters(nvml, monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["none", "1234"][index])
     )
@@ -124,6 +124,6 @@ def test_the_backend_offers_them(nvml, monkeypatch):
     assert "no NVLink that is up" in selection.open_or_reason(cuda.link_counters, 1)
 
 
-def test_a_backend_that_counts_nothing():
+def test_cpu_backend_counts_no_links():
     told = selection.open_or_reason(selection.load("cpu").link_counters, 0)
     assert told == "the backend 'cpu' does not count what crosses links between devices"

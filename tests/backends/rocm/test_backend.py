@@ -42,28 +42,28 @@ def hip_build(monkeypatch):
     selection.for_device.cache_clear()
 
 
-def test_torch_without_rocm_is_told_what_to_install():
+def test_rocm_probe_asks_for_rocm_build_of_torch():
     found = selection.load("rocm").probe()
     assert not found.ok
     assert f"this torch ({torch.__version__}) is not built for ROCm" in found.reason
     assert "PyTorch's own package index" in found.reason
 
 
-def test_each_refuses_the_build_of_the_other(hip_build):
+def test_cuda_probe_rejects_rocm_build(hip_build):
     refused = selection.load("cuda").probe()
     assert not refused.ok
     assert "built for ROCm; use the backend 'rocm'" in refused.reason
     assert selection.for_device("cuda").name == "rocm"
 
 
-def test_no_gpu_is_told_where_to_look(hip_build, monkeypatch):
+def test_rocm_probe_reports_no_visible_device(hip_build, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "HIP_VISIBLE_DEVICES" in selection.load("rocm").probe().reason
     with pytest.raises(UnsupportedError, match=r"built for ROCm.*no AMD GPU is visible"):
         selection.for_device("cuda")
 
 
-def test_facts(hip_build):
+def test_rocm_probe_facts(hip_build):
     found = selection.load("rocm").probe()
     assert found.ok
     assert [one["architecture"] for one in found.facts["devices"]] == ["gfx942", "gfx942"]
@@ -72,7 +72,7 @@ def test_facts(hip_build):
     assert found.facts["flash"] == "Default"
 
 
-def test_capabilities_are_those_of_torch_for_rocm():
+def test_rocm_capabilities_and_kernels():
     backend = selection.load("rocm")
     assert (backend.capabilities.device_type, backend.capabilities.process_group) == ("cuda", "nccl")
     assert backend.capabilities.streams
@@ -112,12 +112,12 @@ def smi(monkeypatch, installed):
     return module
 
 
-def test_amdsmi_is_asked_and_closed(smi):
+def test_amdsmi_facts_are_read_and_amdsmi_is_closed(smi):
     assert probe.amdsmi_facts() == {"driver": "6.16.6", "xgmi_peers": [1, 1, 0]}
     assert smi.open == 0
 
 
-def test_amdsmi_that_cannot_be_asked_is_a_reason(smi, monkeypatch):
+def test_amdsmi_facts_report_driver_error(smi, monkeypatch):
     def no_driver(*arguments):
         raise smi.AmdSmiException("no driver\nis loaded")
 
@@ -142,7 +142,7 @@ AMDSMI = {
 
 
 @pytest.mark.parametrize(("version", "what", "then"), AMDSMI.values(), ids=list(AMDSMI))
-def test_what_is_wrong_with_amdsmi_is_told_in_three_ways(installed, version, what, then):
+def test_amdsmi_facts_name_fault_of_package(installed, version, what, then):
     if version is not None:
         installed("amdsmi", version, "raise KeyError('libamd_smi.so')\n")
     reason = probe.amdsmi_facts()["amdsmi"]
@@ -150,14 +150,14 @@ def test_what_is_wrong_with_amdsmi_is_told_in_three_ways(installed, version, wha
     assert then in reason
 
 
-def test_a_torch_that_is_too_old(hip_build, installed):
+def test_rocm_probe_rejects_old_torch(hip_build, installed):
     installed("torch", "2.6.0+rocm6.2.4")
     found = selection.load("rocm").probe()
     assert not found.ok
     assert "the package torch is too old; got 2.6.0+rocm6.2.4; allowed: 2.11 or later" in found.reason
 
 
-def test_a_driver_that_does_not_start_is_told_in_its_own_words(hip_build, monkeypatch):
+def test_rocm_probe_quotes_driver_error(hip_build, monkeypatch):
     def init():
         raise RuntimeError("No HIP GPUs are available")
 
@@ -174,7 +174,7 @@ TRITON = {
 
 
 @pytest.mark.parametrize(("version", "what", "then"), TRITON.values(), ids=list(TRITON))
-def test_a_triton_that_will_not_do_is_a_reason(monkeypatch, version, what, then):
+def test_rocm_triton_kernel_declines_unsuitable_triton(monkeypatch, version, what, then):
     found = ModuleType("triton")
     found.__version__ = version
     monkeypatch.setattr(base, "find_spec", lambda name: None if version is None else found)
@@ -186,7 +186,7 @@ def test_a_triton_that_will_not_do_is_a_reason(monkeypatch, version, what, then)
     assert then in support.reason
 
 
-def test_looking_imports_nothing_of_the_vendor():
+def test_rocm_probe_imports_no_vendor_package():
     code = (
         "import sys\nfrom burst_portable.backends.selection import load\nload('rocm').probe()\n"
         "sys.exit(', '.join({'triton', 'aiter', 'amdsmi', 'pynvml'}.intersection(sys.modules)) or 0)"

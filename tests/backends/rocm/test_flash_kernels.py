@@ -125,17 +125,17 @@ def examined(kernel, cases=(), **how):
     assert len([r for r in report.results if not r.skipped]) >= max(3, len(cases))
 
 
-def test_torch_flash_against_float64(on_a_chip, aten):
+def test_torch_flash_matches_float64(on_a_chip, aten):
     examined(flash_kernels.RocmFlashKernel(), CASES)
 
 
 @pytest.mark.parametrize("forward", [old_forward, new_forward])
-def test_aiter_against_float64(on_a_chip, aiter, forward):
+def test_aiter_matches_float64(on_a_chip, aiter, forward):
     examined(aiter(forward, backward), CASES[-3:])
 
 
 @pytest.mark.full
-def test_torch_flash_in_the_conformance_suite(on_a_chip, aten):
+def test_torch_flash_passes_conformance_checks(on_a_chip, aten):
     examined(flash_kernels.RocmFlashKernel(), only=["kernels", "blind", "extremes", "sizes"])
 
 
@@ -157,7 +157,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("change", "reason"), REASONS)
-def test_declines_with_a_reason(on_a_chip, aiter, change, reason):
+def test_rocm_flash_kernels_decline_with_reason(on_a_chip, aiter, change, reason):
     for kernel in (flash_kernels.RocmFlashKernel(), aiter(old_forward, backward)):
         assert kernel.supports(problem()).ok
         support = kernel.supports(problem(**change))
@@ -165,12 +165,12 @@ def test_declines_with_a_reason(on_a_chip, aiter, change, reason):
         assert reason in support.reason
 
 
-def test_declines_where_torch_is_not_built_for_rocm(aiter):
+def test_rocm_flash_kernels_decline_other_torch_builds(aiter):
     for kernel in (flash_kernels.RocmFlashKernel(), aiter(old_forward, backward)):
         assert "torch for ROCm" in kernel.supports(problem()).reason
 
 
-def test_declines_chips_that_the_libraries_are_not_built_for(monkeypatch):
+def test_rocm_flash_kernels_decline_unsupported_chips(monkeypatch):
     chips = ["gfx942:sramecc+:xnack-", "gfx1100"]
     monkeypatch.setattr(torch.version, "hip", "7.2.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -183,12 +183,12 @@ def test_declines_chips_that_the_libraries_are_not_built_for(monkeypatch):
     flash_kernels.device_reason.cache_clear()
 
 
-def test_a_torch_without_flash_attention_declines(on_a_chip, monkeypatch):
+def test_torch_flash_declines_torch_without_flash_attention(on_a_chip, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert "without flash attention" in flash_kernels.RocmFlashKernel().supports(problem()).reason
 
 
-def test_a_release_of_aiter_that_is_not_known_declines(on_a_chip, aiter):
+def test_aiter_declines_unknown_signature(on_a_chip, aiter):
     def renamed(dout, q, k, v, out, lse, causal):
         raise AssertionError("never called")
 

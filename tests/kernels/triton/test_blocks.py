@@ -49,7 +49,7 @@ def walked(table: BlockTable, tiles: Sequence[Tile], shape: tuple[int, ...], hei
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_portable_tables(size: tuple[int, int]) -> None:
+def test_portable_block_tables_equal_random_masks(size: tuple[int, int]) -> None:
     for seed in range(LISTS):
         tiles, seen = random_tiles(seed)
         for these, right in ((tiles, seen), ([transposed(tile) for tile in tiles], seen.T)):

@@ -28,14 +28,20 @@ def of_one(target: str, head: int) -> list[Record]:
 @pytest.fixture(scope="module")
 def compiled(compilers: Executor, request: pytest.FixtureRequest) -> dict[tuple[str, int], Future[list[Record]]]:
     """All kernels for all targets and head sizes that are asked for."""
-    items = [item for item in request.session.items if getattr(item, "function", None) is test_every_target]
+    items = [
+        item
+        for item in request.session.items
+        if getattr(item, "function", None) is test_kernels_compile_for_each_target
+    ]
     asked = [(item.callspec.params["target"], item.callspec.params["head"]) for item in items]
     return {one: compilers.submit(of_one, *one) for one in asked}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "head"), ALL)
-def test_every_target(target: str, head: int, compiled: dict[tuple[str, int], Future[list[Record]]]) -> None:
+def test_kernels_compile_for_each_target(
+    target: str, head: int, compiled: dict[tuple[str, int], Future[list[Record]]]
+) -> None:
     records = compiled[target, head].result()
     assert [r.kernel for r in records] == list(KERNELS)
     found = {f"{r.kernel}, {r.blocks}": problems(r) for r in records}
@@ -58,23 +64,23 @@ GOOD = Record("sm_90", "forward", 128, "128x64", 1.0, registers=200, shared=1024
         (Record("sm_90", "keys", 64, "", warnings=("C7510 serialized",), instruction="x"), "C7510"),
     ],
 )
-def test_problems_are_found(record: Record, says: str) -> None:
+def test_problems_finds_faults(record: Record, says: str) -> None:
     assert says in " ".join(problems(record))
 
 
-def test_good_is_good() -> None:
+def test_problems_accepts_good_record() -> None:
     assert problems(GOOD) == []
 
 
-def test_unknown_names() -> None:
+def test_kernel_table_rejects_unknown_names() -> None:
     with pytest.raises(UnknownNameError, match="sm_90"):
         list(kernel_table(["sm_9"]))
     with pytest.raises(UnknownNameError, match="forward"):
         list(kernel_table(["sm_90"], [64], ["forwards"]))
 
 
-def test_a_failure_is_a_record() -> None:
-    """A kernel that no chip could hold names target and configuration, and the table goes on."""
+def test_compile_one_returns_record_of_failure() -> None:
+    """The record of a kernel that fits no chip names target and configuration."""
     from burst_portable.kernels.triton.machine_code import compile_one
     from burst_portable.kernels.triton.tuning import Blocks
 
@@ -84,7 +90,6 @@ def test_a_failure_is_a_record() -> None:
     assert problems(record)
 
 
-def test_import_is_light() -> None:
-    """Nothing but this package imports triton."""
+def test_package_import_does_not_load_triton() -> None:
     code = "import sys, burst_portable, burst_portable.kernels.reference; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

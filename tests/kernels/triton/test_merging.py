@@ -39,7 +39,7 @@ def resumed(target: str) -> str:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("code", [merge, resumed])
-def test_all_warps_read_before_one_writes(code, target: str) -> None:
+def test_barrier_separates_reads_of_all_warps_from_first_write(code, target: str) -> None:
     steps = [_MEANS[found] for found in re.findall("|".join(map(re.escape, _MEANS)), code(target))]
     before = steps[: steps.index("written")]
     last_read = len(before) - before[::-1].index("read")

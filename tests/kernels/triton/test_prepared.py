@@ -61,7 +61,7 @@ CALLS = {"sm_90, torch.bfloat16": portable, "sm_90": hopper, "npu, torch.bfloat1
 
 @pytest.mark.parametrize("target", CALLS)
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-def test_target_and_configuration_are_named(target: str, error: Exception) -> None:
+def test_compile_error_names_target_and_configuration(target: str, error: Exception) -> None:
     with pytest.raises(UnsupportedError, match="the Triton kernel attend_kernel does not compile for") as caught:
         CALLS[target](error)
     for part in (f"for {target};", "96", str(error), "; "):
@@ -70,6 +70,6 @@ def test_target_and_configuration_are_named(target: str, error: Exception) -> No
 
 
 @pytest.mark.parametrize("call", CALLS.values())
-def test_an_error_of_the_device_is_no_matter_of_compiling(call: Callable[[Exception], None]) -> None:
+def test_device_error_is_not_a_compile_error(call: Callable[[Exception], None]) -> None:
     with pytest.raises(RuntimeError, match="illegal address"):
         call(RuntimeError("CUDA error: an illegal address was met"))

@@ -19,32 +19,32 @@ COMMON = [c for c in cases(45, torch.float32, heads=1) if (c.layout, c.ranks) !=
 
 
 @pytest.mark.parametrize("case", COMMON, ids=str)
-def test_float32(ask: Ask, case: Case) -> None:
+def test_interpreted_kernel_float32(ask: Ask, case: Case) -> None:
     ask(as_request(case))
 
 
 @pytest.mark.parametrize(
     "case", [c for c in cases(41, torch.float16, heads=1, scale=0.2) if c.ranks == 1][::3], ids=str
 )
-def test_float16(ask: Ask, case: Case) -> None:
+def test_interpreted_kernel_float16(ask: Ask, case: Case) -> None:
     ask(as_request(case))
 
 
 @pytest.mark.parametrize(
     "case", [c for c in cases(48, torch.float32, heads=1) if c.layout != "striped" and c.ranks < 3][::4], ids=str
 )
-def test_descriptors(ask: Ask, case: Case) -> None:
-    """The same loads as hardware descriptors make them, as far as the interpreter knows them."""
+def test_interpreted_kernel_with_descriptors(ask: Ask, case: Case) -> None:
+    """The loads are those of hardware descriptors, as far as the interpreter supports them."""
     ask({**as_request(case), "loads": "descriptors"})
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_contract(ask: Ask, name: str) -> None:
+def test_interpreted_kernel_contract(ask: Ask, name: str) -> None:
     ask({"check": name})
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("loads", ["pointers", "descriptors"])
 @pytest.mark.parametrize("case", [*cases(150, torch.float32), *cases(97, torch.float16, scale=0.2)], ids=str)
-def test_longer(ask: Ask, case: Case, loads: str) -> None:
+def test_interpreted_kernel_longer_inputs(ask: Ask, case: Case, loads: str) -> None:
     ask({**as_request(case), "loads": loads})

@@ -21,7 +21,7 @@ from tests.support.calls import kernel_call, settings
 
 
 @pytest.mark.parametrize(("asked", "precision"), [({}, "ieee"), ({"float32_precision": "tf32"}, "tf32")])
-def test_every_kernel_is_compiled_for_what_was_asked(
+def test_triton_kernels_compile_with_given_precision(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], precision: str
 ) -> None:
     made: list[str] = []
@@ -45,8 +45,8 @@ def test_every_kernel_is_compiled_for_what_was_asked(
     assert made == [precision] * 3
 
 
-def test_who_names_tf32_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nobody else: for other dtypes it declines, and in its backend's order it stands behind the exact one."""
+def test_tf32_kernel_is_used_only_if_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It declines other dtypes, and its backend lists it after the exact kernel."""
     kernel = Tf32Kernel()
     monkeypatch.setattr(triton_kernel, "interpreted", lambda: True)
     single, half = (kernel_call(dtype, "cuda", 2, 1, 64, 64) for dtype in (torch.float32, torch.bfloat16))
@@ -60,8 +60,7 @@ def test_who_names_tf32_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("kernel", ["forward", "keys", "queries"])
-def test_machine_code_of_sm_80(kernel: str, precision: str) -> None:
-    """TF32's matrix instruction, and none without it."""
+def test_sm_80_code_uses_tf32_instruction_only_if_asked(kernel: str, precision: str) -> None:
     tuning = choose(SINGLE, "sm_80", 64)
     source = machine_code._source(kernel, 64, 64, (getattr(tuning, kernel) or tuning.forward)[0])
     source.signature = {name: kind.replace("bf16", "fp32") for name, kind in source.signature.items()}

@@ -33,7 +33,7 @@ TWO = 2 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 4
     ],
     ids=str,
 )
-def test_forward_warps(monkeypatch, architecture, dtype, sizes, odd, warps):
+def test_triton_forward_uses_tuned_number_of_warps(monkeypatch, architecture, dtype, sizes, odd, warps):
     made: list[int] = []
 
     class Recording:

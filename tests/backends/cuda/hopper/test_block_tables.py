@@ -41,7 +41,7 @@ def dense(tiles: Tiles, length: int = SEQ) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forward_table_paints_the_mask(name):
+def test_forward_table_equals_mask(name):
     tiles = Tiles(CASES[name])
     table = forward_table(tiles, SEQ, 128, 128, every_block=True)
     assert table.blocks == (7 if name == "short rows" else 6)
@@ -51,14 +51,14 @@ def test_forward_table_paints_the_mask(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_backward_table_paints_the_mask(name):
+def test_backward_table_equals_mask(name):
     tiles = Tiles(CASES[name])
     seen = painted(backward_table(tiles, SEQ, 64, 128), 128, 64, peel=False)
     assert (seen[:SEQ, :SEQ] == dense(tiles).T).all()
     assert (seen[SEQ:] == 0).all(), "keys past the end must be hidden: their P is not finite"
 
 
-def test_only_border_blocks_are_masked():
+def test_tables_mask_border_blocks_only():
     causal = Tiles([Tile(0, 1024, 0, 1024, 0, 1023)])
     table = forward_table(causal, 1024, 128, 128, every_block=False)
     assert [table.numbers[16 * w + 5] for w in range(8)] == [0] * 8, "but for the one that is peeled"
@@ -67,7 +67,7 @@ def test_only_border_blocks_are_masked():
     assert [table.numbers[16 * w + 5] for w in range(8)] == [2] * 8
 
 
-def test_blocks_that_see_nothing_are_not_launched_for_a_state():
+def test_forward_table_skips_blocks_without_keys_for_state():
     tiles = Tiles([Tile(300, 301, 500, 501, -200, -200)])
     assert forward_table(tiles, SEQ, 128, 128, every_block=False).blocks == 1
 
@@ -140,7 +140,7 @@ def test_writing_cuts_computes_long_blocks_in_second_launch(tiles, length, apart
     assert (seen[length:] == 0).all()
 
 
-def test_parts_of_a_block_that_many_see_end_together():
+def test_parts_of_long_block_finish_together():
     for heads, parts in ((32, 4), (8, 16), (40, 13), (1, 32)):
         (_, rest), (_, divided) = writing_cuts(mask_tiles("sink:64:1024", 16384), a_pass(16384, heads))
         assert divided.blocks == parts
@@ -162,19 +162,19 @@ def test_parts_of_a_block_that_many_see_end_together():
     ],
     ids=["groups", "no long block", "causal", "so many heads that none is late", "a long quarter", "all are late"],
 )
-def test_how_many_launches_write_gradients(mask, length, heads, group, launches):
+def test_writing_cuts_number_of_launches(mask, length, heads, group, launches):
     assert len(writing_cuts(mask_tiles(mask, length), a_pass(length, heads, group))) == launches
 
 
-def test_blocks_start_where_keys_that_another_launch_serves_end():
-    """Also where too few follow to start there by themselves."""
+def test_backward_table_starts_blocks_after_excluded_keys():
+    """Also if only a few keys follow."""
     tiles = Tiles([Tile(0, 900, 0, 300, -900, 900), Tile(0, 900, 500, 700, 0, 900)])
     table = backward_table(tiles, 900, 64, 128, 900, apart=(300, 500))
     spans = sorted(tuple(table.numbers[16 * w : 16 * w + 7 : 6]) for w in range(table.blocks))
     assert spans == [(0, 128), (128, 256), (256, 300), (500, 628), (628, 756), (756, 884), (884, 900)]
 
 
-def test_blocks_start_with_long_documents():
+def test_tables_start_blocks_at_long_documents():
     tiles = Tiles([Tile(a, b, a, b, 0, b - a - 1) for a, b in ((0, 90), (90, 1114), (1114, 1300), (1300, 2000))])
     table = forward_table(tiles, 2000, 128, 128, every_block=True)
     rows = sorted(table.numbers[16 * w : 16 * w + 7] for w in range(table.blocks))
@@ -188,8 +188,8 @@ def test_blocks_start_with_long_documents():
 
 
 @pytest.mark.parametrize("columns", [2500, 2048])
-def test_programs_that_walk_long_boxes_begin_apart(columns):
-    """16 keys a block, a block a MiB: boxes of 64 blocks and more; what a band cuts begins as all others do."""
+def test_forward_table_staggers_starts_in_long_boxes(columns):
+    """16 keys per block and one block per MiB; blocks cut by a band start like all others."""
     rows = 700
     tiles = Tiles([Tile(0, rows, 0, columns, -columns, rows), Tile(0, 300, columns, columns + 1000, -columns - 500, 0)])
     table, plain = (forward_table(tiles, rows, 16, 16, True, *mebibyte) for mebibyte in ((1,), ()))
@@ -207,7 +207,7 @@ def test_programs_that_walk_long_boxes_begin_apart(columns):
     assert forward_table(causal, 4096, 16, 16, True, 1).numbers == forward_table(causal, 4096, 16, 16, True).numbers
 
 
-def test_boxes_begin_apart_where_the_l2_is_too_small():
+def test_forward_cut_staggers_starts_if_l2_is_too_small():
     def starts(keys, dim):
         tiles = Tiles([Tile(0, 1024, 0, keys, -keys, 1024)])
         _, table = forward_cut(tiles, 1024, dim, 32, 132, every_block=False)
@@ -219,7 +219,7 @@ def test_boxes_begin_apart_where_the_l2_is_too_small():
     assert [len(starts(keys, 64)) for keys in ((1 << 18) - 128, 1 << 18)] == [1, 8]
 
 
-def test_size_follows_the_border_and_not_the_area():
+def test_forward_table_size_grows_with_border_not_area():
     n = 1 << 17
     table = forward_table(Tiles([Tile(0, n, 0, n, 0, n - 1)]), n, 128, 128, every_block=True)
     assert len(table.numbers) <= (16 + 2) * (n // 128)
@@ -236,7 +236,7 @@ def test_size_follows_the_border_and_not_the_area():
     ],
     ids=["long", "whole", "short", "window", "few heads"],
 )
-def test_blocks_are_tall_where_rows_are_long_and_many(mask, length, heads, workers):
+def test_forward_cut_uses_tall_blocks_for_long_and_many_rows(mask, length, heads, workers):
     segment = (Segment(0, length),)
     tiles = find_tiles(Mask.parse(mask, length), segment, segment)
     config, table = forward_cut(tiles, length, 64, heads, 132, every_block=True)
@@ -263,8 +263,8 @@ def test_forward_cut_leaves_no_multiprocessor_idle(mask, length, heads, programs
 
 
 @pytest.mark.parametrize("size", [(8, 16), (128, 128), (192, 128)], ids=str)
-def test_hopper_forward_tables(size: tuple[int, int]) -> None:
-    """Blocks smaller than real ones, too: in those, an edge that is one off shows more often."""
+def test_forward_tables_equal_random_masks(size: tuple[int, int]) -> None:
+    """Small blocks show off-by-one edges more often."""
     for seed in range(LISTS):
         tiles, seen = random_tiles(seed)
         rows, columns = seen.shape
@@ -276,7 +276,7 @@ def test_hopper_forward_tables(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("size", [(8, 16), (64, 128), (128, 128)], ids=str)
-def test_hopper_backward_tables(size: tuple[int, int]) -> None:
+def test_backward_tables_equal_random_masks(size: tuple[int, int]) -> None:
     for seed in range(LISTS):
         tiles, seen = random_tiles(seed)
         rows, columns = seen.shape

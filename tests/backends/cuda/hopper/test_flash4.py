@@ -69,14 +69,14 @@ WHOLE = {
 
 @pytest.mark.parametrize("case", WHOLE)
 @pytest.mark.parametrize(("dim", "asked"), [(64, ["forward", "backward"]), (128, ["backward"])])
-def test_boxes_and_causal_squares(called, dim, asked, case):
+def test_package_computes_boxes_and_causal_squares(called, dim, asked, case):
     rows, columns, heads, tiles = WHOLE[case]
     compare_whole(kernel_of()[0], *inputs(rows, columns, heads, dim, "cpu"), tiles)
     assert called == asked
 
 
-def test_ulysses_gives_it_a_causal_square(called):
-    """Which flash-attn-4 knows; the rows of two ranks as they come are four tiles."""
+def test_ulysses_plan_gives_pair_one_causal_square(called):
+    """The rows of two ranks in unsorted order are four tiles."""
     made = plan(seq_len=64, ranks=2, heads=4, layout="zigzag", strategy="ulysses")
     kernel, _ = kernel_of()
     tiles = [plan_for_kernel(made, k).forward.steps_of(0)[0].compute.tiles for k in (kernel, HopperKernel())]
@@ -94,8 +94,8 @@ def test_ulysses_gives_it_a_causal_square(called):
         ("causal", 131, False),
     ],
 )
-def test_long_forwards_with_heads_of_128(called, monkeypatch, case, long, faster):
-    """From so many rows and keys on: without a mask, and causal where K/V heads are shared."""
+def test_package_computes_long_forwards_with_heads_of_128(called, monkeypatch, case, long, faster):
+    """Above a threshold: without a mask, or causal with shared K/V heads."""
     monkeypatch.setattr(flash4, "LONG", long)
     rows, columns, heads, tiles = WHOLE[case]
     compare_whole(kernel_of()[0], *inputs(rows, columns, heads, 128, "cpu"), tiles)
@@ -104,8 +104,8 @@ def test_long_forwards_with_heads_of_128(called, monkeypatch, case, long, faster
 
 @pytest.mark.parametrize(("more", "asked"), [(0, ["forward", "backward"]), (1, [])])
 @pytest.mark.parametrize("case", ["box, fewer K/V heads", "causal"])
-def test_little_work_is_ours(called, monkeypatch, case, more, asked):
-    """Before the device would end, the package's host code does not: from so many pairs, heads and sizes on."""
+def test_small_work_uses_own_kernel(called, monkeypatch, case, more, asked):
+    """Below the threshold, host code of the package takes longer than the kernel."""
     rows, columns, heads, tiles = WHOLE[case]
     pairs = 139 * 70 if case != "causal" else 131 * 132 // 2
     monkeypatch.setattr(flash4, "LEAST", 2 * pairs * heads[0] * 64 + more)
@@ -113,25 +113,25 @@ def test_little_work_is_ours(called, monkeypatch, case, more, asked):
     assert called == asked
 
 
-def test_how_little_is_little():
-    """What was measured: a causal square of 4,096 with 32 heads of 128 is ours, one without a mask is not."""
+def test_least_work_threshold_equals_measurement():
+    """Measured: a causal square of 4,096 with 32 heads of 128 is below it, a full one above."""
     assert 4096 * 4097 // 2 * 32 * 128 < LEAST < 4096 * 4096 * 32 * 128
 
 
 @pytest.mark.parametrize("left", [0, 1, 30, 88])
-def test_gradients_of_a_causal_window(called, left):
+def test_package_computes_gradients_of_causal_window(called, left):
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of(f"window:{left}", 90))
     assert called == [f"backward ({left}, 0)"]
 
 
 @pytest.mark.parametrize("left", [89, 90, 1000])
-def test_a_window_wider_than_the_sequence_is_causal(called, left):
+def test_window_wider_than_sequence_is_causal(called, left):
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of(f"window:{left}", 90))
     assert called == ["backward"]
 
 
-def test_gradients_of_a_window_in_other_memory(called):
-    """The package reads rows in steps of 16 bytes alone, and the LSE as one piece: the stand-in refuses others."""
+def test_window_gradients_accept_unaligned_inputs(called):
+    """The package needs rows aligned to 16 bytes and contiguous LSE; the simulation rejects others."""
     dout, q, k, v = inputs(90, 90, (2, 2), 128, "cpu")
     kernel, tiles = kernel_of()[0], tiles_of("window:30", 90)
     out, lse = kernel.forward_single_call(q, k, v, tiles, OPTIONS)
@@ -146,7 +146,7 @@ def test_gradients_of_a_window_in_other_memory(called):
 
 
 @pytest.mark.parametrize("installed", ["4.0.0b35", "4.0.0b4", "0.0.0", None])
-def test_windows_of_a_version_that_is_not_known_to_obey_are_ours(monkeypatch, installed):
+def test_windows_of_unknown_package_version_use_own_kernel(monkeypatch, installed):
     called = flash_4_package(monkeypatch, installed, obeys=False)
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of("window:30", 90))
     assert called == []
@@ -154,14 +154,14 @@ def test_windows_of_a_version_that_is_not_known_to_obey_are_ours(monkeypatch, in
     assert called == ["backward"]
 
 
-def test_a_package_that_ignores_the_window_is_caught(monkeypatch):
+def test_ignored_window_of_package_is_detected(monkeypatch):
     called = flash_4_package(monkeypatch, obeys=False)
     with pytest.raises(AssertionError, match="dq"):
         compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of("window:30", 90))
     assert called == [BACKWARD_30]
 
 
-def test_float16(called):
+def test_package_computes_float16(called):
     compare_whole(kernel_of()[0], *inputs(67, 67, (2, 1), 64, "cpu", torch.float16), causal(67))
     assert called == ["forward", "backward"]
 
@@ -183,20 +183,20 @@ OWN = {
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("case", OWN)
-def test_all_else_is_ours(called, dim, case):
+def test_other_tiles_use_own_kernel(called, dim, case):
     rows, columns, tiles = OWN[case]
     compare_whole(kernel_of()[0], *inputs(rows, columns, (2, 2), dim, "cpu", batch=1), tiles)
     assert called == []
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(64, (2, 2)), (64, (2, 1)), (128, (2, 1)), (128, (4, 2))])
-def test_windows_of_other_heads_are_ours(called, dim, heads):
+def test_windows_with_other_heads_use_own_kernel(called, dim, heads):
     compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("window:30", 90))
     assert called == []
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_steps_of_a_ring_are_ours(called, dim):
+def test_ring_steps_use_own_kernel(called, dim):
     kernel = kernel_of()[0]
     dout, q, k, v = inputs(70, 70, (2, 1), dim, "cpu", batch=1)
     out, lse = kernel.attend(q, k[:, :40], v[:, :40], box(70, 40), OPTIONS)
@@ -214,7 +214,7 @@ def test_steps_of_a_ring_are_ours(called, dim):
     assert called == []
 
 
-def test_a_window_s_step_of_a_ring_is_ours(called):
+def test_ring_steps_with_window_use_own_kernel(called):
     kernel, tiles = kernel_of()[0], tiles_of("window:30", 70)
     dout, q, k, v = inputs(70, 70, (2, 2), 128, "cpu", batch=1)
     out, lse = kernel.attend(q, k, v, tiles, OPTIONS)
@@ -223,13 +223,13 @@ def test_a_window_s_step_of_a_ring_is_ours(called):
     assert called == []
 
 
-def test_hopper_by_name_is_ours_alone(called):
+def test_hopper_by_name_uses_own_kernel_only(called):
     for dim, tiles in ((64, causal(65)), (128, causal(65)), (128, tiles_of("window:30", 65))):
         compare_whole(kernel_of(named="hopper")[0], *inputs(65, 65, (2, 2), dim, "cpu", batch=1), tiles)
     assert called == []
 
 
-def test_auto_takes_it_where_the_package_is_installed(called):
+def test_auto_chooses_pair_if_package_is_installed(called):
     assert [kernel.name for kernel in CudaBackend().kernels()][:2] == [PAIR, "hopper"]
     assert kernel_of()[0].name == kernel_of(named=PAIR)[0].name == PAIR
     refused = replace(USUAL, deterministic=True)
@@ -241,7 +241,7 @@ def test_auto_takes_it_where_the_package_is_installed(called):
         kernel_of(refused, PAIR)
 
 
-def test_auto_does_without_the_package(monkeypatch):
+def test_auto_chooses_hopper_without_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     chosen, why = kernel_of()
     assert chosen.name == "hopper"
@@ -249,22 +249,22 @@ def test_auto_does_without_the_package(monkeypatch):
     assert "pip install flash-attn-4" in why
 
 
-def test_auto_does_without_a_broken_package():
+def test_pair_declines_broken_package():
     broken = LazyKernel("flash-attn-4", "nowhere:Kernel", needs="torch")
     support = HopperFlash4Kernel(broken).supports(USUAL)
     assert not support.ok
     assert "torch is broken: it fails to import" in support.reason
 
 
-def test_a_package_that_is_not_asked_where_ours_declines(monkeypatch):
-    """Its import takes seconds, and may fail."""
+def test_pair_declines_without_importing_package(monkeypatch):
+    """The import takes seconds and may fail."""
     monkeypatch.setattr(hopper_kernel, "device_reason", lambda device: "it runs on sm_90, not on sm_80")
     assert "sm_80" in HopperFlash4Kernel(None).supports(USUAL).reason
 
 
 @pytest.mark.parametrize(("dim", "tiles"), [(64, causal(9)), (128, tiles_of("window:3", 9))], ids=["causal", "window"])
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"softcap": 20.0}, {"scale": -1.0}])
-def test_options_that_it_declines_are_refused_as_by_ours(called, options, dim, tiles):
+def test_pair_rejects_options_as_hopper_kernel(called, options, dim, tiles):
     options = settings(**{"scale": 0.1, "deterministic": False, **options})
     dout, q, k, v = inputs(9, 9, (1, 1), dim, "cpu")
     if not options.deterministic:
@@ -275,7 +275,7 @@ def test_options_that_it_declines_are_refused_as_by_ours(called, options, dim, t
     assert called == []
 
 
-def test_an_empty_batch(called):
+def test_pair_accepts_empty_batch(called):
     dout, q, k, v = (x[:0] for x in inputs(9, 9, (1, 1), 64, "cpu"))
     out, lse = kernel_of()[0].forward_single_call(q, k, v, causal(9), OPTIONS)
     assert (out.shape, lse.shape) == ((0, 9, 1, 64), (0, 1, 9))
@@ -284,6 +284,6 @@ def test_an_empty_batch(called):
     assert called == []
 
 
-def test_its_plans_are_predicted_as_hopper_s():
+def test_pair_has_hardware_spec_of_hopper():
     for machine in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         assert hardware_of_machine(machine, 4, PAIR) == hardware_of_machine(machine, 4, "hopper")

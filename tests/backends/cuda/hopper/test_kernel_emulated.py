@@ -68,18 +68,18 @@ def inputs(batch, length, heads, kv_heads, dim, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, dim, machine):
+def test_emulated_masks(mask, dim, machine):
     compare(*inputs(1, 301, 1, 1, dim), tiles_of(mask, 301))
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks_in_tall_blocks(mask, machine, monkeypatch):
+def test_emulated_masks_in_tall_blocks(mask, machine, monkeypatch):
     tall_where_it_can(monkeypatch)
     compare_forward(*inputs(1, 301, 2, 1, 64), tiles_of(mask, 301))
 
 
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
-def test_tall_blocks_that_start_with_documents(machine, monkeypatch):
+def test_emulated_documents_in_tall_blocks(machine, monkeypatch):
     tall_where_it_can(monkeypatch)
     compare_forward(*inputs(1, 1000, 1, 1, 64), tiles_of("documents:0,90,890,950", 1000))
 
@@ -88,11 +88,11 @@ def test_tall_blocks_that_start_with_documents(machine, monkeypatch):
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)
-def test_longer_masks(mask, dim, machine):
+def test_emulated_longer_masks(mask, dim, machine):
     compare(*inputs(2, 900, 4, 2, dim), tiles_of(mask, 900))
 
 
-# The others of the product of orders and head sizes differ from test_masks by groups and types alone.
+# The others of the product of orders and head sizes differ from test_emulated_masks by groups and types alone.
 @pytest.mark.parametrize(
     ("machine", "dim"),
     [
@@ -104,7 +104,7 @@ def test_longer_masks(mask, dim, machine):
     ],
     indirect=["machine"],
 )
-def test_orders_groups_and_types(dim, machine):
+def test_emulated_head_groups_and_dtypes(dim, machine):
     for dtype, heads, length in (
         (torch.float16, (3, 1), 129),
         (torch.bfloat16, (2, 2), 257),
@@ -114,15 +114,15 @@ def test_orders_groups_and_types(dim, machine):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_queries_and_keys_of_other_lengths(dim, machine):
+def test_emulated_different_query_and_key_lengths(dim, machine):
     q, (k, v, _) = randn(1, 233, 2, dim), inputs(1, 511, 1, 1, dim)
     compare(q, k, v, Tiles([Tile(5, 200, 17, 500, -2000, 2000)]))
     compare(q, k, v, Tiles([Tile(0, 10, 400, 511, -2000, 2000), Tile(100, 233, 0, 77, 100, 300)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_least_scale_that_it_is_asked_for(dtype, machine):
-    """It multiplies weights by the scale in bfloat16, and divides LSE by it: below 1e-36 gradients would be 0."""
+def test_emulated_smallest_scale(dtype, machine):
+    """bfloat16 weights include the scale and LSE is divided by it: below 1e-36 gradients are 0."""
     options = settings(LEAST_SCALE, deterministic=False)
     assert options.positive_scale
     assert not replace(options, scale=0.9 * LEAST_SCALE).positive_scale
@@ -138,7 +138,7 @@ def test_the_least_scale_that_it_is_asked_for(dtype, machine):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_long_boxes_are_walked_from_other_blocks_on(dim, machine, monkeypatch):
+def test_emulated_long_boxes_start_at_different_blocks(dim, machine, monkeypatch):
     small_l2(monkeypatch)
     q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
     compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
@@ -147,7 +147,7 @@ def test_long_boxes_are_walked_from_other_blocks_on(dim, machine, monkeypatch):
 
 @pytest.mark.parametrize(("room", "programs"), [(1, 15), (3, 8), (1 << 20, 3)])
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
-def test_programs_that_make_way(room, programs, machine, monkeypatch):
+def test_emulated_yielding_programs(room, programs, machine, monkeypatch):
     making_way(monkeypatch, room)
     q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, of 45 key blocks half as wide
     tiles = tiles_of("causal", 600)
@@ -157,18 +157,18 @@ def test_programs_that_make_way(room, programs, machine, monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_inputs_that_tma_cannot_address(dim, machine):
+def test_emulated_inputs_without_tma_alignment(dim, machine):
     compare_as_they_come(*inputs(2, 129, 2, 1, dim), randn(2, 129, 2, dim, seed=7), tiles_of("causal", 129))
 
 
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_rows_that_are_merged(dim, machine):
+def test_emulated_merge_of_rows(dim, machine):
     compare_rows_that_are_merged(dim, "cpu")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_state_is_merged_in_place(dim, machine):
+def test_emulated_state_is_merged_in_place(dim, machine):
     length, options = 500, settings(scale=0.1)
     q, k, v = inputs(1, length, 2, 1, dim)
     tiles = tiles_of("causal", length)
@@ -186,8 +186,8 @@ def test_state_is_merged_in_place(dim, machine):
     ("mask", "dim"),
     [("documents:0,90,690,770", 64), ("documents:0,90,690,770", 128), ("full_documents:0,77,647,770", 128)],
 )
-def test_blocks_that_start_with_documents(mask, dim, machine):
-    """Where a block stops short, the rows that follow are another's: nothing is written there, into a state neither."""
+def test_emulated_documents_at_block_boundaries(mask, dim, machine):
+    """A partial block writes neither results nor state in the rows of the next document."""
     q, k, v = inputs(1, 770, 2, 1, dim)
     tiles, options = tiles_of(mask, 770), settings(scale=dim**-0.5, deterministic=False)
     compare(q, k, v, tiles)
@@ -200,8 +200,8 @@ def test_blocks_that_start_with_documents(mask, dim, machine):
 @pytest.mark.parametrize(
     ("mask", "dim"), [("causal", 64), ("causal", 128), ("documents:0,100,357,600", 128), ("sink:4:150", 64)]
 )
-def test_one_backward_program_for_all_heads_of_a_key(mask, dim, machine, monkeypatch):
-    """As where there are many programs: here that would make the last one late."""
+def test_emulated_backward_one_program_per_kv_head(mask, dim, machine, monkeypatch):
+    """As with many programs; with this few, the last program would finish late."""
     one_program_for_all_heads_of_a_key(monkeypatch)
     q, k, v = inputs(2, 301, 3, 1, dim)
     compare_backward(q, k, v, tiles_of(mask, 301))
@@ -220,18 +220,18 @@ def served_apart_inputs(monkeypatch, batch, heads, kv_heads, dim, tiles, apart):
 
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_gradients_of_a_sink_are_added_up_apart(dim, machine, monkeypatch):
-    """The others' are written; what is written nowhere would be NaN."""
+def test_emulated_sink_gradients_in_second_launch(dim, machine, monkeypatch):
+    """The first launch writes all other gradients; elements that no launch writes would be NaN."""
     compare_whole(*served_apart_inputs(monkeypatch, 1, 1, 1, dim, tiles_of("sink:5:60", 1030), (0, 5)))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_gradients_of_a_sink_with_few_key_heads(dim, machine, monkeypatch):
+def test_emulated_sink_gradients_with_few_kv_heads(dim, machine, monkeypatch):
     compare_whole(*served_apart_inputs(monkeypatch, 2, 4, 2, dim, tiles_of("sink:5:30", 1030), (0, 5)))
 
 
 @pytest.mark.parametrize(("first", "last", "apart"), [(300, 310, (256, 310)), (1025, 1029, (1024, 1030))])
-def test_gradients_of_keys_that_all_see(first, last, apart, machine, monkeypatch):
+def test_emulated_gradients_of_keys_seen_by_all_queries(first, last, apart, machine, monkeypatch):
     compare_backward(*served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(first, last), apart))
 
 
@@ -328,7 +328,7 @@ WAY_BUGS = {
 
 
 @pytest.mark.parametrize("bug", WAY_BUGS)
-def test_a_planted_bug_of_programs_that_make_way(bug, tmp_path, monkeypatch):
+def test_emulation_finds_bug_of_yielding_programs(bug, tmp_path, monkeypatch):
     module = planted(hopper_forward, WAY_BUGS[bug], tmp_path)
     making_way(monkeypatch, 3)
     q, k, v = inputs(1, 600, 3, 1, 64)
@@ -337,14 +337,14 @@ def test_a_planted_bug_of_programs_that_make_way(bug, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bug", [*FORWARD_BUGS, *MERGE_BUGS])
-def test_a_planted_bug_of_the_forward(bug, tmp_path, monkeypatch):
+def test_emulation_finds_bug_of_forward(bug, tmp_path, monkeypatch):
     module = planted(hopper_forward, {**FORWARD_BUGS, **MERGE_BUGS}[bug], tmp_path)
     work = functools.partial(forward, merge=bug in MERGE_BUGS)
     assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
 
 
 @pytest.mark.parametrize("bug", BACKWARD_BUGS)
-def test_a_planted_bug_of_the_backward(bug, tmp_path, monkeypatch):
+def test_emulation_finds_bug_of_backward(bug, tmp_path, monkeypatch):
     module = planted(backward, BACKWARD_BUGS[bug], tmp_path)
     q, k, v = inputs(1, 600, 1, 1, 64)
     work = functools.partial(compare_backward, q, k, v, tiles_of("causal", 600))
@@ -358,7 +358,7 @@ SHORT_BUGS = {
 
 
 @pytest.mark.parametrize("bug", SHORT_BUGS)
-def test_a_planted_bug_of_blocks_that_stop_short(bug, tmp_path, monkeypatch):
+def test_emulation_finds_bug_of_partial_blocks(bug, tmp_path, monkeypatch):
     module = planted(backward, SHORT_BUGS[bug], tmp_path)
     q, k, v = inputs(1, 770, 1, 1, 64)
     work = functools.partial(compare_backward, q, k, v, tiles_of("documents:0,90,690,770", 770))
@@ -377,7 +377,7 @@ APART_BUGS = {
 
 
 @pytest.mark.parametrize("bug", APART_BUGS)
-def test_a_planted_bug_of_keys_apart(bug, tmp_path, machine, monkeypatch):
+def test_emulation_finds_bug_of_second_launch(bug, tmp_path, machine, monkeypatch):
     source, *change = APART_BUGS[bug]
     module = planted(source, change, tmp_path)
     if source is configs:

@@ -47,16 +47,16 @@ def compiled(compilers, request):
     builds = []
     for item in request.session.items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
-        if getattr(item, "function", None) is test_forward:
+        if getattr(item, "function", None) is test_hopper_forward_machine_code:
             builds.append((forward, given["cut"], given["mode"]))
-        elif getattr(item, "function", None) is test_backward:
+        elif getattr(item, "function", None) is test_hopper_backward_machine_code:
             builds.append((backward, given["dim"], given["store"]))
     return {build: compilers.submit(*build) for build in builds}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cut", "mode"), FORWARDS)
-def test_forward(cut, mode, compiled):
+def test_hopper_forward_machine_code(cut, mode, compiled):
     report = compiled[forward, cut, mode].result()
     assert report.scratch_bytes <= (TALL_SCRATCH if cut == "64-tall" and triton_from((3, 9)) else 0), report
     check(report)
@@ -65,7 +65,7 @@ def test_forward(cut, mode, compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_backward(dim, store, compiled):
+def test_hopper_backward_machine_code(dim, store, compiled):
     report = compiled[backward, dim, store].result()
     assert report.scratch_bytes <= BACKWARD_SCRATCH[dim], report
     check(report)
@@ -84,7 +84,7 @@ def check(report):
     print(report)
 
 
-def test_a_slot_released_before_all_warps_have_read_it():
+def test_early_releases_counts_release_before_last_read():
     good = "wgmma.wait_group.sync.aligned 0;\nbar.sync 0, 128;\n@%p mbarrier.arrive.shared::cta.b64 _, [%r];\n"
     # as it once stood here: the barrier that another instruction needed lay between the product's start and its end
     early = (
@@ -94,7 +94,7 @@ def test_a_slot_released_before_all_warps_have_read_it():
     assert aot._early_releases(good + early + good) == 1
 
 
-def test_reasons_without_a_device():
+def test_hopper_kernel_declines_with_reason():
     import torch
 
     kernel = HopperKernel()

@@ -26,13 +26,13 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["ring+fetch", "burst+fetch", "ulysses", "ulysses+groups"])
-def test_attention(machine, strategy):
+def test_peer_copies_attention_matches_reference(machine, strategy):
     attention_is_right(machine, strategy)
     assert len(machine.allocated) == 2, "what the trial took is enough for this one"
 
 
-def test_a_driver_that_cannot_set_flags_of_peers(machine, monkeypatch):
-    """Then they are copied there, and everything else stays as it is."""
+def test_peer_copies_without_remote_flags_copy_flags(machine, monkeypatch):
+    """The driver cannot set flags of peers; everything else stays."""
 
     def only_its_own(self, stream, addresses, value):
         if not machine.own.issuperset(addresses):
@@ -55,7 +55,7 @@ def test_a_driver_that_cannot_set_flags_of_peers(machine, monkeypatch):
     assert len(machine.allocated) == 4, "two trials"
 
 
-def test_memory_is_taken_once_for_calls_of_a_size(machine):
+def test_peer_memory_is_allocated_once_per_size(machine):
     def work(rank, other, connect):
         transport = connect()
         for inbox in (4 << 20, 1 << 20, 4 << 20):
@@ -67,7 +67,7 @@ def test_memory_is_taken_once_for_calls_of_a_size(machine):
     assert len(machine.allocated) == 2 * 2  # the trial's, and that of the first call
 
 
-def test_a_rank_without_memory_is_an_error_on_both(machine):
+def test_failed_inbox_allocation_raises_on_both_ranks(machine):
     machine.memory[1] = 8 << 20
 
     def work(rank, other, connect):
@@ -107,7 +107,7 @@ def _swapped(transport):
     return int(came.max())
 
 
-def test_ranks_that_ask_for_other_sizes_are_told(machine):
+def test_different_inbox_sizes_raise_mismatch_error(machine):
     def work(rank, other, connect):
         transport = connect()
         with pytest.raises(MismatchError, match="inbox"):
@@ -133,7 +133,7 @@ def test_ranks_that_ask_for_other_sizes_are_told(machine):
         ),
     ],
 )
-def test_reasons_why_ranks_cannot_have_it(machine, monkeypatch, change, reason):
+def test_connect_raises_with_reason(machine, monkeypatch, change, reason):
     change(machine, monkeypatch)
 
     def work(rank, other, connect):
@@ -143,8 +143,8 @@ def test_reasons_why_ranks_cannot_have_it(machine, monkeypatch, change, reason):
     on_two(machine, work)
 
 
-def test_a_rank_that_refused_its_call_meanwhile(machine):
-    """It says so in the same conversation: no waiting, and no mixing up."""
+def test_connect_raises_if_peer_rejected_its_call(machine):
+    """The peer answers with another kind of message, so this rank does not wait."""
 
     def work(rank, other, connect):
         if rank:
@@ -156,7 +156,7 @@ def test_a_rank_that_refused_its_call_meanwhile(machine):
     on_two(machine, work)
 
 
-def test_what_the_watch_found_is_raised(machine):
+def test_begin_raises_failure_found_by_watch(machine):
     def work(rank, other, connect):
         transport = connect()
         assert isinstance(transport, PeerCopyTransport)
@@ -169,8 +169,8 @@ def test_what_the_watch_found_is_raised(machine):
     on_two(machine, work)
 
 
-def test_a_call_in_inference_mode_that_nobody_answers_ends_too(machine):
-    """The thread that lets streams go on is in no such mode."""
+def test_watch_releases_call_in_inference_mode(machine):
+    """The thread that releases waiting streams is not in inference mode."""
 
     def work(rank, other, connect):
         transport = connect()
@@ -183,7 +183,7 @@ def test_a_call_in_inference_mode_that_nobody_answers_ends_too(machine):
     assert on_two(machine, work) == [(7, {255})] * 2
 
 
-def test_graphs_are_refused(machine, monkeypatch):
+def test_begin_rejects_graph_capture(machine, monkeypatch):
     def work(rank, other, connect):
         transport = connect()
         other.share(b"here", "meeting")
@@ -200,8 +200,8 @@ def test_graphs_are_refused(machine, monkeypatch):
     on_two(machine, work)
 
 
-def test_what_stays_on_a_rank_is_copied_on_its_device(machine, monkeypatch):
-    """A default stream's handle is 0 on every device, and another one may be current."""
+def test_local_copies_run_on_device_of_memory(machine, monkeypatch):
+    """The handle of the default stream is 0 on all devices, and another one may be current."""
     current, copied = [0], []
 
     class At:
@@ -230,8 +230,8 @@ def test_what_stays_on_a_rank_is_copied_on_its_device(machine, monkeypatch):
 
 
 @pytest.mark.parametrize("by_copies", [False, True])
-def test_another_stream_than_the_pass_s_waits_by_itself(machine, monkeypatch, by_copies):
-    """As the profiler's does, which watches messages come: the stream that computes must not wait for them then."""
+def test_wait_uses_stream_of_caller(machine, monkeypatch, by_copies):
+    """The profiler waits on a stream of its own; the compute stream must not wait then."""
     asked = []
 
     class Noting(Driver):

@@ -55,7 +55,7 @@ def pushes(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
-def test_what_is_exchanged_is_pushed(machine, pushes, monkeypatch, strategy):
+def test_push_kernel_moves_exchanges(machine, pushes, monkeypatch, strategy):
     """All messages of an exchange in one launch, what stays among them; engines have nothing left to do.
 
     With groups, what goes beside a kernel is the engines'; what of it stays is pushed, on the stream of the kernels.
@@ -87,8 +87,8 @@ def test_what_is_exchanged_is_pushed(machine, pushes, monkeypatch, strategy):
 
 
 @pytest.mark.parametrize("broken", [{0, 1}, {1}])
-def test_a_kernel_that_no_compiler_makes(machine, monkeypatch, broken):
-    """Whatever it raises, and on one rank alone: the ranks hear of it in the trial, and engines move all messages."""
+def test_push_kernel_that_fails_to_compile_is_not_used(machine, monkeypatch, broken):
+    """If one rank fails in the trial, copy engines move all messages on both."""
     made = Pushes()
 
     def compiled():
@@ -103,8 +103,8 @@ def test_a_kernel_that_no_compiler_makes(machine, monkeypatch, broken):
 
 
 @pytest.mark.parametrize("how", ["refused", "wrong"])
-def test_engines_that_cannot_move_lines(machine, pushes, monkeypatch, how):
-    """Found out in the trial, before a message that needs it: peer copies cannot be had then."""
+def test_connect_raises_if_engines_cannot_copy_lines(machine, pushes, monkeypatch, how):
+    """The trial detects it before any message needs it."""
 
     def copy_lines(self, stream, target, source, strip):
         if how == "refused":
@@ -119,9 +119,8 @@ def test_engines_that_cannot_move_lines(machine, pushes, monkeypatch, how):
     on_two(machine, work)
 
 
-def test_all_is_asked_of_the_device_of_the_memory(machine, pushes, monkeypatch):
-    """Whichever device the caller has made the current one: a kernel starts there, and flags are a stream's there,
-    whose handle may be 0 on both."""
+def test_push_and_flags_use_device_of_memory(machine, pushes, monkeypatch):
+    """Handles of streams may be 0 on both devices, whichever is current."""
     now, started = [0], []
 
     class Device:
@@ -160,8 +159,8 @@ def test_all_is_asked_of_the_device_of_the_memory(machine, pushes, monkeypatch):
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("size", [4096, 4104])
-def test_who_moves_what(machine, pushes, size, alone):
-    """Messages beside kernels, single ones and such as do not end at 16 bytes are the engines'."""
+def test_push_moves_only_aligned_exchanges_without_kernel(machine, pushes, size, alone):
+    """Copy engines move messages that overlap kernels, single ones and unaligned ones."""
     pushed = alone and size % 16 == 0
 
     def work(rank, other, connect):
@@ -190,8 +189,8 @@ def test_who_moves_what(machine, pushes, size, alone):
     assert pushes.launches.count(1) == 0
 
 
-def test_a_launch_is_packed_as_the_kernel_reads_it():
-    """Sources, targets and sizes lie where the compiled kernel's own PTX says."""
+def test_push_launch_is_packed_as_ptx_declares():
+    """Sources, targets and sizes are at the offsets of the compiled kernel's PTX."""
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -249,8 +248,8 @@ class _Operation(ctypes.Structure):
     )
 
 
-def test_several_flags_are_one_call(noting):
-    """One flag is a call of its own kind, several are packed as the driver reads them."""
+def test_several_flags_are_one_driver_call(noting):
+    """A single flag has its own call; several are packed in one."""
     driver, calls = noting
     for method, single, kind in (
         (driver.set_flags, "cuStreamWriteValue32_v2", 2),
@@ -291,7 +290,7 @@ class _Copy(ctypes.Structure):
     )
 
 
-def test_lines_are_packed_as_the_driver_reads_them(noting):
+def test_copy_lines_packs_driver_structure(noting):
     driver, calls = noting
     driver.copy_lines(9, 1 << 41, 1 << 40, Strip(1, 0, 0, lines=7, width=64, step=4096, jump=192))
     ((name, (packed, stream)),) = calls

@@ -56,7 +56,7 @@ def pause(watch, sleep):
     watch._thread = SimpleNamespace(pause=lambda seconds: sleep(seconds) is None)
 
 
-def test_a_message_that_never_comes(capsys):
+def test_watch_reports_missing_message_and_releases_passes(capsys):
     device = Device([PASS | CALL, 0, 0])
     watch, one = watched(device, 0.1, [(0, PASS | CALL), (2, PASS | CALL)])
     later = WatchedPass(Event(lambda: True), device.ended([(1, 8 << 16, None)]), [(1, 8 << 16, None)])
@@ -69,8 +69,8 @@ def test_a_message_that_never_comes(capsys):
     assert later.over(), "streams that wait behind it run out as well"
 
 
-def test_a_pass_that_is_given_up_while_the_host_is_still_in_it(monkeypatch):
-    """What it goes on to wait for is let go as well, and its end is no error: the next pass tells what was wrong."""
+def test_watch_releases_pass_that_host_has_not_finished(monkeypatch):
+    """Later waits of the pass are released and its end is no error; the next pass raises."""
     device, happened = Device([0, 0]), [True]
     event = SimpleNamespace(record=lambda stream: None, query=lambda: happened[0])
     monkeypatch.setattr(peer_watch.torch.cuda, "Event", lambda: event)
@@ -94,7 +94,7 @@ def test_a_pass_that_is_given_up_while_the_host_is_still_in_it(monkeypatch):
     assert one.over(), "nothing waits for what is not going to come"
 
 
-def test_a_message_of_another_call_needs_no_timeout(capsys):
+def test_watch_reports_message_of_other_call_at_once(capsys):
     device = Device([PASS | 0xCD])
     watch, one = watched(device, 600.0, [(0, PASS | CALL)])
     watch._stay_with(one)
@@ -112,8 +112,8 @@ def test_watch_does_not_report_peer_in_next_pass_as_late(mine, next_, capsys):
 
 
 @pytest.mark.parametrize("left_over", [0, 6 << 16 | CALL])
-def test_slow_is_not_late_while_messages_come(left_over, monkeypatch):
-    """Each comes within the timeout of the one before; flags of an earlier pass are no mismatch. Time is made up."""
+def test_watch_accepts_slow_messages_within_timeout(left_over, monkeypatch):
+    """Each arrives within the timeout of the one before; flags of an earlier pass are valid."""
     device = Device([left_over] * 4)
     watch, one = watched(device, 0.4, [(flag, PASS | CALL) for flag in range(4)])
     now = 0.0
@@ -133,8 +133,8 @@ def test_slow_is_not_late_while_messages_come(left_over, monkeypatch):
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_flags_of_a_pass_that_is_over_are_another_s(forgotten):
-    """A pass takes long and ends while nobody looks; then memory grows, and numbers begin anew with another call's."""
+def test_watch_ignores_flags_after_end_of_pass(forgotten):
+    """The pass ends unobserved; then memory grows and its numbers restart with another call."""
     device = Device([0])
     reads = []
 
@@ -158,8 +158,8 @@ def test_flags_of_a_pass_that_is_over_are_another_s(forgotten):
     assert not reads, "its memory may be gone"
 
 
-def test_what_ends_while_flags_are_read_waits_for_that():
-    """Memory is given up only when the watch has let go of it."""
+def test_forget_waits_while_watch_reads_flags():
+    """Memory is released only after the watch has stopped reading it."""
     device = Device([0])
     order = []
 
