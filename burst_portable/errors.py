@@ -119,12 +119,20 @@ def format_error(what: str, *, got: object = None, allowed: object = None, next_
     return "; ".join(parts)
 
 
+_BITS = 256  # of the longest int that is printed
+
+
 def shown(value: object, most: int = 80) -> str:
     """A value in one short line; a tensor or array by its type and shape."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and shape:
         return f"{type(value).__name__} of shape {tuple(shape)}"
-    text = " ".join(repr(value).split())
+    if isinstance(value, int) and value.bit_length() > _BITS:
+        return f"an int of {value.bit_length():,} bits"
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # a container of an int with more digits than Python prints
+        text = type(value).__name__
     return text if len(text) <= most else f"{text[:most]}..."
 
 

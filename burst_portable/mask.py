@@ -57,8 +57,9 @@ class Region:
     def __post_init__(self) -> None:
         for name in ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi"):
             number = as_int(getattr(self, name))
-            if number is None:
-                raise MaskError(f"{name} of a region must be an int", got=shown(getattr(self, name)))
+            if number is None or abs(number) > UNBOUNDED:
+                got = shown(getattr(self, name))
+                raise MaskError(f"{name} of a region must be an int", got=got, allowed="at most 2**60")
             object.__setattr__(self, name, number)
         if not (0 <= self.q_start < self.q_stop and 0 <= self.k_start < self.k_stop and self.lo <= self.hi):
             raise MaskError("a region is empty or starts before 0", got=self, allowed="0 <= start < stop and lo <= hi")
@@ -381,6 +382,8 @@ def checked_cu_seqlens(what: str, value: object) -> list[int]:
         elif len(set(listed)) > 1 and listed == sorted(listed):
             advice = "leave out what has no tokens: cu_seqlens.unique_consecutive()"
         raise MaskError(f"{what} takes cumulative lengths", got=shown(listed), allowed=allowed, next_step=advice)
+    if listed[-1] >= UNBOUNDED:
+        raise MaskError(f"{what} ends past every sequence", got=shown(listed[-1]), allowed="below 2**60")
     return listed
 
 

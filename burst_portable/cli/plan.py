@@ -33,6 +33,7 @@ from burst_portable.utils.values import check_divides
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _RANKS_A_NODE = 8  # the most devices that a server usually has
 _PROGRESS_ABOVE = 64  # ranks; fewer are checked too quickly for a progress bar
+_LEAST, _MOST = 1e-6, 1e6  # TFLOP/s, GB/s and ranks
 
 
 @with_strategy_flags
@@ -200,9 +201,10 @@ def _one_link(ranks: int) -> str:
 
 def _positive(**numbers: float | None) -> None:
     for name, number in numbers.items():
-        # Written so that nan is refused as well.
-        if number is not None and not 0 < number < float("inf"):
-            raise InputError(f"--{name} is out of range", got=number, allowed="above 0, and finite")
+        # Outside of this range, predicted times are infinite or no numbers. The comparison is False for nan.
+        if number is not None and not _LEAST <= number <= _MOST:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} is out of range", got=number, allowed=f"{_LEAST:g} to {_MOST:g}")
 
 
 def _waiting(label: str) -> AbstractContextManager[object]:

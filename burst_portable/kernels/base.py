@@ -263,8 +263,13 @@ def arrived(x: Tensor) -> Tensor:
 
 
 def as_kernels_take(x: Tensor) -> Tensor:
-    """Return the same numbers, arrived and with a last stride of 1."""
+    """Return the same numbers, arrived, with a last stride of 1, and in memory as they are.
+
+    The imaginary part of a conjugate is a view whose numbers in memory have the other sign.
+    """
     x = arrived(x)
+    if x.is_neg():
+        x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -137,11 +137,11 @@ def prepare(
         request = request.checked()
         q, k, v = as_autocast_would(q, k, v)
         prepared = mesh.remembered(_key(request, q, k, v, sinks), lambda: _prepare(q, k, v, sinks, mesh, request))
-        if type(q) is not Tensor or q.stride(-1) != 1:
+        if type(q) is not Tensor or q.stride(-1) != 1 or q.is_neg():
             q = as_kernels_take(q)
-        if type(k) is not Tensor or k.stride(-1) != 1:
+        if type(k) is not Tensor or k.stride(-1) != 1 or k.is_neg():
             k = as_kernels_take(k)
-        if type(v) is not Tensor or v.stride(-1) != 1:
+        if type(v) is not Tensor or v.stride(-1) != 1 or v.is_neg():
             v = as_kernels_take(v)
     except Exception as refusal:
         broadcast_error(mesh, refusal, q, k, v)

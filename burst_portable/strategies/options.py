@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from burst_portable.errors import InputError, shown, unknown_name
+from burst_portable.utils.values import as_int
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -67,7 +68,7 @@ class Option:
                 raise unknown_name(self.noun, value, self.choices)
         elif value is None and self.default is None:
             return
-        elif type(value) is not int or value < self.least or (self.most is not None and value > self.most):
+        elif as_int(value) is None or type(value) is not int or not self.least <= value <= (self.most or value):
             limits = f"of at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
             allowed = f"an int {limits}{', or None' if self.default is None else ''}"
             raise InputError(f"{name} is not {self.noun}", got=shown(value), allowed=allowed)

@@ -92,7 +92,7 @@ def _loaded() -> dict[str, type[Strategy] | str]:
     return found
 
 
-def make_strategy(name: str, **options: object) -> Strategy:
+def make_strategy(name: str, /, **options: object) -> Strategy:
     """Return the strategy of a name with these options. An option that is None has its default.
 
     Raises:

@@ -19,15 +19,18 @@ def opaque(kind: type[T]) -> type[T]:
     return kind
 
 
+_LARGEST_INT = (1 << 63) - 1
 _TOO_LARGE = 1 << 48  # larger than any sequence; keeps products and mask bounds within 64 bits
 
 
 def as_int(value: object) -> int | None:
-    """The whole number that a value is; None for a float, a bool, a string or anything else."""
-    if type(value) is int:
-        return value
-    value = _scalar(value)
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+    """Return the whole number that a value is; None for a float, a bool, a string, or a number beyond 64 bits."""
+    if type(value) is not int:
+        value = _scalar(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            return None
+        value = int(value)
+    return value if -_LARGEST_INT <= value <= _LARGEST_INT else None
 
 
 def as_float(value: object) -> float | None:

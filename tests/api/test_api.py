@@ -493,3 +493,38 @@ def test_repr_says_what_an_object_is_in_one_short_line():
     assert repr(bp.Mesh(0, 4, lambda kind: None, ranks_per_node=2)) == "Mesh(rank=0, size=4, ranks_per_node=2)"
     made = bp.plan(seq_len=1000, ranks=4, heads=4, mask=mask, layout=layout, strategy="ring")
     assert repr(made) == "Plan('ring', ranks=4, tokens=1000, mask=documents(100), layout=zigzag)"
+
+
+def test_documents_past_every_sequence_are_refused():
+    """2**60 means "without a bound" in a region: such documents once had no end."""
+    q = torch.ones(1, 16, 2, 8)
+    for end in (1 << 60, 1 << 62):
+        with pytest.raises(MaskError, match="ends past every sequence"):
+            bp.attention(q, q, q, mask=f"documents:0,4,{end}")
+    with pytest.raises(MaskError, match="longer than the sequence"):
+        bp.attention(q, q, q, mask=f"documents:0,4,{(1 << 60) - 1}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_negated_views_give_the_numbers_that_they_show(ranks: int):
+    """The imaginary part of a conjugate has numbers of the other sign in memory, which kernels and messages read."""
+    x = torch.randn(1, 16, 2, 8, dtype=torch.complex128)
+
+    def work(mesh: bp.Mesh) -> list[torch.Tensor]:
+        found = []
+        for view in (x.conj().imag, x.conj().imag.clone()):
+            q = (bp.shard(view, mesh) if view.is_neg() is False else torch._neg_view(-bp.shard(view, mesh))).detach()
+            q.requires_grad_()
+            out = bp.attention(q, q, q, mesh=mesh)
+            out.backward(torch._neg_view(torch.ones_like(out)) if view.is_neg() else -torch.ones_like(out))
+            found += [out.detach(), q.grad]
+        return found
+
+    for out, grad, plain_out, plain_grad in bp.run_threads(ranks, work):
+        torch.testing.assert_close(out, plain_out, rtol=0, atol=1e-14)
+        torch.testing.assert_close(grad, plain_grad, rtol=0, atol=1e-14)
+
+
+def test_make_strategy_takes_its_name_by_place():
+    with pytest.raises(InputError, match="no option 'name'"):
+        bp.make_strategy("ring", name=0)

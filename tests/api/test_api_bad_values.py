@@ -21,6 +21,10 @@ class Unhashable:
 
 
 VALUES = [
+    10**5000,
+    -(10**5000),
+    [10**5000],
+    1 << 62,
     *(None, True, False, 0, -1, 2, 3.0, 0.5, 10**30, float("nan"), float("inf"), "", "auto", "no such", b"ab"),
     *([], [1], [[1]], (), (0, 16), {"a": 1}, {16}, range(3), object(), object, Unhashable(), ..., 1j),
     *(Decimal("0.5"), Fraction(1, 2), np.int64(3), np.float32(0.5), np.bool_(True), np.arange(2), np.array(3)),
@@ -92,8 +96,8 @@ FUNCTIONS = {
     "make_layout": (bp.make_layout, {"name": "zigzag", "length": 16, "ranks": 2, "mask": None}),
     "ring": (lambda **a: bp.plan(strategy=bp.make_strategy("ring", **a), **PLANNED), {"transfer": "direct"}),
     "double_ring": (
-        lambda **a: bp.plan(strategy=bp.make_strategy(**a), **PLANNED),
-        {"name": "double_ring", "ranks_per_node": 1, "backward_circulates": "q"},
+        lambda **a: bp.plan(strategy=bp.make_strategy("double_ring", **a), **PLANNED),
+        {"ranks_per_node": 1, "backward_circulates": "q"},
     ),
     "usp": (
         lambda **a: bp.plan(strategy=bp.make_strategy("usp", **a), **PLANNED),

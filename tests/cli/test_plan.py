@@ -387,3 +387,11 @@ def test_rates_that_are_set_and_not_read_are_told(monkeypatch, tmp_path, capsys,
     assert main(["plan", "--seq-len", "64", "--ranks", "2", "--json", *options]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert [str(file) in note for note in notes] == ([] if named else [True])
+
+
+@pytest.mark.parametrize("flag", ["--tflops", "--intra-node-bandwidth", "--inter-node-bandwidth"])
+@pytest.mark.parametrize("speed", ["5e-324", "1e308", "0", "nan", "-1"])
+def test_plan_refuses_speeds_without_a_finite_time(capsys, flag, speed):
+    """Denormal speeds once printed predicted times of inf and an efficiency of nan."""
+    assert main(["plan", *TINY, "--ranks-per-node", "1", flag, speed]) == 2
+    assert f"{flag} is out of range" in capsys.readouterr().err
