@@ -42,17 +42,17 @@ def machine_code(
     kernels: Sequence[str],
     results: Sequence[Result],
     seconds: float,
-    effort: str,
+    coverage: str,
     sources: str,
 ) -> Report:
     """Of kernels that were compiled for chips which are not here; `sources` is their `fingerprint`."""
     return Report(
         backend=backend,
-        tier="machine code",
+        evidence_level="machine code",
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=seconds,
         ranks=1,
-        effort=effort,
+        coverage=coverage,
         kernel=", ".join(kernels),
         only=tuple(dict.fromkeys(result.check for result in results)),
         kernels=tuple(kernels),
@@ -72,7 +72,7 @@ def finish(made: Report, file: Path | None) -> int:
     """Tell it, write it where that is asked for; the exit code."""
     for failure in made.failures:
         print(f"FAILED {failure.check}: {failure.name}: {failure.message}")
-    print(f"{made.backend}, {made.tier}: {made.counts()}, {made.seconds:.0f} s")
+    print(f"{made.backend}, {made.evidence_level}: {made.counts()}, {made.seconds:.0f} s")
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(made.to_json(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A backend's Triton kernels in Triton's interpreter on the CPU: evidence of the tier "interpreter".
+"""A backend's Triton kernels in Triton's interpreter on the CPU: evidence level "interpreter".
 
     python -m backends.interpreter rocm --chip gfx942 [--quick] [--json backends/rocm/evidence/interpreter.json]
 
@@ -103,7 +103,7 @@ def main() -> int:
 
     every = covering({"mask": tuple(MASKS), "layout": LAYOUTS, **AXES, "memory": MEMORY})
     cases = [f"kernels:triton:{case.spec()}" for case in every][: 5 if chosen.quick else None]
-    made = check_backend(subject, cases=cases, ranks=3, tier="interpreter", progress=told)
+    made = check_backend(subject, cases=cases, ranks=3, evidence_level="interpreter", progress=told)
     made = replace(made, versions={**made.versions, "triton": triton.__version__}, only=("kernels",))
     return finish(made, chosen.json)
 

@@ -11,7 +11,7 @@ import ast
 import sys
 from pathlib import Path
 
-from burst_portable.conformance.report import TIERS, Report
+from burst_portable.conformance.report import EVIDENCE_LEVELS, Report
 
 ROOT = Path(__file__).resolve().parent.parent
 UNTESTED = "untested"
@@ -23,7 +23,7 @@ its date and versions. "untested" means that there is no report. [Conformance](c
 describes the checks.
 """
 
-TIERS_HEAD = """## Columns
+LEVELS_HEAD = """## Columns
 
 From the weakest evidence to the strongest. Weak evidence does not replace strong evidence.
 """
@@ -31,7 +31,7 @@ From the weakest evidence to the strongest. Weak evidence does not replace stron
 LIMITS = """
 Limits of the evidence without a device:
 
-- **stand-in**: For Ascend, this tests calls of torch_npu's API, streams, HCCL, layouts, masks and
+- **simulated**: For Ascend, this tests calls of torch_npu's API, streams, HCCL, layouts, masks and
   the conversion of LSE. This project emulates the attention operator from its documentation, so
   the numbers prove nothing about Huawei's operator.
 - **interpreter**: It runs a kernel with the block sizes of a chip, in float32 and float16. Triton's
@@ -66,11 +66,11 @@ def vendors(root: Path) -> dict[str, dict[str, Report]]:
 
 def page(found: dict[str, dict[str, Report]]) -> str:
     """Return the text of the page."""
-    lines = [HEAD, f"| backend | {' | '.join(TIERS)} |", f"| --- |{' --- |' * len(TIERS)}"]
+    lines = [HEAD, f"| backend | {' | '.join(EVIDENCE_LEVELS)} |", f"| --- |{' --- |' * len(EVIDENCE_LEVELS)}"]
     for name, reports in found.items():
-        cells = [_cell([r for r in reports.values() if r.tier == tier]) for tier in TIERS]
+        cells = [_cell([r for r in reports.values() if r.evidence_level == level]) for level in EVIDENCE_LEVELS]
         lines.append(f"| [{name}](../backends/{name}/README.md) | {' | '.join(cells)} |")
-    lines += ["", TIERS_HEAD, *(f"- **{tier}**: {what}." for tier, what in TIERS.items()), LIMITS]
+    lines += ["", LEVELS_HEAD, *(f"- **{level}**: {what}." for level, what in EVIDENCE_LEVELS.items()), LIMITS]
     lines += ["## Reports", "", "| report | result | tried | on | with |", "| --- | --- | --- | --- | --- |"]
     for name, reports in found.items():
         lines += [_row(name, file, report) for file, report in reports.items()]
@@ -95,7 +95,7 @@ def _row(name: str, file: str, report: Report) -> str:
     counts = ", ".join(f"{count} {what}" for what, count in report.counts().items())
     groups = f"only {', '.join(report.only)}; " if report.only else ""
     kernel = "" if report.kernel == "auto" else f"kernel {report.kernel}; "
-    tried = f"{groups}{kernel}{report.effort}, up to {report.ranks} ranks"
+    tried = f"{groups}{kernel}{report.coverage}, up to {report.ranks} ranks"
     device = _devices(report)
     versions = f"Python {report.versions['python']}, torch {report.versions['torch']}"
     link = f"[{name}/{file}](../backends/{name}/evidence/{file})"

@@ -22,7 +22,7 @@ step() { # step NAME COMMAND...: go on when it fails, and say so at the end
 }
 
 step device "$python" -m burst_portable conform --backend cpu --json "$evidence/device.json"
-step reference "$python" -m burst_portable conform --backend cpu --kernel reference --tier reference \
+step reference "$python" -m burst_portable conform --backend cpu --kernel reference --evidence-level reference \
     --json "$evidence/reference.json"
 step planted "$python" -m pytest tests/conformance/test_suite_planted_bugs.py -m "not device" -p no:cacheprovider -q
 step run "$python" -m burst_portable run --backend cpu --model tiny --ranks 2 --seq-len 2048 --steps 3 --check

@@ -65,8 +65,8 @@ def report(chips: list[str], quick: bool) -> Report:
     for chip in chips:
         results += launched(chip, *["--quick"] * quick)
     seconds = time.monotonic() - started
-    effort = "quick" if quick else "usual"
-    return machine_code("rocm", chips, ("triton",), results, seconds, effort, fingerprint(*SOURCES))
+    coverage = "quick" if quick else "usual"
+    return machine_code("rocm", chips, ("triton",), results, seconds, coverage, fingerprint(*SOURCES))
 
 
 def main() -> int:

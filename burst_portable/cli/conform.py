@@ -24,7 +24,7 @@ def conform(
         list[str] | None, typer.Option(help="A group of checks, or several with commas; --list names them.")
     ] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="One trial, as a report names it: attention:mask=full,ranks=3")
+        list[str] | None, typer.Option(help="One test, as a report names it: attention:mask=full,ranks=3")
     ] = None,
     kernel: Annotated[str, typer.Option(help="The one kernel to examine, instead of all.")] = "auto",
     strategy: Annotated[
@@ -49,10 +49,10 @@ def conform(
     full: Annotated[
         bool, typer.Option("--full", help="Every combination of masks, layouts, strategies, ranks and heads: an hour.")
     ] = False,
-    tier: Annotated[
+    evidence_level: Annotated[
         str | None,
         typer.Option(
-            help="Kind of evidence: reference, interpreter, machine code, stand-in or device; else as the backend says."
+            help="Kind of evidence: reference, interpreter, machine code, simulated or device. Default: the probe's."
         ),
     ] = None,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
@@ -60,7 +60,7 @@ def conform(
         Path | None, typer.Option("--junit", help="Write the report as JUnit XML to this file.")
     ] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write it as Markdown to this file.")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List the groups of checks and stop.")] = False,
+    list_groups: Annotated[bool, typer.Option("--list", help="List the groups of checks and stop.")] = False,
 ) -> int:
     """Try everything that a backend must fulfil, against attention in float64.
 
@@ -75,7 +75,7 @@ def conform(
     from burst_portable.cli.conform_view import progress, show, show_groups
 
     json_option = JsonOption(json_name)
-    if listed:
+    if list_groups:
         show_groups(json_option)
         return 0
     if quick and full:
@@ -89,7 +89,7 @@ def conform(
     from burst_portable.conformance.suite import check_backend
 
     named = _of_this_machine() if backend is None else backend
-    effort = "quick" if quick else "full" if full else "usual"
+    coverage = "quick" if quick else "full" if full else "usual"
     groups = [name.strip() for text in only or () for name in text.split(",")]
     with progress() as told:
         report = check_backend(
@@ -97,10 +97,10 @@ def conform(
             ranks=ranks,
             only=groups,
             cases=case or (),
-            effort=effort,
+            coverage=coverage,
             kernel=kernel,
             strategy=strategy,
-            tier=tier,
+            evidence_level=evidence_level,
             processes=processes,
             progress=told,
         )

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from burst_portable.cli.output import JsonOption, console, table
-from burst_portable.conformance.report import TIERS, Report, closest
+from burst_portable.conformance.base import Outcome, TestCase
+from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, closest
 from burst_portable.conformance.suite import Progress as Told
-from burst_portable.conformance.trial import Outcome, Trial
 
 _SILENT = 30.0  # seconds between lines of how far it is, in a log
 _SHOWN = 12  # failures; files have all of them
@@ -30,13 +30,13 @@ def progress() -> Iterator[Told]:
     at, found, failed = "", "", 0
     with _shown(place) as shown:
 
-        def told(done: int, total: int, trial: Trial, outcome: Outcome | None) -> None:
+        def told(done: int, total: int, test: TestCase, outcome: Outcome | None) -> None:
             nonlocal at, found, failed
-            at = trial.text
+            at = test.text
             failed += outcome is not None and not outcome.ok
             if done:
                 found = f", after {done} of {total} checks, of which {failed or 'none'} failed"
-            shown(done, total, trial, outcome)
+            shown(done, total, test, outcome)
 
         try:
             yield told
@@ -58,10 +58,10 @@ def _shown(place: Console) -> Iterator[Told]:
         task = shown.add_task("starting", total=None)
         failed = 0
 
-        def told(done: int, total: int, trial: Trial, outcome: Outcome | None) -> None:
+        def told(done: int, total: int, test: TestCase, outcome: Outcome | None) -> None:
             nonlocal failed
             failed += outcome is not None and not outcome.ok
-            what = f"{trial.check}, {failed} failed" if failed else trial.check
+            what = f"{test.check}, {failed} failed" if failed else test.check
             shown.update(task, completed=done, total=total, description=what)
 
         yield told
@@ -75,11 +75,11 @@ class _Lines:
         self._checks = self._failed = 0
         self._began = self._last = time.monotonic()
 
-    def __call__(self, done: int, total: int, trial: Trial, outcome: Outcome | None) -> None:
+    def __call__(self, done: int, total: int, test: TestCase, outcome: Outcome | None) -> None:
         if outcome is None:
-            if trial.check != self._group:
+            if test.check != self._group:
                 self._tell()
-                self._group, self._checks, self._failed, self._began = trial.check, 0, 0, time.monotonic()
+                self._group, self._checks, self._failed, self._began = test.check, 0, 0, time.monotonic()
             return
         self._checks += 1
         self._failed += not outcome.ok
@@ -100,7 +100,7 @@ class _Lines:
 def show(report: Report, *, stderr: bool = False) -> None:
     """The table, what failed, the verdict."""
     say = console(stderr=stderr)
-    title = f"{escape(report.backend)}, {report.effort}, up to {report.ranks} ranks"
+    title = f"{escape(report.backend)}, {report.coverage}, up to {report.ranks} ranks"
     columns = ("checks", "passed", "failed", "skipped", "closest to the limit", "seconds")
     rows = table(*columns, left=["closest to the limit"], title=title)
     for line in report.lines():
@@ -113,7 +113,7 @@ def show(report: Report, *, stderr: bool = False) -> None:
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     verdict = "[bold green]conforms[/]" if report.ok else "[bold red]does not conform[/]"
     say.print(f"{escape(report.backend)} {verdict}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
-    say.print(f"evidence: {report.tier} ({TIERS[report.tier]})", soft_wrap=True)
+    say.print(f"evidence: {report.evidence_level} ({EVIDENCE_LEVELS[report.evidence_level]})", soft_wrap=True)
 
 
 def _show_failures(say: Console, report: Report) -> None:

@@ -1,17 +1,17 @@
-"""Says which backend may be trusted: cases, an oracle in float64, one table of tolerances, and a report.
+"""Test a backend against dense attention in float64, and report the results.
 
 >>> from burst_portable.conformance import check_backend
->>> report = check_backend("cpu", ranks=2, effort="quick", only=["claims"])
+>>> report = check_backend("cpu", ranks=2, coverage="quick", only=["claims"])
 >>> report.ok
 True
 
-See `suite.check_backend`, `report.Report`, and `pytest.backend_checks` for a test-suite of your own.
+See `suite.check_backend`, `report.Report`, and `pytest.backend_checks` for the tests of another package.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-_HOMES = {"check_backend": "suite", "Report": "report", "Result": "report", "Case": "cases"}
+_MODULES = {"check_backend": "suite", "Report": "report", "Result": "report", "Case": "cases"}
 
 __all__ = ["Case", "Report", "Result", "check_backend"]
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from burst_portable.conformance.report import Result as Result
     from burst_portable.conformance.suite import check_backend as check_backend
 
-else:  # of type checkers unseen: to them, it would make every misspelt name an object
+else:  # hidden from type checkers: they would accept any name
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module 'burst_portable.conformance' has no attribute {name!r}")
-        return getattr(import_module(f"burst_portable.conformance.{_HOMES[name]}"), name)
+        return getattr(import_module(f"burst_portable.conformance.{_MODULES[name]}"), name)

@@ -1,6 +1,6 @@
-"""What is tried: every way to write a mask, lay it out, distribute it, and choose sizes.
+"""Define the cases: all choices of mask, layout, strategy, ranks, heads, dtype and options.
 
-All combinations are tens of thousands; `covering` picks few in which every *pair* of choices still occurs.
+All combinations are tens of thousands. `covering` selects few in which every *pair* of choices occurs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import OURS, known, load
 
 LENGTH = 53
-"""Divided by no number of ranks that is tried: every shard is ragged."""
+"""Not a multiple of any tested number of ranks: every shard is ragged."""
 
 MASKS = {
     "full": Mask.full(),
@@ -39,48 +39,49 @@ MASKS = {
     "global_window": Mask.global_window(3, 5, 2),
     "block_causal": Mask.block_causal((0, 8, 16, 24, 40, LENGTH)),
     "share_question": Mask.share_question((20, 10, 13, 10)),
-    "rows_see_nothing": Mask(Mask.documents((0, 9)).regions, "rows_see_nothing"),
+    "fully_masked_rows": Mask(Mask.documents((0, 9)).regions, "fully_masked_rows"),
     "custom": Mask((Region(5, 30, 0, 20, lo=3, hi=12), Region(30, LENGTH, 10, LENGTH, lo=-4), Region(0, 5, 40, 50))),
 }
 
 
 @lru_cache(maxsize=256)
 def mask_of(name: str, length: int) -> Mask:
-    """The mask of this name for a sequence of another length: what ends with the sequence still does."""
+    """Return the named mask for a sequence of `length` tokens. Regions that end with the sequence still do."""
     mask = MASKS[name]
     if length == LENGTH:
         return mask
 
-    def stop(at: int) -> int:
-        return length if at == LENGTH else at if at >= UNBOUNDED else min(at, length)
+    def stop(position: int) -> int:
+        return length if position == LENGTH else position if position >= UNBOUNDED else min(position, length)
 
-    kept = (
+    regions = (
         replace(r, q_stop=stop(r.q_stop), k_stop=stop(r.k_stop))
         for r in mask.regions
         if r.q_start < length and r.k_start < length
     )
-    return Mask(tuple(kept), mask.name)
+    return Mask(tuple(regions), mask.name)
 
 
 STRATEGIES: Mapping[str, Strategy] = {
     label: strategy for name in OURS for label, strategy in load(name).trials().items()
 }
-"""Trials of our own strategies. Those of other packages are tried if they are named: see `strategy_trials`."""
+"""Configurations of the built-in strategies by label. `strategy_trials` returns those of another package."""
 
 
 @lru_cache(maxsize=32)
 def strategy_trials(name: str) -> Mapping[str, Strategy]:
-    """Return the trials of a strategy by label, ours or another package's.
+    """Return the tested configurations of a strategy by label.
 
-    Raises as `registry.load`, and `InputError` for the label of one trial.
+    Raises:
+        InputError: If `name` is the label of one configuration.
+        UnknownNameError: If there is no such strategy. Other errors are those of `registry.load`.
     """
     base, plus, _ = name.partition("+")
     if plus and base in known():
-        one = f"--case attention:strategy={name}"
         raise InputError(
-            "this is the label of one trial, and no strategy",
+            "this is the label of one configuration, not a strategy",
             got=shown(name),
-            next_step=f"--strategy {base} makes all its trials, {one} makes this one",
+            next_step=f"--strategy {base} tests all of them, --case attention:strategy={name} this one",
         )
     return load(name).trials()
 
@@ -95,20 +96,20 @@ HEADS = {
 """Query heads, K/V heads, head size, value size."""
 
 VALUES = ("usual", "large", "small", "high", "low")
-"""How scores lie: a few; spread so far that one key takes all; near 0; shifted far up; shifted far down."""
+"""Scores: of usual size; so large that one key gets all weight; near 0; shifted far up; shifted far down."""
 
 MEMORY = ("rows", "heads", "padded", "sliced", "odd")
-"""How inputs lie in memory: [B, S, H, D]; heads outermost; padding after every row; every second row of a tensor; rows
-that begin anywhere, not at multiples of 16 bytes."""
+"""Memory layout of inputs: [B, S, H, D]; heads outermost; padding after every row; every second row of a tensor; rows
+that are not aligned to 16 bytes."""
 
 
 SCALES = (None, 0.05, -0.2)
-"""1 / sqrt(head size), and others: a kernel must take the scale that it is given. Below 0 it may decline."""
+"""None is 1 / sqrt(head size). A kernel must use any other scale; it may not support negative ones."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention to try, by the names of its choices."""
+    """One attention to test, by the names of its choices."""
 
     mask: str = "causal"
     layout: str = "zigzag"
@@ -131,15 +132,16 @@ class Case:
         return f"{self.mask}-{self.layout}-{self.strategy}-{self.ranks}ranks-{self.heads}-{dtype}{extra}"
 
     def spec(self) -> str:
-        """What differs from the defaults, as `parse` reads it: ``mask=full,ranks=3``."""
+        """Return the choices that differ from the defaults, as `parse` reads them: ``mask=full,ranks=3``."""
         given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
         return ",".join(f"{name}={_text(value)}" for name, value, default in given if value != default) or "default"
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case of a `spec`.
+        """Return the case of a `spec`.
 
-        Raises `InputError` for a name or a value that is none, or choices that do not go together.
+        Raises:
+            InputError: If a name or a value is unknown, or the choices cannot be combined.
         """
         given: Choices = {}
         for part in text.split(",") if text not in ("", "default") else ():
@@ -149,17 +151,17 @@ class Case:
             given[name] = _READERS[name](value)
         case = cls(**given)
         if not case.possible():
-            raise InputError("these choices do not go together", got=text)
+            raise InputError("these choices cannot be combined", got=text)
         return case
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Query heads, K/V heads, head size, value size: by name, or spelt out as ``4x2x80x64``."""
-        return HEADS[self.heads] if self.heads in HEADS else _spelt(self.heads)
+        """Query heads, K/V heads, head size, value size: of a name in `HEADS`, or of a text like ``4x2x80x64``."""
+        return HEADS[self.heads] if self.heads in HEADS else _parse_sizes(self.heads)
 
     @property
     def factor(self) -> float:
-        """The factor of the scores."""
+        """Factor of the scores."""
         return self.sizes[2] ** -0.5 if self.scale is None else self.scale
 
     def make_mask(self) -> Mask:
@@ -192,7 +194,7 @@ class Case:
         )
 
     def possible(self) -> bool:
-        """Whether its choices go together at all."""
+        """Return whether the choices can be combined."""
         try:
             self.make_layout()
         except LayoutError:
@@ -206,18 +208,18 @@ class Case:
         except Exception:
             if self.strategy in STRATEGIES:
                 raise
-            # A mistake of another package's strategy: the case is tried, and its failure is told.
+            # An error in another package's strategy: the case runs, and its failure is reported.
         return True
 
 
 def _strategy(label: str) -> Strategy:
-    """Return the strategy of a trial. Raises `UnknownNameError`."""
+    """Return the strategy of a label. Raise `UnknownNameError` if there is none."""
     if label not in STRATEGIES:
-        others = known()
+        registered = known()
         name, _, _ = label.partition("+")
-        found = strategy_trials(name) if name in others and name not in OURS else {}
+        found = strategy_trials(name) if name in registered and name not in OURS else {}
         if label not in found:
-            raise unknown_name("strategy", label, {**STRATEGIES, **found, **others})
+            raise unknown_name("strategy", label, {**STRATEGIES, **found, **registered})
         return found[label]
     return STRATEGIES[label]
 
@@ -226,11 +228,11 @@ def _text(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _spelt(text: str) -> tuple[int, int, int, int]:
+def _parse_sizes(text: str) -> tuple[int, int, int, int]:
     parts = text.split("x")
     if len(parts) != 4 or not all(p.isdecimal() and int(p) for p in parts) or int(parts[0]) % int(parts[1]):
         allowed = f"{', '.join(HEADS)}, or HEADSxKV_HEADSxSIZExVALUE_SIZE such as 4x2x80x64"
-        raise InputError("these are not heads", got=repr(text), allowed=allowed)
+        raise InputError("invalid heads", got=repr(text), allowed=allowed)
     heads, kv_heads, size, value_size = map(int, parts)
     return heads, kv_heads, size, value_size
 
@@ -244,13 +246,13 @@ def _one_of(kind: str, names: Mapping[str, object]) -> Callable[[str], object]:
     return read
 
 
-def _named(kind: str, names: Iterable[str]) -> Callable[[str], object]:
+def _name_of(kind: str, names: Iterable[str]) -> Callable[[str], object]:
     return _one_of(kind, {name: name for name in names})
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
-        raise InputError("this is not a count", got=repr(text), allowed="1 to 1048576")
+        raise InputError("invalid count", got=repr(text), allowed="1 to 1048576")
     return int(text)
 
 
@@ -260,7 +262,7 @@ def _softcap(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise InputError("this is not a softcap", got=repr(text), allowed="a number above 0")
+        raise InputError("invalid softcap", got=repr(text), allowed="a number above 0")
     return value
 
 
@@ -270,7 +272,7 @@ def _scale(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise InputError("this is not a scale", got=repr(text), allowed="a finite number, such as 0.05")
+        raise InputError("invalid scale", got=repr(text), allowed="a finite number, such as 0.05")
     return value
 
 
@@ -281,35 +283,35 @@ def _strategy_label(text: str) -> str:
 
 def _heads(text: str) -> str:
     if text not in HEADS:
-        _spelt(text)
+        _parse_sizes(text)
     return text
 
 
 DTYPES = {_text(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
-_YES = {"True": True, "False": False}
+_BOOLEANS = {"True": True, "False": False}
 
 _READERS: Mapping[str, Callable[[str], object]] = {
-    "mask": _named("mask", MASKS),
-    "layout": _named("layout", LAYOUTS),
+    "mask": _name_of("mask", MASKS),
+    "layout": _name_of("layout", LAYOUTS),
     "strategy": _strategy_label,
     "ranks": _count,
     "heads": _heads,
     "dtype": _one_of("dtype", DTYPES),
     "batch": _count,
     "softcap": _softcap,
-    "sinks": _one_of("answer", _YES),
+    "sinks": _one_of("boolean", _BOOLEANS),
     "length": _count,
-    "deterministic": _one_of("answer", _YES),
-    "values": _named("kind of values", VALUES),
-    "memory": _named("way to lie in memory", MEMORY),
+    "deterministic": _one_of("boolean", _BOOLEANS),
+    "values": _name_of("kind of values", VALUES),
+    "memory": _name_of("memory layout", MEMORY),
     "scale": _scale,
 }
 
 
 Choices = dict[str, Any]
-"""Some choices of a `Case` by name; each name has values of a type of its own."""
+"""Some choices of a `Case` by name. The type of a value depends on the name."""
 Axes = Mapping[str, tuple[Any, ...]]
-"""What to choose from, by name."""
+"""The allowed values of each choice."""
 
 AXES: Axes = {
     "mask": tuple(MASKS),
@@ -324,7 +326,7 @@ AXES: Axes = {
 
 
 def product(axes: Axes = AXES) -> Iterator[Case]:
-    """Every possible combination."""
+    """Yield every possible combination."""
     for values in itertools.product(*axes.values()):
         case = Case(**dict(zip(axes, values, strict=True)))
         if case.possible():
@@ -332,25 +334,25 @@ def product(axes: Axes = AXES) -> Iterator[Case]:
 
 
 def covering(axes: Axes = AXES, *, tries: int = 24) -> list[Case]:
-    """Few possible cases in which every pair of choices that goes together occurs.
+    """Return few possible cases in which every pair of combinable choices occurs.
 
-    Greedy and deterministic: of several random completions of a pair that is still missing, the one that covers
-    most. A pair that no completion makes possible (Ulysses on 8 ranks with 12 heads) is left out.
+    Greedy and deterministic. For a pair that is still missing, `tries` random completions are compared; the one with
+    most missing pairs is taken. A pair without a possible completion (Ulysses on 8 ranks with 12 heads) is left out.
     """
     random_ = random.Random(0)
     missing = dict.fromkeys(_pairs(axes))
     cases = []
     while missing:
         pair = next(iter(missing))
-        completions = [_completed(dict(pair), axes, random_) for _ in range(tries)]
+        completions = [_complete(dict(pair), axes, random_) for _ in range(tries)]
         possible = [case for case in completions if case.possible()]
         if not possible:
             del missing[pair]
             continue
-        best = max(possible, key=lambda case: sum(pair in missing for pair in _held(case, axes)))
+        best = max(possible, key=lambda case: sum(pair in missing for pair in _pairs_of(case, axes)))
         cases.append(best)
-        for held in _held(best, axes):
-            missing.pop(held, None)
+        for covered in _pairs_of(best, axes):
+            missing.pop(covered, None)
     return cases
 
 
@@ -362,11 +364,11 @@ def _pairs(axes: Axes) -> Iterator[Pair]:
         yield from (((a, x), (b, y)) for x in first for y in second)
 
 
-def _completed(chosen: Choices, axes: Axes, random_: random.Random) -> Case:
-    others = {axis: random_.choice(values) for axis, values in axes.items() if axis not in chosen}
-    return Case(**chosen, **others)
+def _complete(chosen: Choices, axes: Axes, random_: random.Random) -> Case:
+    rest = {axis: random_.choice(values) for axis, values in axes.items() if axis not in chosen}
+    return Case(**chosen, **rest)
 
 
-def _held(case: Case, axes: Axes) -> Iterator[Pair]:
-    """The pairs of choices in a case."""
+def _pairs_of(case: Case, axes: Axes) -> Iterator[Pair]:
+    """Return the pairs of choices in a case."""
     return itertools.combinations(((axis, getattr(case, axis)) for axis in axes), 2)

@@ -1,4 +1,4 @@
-"""What a transport must do, as jobs of one rank, on threads or processes: each says what was wrong, or nothing."""
+"""Test a transport, as jobs of one rank on a thread or in a process. A job returns what is wrong, or ""."""
 
 from __future__ import annotations
 
@@ -33,49 +33,52 @@ def _wait(*groups: Sequence[Handle]) -> None:
             handle.wait()
 
 
-def numbers(transport: Transport, device: torch.device) -> str:
-    """Ranks are numbered 0 to size - 1, each once."""
-    mine = torch.full((8,), transport.rank, dtype=torch.uint8, device=device)
+def rank_numbers(transport: Transport, device: torch.device) -> str:
+    """Check that the ranks have the numbers 0 to size - 1."""
+    message = torch.full((8,), transport.rank, dtype=torch.uint8, device=device)
     parts = [_empty(transport, 8, device) for _ in range(transport.size)]
-    transport.all_gather(mine, parts, "numbers")
-    told = [int(part[0]) for part in parts]
-    return "" if told == list(range(transport.size)) else f"ranks call themselves {told}"
+    transport.all_gather(message, parts, "rank numbers")
+    found = [int(part[0]) for part in parts]
+    return "" if found == list(range(transport.size)) else f"rank numbers are {found}"
 
 
-def sizes(transport: Transport, device: torch.device) -> str:
-    """To the next rank and from the one before, from a byte to a few MiB, odd ones too."""
+def message_sizes(transport: Transport, device: torch.device) -> str:
+    """Send to the next rank and receive from the previous one, from 1 byte to 2 MiB, odd sizes too."""
     rank, size = transport.rank, transport.size
     for count in (1, 3, 16, 17, 4096, 65537, 1 << 21):
         out = _bytes(count, 100 * rank + count, device)
         came = _empty(transport, count, device)
-        sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "sizes")
+        sent, received = transport.post(
+            [Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "message sizes"
+        )
         _wait(received, sent)
         if not torch.equal(came, _bytes(count, 100 * ((rank - 1) % size) + count, device)):
-            return f"{count} bytes came as others"
+            return f"a message of {count} bytes arrived with other bytes"
     return ""
 
 
-def order(transport: Transport, device: torch.device) -> str:
-    """Messages between two ranks stay in order: several in one post, and several posts before the first wait."""
+def message_order(transport: Transport, device: torch.device) -> str:
+    """Check the order of messages between two ranks: several in one post, and several posts before the first wait."""
     rank, size = transport.rank, transport.size
-    there, back = (rank + 1) % size, (rank - 1) % size
+    following, previous = (rank + 1) % size, (rank - 1) % size
     handles: list[Sequence[Handle]] = []
     came: list[Tensor] = []
     kept: list[Tensor] = []
     for first in (0, 3, 6):
         outs = [torch.full((64,), first + i, dtype=torch.uint8, device=device) for i in range(3)]
         ins = [_empty(transport, 64, device) for _ in range(3)]
-        sent, received = transport.post([Message(b, there) for b in outs], [Message(b, back) for b in ins], "order")
+        sends, receives = [Message(b, following) for b in outs], [Message(b, previous) for b in ins]
+        sent, received = transport.post(sends, receives, "message order")
         handles += [received, sent]
         came += ins
         kept += outs
     _wait(*handles)
-    told = [int(buffer[0]) for buffer in came]
-    return "" if told == list(range(9)) else f"messages 0 to 8 came as {told}"
+    found = [int(buffer[0]) for buffer in came]
+    return "" if found == list(range(9)) else f"messages 0 to 8 arrived as {found}"
 
 
-def everyone(transport: Transport, device: torch.device) -> str:
-    """All to all, sizes of their own, some of nothing."""
+def all_to_all(transport: Transport, device: torch.device) -> str:
+    """Exchange messages of different sizes between all ranks, some of them empty."""
     rank, size = transport.rank, transport.size
 
     def count(source: int, target: int) -> int:
@@ -83,128 +86,130 @@ def everyone(transport: Transport, device: torch.device) -> str:
 
     sends = [_bytes(count(rank, r), 10 * rank + r, device) for r in range(size)]
     receives = [_empty(transport, count(r, rank), device) for r in range(size)]
-    transport.all_to_all(sends, receives, "everyone")
+    transport.all_to_all(sends, receives, "all to all")
     wrong = [r for r in range(size) if not torch.equal(receives[r], _bytes(count(r, rank), 10 * r + rank, device))]
-    return f"all_to_all brought other bytes from ranks {wrong}" if wrong else ""
+    return f"all_to_all received other bytes from ranks {wrong}" if wrong else ""
 
 
-def gathered(transport: Transport, device: torch.device) -> str:
-    """All gather, of sizes of their own, twice on end."""
+def all_gather(transport: Transport, device: torch.device) -> str:
+    """Gather messages of different sizes, twice in a row."""
     rank, size = transport.rank, transport.size
     for turn in range(2):
         receives = [_empty(transport, 5 + 3 * r, device) for r in range(size)]
-        transport.all_gather(_bytes(5 + 3 * rank, rank + turn, device), receives, "gathered")
+        transport.all_gather(_bytes(5 + 3 * rank, rank + turn, device), receives, "all gather")
         wrong = [r for r in range(size) if not torch.equal(receives[r], _bytes(5 + 3 * r, r + turn, device))]
         if wrong:
-            return f"all_gather brought other bytes from ranks {wrong}"
+            return f"all_gather received other bytes from ranks {wrong}"
     return ""
 
 
-def laps(transport: Transport, device: torch.device) -> str:
-    """What arrived is sent on while the next arrives, repeatedly: nothing that is still in use is overwritten."""
+def ring_laps(transport: Transport, device: torch.device) -> str:
+    """Forward messages around the ring while the next ones arrive: no buffer in use is overwritten."""
     rank, size = transport.rank, transport.size
     for lap in range(6):
-        held = _bytes(1025, 50 * lap + rank, device)
+        message = _bytes(1025, 50 * lap + rank, device)
         for hop in range(1, size + 1):
             came = _empty(transport, 1025, device)
             sent, received = transport.post(
-                [Message(held, (rank + 1) % size)], [Message(came, (rank - 1) % size)], f"hop {hop}"
+                [Message(message, (rank + 1) % size)], [Message(came, (rank - 1) % size)], f"hop {hop}"
             )
             _wait(received)
             _wait(sent)
-            held = came
-        if not torch.equal(held, _bytes(1025, 50 * lap + rank, device)):
-            return f"after a lap round all ranks the message had changed (lap {lap})"
+            message = came
+        if not torch.equal(message, _bytes(1025, 50 * lap + rank, device)):
+            return f"a message changed on its way around the ring (lap {lap})"
     return ""
 
 
-def apart(transport: Transport, device: torch.device) -> str:
-    """Buffers that are held at the same time are memory of their own."""
-    held = [transport.buffer(96, device) for _ in range(8)]
-    for number, buffer in enumerate(held):
+def distinct_buffers(transport: Transport, device: torch.device) -> str:
+    """Check that buffers that are in use at the same time do not share memory."""
+    buffers = [transport.buffer(96, device) for _ in range(8)]
+    for number, buffer in enumerate(buffers):
         if buffer.numel() != 96 or buffer.dtype != torch.uint8 or not buffer.is_contiguous():
-            return f"buffer(96) gave {tuple(buffer.shape)} {buffer.dtype}"
+            return f"buffer(96) returned {tuple(buffer.shape)} {buffer.dtype}"
         buffer.fill_(number)
-    told = [int(buffer[0]) for buffer in held]
-    return "" if told == list(range(8)) else f"buffers held at once share memory: {told}"
+    found = [int(buffer[0]) for buffer in buffers]
+    return "" if found == list(range(8)) else f"buffers in use share memory: {found}"
 
 
-def unchanged(transport: Transport, device: torch.device) -> str:
-    """What is sent does not change."""
+def unchanged_sends(transport: Transport, device: torch.device) -> str:
+    """Check that sending does not change the sent tensor."""
     rank, size = transport.rank, transport.size
     out = _bytes(2000, rank, device)
     before, came = out.clone(), _empty(transport, 2000, device)
-    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "unchanged")
+    sent, received = transport.post(
+        [Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "unchanged sends"
+    )
     _wait(received, sent)
-    return "" if torch.equal(out, before) else "a message that was sent has changed"
+    return "" if torch.equal(out, before) else "sending changed the sent tensor"
 
 
-def written_just_before(transport: Transport, device: torch.device) -> str:
-    """A message may be written right before it is posted, and used right after waiting: no sync between."""
+def stream_order(transport: Transport, device: torch.device) -> str:
+    """Write a message right before posting it, and use one right after waiting for it, without a synchronization."""
     rank, size = transport.rank, transport.size
     x = torch.full((512, 512), 1.0 + rank, device=device)
     for _ in range(8):
-        x = (x @ x).clamp(1.0 + rank, 1.0 + rank)  # on a device this takes longer than posting does
+        x = (x @ x).clamp(1.0 + rank, 1.0 + rank)  # on a device this takes longer than posting
     out, came = x.view(-1).view(torch.uint8), _empty(transport, x.numel() * 4, device)
     sent, received = transport.post(
-        [Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "written just before"
+        [Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "stream order"
     )
     _wait(received)
     total = came.view(torch.float32).double().sum()
     _wait(sent)
     out.fill_(0)
     right = (1.0 + (rank - 1) % size) * x.numel()
-    return "" if float(total) == right else "a message was read before it was written, or used before it came"
+    return "" if float(total) == right else "a message was read before it was written, or used before it arrived"
 
 
-def sent(transport: Transport, device: torch.device) -> str:
-    """What is sent may be overwritten once its handle has been waited for, however late the other end is."""
-    count = 1 << 24  # more than a link takes before anybody receives: the rest is still in the sender's memory
+def reuse_after_wait(transport: Transport, device: torch.device) -> str:
+    """Overwrite a sent tensor once its handle has been waited for, although the receiver posts late."""
+    count = 1 << 24  # more than a link buffers: the rest is still in the sender's memory
     if transport.rank == 0:
         out = torch.full((count,), 1, dtype=torch.uint8, device=device)
-        leaving, _ = transport.post([Message(out, 1)], [], "sent")
+        leaving, _ = transport.post([Message(out, 1)], [], "reuse after wait")
         _wait(leaving)
         out.fill_(0)
     elif transport.rank == 1:
         came = _empty(transport, count, device)
         time.sleep(0.1)
-        _, arriving = transport.post([], [Message(came, 0)], "sent")
+        _, arriving = transport.post([], [Message(came, 0)], "reuse after wait")
         _wait(arriving)
         if not bool((came == 1).all()):
-            return "a message changed when its sender, who had waited for the handle, wrote over it"
+            return "a message changed when its sender overwrote it after waiting for the handle"
     return ""
 
 
-def late(transport: Transport, device: torch.device) -> str:
-    """A rank that posts late is waited for."""
+def late_rank(transport: Transport, device: torch.device) -> str:
+    """Check that a rank waits for a rank that posts late."""
     rank, size = transport.rank, transport.size
     if rank == size - 1:
         time.sleep(0.1)
     out = torch.full((100,), rank + 1, dtype=torch.uint8, device=device)
     came = _empty(transport, 100, device)
-    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "late")
+    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "late rank")
     _wait(received, sent)
-    return "" if int(came[0]) == (rank - 1) % size + 1 else "something else came than a late rank sent"
+    return "" if int(came[0]) == (rank - 1) % size + 1 else "other bytes arrived than a late rank sent"
 
 
-def exchanged(transport: Transport, device: torch.device) -> str:
-    """In passes, from all ranks at once, itself too, to places in inboxes; strided sends too if it supports them.
+def exchange(transport: Transport, device: torch.device) -> str:
+    """Exchange parts of inboxes between all ranks in one pass, including the rank itself, also with strided sends.
 
-    Alone, and as beside a kernel: a transport may move that in another way. Then inside nodes of two, where the last
-    rank may be alone: nobody waits for the ranks of other nodes.
+    Runs exclusively, and concurrently with a kernel: a transport may use another route then. Repeats it inside nodes of
+    two ranks, of which the last may have one: no rank waits for ranks of other nodes.
     """
     nodes = sorted({transport.size, min(2, transport.size)}, reverse=True)
     ways = product(nodes, (False, True) if transport.supports_strided_sends else (False,), (True, False))
-    wrong = (_exchanged(transport, device, *way, turn) for turn, way in enumerate(ways))
+    wrong = (_exchange_once(transport, device, *way, turn) for turn, way in enumerate(ways))
     return next(filter(None, wrong), "")
 
 
-def _exchanged(
-    transport: Transport, device: torch.device, ranks_per_node: int, picked: bool, alone: bool, turn: int
+def _exchange_once(
+    transport: Transport, device: torch.device, ranks_per_node: int, is_strided: bool, exclusive: bool, turn: int
 ) -> str:
     """Run one pass with one exchange inside nodes of `ranks_per_node` ranks; return what is wrong, or "".
 
-    Bytes that an earlier turn left in a buffer do not count as received.
+    Each turn sends other bytes, so bytes that an earlier turn left in a buffer do not count as received.
     """
     lines, width, step = 24, 48, 80  # bytes
     rank, size = transport.rank, lines * width
@@ -217,17 +222,17 @@ def _exchanged(
 
     blocks = [sent(rank, r) for r in range(transport.size)]
     leaving: Parts | Strips
-    if picked:
-        apart = torch.full((lines, transport.size, step), 255, dtype=torch.uint8, device=device)
-        apart[:, :, :width] = torch.stack([block.view(lines, width) for block in blocks], 1)
+    if is_strided:
+        strided = torch.full((lines, transport.size, step), 255, dtype=torch.uint8, device=device)
+        strided[:, :, :width] = torch.stack([block.view(lines, width) for block in blocks], 1)
         across = transport.size * step
-        leaving = Strips(apart, tuple(Strip(r, r * step, offset, lines, width, across, width) for r in ranks))
+        leaving = Strips(strided, tuple(Strip(r, r * step, offset, lines, width, across, width) for r in ranks))
     else:
         leaving = Parts(torch.cat(blocks), tuple(Part(r, r * size, (r + 1) * size, offset) for r in ranks))
-    transport.begin(b"exchanged", size)
+    transport.begin(b"exchange", size)
     inbox = transport.inbox(transport.size * size, device, rank, 0)
     arriving = Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))
-    exchange = transport.exchange([leaving], [arriving], "to all ranks at once", alone=alone)
+    exchange = transport.exchange([leaving], [arriving], "to all ranks at once", alone=exclusive)
     exchange.copy_own()
     exchange.wait()
     exchange.wait_sent()
@@ -235,68 +240,68 @@ def _exchanged(
     came = inbox.clone()
     transport.end()
     if any(not torch.equal(came[r * size : (r + 1) * size], sent(r, rank)) for r in node):
-        how = (
-            "" if alone else " beside a kernel",
+        options = (
+            "" if exclusive else " concurrently with a kernel",
             "" if ranks_per_node == transport.size else f" inside nodes of {ranks_per_node}",
-            ", of lines that lie apart" if picked else "",
+            " with strided sends" if is_strided else "",
         )
-        return f"other bytes came than were sent at once{''.join(how)}"
+        return f"an exchange{''.join(options)} received other bytes"
     return ""
 
 
-def shared(transport: Transport, device: torch.device) -> str:
-    """What each rank says reaches every rank, in the order of ranks, outside a pass and inside."""
+def share(transport: Transport, device: torch.device) -> str:
+    """Check that every rank gets the bytes of all ranks, in the order of ranks, outside of a pass and inside."""
     for turn, count in enumerate((1, 32, 4096)):
         if turn:
-            transport.begin(b"shared")
-        told = transport.share(bytes([100 * turn + transport.rank]) * count, "shared")
+            transport.begin(b"share")
+        found = transport.share(bytes([100 * turn + transport.rank]) * count, "share")
         if turn:
             transport.end()
-        if told != [bytes([100 * turn + rank]) * count for rank in range(transport.size)]:
-            return f"share of {count} bytes gave other bytes than the ranks said, or not in their order"
+        if found != [bytes([100 * turn + rank]) * count for rank in range(transport.size)]:
+            return f"share of {count} bytes returned other bytes, or another order"
     return ""
 
 
-def disagreed(transport: Transport, device: torch.device) -> str:
-    """Ranks that make different calls are told so, on every rank: else they would take each other's blocks."""
+def mismatch(transport: Transport, device: torch.device) -> str:
+    """Check that different calls raise an error on every rank: otherwise the ranks would use each other's blocks."""
     try:
         agree(transport, call_signature({"case": f"that of rank {transport.rank}"}))
     except MismatchError as error:
         sides = (f"that of rank {rank} on rank {rank}" for rank in range(transport.size))
-        silent = [side for side in sides if side not in str(error)]
-        return f"the error of ranks that disagree does not name {silent[0]!r}" if silent else ""
-    return "ranks made different calls, and nobody was told"
+        missing = [side for side in sides if side not in str(error)]
+        return f"the error for different calls does not contain {missing[0]!r}" if missing else ""
+    return "different calls raised no error"
 
 
-def unended(transport: Transport, device: torch.device) -> str:
-    """No pass begins in one that has not ended: it would take that one's messages for its own."""
-    transport.begin(b"unended")
+def unfinished_pass(transport: Transport, device: torch.device) -> str:
+    """Check that no pass begins before the previous one has ended: it would receive that one's messages."""
+    transport.begin(b"unfinished_pass")
     try:
-        transport.begin(b"unended")
+        transport.begin(b"unfinished_pass")
     except CommunicationError:
         return ""
     finally:
         transport.end()
-    return "a pass began in one that had not ended"
+    return "a pass began before the previous one had ended"
 
 
 JOBS: dict[str, Job] = {
     job.__name__: job
     for job in (
-        numbers,
-        sizes,
-        order,
-        everyone,
-        gathered,
-        laps,
-        apart,
-        unchanged,
-        written_just_before,
-        sent,
-        late,
-        exchanged,
-        shared,
-        disagreed,
-        unended,
+        rank_numbers,
+        message_sizes,
+        message_order,
+        all_to_all,
+        all_gather,
+        ring_laps,
+        distinct_buffers,
+        unchanged_sends,
+        stream_order,
+        reuse_after_wait,
+        late_rank,
+        exchange,
+        share,
+        mismatch,
+        unfinished_pass,
     )
 }

@@ -19,7 +19,7 @@ from burst_portable.numerics import accumulation_dtype
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that an attention gives."""
+    """Outputs and gradients of an attention."""
 
     out: Tensor
     lse: Tensor
@@ -47,7 +47,7 @@ def dense_mask(mask: Mask, q_length: int, k_length: int | None = None) -> Tensor
         box = (q >= r.q_start) & (q < r.q_stop) & (k >= r.k_start) & (k < r.k_stop)
         seen += (box & (q - k >= r.lo) & (q - k <= r.hi)).long()
     if int(seen.max()) > 1:
-        raise AssertionError("the oracle met a mask that counts a pair twice")
+        raise AssertionError("the mask contains a pair twice")
     return seen.bool()
 
 
@@ -91,8 +91,8 @@ def attention(
     return Answer(out.detach(), lse, dq, dk, dv, None if sinks is None else sinks.grad)
 
 
-_SHIFT = 90.0  # of scores, in "high" and "low": beyond where exp overflows, or underflows, in float32
-_SHIFT_BESIDE_SINKS = 60.0  # exp(-90) would be a weight, which devices without subnormal numbers may round to 0
+_SHIFT = 90.0  # of scores, for "high" and "low": exp(90) overflows in float32, exp(-90) is subnormal
+_SHIFT_WITH_SINKS = 60.0  # exp(-90) would be a weight here, and devices without subnormal numbers may round it to 0
 _SPREAD = {"usual": 1.0, "large": 40.0, "small": 1e-3, "high": 1.0, "low": 1.0}
 
 
@@ -118,9 +118,9 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     q, k, v, dout = normal(heads, d), normal(kv_heads, d), normal(kv_heads, dv), normal(heads, dv)
     q = q * _SPREAD[case.values]
     if case.values in ("high", "low"):
-        # One coordinate is the same for all queries and for all keys, so every score moves alike. The keys' is 1:
-        # dq is a sum over keys in which a large one would cancel, and magnify rounding that is inevitable.
-        q[..., 0] = (_SHIFT_BESIDE_SINKS if case.sinks else _SHIFT) * d**0.5
+        # One coordinate is equal in all queries and in all keys, so every score shifts by the same value. It is 1 in
+        # the keys: dq is a sum over keys, in which large values would cancel and magnify their rounding.
+        q[..., 0] = (_SHIFT_WITH_SINKS if case.sinks else _SHIFT) * d**0.5
         k[..., 0] = 1.0 if case.values == "high" else -1.0
     sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.sinks else None
     q, k, v, dout = (x.to(case.dtype) for x in (q, k, v, dout))
@@ -143,7 +143,7 @@ def in_memory(x: Tensor, how: str, device: torch.device) -> Tensor:
     if how == "heads":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     batch, rows, heads, dim = x.shape
-    if how == "padded":  # as slices of a fused projection lie
+    if how == "padded":  # like a slice of a fused projection
         wide = x.new_full((batch, rows, heads, dim + 8), float("nan"))
         wide[..., :dim] = x
         return wide[..., :dim]
@@ -160,7 +160,8 @@ def in_memory(x: Tensor, how: str, device: torch.device) -> Tensor:
 
 MULTIPLE = {"out": 1.5, "lse": 1.5, "dq": 1.5, "dk": 1.5, "dv": 1.5, "dsinks": 1.5}
 
-# A few units of rounding: where plain attention happens to be exact, a sum in another order still rounds.
+
+# A few units of rounding: if plain attention happens to be exact, a sum in another order still rounds.
 FLOOR = {torch.float64: 1e-14, torch.float32: 6e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 _ROUNDINGS = 4
@@ -188,8 +189,8 @@ def error_of_weights(exact: Answer, dtype: torch.dtype, rounding: float = 0.0) -
     """Return the relative error of a weight due to the rounding of the largest LSE.
 
     Gradients recompute each weight as exp(score - LSE), which saves memory (FlashAttention-2, section 3.1.2). An LSE
-    of 100 is rounded by 4e-6, and every weight of its row with it. Plain attention keeps its weights.
-    A kernel whose operands are rounded, by `rounding`, moves a score of 100 by up to 0.1, if they are those of TF32.
+    of 100 is rounded by 4e-6, and so is every weight of its row. Plain attention keeps its weights.
+    A kernel that rounds its operands by `rounding`, for example to TF32, changes a score of 100 by up to 0.1.
     """
     finite = exact.lse[exact.lse.isfinite()].abs()
     eps = torch.finfo(accumulation_dtype(dtype)).eps
@@ -199,14 +200,14 @@ def error_of_weights(exact: Answer, dtype: torch.dtype, rounding: float = 0.0) -
 def errors(
     answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype, extra: float = 0.0, rounding: float = 0.0
 ) -> dict[str, tuple[float, float]]:
-    """Return the errors of every quantity of an answer: name -> (error, allowed).
+    """Return the errors of every quantity of an answer: name -> (error, tolerance).
 
     Each quantity is compared twice: `name` in the 2-norm, which averages over all elements, and `name (max)` by the
     largest absolute error, relative to the largest absolute value. One wrong element of many exceeds only the latter,
     and a small error of every element only the former.
 
     Args:
-        answer: The answer to be judged.
+        answer: The tested answer.
         exact: The oracle's answer in float64.
         plain: The answer of plain attention in `dtype`.
         dtype: The dtype of the inputs.
@@ -226,7 +227,7 @@ def errors(
     return found
 
 
-def judge(answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Return the quantities whose error exceeds the tolerance: name -> (error, allowed). Empty for a good answer."""
+def find_violations(answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Return the quantities whose error exceeds the tolerance: name -> (error, tolerance)."""
     every = errors(answer, exact, plain, dtype)
     return {name: (error, allowed) for name, (error, allowed) in every.items() if not error <= allowed}

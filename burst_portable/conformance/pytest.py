@@ -1,14 +1,14 @@
-"""One decorator, for the test-suite of somebody who writes a backend::
+"""Decorator that turns the conformance suite into tests of another package::
 
     from burst_portable.conformance.pytest import backend_checks
 
 
-    @backend_checks("theirs", ranks=4)
+    @backend_checks("my_backend", ranks=4)
     def test_conformance(check):
         check()
 
-That is one test a trial, with the trial's name as its id: `-k sinks` picks, `-x` stops, `--junitxml` reports. A trial
-that the backend refuses with a reason is skipped with that reason; a failure tells its smallest case and a command.
+Each test of the suite becomes one pytest test with the same name: `-k sinks` selects, `-x` stops, `--junitxml` reports.
+An unsupported case is skipped with the backend's reason. A failure prints the smallest failing case and a command.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ import pytest
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import load, probed
-from burst_portable.conformance.running import examining
-from burst_portable.conformance.suite import attempt, rerun, shrunk, trials_of
-from burst_portable.conformance.trial import Subject, Trial
+from burst_portable.conformance.base import BackendUnderTest, TestCase
+from burst_portable.conformance.running import testing_environment
+from burst_portable.conformance.suite import list_tests, rerun, run, shrink
 
 
-class TrialOf:
-    """What a test receives: calling it makes the trial, and fails or skips the test."""
+class ConformanceTest:
+    """The argument `check` of a decorated function: a call runs one test, and fails or skips the pytest test."""
 
-    def __init__(self, subject: Subject, trial: Trial) -> None:
-        self.subject, self.trial = subject, trial
+    def __init__(self, target: BackendUnderTest, test: TestCase) -> None:
+        self.target, self.test = target, test
 
     def __repr__(self) -> str:
-        return self.trial.text
+        return self.test.text
 
     def __call__(self) -> None:
-        with examining():
-            outcome = attempt(self.trial)
-            least = None if outcome.ok else shrunk(self.trial)
+        with testing_environment():
+            outcome = run(self.test)
+            least = None if outcome.ok else shrink(self.test)
         if outcome.skipped and outcome.ok:
             pytest.skip(outcome.skipped)
         if not outcome.ok:
-            text = self.trial.text
+            text = self.test.text
             if least is not None:
-                text = ":".join(filter(None, (self.trial.check, self.trial.kernel, least.spec())))
-            pytest.fail(f"{outcome.text()}\nsmallest: {text}\nagain: {rerun(self.subject, text)}", pytrace=False)
+                text = ":".join(filter(None, (self.test.check, self.test.kernel, least.spec())))
+            pytest.fail(f"{outcome.text()}\nsmallest: {text}\nagain: {rerun(self.target, text)}", pytrace=False)
 
 
 def backend_checks(
@@ -52,21 +52,30 @@ def backend_checks(
     *,
     ranks: int = 8,
     only: Iterable[str] = (),
-    effort: str = "usual",
+    coverage: str = "usual",
     kernel: str = "auto",
     timeout: float = 60.0,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Parametrizes a test over the trials of a backend; the test takes `check` and calls it.
+    """Parametrize a pytest test over the conformance tests of a backend. The test takes `check` and calls it.
 
-    Arguments are those of `check_backend`. Where the backend cannot run, the test is skipped with its reason.
+    The test is skipped with a reason if the backend cannot run on this machine.
 
-    Raises `BackendUnavailableError` or `InputError` when tests are collected: a backend that does not import, a
-    group that does not exist.
+    Args:
+        backend: Name of the backend, or the backend itself.
+        ranks: Largest number of ranks of a case.
+        only: Names of groups. Default: all.
+        coverage: "quick", "usual" or "full".
+        kernel: Name of the one kernel to test, or "auto" for all.
+        timeout: Seconds until a waiting rank raises `CommunicationTimeoutError`.
+
+    Raises:
+        BackendUnavailableError: At collection, if the backend's package cannot be imported.
+        InputError: At collection, if a name is unknown.
     """
-    found = load(backend) if isinstance(backend, str) else backend
-    probe = probed(found)
+    backend = load(backend) if isinstance(backend, str) else backend
+    probe = probed(backend)
     if not probe.ok:
         return pytest.mark.parametrize("check", [pytest.param(None, marks=pytest.mark.skip(reason=probe.reason))])
-    subject = Subject(found, ranks, effort, kernel, timeout=timeout)
-    checks = [TrialOf(subject, trial) for trial in trials_of(subject, only)]
+    target = BackendUnderTest(backend, ranks, coverage, kernel, timeout=timeout)
+    checks = [ConformanceTest(target, test) for test in list_tests(target, only)]
     return pytest.mark.parametrize("check", checks, ids=repr)

@@ -1,4 +1,7 @@
-"""The result of an examination: as data, JSON, JUnit XML and Markdown. See docs/conformance.md for the fields."""
+"""Define the report of a conformance run, and write it as JSON, JUnit XML and Markdown.
+
+The fields of the JSON file are described in docs/conformance.md.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,32 @@ from xml.etree import ElementTree
 from burst_portable.errors import InputError, in_a_line
 from burst_portable.utils.files import parse_json
 
-SCHEMA = "burst_portable.conformance/1"
+SCHEMA = "burst_portable.conformance/2"
 
-TIERS = {
-    "reference": "the reference kernel alone, in plain torch",
+EVIDENCE_LEVELS = {
+    "reference": "only the reference kernel, in plain torch",
     "interpreter": "kernels in an interpreter on the CPU",
-    "machine code": "kernels compiled ahead of time for a chip that was not there",
-    "stand-in": "the vendor's real Python package on an imitation of its driver: shows plumbing, proves no numbers",
+    "machine code": "kernels compiled for a chip, but not run",
+    "simulated": "the vendor's real Python package on a simulated driver: tests the calls, not the numbers",
     "device": "the real device",
 }
-"""Kinds of evidence, the weakest first."""
+"""Levels of evidence, the weakest first."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one trial.
+    """The result of one test.
 
     Attributes:
-        check, name: the group, and the trial in it.
-        errors: quantity -> (error, allowed).
-        message: what is wrong, in one line; "" if nothing is.
-        skipped: why it was not made; "" if it was.
-        smallest: the smallest trial that still fails; command: runs exactly that one.
+        check: Name of the group.
+        name: Name of the test within the group.
+        ok: Whether it passed or was skipped.
+        seconds: Duration.
+        errors: Quantity -> (error, tolerance).
+        message: What is wrong, in one line; "" if nothing is.
+        skipped: Why it was not run; "" if it was.
+        smallest: Name of the smallest test that still fails; "" if it passed.
+        command: Command that runs only the smallest test; "" if it passed.
     """
 
     check: str
@@ -49,7 +56,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Line:
-    """A group of checks, summed up. `closest`: the largest error as a share of what was allowed, and its quantity."""
+    """One group in one line. `closest`: the largest error as a fraction of its tolerance, and its quantity."""
 
     check: str
     passed: int
@@ -61,14 +68,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """A report on a backend. `ok` says whether it may be trusted, as far as it was tried."""
+    """The report on one backend. `ok` is true if at least one test ran and none failed."""
 
     backend: str
-    tier: str
+    evidence_level: str
     date: str
     seconds: float
     ranks: int
-    effort: str
+    coverage: str
     kernel: str
     only: tuple[str, ...]
     kernels: tuple[str, ...]
@@ -78,35 +85,35 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether something was tried and nothing failed."""
+        """Whether at least one test ran and none failed."""
         return bool(self.results) and not self.failures and any(not r.skipped for r in self.results)
 
     @property
     def failures(self) -> tuple[Result, ...]:
-        """What failed."""
+        """Results of the failed tests."""
         return tuple(r for r in self.results if not r.ok)
 
     @property
     def skipped(self) -> tuple[Result, ...]:
-        """What was not tried, and why."""
+        """Results of the skipped tests."""
         return tuple(r for r in self.results if r.skipped)
 
     def lines(self) -> list[Line]:
-        """A line per group, in the order of the results."""
+        """Return one line per group, in the order of the results."""
         groups: dict[str, list[Result]] = {}
         for result in self.results:
             groups.setdefault(result.check, []).append(result)
         return [_line(check, results) for check, results in groups.items()]
 
     def counts(self) -> dict[str, int]:
-        """How many passed, failed, were skipped."""
+        """Return the numbers of passed, failed and skipped tests."""
         skipped, failed = len(self.skipped), len(self.failures)
         return {"passed": len(self.results) - skipped - failed, "failed": failed, "skipped": skipped}
 
     # ------------------------------------------------------------------------------------------- formats
 
     def to_json(self) -> str:
-        """One object; a line for each result."""
+        """Return the report as a JSON object, with one result per line."""
         facts = {"schema": SCHEMA, **{k: v for k, v in asdict(self).items() if k != "results"}}
         facts |= {"seconds": round(self.seconds, 1), "ok": self.ok, "counts": self.counts()}
         head = json.dumps(facts, indent=1, default=str)
@@ -115,11 +122,15 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """A report that `to_json` wrote. Raises `InputError` for anything else."""
-        facts = parse_json(text, "this", "a report")
+        """Return the report that `to_json` wrote.
+
+        Raises:
+            InputError: If the text is not such a report.
+        """
+        facts = parse_json(text, "this", "a conformance report")
         if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
             got = repr(facts.get("schema"))[:80] if isinstance(facts, dict) else type(facts).__name__
-            raise InputError("this is not a report of this version", got=got, allowed=SCHEMA)
+            raise InputError("not a conformance report of this version", got=got, allowed=SCHEMA)
         try:
             for derived in ("schema", "ok", "counts"):
                 facts.pop(derived)
@@ -127,36 +138,31 @@ class Report:
             only, kernels = (tuple(facts.pop(name)) for name in ("only", "kernels"))
             return cls(**facts, only=only, kernels=kernels, results=results)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InputError("this is not a report that this library wrote", got=in_a_line(error)) from error
+            raise InputError(
+                "not a conformance report of this library: a field is missing or wrong", got=in_a_line(error)
+            ) from error
 
     def junit(self) -> str:
-        """JUnit XML, a test case per trial, a suite per group."""
+        """Return the report as JUnit XML, with one test suite per group."""
         root = ElementTree.Element("testsuites", name=f"burst-portable conform {self.backend}")
         root.set("time", f"{self.seconds:.3f}")
-        for name, count in zip(("tests", "failures", "skipped"), self._totals(), strict=True):
-            root.set(name, str(count))
+        _set_counts(root, len(self.results), len(self.failures), len(self.skipped))
         for line in self.lines():
-            counts = {"failures": line.failed, "skipped": line.skipped}
             suite = ElementTree.SubElement(root, "testsuite", name=line.check, time=f"{line.seconds:.3f}")
-            suite.set("tests", str(line.passed + line.failed + line.skipped))
-            for name, count in counts.items():
-                suite.set(name, str(count))
+            _set_counts(suite, line.passed + line.failed + line.skipped, line.failed, line.skipped)
             for result in (r for r in self.results if r.check == line.check):
                 _junit_case(suite, self.backend, result)
         ElementTree.indent(root)
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
 
-    def _totals(self) -> tuple[int, int, int]:
-        return len(self.results), len(self.failures), len(self.skipped)
-
     def markdown(self) -> str:
-        """For people: what was examined, a line per group, every failure with its command."""
+        """Return the report as Markdown: facts, one line per group, and every failure with its command."""
         counts = self.counts()
         parts = [
             f"# Conformance of `{self.backend}`: {'passed' if self.ok else 'FAILED'}",
             "",
             f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, on {self.date[:10]}. "
-            f"Evidence: {self.tier} ({TIERS.get(self.tier, 'unknown')}).",
+            f"Evidence: {self.evidence_level} ({EVIDENCE_LEVELS.get(self.evidence_level, 'unknown')}).",
             "",
             "| | |",
             "| --- | --- |",
@@ -174,13 +180,19 @@ class Report:
 
     def _facts(self) -> dict[str, str]:
         device = {f"device: {k}": v for k, v in self.device.items()}
-        tried = f"{self.effort}, up to {self.ranks} ranks, kernel {self.kernel}"
+        tried = f"{self.coverage}, up to {self.ranks} ranks, kernel {self.kernel}"
         groups = ", ".join(self.only) or "all"
         return {"tried": tried, "groups": groups, "kernels": ", ".join(self.kernels), **self.versions, **device}
 
 
+def _set_counts(element: ElementTree.Element, tests: int, failures: int, skipped: int) -> None:
+    element.set("tests", str(tests))
+    element.set("failures", str(failures))
+    element.set("skipped", str(skipped))
+
+
 def closest(line: Line) -> str:
-    """How near a group came to its limits, in words."""
+    """Return the quantity of a group that came closest to its tolerance, with the share of it."""
     part, quantity = line.closest
     return f"{quantity} at {100 * part:.0f} %" if quantity else ""
 
@@ -198,7 +210,7 @@ def _line(check: str, results: list[Result]) -> Line:
 
 
 def _lean(result: Result) -> dict[str, Any]:
-    """The result without empty fields, numbers with three digits. JSON has no infinity and no NaN: they become text."""
+    """Return the result without empty fields, with numbers of three digits. Infinity and NaN become text, for JSON."""
     facts = {k: v for k, v in asdict(result).items() if v not in ("", {})}
     facts["errors"] = {name: [_short(error), _short(allowed)] for name, (error, allowed) in result.errors.items()}
     return facts if result.errors else {k: v for k, v in facts.items() if k != "errors"}
@@ -224,7 +236,7 @@ def _junit_case(suite: ElementTree.Element, backend: str, result: Result) -> Non
 
 
 def _for_xml(text: str) -> str:
-    """The text as XML allows it: without control characters, which vendors' messages use for colours."""
+    """Replace control characters, which XML does not allow. Messages of vendors contain them for colors."""
     return "".join(c if c in "\t\n" or c.isprintable() else "?" for c in text)
 
 

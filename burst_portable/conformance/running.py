@@ -1,7 +1,7 @@
-"""Runs one case over ranks: the same plan, executor and gradients as `attention`, on a kernel and transports of choice.
+"""Run one case over ranks, with the plan, executor and gradients of `attention`, on a given kernel and transports.
 
-Forward and backward of the autograd function are called directly, without torch's engine: it has one worker per device,
-so ranks that are threads of one process would wait for each other on an accelerator for ever.
+Forward and backward of the autograd function are called directly. torch's engine has one worker thread per device, so
+ranks that are threads of one process would wait for each other forever on an accelerator.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from burst_portable import numerics
 from burst_portable.comm.agreement import call_signature
 from burst_portable.comm.base import Transport
+from burst_portable.conformance.base import BackendUnderTest
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import Answer, Inputs, in_memory
-from burst_portable.conformance.trial import Subject
 from burst_portable.kernels.base import BackwardInputs, Kernel, LazyKernel
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
@@ -36,7 +36,7 @@ from burst_portable.strategies.planner import planned
 
 
 class _Context:
-    """What torch passes to an autograd function, as far as ours uses it."""
+    """The part of torch's autograd context that our function uses."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
     prepared: Any = None
@@ -45,15 +45,15 @@ class _Context:
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """LSE has no gradient here either."""
+        """Do nothing: LSE has no gradient here either."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """No gradient of LSE is passed at all."""
+        """Do nothing: no gradient of LSE is passed."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds after a case."""
+    """Outputs and gradients of one rank."""
 
     out: Tensor
     lse: Tensor
@@ -64,37 +64,37 @@ class Shard:
 
 
 def plan_of(case: Case, device: str = "cpu") -> Plan:
-    """Return the plan of a case. Its `forward.call` is what a kernel is asked: of one rank's heads."""
+    """Return the plan of a case. A kernel gets its `forward.call`, which has the heads of one rank."""
     return planned(case.make_strategy(), case.make_call(device))
 
 
 def serves(kernel: Kernel | LazyKernel, case: Case, device: str) -> bool:
-    """Return whether a kernel claims a case. One that raises when asked is tried, and fails with that error."""
+    """Return whether a kernel supports a case. True if `supports` raises, so that the test fails with that error."""
     try:
         return bool(kernel.supports(case.make_call(device)).ok)
-    # Trials are listed before the first is made, and what is raised then would end them all.
+    # All tests are listed before the first one runs: an exception here would end them all.
     except Exception:  # noqa: BLE001
         return True
 
 
-def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, device: torch.device) -> Shard:
+def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transport, device: torch.device) -> Shard:
     """Run one rank's part of a case."""
     plan = plan_of(case, device.type)
-    kernel = subject.choose(plan.forward.call)
+    kernel = target.choose(plan.forward.call)
     plan = plan_for_kernel(plan, kernel)
-    said, rank = call_signature({"case": case.spec()}), transport.rank
+    signature, rank = call_signature({"case": case.spec()}), transport.rank
     mesh = Mesh(rank, transport.size, lambda _: transport)
-    made = PreparedCall(
+    unobserved = PreparedCall(
         plan,
         plan.forward.call,
-        subject.backend,
+        target.backend,
         kernel,
         transport,
         executor_of(plan),
-        PreparedPass.of(plan.forward, rank, said.of_pass("forward")),
-        PreparedPass.of(plan.backward, rank, said.of_pass("backward")),
+        PreparedPass.of(plan.forward, rank, signature.of_pass("forward")),
+        PreparedPass.of(plan.backward, rank, signature.of_pass("backward")),
     )
-    prepared = observed(made, mesh)  # as in a call: a profiling session records it
+    prepared = observed(unobserved, mesh)  # as in a call: a profiling session records it
     rows = torch.tensor(plan.call.layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))
     dout = in_memory(x.dout[:, rows], case.memory, device)
@@ -104,45 +104,49 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
         begin(prepared, device)
         out, lse = Attention.forward(context, q, k, v, sinks, prepared)
         dq, dk, dv, dsinks, _ = (None if g is None else g.cpu() for g in Attention.backward(context, dout, None))
-    assert lse is not None, "it is asked for unless a call says otherwise"
+    assert lse is not None, "return_lse is the default"
     assert dq is not None
     assert dk is not None
     assert dv is not None
     return Shard(out.cpu(), lse.cpu(), dq, dk, dv, dsinks)
 
 
-def run_case(subject: Subject, case: Case, x: Inputs) -> Answer:
-    """A case over ranks as threads, put together. Raises `UnsupportedError` where the backend refuses it."""
-    subject.choose(plan_of(case, subject.device.type).forward.call)
-    return together(
-        subject.threads(case.ranks, lambda transport: run_rank(subject, case, x, transport, subject.device)),
+def run_case(target: BackendUnderTest, case: Case, x: Inputs) -> Answer:
+    """Run a case over ranks that are threads, and return the unsharded result.
+
+    Raises:
+        UnsupportedError: If the backend does not support the case.
+    """
+    target.choose(plan_of(case, target.device.type).forward.call)
+    return gather_shards(
+        target.threads(case.ranks, lambda transport: run_rank(target, case, x, transport, target.device)),
         case.make_layout(),
     )
 
 
-def together(shards: Sequence[Shard], layout: Layout) -> Answer:
-    """Whole tensors from the ranks' shards, by the positions that their rows have."""
+def gather_shards(shards: Sequence[Shard], layout: Layout) -> Answer:
+    """Return the unsharded tensors, in the order of positions."""
 
-    def whole(name: str, dim: int = 1) -> Tensor:
+    def gather(name: str, dim: int = 1) -> Tensor:
         parts = [getattr(shard, name) for shard in shards]
         order = torch.tensor([p for rank in range(layout.ranks) for p in layout.positions(rank)])
         return torch.cat(parts, dim).index_select(dim, torch.argsort(order))
 
     sinks = [shard.dsinks for shard in shards if shard.dsinks is not None]
-    total = torch.stack(sinks).sum(0) if sinks else None
-    return Answer(whole("out"), whole("lse", 2), whole("dq"), whole("dk"), whole("dv"), total)
+    dsinks = torch.stack(sinks).sum(0) if sinks else None
+    return Answer(gather("out"), gather("lse", 2), gather("dq"), gather("dk"), gather("dv"), dsinks)
 
 
 _GUARD = 64  # elements before and after a buffer
 _MARK = 12345.0
 
 
-class Trespass(Exception):
-    """A kernel wrote where it must not."""
+class OutOfBoundsWriteError(Exception):
+    """A kernel wrote outside of its buffers."""
 
 
 class Guarded:
-    """A buffer of zeros with marks on both sides."""
+    """A buffer of zeros, with known values before and after it."""
 
     def __init__(self, like: Tensor) -> None:
         dtype = numerics.accumulation_dtype(like.dtype)
@@ -150,21 +154,21 @@ class Guarded:
         self.view = self._all[_GUARD : _GUARD + like.numel()].view(like.shape)
         self.view.zero_()
 
-    def check(self, what: str) -> None:
-        """Raise `Trespass` if a mark is gone."""
+    def check(self, name: str) -> None:
+        """Raise `OutOfBoundsWriteError` if a value before or after the buffer changed. `name` is for the message."""
         edges = torch.cat((self._all[:_GUARD], self._all[-_GUARD:]))
         if bool((edges != _MARK).any()):
-            raise Trespass(f"the kernel wrote beside {what}")
+            raise OutOfBoundsWriteError(f"the kernel wrote outside of {name}")
 
 
 def run_kernel(
     kernel: Kernel, case: Case, x: Inputs, device: torch.device, *, by_out: bool = False, times: int = 1
 ) -> Answer:
-    """A case on one kernel, with `case.ranks` blocks.
+    """Run a case on one kernel, with `case.ranks` blocks.
 
     Args:
-        by_out: hand the backward pass `out` and not delta.
-        times: add all gradients so often, and divide by it at the end: a kernel that overwrites shows.
+        by_out: Pass `out` to the backward pass instead of delta.
+        times: How often to add all gradients. The sums are divided by it: a kernel that overwrites fails.
     """
     layout, mask, call = case.make_layout(), case.make_mask(), case.make_call(device.type)
     rows = [torch.tensor(layout.positions(block)) for block in range(case.ranks)]
@@ -173,34 +177,35 @@ def run_kernel(
     pairs = [[find_tiles(mask, q, k) for k in layout.shards] for q in layout.shards]
     gradients = [tuple(Guarded(t) for t in block[:3]) for block in inputs]
     answers = []
-    for mine, (q, _, _, dout) in enumerate(inputs):
+    for rank, (q, _, _, dout) in enumerate(inputs):
         state = None
-        for owner in _order(mine, case.ranks):
-            if pairs[mine][owner]:
+        for owner in _ring_order(rank, case.ranks):
+            if pairs[rank][owner]:
                 _, k, v, _ = inputs[owner]
-                state = kernel.attend(q, k, v, pairs[mine][owner], call, state=state)
+                state = kernel.attend(q, k, v, pairs[rank][owner], call, state=state)
         empty = numerics.empty_state(q, x.v.shape[-1])
         out, lse = numerics.finished(empty if state is None else state, case.dtype)
         delta = numerics.row_delta(dout, out)
         answers.append((out.to(case.dtype), lse))
-        for owner in _order(mine, case.ranks) * times:
-            if pairs[mine][owner]:
+        for owner in _ring_order(rank, case.ranks) * times:
+            if pairs[rank][owner]:
                 _, k, v, _ = inputs[owner]
-                into = gradients[mine][0].view, gradients[owner][1].view, gradients[owner][2].view
-                given = BackwardInputs(dout, q, k, v, lse, *((out, None) if by_out else (None, delta)))
-                kernel.attend_backward(given, pairs[mine][owner], call, into=into)
+                into = gradients[rank][0].view, gradients[owner][1].view, gradients[owner][2].view
+                backward = BackwardInputs(dout, q, k, v, lse, *((out, None) if by_out else (None, delta)))
+                kernel.attend_backward(backward, pairs[rank][owner], call, into=into)
     _check_untouched(inputs, before, gradients)
     shards = []
     for (out, lse), block in zip(answers, gradients, strict=True):
         dq, dk, dv = ((g.view / times).to(case.dtype).cpu() for g in block)
         shards.append(Shard(out.cpu(), lse.cpu(), dq, dk, dv, None))
-    return together(shards, layout)
+    return gather_shards(shards, layout)
 
 
-def run_whole(kernel: Kernel, case: Case, x: Inputs, device: torch.device, *, parts: bool = False) -> Answer:
-    """Run a case of one block as a single call: no state, no buffers to add to.
+def run_single_call(kernel: Kernel, case: Case, x: Inputs, device: torch.device, *, parts: bool = False) -> Answer:
+    """Run a case of one block as a single kernel call, without a state or buffers to add to.
 
-    parts: As the first of several launches, which writes out where it is told, some rows of it wide.
+    Args:
+        parts: Run it as the first of several launches. It writes most rows of `out` directly, and some in float32.
     """
     layout, call = case.make_layout(), case.make_call(device.type)
     q, k, v, dout = (in_memory(t[:, layout.positions(0)], case.memory, device) for t in (x.q, x.k, x.v, x.dout))
@@ -212,22 +217,22 @@ def run_whole(kernel: Kernel, case: Case, x: Inputs, device: torch.device, *, pa
     dq, dk, dv = kernel.backward_single_call(inputs, tiles, call)
     _check_untouched([(q, k, v, dout)], before, [])
     out, lse, dq, dk, dv = (t.to(case.dtype).cpu() for t in (out, lse, dq, dk, dv))
-    return together([Shard(out, lse, dq, dk, dv, None)], layout)
+    return gather_shards([Shard(out, lse, dq, dk, dv, None)], layout)
 
 
 def _in_parts(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall) -> State:
-    """As if later computations merged into the second third of all rows."""
+    """Run the forward pass as if later launches merged into the second third of all rows."""
     rows = slice(q.shape[1] // 3, 2 * q.shape[1] // 3)
     out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device)
     wide, lse = attend_first(kernel, q, k, v, tiles, call, (rows.start, rows.stop), out)
     if not out[:, rows].isnan().all():
-        raise Trespass("the kernel wrote rows that are still to be merged")
+        raise OutOfBoundsWriteError("the kernel wrote rows of out that later launches merge")
     return torch.cat([out[:, : rows.start], wide[:, rows], out[:, rows.stop :]], 1), lse
 
 
-def _order(mine: int, blocks: int) -> list[int]:
-    """As a ring would bring them."""
-    return [(mine - distance) % blocks for distance in range(blocks)]
+def _ring_order(rank: int, blocks: int) -> list[int]:
+    """Return the blocks in the order in which they arrive in a ring."""
+    return [(rank - distance) % blocks for distance in range(blocks)]
 
 
 def _check_untouched(
@@ -236,15 +241,15 @@ def _check_untouched(
     for block, copies in zip(inputs, before, strict=True):
         for name, now, then in zip("qkvd", block, copies, strict=True):
             if not torch.equal(now, then):
-                raise Trespass(f"the kernel changed its input {'dO' if name == 'd' else name}")
+                raise OutOfBoundsWriteError(f"the kernel changed its input {'dO' if name == 'd' else name}")
     for guarded in gradients:
         for name, buffer in zip(("dq", "dk", "dv"), guarded, strict=True):
             buffer.check(name)
 
 
 @contextmanager
-def examining() -> Iterator[None]:
-    """Poisoned memory, and one torch thread per rank: ranks are threads, and more below them fight over the cores."""
+def testing_environment() -> Iterator[None]:
+    """Fill fresh memory with NaN, and use one torch thread: ranks are threads and would compete for cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -256,12 +261,12 @@ def examining() -> Iterator[None]:
 
 @contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
-    """Tensors of empty, empty_like, new_empty ... start as NaN, integers (so messages too) as all ones."""
+    """Fill tensors of empty, empty_like, new_empty etc. with NaN. Integers, including messages, become all ones."""
     mode = torch.get_deterministic_debug_mode()
-    switch: Any = torch.utils.deterministic  # a module with a property: its class is another one when it runs
+    switch: Any = torch.utils.deterministic  # mypy does not see the property of this module
     fill = switch.fill_uninitialized_memory
-    # torch fills in deterministic mode only. A backend's own indeterminism is its business here: no errors for it.
-    # Not by `use_deterministic_algorithms`, which loads torch's compiler: more than a second of every process.
+    # torch fills only in deterministic mode. "warn": nondeterministic operators of a backend raise nothing here.
+    # `use_deterministic_algorithms` would load torch's compiler, more than a second per process.
     torch.set_deterministic_debug_mode("warn")
     switch.fill_uninitialized_memory = True
     try:

@@ -1,4 +1,4 @@
-"""`check_backend`: try everything that a backend must fulfil, and report on it."""
+"""Run the tests of a backend and return a report: `check_backend`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ import torch
 from burst_portable import __version__
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel, kernels_of, known, load, probed
+from burst_portable.conformance.base import (
+    COVERAGES,
+    BackendUnderTest,
+    Outcome,
+    TestCase,
+    Wrap,
+    describe_error,
+    identity,
+)
 from burst_portable.conformance.cases import Case, strategy_trials
 from burst_portable.conformance.checks import CHECKS
-from burst_portable.conformance.processes import carried, deaf_to_interrupts, unpacked
-from burst_portable.conformance.report import TIERS, Report, Result
-from burst_portable.conformance.running import examining
-from burst_portable.conformance.trial import EFFORTS, Outcome, Subject, Trial, Wrap, as_it_is, raised
+from burst_portable.conformance.processes import ignore_interrupts, pack, unpack
+from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result
+from burst_portable.conformance.running import testing_environment
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, unknown_name
 
 _SIMPLER: dict[str, tuple[object, ...]] = {
@@ -42,17 +50,17 @@ _SIMPLER: dict[str, tuple[object, ...]] = {
     "deterministic": (True,),
     "batch": (1,),
 }
-"""The simplest first; a value may only become one that stands before it."""
+"""Simplest values first. The search for the smallest case replaces a value only by an earlier one."""
 
 
-def smallest(case: Case, fails: Callable[[Case], bool], *, attempts: int = 80, seconds: float = 30.0) -> Case:
-    """The smallest case found for which `fails` is true, which it is for the given one. Greedy, and bounded."""
+def smallest(case: Case, fails: Callable[[Case], bool], *, max_runs: int = 80, seconds: float = 30.0) -> Case:
+    """Return the smallest case found for which `fails` is true, as it is for `case`. Greedy and bounded."""
     until = time.monotonic() + seconds
     while True:
         for simpler in candidates(case):
-            if attempts <= 0 or time.monotonic() > until:
+            if max_runs <= 0 or time.monotonic() > until:
                 return case
-            attempts -= 1
+            max_runs -= 1
             if fails(simpler):
                 case = simpler
                 break
@@ -61,7 +69,7 @@ def smallest(case: Case, fails: Callable[[Case], bool], *, attempts: int = 80, s
 
 
 def candidates(case: Case) -> Iterator[Case]:
-    """Cases that are smaller in one choice, the largest steps first."""
+    """Yield cases that are smaller in one choice, the largest steps first."""
     for ranks in (1, 2, 3, case.ranks // 2, case.ranks - 1):
         if 0 < ranks < case.ranks:
             yield from _possible(case, ranks=ranks)
@@ -69,9 +77,8 @@ def candidates(case: Case) -> Iterator[Case]:
         if 1 < length < case.length:
             yield from _possible(case, length=length)
     for name, values in _SIMPLER.items():
-        now = getattr(case, name)
-        before = values[: values.index(now)] if now in values else values
-        for value in before:
+        current = getattr(case, name)
+        for value in values[: values.index(current)] if current in values else values:
             yield from _possible(case, **{name: value})
 
 
@@ -81,234 +88,236 @@ def _possible(case: Case, **changes: Any) -> Iterator[Case]:
         yield changed
 
 
-_SHRUNK = 3  # failures of a group whose smallest case is searched for at length; the others are mostly alike
-_AT_LENGTH, _BRIEFLY = 80, 12  # attempts
+_LONG_SEARCHES = 3  # failures per group with a long search for the smallest case; later ones are mostly similar
+_LONG, _SHORT = 80, 12  # runs per search
 
 
-def listed(subject: Subject, only: Iterable[str] = (), cases: Sequence[str] = ()) -> list[Trial]:
-    """The trials that were asked for: single ones by name, or those of some groups, or all."""
-    return [trial_of(subject, text) for text in cases] or list(trials_of(subject, only))
+def select_tests(target: BackendUnderTest, only: Iterable[str] = (), cases: Sequence[str] = ()) -> list[TestCase]:
+    """Return the tests of some names, or of some groups, or all."""
+    return [find_test(target, text) for text in cases] or list(list_tests(target, only))
 
 
-def trials_of(subject: Subject, only: Iterable[str] = ()) -> Iterator[Trial]:
-    """All trials, or those of some groups."""
-    some = [name for name, check in CHECKS.items() if check.by_strategy or not subject.strategy]
-    names = tuple(only) or tuple(some)
+def list_tests(target: BackendUnderTest, only: Iterable[str] = ()) -> Iterator[TestCase]:
+    """Yield all tests, or those of some groups."""
+    available = [name for name, check in CHECKS.items() if check.by_strategy or not target.strategy]
+    names = tuple(only) or tuple(available)
     for name in names:
         if name not in CHECKS:
             raise unknown_name("group of checks", name, CHECKS)
-        if name not in some:
-            raise InputError(f"the group {name!r} has no trials of a strategy", allowed=", ".join(some))
+        if name not in available:
+            raise InputError(f"the group {name!r} has no tests of a strategy", allowed=", ".join(available))
     for name in CHECKS:
         if name in names:
-            yield from CHECKS[name].trials(subject)
+            yield from CHECKS[name].tests(target)
 
 
-def trial_of(subject: Subject, text: str) -> Trial:
-    """The trial that a report calls so: ``group:case``, ``kernels:kernel:case`` or ``group:name``."""
+def find_test(target: BackendUnderTest, text: str) -> TestCase:
+    """Return the test of a name: ``group:case``, ``kernels:kernel:case`` or ``group:name``."""
     group, _, name = text.partition(":")
     if group not in CHECKS:
         raise unknown_name("group of checks", group, CHECKS)
     check = CHECKS[group]
     head, colon, spec = name.rpartition(":")
-    kernels = [kernel.name for kernel in kernels_of(subject.backend)]
+    kernels = [kernel.name for kernel in kernels_of(target.backend)]
     is_case = "=" in spec or spec == "default"
-    if group == "kernels" and subject.kernel != "auto" and name.partition(":")[0] in set(kernels) - {subject.kernel}:
+    if group == "kernels" and target.kernel != "auto" and name.partition(":")[0] in set(kernels) - {target.kernel}:
         raise InputError(
-            "the trial is of another kernel than the one to examine",
-            got=f"{text}, and kernel {subject.kernel!r}",
-            next_step="leave one of them out",
+            "the test belongs to another kernel",
+            got=f"{text}, but kernel {target.kernel!r}",
+            next_step="pass only one of them",
         )
-    if check.of_case is not None and is_case and (head in kernels if group == "kernels" else not colon):
-        return check.of_case(subject, Case.parse(spec), head)
-    every = {trial.name: trial for trial in check.trials(replace(subject, effort="usual"))}
+    if check.make_test is not None and is_case and (head in kernels if group == "kernels" else not colon):
+        return check.make_test(target, Case.parse(spec), head)
+    every = {test.name: test for test in check.tests(replace(target, coverage="usual"))}
     if name not in every:
-        raise unknown_name(f"trial of {group!r}", name, every)
+        raise unknown_name(f"test of {group!r}", name, every)
     return every[name]
 
 
-def attempt(trial: Trial, case: Case | None = None) -> Outcome:
-    """Make it; whatever it raises is a failure that says so."""
+def run(test: TestCase, case: Case | None = None) -> Outcome:
+    """Run a test, with `case` instead of its own if given. An exception becomes a failed outcome."""
     try:
-        return trial.attempt(case or trial.case or Case())
-    # A backend under examination may fail in any way, and the next trial should still be made.
+        return test.run(case or test.case or Case())
+    # A backend may fail in any way, and the next test should still run.
     except Exception as error:  # noqa: BLE001
-        return Outcome(wrong=raised(error))
+        return Outcome(wrong=describe_error(error))
 
 
-def shrunk(trial: Trial, attempts: int = _AT_LENGTH) -> Case | None:
-    """The smallest case found that fails as this one does; None for trials that are not cases."""
-    if trial.case is None:
+def shrink(test: TestCase, max_runs: int = _LONG) -> Case | None:
+    """Return the smallest case found that still fails. None if the test has no case."""
+    if test.case is None:
         return None
-    return smallest(trial.case, lambda case: not attempt(trial, case).ok, attempts=attempts)
+    return smallest(test.case, lambda case: not run(test, case).ok, max_runs=max_runs)
 
 
 @dataclass
-class Maker:
-    """Makes trials one after another. `shrink`: the smallest case that fails is looked for."""
+class Runner:
+    """Runs tests one after another. If `shrink` is true, it searches for the smallest failing case."""
 
-    subject: Subject
+    target: BackendUnderTest
     shrink: bool = True
     _failures: dict[str, int] = field(default_factory=dict)
 
-    def make(self, trial: Trial) -> tuple[Outcome, Result]:
-        """One trial, timed; where it fails, its smallest case too."""
+    def run(self, test: TestCase) -> RunResult:
+        """Run and time one test. If it fails, search for its smallest case."""
         started = time.monotonic()
-        outcome = attempt(trial)
+        outcome = run(test)
         seconds, least = time.monotonic() - started, None
         if not outcome.ok:
-            count = self._failures[trial.check] = self._failures.get(trial.check, 0) + 1
+            count = self._failures[test.check] = self._failures.get(test.check, 0) + 1
             if self.shrink:
-                least = shrunk(trial, _AT_LENGTH if count <= _SHRUNK else _BRIEFLY)
-        return outcome, result_of(self.subject, trial, outcome, seconds, least)
+                least = shrink(test, _LONG if count <= _LONG_SEARCHES else _SHORT)
+        return outcome, make_result(self.target, test, outcome, seconds, least)
 
 
-def result_of(subject: Subject, trial: Trial, outcome: Outcome, seconds: float, least: Case | None = None) -> Result:
-    """The report's result for an outcome."""
-    text = trial.text
+def make_result(
+    target: BackendUnderTest, test: TestCase, outcome: Outcome, seconds: float, least: Case | None = None
+) -> Result:
+    """Return the report's entry for an outcome. `least` is the smallest failing case."""
+    text = test.text
     if least is not None:
-        text = f"{trial.check}:{trial.kernel}:{least.spec()}" if trial.kernel else f"{trial.check}:{least.spec()}"
+        text = f"{test.check}:{test.kernel}:{least.spec()}" if test.kernel else f"{test.check}:{least.spec()}"
     return Result(
-        check=trial.check,
-        name=trial.name,
+        check=test.check,
+        name=test.name,
         ok=outcome.ok,
         seconds=round(seconds, 4),
         errors={name: (error, allowed) for name, (error, allowed) in outcome.errors.items()},
         message=outcome.text(),
         skipped=outcome.skipped,
         smallest=text if not outcome.ok else "",
-        command="" if outcome.ok else rerun(subject, text),
+        command="" if outcome.ok else rerun(target, text),
     )
 
 
-def rerun(subject: Subject, text: str) -> str:
-    """The command line that makes exactly one trial again."""
-    words = ["burst-portable", "conform", "--backend", subject.backend.name]
-    words += ["--kernel", subject.kernel] if subject.kernel != "auto" else []
+def rerun(target: BackendUnderTest, text: str) -> str:
+    """Return the command that runs exactly one test again."""
+    words = ["burst-portable", "conform", "--backend", target.backend.name]
+    words += ["--kernel", target.kernel] if target.kernel != "auto" else []
     return shlex.join([*words, "--case", text])
 
 
-_LAST_WORDS = 5.0  # seconds that a process gets to end
-TRIAL_TIMEOUT = 900.0
-"""Default seconds for a trial, including the process's start and everything compiled for it."""
+_JOIN_TIMEOUT = 5.0  # seconds that a process gets to end
+TEST_TIMEOUT = 900.0
+"""Default seconds for a test, including the start of its process and all compilation."""
 
-Made = tuple[Outcome, Result]
+RunResult = tuple[Outcome, Result]
 
 
-def side_by_side(
-    subject: Subject,
+def run_in_processes(
+    target: BackendUnderTest,
     only: Sequence[str],
     cases: Sequence[str],
-    trials: Sequence[Trial],
+    tests: Sequence[TestCase],
     processes: int,
     *,
     shrink: bool,
-    timeout: float = TRIAL_TIMEOUT,
-) -> Generator[Made]:
-    """Yield the result of each trial, in order; `only` and `cases` list the same trials in the other processes.
+    timeout: float = TEST_TIMEOUT,
+) -> Generator[RunResult]:
+    """Yield the result of each test in order. `only` and `cases` select the same tests in the other processes.
 
-    A trial that takes more than `timeout` seconds fails, and its process is killed.
+    A test that takes more than `timeout` seconds fails, and its process is killed.
     """
-    workers = [_Worker(subject, only, cases, shrink, timeout) for _ in range(min(processes, len(trials)))]
+    workers = [_Worker(target, only, cases, shrink, timeout) for _ in range(min(processes, len(tests)))]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
-    def make(number: int) -> Made:
+    def run_number(number: int) -> RunResult:
         worker = idle.get()
         try:
-            return worker.make(number, trials[number])
+            return worker.run(number, tests[number])
         finally:
             idle.put(worker)
 
-    threads = ThreadPoolExecutor(len(workers), thread_name_prefix="trials")
+    threads = ThreadPoolExecutor(len(workers), thread_name_prefix="tests")
     try:
-        yield from threads.map(make, range(len(trials)))
+        yield from threads.map(run_number, range(len(tests)))
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
-            worker.give_up()
+            worker.kill()
         threads.shutdown()
         for worker in workers:
             worker.end()
 
 
 class _Worker:
-    """A process, started with its first trial, and again after one that failed."""
+    """A process that starts with its first test, and again after each failed one."""
 
     def __init__(
-        self, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool, timeout: float
+        self, target: BackendUnderTest, only: Sequence[str], cases: Sequence[str], shrink: bool, timeout: float
     ) -> None:
-        self._subject, self._arguments = subject, (carried(subject), only, cases, shrink)
+        self._subject, self._arguments = target, (pack(target), only, cases, shrink)
         self._timeout = timeout
         self._process: multiprocessing.process.BaseProcess | None = None
 
-    def make(self, number: int, trial: Trial) -> Made:
-        """Ask for one trial and wait for its result."""
+    def run(self, number: int, test: TestCase) -> RunResult:
+        """Request one test and wait for its result."""
         if self._process is None:
             self._start()
         try:
             self._pipe.send(number)
-            made = self._pipe.recv() if self._pipe.poll(self._timeout) else self._hangs(trial)
+            result = self._pipe.recv() if self._pipe.poll(self._timeout) else self._report_timeout(test)
         except (EOFError, OSError):
-            made = self._died(trial)
-        if not made[0].ok:
+            result = self._report_exit(test)
+        if not result[0].ok:
             self.end()
-        return made
+        return result
 
-    def give_up(self) -> None:
-        """Kill the process: nobody waits for it."""
+    def kill(self) -> None:
+        """Kill the process."""
         if self._process is not None:
             self._process.kill()
 
     def end(self) -> None:
-        """Let the process end by itself, as it does when nobody asks any more; kill it if it does not."""
+        """Close the pipe, on which the process ends by itself; kill it if it does not."""
         if self._process is not None:
             self._pipe.close()
-            self._process.join(_LAST_WORDS)
+            self._process.join(_JOIN_TIMEOUT)
             self._process.kill()
             self._process.join()
             self._process = None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, *self._arguments))
-        with deaf_to_interrupts():
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end, *self._arguments))
+        with ignore_interrupts():
             self._process.start()
-        theirs.close()
+        child_end.close()
 
-    def _hangs(self, trial: Trial) -> Made:
-        self.give_up()
-        outcome = Outcome(wrong=f"it had not ended after {self._timeout:g} s, and its process was ended")
-        return outcome, result_of(self._subject, trial, outcome, self._timeout)
+    def _report_timeout(self, test: TestCase) -> RunResult:
+        self.kill()
+        outcome = Outcome(wrong=f"it did not end within {self._timeout:g} s, and its process was killed")
+        return outcome, make_result(self._subject, test, outcome, self._timeout)
 
-    def _died(self, trial: Trial) -> Made:
-        assert self._process is not None, "it was asked"
-        self._process.join(_LAST_WORDS)
+    def _report_exit(self, test: TestCase) -> RunResult:
+        assert self._process is not None, "a test was requested"
+        self._process.join(_JOIN_TIMEOUT)
         outcome = Outcome(wrong=f"its process ended with exit code {self._process.exitcode}")
-        return outcome, result_of(self._subject, trial, outcome, 0.0)
+        return outcome, make_result(self._subject, test, outcome, 0.0)
 
 
-def _serve(pipe: Connection, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
-    """One process: receives numbers of trials and sends their results, until nobody asks any more."""
-    subject = unpacked(subject)
-    with examining():
-        trials, maker = listed(subject, only, cases), Maker(subject, shrink)
+def _serve(pipe: Connection, target: BackendUnderTest, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
+    """Run one process: receive numbers of tests and send their results until the pipe is closed."""
+    target = unpack(target)
+    with testing_environment():
+        tests, runner = select_tests(target, only, cases), Runner(target, shrink)
         while True:
             try:
                 number = pipe.recv()
             except (EOFError, ConnectionResetError):
                 return
-            made = maker.make(trials[number])
+            result = runner.run(tests[number])
             try:
-                pipe.send(made)
+                pipe.send(result)
             except (BrokenPipeError, ConnectionResetError):  # the first process is gone
                 return
 
 
-Progress = Callable[[int, int, Trial, Outcome | None], None]
-"""Called before a trial (with None) and after it: how many are done, how many there are."""
+Progress = Callable[[int, int, TestCase, Outcome | None], None]
+"""Called before each test (with None) and after it: number of finished tests, number of all, test, outcome."""
 
 
 def check_backend(
@@ -317,125 +326,129 @@ def check_backend(
     ranks: int = 8,
     only: Iterable[str] = (),
     cases: Sequence[str] = (),
-    effort: str = "usual",
+    coverage: str = "usual",
     kernel: str = "auto",
-    tier: str | None = None,
+    evidence_level: str | None = None,
     fail_fast: bool = False,
-    wrap: Wrap = as_it_is,
+    wrap: Wrap = identity,
     timeout: float = 60.0,
     processes: int = 1,
     progress: Progress | None = None,
-    trial_timeout: float = TRIAL_TIMEOUT,
+    test_timeout: float = TEST_TIMEOUT,
     strategy: str = "",
 ) -> Report:
-    """Try everything that a backend must fulfil, and say how it went.
+    """Test everything that a backend must fulfill, and return a report.
 
     Args:
-        backend: its name, or the backend itself.
-        ranks: the most ranks that a case may have; they are threads, and processes in the group "group".
-        only: groups of checks (see `runtime.validation.CHECKS`); all unless given.
-        cases: single trials, as a report names them (``attention:mask=full,ranks=3``), instead of whole groups.
-        effort: "quick" (seconds on a CPU, minutes where kernels are compiled first), "usual" (every pair of choices),
-            "full" (products: an hour).
-        kernel: the one kernel to examine; "auto" examines all of them.
-        tier: what kind of evidence this is; what the backend's probe says, or "device", unless given.
-        fail_fast: stop at the first failure, as it is: no smaller case is looked for.
-        wrap: put around the transport of ranks that are threads; for tests of this suite.
-        timeout: seconds until a rank that waits in vain gives up.
-        processes: how many make trials side by side, all on the same devices; 1 is this process alone. They are
-            spawned: a script that asks for several starts from ``if __name__ == "__main__":``.
-        progress: told about every trial, in order.
-        trial_timeout: Seconds for one trial, if trials run in other processes.
-        strategy: The strategy whose trials are made, by name. Default: all groups, with our own strategies.
+        backend: Name of the backend, or the backend itself.
+        ranks: Largest number of ranks of a case. They are threads, and processes in the group "group".
+        only: Names of groups of checks, see `conformance.checks.CHECKS`. Default: all.
+        cases: Names of single tests (``attention:mask=full,ranks=3``), instead of groups.
+        coverage: "quick" (seconds on a CPU, minutes if kernels are compiled), "usual" (every pair of choices) or "full"
+            (products of choices, an hour).
+        kernel: Name of the one kernel to test, or "auto" for all.
+        evidence_level: Kind of evidence, see `report.EVIDENCE_LEVELS`. Default: the probe's fact of this name, else
+            "device".
+        fail_fast: Whether to stop at the first failure, without a search for its smallest case.
+        wrap: Wrapper of the transports between ranks that are threads, for tests of this suite.
+        timeout: Seconds until a waiting rank raises `CommunicationTimeoutError`.
+        processes: Number of processes that run tests concurrently on the same devices. 1 uses only this process. More
+            are spawned: a script needs ``if __name__ == "__main__":``.
+        progress: Callback for every test, in order: see `Progress`.
+        test_timeout: Seconds for one test, if `processes` is above 1.
+        strategy: Name of the one strategy to test. Default: all groups, with the built-in strategies.
+
+    Returns:
+        The report. `report.ok` is true if at least one test ran and none failed.
 
     Raises:
-        InputError: a name that is none, or numbers that are out of range.
-        BackendUnavailableError: the backend cannot run here.
+        InputError: If a name is unknown, or a number is out of range.
+        BackendUnavailableError: If the backend cannot run on this machine.
     """
-    found = load(backend) if isinstance(backend, str) else backend
-    subject = Subject(found, ranks, effort, kernel, wrap, timeout, strategy)
-    facts = _able(found)
-    _check_arguments(subject, tier, processes)
+    backend = load(backend) if isinstance(backend, str) else backend
+    target = BackendUnderTest(backend, ranks, coverage, kernel, wrap, timeout, strategy)
+    facts = _check_available(backend)
+    _check_arguments(target, evidence_level, processes)
     only, cases = tuple(only), tuple(cases)
     started = time.monotonic()
-    with examining():
-        results = tuple(_made(subject, only, cases, processes, fail_fast, progress, trial_timeout))
+    with testing_environment():
+        results = tuple(_run_all(target, only, cases, processes, fail_fast, progress, test_timeout))
     return Report(
-        backend=found.name,
-        tier=tier or str(facts.get("tier", "device")),
+        backend=backend.name,
+        evidence_level=evidence_level or str(facts.get("evidence_level", "device")),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=time.monotonic() - started,
         ranks=ranks,
-        effort=effort,
+        coverage=coverage,
         kernel=kernel,
         only=only or cases or ((f"strategy {strategy}",) if strategy else ()),
-        kernels=tuple(k.name for k in kernels_of(found)),
-        device=_device(found, facts),
+        kernels=tuple(k.name for k in kernels_of(backend)),
+        device=_device(backend, facts),
         versions=_versions(),
         results=results,
     )
 
 
-def _made(
-    subject: Subject,
+def _run_all(
+    target: BackendUnderTest,
     only: Sequence[str],
     cases: Sequence[str],
     processes: int,
     fail_fast: bool,
-    told: Progress | None,
+    progress: Progress | None,
     timeout: float,
 ) -> Iterator[Result]:
-    trials = listed(subject, only, cases)
-    if not trials and subject.strategy:
-        raise _serves_nothing(subject)
+    tests = select_tests(target, only, cases)
+    if not tests and target.strategy:
+        raise _explain_no_tests(target)
     if processes == 1:
-        maker = Maker(subject, shrink=not fail_fast)
-        every: Generator[Made] = (maker.make(trial) for trial in trials)
+        runner = Runner(target, shrink=not fail_fast)
+        every: Generator[RunResult] = (runner.run(test) for test in tests)
     else:
-        every = side_by_side(subject, only, cases, trials, processes, shrink=not fail_fast, timeout=timeout)
+        every = run_in_processes(target, only, cases, tests, processes, shrink=not fail_fast, timeout=timeout)
     with closing(every):
-        for number, trial in enumerate(trials):
-            if told:
-                told(number, len(trials), trial, None)
+        for number, test in enumerate(tests):
+            if progress:
+                progress(number, len(tests), test, None)
             outcome, result = next(every)
-            if told:
-                told(number + 1, len(trials), trial, outcome)
+            if progress:
+                progress(number + 1, len(tests), test, outcome)
             yield result
             if fail_fast and not outcome.ok:
                 return
 
 
-def _serves_nothing(subject: Subject) -> UnsupportedError:
-    """Return the error for a strategy that can serve none of the cases, with the reason for the first one."""
+def _explain_no_tests(target: BackendUnderTest) -> UnsupportedError:
+    """Return the error for a strategy that supports none of the cases, with the reason for the first one."""
     reasons = []
-    for label in subject.strategies:
+    for label in target.strategies:
         case = Case(strategy=label)
         try:
             case.make_strategy().check(case.make_call())
         except (InputError, UnsupportedError) as error:
             reasons.append(f"{label}: {error}")
-    what = f"the strategy {subject.strategy!r} serves none of these cases"
+    what = f"the strategy {target.strategy!r} supports none of these cases"
     return UnsupportedError(what, got="; ".join(reasons[:1]), next_step="try more ranks, or other groups of checks")
 
 
-def _check_arguments(subject: Subject, tier: str | None, processes: int) -> None:
+def _check_arguments(target: BackendUnderTest, evidence_level: str | None, processes: int) -> None:
     if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= 256:
-        raise InputError("processes must be a number of them", got=processes, allowed="1 to 256")
-    if isinstance(subject.ranks, bool) or not isinstance(subject.ranks, int) or not 1 <= subject.ranks <= 64:
-        raise InputError("ranks must be a number of threads", got=subject.ranks, allowed="1 to 64")
-    if subject.effort not in EFFORTS:
-        raise unknown_name("effort", subject.effort, EFFORTS)
-    if tier is not None and tier not in TIERS:
-        raise unknown_name("tier of evidence", tier, TIERS)
-    if subject.strategy:
-        strategy_trials(subject.strategy)  # raises for a name that is none
-    if subject.kernel != "auto":  # a name that is none is refused
-        names = [k.name for k in kernels_of(subject.backend)]
-        if subject.kernel not in names:
-            choose_kernel(subject.backend, Case().make_call(subject.device.type), subject.kernel)
+        raise InputError("processes must be an integer", got=processes, allowed="1 to 256")
+    if isinstance(target.ranks, bool) or not isinstance(target.ranks, int) or not 1 <= target.ranks <= 64:
+        raise InputError("ranks must be an integer", got=target.ranks, allowed="1 to 64")
+    if target.coverage not in COVERAGES:
+        raise unknown_name("coverage", target.coverage, COVERAGES)
+    if evidence_level is not None and evidence_level not in EVIDENCE_LEVELS:
+        raise unknown_name("evidence level", evidence_level, EVIDENCE_LEVELS)
+    if target.strategy:
+        strategy_trials(target.strategy)  # raises if the name is unknown
+    if target.kernel != "auto" and target.kernel not in [k.name for k in kernels_of(target.backend)]:
+        # Raises with the allowed names.
+        choose_kernel(target.backend, Case().make_call(target.device.type), target.kernel)
 
 
-def _able(backend: Backend) -> dict[str, object]:
+def _check_available(backend: Backend) -> dict[str, object]:
+    """Return the facts of the probe. Raise `BackendUnavailableError` if the backend cannot run here."""
     probe = probed(backend)
     if not probe.ok:
         raise BackendUnavailableError(
@@ -445,19 +458,19 @@ def _able(backend: Backend) -> dict[str, object]:
     try:
         torch.device(kind)
     except RuntimeError as error:
-        what = f"the probe of the backend {backend.name!r} says that it can run here, and torch knows no such device"
+        what = f"the probe of the backend {backend.name!r} succeeded, but torch does not support its device type"
         raise BackendUnavailableError(
-            what, got=repr(kind), next_step="the vendor's package must have registered it by then"
+            what, got=repr(kind), next_step="import the vendor's package in the probe"
         ) from error
-    if (told := probe.facts.get("tier", "device")) not in TIERS:
-        raise unknown_name(f"tier of evidence in the probe of the backend {backend.name!r}", told, TIERS)
+    if (level := probe.facts.get("evidence_level", "device")) not in EVIDENCE_LEVELS:
+        raise unknown_name(f"evidence level in the probe of the backend {backend.name!r}", level, EVIDENCE_LEVELS)
     return dict(probe.facts)
 
 
 def _device(backend: Backend, facts: dict[str, object]) -> dict[str, str]:
-    told = {name: str(value) for name, value in sorted(facts.items())}
-    home = known().get(backend.name, type(backend).__module__)
-    return {"type": backend.capabilities.device_type, "from": home, **told}
+    values = {name: str(value) for name, value in sorted(facts.items())}
+    module = known().get(backend.name, type(backend).__module__)
+    return {"type": backend.capabilities.device_type, "from": module, **values}
 
 
 def _versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ from burst_portable.backends.selection import choose_kernel, load
 from burst_portable.config import Config, from_environment
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import MASKS
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from burst_portable.errors import (
     BurstError,
     DtypeError,
@@ -408,7 +408,7 @@ def test_scales_that_are_not_positive(scale):
     out.backward(dout)
     answer = oracle.Answer(out.detach(), lse, *(x.grad for x in leaves))
     exact, plain = expected(*(x.detach() for x in leaves), dout, MASKS["causal"], torch.float32, scale=scale)
-    assert judge(answer, exact, plain, torch.float32) == {}
+    assert find_violations(answer, exact, plain, torch.float32) == {}
     with pytest.raises(UnsupportedError, match="must be positive"):
         bp.attention(*leaves, scale=scale, kernel="cpu_flash")
     blocks = [x.detach() for x in (q, k, v)]

@@ -135,7 +135,7 @@ def test_invalid_probe_result_is_reported_and_ignored(installed, answer, reason)
     with pytest.raises(BackendUnavailableError, match=reason):
         selection.runnable("theirs")
     with pytest.raises(BackendUnavailableError, match=reason):
-        check_backend("theirs", effort="quick")
+        check_backend("theirs", coverage="quick")
     q = torch.empty(1, 8, 2, 16)
     assert burst_portable.explain(q, q, q, mask="causal").backend.others["theirs"] == reason
     backend, _ = choose_backend("auto", 1)
@@ -146,8 +146,8 @@ def test_invalid_probe_result_is_reported_and_ignored(installed, answer, reason)
 def test_check_backend_rejects_device_unknown_to_torch(installed):
     backend = BACKEND + "Theirs.capabilities = Capabilities('their_chip', 'gloo', True, HardwareSpec(1.0, 1.0))\n"
     installed(backend + "backend = Theirs()\n")
-    with pytest.raises(BackendUnavailableError, match="torch knows no such device; got 'their_chip'"):
-        check_backend("theirs", effort="quick")
+    with pytest.raises(BackendUnavailableError, match="torch does not support its device type; got 'their_chip'"):
+        check_backend("theirs", coverage="quick")
 
 
 def test_explain_lists_backends_that_were_not_named(installed):

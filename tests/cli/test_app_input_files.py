@@ -216,8 +216,8 @@ def test_a_number_too_large(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 200_000, "{}", '{"schema": "burst_portable.conformance/1"}', "\x00"], ids=lambda t: t[:9]
+    "text", ["[" * 200_000, "{}", '{"schema": "burst_portable.conformance/2"}', "\x00"], ids=lambda t: t[:9]
 )
 def test_reports_of_conformance(text):
-    with pytest.raises(InputError, match="not a report"):
+    with pytest.raises(InputError, match="not a conformance report"):
         Conformance.from_json(text)

@@ -16,7 +16,7 @@ from tests.support.planted_bugs import Planted
 def test_the_command_writes_every_format(tmp_path, capsys):
     files = [tmp_path / name for name in ("r.json", "r.xml", "r.md")]
     formats = [word for pair in zip(("--json", "--junit", "--markdown"), map(str, files), strict=True) for word in pair]
-    options = ["--backend", "cpu", "--quick", "--ranks", "2", "--only", "transport,blind"]
+    options = ["--backend", "cpu", "--quick", "--ranks", "2", "--only", "transport,fully_masked"]
     assert main(["conform", *options, *formats]) == 0
     captured = capsys.readouterr()
     assert "cpu conforms" in captured.out
@@ -36,15 +36,15 @@ WRONG = {
     "not here": (["--backend", "cuda"], "cannot run here"),
     "group": (["--backend", "cpu", "--only", "nothing"], "unknown group"),
     "case": (["--backend", "cpu", "--case", "attention:mask=no"], "unknown mask"),
-    "trial": (["--backend", "cpu", "--case", "claims:no"], "unknown trial"),
+    "trial": (["--backend", "cpu", "--case", "claims:no"], "unknown test"),
     "ranks": (["--backend", "cpu", "--ranks", "0"], "1 to 64"),
     "ranks, no number": (["--backend", "cpu", "--ranks", "two"], "--ranks"),
     "kernel": (["--backend", "cpu", "--kernel", "no"], "unknown kernel"),
     "two kernels": (
         ["--backend", "cpu", "--kernel", "cpu_flash", "--case", "kernels:reference:default"],
-        "of another kernel",
+        "another kernel",
     ),
-    "tier": (["--backend", "cpu", "--tier", "gold"], "unknown tier"),
+    "evidence level": (["--backend", "cpu", "--evidence-level", "gold"], "unknown evidence level"),
     "both": (["--quick", "--full"], "exclude"),
     "file": (["--backend", "cpu", "--json", "/no/such/folder/x.json"], "cannot be written"),
 }

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from burst_portable.cli import conform_view
-from burst_portable.conformance.trial import Outcome, Trial
+from burst_portable.conformance.base import Outcome, TestCase
 
 
-def trial(name):
-    return Trial("kernels", name, lambda case: Outcome())
+def make_test(name):
+    return TestCase("kernels", name, lambda case: Outcome())
 
 
 def test_a_long_group_tells_how_far_it_is(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(conform_view.time, "monotonic", lambda: now[0])
     with conform_view.progress() as told:
-        told(0, 4, trial("one"), None)
+        told(0, 4, make_test("one"), None)
         for done, outcome in enumerate((Outcome(), Outcome(wrong="no"), Outcome(), Outcome()), 1):
             now[0] += 20
-            told(done, 4, trial("one"), outcome)
+            told(done, 4, make_test("one"), outcome)
     assert capsys.readouterr().err.splitlines() == [
         "kernels: 2 of 4 checks are done, 1 of kernels failed",
         "kernels: 4 checks in 80.0 s, 1 failed",
@@ -36,8 +36,8 @@ def test_who_ends_it_hears_what_was_found(done, found, capsys):
 
 def _interrupted(done):
     with conform_view.progress() as told:
-        told(0, 9, trial("one"), None)
+        told(0, 9, make_test("one"), None)
         if done:
-            told(done, 9, trial("one"), Outcome())
-            told(done, 9, trial("two"), None)
+            told(done, 9, make_test("one"), Outcome())
+            told(done, 9, make_test("two"), None)
         raise KeyboardInterrupt

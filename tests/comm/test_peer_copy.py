@@ -24,7 +24,7 @@ from burst_portable.comm.peer_copy import (
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from burst_portable.errors import (
     CommunicationError,
     CommunicationTimeoutError,
@@ -63,7 +63,7 @@ def test_attention(case):
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
     for answer in run_peers(World(case.ranks), lambda mesh: on_one_rank(mesh, case, inputs)):
-        assert judge(answer, exact, plain, case.dtype) == {}
+        assert find_violations(answer, exact, plain, case.dtype) == {}
 
 
 @pytest.mark.parametrize("seed", range(3))

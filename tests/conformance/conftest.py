@@ -13,4 +13,4 @@ from tests.support.planted_bugs import Planted
 
 @pytest.fixture(scope="module")
 def failed() -> Report:
-    return check_backend(Planted(planted_bugs.BandOffByOne), ranks=3, only=["attention"], effort="quick")
+    return check_backend(Planted(planted_bugs.BandOffByOne), ranks=3, only=["attention"], coverage="quick")

@@ -36,7 +36,7 @@ def test_the_page_lists_the_choices():
 
 
 def test_choices_that_do_not_go_together_are_refused():
-    with pytest.raises(InputError, match="do not go together"):
+    with pytest.raises(InputError, match="cannot be combined"):
         Case.parse("ranks=8,length=4")
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from burst_portable.conformance.base import describe_error
 from burst_portable.conformance.processes import RankError, collect
-from burst_portable.conformance.trial import raised
 
 CAME = (True, "shard")
 LOST = (False, (True, "PeerLostError: receiving from rank 1 failed"))
@@ -28,7 +28,7 @@ def collected(*said):
         ends.append(theirs)
         pipes.append(mine)
         ranks.append(SimpleNamespace(join=lambda seconds: None, exitcode=word))
-    return collect(pipes, ranks, start=0.2, last_words=0.1)
+    return collect(pipes, ranks, start=0.2, report_timeout=0.1)
 
 
 def test_all_that_came_is_in_the_order_of_ranks():
@@ -39,9 +39,9 @@ def test_all_that_came_is_in_the_order_of_ranks():
     ("said", "text"),
     {
         "its own error before a lost peer": ((LOST, OWN, LOST), "rank 1: KeyError: 'lane 7' (in wire.py:95)"),
-        "a process that ended": ((LOST, -11), "rank 1: ended without a word, with exit code -11"),
-        "one that hangs": ((LOST, None), f"rank 0: {LOST[1][1]}; rank 1 said nothing"),
-        "one that hangs, unnoticed": ((CAME, None), "rank 1 said nothing for 0.2 s"),
+        "a process that ended": ((LOST, -11), "rank 1: ended without a report; exit code -11"),
+        "one that hangs": ((LOST, None), f"rank 0: {LOST[1][1]}; rank 1 did not report"),
+        "one that hangs, unnoticed": ((CAME, None), "rank 1 did not report within 0.2 s"),
     }.values(),
 )
 def test_the_rank_whose_fault_it_is_is_named(said, text):
@@ -57,4 +57,4 @@ def test_where_a_backend_raised_is_told():
     with pytest.raises(OSError, match="link") as caught:
         driver()
     line = driver.__code__.co_firstlineno + 1
-    assert raised(caught.value) == f"OSError: link is down (in {__file__}:{line})"
+    assert describe_error(caught.value) == f"OSError: link is down (in {__file__}:{line})"

@@ -11,15 +11,17 @@ from tests.support.planted_bugs import Planted
 # --------------------------------------------------------------------------------------------------- the decorator
 
 
-@backend_checks("cpu", ranks=2, effort="quick", only=["blind", "transport"])
+@backend_checks("cpu", ranks=2, coverage="quick", only=["fully_masked", "transport"])
 def test_the_decorator(check):
     check()
 
 
 def test_the_decorator_fails_with_the_smallest_case():
-    mark = backend_checks(Planted(planted_bugs.SwappedGradients), ranks=2, effort="quick", only=["blind"])
+    mark = backend_checks(Planted(planted_bugs.SwappedGradients), ranks=2, coverage="quick", only=["fully_masked"])
     (check, *_) = mark.args[1]
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)dk is off.*smallest: blind:.*again: burst-portable conform"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"(?s)error of dk is.*smallest: fully_masked:.*again: burst-portable conform"
+    ):
         check()
 
 

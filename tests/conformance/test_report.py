@@ -15,7 +15,7 @@ from burst_portable.errors import InputError
 
 def test_json_comes_back(failed):
     facts = json.loads(failed.to_json())
-    assert facts["schema"] == "burst_portable.conformance/1"
+    assert facts["schema"] == "burst_portable.conformance/2"
     assert facts["ok"] is False
     assert facts["counts"]["failed"] == len(failed.failures)
     back = Report.from_json(failed.to_json())
@@ -25,7 +25,7 @@ def test_json_comes_back(failed):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "burst_portable.conformance/0"}'])
 def test_json_that_is_no_report_is_refused(text):
-    with pytest.raises(InputError, match="not a report"):
+    with pytest.raises(InputError, match="not a conformance report"):
         Report.from_json(text)
 
 
@@ -56,7 +56,7 @@ def test_markdown_shows_failures(failed):
 
 
 def test_a_report_of_nothing_but_skips_is_no_pass():
-    report = check_backend("cpu", only=["transport"], ranks=2, effort="quick")
+    report = check_backend("cpu", only=["transport"], ranks=2, coverage="quick")
     skipped = tuple(replace(result, skipped="no device") for result in report.results)
     assert report.ok
     assert not replace(report, results=skipped).ok

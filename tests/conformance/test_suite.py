@@ -1,4 +1,4 @@
-"""Test the conformance suite: names of its trials, the smallest failing case, refusals."""
+"""Test the conformance suite: names of its tests, the smallest failing case, refusals."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from burst_portable.conformance import Case, check_backend
+from burst_portable.conformance.base import BackendUnderTest
 from burst_portable.conformance.cases import HEADS, product
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.checks.attention import axes
-from burst_portable.conformance.suite import candidates, smallest, trial_of, trials_of
-from burst_portable.conformance.trial import Subject
+from burst_portable.conformance.suite import candidates, find_test, list_tests, smallest
 from burst_portable.errors import BackendUnavailableError
 from tests.support import planted_bugs
 from tests.support.planted_bugs import Planted
@@ -40,7 +40,7 @@ def test_a_failure_tells_its_smallest_case_and_how_to_run_it(failed):
     assert case.mask in ("window", "window_both")
     assert case.length < 10
     assert first.command == f"burst-portable conform --backend planted --case {first.smallest}"
-    again = check_backend(Planted(planted_bugs.BandOffByOne), cases=[first.smallest], effort="quick", fail_fast=True)
+    again = check_backend(Planted(planted_bugs.BandOffByOne), cases=[first.smallest], coverage="quick", fail_fast=True)
     assert not again.ok
     assert check_backend("cpu", cases=[first.smallest]).ok
 
@@ -56,12 +56,12 @@ def test_every_failure_is_shrunk(failed):
 
 
 def test_names_of_trials_are_unique_and_lead_back():
-    subject = Subject(Planted(planted_bugs.Around), 4, "quick")
-    texts = [trial.text for trial in trials_of(subject)]
+    target = BackendUnderTest(Planted(planted_bugs.Around), 4, "quick")
+    texts = [test.text for test in list_tests(target)]
     assert len(set(texts)) == len(texts)
     assert {text.partition(":")[0] for text in texts} == set(CHECKS)
     for text in texts[:: len(texts) // 12]:
-        assert trial_of(subject, text).text == text
+        assert find_test(target, text).text == text
 
 
 def test_a_backend_that_cannot_run_is_refused():

@@ -19,10 +19,10 @@ from burst_portable import numerics
 from burst_portable.backends.base import Backend, Probe
 from burst_portable.backends.selection import load
 from burst_portable.conformance import check_backend
+from burst_portable.conformance.base import BackendUnderTest
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.report import Report
-from burst_portable.conformance.suite import trials_of
-from burst_portable.conformance.trial import Subject
+from burst_portable.conformance.suite import list_tests
 from burst_portable.errors import InputError
 from burst_portable.kernels.base import WrappedKernel
 from burst_portable.kernels.reference import ReferenceKernel
@@ -43,22 +43,22 @@ KERNELS = {
     planted_bugs.BottomRight: ("kernels", "attention"),
     planted_bugs.StaleKeys: ("kernels", "attention"),
     planted_bugs.Base2: ("kernels", "attention"),
-    planted_bugs.EmptyRows: ("kernels", "blind"),
-    planted_bugs.EmptyRowsInfinite: ("kernels", "blind"),
+    planted_bugs.EmptyRows: ("kernels", "fully_masked"),
+    planted_bugs.EmptyRowsInfinite: ("kernels", "fully_masked"),
     planted_bugs.SixteenBits: ("kernels", "attention"),
-    planted_bugs.SixteenBitsOf16: ("kernels", "steady"),
+    planted_bugs.SixteenBitsOf16: ("kernels", "determinism"),
     planted_bugs.CoarserThanItSays: ("kernels", "claims"),
     planted_bugs.SaysNothingOfIt: ("kernels", "claims", "attention"),
     planted_bugs.SwappedGradients: ("kernels", "attention"),
     planted_bugs.SwappedAsAWhole: ("kernels",),
     planted_bugs.WritesItsLseElsewhere: ("kernels",),
     planted_bugs.Overwrites: ("kernels", "attention"),
-    planted_bugs.ForgetsRows: ("kernels", "blind"),
+    planted_bugs.ForgetsRows: ("kernels", "fully_masked"),
     planted_bugs.ClaimsTooMuch: ("claims",),
     planted_bugs.NoReasons: ("claims",),
     planted_bugs.CannotBeAsked: ("claims", "kernels"),
     planted_bugs.SaysTrue: ("claims", "kernels"),
-    planted_bugs.Unsteady: ("kernels", "steady"),
+    planted_bugs.Unsteady: ("kernels", "determinism"),
     planted_bugs.SideStream: ("memory",),
 }
 DECLINED = (planted_bugs.ClaimsTooMuch, planted_bugs.NoReasons)
@@ -85,7 +85,7 @@ def real(request):
 
 
 def examine(backend: Planted, group: str, **options: object) -> Report:
-    return check_backend(backend, ranks=4, only=[group], effort="quick", fail_fast=True, timeout=3.0, **options)
+    return check_backend(backend, ranks=4, only=[group], coverage="quick", fail_fast=True, timeout=3.0, **options)
 
 
 def examine_bug(bug, group: str, real: Backend) -> Report | None:
@@ -137,10 +137,10 @@ class NoTransport(Backend):
 
 
 def test_group_skips_backend_without_transport():
-    report = check_backend(NoTransport(), only=["claims", "group"], effort="quick")
+    report = check_backend(NoTransport(), only=["claims", "group"], coverage="quick")
     assert not report.failures
     reasons = {result.skipped for result in report.results if result.check == "group"}
-    assert reasons == {"the backend 'no_transport' has no transport, so it serves one rank only"}
+    assert reasons == {"the backend 'no_transport' has no transport, so it supports one rank only"}
 
 
 class Labelled(planted_transports.Through):
@@ -152,7 +152,7 @@ class Labelled(planted_transports.Through):
 
 
 def test_transport_trials_label_all_messages(real):
-    report = check_backend(real, only=["transport"], effort="quick", ranks=2, wrap=Labelled)
+    report = check_backend(real, only=["transport"], coverage="quick", ranks=2, wrap=Labelled)
     assert report.ok, report.failures[0].message
 
 
@@ -218,12 +218,12 @@ def test_facts_that_no_report_holds_are_named():
     assert "'memory' is a Tensor" in report.failures[0].message
 
 
-def test_check_backend_rejects_unknown_evidence_tier():
-    ToldBy.facts = {"tier": "gold"}
-    with pytest.raises(InputError, match=r"tier of evidence in the probe of the backend 'planted'; got 'gold'"):
+def test_check_backend_rejects_unknown_evidence_level():
+    ToldBy.facts = {"evidence_level": "gold"}
+    with pytest.raises(InputError, match=r"evidence level in the probe of the backend 'planted'; got 'gold'"):
         check_backend(ToldBy(), cases=["claims:probe"])
-    ToldBy.facts = {"tier": "stand-in"}
-    assert check_backend(ToldBy(), cases=["claims:probe"]).tier == "stand-in"
+    ToldBy.facts = {"evidence_level": "simulated"}
+    assert check_backend(ToldBy(), cases=["claims:probe"]).evidence_level == "simulated"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_check_backend_rejects_unknown_evidence_tier():
 )
 def test_full_coverage_finds_bug_that_needs_large_input(bug, much, real):
     backend = Planted(bug, real=real)
-    found = [trial.text for trial in trials_of(Subject(backend), ["kernels"]) if much in trial.name]
+    found = [test.text for test in list_tests(BackendUnderTest(backend), ["kernels"]) if much in test.name]
     assert found
     assert not check_backend(backend, cases=found, fail_fast=True).ok
 
@@ -272,15 +272,15 @@ def test_sinks_that_count_once_a_hop_are_caught(monkeypatch, real):
 
 @pytest.mark.parametrize("group", [group for group in CHECKS if group != "group"])
 def test_the_same_wrapping_without_a_bug_passes(group, real):
-    report = check_backend(Planted(real=real), ranks=4, only=[group], effort="quick", wrap=planted_transports.Through)
+    report = check_backend(Planted(real=real), ranks=4, only=[group], coverage="quick", wrap=planted_transports.Through)
     assert report.ok, report.markdown()
 
 
 def test_quick_check_covers_kernel_with_few_supported_sizes(real):
     backend = Planted(planted_bugs.FewSizes, real=real)
-    report = check_backend(backend, only=["kernels"], effort="quick", kernel="reference")
+    report = check_backend(backend, only=["kernels"], coverage="quick", kernel="reference")
     assert report.ok, report.markdown()
-    tried = {trial.name for trial in report.results if not trial.skipped}
+    tried = {test.name for test in report.results if not test.skipped}
     assert len(tried) >= 8, tried
     assert "reference:flat-error-bfloat16" in tried
 
@@ -341,9 +341,9 @@ def bits_changed(monkeypatch):
 
 
 PROFILER = {
-    late_clock: "a kernel that took 20 ms",
-    kernels_lost: "pairs are in the report, and the mask has",
-    waits_as_computing: "and its events give",
+    late_clock: "a kernel of at least 20 ms",
+    kernels_lost: "pairs are in the report, but the mask has",
+    waits_as_computing: "but its events give",
     idle_forgotten: "do not add up",
     bits_changed: "has other bits while it is recorded",
 }
@@ -352,5 +352,5 @@ PROFILER = {
 @pytest.mark.parametrize(("bug", "says"), PROFILER.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_a_bug_in_the_profiler_is_caught(bug, says, monkeypatch, real):
     bug(monkeypatch)
-    report = check_backend(Planted(real=real), ranks=4, only=["profiler"], effort="quick")
+    report = check_backend(Planted(real=real), ranks=4, only=["profiler"], coverage="quick")
     assert any(says in failure.message for failure in report.failures), report.markdown()

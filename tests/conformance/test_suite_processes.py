@@ -62,7 +62,7 @@ def facts(report):
 
 
 def test_the_same_as_one_after_the_other():
-    options = {"ranks": 3, "only": ["claims", "blind"], "effort": "quick"}
+    options = {"ranks": 3, "only": ["claims", "fully_masked"], "coverage": "quick"}
     several = check_backend("cpu", **options, processes=2)
     assert several.ok, several.markdown()
     assert facts(several) == facts(check_backend("cpu", **options))
@@ -88,9 +88,9 @@ def test_a_trial_that_breaks_its_process_fails_alone(bug, said):
 def test_a_trial_that_never_ends_fails_alone():
     """The limit is more than what a process takes to start here, beside another one."""
     cases = ["sizes:softcap=5.0,batch=1", "sizes:ranks=1,length=5", "sizes:ranks=1,length=6"]
-    report = check_backend(Planted(HangsInSoftcap), cases=cases, processes=2, trial_timeout=20.0)
+    report = check_backend(Planted(HangsInSoftcap), cases=cases, processes=2, test_timeout=20.0)
     assert [one.ok for one in report.results] == [False, True, True]
-    assert report.results[0].message == "it had not ended after 20 s, and its process was ended"
+    assert report.results[0].message == "it did not end within 20 s, and its process was killed"
 
 
 @pytest.mark.full

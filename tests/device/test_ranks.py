@@ -16,7 +16,7 @@ import torch
 import burst_portable as bp
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import MASKS
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 
 pytestmark = pytest.mark.device
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_attention_on_one_rank_matches_oracle(name, dtype, deterministic):
         oracle.attention(*(x.cpu() for x in (q, k, v, dout)), seen, scale=d**-0.5, dtype=t)
         for t in (torch.float64, dtype)
     )
-    assert judge(answer, exact, plain, dtype) == {}
+    assert find_violations(answer, exact, plain, dtype) == {}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's and HIP's")

@@ -46,7 +46,7 @@ def run(environment, *arguments):
 @pytest.mark.slow
 def test_conform_finds_it(environment, tmp_path):
     report = tmp_path / "report.json"
-    groups = "claims,kernels,transport,attention,blind"
+    groups = "claims,kernels,transport,attention,fully_masked"
     options = ["--backend", "theirs", "--quick", "--ranks", "3", "--only", groups, "--json", str(report)]
     done = run(environment, "burst_portable", "conform", *options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_run_computes_with_the_named_backend(environment):
 
 @pytest.mark.slow
 def test_its_own_tests_are_one_decorator(environment):
-    options = ["-q", "-p", "no:cacheprovider", "-k", "transport or blind", str(EXAMPLE / "tests")]
+    options = ["-q", "-p", "no:cacheprovider", "-k", "transport or fully_masked", str(EXAMPLE / "tests")]
     done = run(environment, "pytest", "--rootdir", str(EXAMPLE), "-c", "/dev/null", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

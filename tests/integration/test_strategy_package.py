@@ -62,7 +62,7 @@ def test_conform_tries_the_strategy(environment, tmp_path):
     facts = json.loads(report.read_text())
     assert facts["ok"]
     assert facts["only"] == ["strategy all_gather"]
-    assert {result["check"] for result in facts["results"]} == {"attention", "blind"}
+    assert {result["check"] for result in facts["results"]} == {"attention", "fully_masked"}
     assert all("strategy=all_gather" in result["name"] for result in facts["results"])
 
 

@@ -10,7 +10,7 @@ from burst_portable import numerics
 from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import make_layout
@@ -50,7 +50,7 @@ def test_kernel_matches_oracle_for_each_mask_and_split(kernel, name, pieces):
     parts = [(slice(s.start, s.last + 1), find_tiles(MASKS[name], whole, (s,))) for shard in shards for s in shard]
     answer = run(kernel, q, k, v, dout, parts, settings(0.3), with_out=pieces == 1)
     exact, plain = expected(q, k, v, dout, MASKS[name], torch.float32, scale=0.3)
-    assert judge(answer, exact, plain, torch.float32) == {}
+    assert find_violations(answer, exact, plain, torch.float32) == {}
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -60,7 +60,7 @@ def test_kernel_matches_oracle_for_each_dtype(kernel, dtype):
     tiles = find_tiles(MASKS["sink_window"], *[make_layout("contiguous", LENGTH, 1).shards[0]] * 2)
     answer = run(kernel, q, k, v, dout, [(slice(None), tiles)], settings(0.3))
     exact, plain = expected(q, k, v, dout, MASKS["sink_window"], dtype, scale=0.3)
-    assert judge(answer, exact, plain, dtype) == {}
+    assert find_violations(answer, exact, plain, dtype) == {}
 
 
 def test_reference_kernel_supports_value_size_and_softcap():
@@ -68,7 +68,7 @@ def test_reference_kernel_supports_value_size_and_softcap():
     tiles = Tiles([Tile(0, LENGTH, 0, LENGTH, 0, LENGTH - 1)])
     answer = run(ReferenceKernel(), q, k, v, dout, [(slice(None), tiles)], settings(0.7, softcap=2.0))
     exact, plain = expected(q, k, v, dout, MASKS["causal"], torch.float32, scale=0.7, softcap=2.0)
-    assert judge(answer, exact, plain, torch.float32) == {}
+    assert find_violations(answer, exact, plain, torch.float32) == {}
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)

@@ -9,7 +9,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Side
 from burst_portable.planning.verify import verify
@@ -60,7 +60,7 @@ def test_joined_launch_equals_float64(mask, layout, side):
             assert launches(plan) == {ranks}
         x = make_inputs(case)
         for answer in bp.run_threads(ranks, lambda mesh, c=case, x=x: on_one_rank(mesh, c, x)):
-            assert judge(answer, *expected(case, x), case.dtype) == {}
+            assert find_violations(answer, *expected(case, x), case.dtype) == {}
 
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
@@ -68,11 +68,11 @@ def test_joined_launch_serves_narrow_gradients_and_16_bits(kernel):
     case = JoinedCase("causal", ranks=3, dtype=torch.bfloat16, sinks=True, chosen=Joined(rounds_gradients=True))
     x = make_inputs(case)
     answers = bp.run_threads(3, lambda mesh: on_one_rank(mesh, case, x, kernel))
-    wrong = judge(answers[0], *expected(case, x), case.dtype)
+    wrong = find_violations(answers[0], *expected(case, x), case.dtype)
     assert set(wrong) <= {"dk", "dv"}  # rounded on their way home
     wide = replace(case, chosen=Joined())
     answers = bp.run_threads(3, lambda mesh: on_one_rank(mesh, wide, x, kernel))
-    assert judge(answers[0], *expected(wide, x), wide.dtype) == {}
+    assert find_violations(answers[0], *expected(wide, x), wide.dtype) == {}
 
 
 @pytest.mark.parametrize("side", ["kv", "q"])
@@ -84,4 +84,4 @@ def test_joined_launch_has_its_place_in_the_inbox_of_a_peer(side):
         return [on_one_rank(mesh, case, make_inputs(case)) for case in cases]
 
     for case, *answers in zip(cases, *run_peers(World(4, delay=0.002), work), strict=True):
-        assert all(judge(answer, *expected(case, make_inputs(case)), case.dtype) == {} for answer in answers)
+        assert all(find_violations(answer, *expected(case, make_inputs(case)), case.dtype) == {} for answer in answers)

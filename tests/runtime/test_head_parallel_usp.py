@@ -13,7 +13,7 @@ import burst_portable as bp
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import LocalTransport, run_transports
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from burst_portable.conformance.running import plan_of
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
 from burst_portable.planning.cost import plan_cost
@@ -58,7 +58,7 @@ def check(case: Case, kernel: str) -> None:
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
     for answer in bp.run_threads(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs, kernel)):
-        assert judge(answer, exact, plain, case.dtype) == {}
+        assert find_violations(answer, exact, plain, case.dtype) == {}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_ranks_with_other_kernels(strategy, why):
         if why:
             assert re.search(why, str(answer)), answer
         else:
-            assert judge(answer, exact, plain, case.dtype) == {}
+            assert find_violations(answer, exact, plain, case.dtype) == {}
 
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
@@ -158,7 +158,7 @@ def test_peer_copies(case):
     exact, plain = expected(case, inputs)
 
     for answer in run_peers(World(case.ranks), lambda mesh: on_one_rank(mesh, case, inputs)):
-        assert judge(answer, exact, plain, case.dtype) == {}
+        assert find_violations(answer, exact, plain, case.dtype) == {}
     assert plan_of(case).direct == (case.strategy == "usp+fetch")
 
 

@@ -343,13 +343,17 @@ def test_options_are_checked_together():
 
 def test_conform_names_why_a_strategy_serves_no_case(package):
     package({"theirs": "their_strategies:Refusing"})
-    with pytest.raises(UnsupportedError, match="'theirs' serves none of these cases; got theirs: theirs takes 3 ranks"):
-        check_backend("cpu", strategy="theirs", effort="quick")
+    with pytest.raises(
+        UnsupportedError, match="'theirs' supports none of these cases; got theirs: theirs takes 3 ranks"
+    ):
+        check_backend("cpu", strategy="theirs", coverage="quick")
 
 
 def test_conform_tells_a_trial_from_a_strategy():
-    with pytest.raises(InputError, match=r"label of one trial.*--strategy ring makes all.*strategy=ring\+fetch"):
-        check_backend("cpu", strategy="ring+fetch", effort="quick")
+    with pytest.raises(
+        InputError, match=r"label of one configuration.*--strategy ring tests all.*strategy=ring\+fetch"
+    ):
+        check_backend("cpu", strategy="ring+fetch", coverage="quick")
 
 
 def test_flag_of_a_word_and_an_integer_serves_both(package):

@@ -7,7 +7,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.thread_peers import World, run_peers
 
@@ -38,4 +38,4 @@ def test_attention(case, peers):
 
     world = World(case.ranks, delay=2e-3, seed=1)
     for answer in run_peers(world, work) if peers else bp.run_threads(case.ranks, work):
-        assert judge(answer, exact, plain, case.dtype) == {}
+        assert find_violations(answer, exact, plain, case.dtype) == {}

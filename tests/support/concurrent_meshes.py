@@ -23,7 +23,7 @@ from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.forked import run_forked
 
@@ -95,7 +95,7 @@ def compare(mesh: bp.Mesh, seed: int, steps: int) -> int:
         strategy, mask = _CHOICES[step % len(_CHOICES)]
         case = Case(strategy=strategy, ranks=mesh.size, heads="mha", mask=mask)
         inputs = make_inputs(case, seed=100 * seed + step)
-        wrong += bool(judge(on_one_rank(mesh, case, inputs), *expected(case, inputs), case.dtype))
+        wrong += bool(find_violations(on_one_rank(mesh, case, inputs), *expected(case, inputs), case.dtype))
     return wrong
 
 

@@ -13,7 +13,7 @@ import burst_portable as bp
 from burst_portable.backends.selection import for_device
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
-from burst_portable.conformance.oracle import Answer, judge
+from burst_portable.conformance.oracle import Answer, find_violations
 
 HEADS, KV_HEADS, DIM = 8, 4, 64
 
@@ -46,7 +46,7 @@ def wrong(mesh: bp.Mesh, device: torch.device, mask: str, layout: str, strategy:
     answer = Answer(together(out), together(lse, 2), *(together(x.grad) for x in leaves))
     seen = oracle.dense_mask(MASKS[mask], LENGTH)
     exact, plain = (oracle.attention(*whole, seen, scale=DIM**-0.5, dtype=t) for t in (torch.float64, dtype))
-    return judge(answer, exact, plain, dtype)
+    return find_violations(answer, exact, plain, dtype)
 
 
 def main(ranks: int, folder: Path, rank: int) -> None:

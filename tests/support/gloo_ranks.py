@@ -24,7 +24,7 @@ from burst_portable.comm.base import Message
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from burst_portable.errors import BurstError, CommunicationError
 from burst_portable.nn import SelfAttention
 from burst_portable.planning.cost import rank_cost
@@ -45,7 +45,7 @@ class Counting(TorchDistTransport):
 
 def wrong(mesh: bp.Mesh, case: Case) -> dict:
     inputs = make_inputs(case)
-    return judge(on_one_rank(mesh, case, inputs), *expected(case, inputs), case.dtype)
+    return find_violations(on_one_rank(mesh, case, inputs), *expected(case, inputs), case.dtype)
 
 
 def cases(ranks: int) -> list[Case]:
@@ -169,7 +169,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     pair = bp.Mesh.from_device_mesh(grid, "sequence")
     own = Case(strategy="burst", ranks=2, mask="window")
     inputs = make_inputs(own, seed=rank // 2)
-    found["sub_groups"] = judge(on_one_rank(pair, own, inputs), *expected(own, inputs), own.dtype)
+    found["sub_groups"] = find_violations(on_one_rank(pair, own, inputs), *expected(own, inputs), own.dtype)
     found["sub_groups"] |= wrong(pair, replace(own, strategy="ulysses", mask="full"))
     found["summed"] = summed(grid)
     found["two_levels"] = two_levels(ranks)

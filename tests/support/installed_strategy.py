@@ -10,7 +10,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
@@ -30,7 +30,7 @@ def wrong_cases() -> list[str]:
     for case in cases:
         inputs = make_inputs(case)
         answers = bp.run_threads(case.ranks, lambda mesh, c=case, x=inputs: on_one_rank(mesh, c, x))
-        if judge(answers[0], *expected(case, inputs), case.dtype):
+        if find_violations(answers[0], *expected(case, inputs), case.dtype):
             wrong.append(str(case))
     return wrong
 

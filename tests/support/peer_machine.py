@@ -19,7 +19,7 @@ from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.local import run_transports
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.oracle import find_violations
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 
 DEVICE = torch.device("cpu", 0)
@@ -128,4 +128,4 @@ def attention_is_right(machine, strategy):
         return on_one_rank(bp.Mesh(rank, 2, lambda device_type: transport, config=config), case, inputs)
 
     for answer in on_two(machine, work):
-        assert judge(answer, exact, plain, case.dtype) == {}
+        assert find_violations(answer, exact, plain, case.dtype) == {}

@@ -1,9 +1,9 @@
-"""The groups of checks, in the order in which they run: cheap ones that explain failures of later ones come first."""
+"""List the groups of checks in their order: cheap ones, which explain failures of later ones, come first."""
 
 from __future__ import annotations
 
+from burst_portable.conformance.base import Check
 from burst_portable.conformance.checks import attention, buffers, claims, kernel_contract, profiler, transport
-from burst_portable.conformance.trial import Check
 
 CHECKS: dict[str, Check] = {
     check.name: check
@@ -13,10 +13,10 @@ CHECKS: dict[str, Check] = {
         transport.TRANSPORT,
         attention.ATTENTION,
         attention.SIZES,
-        attention.BLIND,
+        attention.FULLY_MASKED,
         attention.EXTREMES,
         buffers.CHECK,
-        attention.STEADY,
+        attention.DETERMINISM,
         profiler.CHECK,
         transport.GROUP,
     )

@@ -1,6 +1,6 @@
-"""Check whole attentions: run a case, compare every quantity with the oracle.
+"""Test whole attentions: run a case and compare every quantity with the oracle.
 
-Five groups: choices in pairs, sizes, rows that see nothing, extreme numbers, and steadiness.
+Five groups: choices in pairs, sizes, fully masked rows, extreme numbers, and determinism.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import (
     AXES,
     DTYPES,
@@ -33,76 +34,78 @@ from burst_portable.conformance.oracle import (
     relative_error,
 )
 from burst_portable.conformance.running import run_case
-from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 from burst_portable.errors import UnsupportedError
 
-Attempt = Callable[[Subject, Case], Outcome]
+Run = Callable[[BackendUnderTest, Case], Outcome]
 
 
-def attempt(subject: Subject, case: Case) -> Outcome:
-    """Compare out, LSE and every gradient with float64; rows that see nothing exactly."""
+def run_and_compare(target: BackendUnderTest, case: Case) -> Outcome:
+    """Compare out, LSE and every gradient with float64; fully masked rows must be exact."""
     x = make_inputs(case)
     try:
-        answer = run_case(subject, case, x)
-    except UnsupportedError as refusal:
-        return Outcome(skipped=str(refusal))
-    return judged(case, x, answer)
+        answer = run_case(target, case, x)
+    except UnsupportedError as error:
+        return Outcome(skipped=str(error))
+    return compare(case, x, answer)
 
 
-def judged(case: Case, x: Inputs, answer: Answer, rounding: float = 0.0) -> Outcome:
-    """Compare an answer with the oracle's. `rounding`: see `kernels.base.Kernel`."""
+def compare(case: Case, x: Inputs, answer: Answer, rounding: float = 0.0) -> Outcome:
+    """Compare an answer with the oracle's. `rounding`: see `planning.call.KernelTraits`."""
     exact, plain = expected(case, x)
     extra = 0.0 if case.values == "usual" else error_of_weights(exact, case.dtype, rounding)
-    return Outcome(errors(answer, exact, plain, case.dtype, extra, rounding), fully_masked_tokens(answer, exact))
+    return Outcome(errors(answer, exact, plain, case.dtype, extra, rounding), find_masked_error(answer, exact))
 
 
-def fully_masked_tokens(answer: Answer, exact: Answer) -> str:
-    """Say what is wrong with rows that see nothing and with keys that no row sees: they must be exactly 0."""
-    blind = exact.lse.transpose(1, 2) == float("-inf")
+def find_masked_error(answer: Answer, exact: Answer) -> str:
+    """Return what is wrong in fully masked rows and in keys that no row sees, which must be exactly 0."""
+    masked = exact.lse.transpose(1, 2) == float("-inf")
     unseen = (exact.dv == 0).all(-1) & (exact.dk == 0).all(-1)
-    if bool(answer.out[blind].any()):
-        return "a row that sees nothing has an out that is not 0"
-    if bool((answer.lse.transpose(1, 2)[blind] != float("-inf")).any()):
-        return "a row that sees nothing has an LSE that is not -inf"
-    if bool(answer.dq[blind].any()):
-        return "a row that sees nothing has a gradient that is not 0"
+    if bool(answer.out[masked].any()):
+        return "out of a fully masked row is not 0"
+    if bool((answer.lse.transpose(1, 2)[masked] != float("-inf")).any()):
+        return "LSE of a fully masked row is not -inf"
+    if bool(answer.dq[masked].any()):
+        return "dq of a fully masked row is not 0"
     if bool(answer.dv[unseen].any()):
-        return "a key that no row sees has a gradient that is not 0"
+        return "dv of a key that no row sees is not 0"
     return ""
 
 
-def case_trial(check: str, subject: Subject, case: Case, run: Attempt = attempt) -> Trial:
-    """Return the trial of one case."""
-    return Trial(check, case.spec(), lambda tried: run(subject, tried), case)
+def make_case_test(check: str, target: BackendUnderTest, case: Case, run: Run = run_and_compare) -> TestCase:
+    """Return the test of one case."""
+    return TestCase(check, case.spec(), lambda other: run(target, other), case)
 
 
-def case_trials(check: str, subject: Subject, cases: Iterable[Case], run: Attempt = attempt) -> Iterator[Trial]:
-    """Yield the trials of the cases that are possible and have no more ranks than asked for."""
+def make_case_tests(
+    check: str, target: BackendUnderTest, cases: Iterable[Case], run: Run = run_and_compare
+) -> Iterator[TestCase]:
+    """Yield the tests of the cases that are possible and have at most `target.ranks` ranks."""
     for case in dict.fromkeys(cases):
-        if case.ranks <= subject.ranks and case.possible():
-            yield case_trial(check, subject, case, run)
+        if case.ranks <= target.ranks and case.possible():
+            yield make_case_test(check, target, case, run)
 
 
 def check_of_cases(
     name: str,
     title: str,
-    cases: Callable[[Subject], Iterable[Case]],
-    others: Callable[[Subject], Iterable[Trial]] = lambda subject: (),
+    cases: Callable[[BackendUnderTest], Iterable[Case]],
+    more: Callable[[BackendUnderTest], Iterable[TestCase]] = lambda target: (),
     *,
     by_strategy: bool = False,
 ) -> Check:
-    """Return a group of trials of cases, followed by `others`; any other case can be tried in it too."""
+    """Return a group of tests of cases, followed by `more`. `--case` can run any other case in it too."""
 
-    def trials(subject: Subject) -> Iterator[Trial]:
-        yield from case_trials(name, subject, cases(subject))
-        yield from others(subject)
+    def tests(target: BackendUnderTest) -> Iterator[TestCase]:
+        yield from make_case_tests(name, target, cases(target))
+        yield from more(target)
 
-    return Check(name, title, trials, lambda subject, case, kernel: case_trial(name, subject, case), by_strategy)
+    return Check(name, title, tests, lambda target, case, kernel: make_case_test(name, target, case), by_strategy)
 
 
 # ---------------------------------------------------------------------------------------------------- choices in pairs
 
-# A handful in which each mask, layout and strategy still occurs: what a quick look affords.
+
+# Few cases in which each mask, layout and strategy occurs.
 _QUICK_CASES = (
     Case("causal", "zigzag", "ring", 3, "gqa"),
     Case("full", "contiguous", "burst", 4, "mha", softcap=5.0),
@@ -130,21 +133,21 @@ def axes(ranks: int, strategies: Sequence[str] = AXES["strategy"]) -> Mapping[st
     return {**AXES, "strategy": tuple(strategies), "ranks": counts, "deterministic": (True, False)}
 
 
-def attention_cases(subject: Subject) -> Iterable[Case]:
+def attention_cases(target: BackendUnderTest) -> Iterable[Case]:
     """Return few cases in which every pair of choices occurs, or a handful; for "full", also a product of choices."""
-    if subject.effort == "quick":
-        return _quick_cases(subject)
-    every = axes(subject.ranks, subject.strategies)
+    if target.coverage == "quick":
+        return _quick_cases(target)
+    every = axes(target.ranks, target.strategies)
     cases = covering(every)
-    if subject.effort == "full":  # dtypes, softcap, sinks meet each other in pairs only: all of it would take days
+    if target.coverage == "full":  # dtypes, softcap and sinks only in pairs: the full product would take days
         cases += product({axis: every[axis] for axis in _PRODUCT})
     return cases
 
 
-def _quick_cases(subject: Subject) -> Iterable[Case]:
-    if not subject.strategy:
+def _quick_cases(target: BackendUnderTest) -> Iterable[Case]:
+    if not target.strategy:
         return _QUICK_CASES
-    strategies = cycle(subject.strategies)
+    strategies = cycle(target.strategies)
     return (replace(case, strategy=label) for case, label in zip(_QUICK_CASES, strategies, strict=False))
 
 
@@ -160,9 +163,9 @@ GROUPS = ("4x4", "4x2", "6x3", "6x2", "8x1", "5x5", "1x1")
 LENGTHS = (2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 127, 130)
 
 
-def size_cases(subject: Subject) -> Iterator[Case]:
+def size_cases(target: BackendUnderTest) -> Iterator[Case]:
     """Yield each size with 16 and with 32 bits, on an uneven number of ranks; few of them for "quick"."""
-    quick = subject.effort == "quick"
+    quick = target.coverage == "quick"
     for size in (16, 40, 80) if quick else HEAD_SIZES:
         for dtype in (torch.float32,) if quick else DTYPES.values():
             yield Case(ranks=2, heads=f"4x2x{size}x{size}", dtype=dtype, batch=1, length=67, strategy="burst")
@@ -183,65 +186,67 @@ def size_cases(subject: Subject) -> Iterator[Case]:
 SIZES = check_of_cases("sizes", "dtypes, head sizes, shared K/V heads, ragged lengths, strides", size_cases)
 
 
-# ----------------------------------------------------------------------------------------------- rows that see nothing
+# --------------------------------------------------------------------------------------------------- fully masked rows
 
 
-def blind_cases(subject: Subject) -> Iterator[Case]:
-    """Yield masks with rows that see nothing, by every strategy and dtype."""
-    quick = subject.effort == "quick"
-    for strategy in ("ring", "burst") if quick and not subject.strategy else subject.strategies:
-        yield Case(mask="rows_see_nothing", strategy=strategy, ranks=2)
+def fully_masked_cases(target: BackendUnderTest) -> Iterator[Case]:
+    """Yield masks with fully masked rows, for every strategy and dtype."""
+    quick = target.coverage == "quick"
+    for strategy in ("ring", "burst") if quick and not target.strategy else target.strategies:
+        yield Case(mask="fully_masked_rows", strategy=strategy, ranks=2)
         yield Case(mask="custom", strategy=strategy, layout="striped", ranks=3, sinks=strategy == "burst")
-    for dtype in () if quick or subject.strategy else DTYPES.values():
+    for dtype in () if quick or target.strategy else DTYPES.values():
         for ranks in (1, 2, 3, 8):
-            yield Case(mask="rows_see_nothing", dtype=dtype, ranks=ranks, layout="contiguous", length=LENGTH)
+            yield Case(mask="fully_masked_rows", dtype=dtype, ranks=ranks, layout="contiguous", length=LENGTH)
 
 
-BLIND = check_of_cases("blind", "rows that see nothing: out 0, LSE -inf, gradients 0", blind_cases, by_strategy=True)
+FULLY_MASKED = check_of_cases(
+    "fully_masked", "fully masked rows: out 0, LSE -inf, gradients 0", fully_masked_cases, by_strategy=True
+)
 
 
 # ----------------------------------------------------------------------------------------------------- extreme numbers
 
 BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
-BAD_ROW = 11  # where something bad is put: batch row 0, position BAD_ROW, head 0
+BAD_ROW = 11  # the bad number is at batch row 0, position BAD_ROW, head 0
 _BAD_CASE = Case(mask="causal", layout="zigzag", strategy="ring", ranks=2, heads="gqa")
 
 
-def extreme_cases(subject: Subject) -> Iterator[Case]:
+def extreme_cases(target: BackendUnderTest) -> Iterator[Case]:
     """Yield cases of large and of small scores."""
     for values in VALUES[1:]:
         yield Case(values=values, ranks=2, strategy="burst")
-        if subject.effort != "quick":
+        if target.coverage != "quick":
             yield Case(values=values, ranks=3, mask="documents", strategy="ring", sinks=True)
             for dtype in DTYPES.values():
                 yield Case(values=values, ranks=4, dtype=dtype, mask="full", layout="striped", strategy="ring")
 
 
-def _bad_trials(subject: Subject) -> Iterator[Trial]:
+def _bad_number_tests(target: BackendUnderTest) -> Iterator[TestCase]:
     """Yield each bad number in each input."""
-    for where in ("q", "k", "v", "dout"):
-        for bad in ("nan",) if subject.effort == "quick" else BAD:
+    for name in ("q", "k", "v", "dout"):
+        for bad in ("nan",) if target.coverage == "quick" else BAD:
             for ranks in (1, 2):
-                if ranks <= subject.ranks:
-                    name = f"{bad}-in-{where}-{ranks}ranks"
-                    yield plain("extremes", name, _attend_bad, subject, where, BAD[bad], ranks)
+                if ranks <= target.ranks:
+                    title = f"{bad}-in-{name}-{ranks}ranks"
+                    yield make_plain_test("extremes", title, _attend_bad, target, name, BAD[bad], ranks)
 
 
-def _attend_bad(subject: Subject, where: str, value: float, ranks: int) -> Outcome:
-    """Check that a bad number shows in what depends on it, and changes no other batch row, head or query."""
+def _attend_bad(target: BackendUnderTest, bad_input: str, value: float, ranks: int) -> Outcome:
+    """Check that a bad number changes everything that depends on it, and no other batch row, head or query."""
     case = replace(_BAD_CASE, ranks=ranks)
     x = make_inputs(case)
-    tensor: Tensor = getattr(x, where).clone()
+    tensor: Tensor = getattr(x, bad_input).clone()
     tensor[0, BAD_ROW, 0, 0] = value
     try:
-        clean, dirty = run_case(subject, case, x), run_case(subject, case, replace(x, **{where: tensor}))
-    except UnsupportedError as refusal:
-        return Outcome(skipped=str(refusal))
-    return Outcome(wrong=_changed(case, clean, dirty, where) or _not_shown(dirty, where))
+        clean, dirty = run_case(target, case, x), run_case(target, case, replace(x, **{bad_input: tensor}))
+    except UnsupportedError as error:
+        return Outcome(skipped=str(error))
+    return Outcome(wrong=_find_changed(case, clean, dirty, bad_input) or _find_hidden(dirty, bad_input))
 
 
-def _changed(case: Case, clean: Answer, dirty: Answer, where: str) -> str:
-    """Say which numbers changed that must not: of other batch rows, of heads with other keys, of other queries."""
+def _find_changed(case: Case, clean: Answer, dirty: Answer, bad_input: str) -> str:
+    """Return which independent numbers changed: those of other batch rows, other keys' heads or other queries."""
     group = case.sizes[0] // case.sizes[1]
     heads = {"out": group, "dq": group, "dk": 1, "dv": 1}
     for name, first in heads.items():
@@ -252,81 +257,87 @@ def _changed(case: Case, clean: Answer, dirty: Answer, where: str) -> str:
             return f"{name} of a head with other keys changed"
     if not torch.equal(clean.lse[:, group:], dirty.lse[:, group:]):
         return "LSE of a head with other keys changed"
-    if where in ("q", "dout"):
-        others = torch.arange(case.length) != BAD_ROW
+    if bad_input in ("q", "dout"):
+        rows = torch.arange(case.length) != BAD_ROW
         for name in ("out", "dq"):
-            if not torch.equal(getattr(clean, name)[:, others], getattr(dirty, name)[:, others]):
+            if not torch.equal(getattr(clean, name)[:, rows], getattr(dirty, name)[:, rows]):
                 return f"{name} of another query changed"
     return ""
 
 
-def _not_shown(dirty: Answer, where: str) -> str:
-    """Say what should show the bad number and does not: an answer that looks right is worse than none."""
-    if where == "dout":
+def _find_hidden(dirty: Answer, bad_input: str) -> str:
+    """Return which dependent number is finite: a result that only looks right is worse than none."""
+    if bad_input == "dout":
         shows = {"dv": dirty.dv[0, 0, 0, 0], "dq": dirty.dq[0, BAD_ROW, 0, 0]}
-    elif where == "v":
+    elif bad_input == "v":
         shows = {"out": dirty.out[0, BAD_ROW, 0, 0]}
-    else:  # the score of this query with this key is NaN or infinite; -inf alone hides a key and is not a fault
-        shows = {"dk": dirty.dk[0, 0, 0, 0]} if where == "q" else {"dq": dirty.dq[0, BAD_ROW, 0, 0]}
-    silent = [name for name, value in shows.items() if bool(value.isfinite())]
-    return f"{silent[0]} is finite, and depends on a number that is not" if silent else ""
+    else:  # the score of this query with this key is NaN or infinite; -inf alone hides a key, which is correct
+        shows = {"dk": dirty.dk[0, 0, 0, 0]} if bad_input == "q" else {"dq": dirty.dq[0, BAD_ROW, 0, 0]}
+    finite = [name for name, value in shows.items() if bool(value.isfinite())]
+    return f"{finite[0]} is finite, but depends on a number that is not" if finite else ""
 
 
 EXTREMES = check_of_cases(
-    "extremes", "very large and very small scores; NaN and infinity stay where they belong", extreme_cases, _bad_trials
+    "extremes",
+    "very large and very small scores; NaN and infinity change only what depends on them",
+    extreme_cases,
+    _bad_number_tests,
 )
 
 
-# ---------------------------------------------------------------------------------------------------------- steadiness
+# --------------------------------------------------------------------------------------------------------- determinism
 
 GROWTH = 1.25
-"""How much larger the error may be than on the fewest ranks."""
+"""Largest allowed ratio of an error to the error on fewer ranks."""
 
 
-def _steady_trials(subject: Subject) -> Iterator[Trial]:
+def _determinism_tests(target: BackendUnderTest) -> Iterator[TestCase]:
     """Yield each case three times, and each dtype over a growing number of ranks."""
-    quick = subject.effort == "quick"
+    quick = target.coverage == "quick"
     for case in (
         Case(ranks=4, strategy="burst", mask="documents", layout="document_zigzag"),
         Case(ranks=3, strategy="ring", dtype=torch.bfloat16),
         Case(ranks=2, strategy="ulysses", heads="mqa"),
     ):
-        if case.ranks <= subject.ranks:
-            yield plain("steady", f"same-bits-{case}", _repeat, subject, case)
+        if case.ranks <= target.ranks:
+            yield make_plain_test("determinism", f"same-bits-{case}", _repeat, target, case)
     for dtype in (torch.bfloat16,) if quick else (torch.float32, torch.bfloat16, torch.float16):
         for strategy in ("burst",) if quick else ("ring", "burst"):
             short = str(dtype).removeprefix("torch.")
-            yield plain("steady", f"flat-error-{strategy}-{short}", _growth, subject, dtype, strategy)
+            title = f"flat-error-{strategy}-{short}"
+            yield make_plain_test("determinism", title, _growth, target, dtype, strategy)
 
 
-def _repeat(subject: Subject, case: Case) -> Outcome:
+def _repeat(target: BackendUnderTest, case: Case) -> Outcome:
     x = make_inputs(case)
     try:
-        first, *others = (run_case(subject, case, x) for _ in range(3))
-    except UnsupportedError as refusal:
-        return Outcome(skipped=str(refusal))
-    for other in others:
-        if name := first.differs(other):
-            return Outcome(wrong=f"{name} has other bits the second time, though deterministic was asked for")
+        first, *repeats = (run_case(target, case, x) for _ in range(3))
+    except UnsupportedError as error:
+        return Outcome(skipped=str(error))
+    for repeat in repeats:
+        if name := first.differs(repeat):
+            return Outcome(wrong=f"{name} has other bits in a repeated run with deterministic=True")
     return Outcome()
 
 
-def _growth(subject: Subject, dtype: torch.dtype, strategy: str) -> Outcome:
+def _growth(target: BackendUnderTest, dtype: torch.dtype, strategy: str) -> Outcome:
     try:
-        return grown(subject, dtype, strategy, lambda case, x: run_case(subject, case, x))
-    except UnsupportedError as refusal:
-        return Outcome(skipped=str(refusal))
+        return compare_growth(target, dtype, strategy, lambda case, x: run_case(target, case, x))
+    except UnsupportedError as error:
+        return Outcome(skipped=str(error))
 
 
-def grown(subject: Subject, dtype: torch.dtype, strategy: str, run: Callable[[Case, Inputs], Answer]) -> Outcome:
-    """Compare the largest error over numbers of ranks with that of the fewest; errors below rounding do not count."""
-    counts = (2, 4, 8, 16, 32, 64) if subject.effort == "full" else (2, 32)
+def compare_growth(
+    target: BackendUnderTest, dtype: torch.dtype, strategy: str, run: Callable[[Case, Inputs], Answer]
+) -> Outcome:
+    """Check that errors do not grow with the number of ranks. Errors below rounding do not count."""
+    counts = (2, 4, 8, 16, 32, 64) if target.coverage == "full" else (2, 32)
     smallest: dict[str, float] = {}
     worst: dict[str, tuple[float, float]] = {}
     for ranks in counts:
         case = Case(ranks=ranks, strategy=strategy, dtype=dtype, length=256, batch=1, heads="2x1x64x64")
         x = make_inputs(case)
-        x = replace(x, q=x.q * 4)  # scores as far apart as in trained attention
+        x = replace(x, q=x.q * 4)  # scores with the spread of trained attention
         exact, _ = expected(case, x)
         for name, value in run(case, x).quantities().items():
             error = relative_error(value, exact.quantities()[name])
@@ -336,4 +347,6 @@ def grown(subject: Subject, dtype: torch.dtype, strategy: str, run: Callable[[Ca
     return Outcome(worst)
 
 
-STEADY = Check("steady", "the same bits every time; an error that is flat in the number of ranks", _steady_trials)
+DETERMINISM = Check(
+    "determinism", "the same bits every time; an error that is flat in the number of ranks", _determinism_tests
+)

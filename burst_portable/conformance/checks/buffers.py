@@ -1,4 +1,4 @@
-"""Memory that is not fresh, messages that come late, and buffers that are in use: nothing of that may show."""
+"""Test stale memory, late messages, stream order and buffers in use: none of them may change a result."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport, WrappedTransport
+from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, Wrap, make_plain_test
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.checks.attention import judged
+from burst_portable.conformance.checks.attention import compare
 from burst_portable.conformance.checks.kernel_contract import plainest
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import run_case, run_kernel
-from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, Wrap, plain
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, LazyKernel, WrappedKernel
 from burst_portable.numerics import State
@@ -35,7 +35,7 @@ _CASES = (
 
 
 class _Late:
-    """A handle whose wait takes longer, by a random time."""
+    """A handle whose wait takes a random time longer."""
 
     def __init__(self, handle: Handle, chance: random.Random, seconds: float) -> None:
         self._handle, self._chance, self._seconds = handle, chance, seconds
@@ -46,9 +46,9 @@ class _Late:
 
 
 class Delayed(WrappedTransport):
-    """Another transport, each rank of which posts and waits at its own pace.
+    """A transport whose ranks post and wait after random delays.
 
-    On a device with streams, each post is also put behind work of random length on the stream that is current.
+    On a device with streams, random work is also queued on the current stream before each post.
     """
 
     def __init__(self, wrapped: Transport, seed: int, seconds: float, *, streams: bool) -> None:
@@ -68,7 +68,7 @@ class Delayed(WrappedTransport):
 
 
 def _keep_busy(device: torch.device, rounds: int) -> None:
-    """Copies on the current stream; the host does not wait for them."""
+    """Queue copies on the current stream without waiting for them."""
     x = torch.zeros(_BUSY, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     for _ in range(rounds):
@@ -76,7 +76,7 @@ def _keep_busy(device: torch.device, rounds: int) -> None:
 
 
 class LateInputs(WrappedKernel):
-    """A kernel whose tensors are written right before it is called, behind work that keeps the current stream busy."""
+    """A kernel whose inputs are written right before the call, behind work that keeps the current stream busy."""
 
     def __init__(self, wrapped: Kernel, rounds: int) -> None:
         super().__init__(wrapped)
@@ -93,15 +93,15 @@ class LateInputs(WrappedKernel):
         state: State | None = None,
         yields_to_comm: bool = False,
     ) -> State:
-        q, k, v = self._late(q, k, v)
+        q, k, v = self._rewrite(q, k, v)
         return super().attend(q, k, v, tiles, call, state=state, yields_to_comm=yields_to_comm)
 
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
-        dout, q, k, v, lse = self._late(x.dout, x.q, x.k, x.v, x.lse)
+        dout, q, k, v, lse = self._rewrite(x.dout, x.q, x.k, x.v, x.lse)
         late = x._replace(dout=dout, q=q, k=k, v=v, lse=lse)
         super().attend_backward(late, tiles, call, into=into)
 
-    def _late(self, *tensors: Tensor) -> list[Tensor]:
+    def _rewrite(self, *tensors: Tensor) -> list[Tensor]:
         written = [torch.empty_like(tensor) for tensor in tensors]
         _keep_busy(tensors[0].device, self._rounds)
         for target, tensor in zip(written, tensors, strict=True):
@@ -109,69 +109,70 @@ class LateInputs(WrappedKernel):
         return written
 
 
-def _rounds(device: torch.device, seconds: float = 0.05) -> int:
-    """How many rounds keep a device busy for this long: longer than launching a kernel takes."""
-    module, many = torch.get_device_module(device), 32
+def _count_rounds(device: torch.device, seconds: float = 0.05) -> int:
+    """Return the number of copies that keep a device busy for `seconds`, longer than a kernel launch takes."""
+    module, rounds = torch.get_device_module(device), 32
     module.synchronize()
     began = time.perf_counter()
-    _keep_busy(device, many)
+    _keep_busy(device, rounds)
     module.synchronize()
-    return 1 + round(seconds * many / (time.perf_counter() - began))
+    return 1 + round(seconds * rounds / (time.perf_counter() - began))
 
 
-def trials(subject: Subject) -> Iterator[Trial]:
-    """Each case with delays, and on memory full of other things; each kernel behind work on its stream."""
-    if subject.backend.capabilities.streams:
-        yield from (plain(NAME, f"stream-order-{k.name}", _order, subject, k) for k in subject.kernels)
-    for case in _CASES[:2] if subject.effort == "quick" else _CASES:
-        if case.ranks <= subject.ranks:
-            yield plain(NAME, f"delays-{case}", _delays, subject, case)
-            yield plain(NAME, f"stale-{case}", _stale, subject, case)
+def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
+    """Yield each case with delays and on stale memory, and each kernel behind work on its stream."""
+    if target.backend.capabilities.streams:
+        yield from (make_plain_test(NAME, f"stream-order-{k.name}", _order, target, k) for k in target.kernels)
+    for case in _CASES[:2] if target.coverage == "quick" else _CASES:
+        if case.ranks <= target.ranks:
+            yield make_plain_test(NAME, f"delays-{case}", _delays, target, case)
+            yield make_plain_test(NAME, f"stale-{case}", _stale, target, case)
 
 
-def _order(subject: Subject, kernel: Kernel | LazyKernel) -> Outcome:
-    """Check that a kernel reads what the current stream has written, not what was there before."""
-    case = Case(ranks=1, **plainest(kernel, subject.device.type))
-    support = kernel.supports(case.make_call(subject.device.type))
+def _order(target: BackendUnderTest, kernel: Kernel | LazyKernel) -> Outcome:
+    """Check that a kernel reads what the current stream has written, not the previous contents."""
+    case = Case(ranks=1, **plainest(kernel, target.device.type))
+    support = kernel.supports(case.make_call(target.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason)
     x, loaded = make_inputs(case), kernel.load()
-    run_kernel(loaded, case, x, subject.device)  # compiling takes longer than any stream is kept busy
-    late = LateInputs(loaded, _rounds(subject.device))
-    return judged(case, x, run_kernel(late, case, x, subject.device), loaded.traits.rounding)
+    run_kernel(loaded, case, x, target.device)  # compile first: that takes longer than the stream is kept busy
+    late = LateInputs(loaded, _count_rounds(target.device))
+    return compare(case, x, run_kernel(late, case, x, target.device), loaded.traits.rounding)
 
 
-def _delays(subject: Subject, case: Case) -> Outcome:
-    """Whoever comes late, the bits are the same."""
+def _delays(target: BackendUnderTest, case: Case) -> Outcome:
+    """Check that delays of any rank change no bit."""
     x, seconds = make_inputs(case), 0.004
     try:
-        calm = run_case(subject, case, x)
-        for seed in range(2 if subject.effort == "quick" else 5):
-            late = replace(subject, wrap=_delaying(subject, seed, seconds))
-            hurried = run_case(late, case, x)
-            if name := calm.differs(hurried):
-                return Outcome(wrong=f"{name} depends on who comes late (delays of seed {seed})")
+        expected = run_case(target, case, x)
+        for seed in range(2 if target.coverage == "quick" else 5):
+            delayed = run_case(replace(target, wrap=_delaying(target, seed, seconds)), case, x)
+            if name := expected.differs(delayed):
+                return Outcome(wrong=f"{name} depends on which rank is late (delays of seed {seed})")
     except UnsupportedError as refusal:
         return Outcome(skipped=str(refusal))
     return Outcome()
 
 
-def _delaying(subject: Subject, seed: int, seconds: float) -> Wrap:
-    streams = subject.backend.capabilities.streams
-    return lambda transport: Delayed(subject.wrap(transport), seed, seconds, streams=streams)
+def _delaying(target: BackendUnderTest, seed: int, seconds: float) -> Wrap:
+    streams = target.backend.capabilities.streams
+    return lambda transport: Delayed(target.wrap(transport), seed, seconds, streams=streams)
 
 
-def _stale(subject: Subject, case: Case) -> Outcome:
-    """The same case after another one of the same shapes gives the same bits: nothing is kept from call to call."""
+def _stale(target: BackendUnderTest, case: Case) -> Outcome:
+    """Check that a case gives the same bits after another one of the same shapes: no data is kept from call to call."""
     x = make_inputs(case)
     try:
-        before = run_case(subject, case, x)
-        run_case(subject, case, make_inputs(case, seed=1))
-        after = run_case(subject, case, x)
+        before = run_case(target, case, x)
+        run_case(target, case, make_inputs(case, seed=1))
+        after = run_case(target, case, x)
     except UnsupportedError as refusal:
         return Outcome(skipped=str(refusal))
     name = before.differs(after)
-    return Outcome(wrong=f"{name} depends on the call before" if name else "")
+    return Outcome(wrong=f"{name} depends on the previous call" if name else "")
 
 
-CHECK = Check(NAME, "delays injected, order of streams, memory poisoned, nothing kept from the call before", trials)
+CHECK = Check(
+    NAME, "injected delays, stream order, fresh memory of NaN, no data kept from the previous call", list_tests
+)

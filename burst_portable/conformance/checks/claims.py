@@ -1,4 +1,4 @@
-"""Claims against what is there: what is claimed works, what is not claimed is refused with a reason."""
+"""Test the claims of a backend: claimed calls give correct results, and other calls are declined with a reason."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel
+from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import DTYPES, Case
-from burst_portable.conformance.checks.attention import HEAD_SIZES, judged
+from burst_portable.conformance.checks.attention import HEAD_SIZES, compare
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import run_kernel, serves
-from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 from burst_portable.errors import UnknownNameError, UnsupportedError, first_line
 from burst_portable.kernels.base import Kernel, LazyKernel
 
@@ -23,7 +23,7 @@ NAME = "claims"
 
 
 def _cases(dtype: torch.dtype, size: int) -> Iterator[Case]:
-    """Yield the cases of one dtype and head size that a kernel may claim or decline."""
+    """Yield the cases of one dtype and head size that a kernel may support or decline."""
     for value_size in (size, size // 2):
         for softcap in (None, 5.0):
             for deterministic in (True, False):
@@ -34,91 +34,92 @@ def _cases(dtype: torch.dtype, size: int) -> Iterator[Case]:
                 )  # fmt: skip
 
 
-def _grid(effort: str) -> dict[str, list[Case]]:
-    """Return all of these cases, by dtype and head size: a trial takes seconds if kernels are compiled for it."""
-    sizes = (16, 80) if effort == "quick" else (*HEAD_SIZES, 8, 320, 512)
+def _grid(coverage: str) -> dict[str, list[Case]]:
+    """Return these cases by dtype and head size: a test that compiles kernels takes seconds."""
+    sizes = (16, 80) if coverage == "quick" else (*HEAD_SIZES, 8, 320, 512)
     return {f"{name}-{size}": list(_cases(dtype, size)) for name, dtype in DTYPES.items() for size in sizes}
 
 
-def trials(subject: Subject) -> Iterator[Trial]:
-    """What the backend says about itself, then what each kernel says."""
-    for name, ask in _ASKED.items():
-        yield plain(NAME, name, _made, ask, subject)
-    for kernel in subject.kernels:
-        yield plain(NAME, f"{kernel.name}-reasons", _made, _reasons, subject, kernel)
-        for name, cases in _grid(subject.effort).items():
-            if not _declines(subject, kernel, cases):
-                yield plain(NAME, f"{kernel.name}-runs-what-it-claims-{name}", _made, _runs, subject, kernel, cases)
+def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
+    """Yield the tests of the backend's claims, then those of each kernel."""
+    for name, find_error in _CLAIMS.items():
+        yield make_plain_test(NAME, name, _run, find_error, target)
+    for kernel in target.kernels:
+        yield make_plain_test(NAME, f"{kernel.name}-reasons", _run, _reasons, target, kernel)
+        for name, cases in _grid(target.coverage).items():
+            if not _declines(target, kernel, cases):
+                title = f"{kernel.name}-runs-what-it-claims-{name}"
+                yield make_plain_test(NAME, title, _run, _runs, target, kernel, cases)
 
 
-def _made(ask: Callable[..., str], *arguments: object) -> Outcome:
-    return Outcome(wrong=ask(*arguments))
+def _run(find_error: Callable[..., str], *arguments: object) -> Outcome:
+    return Outcome(wrong=find_error(*arguments))
 
 
-def _declines(subject: Subject, kernel: Kernel | LazyKernel, cases: Sequence[Case]) -> bool:
-    return not any(serves(kernel, case, subject.device.type) for case in cases)
+def _declines(target: BackendUnderTest, kernel: Kernel | LazyKernel, cases: Sequence[Case]) -> bool:
+    return not any(serves(kernel, case, target.device.type) for case in cases)
 
 
-def _device(subject: Subject) -> str:
-    x = torch.ones(3, device=subject.device)
-    return "" if float(x.sum()) == 3 else f"a tensor on {subject.device} does not add up"
+def _device(target: BackendUnderTest) -> str:
+    x = torch.ones(3, device=target.device)
+    return "" if float(x.sum()) == 3 else f"the sum of three ones on {target.device} is not 3"
 
 
-def _probe(subject: Subject) -> str:
-    probe = subject.backend.probe()
+def _probe(target: BackendUnderTest) -> str:
+    probe = target.backend.probe()
     if not probe.ok:
-        return f"it is examined though its probe says no: {probe.reason}"
+        return f"the second probe failed: {probe.reason}"
     for name, fact in probe.facts.items():
         try:
             json.dumps({name: fact})
         except TypeError:
-            return f"a report must hold its facts, and {name!r} is a {type(fact).__name__}: plain data is needed"
+            return f"facts of the probe must be plain data for the report; {name!r} is a {type(fact).__name__}"
     return ""
 
 
-def _process_group(subject: Subject) -> str:
-    group = subject.backend.capabilities.process_group
+def _process_group(target: BackendUnderTest) -> str:
+    group = target.backend.capabilities.process_group
     return "" if dist.is_available() and dist.is_backend_available(group) else f"torch has no process group {group!r}"
 
 
-def _streams(subject: Subject) -> str:
-    if not subject.backend.capabilities.streams:
+def _streams(target: BackendUnderTest) -> str:
+    if not target.backend.capabilities.streams:
         return ""
     try:
-        torch.Event(subject.device).record()
+        torch.Event(target.device).record()
     except RuntimeError as error:
-        return f"it claims streams, and torch records no event on {subject.device}: {first_line(error)}"
-    module = torch.get_device_module(subject.device)
+        return f"it claims streams, but torch records no event on {target.device}: {first_line(error)}"
+    module = torch.get_device_module(target.device)
     missing = [name for name in ("Stream", "Event", "current_stream", "synchronize") if not hasattr(module, name)]
-    return f"it claims streams, and torch.{subject.device.type} has no {', '.join(missing)}" if missing else ""
+    return f"it claims streams, but torch.{target.device.type} has no {', '.join(missing)}" if missing else ""
 
 
-def _names(subject: Subject) -> str:
-    names = [kernel.name for kernel in subject.backend.kernels()]
+def _names(target: BackendUnderTest) -> str:
+    names = [kernel.name for kernel in target.backend.kernels()]
     if not names or not all(names) or len(set(names)) < len(names):
-        return f"kernels need a name each: {names}"
+        return f"every kernel needs a unique name; got {names}"
     try:
-        choose_kernel(subject.backend, Case().make_call(subject.device.type), "no such kernel")
+        choose_kernel(target.backend, Case().make_call(target.device.type), "no such kernel")
     except UnknownNameError:
         return ""
-    return "a kernel that is none was found"
+    return "an unknown kernel name raised no error"
 
 
-def _hardware(subject: Subject) -> str:
-    hardware = subject.backend.capabilities.hardware
-    return "" if hardware.tflops > 0 and hardware.intra_node_bandwidth > 0 else f"rates must be above 0: {hardware}"
+def _hardware(target: BackendUnderTest) -> str:
+    hardware = target.backend.capabilities.hardware
+    return "" if hardware.tflops > 0 and hardware.intra_node_bandwidth > 0 else f"rates must be above 0; got {hardware}"
 
 
-def _direct_transport(subject: Subject) -> str:
-    """A direct transport that is named exists, and one that exists is named: otherwise nobody would use it."""
-    named = subject.backend.capabilities.direct_transport
-    there = type(subject.backend).connect_direct is not Backend.connect_direct
-    if named and not there:
-        return f"it claims the direct transport {named!r}, and has no connect_direct"
-    return "it has connect_direct, and names no direct transport" if there and not named else ""
+def _direct_transport(target: BackendUnderTest) -> str:
+    """Check that a named direct transport exists, and that an existing one is named: without a name it is not used."""
+    name = target.backend.capabilities.direct_transport
+    exists = type(target.backend).connect_direct is not Backend.connect_direct
+    if name and not exists:
+        return f"it claims the direct transport {name!r}, but has no connect_direct"
+    return "it has connect_direct, but names no direct transport" if exists and not name else ""
 
 
-_ASKED: dict[str, Callable[[Subject], str]] = {
+_CLAIMS: dict[str, Callable[[BackendUnderTest], str]] = {
     "device": _device,
     "probe": _probe,
     "process-group": _process_group,
@@ -129,36 +130,36 @@ _ASKED: dict[str, Callable[[Subject], str]] = {
 }
 
 
-def _reasons(subject: Subject, kernel: Kernel | LazyKernel) -> str:
-    """Check that a kernel declines with a reason, always the same, and that naming it raises an error with it."""
-    for case in chain.from_iterable(_grid(subject.effort).values()):
-        call = case.make_call(subject.device.type)
+def _reasons(target: BackendUnderTest, kernel: Kernel | LazyKernel) -> str:
+    """Check that a kernel always declines with the same reason, and that requesting it raises an error with it."""
+    for case in chain.from_iterable(_grid(target.coverage).values()):
+        call = case.make_call(target.device.type)
         support = kernel.supports(call)
         if kernel.supports(call) != support:
-            return f"it answers differently the second time ({case.spec()})"
+            return f"the second call of supports returns another answer ({case.spec()})"
         if support.ok:
             continue
         if not support.reason:
             return f"it declines without a reason ({case.spec()})"
         try:
-            choose_kernel(subject.backend, call, kernel.name)
-        except UnsupportedError as refusal:
-            if support.reason not in str(refusal):
-                return f"the refusal does not tell the reason ({case.spec()})"
+            choose_kernel(target.backend, call, kernel.name)
+        except UnsupportedError as error:
+            if support.reason not in str(error):
+                return f"the error does not contain the reason ({case.spec()})"
         else:
-            return f"named, it is taken though it declines ({case.spec()})"
+            return f"requested by name, it is chosen although it declines ({case.spec()})"
     return ""
 
 
-def _runs(subject: Subject, kernel: Kernel | LazyKernel, cases: Sequence[Case]) -> str:
-    """Check that each of these calls that the kernel claims gives right numbers."""
+def _runs(target: BackendUnderTest, kernel: Kernel | LazyKernel, cases: Sequence[Case]) -> str:
+    """Check that each of these calls gives correct numbers if the kernel supports it."""
     for case in cases:
-        if kernel.supports(case.make_call(subject.device.type)).ok:
+        if kernel.supports(case.make_call(target.device.type)).ok:
             x, loaded = make_inputs(case), kernel.load()
-            outcome = judged(case, x, run_kernel(loaded, case, x, subject.device), loaded.traits.rounding)
+            outcome = compare(case, x, run_kernel(loaded, case, x, target.device), loaded.traits.rounding)
             if not outcome.ok:
                 return f"{outcome.text()} (claimed: {case.spec()})"
     return ""
 
 
-CHECK = Check(NAME, "what is claimed works; what is not claimed is refused with a reason", trials)
+CHECK = Check(NAME, "supported calls give correct results; all others are declined with a reason", list_tests)

@@ -1,4 +1,4 @@
-"""Every kernel of the backend by name, through the contract alone: also those that are never chosen here."""
+"""Test every kernel of the backend by name through the contract of kernels, also kernels that are never chosen here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import (
     DTYPES,
     HEADS,
@@ -21,10 +22,9 @@ from burst_portable.conformance.cases import (
     Choices,
     covering,
 )
-from burst_portable.conformance.checks.attention import HEAD_SIZES, grown, judged
+from burst_portable.conformance.checks.attention import HEAD_SIZES, compare, compare_growth
 from burst_portable.conformance.oracle import Answer, Inputs, make_inputs
-from burst_portable.conformance.running import Trespass, run_kernel, run_whole, serves
-from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
+from burst_portable.conformance.running import OutOfBoundsWriteError, run_kernel, run_single_call, serves
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.layout import NAMES as LAYOUTS
 
@@ -43,14 +43,14 @@ AXES: Axes = {
 
 
 LONG = 777
-"""Several blocks of 128 or 256 rows and keys, and the last one ragged: elsewhere a kernel hardly sees a third block."""
+"""Several blocks of 128 or 256 rows and keys, the last one ragged. Other cases rarely have a third block."""
 
 LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x128")
-"""For kernels that are built for sizes which models have."""
+"""Heads for kernels that support only the sizes of models."""
 
 
 def axes_of(kernel: Kernel | LazyKernel, device: str) -> Axes:
-    """The choices that the kernel serves: values that it declines are left out of their axis."""
+    """Return the choices that the kernel supports."""
     usual = plainest(kernel, device)
     axes = AXES if usual["heads"] in HEADS else {**AXES, "heads": LARGER_HEADS}
     return {
@@ -60,7 +60,7 @@ def axes_of(kernel: Kernel | LazyKernel, device: str) -> Axes:
 
 
 def plainest(kernel: Kernel | LazyKernel, device: str) -> Choices:
-    """The plainest heads, order of sums and dtype that it serves together."""
+    """Return the plainest heads, determinism and dtype that the kernel supports together."""
     bases: Iterator[Choices] = (
         {"heads": heads, "deterministic": deterministic, "dtype": dtype}
         for heads in ("mha", *LARGER_HEADS)
@@ -71,7 +71,7 @@ def plainest(kernel: Kernel | LazyKernel, device: str) -> Choices:
 
 
 def fitted(case: Case, kernel: Kernel | LazyKernel, device: str) -> Case:
-    """A case of the quick look; with the plainest choices where the kernel does not serve those of the case."""
+    """Return a case of quick coverage, with the plainest choices if the kernel does not support those of the case."""
     if serves(kernel, case, device):
         return case
     return replace(case, **plainest(kernel, device))
@@ -82,21 +82,23 @@ def _serves(kernel: Kernel | LazyKernel, device: str, **choices: Any) -> bool:
 
 
 def declined(kernel: Kernel | LazyKernel, device: str) -> Iterator[Case]:
-    """One case for every value that it declines: its reason goes into the report."""
-    kept = axes_of(kernel, device)
+    """Yield one case for every value that the kernel declines, so that its reason appears in the report."""
+    supported = axes_of(kernel, device)
     for axis, values in AXES.items():
-        yield from (Case(**{axis: v}) for v in values if v not in kept[axis])
+        yield from (Case(**{axis: v}) for v in values if v not in supported[axis])
 
 
-def cases(effort: str, axes: Axes) -> Iterator[Case]:
-    """Every pair of choices; head sizes; large and small scores. For a quick look a handful."""
-    if effort == "quick":
-        masks = ("causal", "window", "documents", "rows_see_nothing", "custom")
+def cases(coverage: str, axes: Axes) -> Iterator[Case]:
+    """Yield every pair of choices, head sizes, and large and small scores; few cases for quick coverage."""
+    if coverage == "quick":
+        masks = ("causal", "window", "documents", "fully_masked_rows", "custom")
         yield from (
             Case(mask, layout="contiguous", ranks=2, memory=MEMORY[i % len(MEMORY)]) for i, mask in enumerate(masks)
         )
         yield Case("full", "striped", ranks=3, heads="wide_values", softcap=5.0)
-        yield Case("causal", "contiguous", ranks=3, length=48)  # blocks of one shape: what is kept of one fits the next
+        yield Case(
+            "causal", "contiguous", ranks=3, length=48
+        )  # equal shapes: stale data of one block would fit the next
         yield Case("causal", "zigzag", ranks=2, heads="mha", dtype=torch.bfloat16, deterministic=False)
         yield Case("causal", "contiguous", ranks=1)
         yield from (Case("causal", "contiguous", scale=scale) for scale in SCALES[1:])
@@ -113,11 +115,11 @@ def cases(effort: str, axes: Axes) -> Iterator[Case]:
         yield Case(**{**usual, "length": length, "ranks": 1, "layout": "contiguous", "dtype": dtypes[0]})
 
 
-def large(effort: str) -> Iterator[Case]:
-    """Many blocks of rows and keys, some of which a mask hides whole; more heads and sequences than elsewhere."""
+def large(coverage: str) -> Iterator[Case]:
+    """Yield cases of many blocks, some of them fully masked, and of more heads and batch rows than elsewhere."""
     case = Case("causal", "contiguous", ranks=1, heads="2x1x64x64", batch=1, length=LONG)
     yield case
-    if effort == "quick":
+    if coverage == "quick":
         return
     yield from (replace(case, mask=mask) for mask in ("window", "sink_window", "documents"))
     yield replace(case, layout="zigzag", ranks=2)
@@ -125,76 +127,78 @@ def large(effort: str) -> Iterator[Case]:
     yield replace(case, batch=9, length=LENGTH)
 
 
-def trials(subject: Subject) -> Iterator[Trial]:
-    """See `cases` and `large`, for each kernel; and for each, whether its error grows with the number of blocks."""
-    for kernel in subject.kernels:
-        device = subject.device.type
-        tried = cases(subject.effort, axes_of(kernel, device))
-        if subject.effort == "quick":
-            tried = (fitted(case, kernel, device) for case in tried)
-        many = [fitted(case, kernel, device) for case in large(subject.effort)]
-        for case in dict.fromkeys([*tried, *many, *declined(kernel, device)]):
+def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
+    """Yield `cases` and `large` for each kernel, and whether its error grows with the number of blocks."""
+    for kernel in target.kernels:
+        device = target.device.type
+        usual = cases(target.coverage, axes_of(kernel, device))
+        if target.coverage == "quick":
+            usual = (fitted(case, kernel, device) for case in usual)
+        many = [fitted(case, kernel, device) for case in large(target.coverage)]
+        for case in dict.fromkeys([*usual, *many, *declined(kernel, device)]):
             if case.possible():
-                yield _case_trial(subject, kernel, case)
-        for dtype in (torch.bfloat16,) if subject.effort == "quick" else (torch.float32, torch.bfloat16, torch.float16):
+                yield _make_case_test(target, kernel, case)
+        for dtype in (
+            (torch.bfloat16,) if target.coverage == "quick" else (torch.float32, torch.bfloat16, torch.float16)
+        ):
             short = str(dtype).removeprefix("torch.")
-            yield plain(NAME, f"{kernel.name}:flat-error-{short}", _growth, subject, kernel, dtype)
+            yield make_plain_test(NAME, f"{kernel.name}:flat-error-{short}", _growth, target, kernel, dtype)
 
 
-def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
-    """Any case on the kernel of that name."""
-    (found,) = (k for k in subject.backend.kernels() if k.name == kernel)
-    return _case_trial(subject, found, case)
+def make_test(target: BackendUnderTest, case: Case, kernel: str) -> TestCase:
+    """Return the test of any case on the kernel of that name."""
+    (found,) = (k for k in target.backend.kernels() if k.name == kernel)
+    return _make_case_test(target, found, case)
 
 
-def _case_trial(subject: Subject, kernel: Kernel | LazyKernel, case: Case) -> Trial:
-    def attempt(tried: Case) -> Outcome:
-        return _attempt(subject, kernel, tried)
+def _make_case_test(target: BackendUnderTest, kernel: Kernel | LazyKernel, case: Case) -> TestCase:
+    def run(other: Case) -> Outcome:
+        return _run(target, kernel, other)
 
-    return Trial(NAME, f"{kernel.name}:{case.spec()}", attempt, case, kernel.name)
+    return TestCase(NAME, f"{kernel.name}:{case.spec()}", run, case, kernel.name)
 
 
-def _attempt(subject: Subject, kernel: Kernel | LazyKernel, case: Case) -> Outcome:
-    """Compare the numbers; again with `out` for delta and gradients added twice; one block also in a single call."""
-    support = kernel.supports(case.make_call(subject.device.type))
+def _run(target: BackendUnderTest, kernel: Kernel | LazyKernel, case: Case) -> Outcome:
+    """Compare results, with delta and with `out` and gradients added twice; one block also as a single call."""
+    support = kernel.supports(case.make_call(target.device.type))
     if not support.ok:
-        return Outcome(skipped=support.reason, wrong="" if support.reason else "it declines and gives no reason")
+        return Outcome(skipped=support.reason, wrong="" if support.reason else "it declines without a reason")
     x, loaded = make_inputs(case), kernel.load()
     try:
-        first = run_kernel(loaded, case, x, subject.device)
-        by_out = run_kernel(loaded, case, x, subject.device, by_out=True, times=2)
-    except Trespass as trespass:
-        return Outcome(wrong=str(trespass))
+        first = run_kernel(loaded, case, x, target.device)
+        by_out = run_kernel(loaded, case, x, target.device, by_out=True, times=2)
+    except OutOfBoundsWriteError as error:
+        return Outcome(wrong=str(error))
     rounding = loaded.traits.rounding
-    outcome = judged(case, x, first, rounding)
+    outcome = compare(case, x, first, rounding)
     if not outcome.ok:
         return outcome
-    second = judged(case, x, by_out, rounding)
+    second = compare(case, x, by_out, rounding)
     if not second.ok:
-        return Outcome(second.errors, f"with out in place of delta, gradients added twice: {second.wrong}".strip(": "))
+        return Outcome(second.errors, f"with out instead of delta, gradients added twice: {second.wrong}".strip(": "))
     if case.ranks == 1:
         for parts in (False, True) if loaded.traits.writes_into else (False,):
-            third = judged(case, x, run_whole(loaded, case, x, subject.device, parts=parts), rounding)
+            third = compare(case, x, run_single_call(loaded, case, x, target.device, parts=parts), rounding)
             if not third.ok:
-                how = "told where to write" if parts else "asked for all at once"
+                how = "writing into a given buffer" if parts else "as a single call"
                 return Outcome(third.errors, f"{how}: {third.wrong}".strip(": "))
     if case.deterministic and not all(torch.equal(getattr(first, n), getattr(by_out, n)) for n in ("out", "lse")):
-        return Outcome(outcome.errors, "other bits the second time, though deterministic was asked for")
+        return Outcome(outcome.errors, "other bits in a repeated run with deterministic=True")
     return outcome
 
 
-def _growth(subject: Subject, kernel: Kernel | LazyKernel, dtype: torch.dtype) -> Outcome:
+def _growth(target: BackendUnderTest, kernel: Kernel | LazyKernel, dtype: torch.dtype) -> Outcome:
     case = Case(dtype=dtype, deterministic=False, heads="2x1x64x64")
-    support = kernel.supports(case.make_call(subject.device.type))
+    support = kernel.supports(case.make_call(target.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason)
 
     loaded = kernel.load()
 
-    def run(tried: Case, x: Inputs) -> Answer:
-        return run_kernel(loaded, replace(tried, deterministic=False), x, subject.device)
+    def run(case: Case, x: Inputs) -> Answer:
+        return run_kernel(loaded, replace(case, deterministic=False), x, target.device)
 
-    return grown(subject, dtype, "ring", run)
+    return compare_growth(target, dtype, "ring", run)
 
 
-CHECK = Check(NAME, "every kernel by name: tiles, running state, gradients added into buffers", trials, of_case)
+CHECK = Check(NAME, "every kernel by name: tiles, running state, gradients added into buffers", list_tests, make_test)

@@ -1,4 +1,4 @@
-"""The profiler on this backend's clock: its partition adds up and is right, nothing is missing, no bit changes."""
+"""Test the profiler on this backend's clock: the partition of time is correct, and recording changes no result."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 from burst_portable.conformance import oracle
+from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import plan_of, run_case
-from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import WrappedKernel
 from burst_portable.numerics import State
@@ -24,9 +24,9 @@ from burst_portable.runtime.prepared_call import installed
 
 NAME = "profiler"
 _PART = {"compute": "compute", "copy": "exposed_copy"}  # of events that are not communication
-HELD = 0.02
-"""Seconds for which a kernel is held in the trial of the clock."""
-_MARGIN = 5_000_000  # nanoseconds by which a device's clock may be off from the host's
+DELAY = 0.02
+"""Seconds by which a kernel is delayed in the test of the clock."""
+_MARGIN = 5_000_000  # nanoseconds by which a device's clock may differ from the host's
 _CASES = (
     Case(mask="custom", ranks=3, strategy="burst", layout="striped"),
     Case(mask="causal", ranks=4, strategy="double_ring"),
@@ -38,43 +38,43 @@ _CASES = (
 Facts = dict[str, Any]
 
 
-def trials(subject: Subject) -> Iterator[Trial]:
-    """The partition of each case, and the clock."""
-    for case in _CASES[:1] if subject.effort == "quick" else _CASES:
-        if case.ranks <= subject.ranks:
-            yield plain(NAME, f"partition-{case}", _partition, subject, case)
-    yield plain(NAME, "clock", _clock, subject)
+def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
+    """Yield the partition of each case, and the clock."""
+    for case in _CASES[:1] if target.coverage == "quick" else _CASES:
+        if case.ranks <= target.ranks:
+            yield make_plain_test(NAME, f"partition-{case}", _partition, target, case)
+    yield make_plain_test(NAME, "clock", _clock, target)
 
 
-def _partition(subject: Subject, case: Case) -> Outcome:
+def _partition(target: BackendUnderTest, case: Case) -> Outcome:
     x = make_inputs(case)
     try:
-        plainly = run_case(subject, case, x)
+        unrecorded = run_case(target, case, x)
         with profile() as session:
-            recorded = run_case(subject, case, x)
-    except UnsupportedError as refusal:
-        return Outcome(skipped=str(refusal))
-    if name := plainly.differs(recorded):
+            recorded = run_case(target, case, x)
+    except UnsupportedError as error:
+        return Outcome(skipped=str(error))
+    if name := unrecorded.differs(recorded):
         return Outcome(wrong=f"{name} has other bits while it is recorded")
-    told = _told(session)
-    return Outcome(wrong=_sums(told) or counted(told) or _complete(told, case))
+    data = _report(session)
+    return Outcome(wrong=_check_sums(data) or compare_with_events(data) or _check_complete(data, case))
 
 
-def _told(session: Session) -> Facts:
+def _report(session: Session) -> Facts:
     report = session.report()
-    assert report is not None, "ranks are threads: all were recorded here"
+    assert report is not None, "all ranks are threads of this process"
     data: Facts = report.data
     return data
 
 
-def _sums(told: Facts) -> str:
-    """Whether the four parts add up, in whole nanoseconds: a rank's window, and every piece that it is cut into."""
+def _check_sums(data: Facts) -> str:
+    """Check that the four parts add up exactly, in a rank's window and in each of its steps, layers and iterations."""
     for kind in ("steps", "layers", "iterations"):
-        for piece in told[kind]:
+        for piece in data[kind]:
             for cell in piece["ranks"]:
                 if cell["span"] != sum(cell[part] for part in PARTS):
                     return f"the parts of {kind} do not add up on rank {cell['rank']}"
-    for rank in told["ranks"]:
+    for rank in data["ranks"]:
         if rank["span"] != sum(rank[part] for part in PARTS):
             return f"the parts of rank {rank['rank']} do not add up"
         if min(rank[part] for part in PARTS) < 0:
@@ -82,43 +82,43 @@ def _sums(told: Facts) -> str:
     return ""
 
 
-def counted(told: Facts) -> str:
-    """What differs between a rank's partition and a count of its events from boundary to boundary; "" if nothing."""
-    kinds = told["events"]["kinds"]
-    for rank, events in zip(told["ranks"], told["events"]["ranks"], strict=True):
+def compare_with_events(data: Facts) -> str:
+    """Compare the partition of each rank with a sweep over its events. Return the difference, or ""."""
+    kinds = data["events"]["kinds"]
+    for rank, events in zip(data["ranks"], data["events"]["ranks"], strict=True):
         rows = zip(events["kind"], events["start"], events["duration"], strict=True)
-        # An event that took no time, such as a wait for what was there, makes no window longer.
+        # An event without duration, such as a wait for data that is already there, extends no window.
         spans = [(_PART.get(kinds[kind], "exposed_comm"), start, start + took) for kind, start, took in rows if took]
         for part, nanoseconds in _sweep(spans).items():
             if rank[part] != nanoseconds:
-                return f"{part} of rank {rank['rank']} is {rank[part]} ns, and its events give {nanoseconds}"
+                return f"{part} of rank {rank['rank']} is {rank[part]} ns, but its events give {nanoseconds}"
     return ""
 
 
 def _sweep(spans: list[tuple[str, int, int]]) -> dict[str, int]:
-    """The partition by definition, from (part, start, end): the first of `PARTS` that is running gets the time."""
+    """Return the partition of (part, start, end): each interval counts for the first of `PARTS` that is running."""
     edges = sorted(edge for part, start, end in spans for edge in ((start, 1, part), (end, -1, part)))
     found, running = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
-    for (at, change, part), following in pairwise(edges):
+    for (start, change, part), following in pairwise(edges):
         running[part] += change
-        found[next(name for name in PARTS if running[name] or name == "idle")] += following[0] - at
+        found[next(name for name in PARTS if running[name] or name == "idle")] += following[0] - start
     return found | {"span": sum(found.values())}
 
 
-def _complete(told: Facts, case: Case) -> str:
-    """Whether every pair of the mask is in the report once, and every byte of the plan."""
+def _check_complete(data: Facts, case: Case) -> str:
+    """Check that the report contains every pair of the mask once, and every kernel of the plan."""
     plan = plan_of(case)
-    seen = int(oracle.dense_mask(case.make_mask(), case.length).sum())
-    shared = plan.head_parallel_size * plan.head_groups  # each group of heads sees every pair
+    visible = int(oracle.dense_mask(case.make_mask(), case.length).sum())
+    repeats = plan.head_parallel_size * plan.head_groups  # each group of heads computes every pair
     for backward, name in enumerate(PASSES):
-        pieces = [step for step in told["steps"] if step["backward"] == backward]
+        pieces = [step for step in data["steps"] if step["backward"] == backward]
         pairs = sum(cell["pairs"] for step in pieces for cell in step["ranks"])
-        if pairs != seen * shared:
-            return f"{name}: {pairs} pairs are in the report, and the mask has {seen * shared}"
-        kernels = [rank["passes"][name]["kernels"] for rank in told["ranks"]]
+        if pairs != visible * repeats:
+            return f"{name}: {pairs} pairs are in the report, but the mask has {visible * repeats}"
+        kernels = [rank["passes"][name]["kernels"] for rank in data["ranks"]]
         planned = [_computes(plan, name, rank) for rank in range(case.ranks)]
         if kernels != planned:
-            return f"{name}: {kernels} kernels per rank are in the report, and the plan has {planned}"
+            return f"{name}: {kernels} kernels per rank are in the report, but the plan has {planned}"
     return ""
 
 
@@ -129,46 +129,47 @@ def _computes(plan: Plan, name: PassName, rank: int) -> int:
 # ------------------------------------------------------------------------------------------------------- the clock
 
 
-class _Held(WrappedKernel):
-    """Takes `HELD` longer, forward."""
+class _Delayed(WrappedKernel):
+    """A kernel whose forward pass takes `DELAY` longer."""
 
     def attend(self, *args: Any, **options: Any) -> State:
-        time.sleep(HELD)
+        time.sleep(DELAY)
         return self.wrapped.attend(*args, **options)
 
     def forward_single_call(self, *args: Any, **options: Any) -> State:
-        time.sleep(HELD)
+        time.sleep(DELAY)
         return self.wrapped.forward_single_call(*args, **options)
 
 
 @contextmanager
-def _holding() -> Iterator[None]:
-    """Within this context, the kernels that a session records are held."""
+def _delay_kernels() -> Iterator[None]:
+    """Delay the kernels that a session records."""
     record = installed.get()
     assert record is not None, "inside a session"
-    token = installed.set(lambda prepared, mesh: record(replace(prepared, kernel=_Held(prepared.kernel)), mesh))
+    token = installed.set(lambda prepared, mesh: record(replace(prepared, kernel=_Delayed(prepared.kernel)), mesh))
     try:
         yield
     finally:
         installed.reset(token)
 
 
-def _clock(subject: Subject) -> Outcome:
-    """Kernels that are held for a known time show it, in nanoseconds of the host's clock, when it passed."""
+def _clock(target: BackendUnderTest) -> Outcome:
+    """Check that a delay of known length appears in the report, at its time on the host's clock."""
     case = Case(ranks=1)
-    with profile() as session, _holding():
+    with profile() as session, _delay_kernels():
         began = time.perf_counter_ns()
-        run_case(subject, case, make_inputs(case))
+        run_case(target, case, make_inputs(case))
         ended = time.perf_counter_ns()
-    told = _told(session)
-    (rank,) = told["ranks"]
+    (rank,) = _report(session)["ranks"]
     first, last = rank["window"]
-    held = rank["passes"]["forward"]["compute"]
-    if not HELD * 1e9 - _MARGIN <= held <= ended - began:
-        return Outcome(wrong=f"a kernel that took {HELD * 1e3:g} ms or a little more is told as {held / 1e6:.3f} ms")
+    computed = rank["passes"]["forward"]["compute"]
+    if not DELAY * 1e9 - _MARGIN <= computed <= ended - began:
+        return Outcome(wrong=f"a kernel of at least {DELAY * 1e3:g} ms is reported as {computed / 1e6:.3f} ms")
     if first < began - _MARGIN or last > ended + _MARGIN:
-        return Outcome(wrong="the times that are told lie outside of those in which it ran")
+        return Outcome(wrong="the reported times are outside of the time in which it ran")
     return Outcome()
 
 
-CHECK = Check(NAME, "the profiler's partition adds up and is complete, on this device's clock; no bit changes", trials)
+CHECK = Check(
+    NAME, "the profiler's partition adds up and is complete, on this device's clock; results keep every bit", list_tests
+)

@@ -1,4 +1,4 @@
-"""Check transports: between ranks as threads, and a backend's own between processes with a device each."""
+"""Test transports: between ranks as threads, and the backend's own between processes with one device each."""
 
 from __future__ import annotations
 
@@ -7,28 +7,35 @@ from collections.abc import Iterator
 import torch
 
 from burst_portable.backends.base import Backend
+from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.checks.attention import case_trial, case_trials, judged
+from burst_portable.conformance.checks.attention import compare, make_case_test, make_case_tests
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.processes import devices, exchange, exchange_in_subgroup, shards
-from burst_portable.conformance.running import together
-from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
+from burst_portable.conformance.processes import (
+    count_devices,
+    run_exchanges,
+    run_exchanges_in_subgroup,
+    run_on_processes,
+)
+from burst_portable.conformance.running import gather_shards
 
 
-def _thread_trials(subject: Subject) -> Iterator[Trial]:
-    """Yield every job, on few ranks and on many."""
-    for ranks in (2, 3) if subject.effort == "quick" else (2, 3, 5, 8):
-        if ranks <= subject.ranks:
-            yield from (plain("transport", f"{job}-{ranks}ranks", _run_job, subject, job, ranks) for job in JOBS)
+def _thread_tests(target: BackendUnderTest) -> Iterator[TestCase]:
+    """Yield every job, on few and on many ranks."""
+    for ranks in (2, 3) if target.coverage == "quick" else (2, 3, 5, 8):
+        if ranks <= target.ranks:
+            yield from (
+                make_plain_test("transport", f"{job}-{ranks}ranks", _run_job, target, job, ranks) for job in JOBS
+            )
 
 
-def _run_job(subject: Subject, job: str, ranks: int) -> Outcome:
-    said = subject.threads(ranks, lambda transport: JOBS[job](transport, subject.device))
-    return Outcome(wrong="; ".join(f"rank {rank}: {wrong}" for rank, wrong in enumerate(said) if wrong))
+def _run_job(target: BackendUnderTest, job: str, ranks: int) -> Outcome:
+    reports = target.threads(ranks, lambda transport: JOBS[job](transport, target.device))
+    return Outcome(wrong="; ".join(f"rank {rank}: {wrong}" for rank, wrong in enumerate(reports) if wrong))
 
 
-TRANSPORT = Check("transport", "messages and collectives between ranks as threads", _thread_trials)
+TRANSPORT = Check("transport", "messages and collectives between ranks as threads", _thread_tests)
 
 
 _GROUP_CASES = (
@@ -40,46 +47,48 @@ _GROUP_CASES = (
 )
 
 
-def _group_trials(subject: Subject) -> Iterator[Trial]:
-    """Yield messages and collectives, and a few attentions. A process takes seconds to start: few of each."""
-    counts, cases = ((2,), _GROUP_CASES[:1]) if subject.effort == "quick" else ((2, 3), _GROUP_CASES)
-    yield from (plain("group", f"messages-{n}ranks", _messages, subject, n) for n in counts if n <= subject.ranks)
-    if subject.effort != "quick" and subject.ranks >= _WORLD:
-        yield plain("group", f"messages-{_WORLD - 1}ranks-of-{_WORLD}", _messages_in_subgroup, subject)
-    yield from case_trials("group", subject, cases, _attend)
+def _group_tests(target: BackendUnderTest) -> Iterator[TestCase]:
+    """Yield messages and collectives, and a few attentions: few of each, since a process takes seconds to start."""
+    counts, cases = ((2,), _GROUP_CASES[:1]) if target.coverage == "quick" else ((2, 3), _GROUP_CASES)
+    for ranks in counts:
+        if ranks <= target.ranks:
+            yield make_plain_test("group", f"messages-{ranks}ranks", _messages, target, ranks)
+    if target.coverage != "quick" and target.ranks >= _WORLD:
+        yield make_plain_test("group", f"messages-{_WORLD - 1}ranks-of-{_WORLD}", _messages_in_subgroup, target)
+    yield from make_case_tests("group", target, cases, _attend)
 
 
 _WORLD = 3
-"""Processes of the trial in a subgroup, which leaves out the first: there, no rank has its number in the group."""
+"""Processes of the test of a subgroup, which excludes rank 0: no rank of the group has its global number."""
 
 
-def _messages(subject: Subject, ranks: int) -> Outcome:
-    reason = _impossible(subject, ranks)
-    return Outcome(skipped=reason) if reason else Outcome(wrong=exchange(subject, ranks))
+def _messages(target: BackendUnderTest, ranks: int) -> Outcome:
+    reason = _skip_reason(target, ranks)
+    return Outcome(skipped=reason) if reason else Outcome(wrong=run_exchanges(target, ranks))
 
 
-def _messages_in_subgroup(subject: Subject) -> Outcome:
-    reason = _impossible(subject, _WORLD)
-    return Outcome(skipped=reason) if reason else Outcome(wrong=exchange_in_subgroup(subject, _WORLD))
+def _messages_in_subgroup(target: BackendUnderTest) -> Outcome:
+    reason = _skip_reason(target, _WORLD)
+    return Outcome(skipped=reason) if reason else Outcome(wrong=run_exchanges_in_subgroup(target, _WORLD))
 
 
-def _attend(subject: Subject, case: Case) -> Outcome:
-    if reason := _impossible(subject, case.ranks):
+def _attend(target: BackendUnderTest, case: Case) -> Outcome:
+    if reason := _skip_reason(target, case.ranks):
         return Outcome(skipped=reason)
-    return judged(case, make_inputs(case), together(shards(subject, case), case.make_layout()))
+    return compare(case, make_inputs(case), gather_shards(run_on_processes(target, case), case.make_layout()))
 
 
-def _impossible(subject: Subject, ranks: int) -> str:
+def _skip_reason(target: BackendUnderTest, ranks: int) -> str:
     """Return why this many processes cannot be connected on this machine; "" if they can."""
-    if type(subject.backend).transport is Backend.transport:
-        return f"the backend {subject.backend.name!r} has no transport, so it serves one rank only"
-    found = devices(subject.backend)
-    return f"{ranks} ranks need {ranks} devices, and there is {found}" if found is not None and found < ranks else ""
+    if type(target.backend).transport is Backend.transport:
+        return f"the backend {target.backend.name!r} has no transport, so it supports one rank only"
+    found = count_devices(target.backend)
+    return f"{ranks} ranks need {ranks} devices; found {found}" if found is not None and found < ranks else ""
 
 
 GROUP = Check(
     "group",
     "the backend's own transport, between processes",
-    _group_trials,
-    lambda subject, case, kernel: case_trial("group", subject, case, _attend),
+    _group_tests,
+    lambda target, case, kernel: make_case_test("group", target, case, _attend),
 )

@@ -16,5 +16,5 @@ def test_all_gather_computes_once_per_rank():
 
 
 def test_all_gather_conforms():
-    report = check_backend("cpu", strategy="all_gather", effort="quick", ranks=4)
+    report = check_backend("cpu", strategy="all_gather", coverage="quick", ranks=4)
     assert report.ok, [result.message for result in report.failures]

@@ -16,7 +16,7 @@ from backends.ascend.standin import fusion
 from burst_portable.backends.ascend import attention
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.conformance.cases import MASKS, Case
-from burst_portable.conformance.checks.attention import judged
+from burst_portable.conformance.checks.attention import compare
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import run_kernel
 from burst_portable.kernels.base import BackwardInputs
@@ -123,7 +123,7 @@ CASES = [
     Case("documents", layout="document_zigzag", heads="gqa", dtype=torch.bfloat16),
     Case("documents_window", layout="contiguous", ranks=1, heads="wide_values"),
     Case("sink_window", layout="striped", ranks=3, heads="mqa", dtype=torch.float16, deterministic=False),
-    Case("rows_see_nothing", layout="contiguous", heads="mha", dtype=torch.bfloat16, memory="padded"),
+    Case("fully_masked_rows", layout="contiguous", heads="mha", dtype=torch.bfloat16, memory="padded"),
     Case("custom", ranks=3, heads="mha", memory="sliced"),
     Case("share_question", ranks=2, heads="wide_heads", memory="heads"),
 ]
@@ -134,7 +134,7 @@ CASES = [
 def test_fusion_kernel_matches_oracle(case: Case, by_out: bool) -> None:
     """A ring's call: running state in forward, global LSE and added gradients in backward."""
     x = make_inputs(case)
-    outcome = judged(case, x, run_kernel(FusionKernel(fusion), case, x, CPU, by_out=by_out, times=2))
+    outcome = compare(case, x, run_kernel(FusionKernel(fusion), case, x, CPU, by_out=by_out, times=2))
     assert outcome.ok, outcome.text()
 
 
