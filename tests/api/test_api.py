@@ -42,7 +42,7 @@ def qkv(q=(1, 16, 4, 8), k=(1, 16, 2, 8), v=(1, 16, 2, 8), dtype=torch.float32):
     return [torch.randn(shape).to(dtype) for shape in (q, k, v)]
 
 
-def test_one_rank_equals_plain_attention():
+def test_attention_on_one_rank_equals_sdpa():
     q, k, v = qkv()
     out = bp.attention(q, k, v, mask="causal")
     sdpa = torch.nn.functional.scaled_dot_product_attention(
@@ -75,7 +75,7 @@ class Unhashable(RingStrategy):
         ({"dtype": torch.int64}, DtypeError, "no attention in this dtype.*float32"),
     ],
 )
-def test_tensors_that_do_not_go_together(tensors, error, message):
+def test_attention_rejects_mismatched_tensors(tensors, error, message):
     dtype = tensors.get("dtype")
     made = [x.to(dtype) for x in qkv()] if dtype else qkv(**tensors)
     with pytest.raises(error, match=message):
@@ -120,7 +120,7 @@ def test_tensors_that_do_not_go_together(tensors, error, message):
         ({"deterministic": "no"}, InputError, "deterministic must be a bool or None"),
     ],
 )
-def test_options_that_cannot_be(options, error, message):
+def test_attention_rejects_invalid_options(options, error, message):
     with pytest.raises(error, match=message) as caught:
         bp.attention(*qkv(), **options)
     assert isinstance(caught.value, BurstError)
@@ -129,7 +129,7 @@ def test_options_that_cannot_be(options, error, message):
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("wrong", [[1.0], None, torch.randn(1, 16, 4, 8).numpy()], ids=["list", "none", "numpy"])
-def test_what_is_no_tensor(name, wrong):
+def test_attention_rejects_values_that_are_not_tensors(name, wrong):
     with pytest.raises(ShapeError, match=f"{name} is not a tensor"):
         bp.attention(**dict(zip("qkv", qkv(), strict=True)) | {name: wrong})
 
@@ -146,7 +146,7 @@ def test_what_is_no_tensor(name, wrong):
         ({"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4).to_sparse()}),
     ],
 )
-def test_no_wrong_value_finds_the_plan_of_an_equal_one(usual, wrong):
+def test_invalid_value_does_not_reuse_plan_of_equal_value(usual, wrong):
     mesh = bp.Mesh.single()
     tensors = dict(zip("qkv", qkv(k=(1, 16, 4, 8), v=(1, 16, 4, 8)), strict=True))
     bp.attention(**tensors | usual, mesh=mesh)
@@ -175,8 +175,8 @@ def test_attention_reads_current_values_of_tensor_scalars():
     torch.testing.assert_close(same, bp.attention(q, k, v, scale=0.75))
 
 
-def test_tensors_of_inference_mode_after_a_call_that_was_right():
-    """What differs in nothing else is not taken for the call that is remembered."""
+def test_inference_mode_tensors_do_not_reuse_cached_call():
+    """The tensors differ from those of the cached call only in inference mode."""
     mesh = bp.Mesh.single()
     q, k = torch.randn(1, 4, 2, 4, requires_grad=True), torch.randn(1, 4, 2, 4)
     bp.attention(q, k, k, mesh=mesh)
@@ -191,7 +191,7 @@ def test_tensors_of_inference_mode_after_a_call_that_was_right():
         bp.attention(q, k, k, mesh=mesh, sinks=sinks)
 
 
-def test_tensors_of_inference_mode():
+def test_attention_rejects_inference_mode_tensors_with_gradients():
     with torch.inference_mode():
         k, v = (torch.randn(1, 8, 2, 4) for _ in range(2))
     q = torch.randn(1, 8, 2, 4, requires_grad=True)
@@ -202,7 +202,7 @@ def test_tensors_of_inference_mode():
     assert bp.attention(q, k.clone(), v.clone()).requires_grad
 
 
-def test_dtypes_that_disagree():
+def test_attention_rejects_different_dtypes():
     q, k, v = qkv()
     with pytest.raises(DtypeError, match="different dtypes"):
         bp.attention(q.double(), k, v)
@@ -210,8 +210,8 @@ def test_dtypes_that_disagree():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_results_can_be_changed_in_place(ranks, dtype):
-    """As those of torch's own attention, which kernels give as views of one another."""
+def test_attention_results_can_be_changed_in_place(ranks, dtype):
+    """Kernels may return them as views of one another."""
     whole = [x.requires_grad_() for x in qkv(dtype=dtype)]
 
     def work(mesh):
@@ -225,7 +225,7 @@ def test_results_can_be_changed_in_place(ranks, dtype):
     bp.run_threads(ranks, work)
 
 
-def test_errors_are_builtins_too():
+def test_errors_are_builtin_exceptions_too():
     with pytest.raises(ValueError, match="mask"):
         bp.attention(*qkv(), mask="nothing")
     with pytest.raises(TypeError):
@@ -236,7 +236,7 @@ def test_errors_are_builtins_too():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("transformed", [torch.vmap, torch.func.grad], ids=lambda t: t.__name__)
-def test_transforms_of_functions_are_refused(transformed, ranks):
+def test_attention_rejects_torch_func_transforms(transformed, ranks):
     _, k, v = qkv()
     x = torch.randn(3, 1, 16, 4, 8)
 
@@ -249,8 +249,8 @@ def test_transforms_of_functions_are_refused(transformed, ranks):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, where a first level is entered
 @pytest.mark.parametrize("which", ["q", "v", "sinks"])
-def test_tangents_are_refused(which):
-    """Forward-mode differentiation: torch refused it in the middle of a pass, or lost the tangent."""
+def test_attention_rejects_forward_mode_tangents(which):
+    """Otherwise torch raises in the middle of a pass, or loses the tangent."""
     q, k, v = qkv()
     given = {"q": q, "k": k, "v": v, "sinks": torch.zeros(q.shape[2])}
     with forward_ad.dual_level():
@@ -261,12 +261,12 @@ def test_tangents_are_refused(which):
     bp.attention(q, k, v)
 
 
-def test_a_mesh_from_no_process_group():
+def test_from_group_without_process_group_raises():
     with pytest.raises(InputError, match="torchrun"):
         bp.Mesh.from_group()
 
 
-def test_partial_attention_and_merge_are_the_whole():
+def test_partial_attention_merged_equals_attention():
     q, k, v = qkv()
     left, right = [Tile(0, 16, 0, 8, 0, 15)], [Tile(8, 16, 8, 16, 0, 7)]
     parts = [
@@ -281,7 +281,7 @@ def test_partial_attention_and_merge_are_the_whole():
         bp.partial_attention(q, k[:, :8], v[:, :8], [Tile(0, 16, 0, 16, 0, 15)])
 
 
-def test_partial_attention_has_no_gradient():
+def test_partial_attention_rejects_gradients():
     q = torch.randn(1, 8, 2, 4, requires_grad=True)
     tile = Tile(0, 8, 0, 8, 0, 7)
     with pytest.raises(InputError, match="partial_attention has no gradient"):
@@ -290,7 +290,7 @@ def test_partial_attention_has_no_gradient():
         assert bp.partial_attention(q, q, q, [tile])[0].shape == q.shape
 
 
-def test_merge_has_no_gradient():
+def test_merge_attention_states_rejects_gradients():
     out, lse = torch.ones(1, 4, 2, 8, requires_grad=True), torch.zeros(1, 2, 4)
     with pytest.raises(InputError, match="merge has no gradient"):
         bp.merge_attention_states([(out, lse), (out, lse)])
@@ -298,7 +298,7 @@ def test_merge_has_no_gradient():
         assert bool(bp.merge_attention_states([(out, lse), (out, lse)])[0].eq(1).all())
 
 
-def test_a_call_is_prepared_once():
+def test_attention_prepares_equal_calls_once():
     mesh = bp.Mesh.single()
     mask = bp.Mask.causal()
     tensors = qkv()
@@ -310,8 +310,7 @@ def test_a_call_is_prepared_once():
     assert len(mesh._calls) == 2
 
 
-def test_calls_without_a_mesh_are_planned_once(monkeypatch):
-    """In each thread, and for each of the settings, that it runs with."""
+def test_single_mesh_is_cached_per_thread_and_settings(monkeypatch):
     alone = as_mesh(None)
     assert as_mesh(None) is alone
     monkeypatch.setenv("BURST_KERNEL", "reference")
@@ -322,7 +321,7 @@ def test_calls_without_a_mesh_are_planned_once(monkeypatch):
     assert as_mesh(None) is alone
 
 
-def test_why_a_kernel_was_chosen():
+def test_choose_kernel_gives_reasons():
     problem = kernel_call(torch.float32, "cpu", 4, 2, 8, 5)
     kernel, why = choose_kernel(load("cpu"), problem)
     assert kernel.name == "reference"
@@ -330,18 +329,18 @@ def test_why_a_kernel_was_chosen():
 
 
 @pytest.mark.parametrize("value", ["0", "0.0005", "-3", "soon", "inf"])
-def test_a_timeout_that_is_none(value):
+def test_invalid_timeout_raises(value):
     with pytest.raises(InputError, match="BURST_TIMEOUT"):
         from_environment({"BURST_TIMEOUT": value})
     assert from_environment({"BURST_TIMEOUT": "7.5"}).timeout == 7.5
 
 
-def test_a_setting_that_is_empty_is_not_set():
+def test_empty_setting_is_unset():
     assert from_environment(dict.fromkeys(("BURST_TIMEOUT", "BURST_KERNEL", "BURST_TRANSPORT"), "")) == Config()
 
 
-def test_a_kernel_s_own_row_delta_is_used(monkeypatch):
-    """A row's dO * O in one pass, where a kernel can."""
+def test_attention_uses_row_delta_of_kernel(monkeypatch):
+    """A kernel may compute the row sums of dO * O in one pass."""
     asked = []
 
     def row_delta(self, dout, out):
@@ -359,8 +358,8 @@ def test_a_kernel_s_own_row_delta_is_used(monkeypatch):
     assert asked == [(1, 4, 2, 4)] * 2
 
 
-def test_operators_are_given_out_where_it_is_at_hand(monkeypatch):
-    """Where queries travel, delta alone comes with them; where K and V do, nothing like an out need be made."""
+def test_operators_get_out_if_rank_has_it(monkeypatch):
+    """A surrogate is made only if queries circulate, because delta then comes without out."""
     made: list[str] = []
     once = operator_kernel.surrogate_out
     monkeypatch.setattr(operator_kernel, "surrogate_out", lambda dout, delta: made.append("out") or once(dout, delta))
@@ -377,8 +376,8 @@ def test_operators_are_given_out_where_it_is_at_hand(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
 @pytest.mark.parametrize("mask", ["causal", "window:5"])
-def test_another_default_device(mask: str, strategy: str):
-    """A mask without memory was read as if it had some, and numbers were wrong."""
+def test_attention_ignores_default_device(mask: str, strategy: str):
+    """Masks created on the meta device once gave wrong results."""
     length = 34 if mask == "causal" else 38  # of nobody else's: the order of rows is kept
     whole = [torch.randn(1, length, heads, 8) for heads in (4, 4, 4)]
 
@@ -400,8 +399,8 @@ def test_another_default_device(mask: str, strategy: str):
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-50, 1e-31])
-def test_scales_that_are_not_positive(scale):
-    """Not in float32, that is: 1e-50 is 0 there, for which cpu_flash would answer NaN; 1e-31 is as good as 0."""
+def test_attention_accepts_scales_that_are_not_positive(scale):
+    """Not positive in float32: 1e-50 is 0 there, where cpu_flash would return NaN."""
     q, k, v, dout = inputs(torch.float32)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = bp.attention(*leaves, mask="causal", scale=scale, return_lse=True)
@@ -425,8 +424,8 @@ user_tiles = st.builds(
 
 
 @given(st.lists(user_tiles, max_size=3))
-def test_any_disjoint_tiles_of_a_user(tiles):
-    """Rows that see nothing, bands that miss their box, blocks of different lengths; overlaps are refused."""
+def test_partial_attention_accepts_disjoint_tiles(tiles):
+    """Includes rows without keys, empty bands and blocks of different lengths; overlaps raise."""
     q, k, v = torch.randn(1, 12, 2, 4), torch.randn(1, 10, 2, 4), torch.randn(1, 10, 2, 4)
     distance = torch.arange(12).unsqueeze(1) - torch.arange(10)
     times = torch.zeros(12, 10)
@@ -457,8 +456,8 @@ def test_any_disjoint_tiles_of_a_user(tiles):
         ((0, 16, 0, 12, 0, 9), "not a tile"),
     ],
 )
-def test_bad_tiles_of_a_user(tile, message):
-    """torch's operator would end the process at some of these."""
+def test_partial_attention_rejects_invalid_tiles(tile, message):
+    """For some of them torch's operator would end the process."""
     q, k = torch.randn(1, 16, 2, 4), torch.randn(1, 12, 2, 4)
     with pytest.raises(ShapeError, match=message):
         bp.partial_attention(q, k, k, [tile])
@@ -478,14 +477,14 @@ def test_bad_tiles_of_a_user(tile, message):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_attention_names_its_own_argument_for_another_librarys(argument, hint):
+def test_attention_suggests_own_name_of_foreign_argument(argument, hint):
     q = torch.ones(1, 4, 2, 8)
     with pytest.raises(TypeError, match=hint) as caught:
         bp.attention(q, q, q, **argument)
     assert isinstance(caught.value, BurstError)
 
 
-def test_repr_says_what_an_object_is_in_one_short_line():
+def test_repr_is_one_short_line():
     mask = bp.Mask.documents(range(0, 1001, 10))
     layout = bp.make_layout("zigzag", 1000, 4)
     assert repr(mask) == "Mask('documents(100)', regions=100)"

@@ -15,8 +15,8 @@ def qkv(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_autocast_around_a_call_changes_nothing(softcap):
-    """Neither kernel's products may be cut down to 16 bits, forward or backward."""
+def test_autocast_leaves_16_bit_call_unchanged(softcap):
+    """No kernel product is computed in fewer bits, forward or backward."""
 
     def run(autocast):
         torch.manual_seed(0)
@@ -45,8 +45,8 @@ def dtypes(q, k=None, v=None):
     ],
     ids=str,
 )
-def test_autocast_casts_as_for_torch_s_own_attention(given, computed, ranks):
-    """The same dtypes of the output and of gradients, which are those of a call with tensors that were cast by hand."""
+def test_autocast_casts_as_for_sdpa(given, computed, ranks):
+    """Output and gradients have the dtypes of a call with tensors cast by hand."""
     torch.manual_seed(0)
     whole = [x[:, :11].to(dtype) for x, dtype in zip(qkv(), given, strict=True)]
     with torch.autocast("cpu", torch.bfloat16):
@@ -71,7 +71,7 @@ def test_autocast_casts_as_for_torch_s_own_attention(given, computed, ranks):
             assert torch.equal(one, other)
 
 
-def test_a_part_of_attention_under_autocast_keeps_its_precision():
+def test_partial_attention_ignores_autocast():
     q, k, v = qkv()
     tiles = [Tile(0, 16, 0, 16, 0, 15)]
     expected = bp.partial_attention(*(x.bfloat16() for x in (q, k, v)), tiles, softcap=5.0)

@@ -116,7 +116,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize(
     ("function", "argument"), [(name, argument) for name, (_, usual) in FUNCTIONS.items() for argument in usual]
 )
-def test_a_value_serves_or_is_refused_in_one_line(function, argument):
+def test_arguments_serve_or_raise_one_line_errors(function, argument):
     call, usual = FUNCTIONS[function]
     call(**usual)
     refusals = []

@@ -15,7 +15,7 @@ SIZES = {"seq_len": LENGTH, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
 @pytest.mark.parametrize("mask", ["causal", "window:9", bp.Mask.documents((0, 6, 30, 31, 53))], ids=str)
-def test_its_layout_goes_to_shard_and_to_attention(mask):
+def test_plan_for_mesh_layout_works_in_shard_and_attention(mask):
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, LENGTH, n, 16, generator=generator, dtype=torch.float64) for n in (4, 2, 2, 4))
     made = bp.Mask.parse(mask, LENGTH) if isinstance(mask, str) else mask
@@ -40,8 +40,8 @@ def test_its_layout_goes_to_shard_and_to_attention(mask):
             torch.testing.assert_close(found, right, atol=1e-10, rtol=1e-10)
 
 
-def test_it_is_the_plan_of_the_call(monkeypatch):
-    """With sizes that all differ: the same problem, and rates for the same kernel, dtype and size of a head."""
+def test_plan_for_mesh_equals_plan_of_call(monkeypatch):
+    """All sizes differ; the hardware spec is that of the same kernel, dtype and head size."""
     asked, hardware_of = [], prepare.hardware_of
 
     def noted(backend, ranks, kernel, *given, **more):
@@ -65,7 +65,7 @@ def test_it_is_the_plan_of_the_call(monkeypatch):
     assert set(asked) == {(2, asked[0][1], "", "float32", 16)}
 
 
-def test_what_is_named_stays():
+def test_plan_for_mesh_keeps_named_layout_and_strategy():
     def work(mesh):
         plan = bp.plan_for_mesh(mesh, layout="striped", strategy="burst", **SIZES)
         return plan.layout.name, plan.strategy
@@ -85,7 +85,7 @@ def test_what_is_named_stays():
         ({"kv_heads": 3}, InputError, "multiple"),
     ],
 )
-def test_what_is_refused(change, error, told):
+def test_plan_for_mesh_rejects_invalid_arguments(change, error, told):
     with pytest.raises(error, match=told):
         bp.plan_for_mesh(**{**SIZES, **change})
 
@@ -98,8 +98,8 @@ def test_what_is_refused(change, error, told):
         bp.make_strategy("ring", transfer="direct", prefetch_steps=4, blocks_per_launch=4),
     ],
 )
-def test_long_and_short_documents_dealt_out(strategy):
-    """One is cut into chunks of whole blocks with a rest, others lie whole; ranks hold different numbers of rows."""
+def test_whole_documents_layout_matches_oracle(strategy):
+    """One document is split into whole blocks and a rest; ranks hold different numbers of rows."""
     ends = (0, 7, 663, 664, 760, 800, 843)
     mask, generator = bp.Mask.documents(ends), torch.Generator().manual_seed(1)
     q, k, v, dout = (torch.randn(1, ends[-1], n, 8, generator=generator) for n in (4, 2, 2, 4))

@@ -10,7 +10,7 @@ from burst_portable.errors import InputError
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
 
-def test_a_launcher_is_joined_where_there_is_one():
+def test_launched_detects_launcher():
     assert launched({}) is None
     assert launched({"MASTER_ADDR": "host", "MASTER_PORT": "x", "LOCAL_RANK": "0"}) is None  # of a cluster, no launcher
     assert launched(TORCHRUN) == Launched(1, 2, 1, "host:29500")
@@ -31,7 +31,7 @@ def test_a_launcher_is_joined_where_there_is_one():
     ],
     ids=str,
 )
-def test_variables_of_no_launcher(changes, said):
+def test_launched_rejects_incomplete_variables(changes, said):
     environment = {k: v for k, v in {**TORCHRUN, **changes}.items() if v is not None}
     with pytest.raises(InputError, match="start with torchrun, or unset RANK") as error:
         launched(environment)

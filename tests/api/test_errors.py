@@ -13,7 +13,7 @@ CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclas
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_error_composes_its_message(kind: type[BurstError]) -> None:
+def test_error_composes_message(kind: type[BurstError]) -> None:
     error = kind("wrong rank", got=0, allowed="1 to 3", next_step="name another")
     assert str(error) == "wrong rank; got 0; allowed: 1 to 3; name another"
     assert str(kind("only this")) == "only this"

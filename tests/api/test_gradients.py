@@ -47,7 +47,7 @@ def sparse() -> list[Parameter]:
         (sparse, "sparse gradients are not summed"),
     ],
 )
-def test_ranks_with_other_parameters(odd: Callable[[], list[Parameter]], told: str):
+def test_all_reduce_gradients_rejects_different_parameters(odd: Callable[[], list[Parameter]], told: str):
     def work(mesh: bp.Mesh) -> str:
         bp.all_reduce(torch.ones(3), mesh)  # so that one that refuses has somebody to tell
         mine = odd() if mesh.rank == 1 else parameters(5, 7, 2)
@@ -67,8 +67,8 @@ def test_ranks_with_other_parameters(odd: Callable[[], list[Parameter]], told: s
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["float32", "frozen", "turned bfloat16"])
-def test_ranks_whose_parameters_hold_other_values(which: int):
-    """One bit of one number is enough; gradients are then as they were. It is asked the first time alone."""
+def test_all_reduce_gradients_rejects_different_values(which: int):
+    """One bit of one number suffices; values are compared in the first call only."""
 
     def work(mesh: bp.Mesh) -> str:
         mine = [Parameter(torch.arange(6.0)), Parameter(torch.ones(4), requires_grad=False)]
@@ -99,8 +99,8 @@ def test_ranks_whose_parameters_hold_other_values(which: int):
 @pytest.mark.parametrize(
     ("odd", "told"), [("one", "x is not a tensor"), (torch.ones(3).to_sparse(), "x is not a dense tensor")]
 )
-def test_a_rank_that_sums_what_is_no_dense_tensor(odd: object, told: str):
-    """The other ranks are told, and do not wait for the timeout."""
+def test_all_reduce_of_invalid_tensor_raises_on_all_ranks(odd: object, told: str):
+    """The other ranks do not wait for the timeout."""
 
     def work(mesh: bp.Mesh) -> tuple[str, list[float]]:
         bp.all_reduce(torch.ones(3), mesh)
@@ -114,8 +114,8 @@ def test_a_rank_that_sums_what_is_no_dense_tensor(odd: object, told: str):
         assert after == [3.0] * 3
 
 
-def test_a_refusal_of_the_first_sum_is_told():
-    """No rank has sent anything yet: the parameters say which transport to tell it by."""
+def test_invalid_first_all_reduce_raises_on_all_ranks():
+    """No rank has sent anything yet; the parameters determine the transport for the error."""
 
     def work(mesh: bp.Mesh) -> str:
         with pytest.raises(BurstError) as caught:
@@ -126,8 +126,8 @@ def test_a_refusal_of_the_first_sum_is_told():
         assert "sparse gradients are not summed" in message
 
 
-def test_parameters_that_were_summed_before_are_compared_again():
-    """Two models in turn: a rank that takes the other one does not sum its gradients with those of this one."""
+def test_all_reduce_gradients_compares_known_parameters_again():
+    """With two models in turn, a rank that passes the other model must not be summed."""
 
     def work(mesh: bp.Mesh) -> str:
         one, other = parameters(5, 2), parameters(5, 7, 2)
@@ -142,8 +142,8 @@ def test_parameters_that_were_summed_before_are_compared_again():
 
 
 @pytest.mark.parametrize("listed", [[], frozen(5, 2)[:1]], ids=["none", "frozen"])
-def test_nothing_to_sum(listed: list[Parameter]):
-    """Not even a transport is needed where no gradient says on which device."""
+def test_all_reduce_gradients_without_gradients_does_nothing(listed: list[Parameter]):
+    """No gradient determines a device, so no transport is needed."""
     assert bp.run_threads(2, lambda mesh: bp.all_reduce_gradients(listed, mesh)) == [None, None]
     assert listed == [] or listed[0].grad.tolist() == [1] * 5
 
@@ -153,7 +153,7 @@ def test_nothing_to_sum(listed: list[Parameter]):
     [torch.ones(2, dtype=torch.complex128), torch.ones(2, device="meta"), torch.ones(2).to_sparse()],
     ids=["of 16 bytes a number", "without memory", "sparse"],
 )
-def test_frozen_tensors_whose_values_are_not_compared(beside: torch.Tensor):
+def test_frozen_tensors_are_not_compared(beside: torch.Tensor):
     def work(mesh: bp.Mesh) -> list[float]:
         one = parameters(3, 1)[0]
         bp.all_reduce_gradients([one, beside], mesh)
@@ -183,8 +183,8 @@ def exchanged(mesh: bp.Mesh, work: Callable[[bp.Mesh], Any]) -> tuple[Any, list[
     return made, counting.sizes
 
 
-def test_gradients_that_are_exchanged_together():
-    """As many as fill a bucket of 8 bytes exactly; a larger one alone."""
+def test_all_reduce_gradients_fills_buckets():
+    """Gradients share a bucket of 8 bytes; a larger gradient has its own."""
 
     def work(mesh: bp.Mesh) -> list[int]:
         mine = parameters(1, 1, 1, 3, 1, 1)
@@ -195,7 +195,7 @@ def test_gradients_that_are_exchanged_together():
     assert bp.run_threads(2, work) == [[2 + 2, 1 + 1, 3 + 1, 2 + 2]] * 2
 
 
-def test_ranks_with_other_buckets_are_told():
+def test_different_bucket_bytes_raise_on_all_ranks():
     def work(mesh: bp.Mesh) -> str:
         with pytest.raises(MismatchError) as caught:
             bp.all_reduce_gradients(parameters(1, 1, 1), mesh, bucket_bytes=4 if mesh.rank else 8)
@@ -205,8 +205,8 @@ def test_ranks_with_other_buckets_are_told():
         assert "bucket_bytes: 8 on rank 0 but 4 on rank 1" in message
 
 
-def test_five_numbers_over_three_ranks_are_sent_as_six():
-    """What is cut into a part for each rank is padded to equal parts, and no more."""
+def test_all_reduce_pads_to_multiple_of_ranks():
+    """Five numbers on three ranks are sent as six."""
 
     def work(mesh: bp.Mesh) -> tuple[list[float], set[tuple[int, ...]]]:
         made, sizes = exchanged(mesh, lambda counted: bp.all_reduce(torch.arange(5.0), counted).tolist())
@@ -218,7 +218,7 @@ def test_five_numbers_over_three_ranks_are_sent_as_six():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.float8_e4m3fn], ids=str)
-def test_values_of_other_widths_are_compared(dtype: torch.dtype):
+def test_values_of_different_dtypes_are_compared(dtype: torch.dtype):
     def work(mesh: bp.Mesh) -> str:
         frozen = torch.full((3,), 2.0 if mesh.rank == 1 else 1.0).to(dtype)
         with pytest.raises(MismatchError) as caught:
@@ -229,7 +229,7 @@ def test_values_of_other_widths_are_compared(dtype: torch.dtype):
         assert "values of the parameters: checksum" in message
 
 
-def test_a_rank_that_sums_where_others_attend():
+def test_all_reduce_during_attention_raises_on_all_ranks():
     def work(mesh: bp.Mesh) -> str:
         x = torch.ones(1, 4, 2, 8)
         try:
@@ -256,8 +256,8 @@ def test_a_rank_that_sums_where_others_attend():
     ],
     ids=lambda values: str(values.dtype),
 )
-def test_numbers_that_float32_does_not_hold(values: torch.Tensor):
-    """Twice the values and one: of integers all digits, of complex numbers both parts."""
+def test_all_reduce_is_exact_for_wide_integers_and_complex(values: torch.Tensor):
+    """Integers keep all digits, and complex numbers both parts."""
     one_more = torch.tensor([x + 1 for x in values.tolist()], dtype=values.dtype)
     made = bp.run_threads(2, lambda mesh: bp.all_reduce(one_more if mesh.rank else values, mesh))
     for total in made:
@@ -265,7 +265,7 @@ def test_numbers_that_float32_does_not_hold(values: torch.Tensor):
         assert total.tolist() == [2 * x + 1 for x in values.tolist()]
 
 
-def test_complex_parameters():
+def test_all_reduce_gradients_of_complex_parameters():
     def work(mesh: bp.Mesh) -> list[complex]:
         one = Parameter(torch.ones(2, dtype=torch.complex64))
         one.grad = torch.tensor([1 + 2j, mesh.rank * 1j])
@@ -275,8 +275,8 @@ def test_complex_parameters():
     assert bp.run_threads(3, work) == [[3 + 6j, 3j]] * 3
 
 
-def test_a_parameter_that_is_passed_twice_is_summed_once():
-    """Weights that two modules share are in both of their lists: here in two buckets."""
+def test_shared_parameter_is_summed_once():
+    """Two modules share weights, which are in both lists and here in two buckets."""
 
     def work(mesh: bp.Mesh) -> list[float]:
         tied, other = (Parameter(torch.zeros(1)) for _ in range(2))
@@ -287,8 +287,8 @@ def test_a_parameter_that_is_passed_twice_is_summed_once():
     assert bp.run_threads(3, work) == [[3.0, 3.0]] * 3
 
 
-def test_a_parameter_that_no_rank_used_stays_without_a_gradient():
-    """As on one device, where the optimizer then leaves it alone: with a gradient of zeros it would decay."""
+def test_unused_parameter_gets_no_gradient():
+    """On one device the optimizer skips it too; a zero gradient would apply weight decay."""
 
     def work(mesh: bp.Mesh) -> list[float | None]:
         unused, everywhere, here = parameters = [Parameter(torch.ones(1)) for _ in range(3)]
@@ -312,13 +312,13 @@ def test_a_parameter_that_no_rank_used_stays_without_a_gradient():
         (lambda model: [model.weight, torch.nn.Linear(2, 2, bias=False).bias], "None"),
     ],
 )
-def test_what_is_no_list_of_parameters_is_refused(of: Callable[[torch.nn.Linear], Any], got: str):
-    """A tensor by itself can be gone through, row by row: its own gradient would stay as it is, in silence."""
+def test_all_reduce_gradients_rejects_values_without_parameters(of: Callable[[torch.nn.Linear], Any], got: str):
+    """Iterating over a single tensor gives rows, and its gradient would remain unsummed."""
     with pytest.raises(InputError, match=rf"got {got}.*; pass model\.parameters\(\), or a list of tensors"):
         bp.all_reduce_gradients(of(torch.nn.Linear(2, 2)), bp.Mesh.single())
 
 
-def test_sparse_gradients_are_refused():
+def test_all_reduce_gradients_rejects_sparse_gradients():
     def work(mesh: bp.Mesh) -> None:
         table = torch.nn.Embedding(8, 2, sparse=True)
         table(torch.arange(3)).sum().backward()

@@ -39,8 +39,8 @@ lengths = st.lists(st.integers(1, 700), min_size=1, max_size=40)
 
 
 @given(lengths, st.integers(1, 9))
-def test_whole_documents_hold_every_position_once(lengths, ranks):
-    """What is cut is cut into two chunks a rank, and perhaps a rest; all else lies whole on one rank."""
+def test_whole_documents_layout_covers_each_position_once(lengths, ranks):
+    """Split documents have two chunks per rank and perhaps a rest; all others are on one rank."""
     ends = [0, *accumulate(lengths)]
     mask = Mask.documents(ends)
     try:
@@ -61,8 +61,8 @@ def _shared(segment, start, stop):
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (4, 0), (8, 1)])
-def test_whole_documents_are_even_and_little_is_sent(ranks, seed):
-    """Lengths as of web text: pairs and rows within 3 %, a fraction of the bytes, chunks of whole blocks first."""
+def test_whole_documents_layout_is_balanced_and_sends_little(ranks, seed):
+    """Lengths as of web text: pairs and rows within 3 %, and fewer bytes than document_zigzag."""
     chance, ends = random.Random(seed), [0]
     while ends[-1] < 131072:
         ends.append(min(131072, ends[-1] + max(16, int(chance.lognormvariate(6.2, 1.4)))))
@@ -84,8 +84,8 @@ def test_whole_documents_are_even_and_little_is_sent(ranks, seed):
 
 
 @pytest.mark.parametrize(("rows", "most"), [(8192, 1.03), (4096, 1.05), (1024, 1.18)])
-def test_how_even_one_long_document_is(rows, most):
-    """Blocks stay whole, and weigh more where a rank has few."""
+def test_whole_documents_layout_balances_one_long_document(rows, most):
+    """Blocks stay whole, which matters more if a rank has few of them."""
     for length in range(4 * rows, 8 * rows, 4 * rows // 199):
         where = make_layout("whole_documents", length, 4, Mask.documents((0, length)))
         pairs = [sum(s.count * (s.start + s.last + 2) // 2 for s in shard) for shard in where.shards]
@@ -132,7 +132,7 @@ def test_layout_rejects_segments_that_do_not_partition(data):
             Layout("mine", 24, shards)
 
 
-def test_what_is_a_segment():
+def test_segment_accepts_integers_only():
     assert Segment(np.int64(2), torch.tensor(3)) == Segment(2, 3)
     assert type(Segment(np.int64(2), 3).start) is int
     for name, wrong in (("start", (1.0, 3)), ("count", (1, "3")), ("step", (1, 3, True))):
@@ -144,7 +144,7 @@ def test_what_is_a_segment():
 
 
 @given(*[st.builds(Segment, st.integers(0, 30), st.integers(1, 9), st.integers(1, 9))] * 2)
-def test_segments_that_share_a_position(a, b):
+def test_segments_meet_if_they_share_a_position(a, b):
     assert a.meets(b) == bool(set(a.positions()) & set(b.positions()))
 
 
@@ -161,13 +161,13 @@ def test_segments_that_share_a_position(a, b):
         (8, [], "ranks and tokens"),
     ],
 )
-def test_bad_layouts_are_refused(length, shards, message):
+def test_layout_rejects_invalid_shards(length, shards, message):
     with pytest.raises(LayoutError, match=message):
         Layout("mine", length, shards)
 
 
-def test_more_ranks_than_plans_are_made_for():
-    """Refused before anything is listed."""
+def test_layout_rejects_too_many_ranks():
+    """It raises before it lists any segment."""
     with pytest.raises(LayoutError, match="too many ranks; got 1073741824; allowed: at most 16384"):
         make_layout("zigzag", 1 << 40, 1 << 30)
     with pytest.raises(LayoutError, match="too many ranks"):
@@ -175,12 +175,12 @@ def test_more_ranks_than_plans_are_made_for():
 
 
 @pytest.mark.parametrize("numbers", [(0, 4, 0), (0, 4, -1), (-1, 4), (0, -1), (0, 4.0), (0, True)])
-def test_bad_segments_are_refused(numbers):
+def test_segment_rejects_invalid_numbers(numbers):
     with pytest.raises(LayoutError, match="segment"):
         Segment(*numbers)
 
 
-def test_zigzag_by_hand():
+def test_make_layout_zigzag_positions():
     where = make_layout("zigzag", 16, 2)
     assert where.positions(0) == [0, 1, 2, 3, 12, 13, 14, 15]
     assert where.positions(1) == [4, 5, 6, 7, 8, 9, 10, 11]
@@ -190,7 +190,7 @@ def test_zigzag_by_hand():
 @pytest.mark.parametrize(
     ("name", "least", "most"), [("contiguous", 1.8, 2.0), ("zigzag", 1.0, 1.001), ("striped", 1.0, 1.002)]
 )
-def test_how_even_causal_work_is(name, least, most):
+def test_make_layout_balances_causal_work(name, least, most):
     where = make_layout(name, 4096, 8)
     work = [sum(find_tiles(Mask.causal(), q, k).num_pairs for k in where.shards) for q in where.shards]
     assert sum(work) == 4096 * 4097 // 2

@@ -17,7 +17,7 @@ bounds = st.integers(-12, 14)
 
 
 @given(sizes, sizes, bounds, bounds)
-def test_the_area_of_a_band(rows, columns, lo, hi):
+def test_band_area_counts_pairs(rows, columns, lo, hi):
     counted = sum(lo <= i - j <= hi for i in range(rows) for j in range(columns))
     assert band_area(rows, columns, lo, hi) == counted
 
@@ -62,8 +62,8 @@ def document(position: int) -> int:
     ],
     ids=lambda x: "sees" if callable(x) else str(x),
 )
-def test_who_sees_whom(text, mask, sees):
-    """Each constructor by its own words, position by position; and its short form."""
+def test_mask_constructors_and_short_forms_equal_definitions(text, mask, sees):
+    """Each constructor and its short form, compared position by position."""
     expected = torch.tensor([[sees(q, k) for k in range(24)] for q in range(24)])
     assert torch.equal(dense_mask(mask, 24), expected)
     if text is not None:
@@ -77,7 +77,7 @@ regions = st.builds(
 
 
 @given(regions, regions)
-def test_overlap_in_closed_form(a, b):
+def test_region_overlaps_equals_dense_overlap(a, b):
     both = dense_overlap(a, b)
     assert a.overlaps(b) == both
     if both:
@@ -92,7 +92,7 @@ def dense_overlap(a: Region, b: Region) -> bool:
 
 
 @given(st.lists(regions, min_size=3, max_size=12))
-def test_the_sweep_finds_an_overlap_wherever_it_is(many):
+def test_mask_rejects_overlapping_regions(many):
     overlapping = any(a.overlaps(b) for i, a in enumerate(many) for b in many[:i])
     if overlapping:
         with pytest.raises(MaskError):
@@ -102,8 +102,8 @@ def test_the_sweep_finds_an_overlap_wherever_it_is(many):
 
 
 @given(st.lists(regions, max_size=4), st.integers(1, 24), st.integers(1, 24))
-def test_pairs_and_blind_rows_are_counted(many, length, keys):
-    """Of a sequence that may end before a region does, or before it begins."""
+def test_mask_counts_pairs_and_fully_masked_tokens(many, length, keys):
+    """The sequence may end before a region ends, or before it begins."""
     try:
         mask = Mask(tuple(many))
     except MaskError:
@@ -133,12 +133,12 @@ def test_pairs_and_blind_rows_are_counted(many, length, keys):
         ("documents:", "cumulative lengths"),
     ],
 )
-def test_bad_masks_are_refused(text, message):
+def test_mask_parse_rejects_invalid_text(text, message):
     with pytest.raises((MaskError, UnknownNameError), match=message):
         Mask.parse(text, 64)
 
 
-def test_only_equal_blocks_need_the_length():
+def test_mask_parse_needs_length_for_block_causal_only():
     assert Mask.parse("window:4") == Mask.window(4)
     with pytest.raises(MaskError, match="needs the length"):
         Mask.parse("block_causal:4")
@@ -153,7 +153,7 @@ def test_only_equal_blocks_need_the_length():
         range(0, 10, 9),
     ],
 )
-def test_lengths_of_documents_come_in_many_forms(bounds):
+def test_mask_documents_accepts_many_types(bounds):
     expected = Mask.documents([int(b) for b in bounds])
     assert Mask.documents(bounds) == expected
     assert all(type(r.q_stop) is int for r in Mask.documents(bounds).regions)
@@ -163,7 +163,7 @@ def test_lengths_of_documents_come_in_many_forms(bounds):
     "bounds",
     [[0, 4.7, 9], [0.0, 9.0], ["0", "9"], "09", [False, 9], torch.tensor([0.0, 9.0]), torch.tensor([[0, 9]]), 9, None],
 )
-def test_lengths_that_are_no_whole_numbers(bounds):
+def test_mask_constructors_reject_fractions(bounds):
     for make in (Mask.documents, Mask.block_causal, Mask.share_question):
         with pytest.raises(MaskError, match="takes whole numbers"):
             make(bounds)
@@ -183,7 +183,7 @@ def test_lengths_that_are_no_whole_numbers(bounds):
         (lambda: Region(0, 4, False, 4), "k_start of a region"),
     ],
 )
-def test_masks_of_wrong_types(make, message):
+def test_mask_rejects_wrong_types(make, message):
     with pytest.raises(MaskError, match=message):
         make()
 
@@ -191,24 +191,24 @@ def test_masks_of_wrong_types(make, message):
 @pytest.mark.parametrize(
     "numbers", [(-1, 4, 0, 4), (4, 4, 0, 4), (0, 4, -1, 4), (0, 4, 4, 4), (0, 4, 0, 4, 1, 0)], ids=str
 )
-def test_regions_without_a_pair_or_before_the_sequence(numbers):
+def test_region_rejects_empty_or_negative_boxes(numbers):
     with pytest.raises(MaskError, match="empty or starts before 0"):
         Region(*numbers)
 
 
-def test_sizes_of_a_mask_may_be_numpys():
+def test_mask_accepts_numpy_and_tensor_sizes():
     assert Mask.window(np.int64(3), torch.tensor(1)) == Mask.window(3, 1)
     assert Mask(r for r in (Region(np.int32(0), 4, 0, 4),)) == Mask((Region(0, 4, 0, 4),))
 
 
-def test_a_mask_longer_than_the_sequence_is_refused():
+def test_check_lengths_rejects_mask_longer_than_sequence():
     with pytest.raises(MaskError, match="longer than the sequence"):
         Mask.documents((0, 8, 65)).check_lengths(64, 64)
     Mask.documents((0, 8, 64)).check_lengths(64, 64)
     Mask((Region(0, UNBOUNDED, 0, 8),)).check_lengths(64, 64)
 
 
-def test_equal_masks_are_equal_keys():
+def test_equal_masks_have_equal_hashes():
     assert Mask.causal() == Mask.causal()
     assert hash(Mask.documents((0, 4, 9))) == hash(Mask.documents((0, 4, 9)))
     assert Mask.documents((0, 4, 9)) == Mask.documents([0, 4, 9])
@@ -227,7 +227,7 @@ def test_equal_masks_are_equal_keys():
     ],
     ids=str,
 )
-def test_a_short_form_reads_back(mask: Mask):
+def test_mask_text_parses_to_equal_mask(mask: Mask):
     assert mask.text == mask.name
     assert Mask.parse(mask.text) == mask
     assert Mask.parse(mask.text).text == mask.text
@@ -244,6 +244,6 @@ def test_a_short_form_reads_back(mask: Mask):
     ],
     ids=str,
 )
-def test_a_name_alone_is_no_short_form(mask: Mask):
-    """Names are anybody's, and those of masks that list positions count them alone."""
+def test_mask_without_short_form_has_no_text(mask: Mask):
+    """Names are arbitrary, and those of masks that list positions only count them."""
     assert mask.text == ""

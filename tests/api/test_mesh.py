@@ -62,7 +62,7 @@ def one_process():
         ({"backend": ["cpu"]}, "unknown backend"),
     ],
 )
-def test_a_mesh_that_cannot_be(arguments, message):
+def test_mesh_rejects_invalid_arguments(arguments, message):
     with pytest.raises(InputError, match=message):
         bp.Mesh(**{"rank": 0, "size": 2, "connect": lambda device_type: None} | arguments)
 
@@ -87,7 +87,7 @@ def test_a_mesh_that_cannot_be(arguments, message):
         ({"backend": "gpu"}, "unknown backend"),
     ],
 )
-def test_what_run_local_refuses(arguments, message):
+def test_run_threads_rejects_invalid_arguments(arguments, message):
     threads = threading.active_count()
     with pytest.raises(InputError, match=message):
         bp.run_threads(**{"ranks": 2, "work": lambda mesh: mesh.rank} | arguments)
@@ -95,8 +95,8 @@ def test_what_run_local_refuses(arguments, message):
 
 
 @pytest.mark.parametrize("again", [0, 1])
-def test_a_rank_that_returned_is_not_waited_for(again):
-    """Long before the timeout. What it did before it returned counts: the first call, and its message, are there."""
+def test_rank_that_returned_raises_peer_lost_error(again):
+    """It raises long before the timeout; calls before the return have completed."""
 
     def work(mesh):
         rows = torch.randn(1, 8, 2, 4)
@@ -109,7 +109,7 @@ def test_a_rank_that_returned_is_not_waited_for(again):
     assert time.monotonic() - begun < 20
 
 
-def test_what_a_rank_sent_before_it_returned_arrives():
+def test_message_sent_before_return_arrives():
     def work(transport):
         buffer = torch.full((4,), transport.rank, dtype=torch.uint8)
         if transport.rank == 0:
@@ -123,7 +123,7 @@ def test_what_a_rank_sent_before_it_returned_arrives():
     assert run_transports(2, work)[1] == [0, 0, 0, 0]
 
 
-def test_a_named_backend_serves_or_raises():
+def test_named_backend_serves_or_raises():
     q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))
     out = bp.attention(q, k, v, mesh=bp.Mesh.single(backend="cpu"))
     torch.testing.assert_close(out, bp.attention(q, k, v))
@@ -134,12 +134,12 @@ def test_a_named_backend_serves_or_raises():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a backend that cannot run here")
-def test_a_named_backend_that_cannot_run_here():
+def test_named_backend_that_cannot_run_raises():
     with pytest.raises(BackendUnavailableError, match=r"'cuda' cannot run here: .*; allowed: cpu"):
         bp.Mesh.single(backend="cuda")
 
 
-def test_device_meshes_of_one_axis_and_of_two(one_process):
+def test_device_mesh_needs_one_axis(one_process):
     grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "sequence"))
     for whole in (lambda: as_mesh(grid), lambda: bp.Mesh.from_device_mesh(grid)):
         with pytest.raises(InputError, match=r"2 axes \(data, sequence\); pass one: mesh\['sequence'\]"):
@@ -156,7 +156,7 @@ def test_device_meshes_of_one_axis_and_of_two(one_process):
     assert as_mesh(init_device_mesh("cpu", (1,))).size == 1
 
 
-def test_process_groups_that_are_none(one_process):
+def test_mesh_rejects_invalid_process_groups(one_process):
     with pytest.raises(InputError, match="not a member of the group"):
         as_mesh(dist.GroupMember.NON_GROUP_MEMBER)
     for wrong in ("gloo", [0]):
@@ -169,7 +169,7 @@ def test_process_groups_that_are_none(one_process):
         bp.Mesh.from_group(gone)
 
 
-def test_a_mesh_whose_group_was_destroyed(one_process):
+def test_mesh_of_destroyed_group_raises(one_process):
     x, group = torch.randn(1, 4, 2, 8), dist.group.WORLD
     mesh = bp.Mesh.from_group()
     dist.destroy_process_group()
@@ -182,8 +182,8 @@ def test_a_mesh_whose_group_was_destroyed(one_process):
     assert bp.attention(x, x, x).shape == x.shape  # the new group has a mesh of its own
 
 
-def test_destroyed_groups_are_let_go(one_process):
-    """They were kept, up to 64 of them: each has threads, connections and, on devices, buffers."""
+def test_destroyed_groups_are_released(one_process):
+    """Each group has threads, connections and, on devices, buffers."""
     x = torch.randn(1, 4, 2, 8)
 
     def used(group):
@@ -205,7 +205,7 @@ def test_destroyed_groups_are_let_go(one_process):
     assert first() is None
 
 
-def test_the_least_recently_used_call_is_forgotten():
+def test_mesh_drops_least_recently_used_call():
     mesh = bp.Mesh.single()
     for number in range(512):
         mesh.remembered(number, lambda: object())
@@ -217,7 +217,7 @@ def test_the_least_recently_used_call_is_forgotten():
     assert mesh.remembered(1, object) is not lost
 
 
-def test_one_rank_can_be_pickled_and_several_cannot():
+def test_mesh_of_one_rank_can_be_pickled():
     mesh = pickle.loads(pickle.dumps(bp.Mesh.single(config=Config(timeout=5.0), backend="cpu")))
     assert (mesh.size, mesh.config.timeout, mesh.backend) == (1, 5.0, "cpu")
 
@@ -257,7 +257,7 @@ def on_straight(one_process, backend, transport="auto"):
     return mesh
 
 
-def test_a_backend_s_own_transport_is_taken_unasked(one_process):
+def test_direct_transport_of_backend_is_chosen_by_default(one_process):
     own = LocalTransport(Fabric(2, 1.0), 0)
     backend = Straight(own)
     mesh = on_straight(one_process, backend)
@@ -277,8 +277,8 @@ def test_a_backend_s_own_transport_is_taken_unasked(one_process):
     assert not mesh.may_be_direct("cpu")
 
 
-def test_a_transport_that_cannot_be_had(one_process):
-    """auto falls back and says why; what is named raises."""
+def test_unavailable_direct_transport_falls_back_or_raises(one_process):
+    """`auto` falls back and gives the reason; a named transport raises."""
     mesh = on_straight(one_process, Straight("two hosts"))
     assert mesh.may_be_direct("cpu")
     assert mesh.transport_for("cpu", direct=True)[1] == "not straight: two hosts"
@@ -296,8 +296,8 @@ class Talking(Straight):
         raise UnsupportedError("two hosts")
 
 
-def test_a_rank_may_refuse_the_call_in_which_the_others_connect():
-    """They hear why, and are in step with it afterwards."""
+def test_failed_call_during_connection_raises_on_all_ranks():
+    """All ranks get the reason and are in sync afterwards."""
 
     def work(local):
         mesh = bp.Mesh(local.rank, 2, lambda device_type: local)
@@ -311,8 +311,8 @@ def test_a_rank_may_refuse_the_call_in_which_the_others_connect():
     assert run_transports(2, work, timeout=3.0) == [4, 4]  # twice they agreed to connect, once for each pass
 
 
-def test_a_plan_does_not_count_on_a_transport_that_cannot_be_had(one_process):
-    """The first call of all finds out; its plan is one for what there is."""
+def test_plan_ignores_unavailable_direct_transport(one_process):
+    """The first call detects it and plans for the remaining transport."""
     backend = Straight("two hosts")
     mesh = on_straight(one_process, backend)
     x = torch.randn(1, 1 << 14, 4, 16)
@@ -322,14 +322,14 @@ def test_a_plan_does_not_count_on_a_transport_that_cannot_be_had(one_process):
     assert made.transport.name == "local"
 
 
-def test_from_group_rejects_a_transport_of_another_group(one_process, monkeypatch):
-    """A backend whose transport ignores its group: messages would go to other ranks."""
+def test_from_group_rejects_transport_of_another_group(one_process, monkeypatch):
+    """Such a transport would send messages to other ranks."""
     wrong = LocalTransport(Fabric(3, 1.0), 1)
     monkeypatch.setattr(CpuBackend, "transport", lambda self, group, timeout: wrong)
     with pytest.raises(BackendUnavailableError, match="another process group; got rank 1 of 3; allowed: rank 0 of 1"):
         bp.Mesh.from_group().transport("cpu")
 
 
-def test_single_takes_settings_by_name_as_from_group():
+def test_single_takes_settings_as_keywords():
     with pytest.raises(TypeError, match="positional"):
         bp.Mesh.single(Config())

@@ -26,7 +26,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_own_model.py"
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_module_on_several_ranks_is_the_module_on_one(ranks, layout):
+def test_self_attention_on_ranks_equals_one_rank(ranks, layout):
     length, dim = 23, 16
     x, dout = torch.randn(2, length, dim), torch.randn(2, length, dim)
     weights = SelfAttention(dim, 4, 2).state_dict()
@@ -50,15 +50,15 @@ def test_a_module_on_several_ranks_is_the_module_on_one(ranks, layout):
             torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 
 
-def test_rotary_positions_by_hand():
-    """At position p, the pair (first, second) of frequency 1 turns by p radians."""
+def test_apply_rotary_embedding_rotates_by_position():
+    """At position p, the pair of frequency 1 is rotated by p radians."""
     x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)
     turned = apply_rotary_embedding(x, torch.tensor([0, 1, 5]))[0, :, 0]
     angles = torch.tensor([0.0, 1.0, 5.0])
     torch.testing.assert_close(turned, torch.stack((angles.cos(), angles.sin()), dim=-1))
 
 
-def test_rotary_positions_are_llama_s():
+def test_apply_rotary_embedding_equals_llama():
     from transformers.models.llama.modeling_llama import rotate_half
 
     x, where = torch.randn(1, 7, 2, 8), torch.arange(7) * 3
@@ -68,7 +68,7 @@ def test_rotary_positions_are_llama_s():
     torch.testing.assert_close(apply_rotary_embedding(x, where), expected)
 
 
-def test_rotary_positions_of_float64_are_of_float64():
+def test_apply_rotary_embedding_keeps_float64_precision():
     x, where = torch.randn(1, 5, 2, 8, dtype=torch.float64), torch.arange(5) * 100_003
     angle = where[:, None].double() * 10000.0 ** (-torch.arange(4).double() / 4)
     turned = torch.polar(torch.ones_like(angle), angle)
@@ -98,7 +98,7 @@ X = torch.zeros(2, 3, 1, 4)
         ),
     ],
 )
-def test_what_cannot_be_rotated(arguments, error, message):
+def test_apply_rotary_embedding_rejects_invalid_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         apply_rotary_embedding(*arguments)
 
@@ -123,12 +123,12 @@ def test_what_cannot_be_rotated(arguments, error, message):
         ({"mesh": "all"}, "not a mesh"),
     ],
 )
-def test_modules_that_cannot_be(arguments, message):
+def test_self_attention_rejects_invalid_arguments(arguments, message):
     with pytest.raises(InputError, match=message):
         SelfAttention(**{"dim": 16, "heads": 4} | arguments)
 
 
-def test_inputs_that_are_none_of_the_module():
+def test_self_attention_rejects_invalid_inputs():
     module = SelfAttention(16, 16, theta=None)  # heads of one number: nothing to turn
     assert module(torch.randn(1, 5, 16)).shape == (1, 5, 16)
     for wrong in (torch.randn(5, 16), torch.randn(1, 5, 8), [1.0]):
@@ -136,7 +136,7 @@ def test_inputs_that_are_none_of_the_module():
             module(wrong)
 
 
-def test_a_rank_that_refuses_its_input_lets_no_other_wait():
+def test_self_attention_input_error_reaches_all_ranks():
     def work(mesh):
         module = SelfAttention(16, 4, mesh=mesh)
         x = torch.zeros(1, 5 if mesh.rank else 6, 16)
@@ -147,7 +147,7 @@ def test_a_rank_that_refuses_its_input_lets_no_other_wait():
     bp.run_threads(2, work, timeout=20)
 
 
-def test_a_rank_that_torch_stops_lets_no_other_wait():
+def test_self_attention_torch_error_reaches_all_ranks():
     def work(mesh):
         module = SelfAttention(16, 4, mesh=mesh)
         x = torch.zeros(1, 6, 16, dtype=torch.float64 if mesh.rank else torch.float32)
@@ -158,7 +158,7 @@ def test_a_rank_that_torch_stops_lets_no_other_wait():
     bp.run_threads(2, work, timeout=20)
 
 
-def test_a_layout_says_how_long_the_sequence_is():
+def test_layout_gives_self_attention_the_sequence_length():
     def work(mesh):
         layout = bp.make_layout("contiguous", 11, 2)
         module = SelfAttention(16, 4, mesh=mesh, layout=layout)
@@ -168,7 +168,7 @@ def test_a_layout_says_how_long_the_sequence_is():
 
 
 @pytest.mark.parametrize("mask", ["documents:0,5,12", "block_causal:4", bp.Mask.documents((0, 5, 12))], ids=str)
-def test_masks_by_name_in_a_layout_that_reads_them(mask):
+def test_self_attention_passes_mask_to_layout(mask):
     x = torch.randn(1, 12, 16)
     weights = SelfAttention(16, 4).state_dict()
     layout = "zigzag" if mask == "block_causal:4" else "document_zigzag"
@@ -187,8 +187,8 @@ def test_masks_by_name_in_a_layout_that_reads_them(mask):
 
 
 @pytest.mark.parametrize("layout", ["document_zigzag", "striped"])
-def test_a_batch_brings_its_own_documents(layout):
-    """Each recomputed in backward, after the module has seen the next batch with other documents."""
+def test_self_attention_takes_cu_seqlens_of_each_batch(layout):
+    """Checkpointing recomputes a batch after the module has run the next one."""
     x, batches = torch.randn(1, 23, 16), [(0, 5, 23), (0, 9, 14, 23)]
     module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single())
     for ends in batches:  # each document by itself
@@ -241,7 +241,7 @@ def test_fsdp_mixed_precision_passes_masks_and_layouts_unchanged():
     assert block.got[1] is layout
 
 
-def test_copies_and_pickles_of_a_module_compute_alike():
+def test_copied_and_pickled_modules_compute_equally():
     def work(mesh):
         module = SelfAttention(16, 4, 2, mesh=mesh, mask="window:3")
         x = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(mesh.rank))
@@ -268,7 +268,7 @@ def test_train_example_losses_match_on_one_and_three_ranks():
 @pytest.mark.parametrize(
     ("ranks", "told"), [("0", "ranks is not a size; got 0"), ("1025", "up to 1024"), ("two", "'two'")]
 )
-def test_the_example_tells_in_a_line_what_cannot_be_used(ranks, told, monkeypatch, capsys):
+def test_example_prints_one_line_for_invalid_ranks(ranks, told, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [EXAMPLE.name, "--ranks", ranks])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -31,8 +31,8 @@ def parts(count: int, spread: float) -> tuple[list[numerics.State], numerics.Sta
 
 
 @pytest.mark.parametrize("spread", [1.0, 20.0])
-def test_many_parts_lose_little(spread: float) -> None:
-    """64 parts stay within a few roundings of float32; merging in plain float32 does not, so this can fail."""
+def test_compensated_merge_of_64_parts_is_accurate(spread: float) -> None:
+    """The error is a few float32 roundings; the same merge in plain float32 fails the bound."""
     torch.manual_seed(0)
     made, (out, lse) = parts(64, spread)
     q = torch.empty(2, 5, 3, 4)
@@ -46,8 +46,8 @@ def test_many_parts_lose_little(spread: float) -> None:
     assert float((state[1] - lse).abs().max()) <= 2.0**-23 * float(lse.abs().max())
 
 
-def test_rows_that_saw_nothing() -> None:
-    """Stay 0 and -inf until there is a part for them; a part that saw nothing changes nothing, to the bit."""
+def test_compensated_merge_keeps_rows_without_keys() -> None:
+    """They stay 0 and -inf; a part without keys changes nothing, to the bit."""
     q = torch.empty(1, 3, 2, 4)
     state = numerics.Compensated.empty(q, 4)
     assert not state[0].any()
@@ -65,7 +65,7 @@ def test_rows_that_saw_nothing() -> None:
     assert all(not x.isnan().any() for x in state.lost)
 
 
-def test_agrees_with_merge_into() -> None:
+def test_compensated_merge_equals_merge_into() -> None:
     made, _ = parts(5, 3.0)
     narrow = numerics.Compensated.empty(torch.empty(2, 5, 3, 4), 4)
     wide = numerics.empty_state(torch.empty(2, 5, 3, 4), 4)
@@ -81,8 +81,8 @@ def test_agrees_with_merge_into() -> None:
     [(torch.bfloat16, 8, 0, True), (torch.bfloat16, 8, 2, False), (torch.bfloat16, 6, 0, False),
      (torch.float32, 6, 0, True), (torch.float32, 1, 0, False), (torch.float64, 1, 3, True)],
 )  # fmt: skip
-def test_to_the_bit(dtype, dim, first, wide):
-    """In elements of 8 bytes where rows begin and end with such; a NaN's own bits stay, and what lies between too."""
+def test_copy_is_bitwise(dtype, dim, first, wide):
+    """It copies 8-byte elements if rows are aligned; NaN bits and the gaps between rows stay."""
     memory = torch.randn(first + 2 * 3 * 4 * dim).to(dtype)
     memory[first] = torch.nan
     source = memory[first:].view(2, 3, 4, dim)
@@ -94,8 +94,7 @@ def test_to_the_bit(dtype, dim, first, wide):
     assert (room[:, :, 0] == 7).all()
 
 
-def test_memory_that_begins_anywhere():
-    """As another package may hand it over."""
+def test_copy_accepts_unaligned_memory():
     memory = bytearray(128)
     base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     for odd in (0, 4):
@@ -103,7 +102,7 @@ def test_memory_that_begins_anywhere():
         assert (numerics._is_wide(source), source.storage_offset()) == (not odd, 0)
 
 
-def test_other_dtypes_are_converted():
+def test_copy_converts_dtypes():
     target = torch.zeros(4, 8, dtype=torch.bfloat16)
     numerics.copy(torch.full((4, 8), 1.5), target)
     assert (target == 1.5).all()
@@ -111,7 +110,7 @@ def test_other_dtypes_are_converted():
 
 @pytest.mark.parametrize("moves", ["direct", "ring"])
 def test_rows_are_packed_once(moves, monkeypatch):
-    """Of a causal zigzag some ranks need a whole block and others half of it: that is a part of the same message."""
+    """Some ranks of a causal zigzag need half a block, which is a slice of the same message."""
     copied = []
     real = numerics.copy
     monkeypatch.setattr(numerics, "copy", lambda source, target: (copied.append(source), real(source, target)))
@@ -132,7 +131,7 @@ def test_rows_are_packed_once(moves, monkeypatch):
 # -------------------------------------------------------------------------------------------------- numerics
 
 
-def test_merging_with_nothing_changes_nothing():
+def test_merging_empty_state_changes_nothing():
     q, k, v, _ = inputs(torch.float32)
     part = ReferenceKernel().attend(q, k, v, Tiles([Tile(0, LENGTH, 0, LENGTH, -99, 99)]), settings(0.3))
     nothing = numerics.empty_state(q, 8)
@@ -146,7 +145,7 @@ def test_merging_with_nothing_changes_nothing():
 
 
 @pytest.mark.parametrize("spread", [0.0, 50.0, 1e4, 1e30])
-def test_merging_survives_scores_far_apart(spread):
+def test_merging_distant_scores_stays_finite(spread):
     a = (torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), spread))
     b = (torch.full((1, 1, 1, 1), 3.0), torch.full((1, 1, 1), -spread))
     out, lse = numerics.merge_attention_states([a, b])
@@ -170,14 +169,14 @@ def part(rows=5, heads=3, dtype=torch.float32):
         ([(part()[0].int(), part()[1])], DtypeError, "int32"),
     ],
 )
-def test_what_merge_refuses(parts, error, message):
-    """Shapes that torch would broadcast to a wrong result, above all."""
+def test_merge_attention_states_rejects_invalid_parts(parts, error, message):
+    """torch would broadcast some of these shapes to a wrong result."""
     with pytest.raises(error, match=message):
         numerics.merge_attention_states(parts)
 
 
-def test_merging_takes_nothing_from_a_row_that_saw_nothing():
-    """Whatever another library left in its out there."""
+def test_merge_ignores_out_of_rows_without_keys():
+    """Other libraries may leave any value there."""
     out, lse = part()
     blind = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
     for parts in ([blind, (out, lse)], [(out, lse), blind]):
@@ -186,8 +185,8 @@ def test_merging_takes_nothing_from_a_row_that_saw_nothing():
 
 
 @pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
-def test_the_stand_in_for_out_has_the_row_sums(size):
-    """Also where the square of dO would vanish or overflow."""
+def test_surrogate_out_has_given_row_sums(size):
+    """Also if the square of dO would underflow or overflow."""
     dout = torch.randn(2, 5, 3, 8) * size
     dout[:, 2] = 0
     delta = torch.randn(2, 3, 5) * size
@@ -197,16 +196,16 @@ def test_the_stand_in_for_out_has_the_row_sums(size):
     torch.testing.assert_close(made, delta.double() / size, rtol=1e-5, atol=1e-6)
 
 
-def test_sinks_by_hand():
-    """One key with score 0 and a sink with logit 0 share the weight."""
+def test_add_sinks_splits_weight():
+    """A key with score 0 and a sink with logit 0 have equal weights."""
     state = (torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
     numerics.add_sinks(state, torch.zeros(1))
     assert state[0].flatten().tolist() == [0.5, 0.5]
     assert state[1].item() == pytest.approx(0.6931472)
 
 
-def test_a_closed_sink_over_a_row_that_sees_nothing():
-    """A sink of -inf takes no part: the row stays out 0 and LSE -inf, and gives no gradient."""
+def test_negative_infinite_sink_leaves_row_without_keys_empty():
+    """The row keeps out 0 and LSE -inf, and the sink gets no gradient."""
     out, lse = torch.zeros(1, 2, 1, 4), torch.tensor([[[-torch.inf, 1.0]]])
     out[:, 1] = 3.0
     before = out.clone(), lse.clone()

@@ -11,7 +11,7 @@ from burst_portable.errors import DtypeError, InputError, MaskError, MismatchErr
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_shard_and_unshard(layout, dim):
+def test_unshard_inverts_shard(layout, dim):
     x = torch.randn(11, 11, 11)
 
     def work(mesh):
@@ -24,8 +24,8 @@ def test_shard_and_unshard(layout, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.complex64])
-def test_unshard_takes_every_dtype(dtype):
-    """Conjugated, which for complex numbers is a bit of the tensor and not of its memory."""
+def test_unshard_accepts_all_dtypes(dtype):
+    """The tensors are conjugated, which is a flag of a complex tensor and not in its memory."""
     x = (torch.randn(11, 2) * (1 + 1j)).to(dtype) if dtype.is_complex else (torch.randn(11, 2) * 9).to(dtype)
 
     def work(mesh):
@@ -34,7 +34,7 @@ def test_unshard_takes_every_dtype(dtype):
     assert all(torch.equal(whole, x.conj()) for whole in bp.run_threads(3, work))
 
 
-def test_unshard_refuses_to_guess_a_gradient():
+def test_unshard_rejects_tensor_with_gradient():
     with pytest.raises(InputError, match="no gradient"):
         bp.unshard(torch.randn(1, 8, requires_grad=True), seq_len=8)
 
@@ -50,8 +50,8 @@ def test_unshard_refuses_to_guess_a_gradient():
         ({"grad": True}, "unshard has no gradient"),
     ],
 )
-def test_ranks_that_unshard_different_things_are_told(change, told):
-    """Equal sizes in bytes above all: those made a tensor of nonsense, and others left the ranks waiting."""
+def test_different_unshard_calls_raise_on_all_ranks(change, told):
+    """Equal byte sizes gave wrong tensors, and different ones made the ranks wait."""
 
     def work(mesh):
         mine = change if mesh.rank == 1 else {}
@@ -63,7 +63,7 @@ def test_ranks_that_unshard_different_things_are_told(change, told):
     bp.run_threads(2, work)
 
 
-def test_a_batch_is_shifted_before_it_is_cut():
+def test_shard_batch_shifts_labels_before_sharding():
     ids = torch.arange(100, 110).view(1, 10)
 
     def work(mesh):
@@ -102,7 +102,7 @@ IDS = torch.arange(10).view(1, 10)
         ({"layout": 3}, UnknownNameError, "unknown layout"),
     ],
 )
-def test_batches_that_cannot_be(arguments, error, message):
+def test_shard_batch_rejects_invalid_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         bp.shard_batch(**{"input_ids": IDS} | arguments)
 
@@ -135,13 +135,13 @@ def test_shard_batch_accepts_tensor_cu_seqlens_and_shared_ids():
         ({"device": "cube"}, "this is not a device"),
     ],
 )
-def test_positions_that_cannot_be(arguments, message):
+def test_local_position_ids_rejects_invalid_arguments(arguments, message):
     with pytest.raises(InputError, match=message):
         bp.local_position_ids(**{"seq_len": 16} | arguments)
 
 
 @pytest.mark.parametrize("cut", [bp.shard, lambda x, dim=1: bp.unshard(x, seq_len=4, dim=dim)], ids=["there", "back"])
-def test_dimensions_that_cannot_be_cut(cut):
+def test_sharding_rejects_invalid_dimensions(cut):
     for dim in (3, -4, "1", 1.0):
         with pytest.raises(ShapeError, match=r"x has no such dimension; .*; allowed: -3 to 2"):
             cut(torch.zeros(4, 4, 4), dim=dim)
