@@ -19,7 +19,7 @@ from tests.support.plans import make_plan, plan
 MIB = 1 << 20
 
 
-def test_a_curve_is_read_by_size():
+def test_transfer_reads_bandwidth_by_message_size():
     hardware = HardwareSpec(
         1.0,
         1.0,
@@ -39,7 +39,7 @@ def test_a_curve_is_read_by_size():
     assert (many.receives_at_once(direct=False), many.receives_at_once(direct=True)) == (True, False)
 
 
-def test_what_leaves_a_node_takes_the_other_link():
+def test_transfer_between_nodes_uses_inter_node_bandwidth():
     hardware = HardwareSpec(1.0, 100.0, message_latency=0.0, ranks_per_node=4, inter_node_bandwidth=10.0)
     assert [hardware.is_inter_node(3, other) for other in (0, 2, 4, 7)] == [False, False, True, True]
     assert hardware.transfer(MIB, is_inter_node=True) == pytest.approx(MIB / 10e9)
@@ -57,8 +57,8 @@ def test_what_leaves_a_node_takes_the_other_link():
     assert second.link_seconds == pytest.approx(second.received / 100e9)
 
 
-def test_the_double_ring_hides_the_network():
-    """32 ranks in nodes of 8: on one ring the network is asked by one rank a node, at every step."""
+def test_double_ring_overlaps_inter_node_transfers():
+    """32 ranks in nodes of 8: a single ring crosses nodes in each step, at one rank per node."""
     hardware = HardwareSpec(600.0, 300.0, ranks_per_node=8)
     usual = {"ranks": 32, "seq_len": 131072}
     seconds = {
@@ -74,7 +74,7 @@ def test_the_double_ring_hides_the_network():
     assert reason.startswith("chose double_ring+kv by predicted time, assumed 50 GB/s between nodes of 8")
 
 
-def test_passes_have_rates_of_their_own():
+def test_forward_and_backward_have_separate_rates():
     hardware = HardwareSpec(100.0, 1.0, launch_latency=1.0, backward_tflops=50.0, backward_launch_latency=2.0)
     assert hardware.compute(1e14, "forward") == pytest.approx(2.0)
     assert hardware.compute(1e14, "backward") == pytest.approx(4.0)
@@ -83,7 +83,7 @@ def test_passes_have_rates_of_their_own():
     assert hardware.compute(1e14, "forward", 2) == pytest.approx(3.0)
 
 
-def test_several_backward_launches_take_longer_than_one():
+def test_multi_launch_efficiency_slows_backward_of_ring():
     """Two ranks of 32 rows, full mask: a ring has two launches, Ulysses one."""
     usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
     near = HardwareSpec(1e-6, 1e9, 0.0, 0.0)
@@ -98,8 +98,8 @@ def test_several_backward_launches_take_longer_than_one():
 
 
 @pytest.mark.parametrize(("rows", "ranks", "share"), [(64, 2, 1.0), (33, 2, 1.0), (32, 2, 0.5), (0, 2, 0.5)])
-def test_blocks_of_many_keys(rows, ranks, share):
-    """A ring's blocks hold 32 keys, Ulysses' one block all 64: from so many on the forward is slower, and only that."""
+def test_long_kv_efficiency_slows_forward_only(rows, ranks, share):
+    """A block of a ring has 32 keys, the one of Ulysses all 64."""
     usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
     for strategy, kept in (("ring", share), ("ulysses", 0.5)):
         made, near = plan(make_strategy(strategy), ranks=ranks, **usual), HardwareSpec(1e-6, 1e9, 0.0, 0.0)
@@ -111,8 +111,8 @@ def test_blocks_of_many_keys(rows, ranks, share):
         assert (forward, backward) == (pytest.approx(kept), 1.0)
 
 
-def test_messages_that_hold_kernels_up():
-    """Two ranks, full mask, by hand: a step computes for a second, and the one message takes three."""
+def test_comm_slowdown_delays_kernels():
+    """Two ranks, full mask: a step computes for one second, and its message takes three."""
     made = bp.plan(seq_len=64, ranks=2, heads=8, head_dim=64, mask="full", layout="contiguous", strategy="ring")
     flops = 4 * 32 * 32 * 8 * 64
     size = rank_cost(made, "forward", 0, HardwareSpec(1, 1)).received
@@ -139,8 +139,8 @@ def test_messages_that_hold_kernels_up():
     assert rank_cost(three, "forward", 0, both).seconds == pytest.approx(2.5)
 
 
-def test_several_messages_at_once():
-    """Four ranks, full mask, nothing to compute: three blocks one by one, and all at once as fast as two go alone."""
+def test_all_to_all_bandwidth_applies_to_several_messages():
+    """Four ranks, full mask, no compute time: three blocks in sequence or at once."""
     usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
     made = plan(make_strategy("ring", transfer="direct", prefetch_steps=3, blocks_per_launch=3), ranks=4, **usual)
     size = rank_cost(made, "forward", 0, HardwareSpec(1, 1)).received
@@ -163,8 +163,8 @@ PIECES = KernelTraits(splits_tiles=True)
 ONE_PASS = KernelTraits(splits_tiles=True, single_pass_merge=True)
 
 
-def test_passes_over_memory_by_hand():
-    """Two ranks, 16 rows each of 8 heads of 64, full mask: what is packed, merged, made and added, in bytes."""
+def test_memory_bandwidth_counts_packing_merging_and_adding():
+    """Two ranks with 16 rows each of 8 heads of 64, full mask."""
     usual = {"seq_len": 32, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
     kv, row = 16 * 8 * 128 * 2, 16 * 8 * 64
     hardware = HardwareSpec(1e9, 1e9, 0.0, 0.0, memory_bandwidth=1e-9)  # a byte a second, and all else at once
@@ -225,8 +225,8 @@ def test_passes_over_memory_by_hand():
 # ----------------------------------------------------------------------------------------------------- costs
 
 
-def test_bytes_by_hand():
-    """8 heads of 64 in 16 bits, 16 rows a rank: K and V are 32 KiB, float32 dK and dV twice that, dQ 32 KiB."""
+def test_rank_cost_counts_bytes():
+    """8 heads of 64, 16 bits, 16 rows per rank: K and V 32 KiB, float32 dK and dV twice that."""
     plan = make_plan(Mask.full(), strategy="burst")
     kv = 16 * 8 * (64 + 64) * 2
     forward = rank_cost(plan, "forward", 1, HardwareSpec(1, 1))
@@ -242,8 +242,8 @@ def test_bytes_by_hand():
     assert sent == [3 * (kv + kv), 3 * (q + dq // 2)]
 
 
-def test_bytes_of_uneven_heads_by_hand():
-    """Rows 18, 18 and 17, two of six heads of 64 a rank: Q, K and V go there, out comes back, in 16 bits."""
+def test_rank_cost_counts_bytes_of_uneven_ulysses():
+    """Rows 18, 18 and 17; two of six heads of 64 per rank; Q, K and V leave and out returns."""
     costs = [
         rank_cost(make_plan(None, "contiguous", "ulysses", 3, 53, 6, 6), "forward", r, HardwareSpec(1, 1))
         for r in range(3)
@@ -258,16 +258,16 @@ def test_bytes_of_uneven_heads_by_hand():
 
 
 @pytest.mark.parametrize(("kv_heads", "itemsize"), [(3, 2), (1, 4)])  # one that is shared is added up where it belongs
-def test_bytes_of_gradients_of_few_heads_by_hand(kv_heads, itemsize):
-    """Rows 18, 18 and 17: two of six query heads of dO go there, dQ, dK and dV of one K/V head come back."""
+def test_rank_cost_counts_gradient_bytes_of_few_kv_heads(kv_heads, itemsize):
+    """Two of six query heads of dO leave; dQ, dK and dV of one K/V head return."""
     plan = make_plan(None, "contiguous", "ulysses", 3, 53, 6, kv_heads)
     for rank, rows in enumerate((18, 18, 17)):
         there, back = 2 * rows * 2 * 64 * 2, (53 - rows) * 64 * (2 * 2 + 2 * itemsize)
         assert rank_cost(plan, "backward", rank, HardwareSpec(1, 1)).sent == there + back
 
 
-def test_flops_are_the_field_s():
-    """Forward 4·area·H·D, backward two and a half times that."""
+def test_pass_flops_use_standard_formula():
+    """Forward 4 * pairs * H * D, backward 2.5 times as many."""
     problem = make_plan().call
     num_pairs = 64 * 65 // 2
     assert problem.num_pairs == num_pairs
@@ -278,16 +278,16 @@ def test_flops_are_the_field_s():
     assert sum(c.flops for c in cost.per_rank["forward"]) == 4 * num_pairs * 8 * 64
 
 
-def test_imbalance_by_hand():
-    """Causal on two ranks: the upper half has 32·33/2 pairs, the lower half 32·32 more; where nobody computes, none."""
+def test_imbalance_compares_pairs_of_ranks():
+    """Causal on two ranks: 32 * 33 / 2 pairs against 32 * 32 more; 1 if no rank computes."""
     cost = plan_cost(make_plan(layout="contiguous", ranks=2), HardwareSpec(1, 1))
     assert cost.imbalance() == cost.imbalance("backward") == pytest.approx((528 + 1024) * 2 / (2 * 528 + 1024))
     early = Mask((Region(0, 8, 0, 8),), "early")
     assert plan_cost(make_plan(early, "contiguous", ranks=2), HardwareSpec(1, 1), [1]).imbalance() == 1.0
 
 
-def test_predicted_time_by_hand():
-    """Full mask on 2 ranks: compute hides the one hop, or waits for it."""
+def test_predicted_time_includes_exposed_transfer():
+    """Full mask on 2 ranks: the transfer is hidden or exposed."""
     plan = make_plan(Mask.full(), "contiguous", ranks=2)
     flops, size = 4 * 32 * 32 * 8 * 64, 32 * 8 * 128 * 2
     fast = rank_cost(plan, "forward", 0, HardwareSpec(flops / 1e12, 1e9, 0.0, 0.0))  # a step takes one second
@@ -296,7 +296,7 @@ def test_predicted_time_by_hand():
     assert slow.seconds == pytest.approx(6.0, rel=1e-6)
 
 
-def test_blocks_held_are_those_in_flight():
+def test_rank_cost_blocks_held_are_those_in_flight():
     for ranks in (1, 2, 4, 8):
         cost = rank_cost(make_plan(Mask.full(), ranks=ranks), "forward", 0, HardwareSpec(1, 1))
         block = 64 // ranks * 8 * 128 * 2

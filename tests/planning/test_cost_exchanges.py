@@ -23,8 +23,8 @@ def ulysses(ranks, seq_len, heads=8, kv_heads=8, head_dim=64, groups=1):
 
 
 @pytest.mark.parametrize("rank", range(8))
-def test_parts_inside_and_between_nodes_wherever_a_rank_is(rank):
-    """Of seven parts three stay in a node of four, and four cross; in nodes of one, all of them cross."""
+def test_exchange_cost_separates_parts_between_nodes(rank):
+    """Three of seven parts stay in a node of four; with one rank per node all of them cross."""
     made, hardware = (
         ulysses(8, 64),
         HardwareSpec(1.0, 100.0, message_latency=0.0, ranks_per_node=4, inter_node_bandwidth=10.0),
@@ -39,8 +39,8 @@ def test_parts_inside_and_between_nodes_wherever_a_rank_is(rank):
             assert found.link_seconds == pytest.approx(found.sent * share / (intra_node_bandwidth * 1e9))
 
 
-def test_parts_one_after_the_other_or_at_once():
-    """Four ranks of 1024 rows: 1 MiB of Q, K and V to each of three others, half of it of out from each."""
+def test_exchange_cost_of_sequential_or_concurrent_parts():
+    """Four ranks of 1,024 rows: 1 MiB of Q, K and V to each of three others, half as much back."""
     made = ulysses(4, 4096, kv_heads=4, head_dim=128)
     link, spread = ((MIB, 100.0), (3 * MIB, 200.0)), ((MIB * 3 // 2, 100.0), (3 * MIB, 300.0))
     one = HardwareSpec(1.0, 1.0, message_latency=0.0, p2p_bandwidth=link)
@@ -49,7 +49,7 @@ def test_parts_one_after_the_other_or_at_once():
     assert several.link_seconds == pytest.approx(3 * MIB / 300e9 + 1.5 * MIB / 100e9)
 
 
-def test_groups_of_heads_by_hand():
+def test_head_groups_overlap_exchanges_with_kernels():
     """Two ranks, four query heads and one K/V head each, in two groups that compute for three seconds each.
 
     Two heads of Q take a second, and so do K and V, which come with the first group: it is here at 2, the second at 3.
@@ -68,7 +68,7 @@ def test_groups_of_heads_by_hand():
     assert forward.memory == 2 * (2 * 2 * numbers + 4 * (numbers + rows))
 
 
-def test_messages_that_hold_groups_of_heads_up():
+def test_comm_slowdown_delays_kernels_of_head_groups():
     """The same backward: dO comes at 1 and at 2, kernels of 7.5 s each lose half of a second to what is beside them.
 
     That is dO of the second group, and then dQ of the first. Its own, and dK and dV, take two seconds more.
@@ -79,15 +79,15 @@ def test_messages_that_hold_groups_of_heads_up():
     assert rank_cost(made, "backward", 0, hardware).seconds == pytest.approx(1 + 8 + 8 + 2)
 
 
-def test_what_came_home_is_copied_when_it_is_there():
-    """Packing Q, K and V takes three seconds, sending them as long; out comes in one, and is copied in another."""
+def test_exchange_cost_includes_copy_of_results():
+    """Packing Q, K and V takes 3 s and sending them 3 s; out takes 1 s, and its copy 1 s."""
     made, tensor = ulysses(2, 64), 32 * 8 * 64 * 2
     hardware = HardwareSpec(1e9, tensor / 2e9, 0.0, 0.0, memory_bandwidth=2 * tensor / 1e9)
     assert rank_cost(made, "forward", 0, hardware).seconds == pytest.approx(3 + 3 + 1 + 1, rel=1e-6)
 
 
-def test_only_where_all_goes_straight_nothing_is_packed():
-    """Two nodes of two, backward: dO is picked from where it lies if blocks between nodes go straight, too."""
+def test_direct_exchange_skips_packing_if_all_is_direct():
+    """In backward on two nodes of two, dO is read in place if blocks between nodes are direct too."""
     hardware = HardwareSpec(1e9, 1e9, 0.0, 0.0, memory_bandwidth=1e-9)
     packed = 2 * 32 * 4 * 64 * 2
     for moves, saved in (("ring", 0), ("direct", packed)):

@@ -20,8 +20,8 @@ def seconds(made, pass_name, rank=0, **changes):
 
 
 @pytest.mark.parametrize("moves", ["ring", "direct"])
-def test_a_block_is_packed_once_by_its_owner(moves):
-    """Rank 2 of three: on a ring it hands on a block of more rows as it came; to fetch, two ask for the same rows."""
+def test_block_is_packed_once_by_its_owner(moves):
+    """Rank 2 of three forwards a larger block unchanged; for fetches two ranks read the same rows."""
     made = bp.plan(seq_len=50, ranks=3, **USUAL, strategy=make_strategy("ring", transfer=moves))
     assert [made.layout.count(rank) for rank in range(3)] == [17, 17, 16]
     row = 16 * 6 * 64  # numbers of a tensor of rank 2; out is merged twice
@@ -31,8 +31,8 @@ def test_a_block_is_packed_once_by_its_owner(moves):
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("pass_name", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
-def test_three_batch_rows_are_three_times_the_bytes(strategy, pass_name, in_pieces):
-    """LSE and delta of a row are padded to 16 bytes, which two rows of eight heads fill as well."""
+def test_memory_traffic_is_proportional_to_batch(strategy, pass_name, in_pieces):
+    """LSE and delta of a row are padded to 16 bytes, which eight heads fill."""
     once, thrice = (
         bp.plan(seq_len=64, ranks=2, batch=batch, strategy=strategy, **USUAL | {"heads": 8, "kv_heads": 8})
         for batch in (1, 3)
@@ -41,8 +41,8 @@ def test_three_batch_rows_are_three_times_the_bytes(strategy, pass_name, in_piec
     assert more == pytest.approx(3 * less, rel=1e-6)
 
 
-def test_what_uneven_ranks_reshard():
-    """Rows 18, 18 and 17, two of six heads of 64 a rank."""
+def test_resharded_bytes_of_uneven_ranks():
+    """Rows 18, 18 and 17; two of six heads of 64 per rank."""
     plan = bp.plan(seq_len=53, ranks=3, **USUAL, strategy="ulysses")
     row = 2 * 64 * 2  # bytes of one tensor
     for rank, rows in enumerate((18, 18, 17)):

@@ -45,7 +45,7 @@ def written(folder: Path, content: object, name: str = "hardware.json") -> Path:
     return path
 
 
-def test_every_field_is_read_back(tmp_path):
+def test_read_hardware_spec_returns_every_field(tmp_path):
     defaults = HardwareSpec(1.0, 1.0)
     told = ("source", "inter_node_source")
     assert all(getattr(ALL, f.name) != getattr(defaults, f.name) for f in fields(HardwareSpec) if f.name not in told)
@@ -60,12 +60,12 @@ def test_every_field_is_read_back(tmp_path):
     assert as_json(read_hardware_spec(packed).hardware) == as_json(ALL)
 
 
-def test_what_is_left_out_keeps_its_default(tmp_path):
+def test_read_hardware_spec_uses_defaults(tmp_path):
     path = written(tmp_path, {**ABOUT, "hardware": {"tflops": 2, "intra_node_bandwidth": 3}, "how": "for people"})
     assert as_json(read_hardware_spec(path).hardware) == as_json(HardwareSpec(2.0, 3.0))
 
 
-def test_the_reason_says_where_the_rates_come_from(tmp_path):
+def test_reason_names_source_of_hardware_spec(tmp_path):
     path = written(tmp_path, data())
     found = read_hardware_spec(path)
     measured = f"at rates measured on Abacus 9 ({path}, 2026-11-22)"
@@ -83,8 +83,8 @@ def test_the_reason_says_where_the_rates_come_from(tmp_path):
 
 
 @pytest.mark.parametrize("written_down", [5.5, INTER_NODE_BANDWIDTH])
-def test_what_is_between_nodes_says_where_it_comes_from(tmp_path, written_down):
-    """Measured, given beside what was measured, or assumed: also where it happens to be what is assumed."""
+def test_reason_names_source_of_inter_node_bandwidth(tmp_path, written_down):
+    """Measured, given or assumed, also if the value equals the assumed one."""
     two_levels = read_hardware_spec(written(tmp_path, data(inter_node_bandwidth=written_down), "two.json")).hardware
     source, number = two_levels.source, f"{written_down:g} GB/s between nodes of"
     one_level = read_hardware_spec(
@@ -106,8 +106,8 @@ def test_what_is_between_nodes_says_where_it_comes_from(tmp_path, written_down):
     assert f"{source}, between nodes of 4 and not 2, measured {number} 2 (" in by_inner
 
 
-def test_the_source_says_that_dtype_and_head_size_are_others(tmp_path):
-    """Where both are known: files of before have neither, and not every caller has."""
+def test_source_names_other_dtype_and_head_size(tmp_path):
+    """Older files state neither, and not every caller knows them."""
     found = read_hardware_spec(written(tmp_path, of_a_call()))
     assert (found.dtype, found.head_dim) == ("float32", 128)
     for call, told in (
@@ -167,7 +167,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda x: str(x)[:30])
-def test_numbers_that_no_machine_has_are_refused(tmp_path, name, value):
+def test_read_hardware_spec_rejects_impossible_numbers(tmp_path, name, value):
     path = written(tmp_path, data(**{name: value}))
     with pytest.raises(InputError) as refused:
         read_hardware_spec(path)
@@ -206,13 +206,13 @@ def test_numbers_that_no_machine_has_are_refused(tmp_path, name, value):
     ],
     ids=lambda x: str(x)[:20],
 )
-def test_files_that_are_none_are_refused(tmp_path, content, told):
+def test_read_hardware_spec_rejects_other_files(tmp_path, content, told):
     with pytest.raises(InputError, match=told) as refused:
         read_hardware_spec(written(tmp_path, content))
     assert str(refused.value).endswith("`burst-portable measure --json FILE` writes one")
 
 
-def test_a_file_that_is_missing_and_a_folder(tmp_path):
+def test_read_hardware_spec_rejects_missing_file_and_folder(tmp_path):
     with pytest.raises(InputError, match=r"none\.json is not a hardware spec.*got No such file.*measure --json FILE"):
         read_hardware_spec(tmp_path / "none.json")
     with pytest.raises(InputError, match="a folder"):
@@ -221,7 +221,7 @@ def test_a_file_that_is_missing_and_a_folder(tmp_path):
         read_hardware_spec("")
 
 
-def test_the_setting():
+def test_hardware_spec_setting_names_a_file():
     assert (
         Config().hardware_spec
         == from_environment({}).hardware_spec

@@ -8,8 +8,8 @@ from burst_portable.planning.verify import verify
 from tests.support.plans import make_plan
 
 
-def test_fields_of_a_message_are_aligned():
-    """LSE and delta of three heads are 12 bytes a row, and take 16."""
+def test_message_size_aligns_fields():
+    """LSE and delta of three heads are 12 bytes per row and take 16."""
     plan = make_plan(Mask.full(), "contiguous", "burst", length=53, heads=3, kv_heads=3)
     (move, *_) = plan.backward.steps_of(0)[0].sends
     assert message_size(plan.call, move, rounds_gradients=False) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)

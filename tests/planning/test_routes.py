@@ -6,8 +6,8 @@ from burst_portable.mask import Mask
 from tests.support.plans import make_plan
 
 
-def test_a_ring_by_hand():
-    """Rank 1 of 3, full mask: its own block, then rank 0's, then rank 2's; K and V leave to rank 2."""
+def test_ring_route_of_three_ranks():
+    """Rank 1, full mask: its own block, then rank 0's, then rank 2's; K and V go to rank 2."""
     steps = make_plan(Mask.full(), "contiguous", ranks=3, length=9).forward.steps_of(1)
     assert [s.compute.k_owners for s in steps] == [(1,), (0,), (2,)]
     assert [(m.owner, m.target, m.post_step, m.wait_step) for s in steps for m in s.sends] == [
@@ -21,8 +21,8 @@ def test_a_ring_by_hand():
     assert [(m.owner, m.target) for s in backward for m in s.gradient_sends] == [(0, 2), (2, 2)]
 
 
-def test_only_ranks_that_need_a_block_get_it():
-    """A window no wider than a shard: each rank hears from one neighbour, whatever the strategy."""
+def test_only_ranks_that_need_a_block_receive_it():
+    """For a window no wider than a shard, each rank receives from one neighbor."""
     for strategy in ("ring", "burst", "double_ring"):
         plan = make_plan(Mask.window(8), "contiguous", strategy, ranks=8, length=64)
         received = [len([m for s in plan.forward.steps_of(r) for m in s.receives]) for r in range(8)]
@@ -31,7 +31,7 @@ def test_only_ranks_that_need_a_block_get_it():
     assert sum(len(s.receives) for r in range(8) for s in causal.forward.steps_of(r)) == 28
 
 
-def test_fetching_takes_only_the_rows_that_are_seen():
+def test_direct_transfer_sends_visible_rows_only():
     plan = make_plan(Mask.window(3), "contiguous", "ring", ranks=4, length=64, transfer="direct")
     (move,) = [m for s in plan.forward.steps_of(2) for m in s.receives]
     assert move.rows == (13, 16)

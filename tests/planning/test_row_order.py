@@ -37,7 +37,7 @@ PARTLY = Layout("partly", 12, ((Segment(0, 4, 2),), (Segment(1, 4, 2), Segment(8
     ],
     ids=str,
 )
-def test_which_rows_are_computed_in_rank_order(layout, options, in_pieces, kept):
+def test_keeps_rank_order_by_layout_and_kernel(layout, options, in_pieces, kept):
     ranks = 4 if options else 2
     length = layout.length if isinstance(layout, Layout) else 64
     strategy = make_strategy("usp" if options else "ulysses", **options)
@@ -58,7 +58,7 @@ def test_square_kernels_get_sorted_rows_for_causal_and_full(mask, natural, group
     assert with_rank_order(made, KernelTraits(prefers_square=True)) == (made if natural else as_it_comes)
 
 
-def test_rows_of_many_segments_are_put_in_order():
+def test_rows_of_many_segments_are_sorted():
     mask = Mask.documents(tuple(range(0, 65, 8)))
     made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="document_zigzag", strategy="ulysses")
     assert with_rank_order(made, KernelTraits()) is made

@@ -35,8 +35,8 @@ from tests.support.plans import make_plan
         (Mask.full(), 1536, 1.0, None),
     ],
 )
-def test_where_a_launch_is_divided(mask, rows, share, row):
-    """At a multiple of 128 rows with the share above it, or where a document begins that is near."""
+def test_divided_splits_launch_at_block_or_document(mask, rows, share, row):
+    """The split is at a multiple of 128 rows above the share, or at a nearby document start."""
     tiles = find_tiles(mask, [Segment(0, rows)], [Segment(0, rows)])
     parts = split_compute(Compute((0,), (0,), (BlockTiles(tiles, 0, 0),)), share)
     if row is None:
@@ -70,11 +70,11 @@ def merged(rank, mask, layout, ranks=4, **options):
         (0, bp.Mask.documents((0, 32768, 65536, 98304, 131072)), "contiguous", None),  # nothing crosses
     ],
 )
-def test_which_are_merged(rank, mask, layout, rows):
+def test_merged_rows_of_each_mask_and_layout(rank, mask, layout, rows):
     assert merged(rank, mask, layout) == rows
 
 
-def test_every_row_that_a_later_step_names_is_among_them():
+def test_merged_rows_include_all_rows_of_later_steps():
     mask = bp.Mask.documents((*range(0, 131072, 5000), 131072))
     for layout in ("contiguous", "whole_documents"):
         plan = bp.plan(seq_len=131072, ranks=4, heads=8, mask=mask, layout=layout, strategy="ring")
@@ -88,14 +88,14 @@ def test_every_row_that_a_later_step_names_is_among_them():
                 assert max(named) - min(named) > plan.layout.count(rank) // 2 - 256
 
 
-def test_few_rows_are_not_worth_a_launch():
+def test_merged_rows_returns_none_for_few_rows():
     plan = bp.plan(seq_len=8192, ranks=2, heads=8, mask="window:128", layout="contiguous", strategy="ring")
     assert plan.forward.merged_rows(1) is None
     assert steps.merged_rows(plan.forward.steps_of(1), 5000) == (0, 128)
 
 
-def test_the_own_block_last_by_hand():
-    """Rank 0 of 4, full mask, backward: gradients of the last foreign block leave while the own one is computed."""
+def test_local_block_order_last_overlaps_gradients():
+    """Rank 0 of 4, full mask: gradients of remote blocks leave during the local block."""
     options = {"mask": Mask.full(), "layout": "contiguous", "transfer": "direct", "prefetch_steps": 3}
     first, last = (make_plan(local_block_order=own, **options) for own in ("first", "last"))
     assert first.forward == last.forward
@@ -112,8 +112,8 @@ def test_the_own_block_last_by_hand():
     assert rank_cost(last, "backward", 0, hardware).seconds == pytest.approx(4.5, rel=1e-6)
 
 
-def test_the_own_block_divided_by_hand():
-    """Rank 0 of 4, full mask, backward: a third of the own block while others come, two while gradients leave."""
+def test_local_block_order_split_overlaps_both_directions():
+    """Rank 0 of 4, full mask: 1/3 of the local block during receives, 2/3 during gradient sends."""
     options = {"mask": Mask.full(), "layout": "contiguous", "length": 4 * 1536, "transfer": "direct"}
     plan = make_plan(local_block_order="split", prefetch_steps=3, blocks_per_launch=3, **options)
     assert verify(plan) == []
@@ -143,7 +143,7 @@ def test_the_own_block_divided_by_hand():
         (Mask.full(), "striped", [0.33, 0.33, 0.33]),
     ],
 )
-def test_where_the_own_block_is_divided(mask, layout, cuts):
+def test_local_block_split_by_mask_and_layout(mask, layout, cuts):
     plan = make_plan(mask, layout, ranks=3, length=3 * 1536, transfer="direct", local_block_order="split")
     assert verify(plan) == []
     found = []
@@ -156,7 +156,7 @@ def test_where_the_own_block_is_divided(mask, layout, cuts):
     assert found == pytest.approx(cuts, abs=0.01)
 
 
-def test_rows_that_two_parts_have_in_common_are_found():
+def test_verify_detects_rows_computed_by_both_parts():
     plan = make_plan(Mask.full(), "contiguous", length=4 * 1536, transfer="direct", local_block_order="split")
     steps = plan.backward.steps_of(1)
     upper = steps[0].compute
@@ -165,7 +165,7 @@ def test_rows_that_two_parts_have_in_common_are_found():
     assert any("computed more than once: [(1, 1)]" in one for one in verify(plan))
 
 
-def test_blocks_of_few_rows_are_not_divided():
+def test_local_blocks_of_few_rows_are_not_split():
     plan = make_plan(Mask.causal(), "zigzag", ranks=4, length=64, transfer="direct", local_block_order="split")
     last = make_plan(Mask.full(), "contiguous", ranks=4, length=4 * 128, transfer="direct", local_block_order="split")
     assert verify(plan) == verify(last) == []

@@ -35,7 +35,7 @@ def cells(tile: Tile) -> set[tuple[int, int]]:
 
 
 @given(st.integers(0, 5), sizes, st.integers(0, 5), sizes, bounds, bounds)
-def test_make_tile_keeps_every_cell_and_no_empty_row_or_column(q, rows, k, columns, lo, hi):
+def test_make_tile_keeps_cells_and_trims_empty_edges(q, rows, k, columns, lo, hi):
     box = {(i, j) for i in range(q, q + rows) for j in range(k, k + columns) if lo <= i - j <= hi}
     tile = make_tile(q, q + rows, k, k + columns, lo, hi)
     if tile is None:
@@ -49,8 +49,8 @@ def test_make_tile_keeps_every_cell_and_no_empty_row_or_column(q, rows, k, colum
 
 
 @given(st.integers(0, 9), sizes, st.integers(0, 9), sizes, bounds, bounds, st.integers(1, 5))
-def test_blocks_that_are_visited(q, rows, k, columns, lo, hi, block):
-    """Of every block of rows: from the first column that one of them sees to the last, in whole blocks."""
+def test_visited_counts_whole_column_blocks(q, rows, k, columns, lo, hi, block):
+    """For each block of rows: from the first visible column to the last."""
     tile = make_tile(q, q + rows, k, k + columns, lo, hi)
     if tile is None:
         return
@@ -62,8 +62,8 @@ def test_blocks_that_are_visited(q, rows, k, columns, lo, hi, block):
 
 
 @pytest.mark.parametrize(("lo", "hi"), [(0, UNBOUNDED), (0, 4096), (-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 5)])
-def test_blocks_of_long_tiles_are_estimated(lo, hi):
-    """What one tile visits is close to what its halves do, whose blocks are counted."""
+def test_visited_estimates_long_tiles(lo, hi):
+    """The estimate is close to the count of both halves."""
     whole = make_tile(0, 16384, 0, 16384, lo, hi)
     parts = [whole.clipped(start, start + 8192, 0, 16384) for start in (0, 8192)]
     assert whole.visited(128) == pytest.approx(sum(part.visited(128) for part in parts), rel=0.02)
@@ -72,7 +72,7 @@ def test_blocks_of_long_tiles_are_estimated(lo, hi):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_tiles_cover_every_pair_exactly_once(name, layout, ranks):
+def test_tiles_cover_each_visible_pair_once(name, layout, ranks):
     mask = MASKS[name]
     try:
         where = make_layout(layout, LENGTH, ranks, mask)
@@ -95,11 +95,8 @@ def test_tiles_cover_every_pair_exactly_once(name, layout, ranks):
 
 
 @given(st.data())
-def test_random_segments_meet_random_masks(data):
-    """Segments of any start and step, several a side: the one place where mask meets layout.
-
-    They may cross each other, and there may be so many keys that they are searched by bisection where they do not.
-    """
+def test_find_tiles_equals_mask_for_random_segments(data):
+    """Segments may cross; with many keys, those that do not are searched by bisection."""
     mask = data.draw(st.sampled_from(list(MASKS.values())))
     step = data.draw(st.integers(1, 4))
 
@@ -126,7 +123,7 @@ def test_find_tiles_gives_one_causal_tile_for_zigzag_and_striped():
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9, unique=True), st.integers(1, 4)
 )
-def test_fusing_never_changes_what_is_seen(corners, size):
+def test_fused_keeps_visible_pairs(corners, size):
     made = [make_tile(a * size, (a + 1) * size, b * size, (b + 1) * size, -99, 99) for a, b in corners]
     larger = [Tile(*box) for box in fused([astuple(tile) for tile in made])]
     assert len(larger) <= len(made)
@@ -148,21 +145,21 @@ def test_fusing_never_changes_what_is_seen(corners, size):
     ],
     ids=["columns", "rows", "many"],
 )
-def test_fusing_by_hand(corners, boxes):
-    """Blocks of 4 by 4, or several of them wide; in whatever order they come."""
+def test_fused_merges_adjacent_boxes(corners, boxes):
+    """Boxes of 4 by 4 or several times as wide, in any order."""
     made = [(4 * row, 4 * row + 4, 4 * at, 4 * (at + sum(wide or [1])), -999, 999) for row, at, *wide in corners]
     expected = [tuple(4 * edge for edge in box) for box in boxes]
     for some in (made, made[::-1], random.sample(made, len(made))):
         assert sorted(box[:4] for box in fused([make_box(*box) for box in some])) == expected
 
 
-def test_queries_and_keys_of_different_steps_are_refused():
+def test_find_tiles_rejects_different_steps():
     with pytest.raises(LayoutError, match="different steps"):
         find_tiles(Mask.full(), [Segment(0, 4, 2)], [Segment(0, 4, 1)])
 
 
-def test_documents_by_the_hundred_are_searched(monkeypatch):
-    """Only segments are brought together of which one sees something of the other."""
+def test_block_pairs_compare_visible_segments_only(monkeypatch):
+    """Only pairs of segments with a visible pair are examined."""
     looked, box = [], tiles._visible_box
     monkeypatch.setattr(tiles, "_visible_box", lambda *given: looked.append(box(*given)) or looked[-1])
     mask = Mask.documents(range(0, 4001, 40))
@@ -173,8 +170,8 @@ def test_documents_by_the_hundred_are_searched(monkeypatch):
     assert None not in looked
 
 
-def test_a_million_tokens_cost_neither_time_nor_memory():
-    """Interval search: nothing may be in proportion to the tokens. The bound on time is generous, not on memory."""
+def test_find_tiles_of_a_million_tokens_needs_little_memory():
+    """Nothing may grow with the number of tokens. The time bound is generous."""
     length, ranks = 1 << 20, 1024
     cumulative = [*range(0, length, length // 500 + 1), length]
     tracemalloc.start()
@@ -190,7 +187,7 @@ def test_a_million_tokens_cost_neither_time_nor_memory():
     assert seconds < 10
 
 
-def test_parts_of_tiles_in_rows():
+def test_in_rows_clips_tiles():
     tiles = Tiles([Tile(0, 300, 0, 300, 0, 299), Tile(300, 400, 50, 60, 240, 349)])
     part = tiles.in_rows(128, 350)
     pairs = {(q, k) for t in tiles for q in range(t.q_start, t.q_stop) for k in range(t.k_start, t.k_stop)

@@ -33,8 +33,8 @@ def problems(mask: Mask, ranks: int):
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_what_is_told_of_a_launch_is_what_its_tiles_say(mask):
-    """Without shifting a tile: of blocks that are trimmed, and of several at once, on either side."""
+def test_launch_summary_equals_its_tiles(mask):
+    """It is computed without shifting tiles, for trimmed blocks and several blocks at once."""
     auto = AutoStrategy(hardware=HARDWARE)
     for problem in problems(mask, 3):
         for label, strategy in auto.list_candidates(problem)[0].items():
@@ -78,7 +78,7 @@ def test_plan_part_survives_cache_clear_by_other_thread():
 @example([(0, 0, 2, 2, 0, 0), (2, 2, 2, 2, 0, 0)])  # one diagonal
 @example([(0, 0, 2, 2, 0, 1), (2, 2, 2, 2, 0, 1)])
 @given(st.lists(st.tuples(*[st.integers(0, 12)] * 2, *[st.integers(1, 5)] * 2, *[st.integers(-6, 6)] * 2), max_size=30))
-def test_two_that_are_told_apart_at_once_have_no_union(drawn):
+def test_disjoint_pieces_have_no_union(drawn):
     made = [make_box(q, q + rows, k, k + columns, min(a, b), max(a, b)) for q, k, rows, columns, a, b in drawn]
     pieces = sorted(((box, tiles.box_area(box)) for box in made if box), key=tiles._corner)
     for index, piece in enumerate(pieces):

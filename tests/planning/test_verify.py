@@ -20,7 +20,7 @@ from tests.support.plans import make_plan
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", NAMES)
-def test_every_plan_is_complete(strategy, layout):
+def test_verify_accepts_all_strategies(strategy, layout):
     for mask, ranks in itertools.product(MASKS.values(), (1, 3, 8)):
         try:
             plan = make_plan(mask, layout, STRATEGIES[strategy], ranks, LENGTH, 48, 48)
@@ -48,11 +48,11 @@ class TestPlantedMistakes:
         assert verify(make_plan(), progress=done.append) == []
         assert done == [1, 2, 3, 4, 5, 6, 7, 8]
 
-    def test_a_dropped_last_hop(self):
+    def test_verify_detects_missing_last_step(self):
         wrong = self.broken(lambda steps: steps[:-1])
         assert any("pairs computed, but the mask has" in w for w in wrong)
 
-    def test_a_sample_shows_mistakes_of_its_ranks(self):
+    def test_verify_of_sampled_ranks_finds_their_mistakes(self):
         def deaf(steps: list[Step]):
             return [dataclasses.replace(s, receives=()) for s in steps]
 
@@ -63,7 +63,7 @@ class TestPlantedMistakes:
             assert any(told in w for w in self.broken(change, ranks=[0, 1]))
             assert self.broken(change, ranks=[2]) == []
 
-    def test_a_step_done_twice(self):
+    def test_verify_detects_repeated_step(self):
         def twice(steps: list[Step]):
             return [
                 *steps,
@@ -72,34 +72,34 @@ class TestPlantedMistakes:
 
         assert any("more than once" in w for w in self.broken(twice))
 
-    def test_a_send_that_nobody_receives(self):
+    def test_verify_detects_send_without_receive(self):
         def deaf(steps: list[Step]):
             return [dataclasses.replace(s, receives=()) for s in steps]
 
         assert any("only one of their two ranks" in w for w in self.broken(deaf))
 
-    def test_a_send_at_another_step(self):
+    def test_verify_detects_send_at_another_step(self):
         def late(steps: list[Step]):
             moved = tuple(m._replace(post_step=m.post_step + 1) for m in steps[0].sends)
             return [dataclasses.replace(steps[0], sends=moved), *steps[1:]]
 
         assert any("only one of their two ranks" in w for w in self.broken(late))
 
-    def test_computing_with_a_block_that_is_not_there(self):
+    def test_verify_detects_use_of_block_before_arrival(self):
         def early(steps: list[Step]):
             return [dataclasses.replace(steps[0], compute=steps[1].compute),
                     dataclasses.replace(steps[1], compute=steps[0].compute), *steps[2:]]  # fmt: skip
 
         assert any("without holding it" in w for w in self.broken(early))
 
-    def test_a_block_that_is_never_let_go(self):
+    def test_verify_detects_block_never_released(self):
         def hoard(steps: list[Step]):
             return [dataclasses.replace(s, released=()) for s in steps]
 
         assert any("still holds" in w for w in self.broken(hoard))
 
     @pytest.mark.parametrize("side", ["kv", "q"])
-    def test_a_gradient_that_does_not_get_home(self, side):
+    def test_verify_detects_gradient_without_owner(self, side):
         def keep(steps: list[Step]):
             return [dataclasses.replace(s, gradient_sends=()) for s in steps]
 
@@ -124,7 +124,7 @@ class TestPlantedRoutes:
     def test_none(self, base):
         assert self.wrong(base, Mask.causal()) == []
 
-    def test_a_block_that_is_asked_for_at_the_step_that_needs_it(self):
+    def test_verify_detects_late_arrival_of_route(self):
         def block_source(self, dependencies, owner, rank):
             return (owner, self.step(owner, rank)) if dependencies.needs(owner, rank) else None
 
@@ -132,18 +132,18 @@ class TestPlantedRoutes:
         assert "rank 0 waits for kv3 at step 1, but posts its receive only at step 1" in wrong[0]
         assert "`block_source` must return an earlier step" in wrong[0]
 
-    def test_gradients_without_patience(self):
+    def test_verify_detects_missing_gradient_delay(self):
         wrong = self.wrong(DirectRoute, Mask.full(), gradient_delay_steps=lambda self, source, target: 0)
         assert any("`gradient_delay_steps` must be at least 1" in w for w in wrong)
 
     @pytest.mark.parametrize("steps", [2, 3])
-    def test_gradients_that_come_after_what_they_add_to_has_left(self, steps):
+    def test_verify_detects_gradients_after_departure(self, steps):
         wrong = self.wrong(RingRoute, Mask.full(), gradient_delay_steps=lambda self, source, target: steps)
         assert any(
             "has no gradient of block" in w and "see `gradient_target`, `gradient_delay_steps`" in w for w in wrong
         )
 
-    def test_gradients_that_go_to_a_rank_that_makes_none(self):
+    def test_verify_detects_gradients_sent_to_unused_rank(self):
         def gradient_target(self, dependencies, owner, rank):
             return (rank + 1) % 4
 
@@ -151,22 +151,22 @@ class TestPlantedRoutes:
         assert any("has no gradient of block" in w for w in wrong)
 
     @pytest.mark.parametrize("base", [RingRoute, DirectRoute])
-    def test_a_block_that_nobody_uses(self, base):
+    def test_verify_detects_unused_block(self, base):
         together = {"step": lambda self, owner, rank: int(owner != rank)}
         wrong = self.wrong(
             base, Mask.window(2), block_source=lambda self, dependencies, owner, rank: (owner, 0), **together
         )
         assert any("neither computes with it nor forwards it; see `block_source`" in w for w in wrong)
 
-    def test_arrival_and_targets_disagree(self):
+    def test_verify_detects_contradicting_block_targets(self):
         wrong = self.wrong(DirectRoute, Mask.full(), targets=lambda self, owner, rank: iter(()))
         assert any("`block_source` and `targets` of the route disagree" in w for w in wrong)
 
-    def test_departure_and_feeder_disagree(self):
+    def test_verify_detects_contradicting_gradient_targets(self):
         wrong = self.wrong(RingRoute, Mask.full(), gradient_source=lambda self, owner, rank: None)
         assert any("`gradient_target` and `gradient_source` of the route disagree" in w for w in wrong)
 
-    def test_a_rank_among_its_own_targets(self):
+    def test_verify_detects_rank_among_its_own_targets(self):
         def block_source(self, dependencies, owner, rank):
             return owner, self.step(owner, rank) - 1
 
