@@ -37,7 +37,7 @@ def plain(tensors: list[Tensor], weights: Tensor) -> list[Tensor]:
 )
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "ring"), (2, "ring"), (2, "burst"), (2, "ulysses")])
-def test_saved_tensors_that_come_back_with_other_strides(ranks, strategy, kernel, hooks):
+def test_backward_accepts_saved_tensors_with_other_strides(ranks, strategy, kernel, hooks):
     whole = [torch.randn(2, 16, heads, 8) for heads in (4, 2, 2)]
     weights = torch.randn(2, 16, 4, 8)
 

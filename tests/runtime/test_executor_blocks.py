@@ -82,8 +82,8 @@ def attend(ranks, strategy, dtype=torch.float32):
     return noted
 
 
-def test_queries_are_read_in_their_message_but_for_lse_and_delta():
-    """Kernels take those two in one piece; of Q and dO a copy would be needless."""
+def test_burst_reads_queries_in_place_of_message():
+    """Kernels need contiguous LSE and delta; copies of Q and dO would be unnecessary."""
     noted = attend(3, "burst")
     assert {name: seen == {True} for name, seen in noted.in_one_piece.items()} == {
         "q": False, "dout": False, "lse": True, "delta": True
@@ -92,19 +92,19 @@ def test_queries_are_read_in_their_message_but_for_lse_and_delta():
 
 @pytest.mark.parametrize("strategy", ["ring", "burst"])
 @pytest.mark.parametrize("gradients", ["float32", "input"])
-def test_gradients_are_added_up_wide_however_they_travel(strategy, gradients):
+def test_gradients_accumulate_in_float32(strategy, gradients):
     noted = attend(3, bp.make_strategy(strategy, gradient_comm_dtype=gradients), torch.bfloat16)
     assert noted.dtypes == {torch.float32}
 
 
-def test_blocks_are_let_go_while_others_come():
-    """Held: what comes next, what is computed with, what leaves; and one or two while a neighbour is late."""
+def test_blocks_are_released_while_others_arrive():
+    """A rank holds the block in use, the next one, the one being sent, and up to two delayed ones."""
     noted = attend(12, "ring")
     assert len(noted.held) == 12
     assert all(len(held) == 12 and max(held) <= 5 for held in noted.held.values())
 
 
-def test_copies_are_told_with_their_step():
-    """The own block is packed first; sums of others' gradients are zeroed at 1 and 2, what came is added at 2 and 3."""
+def test_copies_are_recorded_with_their_step():
+    """The local block is packed first; remote gradients are zeroed at 1 and 2 and added at 2 and 3."""
     noted = attend(3, "ring")
     assert noted.copied == {(False, 0), *((True, step) for step in range(4))}

@@ -51,7 +51,7 @@ def launches(plan: Plan) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("side", ["kv", "q"])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "custom"])
-def test_joined_launch_equals_float64(mask, layout, side):
+def test_joined_launch_matches_float64(mask, layout, side):
     for ranks in (1, 2, 4):
         case = JoinedCase(mask, layout, ranks=ranks, dtype=torch.float64, chosen=Joined(side))
         plan = case.make_strategy().plan(case.make_call())
@@ -64,7 +64,7 @@ def test_joined_launch_equals_float64(mask, layout, side):
 
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
-def test_joined_launch_serves_narrow_gradients_and_16_bits(kernel):
+def test_joined_launch_supports_input_dtype_gradients(kernel):
     case = JoinedCase("causal", ranks=3, dtype=torch.bfloat16, sinks=True, chosen=Joined(rounds_gradients=True))
     x = make_inputs(case)
     answers = bp.run_threads(3, lambda mesh: on_one_rank(mesh, case, x, kernel))
@@ -76,8 +76,8 @@ def test_joined_launch_serves_narrow_gradients_and_16_bits(kernel):
 
 
 @pytest.mark.parametrize("side", ["kv", "q"])
-def test_joined_launch_has_its_place_in_the_inbox_of_a_peer(side):
-    """Other ranks write behind it and in front of it, and passes of different sizes follow each other."""
+def test_joined_launch_has_own_inbox_offset(side):
+    """Other ranks write before and after it, and passes of different sizes follow each other."""
     cases = [JoinedCase(mask, ranks=4, chosen=Joined(side)) for mask in ("full", "documents", "window", "full")]
 
     def work(mesh):

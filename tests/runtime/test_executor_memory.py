@@ -9,7 +9,7 @@ from tests.support.live_memory import KV_BYTES, LENGTH, RESULT_BYTES, LiveMemory
 
 
 @pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring"])
-def test_memory_falls_with_the_ranks(strategy):
+def test_peak_memory_falls_with_ranks(strategy):
     peaks = {ranks: max(m.peak for m in measured(ranks, strategy)) for ranks in (1, 2, 4, 8)}
     # One rank has its results alone; two merge and add theirs in wider numbers (float64 out, of float32 tensors), and
     # hold blocks besides. From two to four a second block is in flight (a third for the outer ring); from there on all
@@ -21,14 +21,14 @@ def test_memory_falls_with_the_ranks(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring"])
-def test_nothing_is_as_large_as_the_whole(strategy):
-    """On 8 ranks: no tensor of S x S, none of a whole sequence's keys and values, none near it."""
+def test_no_tensor_is_as_large_as_full_kv(strategy):
+    """On 8 ranks: no tensor of S x S, and none near the size of all K and V."""
     for memory in measured(8, strategy):
         assert memory.largest < KV_BYTES / 2
         assert memory.largest < LENGTH * LENGTH * 4 / 16
 
 
-def test_the_count_itself_sees_what_is_alive():
+def test_live_memory_counts_live_tensors():
     with LiveMemory() as memory:
         a = torch.zeros(1000)
         b = a + 1

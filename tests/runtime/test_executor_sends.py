@@ -64,7 +64,7 @@ def logs(backward=False, **call):
     return found
 
 
-def test_a_ring_waits_one_step_later():
+def test_ring_waits_for_sends_one_step_later():
     found = logs(mask="full", strategy="ring")
     assert found[0] == [
         "kv0 leaves for 1", "q0 x kv0",
@@ -73,7 +73,7 @@ def test_a_ring_waits_one_step_later():
     ]  # fmt: skip
 
 
-def test_ranks_that_are_done_wait_for_what_others_still_take():
+def test_ranks_without_work_wait_for_their_sends():
     assert logs(mask="causal", strategy="ring") == {
         0: ["kv0 leaves for 1", "q0 x kv0", "kv0 left for 1"],
         1: ["kv1 leaves for 2", "q1 x kv1", "kv0 leaves for 2", "q1 x kv0", "kv1 left for 2", "kv0 left for 2"],
@@ -92,7 +92,7 @@ def test_ranks_that_are_done_wait_for_what_others_still_take():
     ],
     ids=str,
 )
-def test_all_that_leaves_has_left_when_a_pass_ends(strategy, mask, backward):
+def test_all_sends_complete_when_pass_ends(strategy, mask, backward):
     for rank, log in logs(backward, mask=mask, strategy=strategy).items():
         leaving = sorted(line for line in log if "leaves" in line)
         assert sorted(line.replace("left", "leaves") for line in log if "left" in line) == leaving

@@ -37,8 +37,8 @@ def asked(monkeypatch):
     return names
 
 
-def test_on_one_rank_a_kernel_is_asked_for_the_whole(asked):
-    """Nothing is merged and nothing added, so it may give 16 bits. Sinks come before out is rounded."""
+def test_one_rank_uses_single_call_kernels(asked):
+    """Nothing is merged, so results may have 16 bits; sinks are merged before out is rounded."""
     for layout in ("contiguous", "zigzag"):
         asked.clear()
         q, k, v = (x.bfloat16().requires_grad_() for x in qkv())
@@ -93,8 +93,8 @@ def test_single_block_ranks_use_single_call_kernels(asked, mask, layout, forward
             torch.testing.assert_close(mine.double(), other[:, rows], rtol=2e-2, atol=2e-2)
 
 
-def test_rows_that_one_step_completes_are_written_once(monkeypatch):
-    """Under a window, a kernel that writes where it is told gives 16 bits for all rows but those that are merged."""
+def test_rows_of_one_step_are_written_once(monkeypatch):
+    """Under a window, a kernel that writes into `out` gives 16 bits except for merged rows."""
     monkeypatch.setattr(schedule, "ROWS_WORTH_A_LAUNCH", 1)
     written = []
 

@@ -23,7 +23,7 @@ def qkv(rows=16, heads=4, kv_heads=2):
 
 @pytest.mark.parametrize("strategy", ["auto", "ring", "burst", "ulysses", bp.make_strategy("ring", transfer="direct")])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "layout": "striped"}, {"kernel": "reference"}])
-def test_what_is_told_is_what_runs(strategy, options):
+def test_explain_describes_what_runs(strategy, options):
     def work(mesh):
         told = bp.explain(*qkv(), mesh=mesh, strategy=strategy, **options)
         assert not mesh._calls
@@ -41,7 +41,7 @@ def test_what_is_told_is_what_runs(strategy, options):
     bp.run_threads(2, work)
 
 
-def test_one_rank_may_ask_alone_and_with_shapes_alone():
+def test_explain_works_on_one_rank_with_shapes_only():
     def work(mesh):
         if mesh.rank == 1:
             tensors = [x.to("meta") for x in qkv(rows=1 << 20)]
@@ -53,7 +53,7 @@ def test_one_rank_may_ask_alone_and_with_shapes_alone():
     assert told.moves["backward"] == "Q, dO, LSE and delta are sent, then dQ (ring)"
 
 
-def test_every_reason_is_told():
+def test_explain_gives_every_reason():
     told = bp.explain(*qkv(), softcap=2.0, mask="documents:0,5,12", mesh=bp.Mesh.single(backend="cpu"))
     assert (told.backend.name, told.backend.why) == ("cpu", "named by the mesh")
     assert told.backend.others["cuda"] == "it takes tensors on cuda"
@@ -70,8 +70,8 @@ def test_every_reason_is_told():
     assert (by_setting.kernel.name, by_setting.kernel.why) == ("reference", "named by the settings (BURST_KERNEL)")
 
 
-def test_plans_are_priced_for_the_kernel_that_will_compute():
-    """The rates are asked for by its name, and by whether it is called on pieces."""
+def test_explain_predicts_time_for_chosen_kernel():
+    """The hardware spec depends on the kernel name and on whether it splits tiles."""
     asked = []
 
     class Measured(CpuBackend):
@@ -99,6 +99,6 @@ def test_plans_are_priced_for_the_kernel_that_will_compute():
         ({"device": 1.5}, InputError, "not a device"),
     ],
 )
-def test_what_cannot_be_is_refused_as_attention_would(options, error, message):
+def test_explain_rejects_what_attention_rejects(options, error, message):
     with pytest.raises(error, match=message):
         bp.explain(*qkv(), **options)

@@ -83,7 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
 @on_threads
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", [*CASES][:3] + [pytest.param(case, marks=pytest.mark.full) for case in [*CASES][3:]])
-def test_one_graph(case: str, ranks: int):
+def test_attention_compiles_to_one_graph(case: str, ranks: int):
     options = dict(CASES[case])
     with_sinks = options.pop("sinks", False)
     layout, mask = options.get("layout", "zigzag"), options.get("mask", "causal")
@@ -110,8 +110,8 @@ def test_one_graph(case: str, ranks: int):
 @on_threads
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_inductor(strategy: str):
-    """Which takes the memory of q, k and v again once the graph has read them for the last time."""
+def test_inductor_compiled_attention_equals_eager(strategy: str):
+    """Inductor reuses the memory of q, k and v after their last read in the graph."""
 
     def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
         def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def test_inductor(strategy: str):
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside the graph", "around it"])
-def test_checkpoints(inside: bool):
+def test_compiled_checkpoints_equal_eager(inside: bool):
     def again(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *x: checkpoint(function, *x, use_reentrant=False)
 
@@ -135,7 +135,7 @@ def test_checkpoints(inside: bool):
     assert_same(results(call, whole()[:3]), results(alone, whole()[:3]))
 
 
-def test_autocast():
+def test_compiled_autocast_equals_eager():
     def narrow(*tensors: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return alone(*tensors)
@@ -145,8 +145,8 @@ def test_autocast():
     assert_same(found, results(narrow, whole()[:3]))
 
 
-def test_lengths_and_numbers_that_change():
-    """Lengths that differ from call to call have one graph, a scale another."""
+def test_lengths_share_one_graph():
+    """Different lengths use one graph; another scale needs a new one."""
     counter = CompileCounterWithBackend("aot_eager")
     call = compiled(alone, counter)
     for rows, scale in ((23, 0.1), (12, 0.1), (20, 0.1), (9, 0.1), (15, 0.2)):
@@ -160,7 +160,7 @@ def test_lengths_and_numbers_that_change():
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.3), np.float32(0.3)], ids=["tensor", "array"])
-def test_numbers_in_tensors_are_read_outside(scale: Any):
+def test_tensor_scalars_break_the_graph(scale: Any):
     outside = lambda *x: bp.attention(*x, mesh=MESH, scale=scale)  # noqa: E731
     assert_same(results(torch.compile(outside, backend="aot_eager"), whole()[:3]), results(outside, whole()[:3]))
     torch.compiler.reset()
@@ -177,8 +177,8 @@ TRANSFORMED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in jvp
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_transforms_inside_a_compiled_function_are_refused(name: str):
-    """In a graph, the tangents of jvp were 0."""
+def test_torch_func_transforms_in_compiled_function_raise(name: str):
+    """In a graph, the tangents of jvp would be 0."""
     transformed = partial(TRANSFORMED[name], partial(bp.attention, mesh=MESH))
     with pytest.raises(UnsupportedError, match=r"cannot be transformed by torch\.func"):
         torch.compile(transformed, backend="aot_eager")(*whole()[:3])
@@ -188,8 +188,8 @@ def test_transforms_inside_a_compiled_function_are_refused(name: str):
 
 
 @on_threads
-def test_two_attentions_keep_their_order_on_every_rank():
-    """Inductor orders what does not depend on each other by the sizes of a rank, which may have other graphs."""
+def test_compiled_attentions_keep_program_order():
+    """Inductor orders independent operators by sizes, which differ between ranks."""
 
     def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
         def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -228,19 +228,19 @@ def test_two_attentions_keep_their_order_on_every_rank():
         assert_same(found, expected)
 
 
-def test_no_cuda_graph_holds_the_operators():
-    """Replayed, it would neither send nor plan. Operators of tensors on a GPU are recorded unless they say so."""
+def test_operators_are_tagged_cudagraph_unsafe():
+    """A replayed CUDA graph would neither send nor plan."""
     for operator in (graph_ops.attend, graph_ops.attend_backward):
         assert torch.Tag.cudagraph_unsafe in operator._opoverload.tags
 
 
-def test_one_tensor_for_all_and_gradients_of_some():
+def test_compiled_attention_with_shared_and_frozen_inputs():
     q, k, v, _ = whole()
     assert_same(results(compiled(lambda x: bp.attention(x, x, x)), [q]), results(lambda x: bp.attention(x, x, x), [q]))
     assert_same(results(compiled(lambda x: alone(x, k, v)), [q]), results(lambda x: alone(x, k, v), [q]))
 
 
-def test_a_graph_that_is_kept():
+def test_compiled_backward_can_retain_graph():
     leaves = [x.requires_grad_() for x in whole()[:3]]
     out = compiled(alone)(*leaves).sum()
     assert_same(list(torch.autograd.grad(out, leaves, retain_graph=True)), list(torch.autograd.grad(out, leaves)))
@@ -255,14 +255,14 @@ def test_a_graph_that_is_kept():
         (InputError, "return_lse must be a bool", ((1, 8, 2, 8),) * 3, {"return_lse": 1}),
     ],
 )
-def test_what_is_refused_is_refused_in_the_same_words(error: type, match: str, sizes: Any, options: Any):
+def test_compiled_attention_raises_same_errors(error: type, match: str, sizes: Any, options: Any):
     tensors = [torch.randn(size) for size in sizes]
     with pytest.raises(error, match=match):
         compiled(lambda q, k, v: bp.attention(q, k, v, mesh=MESH, **options))(*tensors)
 
 
 @on_threads
-def test_every_rank_hears_of_a_refusal():
+def test_compiled_attention_error_reaches_all_ranks():
     def work(mesh: bp.Mesh) -> str:
         call = compiled(lambda q, k, v: bp.attention(q, k, v, mesh=mesh))
         kv = torch.randn(1, 8, 2, 8)
@@ -275,14 +275,14 @@ def test_every_rank_hears_of_a_refusal():
 
 
 @pytest.mark.parametrize("mask", [bp.Mask.causal(), bp.Mask.window(4, 1), bp.Mask.sink_window(2, 3)], ids=str)
-def test_masks_with_a_short_form(mask: bp.Mask):
+def test_compiled_masks_with_short_form(mask: bp.Mask):
     assert_same(
         results(compiled(partial(alone, mask=mask)), whole()[:3]), results(partial(alone, mask=mask), whole()[:3])
     )
 
 
-def test_masks_that_list_positions_stay_outside():
-    """Each batch of documents has one of its own, and each would be a graph of its own."""
+def test_masks_that_list_positions_break_the_graph():
+    """Each batch of documents has its own mask and would need its own graph."""
     mask = bp.Mask.documents([0, 5, LENGTH])
     outside = lambda *x: alone(*x, mask=mask)  # noqa: E731
     assert_same(results(torch.compile(outside, backend="aot_eager"), whole()[:3]), results(outside, whole()[:3]))
@@ -293,7 +293,7 @@ def test_masks_that_list_positions_stay_outside():
         compiled(outside)(*whole()[:3])
 
 
-def test_an_exported_program_names_nothing_of_this_process():
+def test_exported_program_contains_no_custom_operator():
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = bp.attention(x, x, x, mesh=MESH, kernel="reference")
@@ -307,7 +307,7 @@ def test_an_exported_program_names_nothing_of_this_process():
     torch.testing.assert_close(program.module()(q), Model()(q))
 
 
-def test_names_tell_meshes_and_arguments_apart():
+def test_names_identify_mesh_and_arguments():
     one = graph_ops.Given(MESH, Request())
     others = [
         graph_ops.Given(bp.Mesh.single(), Request()),
@@ -322,8 +322,8 @@ def test_names_tell_meshes_and_arguments_apart():
 
 
 @on_threads
-def test_checkpoints_in_graphs_of_ranks():
-    """What is computed again keeps the program's order too. It counts as a new pass, which it does not uncompiled."""
+def test_compiled_checkpoints_keep_order_on_ranks():
+    """Recomputation counts as a new pass in a graph, but not in eager mode."""
 
     def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
         def layer(x: Tensor) -> Tensor:
@@ -346,8 +346,8 @@ def test_checkpoints_in_graphs_of_ranks():
 
 
 @on_threads
-def test_ranks_with_other_graphs_and_none():
-    """One has a graph for every length, one a graph for all, one runs uncompiled."""
+def test_ranks_may_compile_differently():
+    """One rank has a graph per length, one a single graph, and one runs eagerly."""
 
     def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
         step = wrap(partial(bp.attention, mesh=mesh, strategy="ring"), mesh.rank)
@@ -365,7 +365,7 @@ def test_ranks_with_other_graphs_and_none():
         assert_same(found, expected)
 
 
-def test_a_graph_of_another_process_is_refused():
+def test_graph_of_another_process_raises():
     q = torch.randn(1, 8, 2, 8)
     with pytest.raises(UnsupportedError, match="as nobody did in this process"):
         torch.ops.burst_portable.attend(q, q, q, None, None, None, "0123456789abcdef", False, False)
@@ -373,8 +373,8 @@ def test_a_graph_of_another_process_is_refused():
         torch.ops.burst_portable.attend_backward(q, torch.zeros(1, dtype=torch.int64), None, None, [q] * 5, 2, 8)
 
 
-def test_a_wrong_guess_of_what_is_kept_changes_nothing(monkeypatch: pytest.MonkeyPatch):
-    """While a graph is made, `auto` may expect another strategy than the one that then runs."""
+def test_wrong_prediction_of_saved_copies_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    """While a graph is traced, `auto` may predict another strategy than the one that runs."""
     expected = results(alone, whole()[:3])
     monkeypatch.setattr(graph_ops, "_keeps_copies", lambda *_: True)
     assert_same(results(compiled(alone), whole()[:3]), expected)

@@ -44,8 +44,8 @@ CASES = [
 @pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention(case, kernel, peers):
-    """The reference kernel takes rows in the order of ranks; the CPU's own is given them in natural order."""
+def test_ulysses_attention_matches_oracle(case, kernel, peers):
+    """The reference kernel takes rows in rank order, the CPU kernel in sorted order."""
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
 
@@ -58,8 +58,8 @@ def test_attention(case, kernel, peers):
 
 @pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
 @pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
-def test_a_kernel_that_is_faster_on_squares_is_given_squares(monkeypatch, strategy, peers):
-    """The numbers are right, and each call of the kernel is one causal square, though ranks hold two segments each."""
+def test_square_kernel_gets_causal_squares(monkeypatch, strategy, peers):
+    """Each kernel call is one causal square, although ranks hold two segments each."""
     case, seen = Case(strategy=strategy, ranks=3, heads="gqa", layout="zigzag"), []
     inputs, attend, backward = make_inputs(case), ReferenceKernel.attend, ReferenceKernel.attend_backward
     monkeypatch.setattr(ReferenceKernel, "traits", KernelTraits(prefers_square=True))
@@ -75,8 +75,8 @@ def test_a_kernel_that_is_faster_on_squares_is_given_squares(monkeypatch, strate
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whoever_is_late(seed):
-    """Groups and passes that overtake each other on the copy stream: the bits of a calm run."""
+def test_late_ranks_do_not_change_results(seed):
+    """Groups and passes overtake each other on the copy stream; results stay bitwise equal."""
     cases = [Case(strategy="ulysses+groups", ranks=3, heads="gqa"), Case(strategy="ulysses", ranks=3, heads="mqa")]
 
     def work(mesh):
@@ -89,8 +89,8 @@ def test_whoever_is_late(seed):
 
 
 @pytest.mark.parametrize(("groups", "heads"), [(1, "4x4x20x12"), (2, "8x4x20x12"), (2, "4x1x20x12")])
-def test_what_a_rank_gets_of_another_is_one_message_a_group(groups, heads):
-    """Q, K and V side by side in every row; with sizes that leave gaps between them, and as many bytes as planned."""
+def test_ulysses_sends_one_message_per_group_and_rank(groups, heads):
+    """Q, K and V are interleaved per row, with gaps for some sizes, in as many bytes as planned."""
     case = Case(strategy="ulysses+groups" if groups > 1 else "ulysses", ranks=2, heads=heads, dtype=torch.bfloat16)
     inputs, sizes = make_inputs(case), []
     exact, plain = expected(case, inputs)
@@ -128,7 +128,7 @@ def chosen(kernel, **options):
     return plan
 
 
-def test_rows_stay_as_they_come_for_kernels_of_one_launch():
+def test_rows_keep_rank_order_for_single_launch_kernels():
     natural, as_they_come = chosen("cpu_flash"), chosen("reference")
     assert [s.start for s in natural.forward.call.layout.shards[0]] == [0]
     assert [s.start for s in as_they_come.forward.call.layout.shards[0]] == [0, 56, 8, 48, 16, 40, 24]
@@ -139,8 +139,8 @@ def test_rows_stay_as_they_come_for_kernels_of_one_launch():
 
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
-def test_rows_of_several_steps_are_put_in_order(kernel):
-    """As they come they could not meet: a kernel that takes rows in any order refused what another one computed."""
+def test_rows_of_several_steps_are_sorted(kernel):
+    """Kernels that take any order and those that sort must plan the same call."""
     mixed = Layout("mixed", 16, ((Segment(0, 8),), (Segment(8, 4, 2), Segment(9, 4, 2))))
     q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
     plain = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
@@ -162,14 +162,14 @@ def test_rows_of_several_steps_are_put_in_order(kernel):
         (6, 1, 3, [(0, 1)] * 3, [(True, False), (False, False), (False, True)]),
     ],
 )
-def test_groups(heads, kv_heads, groups, keys, shared):
+def test_head_groups_assign_heads(heads, kv_heads, groups, keys, shared):
     made = split_heads(heads, kv_heads, groups)
     assert [g.kv_heads for g in made] == keys
     assert [(g.brings_kv, g.returns_kv) for g in made] == shared
     assert [g.q_heads for g in made] == [(i, i + heads // groups) for i in range(0, heads, heads // groups)]
 
 
-def test_groups_that_cannot_be():
+def test_head_groups_reject_invalid_counts():
     assert not can_group_heads(6, 3, 2)  # three heads would read one K/V head and a half
     with pytest.raises(InputError, match="head_groups is not a number of groups; got 0"):
         bp.make_strategy("ulysses", head_groups=0)
@@ -181,15 +181,15 @@ def test_groups_that_cannot_be():
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
 @pytest.mark.parametrize("heads", ["gqa", "mqa", "wide_values"])
-def test_bytes_are_those_of_the_plan(strategy, heads):
-    """No LSE unless it is asked for; K and V once, however many groups read them."""
+def test_ulysses_sends_bytes_of_plan(strategy, heads):
+    """LSE is sent only if requested; K and V once, however many groups read them."""
     case = Case(strategy=strategy, ranks=3, heads=heads, dtype=torch.bfloat16)
     sent, planned = sent_and_planned(case)
     assert sent == planned
 
 
-def test_no_gradients_are_wanted():
-    """The same out, and LSE where it is asked for; nothing is kept."""
+def test_ulysses_without_gradients_equals_with_gradients():
+    """LSE is returned if requested, and nothing is saved."""
     case = Case(strategy="ulysses+groups", ranks=3)
     x, where = make_inputs(case), case.make_layout()
 
@@ -203,8 +203,8 @@ def test_no_gradients_are_wanted():
     assert bp.run_threads(3, work) == [(True, True)] * 3
 
 
-def test_groups_hide_what_moves():
-    """Two groups: half of what moves is exposed, at the cost of a launch; more is sent nowhere."""
+def test_head_groups_hide_exchanges():
+    """With two groups half of the exchange is exposed, for one more launch and equal bytes."""
     hardware = HardwareSpec(
         tflops=400.0,
         intra_node_bandwidth=100.0,
@@ -226,8 +226,8 @@ def test_groups_hide_what_moves():
     assert bp.plan(strategy=AutoStrategy(hardware=slow), **size).head_groups == 1
 
 
-def test_whole_gradients_are_handed_through():
-    """A mask that is one call of the operator: its gradients are not added to zeros first."""
+def test_single_call_gradients_are_returned_without_copy():
+    """The mask is one operator call, so its gradients are not added to zeros."""
     case = Case(mask="causal", ranks=1, layout="contiguous", heads="mha")
     seen: list[tuple[torch.Tensor, ...]] = []
 
@@ -245,8 +245,8 @@ def test_whole_gradients_are_handed_through():
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "document_zigzag"])
-def test_orders_of_rows(layout):
-    """There and back, by runs where they are few and by indices where they are many."""
+def test_row_orders_are_inverse(layout):
+    """They use slices for few segments and indices for many."""
     mask = Mask.documents(tuple(range(0, 1001, 100)))
     where, one = make_layout(layout, 1000, 4, mask), make_layout("contiguous", 1000, 1)
     to_ranks, to_plan = row_orders(where, one, 0, torch.device("cpu"))
@@ -268,8 +268,8 @@ class RoundsWhole(ReferenceKernel):
         return out.to(q.dtype), lse
 
 
-def test_sinks_are_merged_before_out_is_rounded():
-    """Rounded once, it is the nearest number to the exact one; rounded twice, one in four is another."""
+def test_sinks_are_merged_before_rounding():
+    """Rounding once gives the nearest value; rounding twice changes one in four."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 64, 4, 16, generator=generator).bfloat16() for _ in range(3))
     sinks = torch.randn(4, generator=generator)
@@ -281,8 +281,8 @@ def test_sinks_are_merged_before_out_is_rounded():
     assert (out.bfloat16() != exact).double().mean() < 0.01
 
 
-def test_kernels_may_move_only_what_has_no_kernel_beside_it():
-    """The first rows that come, and the last results that leave; in one group, both exchanges."""
+def test_only_exchanges_without_kernel_are_marked_alone():
+    """The first rows in and the last results out; with one group, both exchanges."""
 
     def work(mesh, groups):
         transport, told = mesh.transport("cpu"), []

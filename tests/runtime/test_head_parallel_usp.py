@@ -69,8 +69,8 @@ def check(case: Case, kernel: str) -> None:
         ("ulysses", ""),  # each rank for itself
     ],
 )
-def test_ranks_with_other_kernels(strategy, why):
-    """Rows from another node in another order than the kernel here takes would be computed with, and wrong."""
+def test_different_kernels_on_ranks_raise_or_agree(strategy, why):
+    """Otherwise rows of another node would be computed in the wrong order."""
     case = Case(ranks=4, mask="causal", layout="zigzag", heads="8x4x16x16", strategy=strategy)
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
@@ -90,8 +90,8 @@ def test_ranks_with_other_kernels(strategy, why):
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 @pytest.mark.parametrize("case", FEW, ids=str)
-def test_attention(case, kernel):
-    """The reference kernel takes rows in the order of ranks; the CPU's own is given a node's in natural order."""
+def test_usp_attention_matches_oracle(case, kernel):
+    """The reference kernel takes rows in rank order, the CPU kernel in sorted order of the node."""
     check(case, kernel)
 
 
@@ -102,8 +102,8 @@ def test_attention(case, kernel):
 )
 @pytest.mark.parametrize("strategy", ["usp", "usp+fetch"])
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (12, 3), (12, 6)])
-def test_nodes_of_every_shape(ranks, ranks_per_node, strategy, heads, kv_heads, v_head_dim, kernel):
-    """Heads a rank; of K and V too, or one of all ranks."""
+def test_usp_attention_with_nodes_of_each_size(ranks, ranks_per_node, strategy, heads, kv_heads, v_head_dim, kernel):
+    """Query heads per rank; K/V heads per rank, or one for all ranks."""
     kv_heads = 1 if kv_heads == "one" else int(kv_heads) * ranks_per_node
     heads = f"{int(heads) * ranks_per_node}x{kv_heads}x8x{v_head_dim}"
     for layout, mask in (("zigzag", "causal"), ("striped", "window_both"), ("contiguous", "custom")):
@@ -116,8 +116,8 @@ def test_nodes_of_every_shape(ranks, ranks_per_node, strategy, heads, kv_heads, 
 @pytest.mark.parametrize(
     ("ranks_per_node", "other"), [(1, Case(ranks=4)), (4, Case(ranks=4, strategy="ulysses", heads="mha"))], ids=str
 )
-def test_one_rank_a_node_is_a_ring_and_one_node_is_ulysses(ranks_per_node, other):
-    """To the bit, sinks and LSE too."""
+def test_usp_limits_equal_ring_and_ulysses(ranks_per_node, other):
+    """One rank per node or one node, bitwise equal, with sinks and LSE."""
     other = replace(other, sinks=True, mask="documents", layout="striped")
     case = Nodes(**{**vars(other), "strategy": "usp"}, ranks_per_node=ranks_per_node)
     x = make_inputs(case)
@@ -129,8 +129,8 @@ def test_one_rank_a_node_is_a_ring_and_one_node_is_ulysses(ranks_per_node, other
 
 @pytest.mark.parametrize("strategy", ["usp", "usp+fetch"])
 @pytest.mark.parametrize("heads", ["gqa", "12x1x8x8", "wide_values"])
-def test_bytes_are_those_of_the_plan(strategy, heads):
-    """Rank by rank; what goes between nodes stays among ranks of one place, what is resharded in the node."""
+def test_usp_sends_bytes_of_plan(strategy, heads):
+    """Messages between nodes connect equal ranks of nodes; resharded rows stay in the node."""
     case = Nodes(strategy=strategy, ranks=6, ranks_per_node=3, heads=heads, dtype=torch.bfloat16)
     pairs = {}
 
@@ -152,8 +152,8 @@ def test_bytes_are_those_of_the_plan(strategy, heads):
 
 
 @pytest.mark.parametrize("case", [FEW[2], FEW[3], FEW[0]], ids=str)
-def test_peer_copies(case):
-    """Where blocks are fetched everything is direct, and exchanges of some ranks lie beside messages in the inboxes."""
+def test_usp_attention_with_peer_copies(case):
+    """With fetched blocks all is direct: exchanges and messages share the inboxes."""
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
 
@@ -163,8 +163,8 @@ def test_peer_copies(case):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whoever_is_late(seed):
-    """Exchanges, messages and passes that overtake each other on the copy stream: the bits of a calm run."""
+def test_usp_late_ranks_do_not_change_results(seed):
+    """Exchanges, messages and passes overtake each other; results stay bitwise equal."""
     cases = [replace(FEW[2], ranks=4, heads=heads) for heads in ("mha", "mqa")]
 
     def work(mesh):
@@ -193,8 +193,8 @@ class Mute(Transport):
 
 
 @pytest.mark.parametrize(("step", "waits"), [("forward step 0", 1), ("to heads", 5), ("backward step 1", 1)])
-def test_errors_name_ranks_and_not_members_of_rings(step, waits):
-    """Of nodes of 3, rank 4 has place 1 in the second: in its ring is rank 1, in its node 3 and 5."""
+def test_usp_errors_name_global_ranks(step, waits):
+    """In nodes of 3, rank 4 has rank 1 in its ring, and ranks 3 and 5 in its node."""
 
     def work(transport: LocalTransport):
         own = Mute(transport, step) if transport.rank == 4 else transport
@@ -212,7 +212,7 @@ def test_errors_name_ranks_and_not_members_of_rings(step, waits):
     assert told[waits].startswith(f"rank {waits}, {step}: rank 4 returned without this call"), told
 
 
-def test_ranks_that_do_not_agree_on_their_nodes():
+def test_different_node_sizes_raise_mismatch_error():
     def work(mesh):
         q = torch.ones(1, 4, 4, 8)
         told = "strategy: usp in nodes of 2 by all_to_all, ring.* on rank 0, 1, 2 but usp by ring.* on rank 3"
@@ -224,7 +224,7 @@ def test_ranks_that_do_not_agree_on_their_nodes():
     bp.run_threads(4, work)
 
 
-def test_heads_that_do_not_fit_are_refused_on_every_rank():
+def test_usp_head_errors_reach_all_ranks():
     def work(mesh):
         q, k = torch.ones(1, 4, 6, 8), torch.ones(1, 4, 3, 8)
         with pytest.raises(
@@ -238,8 +238,8 @@ def test_heads_that_do_not_fit_are_refused_on_every_rank():
 
 
 @pytest.mark.parametrize("strategy", ["usp", "double_ring"])
-def test_named_without_nodes_it_takes_the_mesh_s(strategy):
-    """Eight ranks in nodes of two: left to itself it would take nodes of four, half of whose links are not there."""
+def test_named_strategy_takes_node_size_of_mesh(strategy):
+    """Eight ranks in nodes of two; without the mesh, nodes of four would be the default."""
 
     def work(local):
         mesh = bp.Mesh(local.rank, 8, local.transport, ranks_per_node=2)
@@ -258,7 +258,7 @@ def test_named_without_nodes_it_takes_the_mesh_s(strategy):
     )
 
 
-def test_explain_tells_both_ways():
+def test_explain_describes_both_levels_of_usp():
     def work(mesh):
         q, k = torch.empty(1, 4, 4, 8), torch.empty(1, 4, 2, 8)
         return bp.explain(
@@ -273,8 +273,8 @@ def test_explain_tells_both_ways():
     assert default.strategy.why == "named; ranks_per_node=2 by default"
 
 
-def test_what_is_recorded_is_the_plan_s():
-    """Bytes, FLOPs and kernels of every rank; messages name ranks."""
+def test_usp_records_equal_plan():
+    """Bytes, FLOPs and kernels of each rank; messages name global ranks."""
     case = Nodes(ranks=4, ranks_per_node=2, mask="full", layout="contiguous", dtype=torch.float32)
     x, where = make_inputs(case), case.make_layout()
 
@@ -305,8 +305,8 @@ def test_what_is_recorded_is_the_plan_s():
         assert {int(k) for k in compute["k_owner"]} == {one.rank, (one.rank + 2) % 4}
 
 
-def test_who_is_late_is_sought_in_the_own_node():
-    """Ranks 1 and 3 come late to their exchanges, 3 the later: each is waited for by the other rank of its node."""
+def test_late_rank_is_sought_in_own_node():
+    """Ranks 1 and 3 are late, 3 the later; the other rank of each node waits for them."""
     case = Nodes(ranks=4, ranks_per_node=2, mask="full", layout="contiguous")
     x = make_inputs(case)
 
@@ -331,8 +331,8 @@ def test_who_is_late_is_sought_in_the_own_node():
     assert waited == {0: {1}, 1: set(), 2: {3}, 3: set()}
 
 
-def test_memory_falls_with_the_ranks():
-    """What a rank has of its node's rows is as much as its own rows of all heads; it is kept, and results besides."""
+def test_usp_peak_memory_falls_with_ranks():
+    """The node's rows of some heads are as large as the own rows of all heads."""
     peaks = {ranks: max(m.peak for m in measured(ranks, "usp")) for ranks in (1, 4, 8)}
     assert peaks[1] < 1.1 * RESULT_BYTES
     assert peaks[4] < 1.35 * RESULT_BYTES

@@ -53,7 +53,7 @@ def tensors(mesh: bp.Mesh, rows: int = 32) -> list[torch.Tensor]:
     return [torch.randn(1, rows, n, 16, generator=generator) for n in (8, 2, 2)]
 
 
-def test_auto_chooses_otherwise_where_links_are_slow(files):
+def test_auto_chooses_by_hardware_spec(files):
     def work(mesh):
         found = {}
         for name, file in files.items():
@@ -75,8 +75,8 @@ def test_auto_chooses_otherwise_where_links_are_slow(files):
     torch.testing.assert_close(first["fast"][1], first["slow"][1])  # exact either way
 
 
-def test_the_environment_names_it_and_plan_on_uses_it(files, monkeypatch):
-    """The layout too: where links are slow, that where a window's neighbours are on one rank."""
+def test_plan_for_mesh_reads_hardware_spec_of_environment(files, monkeypatch):
+    """With slow links the layout changes too: neighbors of a window are on one rank."""
 
     def work(mesh):
         plan = bp.plan_for_mesh(mesh, seq_len=64, mask="window:4", dtype=torch.float32, device="cpu", **SIZES)
@@ -91,8 +91,8 @@ def test_the_environment_names_it_and_plan_on_uses_it(files, monkeypatch):
     assert [chosen[name][:2] for name in chosen] == [("zigzag", "ulysses"), ("contiguous", "ring")]
 
 
-def test_ranks_with_other_files_are_told(files):
-    """One plans Ulysses, the other a ring: both raise, and no byte of a block moves."""
+def test_different_hardware_specs_name_both_strategies(files):
+    """Rank 0 plans a ring and rank 1 Ulysses; both raise before any block is sent."""
 
     def work(mesh):
         where = with_hardware(mesh, files["fast" if mesh.rank else "slow"])
@@ -127,7 +127,7 @@ def test_different_hardware_specs_raise_mismatch_error(files):
     bp.run_threads(2, work)
 
 
-def test_ranks_with_other_files_and_the_same_plan_go_on(files):
+def test_different_hardware_specs_with_equal_plan_work(files):
     def work(mesh):
         where = with_hardware(mesh, files["other" if mesh.rank else "slow"])
         return bp.attention(*tensors(mesh), mesh=where).isfinite().all()
@@ -135,7 +135,7 @@ def test_ranks_with_other_files_and_the_same_plan_go_on(files):
     assert all(bp.run_threads(2, work))
 
 
-def test_a_file_that_one_rank_lacks_is_refused_on_both(files, tmp_path):
+def test_missing_hardware_spec_raises_on_all_ranks(files, tmp_path):
     def work(mesh):
         where = with_hardware(mesh, str(tmp_path / "none.json") if mesh.rank else files["slow"])
         with pytest.raises(InputError if mesh.rank else MismatchError, match=r"none\.json is not a hardware spec file"):
@@ -144,9 +144,7 @@ def test_a_file_that_one_rank_lacks_is_refused_on_both(files, tmp_path):
     bp.run_threads(2, work)
 
 
-def test_a_strategy_that_is_named_reads_no_file(tmp_path):
-    """What is not asked for cannot fail."""
-
+def test_named_strategy_reads_no_hardware_spec(tmp_path):
     def work(mesh):
         where = with_hardware(mesh, str(tmp_path / "none.json"))
         return float(bp.attention(*tensors(mesh), mesh=where, strategy="ring").sum())

@@ -64,7 +64,7 @@ def called(label: str, ranks: int, node: int) -> object:
         (8, 8, HardwareSpec(400.0, 100.0), 96, ALWAYS | {"double_ring", "double_ring+kv"}),
     ],
 )
-def test_candidates_are_what_they_are_called(ranks, ranks_per_node, hardware, heads, expected):
+def test_auto_candidates_have_matching_labels(ranks, ranks_per_node, hardware, heads, expected):
     candidates, _ = AutoStrategy(ranks_per_node=ranks_per_node, hardware=hardware).list_candidates(
         problem(ranks, heads, heads)
     )
@@ -96,13 +96,13 @@ def test_auto_breaks_ties_by_bytes_sent():
     ],
     ids=str,
 )
-def test_ranks_that_are_priced(mask, ranks, priced):
-    """Some at equal distances, the one whose queries see most, and the one whose keys are seen most."""
+def test_sampled_ranks_include_busiest_ranks(mask, ranks, priced):
+    """Ranks at equal distances, the one whose queries see most, and the one whose keys are seen most."""
     assert sampled_ranks(problem(ranks, mask=mask)) == priced
 
 
-def test_it_follows_the_arithmetic_of_the_travelling_side():
-    """MHA: burst's backward moves fewer bytes. GQA: K and V do. Ulysses is ruled out by 7 ranks."""
+def test_auto_circulates_the_smaller_side():
+    """MHA: burst sends fewer bytes in backward. GQA: K and V do. Ulysses cannot use 7 ranks."""
     mha, gqa = (bp.plan(seq_len=7 * 4096, ranks=7, heads=8, kv_heads=kv_heads) for kv_heads in (8, 2))
     assert mha.strategy == "burst"
     assert gqa.strategy == "ring"
@@ -110,6 +110,6 @@ def test_it_follows_the_arithmetic_of_the_travelling_side():
     assert "ulysses cannot divide" in mha.reason
 
 
-def test_it_fetches_where_the_mask_is_narrow():
+def test_auto_fetches_blocks_for_narrow_window():
     made = bp.plan(seq_len=7 * 4096, ranks=7, heads=8, kv_heads=2, mask=Mask.window(64))
     assert "fetch" in made.reason.split(" by ")[0]

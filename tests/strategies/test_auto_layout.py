@@ -32,7 +32,7 @@ def seconds(made, hardware=H200):
 
 @pytest.mark.parametrize("ranks", [2, 4, 7])
 @pytest.mark.parametrize("mask", ["causal", "full", "window:2000", Mask.documents(DOCUMENTS)], ids=str)
-def test_no_other_layout_is_predicted_to_be_faster(mask, ranks):
+def test_auto_layout_is_fastest_predicted(mask, ranks):
     made = plan(mask=mask, ranks=ranks)
     assert made.reason.startswith(f"layout {made.layout.name} by predicted time (")
     assert "; chose " in made.reason
@@ -44,7 +44,7 @@ def test_no_other_layout_is_predicted_to_be_faster(mask, ranks):
     assert verify(made) == []
 
 
-def test_layouts_that_suit_their_masks():
+def test_auto_layout_suits_the_mask():
     assert plan().layout.name == "zigzag"  # where all are alike
     assert plan(mask="window:2000").layout.name == "contiguous"  # neighbours alone
     # Operators on pieces want natural order: contiguous needs no pass over memory for it.
@@ -58,7 +58,7 @@ def test_layouts_that_suit_their_masks():
     assert with_strategy.reason.startswith("layout zigzag by predicted time (zigzag ")
 
 
-def test_what_is_named_stays():
+def test_auto_keeps_named_layout():
     made = plan(layout="contiguous")
     assert made.layout.name == "contiguous"
     assert made.reason.startswith("chose ")
@@ -66,8 +66,8 @@ def test_what_is_named_stays():
         bp.local_position_ids(seq_len=8, layout="auto")
 
 
-def test_the_busiest_rank_is_among_those_that_are_priced():
-    """Sixteen ranks, and one long document that lies on the fourth alone."""
+def test_sampled_ranks_include_rank_of_long_document():
+    """16 ranks; one long document is on the fourth rank alone."""
     ends = [*range(0, 3072, 64), 3072, *range(4096, 16385, 64)]
     made = plan(mask=Mask.documents(ends), layout="contiguous", ranks=16, seq_len=16384, strategy="ring")
     hardware = HardwareSpec(1.0, 100.0)
@@ -77,8 +77,8 @@ def test_the_busiest_rank_is_among_those_that_are_priced():
     assert AutoStrategy(hardware=hardware).seconds(made) == pytest.approx(plan_cost(made, hardware).seconds)
 
 
-def test_what_a_kernel_is_priced_by():
-    """Blocks that are visited, and a call for every tile where an operator is called on pieces."""
+def test_plan_cost_counts_visited_blocks_and_kernel_calls():
+    """A kernel that splits tiles is called once per tile."""
     mask = Mask.documents((0, 96, 160, 1000, 1024))
     made = plan(mask=mask, ranks=1, seq_len=1024, strategy="ring", layout="contiguous")
     tiles = made.forward.steps_of(0)[0].compute.tiles

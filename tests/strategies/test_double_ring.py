@@ -16,7 +16,7 @@ from tests.support.plans import make_plan
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("travels", ["kv", "q"])
-def test_double_rings_of_every_shape(ranks_per_node, travels):
+def test_double_ring_plans_are_valid_for_all_node_sizes(ranks_per_node, travels):
     for mask in (Mask.causal(), Mask.full(), Mask.window(9), Mask.documents((0, 7, 30, 96))):
         plan = make_plan(
             mask,
@@ -29,15 +29,15 @@ def test_double_rings_of_every_shape(ranks_per_node, travels):
         assert verify(plan) == []
 
 
-def test_a_double_ring_sends_the_next_node_s_block_first():
+def test_double_ring_sends_block_of_next_node_first():
     plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, ranks_per_node=4)
     steps = plan.forward.steps_of(0)
     outer = [m for s in steps for m in s.sends if m.target == 4]
     assert [(m.owner, m.post_step, m.wait_step) for m in outer] == [(0, 0, 4)]
 
 
-def test_the_own_node_s_round_is_divided_by_hand():
-    """Rank 0 of two nodes of 4, full mask, backward, K and V travel: dK and dV have twice the bytes of K and V."""
+def test_double_ring_splits_round_of_own_node():
+    """Rank 0 of two nodes of 4, full mask, backward: dK and dV have twice the bytes of K and V."""
     plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, ranks_per_node=4, backward_circulates="kv")
     steps = plan.backward.steps_of(0)
     assert [s.compute.k_owners[0] for s in steps if s.compute] == [0, 4, 7, 6, 5, 3, 2, 1]
@@ -58,8 +58,8 @@ def test_the_own_node_s_round_is_divided_by_hand():
 @pytest.mark.parametrize(
     ("ranks_per_node", "travels", "first"), [(16, "kv", 16), (8, "kv", 3), (8, "q", 4), (2, "kv", 1), (1, "q", 1)]
 )
-def test_steps_before_other_nodes_by_bytes(ranks_per_node, travels, first):
-    """K and V are a third of the bytes that cross backward; Q, dO, LSE and delta a little over half."""
+def test_double_ring_first_steps_depend_on_bytes(ranks_per_node, travels, first):
+    """K and V are 1/3 of the inter-node bytes in backward; Q, dO, LSE and delta over 1/2."""
     plan = make_plan(
         Mask.causal(), ranks=16, strategy="double_ring", ranks_per_node=ranks_per_node, backward_circulates=travels
     )

@@ -30,7 +30,7 @@ from tests.support.plans import make_plan
         ({"layout": "document_zigzag", "mask": Mask.prefix_lm(4)}, LayoutError, "documents that fill"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options, error, message):
+def test_make_plan_rejects_conflicting_options(options, error, message):
     with pytest.raises(error, match=message):
         make_plan(**options)
 
@@ -49,7 +49,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_every_strategy_refuses_options_of_no_meaning(name):
+def test_make_strategy_rejects_invalid_option_values(name):
     for field in dataclasses.fields(make_strategy(name)):
         declared = field.metadata.get("option")
         value, told = WRONG.get(field.name) or (object(), declared.noun)
@@ -58,7 +58,7 @@ def test_every_strategy_refuses_options_of_no_meaning(name):
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(32, 2), (16, 4)])
-def test_a_plan_for_another_layout_is_refused(length, ranks):
-    """`plan` checks a layout that was made before as `attention` does."""
+def test_plan_rejects_layout_of_another_problem(length, ranks):
+    """`plan` checks a given layout as `attention` does."""
     with pytest.raises(LayoutError, match=r"another mesh or sequence.*allowed: 2 ranks and 16 tokens"):
         plan(seq_len=16, ranks=2, heads=2, layout=make_layout("zigzag", length, ranks))

@@ -210,14 +210,14 @@ def package(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-def test_load_imports_each_of_ours_by_its_name():
+def test_load_imports_built_in_strategies_by_name():
     assert tuple(known())[: len(OURS)] == OURS
     for name in OURS:
         assert load(name).name == name
         assert load(name).title
 
 
-def test_strategy_of_another_package_is_found(package):
+def test_strategy_of_another_package_is_available(package):
     package({"theirs": "their_strategies:Theirs"})
     assert "theirs" in known()
     assert make_strategy("theirs", transfer="direct").as_code() == "Theirs(transfer='direct')"
@@ -226,7 +226,7 @@ def test_strategy_of_another_package_is_found(package):
     assert "theirs " in bp.plan(seq_len=64, ranks=4, heads=4).reason  # `auto` has compared it
 
 
-def test_auto_never_takes_an_inexact_strategy(package):
+def test_auto_never_chooses_inexact_strategy(package):
     package({"theirs": "their_strategies:Theirs"}, exact=False)
     assert bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs").strategy == "theirs"
     assert "theirs" not in bp.plan(seq_len=96, ranks=4, heads=4).reason
@@ -252,7 +252,7 @@ def test_auto_never_takes_an_inexact_strategy(package):
         ("their_strategies:TakenFlag", "its option 'batch' has the name of a flag of the commands"),
     ],
 )
-def test_load_refuses_what_is_no_strategy(package, target, message):
+def test_load_rejects_invalid_strategies(package, target, message):
     package({"theirs": target})
     with pytest.raises(UnsupportedError, match=message):
         make_strategy("theirs")
@@ -287,20 +287,20 @@ def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, targ
 
 
 @pytest.mark.parametrize("target", ["NoReturn", "OtherName", "BadRoute"])
-def test_a_broken_strategy_that_is_named_raises_one_clear_error(package, target):
+def test_broken_named_strategy_raises_clear_error(package, target):
     package({"theirs": f"their_strategies:{target}"})
     with pytest.raises(BurstError, match=r"is broken: its|cannot be hashed"):
         bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs")
 
 
-def test_a_flag_that_the_commands_have_ends_no_command(package, capsys):
+def test_strategy_flag_with_reserved_name_is_skipped(package, capsys):
     package({"theirs": "their_strategies:TakenFlag"})
     assert "batch" not in strategy_flags()
     assert main(["plan", "--seq-len", "64", "--ranks", "2", "--strategy", "all"]) == 0
     assert "theirs: the strategy 'theirs'" in capsys.readouterr().out
 
 
-def test_reserved_flags_are_those_of_the_commands():
+def test_reserved_flags_equal_command_flags():
     names = {"help", "options", "no_check"}
     for command in (plan_command, run_command):
         for name, one in inspect.signature(command).parameters.items():
@@ -311,14 +311,14 @@ def test_reserved_flags_are_those_of_the_commands():
     assert names == RESERVED_FLAGS
 
 
-def test_load_refuses_a_name_of_two_packages(package):
+def test_load_rejects_name_of_two_packages(package):
     package({"theirs": "their_strategies:Theirs"})
     package({"theirs": "other_strategies:Theirs"}, module="other_strategies")
     with pytest.raises(UnsupportedError, match="several packages register the strategy 'theirs'"):
         load("theirs")
 
 
-def test_package_cannot_take_our_name(package):
+def test_package_cannot_replace_built_in_strategy(package):
     package({"ring": "their_strategies:Theirs"})
     assert load("ring") is RingStrategy
     assert "not ring of their_strategies:Theirs:" in bp.plan(seq_len=160, ranks=4, heads=4).reason
@@ -331,7 +331,7 @@ def test_strategy_of_passes_ranks_per_node_only_if_supported():
         strategy_of(object())
 
 
-def test_options_are_checked_together():
+def test_ring_options_are_checked_together():
     with pytest.raises(
         InputError, match=r'forwards the local block in step 0; got local_block_order=.last.; transfer="direct"'
     ):
@@ -341,7 +341,7 @@ def test_options_are_checked_together():
     assert RingStrategy("direct", blocks_per_launch=2).blocks_per_launch == 2
 
 
-def test_conform_names_why_a_strategy_serves_no_case(package):
+def test_conform_names_reason_if_strategy_serves_no_case(package):
     package({"theirs": "their_strategies:Refusing"})
     with pytest.raises(
         UnsupportedError, match="'theirs' supports none of these cases; got theirs: theirs takes 3 ranks"
@@ -349,14 +349,14 @@ def test_conform_names_why_a_strategy_serves_no_case(package):
         check_backend("cpu", strategy="theirs", coverage="quick")
 
 
-def test_conform_tells_a_trial_from_a_strategy():
+def test_conform_distinguishes_trial_from_strategy():
     with pytest.raises(
         InputError, match=r"label of one configuration.*--strategy ring tests all.*strategy=ring\+fetch"
     ):
         check_backend("cpu", strategy="ring+fetch", coverage="quick")
 
 
-def test_flag_of_a_word_and_an_integer_serves_both(package):
+def test_flag_accepts_word_or_integer(package):
     package({"theirs": "their_strategies:DeepRing", "other": "their_strategies:WordRing"})
     flags = strategy_flags()
     assert "--depth" in {flag(name) for name in flags}

@@ -21,7 +21,7 @@ CASES = [
 
 @pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention(case, peers):
+def test_ring_with_split_local_block_matches_oracle(case, peers):
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
     heads, kv_heads, dim, v_head_dim = case.sizes

@@ -32,7 +32,7 @@ def make(
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("options", [{}, {"backward_circulates": "q"}, {"transfer": "direct"}], ids=str)
-def test_nodes_of_every_size(ranks_per_node, options):
+def test_usp_plans_are_valid_for_all_node_sizes(ranks_per_node, options):
     for mask in ("causal", "full", "window:9", "documents:0,7,30,96"):
         for layout in ("zigzag", "striped", "contiguous"):
             plan = make(ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, **options)
@@ -41,8 +41,8 @@ def test_nodes_of_every_size(ranks_per_node, options):
             assert (plan.head_parallel_size, plan.ring_size) == (ranks_per_node, 12 // ranks_per_node)
 
 
-def test_a_node_by_hand():
-    """Rank 4 of 6 in nodes of 3 has place 1 in node 1; zigzag rows of ranks 3, 4, 5 come to it, sorted."""
+def test_usp_plan_of_two_nodes_of_three():
+    """Rank 4 of 6 is rank 1 of node 1; it gets the zigzag rows of ranks 3, 4 and 5, sorted."""
     plan = make(ranks=6, length=60, mask="full")
     assert [(s.start, s.count) for s in plan.forward.call.layout.shards[1]] == [(15, 30)]
     assert [(s.start, s.count) for s in plan.forward.call.layout.shards[0]] == [(0, 15), (45, 15)]
@@ -58,8 +58,8 @@ def test_a_node_by_hand():
 @pytest.mark.parametrize(
     ("ranks", "ranks_per_node", "as_in"), [(2, 2, "ulysses"), (6, 6, "ulysses"), (6, 1, "ring"), (1, 1, "ring")]
 )
-def test_nodes_that_make_it_another_strategy(ranks, ranks_per_node, as_in, moves):
-    """All ranks in one node: that is Ulysses. One rank a node: a ring."""
+def test_usp_with_one_node_or_one_rank_per_node(ranks, ranks_per_node, as_in, moves):
+    """One node equals Ulysses, and one rank per node equals a ring."""
     ours = make(ranks=ranks, ranks_per_node=ranks_per_node, transfer=moves)
     strategy = make_strategy("ring", transfer=moves) if as_in == "ring" else as_in
     other = bp.plan(seq_len=96, ranks=ranks, heads=12, kv_heads=6, head_dim=64, strategy=strategy)
@@ -76,33 +76,33 @@ class TestPlantedMistakes:
             part._steps[rank] = tuple(change(list(part.steps_of(rank))))
         return verify(replace(plan, **own))
 
-    def test_a_rank_that_leaves_out_its_last_hop(self):
+    def test_verify_detects_missing_last_step(self):
         assert any("pairs computed, but the mask has" in w for w in self.broken(lambda steps: steps[:-1]))
 
-    def test_a_block_that_goes_to_another_place(self):
-        """Rank 0 has other heads of that node's rows."""
+    def test_verify_detects_block_sent_to_wrong_rank_of_node(self):
+        """Rank 0 has other heads of the rows."""
 
         def astray(steps: list[Step]):
             return [replace(s, sends=tuple(m._replace(target=0) for m in s.sends)) for s in steps]
 
         assert any("only one of their two ranks" in w for w in self.broken(astray))
 
-    def test_a_block_of_another_place(self):
+    def test_verify_detects_block_of_wrong_heads(self):
         def strange(steps: list[Step]):
             changed = replace(steps[1].compute, k_owners=(0,))
             return [steps[0], replace(steps[1], compute=changed), *steps[2:]]
 
         assert any("without holding it" in w for w in self.broken(strange))
 
-    def test_gradients_that_do_not_get_home(self):
+    def test_verify_detects_missing_gradient_send(self):
         def keep(steps: list[Step]):
             return [replace(s, gradient_sends=()) for s in steps]
 
         assert any("is not sent on by" in w for w in self.broken(keep))
 
     @pytest.mark.parametrize("name", ["forward", "backward"])
-    def test_nodes_with_each_other_s_rows(self, name):
-        """The ring is right in itself: only beside the ranks' own layout does it show."""
+    def test_verify_detects_exchanged_rows_of_nodes(self, name):
+        """The ring is valid by itself; only the layout of the ranks shows the fault."""
         plan = make(ranks=6)
         layout = plan.forward.call.layout
         turned = Layout("turned", layout.length, layout.shards[::-1])
@@ -115,13 +115,13 @@ class TestPlantedMistakes:
         ({"heads": 2}, "3 ranks with 2 query heads each are not 12 heads"),
         ({"kv_heads": 1}, "read K/V heads (0, 2), not 1"),
     ])  # fmt: skip
-    def test_other_heads(self, sizes, told):
+    def test_verify_detects_wrong_heads(self, sizes, told):
         for plan in (make(ranks=6), make(ranks=3)):
             part = replace(plan.forward, call=replace(plan.forward.call, **sizes))
             assert any(told in w for w in verify(replace(plan, forward=part)))
 
-    def test_a_node_with_fewer_ranks(self):
-        """It has the rows of its node all the same."""
+    def test_verify_detects_node_with_fewer_ranks(self):
+        """The node still has all of its rows."""
         plan = make(ranks=6)
         layout = plan.call.layout
         four, last = layout.shards[:4], layout.shards[4] + layout.shards[5]
@@ -129,13 +129,13 @@ class TestPlantedMistakes:
         wrong = verify(replace(plan, call=replace(plan.call, layout=five, kv_layout=five)))
         assert wrong == ["2 nodes of 3 ranks are not 5 ranks"]
 
-    def test_passes_of_other_nodes(self):
+    def test_verify_detects_different_nodes_per_pass(self):
         plan, other = make(ranks=12, ranks_per_node=3), make(ranks=12, ranks_per_node=6)
         assert any("6 ranks with 2 query heads" in w for w in verify(replace(plan, backward=other.backward)))
 
 
-def test_seconds_by_hand():
-    """Two nodes of two, full mask: rows come in 3 s and go in 1 s; a step computes for 1 s, a block crosses in 5 s."""
+def test_usp_predicted_time():
+    """Two nodes of two, full mask: rows 3 s in and 1 s out, 1 s per step, 5 s per block."""
     plan = make(ranks=4, ranks_per_node=2, length=64, heads=8, kv_heads=8, mask="full", layout="contiguous")
     there, back, block = 16 * 3 * 4 * 64 * 2, 16 * 4 * 64 * 2, 32 * 2 * 4 * 64 * 2
     step = 4 * 32 * 32 * 4 * 64 / 1e12
@@ -154,8 +154,8 @@ def test_seconds_by_hand():
     assert rank_cost(plan, "forward", 1, crossing).seconds == pytest.approx((there + back + block) / block * 5 + 1)
 
 
-def test_shared_heads_travel_as_copies():
-    """Of one K/V head every rank of a node has a copy, which goes round, and home in float32."""
+def test_usp_copies_shared_kv_heads_in_node():
+    """Each rank of a node has a copy of the K/V head; its gradients return in float32."""
     plan = make(ranks=4, ranks_per_node=2, length=64, heads=8, kv_heads=1, mask="full", layout="contiguous")
     forward, backward = (rank_cost(plan, name, 0, HardwareSpec(1, 1)) for name in ("forward", "backward"))
     row = 64 * 2
@@ -163,8 +163,8 @@ def test_shared_heads_travel_as_copies():
     assert backward.sent == 16 * 4 * row + 32 * 2 * row + 32 * 2 * 2 * row + 16 * (4 + 2 * 2) * row
 
 
-def test_fewer_larger_launches():
-    """What it is for: many ranks with few rows each. A ring's launches are latency then."""
+def test_usp_has_fewer_launches_than_double_ring():
+    """With few rows per rank, the time of a ring is launch latency."""
     hardware, size = (
         HardwareSpec(600.0, 300.0, ranks_per_node=8),
         {"ranks": 256, "length": 256 * 1024, "heads": 32, "kv_heads": 8},
@@ -181,8 +181,8 @@ def test_fewer_larger_launches():
 
 
 @pytest.mark.parametrize("kv_heads", [6, 1])  # of one that is shared, gradients are wide: backward needs more room
-def test_places_in_inboxes(kv_heads):
-    """What is resharded lies in front; messages behind it, apart, in the same places forward and backward."""
+def test_usp_inbox_offsets_do_not_overlap(kv_heads):
+    """Resharded rows come first, then the messages; both passes use the same offsets."""
     plan = make(ranks=6, transfer="direct", mask="full", kv_heads=kv_heads)
     assert plan.direct
     assert not make(ranks=6).direct
@@ -198,8 +198,8 @@ def test_places_in_inboxes(kv_heads):
         assert all(other.offsets.get(move, place) == place for other in found for move, place in one.offsets.items())
 
 
-def test_room_for_what_is_resharded_by_hand():
-    """Rows 40, 4 and 4, two of six heads of 64 a rank: Q, K and V come of all rows, out and LSE from three ranks."""
+def test_inbox_size_of_resharded_rows():
+    """Rows 40, 4 and 4; two of six heads of 64 per rank: Q, K and V of all rows, out and LSE."""
     layout = Layout("uneven", 48, tuple((Segment(start, count),) for start, count in ((0, 40), (40, 4), (44, 4))))
     plan = bp.plan(seq_len=48, ranks=3, heads=6, head_dim=64, mask="full", layout=layout, strategy="ulysses")
     row = 2 * 64 * 2
@@ -217,13 +217,13 @@ def test_room_for_what_is_resharded_by_hand():
         (7, 7, 7, 1, "ranks_per_node=1 by default"),
     ],
 )
-def test_the_node_size_that_is_taken(ranks, heads, kv_heads, ranks_per_node, note):
+def test_usp_default_node_size(ranks, heads, kv_heads, ranks_per_node, note):
     plan = make(ranks=ranks, ranks_per_node=None, length=1024, heads=heads, kv_heads=kv_heads)
     assert (plan.head_parallel_size, plan.reason) == (ranks_per_node, note)
     assert verify(plan, ranks=range(0, ranks, ranks_per_node)) == []
 
 
-def test_node_sizes_that_are_refused():
+def test_usp_rejects_invalid_node_sizes():
     with pytest.raises(
         InputError, match="that node size does not divide the ranks; got ranks_per_node=5, 12 ranks; allowed: 1"
     ):
@@ -239,7 +239,7 @@ def test_node_sizes_that_are_refused():
         make(ranks_per_node=2.0)
 
 
-def test_auto_takes_it_among_many_ranks():
+def test_auto_chooses_usp_for_many_ranks():
     hardware = HardwareSpec(600.0, 300.0)
     usual = {"seq_len": 65536, "ranks": 64, "heads": 32, "kv_heads": 8}
     made = bp.plan(**usual, strategy=AutoStrategy(ranks_per_node=8, hardware=hardware))
