@@ -37,12 +37,12 @@ def check(name: str, said: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_threads_that_disagree(name):
+def test_different_calls_of_threads_raise_mismatch_error(name):
     check(name, bp.run_threads(3, lambda mesh: told_by(mesh, name)))
 
 
-def test_ranks_that_guess_different_lengths_are_told_of_seq_len():
-    """101 tokens are 51 and 50 rows; each rank takes its own number for the other's too."""
+def test_different_default_lengths_suggest_seq_len():
+    """101 tokens are 51 and 50 rows; each rank assumes equal shards."""
 
     def work(mesh):
         x = bp.shard(torch.ones(1, 101, 1, 8), mesh)
@@ -72,8 +72,8 @@ def test_hardware_spec_hint_appears_only_if_masks_agree(mask):
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
-def test_a_call_after_an_error_in_a_pass(strategy, recorded):
-    """Rank 1 had one of its own and goes on; before, it was given the messages of the pass that failed."""
+def test_call_after_failed_pass_raises(strategy, recorded):
+    """Rank 1 continues after an error of its own; it must not get messages of the failed pass."""
 
     def work(transport):
         post, mesh = transport.post, bp.Mesh(transport.rank, 4, lambda _: transport)
@@ -98,8 +98,8 @@ def test_a_call_after_an_error_in_a_pass(strategy, recorded):
 @pytest.mark.parametrize(
     "strategy", ["ring", "burst", "double_ring", "usp", bp.make_strategy("ring", transfer="direct")], ids=str
 )
-def test_segments_that_cannot_meet_are_found_before_the_pass(strategy):
-    """Ranks 2 and 3 hold every second row, and see keys of rank 1, which holds each of its own. The next call works."""
+def test_segments_of_different_steps_raise_before_the_pass(strategy):
+    """Ranks 2 and 3 hold every second row and see keys of rank 1, which has step 1."""
     mixed = Layout("mixed", 32, ((Segment(0, 8),), (Segment(8, 8),), (Segment(16, 8, 2),), (Segment(17, 8, 2),)))
     mask = bp.Mask((bp.Region(8, 16, 0, 8), bp.Region(16, 32, 8, 16)))
 
@@ -121,21 +121,21 @@ def over_gloo(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_processes_that_disagree(over_gloo, name):
+def test_different_calls_of_processes_raise_mismatch_error(over_gloo, name):
     check(name, [found[name] for found in over_gloo])
     check(name, [found["cached"][name] for found in over_gloo])
 
 
-def test_processes_that_go_backward_in_another_order(over_gloo):
+def test_processes_with_other_backward_order_raise(over_gloo):
     assert all("backward of the pass: 1 on rank 0, 2 but 2 on rank 1" in found["swapped"] for found in over_gloo)
 
 
-def test_a_right_call_works_after_all_of_them(over_gloo):
+def test_correct_call_works_after_mismatches(over_gloo):
     assert [found["afterwards"] for found in over_gloo] == ["right"] * 3
 
 
-def test_equal_masks_and_layouts_may_have_names_of_their_own():
-    """The same regions and positions, whatever they are called: ranks agree."""
+def test_equal_masks_and_layouts_may_have_other_names():
+    """Ranks compare regions and positions only."""
 
     def work(mesh):
         mask = bp.Mask(bp.Mask.causal().regions, f"mask of rank {mesh.rank}")
@@ -147,8 +147,8 @@ def test_equal_masks_and_layouts_may_have_names_of_their_own():
 
 
 @pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
-def test_backward_in_another_order_is_told(strategy):
-    """Two calls alike: without the number of the forward pass, blocks of one would meet gradients of the other."""
+def test_other_backward_order_raises_mismatch_error(strategy):
+    """Two equal calls: the number of the forward pass distinguishes them."""
 
     def work(mesh):
         q = torch.randn(1, 8, 2, 4, requires_grad=True)
@@ -160,7 +160,7 @@ def test_backward_in_another_order_is_told(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_backward_of_the_later_call_first_on_all_ranks(strategy):
+def test_equal_backward_order_on_all_ranks_works(strategy):
     def work(mesh):
         q = torch.randn(1, 8, 2, 4, requires_grad=True)
         outs = [bp.attention(q, q, q, mesh=mesh, strategy=strategy) for _ in range(2)]
@@ -170,8 +170,8 @@ def test_backward_of_the_later_call_first_on_all_ranks(strategy):
         torch.testing.assert_close(later, earlier)
 
 
-def test_ranks_of_different_vendors_are_refused(monkeypatch):
-    """The device type does not tell them apart: two vendors share torch's "cuda"."""
+def test_backends_of_different_vendors_raise_mismatch_error(monkeypatch):
+    """Two vendors share the device type "cuda" of torch."""
     plain = bp.Mesh.backend_for
 
     class Other(CpuBackend):
@@ -192,7 +192,7 @@ def test_ranks_of_different_vendors_are_refused(monkeypatch):
     bp.run_threads(2, work)
 
 
-def test_what_is_no_tensor_at_all_is_told_too():
+def test_value_that_is_not_a_tensor_raises_on_all_ranks():
     def work(mesh):
         q = torch.ones(1, 8, 2, 4)
         bp.attention(q, q, q, mesh=mesh)
@@ -218,8 +218,8 @@ def test_mismatch_of_call_kinds_lists_shared_fields_only():
         assert "- on rank" not in message
 
 
-def test_a_planted_silence_is_seen():
-    """Without the question, the same disagreement gives a number: what the question is for."""
+def test_skipped_agreement_check_misses_mismatch():
+    """Without the check, the same mismatch gives wrong numbers."""
 
     def work(mesh):
         mesh.transport("cpu").share = lambda data, *_: [data] * mesh.size  # everybody is heard to say the same
@@ -228,7 +228,7 @@ def test_a_planted_silence_is_seen():
     assert not all(bp.run_threads(3, work))
 
 
-def test_the_question_costs_one_exchange_when_all_agree():
+def test_agreement_costs_one_exchange():
     def work(mesh):
         transport = mesh.transport("cpu")
         asked = []
@@ -240,8 +240,8 @@ def test_the_question_costs_one_exchange_when_all_agree():
     assert bp.run_threads(3, work) == [1, 1, 1]
 
 
-def test_a_refusal_with_nobody_there_is_still_the_refusal():
-    """Rank 1 never calls: rank 0's own error comes, after the timeout at the latest."""
+def test_share_error_without_peer_raises_own_error():
+    """Rank 1 never calls; rank 0 raises its own error after the timeout at the latest."""
 
     def work(mesh):
         mesh.config = Config(timeout=0.2)
@@ -254,8 +254,8 @@ def test_a_refusal_with_nobody_there_is_still_the_refusal():
     assert bp.run_threads(2, work, timeout=0.2) == [True, True]
 
 
-def test_a_refusal_waits_no_longer_than_it_is_told():
-    """Whatever the transport would wait for others."""
+def test_share_error_waits_for_given_timeout():
+    """The timeout of the transport does not apply."""
     told = threading.Event()
 
     def work(transport):
@@ -277,8 +277,8 @@ def test_a_refusal_waits_no_longer_than_it_is_told():
         (({"mask": "x" * 5000}, {"pass": "forward", "mask": "full"}), r"facts: {.* on rank 0 but - on rank 1.*pass: "),
     ],
 )
-def test_facts_that_are_too_long(facts, message):
-    """They are cut, and what is left is no JSON."""
+def test_agreement_truncates_long_facts(facts, message):
+    """Truncated facts are not valid JSON."""
 
     def work(transport):
         with pytest.raises(MismatchError, match=message):

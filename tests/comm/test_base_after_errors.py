@@ -51,13 +51,13 @@ def check(found: list[list[str]], says: str) -> None:
 
 @pytest.mark.parametrize("after", [name for name in CALLS if name != "refused"])
 @pytest.mark.parametrize(("before", "at"), [*product(CALLS, (1, 2))][:8])
-def test_a_call_after_an_error(before, at, after):
+def test_call_after_error_raises(before, at, after):
     check(on_threads(before, at, after), IN_PASS if (before, at) == ("attention", 2) else BETWEEN)
 
 
 @pytest.mark.parametrize("before", ["attention", "unshard"])
-def test_a_wrapped_transport_is_refused_too(before):
-    """What ranks ask is not posted through the wrapper."""
+def test_wrapped_transport_rejects_call_after_error(before):
+    """The agreement check is not posted through the wrapper."""
     check(on_threads(before, 1, "unshard", WrappedTransport), IN_PASS if before == "attention" else BETWEEN)
 
 
@@ -100,7 +100,7 @@ def test_failed_exchange_marks_wrapped_transport_out_of_sync(around, fail):
             transport.check_in_sync()
 
 
-def test_a_pass_that_fails_while_nodes_connect_has_not_ended():
+def test_pass_that_fails_while_connecting_is_unfinished():
     def connect() -> Transport:
         raise RuntimeError
 
@@ -110,15 +110,15 @@ def test_a_pass_that_fails_while_nodes_connect_has_not_ended():
     assert wrapped.unfinished() == "pass"
 
 
-def test_a_refusal_after_an_error_is_still_told_its_caller():
-    """The other rank cannot be told: it would take the refusal for messages of the pass."""
+def test_rejected_call_after_error_raises_own_error():
+    """The other rank would mistake the error for messages of the pass."""
     _, (failed, refused) = on_threads("attention", 2, "refused")
     assert failed == "Planted: "
     assert refused.startswith("LayoutError: rank 1 holds a different number of rows")
 
 
 @pytest.mark.slow
-def test_over_gloo(tmp_path):
+def test_call_after_error_raises_over_gloo(tmp_path):
     """Before, messages of other sizes ended rank 1 by SIGABRT, and rank 0 took shorter ones for blocks.
 
     In the last cases the second call is by another mesh of the group.

@@ -35,7 +35,7 @@ class Settled:
         self.happened.set()
 
 
-def test_a_transfer_that_never_ends_is_named_and_settled(capsys):
+def test_watch_names_and_settles_unfinished_transfer(capsys):
     settled = Settled()
     prepared = []
     watch = HopWatch(0.2, settled, lambda: prepared.append(1))
@@ -53,7 +53,7 @@ def test_a_transfer_that_never_ends_is_named_and_settled(capsys):
     assert prepared == [1]
 
 
-def test_a_device_that_has_not_come_to_it_is_not_late():
+def test_watch_ignores_transfers_that_device_has_not_reached():
     settled = Settled()
     watch = HopWatch(0.1, settled)
     hop = watch.starting("rank 0, backward step 1", [])
@@ -64,14 +64,14 @@ def test_a_device_that_has_not_come_to_it_is_not_late():
     assert settled.happened.wait(5)
 
 
-def test_a_host_that_cannot_start_is_late_too():
+def test_watch_reports_transfer_that_host_cannot_start():
     settled = Settled()
     watch = HopWatch(0.1, settled)
     watch.starting("rank 0, forward step 0: exchange with ranks [1]", [])  # and never says that it is started
     assert settled.happened.wait(5)
 
 
-def test_what_failed_at_once_is_forgotten():
+def test_watch_forgets_transfer_that_failed_at_once():
     settled = Settled()
     watch = HopWatch(0.1, settled)
     watch.forget(watch.starting("rank 0, forward step 0", []))
@@ -79,8 +79,8 @@ def test_what_failed_at_once_is_forgotten():
     assert watch.failed is None
 
 
-def test_what_is_over_is_let_go_when_the_next_one_starts():
-    """Not only when the thread looks: it would hold buffers that are needed again."""
+def test_watch_releases_finished_transfer_at_next_start():
+    """Waiting for its thread would retain buffers that are needed again."""
     watch = HopWatch(60.0, print)
     freed = []
     for number in range(20):
@@ -92,8 +92,8 @@ def test_what_is_over_is_let_go_when_the_next_one_starts():
         assert freed == list(range(number))
 
 
-def test_it_sleeps_and_wakes(monkeypatch):
-    """Whatever is started while it looks or sleeps is watched, and wakes it no more often than it sleeps."""
+def test_watch_thread_sleeps_and_wakes(monkeypatch):
+    """Transfers started while it sleeps are watched, and wake it at most once per sleep."""
     settled, wake = Settled(), Background.wake
     watch = HopWatch(1.0, settled)
     woken = []

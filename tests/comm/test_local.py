@@ -16,7 +16,7 @@ from burst_portable.comm.local import run_transports
 from burst_portable.errors import CommunicationTimeoutError, LayoutError, MismatchError, PeerLostError
 
 
-def test_ranks_with_other_lengths_than_the_layout_says():
+def test_rows_that_contradict_layout_raise():
     def work(mesh):
         rows = 9 if mesh.rank else 8
         return bp.attention(*(torch.randn(1, rows, 2, 4) for _ in range(3)), mesh=mesh, seq_len=16)
@@ -25,7 +25,7 @@ def test_ranks_with_other_lengths_than_the_layout_says():
         bp.run_threads(2, work)
 
 
-def test_ranks_whose_messages_differ_do_not_compute_in_silence():
+def test_different_message_sizes_raise():
     def work(mesh):
         heads = 4 if mesh.rank else 2
         return bp.attention(*(torch.randn(1, 8, heads, 4) for _ in range(3)), mesh=mesh, strategy="ring", mask="full")
@@ -34,7 +34,7 @@ def test_ranks_whose_messages_differ_do_not_compute_in_silence():
         bp.run_threads(2, work)
 
 
-def test_a_rank_that_fails_ends_the_others():
+def test_failed_rank_ends_other_ranks():
     def work(mesh):
         if mesh.rank == 1:
             raise ZeroDivisionError("rank 1 fell over")
@@ -44,7 +44,7 @@ def test_a_rank_that_fails_ends_the_others():
         bp.run_threads(3, work)
 
 
-def test_a_late_rank_is_named():
+def test_late_rank_is_named():
     given_up = threading.Event()
 
     def work(transport):
@@ -61,8 +61,8 @@ def test_a_late_rank_is_named():
         run_transports(2, work, timeout=0.2)
 
 
-def test_no_rank_goes_on_when_the_caller_is_interrupted():
-    """A daemon thread that is inside of torch when the interpreter ends would abort the process."""
+def test_interrupt_ends_all_rank_threads():
+    """A daemon thread inside torch at interpreter exit would abort the process."""
     begun, all_there = [], threading.Barrier(3)
 
     def work(mesh):

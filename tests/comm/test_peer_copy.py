@@ -59,7 +59,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention(case):
+def test_peer_copy_attention_matches_oracle(case):
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
     for answer in run_peers(World(case.ranks), lambda mesh: on_one_rank(mesh, case, inputs)):
@@ -67,8 +67,8 @@ def test_attention(case):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whoever_is_late(seed):
-    """Pass after pass, of changing sizes, with random delays: the bits of the first calm run."""
+def test_late_ranks_do_not_change_results(seed):
+    """Passes of changing sizes with random delays are bitwise equal to passes without delay."""
     cases = [CASES[0], Case(mask="causal", strategy="burst+fetch", ranks=3), CASES[3], CASES[0]]
 
     def work(mesh):
@@ -82,8 +82,8 @@ def test_whoever_is_late(seed):
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_messages_between_passes_and_within(job):
-    """What every transport must do; within a pass everything goes through the inboxes, and none begins."""
+def test_transport_jobs_between_and_within_passes(job):
+    """Within a pass, all messages use the inboxes and no other pass begins."""
 
     def work(mesh):
         transport = mesh.transport("cpu")
@@ -98,8 +98,8 @@ def test_messages_between_passes_and_within(job):
     assert run_peers(World(3), work) == ["", "", ""]
 
 
-def test_an_exchange_inside_nodes_that_waits_for_all_is_found(monkeypatch):
-    """Whoever is not named sets no flag."""
+def test_exchange_that_waits_for_all_ranks_is_detected(monkeypatch):
+    """Only named ranks set their flags."""
     flags_of = peer_copy.exchange_flags
     monkeypatch.setattr(peer_copy, "exchange_flags", lambda size, index, _: flags_of(size, index, tuple(range(size))))
     with pytest.raises(CommunicationTimeoutError, match=r"rank \d has not sent its message"):
@@ -113,8 +113,8 @@ class Forgetful(ThreadPeers):
         super().copy_own([one for one in leaving if isinstance(one, Parts)])
 
 
-def test_an_exchange_that_forgets_what_stays_here_is_found():
-    """What the pass before has left at that place is not taken for it."""
+def test_exchange_that_omits_local_part_is_detected():
+    """The bytes of the last pass at this offset are not accepted."""
     told = run_peers(World(3), lambda mesh: JOBS["exchanged"](mesh.transport("cpu"), torch.device("cpu")), Forgetful)
     assert told == ["other bytes came than were sent at once beside a kernel, of lines that lie apart"] * 3
 
@@ -141,7 +141,7 @@ def laps(mesh) -> bool:
     return all(right)
 
 
-def test_an_inbox_is_not_overwritten_while_it_is_read():
+def test_inbox_is_not_overwritten_while_read():
     assert all(run_peers(World(2), laps))
 
 
@@ -153,7 +153,7 @@ class Eager(ThreadPeers):
             super().wait(flags, mark, what, copying=False)
 
 
-def test_without_waiting_for_room_it_would_be():
+def test_sender_that_does_not_wait_overwrites_inbox():
     def work(mesh):
         if mesh.rank:
             return laps(mesh)
@@ -171,7 +171,7 @@ def test_without_waiting_for_room_it_would_be():
         assert all(run_peers(World(2, timeout=1.0), work, Eager))
 
 
-def test_a_peer_that_sends_nothing_is_named():
+def test_peer_that_sends_nothing_is_named():
     def work(mesh):
         transport = mesh.transport("cpu")
         transport.begin(b"call", 512)
@@ -188,8 +188,8 @@ def test_a_peer_that_sends_nothing_is_named():
     run_peers(World(2, timeout=0.2), work)
 
 
-def test_another_call_is_not_taken_for_this_one():
-    """Equal sizes and equally many passes, but other calls: the flags differ."""
+def test_flags_of_another_call_are_not_accepted():
+    """Sizes and numbers of passes are equal, so only the flags differ."""
 
     def work(mesh):
         transport = mesh.transport("cpu")
@@ -203,8 +203,8 @@ def test_another_call_is_not_taken_for_this_one():
     run_peers(World(2, timeout=0.2), work)
 
 
-def test_what_is_left_when_numbers_begin_again_is_not_taken():
-    """The same call, as many passes later as are told apart, and no other has used its flag since."""
+def test_flags_of_restarted_numbers_are_not_accepted():
+    """The same call, after the pass number has wrapped around, with unchanged flags."""
 
     def work(mesh):
         transport = mesh.transport("cpu")
@@ -226,7 +226,7 @@ def test_what_is_left_when_numbers_begin_again_is_not_taken():
     run_peers(World(2, timeout=0.2), work)
 
 
-def test_more_than_was_announced_is_refused():
+def test_more_messages_than_flags_raise():
     def work(mesh):
         transport = mesh.transport("cpu")
         transport.begin(b"call", 512)
@@ -238,7 +238,7 @@ def test_more_than_was_announced_is_refused():
     run_peers(World(2), work)
 
 
-def test_more_exchanges_than_there_are_flags_for():
+def test_more_exchanges_than_flags_raise():
     def work(mesh):
         transport = mesh.transport("cpu")
         transport.begin(b"call", 64)
@@ -257,8 +257,7 @@ def test_more_exchanges_than_there_are_flags_for():
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 70])
-def test_flags_are_told_apart(size):
-    """None is used twice, and each says whose it is."""
+def test_flags_identify_peers(size):
     peers = tuple(range(size))
     found = [(came_flag(peer, index), peer) for peer in peers for index in range(MESSAGES)]
     found += [(free_flag(size, peer), peer) for peer in peers]
@@ -271,7 +270,7 @@ def test_flags_are_told_apart(size):
 
 
 @pytest.mark.parametrize("strategy", ["ring+fetch", "burst+fetch"])
-def test_bytes_are_those_of_the_plan(strategy):
+def test_peer_copies_send_bytes_of_plan(strategy):
     case = Case(mask="window", layout="contiguous", strategy=strategy, ranks=4)
     world = World(4)
     run_peers(world, lambda mesh: on_one_rank(mesh, case, make_inputs(case)))
@@ -317,7 +316,7 @@ def test_peer_copy_ranks_stay_in_sync_after_rejected_call():
         assert [first, *later] == ["", "", ""]
 
 
-def test_the_transport_can_be_named():
+def test_transport_can_be_named():
     def work(mesh):
         assert isinstance(mesh.transport_for("cpu", direct=True)[0], PeerCopyTransport)
         mesh.config = bp.config.Config(transport="nccl")
@@ -339,8 +338,8 @@ def _laid(x: torch.Tensor, how: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("heads", ["8x4x16x8", "8x2x16x16"])
 @pytest.mark.parametrize(("how", "batch"), [("fused", 2), ("heads first", 2), ("fused", 5)])
-def test_rows_are_sent_from_where_they_lie(how, batch, heads):
-    """The bits of tensors in one piece; nothing is packed but what is one line a head, or of many batches."""
+def test_rows_are_sent_without_packing(how, batch, heads):
+    """Results equal contiguous tensors; only some layouts and large batches are packed."""
     case = Case(mask="causal", layout="contiguous", strategy="ulysses", ranks=4, heads=heads, batch=batch, length=70)
     inputs = make_inputs(case)
     sent = set()
@@ -366,8 +365,8 @@ def test_rows_are_sent_from_where_they_lie(how, batch, heads):
 
 
 @pytest.mark.parametrize("rows", [1, 6])
-def test_rows_that_engines_could_not_copy(rows):
-    """One row a rank, in memory where the next one would overlap it; and gradients that are one row, expanded."""
+def test_rows_that_engines_cannot_copy_are_packed(rows):
+    """One row per rank with overlapping strides, and gradients expanded from one row."""
     case = Case(mask="full", layout="contiguous", strategy="ulysses", ranks=4, heads="8x4x16x8", length=4 * rows)
     inputs = make_inputs(case)
 
@@ -401,6 +400,6 @@ def test_rows_that_engines_could_not_copy(rows):
         ((1, 2, 6, 8), (1, 1 << 30, 8, 1), False),
     ],
 )
-def test_what_is_picked_up_where_it_lies(shape, strides, can):
+def test_can_be_picked_accepts_few_strided_lines(shape, strides, can):
     """Lines as `comm.base.Strip` wants them, and few."""
     assert can_be_picked(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")) == can

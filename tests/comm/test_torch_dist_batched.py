@@ -72,8 +72,8 @@ def test_named_error_without_message_names_exception_type(monkeypatch):
     assert told == "rank 0, forward step 1 failed; got RuntimeError; look at the output of that rank"
 
 
-def test_a_rank_that_sends_and_receives_nothing_connects_too(asked):
-    """The first rank has a document of its own, and the others share one."""
+def test_rank_without_messages_connects(asked):
+    """The first rank has a document of its own; the others share one."""
     mask, generator = bp.Mask.documents((0, 8, 24)), torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 24, heads, 8, generator=generator) for heads in (4, 2, 2)]
 
@@ -127,8 +127,8 @@ def test_rank_with_undelivered_error_cannot_make_next_call(asked, monkeypatch):
 
 
 @pytest.mark.parametrize(("index", "current"), [(1, 1), (0, 0), (None, 0)])
-def test_a_pass_begins_on_the_device_of_its_tensors(index, current, monkeypatch):
-    """Ranks may have the same current device, and tensors on two: NCCL refuses two ranks on one device."""
+def test_pass_begins_on_device_of_its_tensors(index, current, monkeypatch):
+    """NCCL rejects two ranks that connect on the same current device."""
     at, begun = [0], []
 
     @contextmanager

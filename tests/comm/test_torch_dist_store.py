@@ -36,7 +36,7 @@ def over_store(size, work, **options):
     return run_transports(size, lambda local: work(ByStore(local.rank, size, store, **options)))
 
 
-def test_everybody_hears_everybody_and_keys_are_cleared_away():
+def test_store_exchange_shares_and_deletes_keys():
     store = dist.HashStore()
 
     def work(local):
@@ -48,7 +48,7 @@ def test_everybody_hears_everybody_and_keys_are_cleared_away():
     assert store.num_keys() <= 3 * 3
 
 
-def test_a_silent_rank_is_named():
+def test_store_exchange_names_silent_rank():
     def work(transport):
         if transport.rank == 1:
             return
@@ -58,7 +58,7 @@ def test_a_silent_rank_is_named():
     over_store(3, work, timeout=0.2)
 
 
-def test_a_call_is_compared_once():
+def test_agreement_compares_each_call_once():
     def work(transport):
         for _ in range(5):
             for fact in ("b", "c"):
@@ -68,7 +68,7 @@ def test_a_call_is_compared_once():
     assert over_store(3, work) == [(2, 10)] * 3
 
 
-def test_calls_that_differ_are_told_and_not_remembered():
+def test_mismatched_calls_raise_each_time():
     def work(transport):
         agree(transport, call_signature({"dtype": "float32"}))
         for _ in range(2):
@@ -78,8 +78,8 @@ def test_calls_that_differ_are_told_and_not_remembered():
     over_store(2, work)
 
 
-def test_a_rank_that_has_left_its_group_has_no_account_to_give():
-    """Another thread may have ended the process group by the time that the store is asked."""
+def test_note_exchange_without_process_group_ends():
+    """Another thread may destroy the group before the store is read."""
     assert not dist.is_initialized()
     asking = NoteExchange([0, 1], "late")
     asking.run()

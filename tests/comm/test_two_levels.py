@@ -53,7 +53,7 @@ class Waited:
 
 
 @pytest.mark.parametrize(("travels", "first"), [("kv", 2), ("q", 3)])
-def test_nothing_waits_for_another_node_before_the_round_is_over(travels, first):
+def test_transfers_between_nodes_wait_for_end_of_round(travels, first):
     """All steps of a round but its last one post something, backward their gradients too.
 
     Backward so many steps of the own node's round are first, by the bytes of float32, and the others last.
@@ -81,7 +81,7 @@ def test_nothing_waits_for_another_node_before_the_round_is_over(travels, first)
 
 
 @pytest.mark.parametrize(("travels", "first"), [("kv", 1), ("q", 2)])
-def test_plans_give_gradients_between_nodes_a_whole_round(travels, first):
+def test_gradients_between_nodes_have_a_full_round(travels, first):
     plan = bp.plan(
         seq_len=96,
         ranks=RANKS,
@@ -100,8 +100,8 @@ def test_plans_give_gradients_between_nodes_a_whole_round(travels, first):
     assert steps == {(False, False): {1}, (False, True): {first}, (True, False): {1}, (True, True): {NODE}}
 
 
-def test_ranks_that_do_not_agree_on_their_nodes():
-    """Before one of them waits for the others to make connections that these know nothing of."""
+def test_different_node_sizes_raise_before_connecting():
+    """No rank waits for connections that the other ranks do not make."""
 
     def never():
         raise AssertionError("nothing is connected")
@@ -117,8 +117,8 @@ def test_ranks_that_do_not_agree_on_their_nodes():
     bp.run_threads(2, work)
 
 
-def test_a_rank_that_does_not_connect_is_told(monkeypatch):
-    """Ours is the first to tell: torch waits half an hour, and its error has no rank in it."""
+def test_rank_that_does_not_connect_is_named(monkeypatch):
+    """torch would wait 30 minutes, and its error names no rank."""
     asked = {}
 
     def told_of(timeout):
@@ -143,8 +143,8 @@ def test_a_rank_that_does_not_connect_is_told(monkeypatch):
     assert (asked["timeout"], asked["pg_options"]) == (timedelta(seconds=10), "a backend's own")
 
 
-def test_handles_come_back_in_order():
-    """Messages that cross and others, mixed, as they were posted; and none of a level that has none."""
+def test_post_returns_handles_in_order():
+    """Messages within and between nodes are mixed; a level without messages posts nothing."""
 
     def handles(name):
         class One(Transport):

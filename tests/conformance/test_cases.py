@@ -18,31 +18,31 @@ ROOT = Path(__file__).resolve().parents[2]
 # ------------------------------------------------------------------------------------------------------ cases
 
 
-def test_a_case_survives_its_text():
+def test_case_parses_from_its_text():
     many = covering(axes(8))
     assert [Case.parse(case.spec()) for case in many] == many
 
 
 @pytest.mark.parametrize("text", ["mask=fulll", "size=3", "heads=4x3x8x8", "ranks=0", "softcap=-1", "sinks=maybe"])
-def test_a_case_that_is_none_is_refused(text):
+def test_case_parse_rejects_invalid_text(text):
     with pytest.raises(InputError):
         Case.parse(text)
 
 
-def test_the_page_lists_the_choices():
+def test_page_lists_case_values():
     page = " ".join((ROOT / "docs" / "conformance.md").read_text(encoding="utf-8").split())
     for axis, names in (("mask", MASKS), ("layout", LAYOUTS), ("strategy", STRATEGIES), ("heads", HEADS)):
         assert f"- `{axis}`: {', '.join(names)}" in page, axis
 
 
-def test_choices_that_do_not_go_together_are_refused():
+def test_case_rejects_conflicting_values():
     with pytest.raises(InputError, match="cannot be combined"):
         Case.parse("ranks=8,length=4")
 
 
 @pytest.mark.parametrize("length", [4, 20, 53, 64, 200])
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_fit_any_length(name, length):
+def test_masks_of_cases_fit_any_length(name, length):
     mask = mask_of(name, length)
     mask.check_lengths(length, length)
     assert mask_of(name, 53) is MASKS[name]

@@ -31,7 +31,7 @@ def collected(*said):
     return collect(pipes, ranks, start=0.2, report_timeout=0.1)
 
 
-def test_all_that_came_is_in_the_order_of_ranks():
+def test_collected_returns_results_in_rank_order():
     assert collected((True, "a"), (True, "b"), (True, "c")) == ["a", "b", "c"]
 
 
@@ -44,13 +44,13 @@ def test_all_that_came_is_in_the_order_of_ranks():
         "one that hangs, unnoticed": ((CAME, None), "rank 1 did not report within 0.2 s"),
     }.values(),
 )
-def test_the_rank_whose_fault_it_is_is_named(said, text):
+def test_collected_names_rank_at_fault(said, text):
     with pytest.raises(RankError) as caught:
         collected(*said)
     assert str(caught.value) == text
 
 
-def test_where_a_backend_raised_is_told():
+def test_raised_names_file_and_line():
     def driver():
         raise OSError("link\nis down")
 

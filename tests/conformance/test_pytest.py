@@ -12,11 +12,11 @@ from tests.support.planted_bugs import Planted
 
 
 @backend_checks("cpu", ranks=2, coverage="quick", only=["fully_masked", "transport"])
-def test_the_decorator(check):
+def test_backend_checks_decorator_passes(check):
     check()
 
 
-def test_the_decorator_fails_with_the_smallest_case():
+def test_backend_checks_decorator_reports_smallest_case():
     mark = backend_checks(Planted(planted_bugs.SwappedGradients), ranks=2, coverage="quick", only=["fully_masked"])
     (check, *_) = mark.args[1]
     with pytest.raises(
@@ -25,6 +25,6 @@ def test_the_decorator_fails_with_the_smallest_case():
         check()
 
 
-def test_the_decorator_skips_what_cannot_run():
+def test_backend_checks_decorator_skips_unavailable_backend():
     ((only,),) = [backend_checks("cuda").args[1]]
     assert "CUDA" in only.marks[0].kwargs["reason"]

@@ -13,7 +13,7 @@ from burst_portable.conformance import Report, check_backend
 from burst_portable.errors import InputError
 
 
-def test_json_comes_back(failed):
+def test_report_json_round_trip(failed):
     facts = json.loads(failed.to_json())
     assert facts["schema"] == "burst_portable.conformance/2"
     assert facts["ok"] is False
@@ -24,20 +24,20 @@ def test_json_comes_back(failed):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "burst_portable.conformance/0"}'])
-def test_json_that_is_no_report_is_refused(text):
+def test_report_rejects_other_json(text):
     with pytest.raises(InputError, match="not a conformance report"):
         Report.from_json(text)
 
 
-def test_junit_counts(failed):
+def test_junit_counts_results(failed):
     (suite,) = ElementTree.fromstring(failed.junit())
     assert int(suite.get("tests")) == len(failed.results)
     assert int(suite.get("failures")) == len(failed.failures) == len(suite.findall(".//failure"))
     assert "burst-portable conform --backend planted --case" in suite.find(".//failure").text
 
 
-def test_every_format_holds_what_vendors_say(failed):
-    """Colours and other control characters; errors that are no numbers."""
+def test_reports_escape_vendor_text(failed):
+    """Control characters, and errors that are not numbers."""
     odd = replace(failed.failures[0], message="\x1b[31mred\x00 <&> \ud800", errors={"out": (float("nan"), 1.0)})
     report = replace(failed, results=(odd, replace(odd, ok=True, skipped="\x07")))
     (suite,) = root = ElementTree.fromstring(report.junit())
@@ -49,13 +49,13 @@ def test_every_format_holds_what_vendors_say(failed):
     assert json.loads(report.to_json(), parse_constant=pytest.fail)
 
 
-def test_markdown_shows_failures(failed):
+def test_markdown_lists_failures(failed):
     text = failed.markdown()
     assert "FAILED" in text
     assert all(result.command in text for result in failed.failures)
 
 
-def test_a_report_of_nothing_but_skips_is_no_pass():
+def test_report_with_only_skips_is_not_ok():
     report = check_backend("cpu", only=["transport"], ranks=2, coverage="quick")
     skipped = tuple(replace(result, skipped="no device") for result in report.results)
     assert report.ok

@@ -18,19 +18,19 @@ def make_support():
     return module
 
 
-def test_the_support_page_is_what_the_reports_make():
+def test_support_page_matches_reports():
     script = make_support()
     assert script.main(["--check"]) == 0
     assert (ROOT / "docs" / "support.md").read_text() == script.page(script.vendors(ROOT))
 
 
-def test_a_cache_of_python_s_is_no_vendor(tmp_path):
+def test_vendors_ignores_pycache(tmp_path):
     for name in ("cpu", "__pycache__"):
         (tmp_path / "backends" / name).mkdir(parents=True)
     assert make_support().vendors(tmp_path) == {"cpu": {}}
 
 
-def test_what_has_no_report_is_untested(failed):
+def test_support_page_marks_vendor_without_report_untested(failed):
     script = make_support()
     page = script.page({"new": {}, "bad": {"x.json": failed}})
     row = next(line for line in page.splitlines() if line.startswith("| [new]"))

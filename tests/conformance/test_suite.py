@@ -16,8 +16,8 @@ from tests.support import planted_bugs
 from tests.support.planted_bugs import Planted
 
 
-def test_the_smallest_case_is_found():
-    """Something that only three ranks and a window show."""
+def test_smallest_finds_minimal_case():
+    """The planted failure needs three ranks and a window."""
     start = next(c for c in product({**axes(8), "mask": ("window",), "ranks": (8,)}) if c.softcap and c.sinks)
     found = smallest(start, lambda case: case.ranks >= 3 and case.mask == "window")
     assert found == Case(
@@ -25,7 +25,7 @@ def test_the_smallest_case_is_found():
     )
 
 
-def test_each_step_is_smaller_and_possible():
+def test_candidates_are_smaller_and_possible():
     case = Case(ranks=6, heads="wide_values", values="large", memory="padded", sinks=True)
     for simpler in candidates(case):
         assert simpler.possible()
@@ -33,7 +33,7 @@ def test_each_step_is_smaller_and_possible():
         assert simpler.sizes[0] <= max(HEADS[case.heads][0], 12)
 
 
-def test_a_failure_tells_its_smallest_case_and_how_to_run_it(failed):
+def test_failure_has_smallest_case_and_command(failed):
     first = failed.failures[0]
     case = Case.parse(first.smallest.removeprefix("attention:"))
     assert case.ranks == 1
@@ -45,7 +45,7 @@ def test_a_failure_tells_its_smallest_case_and_how_to_run_it(failed):
     assert check_backend("cpu", cases=[first.smallest]).ok
 
 
-def test_every_failure_is_shrunk(failed):
+def test_each_failure_is_reduced(failed):
     assert len(failed.failures) > 3
     for result in failed.failures:
         tried, least = Case.parse(result.name), Case.parse(result.smallest.partition(":")[2])
@@ -55,7 +55,7 @@ def test_every_failure_is_shrunk(failed):
 # ------------------------------------------------------------------------------------------- the suite, the command
 
 
-def test_names_of_trials_are_unique_and_lead_back():
+def test_trial_texts_are_unique_and_parse():
     target = BackendUnderTest(Planted(planted_bugs.Around), 4, "quick")
     texts = [test.text for test in list_tests(target)]
     assert len(set(texts)) == len(texts)
@@ -64,24 +64,24 @@ def test_names_of_trials_are_unique_and_lead_back():
         assert find_test(target, text).text == text
 
 
-def test_a_backend_that_cannot_run_is_refused():
+def test_check_backend_rejects_unavailable_backend():
     with pytest.raises(BackendUnavailableError, match="cannot run here"):
         check_backend("cuda")
 
 
 @pytest.mark.slow
-def test_messages_between_processes():
+def test_process_messages_pass():
     assert check_backend("cpu", cases=["group:messages-2ranks"]).ok
 
 
 @pytest.mark.full
-def test_attention_between_processes():
+def test_process_attention_passes():
     report = check_backend("cpu", ranks=4, only=["group"])
     assert report.ok, report.markdown()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(0)
-def test_the_cpu_backend_conforms():
+def test_cpu_backend_conforms():
     report = check_backend("cpu")
     assert report.ok, report.markdown()

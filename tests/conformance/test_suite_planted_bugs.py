@@ -101,7 +101,7 @@ def pairs(bugs):
 
 
 @pytest.mark.parametrize(("bug", "group"), pairs(KERNELS))
-def test_a_bug_in_a_kernel_is_caught(bug, group, real):
+def test_kernel_bug_is_detected(bug, group, real):
     if bug is planted_bugs.SideStream and not real.capabilities.streams:
         pytest.skip(f"{real.name} has no streams")
     report = examine_bug(bug, group, real)
@@ -156,20 +156,20 @@ def test_transport_trials_label_all_messages(real):
     assert report.ok, report.failures[0].message
 
 
-def test_a_kernel_that_writes_where_it_is_told_passes(real):
+def test_kernel_that_writes_into_outputs_passes(real):
     report = examine(Planted(planted_bugs.WritesInParts, real=real), "kernels")
     assert report.ok, report.failures[0].message
 
 
 @pytest.mark.parametrize("group", ["kernels", "claims"])
-def test_what_a_kernel_says_of_its_rounding_is_allowed(group, real):
-    """As TF32 is; in attention that nobody named a kernel for it is not, for there nobody asked for it."""
+def test_rounding_stated_by_kernel_is_allowed(group, real):
+    """As for TF32, and only if the kernel is named."""
     report = examine(Planted(planted_bugs.Coarse, real=real), group)
     assert report.ok, report.failures[0].message
 
 
-def test_rounding_counts_for_more_where_scores_are_large(real):
-    """A score of 100 moves by 0.1, and its weight by a tenth: attention of TF32 on a device loses 1 % there."""
+def test_rounding_tolerance_grows_with_scores(real):
+    """TF32 changes a score of 100 by 0.1, so attention loses 1 % there."""
     backend = Planted(planted_bugs.Coarse, real=real)
     case = "mask=full,layout=contiguous,ranks=1,heads=2x1x64x64,batch=1,length=67,values=large"
     report = check_backend(backend, cases=[f"kernels:{kernel.name}:{case}" for kernel in backend.kernels()])
@@ -179,13 +179,13 @@ def test_rounding_counts_for_more_where_scores_are_large(real):
 
 
 @pytest.mark.parametrize(("bug", "group"), pairs(TRANSPORTS))
-def test_a_bug_in_a_transport_is_caught(bug, group, real):
+def test_transport_bug_is_detected(bug, group, real):
     report = examine(Planted(real=real), group, wrap=bug)
     assert not report.ok
     assert report.failures[0].message
 
 
-def test_a_transport_that_is_claimed_and_not_there_is_caught(real):
+def test_missing_direct_transport_is_detected(real):
     report = check_backend(Planted(real=real, direct_transport="peer_copy"), cases=["claims:direct-transport"])
     assert "no connect_direct" in report.failures[0].message
 
@@ -198,7 +198,7 @@ class ClaimsStreams(Planted):
         return replace(super().capabilities, streams=True)
 
 
-def test_streams_that_are_claimed_of_a_cpu_are_caught():
+def test_claimed_streams_of_cpu_are_detected():
     report = check_backend(ClaimsStreams(), cases=["claims:streams"])
     assert "torch records no event on cpu" in report.failures[0].message
 
@@ -212,7 +212,7 @@ class ToldBy(Planted):
         return Probe(True, facts=self.facts)
 
 
-def test_facts_that_no_report_holds_are_named():
+def test_probe_facts_that_are_not_json_are_named():
     ToldBy.facts = {"chips": 2, "memory": torch.ones(2)}
     report = check_backend(ToldBy(), cases=["claims:probe"])
     assert "'memory' is a Tensor" in report.failures[0].message
@@ -239,8 +239,8 @@ def test_full_coverage_finds_bug_that_needs_large_input(bug, much, real):
 
 @pytest.mark.full
 @pytest.mark.parametrize("bug", [DropsLastHop, DoesNotWait, SentTooEarly, None])
-def test_a_bug_between_processes_is_caught(bug, real):
-    """`None`: the same wrapping without one passes."""
+def test_process_bug_is_detected(bug, real):
+    """`None` wraps the transport without a bug and must pass."""
     report = examine(Planted(wire=bug or planted_transports.Through, real=real), "group")
     assert report.ok is (bug is None), report.markdown()
     # What a rank found, or ended with: not that none could be started.
@@ -257,7 +257,7 @@ def test_conformance_finds_transport_that_uses_global_ranks():
     assert right.ok
 
 
-def test_sinks_that_count_once_a_hop_are_caught(monkeypatch, real):
+def test_sinks_added_in_each_step_are_detected(monkeypatch, real):
     once = numerics.add_sinks
 
     def every_hop(state, sinks):
@@ -271,7 +271,7 @@ def test_sinks_that_count_once_a_hop_are_caught(monkeypatch, real):
 
 
 @pytest.mark.parametrize("group", [group for group in CHECKS if group != "group"])
-def test_the_same_wrapping_without_a_bug_passes(group, real):
+def test_wrapped_transport_without_bug_passes(group, real):
     report = check_backend(Planted(real=real), ranks=4, only=[group], coverage="quick", wrap=planted_transports.Through)
     assert report.ok, report.markdown()
 
@@ -350,7 +350,7 @@ PROFILER = {
 
 
 @pytest.mark.parametrize(("bug", "says"), PROFILER.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_a_bug_in_the_profiler_is_caught(bug, says, monkeypatch, real):
+def test_profiler_bug_is_detected(bug, says, monkeypatch, real):
     bug(monkeypatch)
     report = check_backend(Planted(real=real), ranks=4, only=["profiler"], coverage="quick")
     assert any(says in failure.message for failure in report.failures), report.markdown()

@@ -61,7 +61,7 @@ def facts(report):
     return [(one.check, one.name, one.ok, one.errors, one.skipped, one.smallest) for one in report.results]
 
 
-def test_the_same_as_one_after_the_other():
+def test_two_processes_report_same_results():
     options = {"ranks": 3, "only": ["claims", "fully_masked"], "coverage": "quick"}
     several = check_backend("cpu", **options, processes=2)
     assert several.ok, several.markdown()
@@ -75,8 +75,8 @@ def test_the_same_as_one_after_the_other():
         pytest.param(FailsForGood, "the device is gone", marks=pytest.mark.full),
     ],
 )
-def test_a_trial_that_breaks_its_process_fails_alone(bug, said):
-    """In two processes, so that both are asked again after it."""
+def test_trial_that_breaks_its_process_fails_alone(bug, said):
+    """Two processes run, and both run further trials after it."""
     cases = ["sizes:softcap=5.0,batch=1", *(f"sizes:ranks=1,length={length}" for length in (5, 6, 7, 8, 9))]
     report = check_backend(Planted(bug), cases=cases, processes=2)
     assert [one.ok for one in report.results] == [False, True, True, True, True, True]
@@ -85,8 +85,8 @@ def test_a_trial_that_breaks_its_process_fails_alone(bug, said):
 
 
 @pytest.mark.full
-def test_a_trial_that_never_ends_fails_alone():
-    """The limit is more than what a process takes to start here, beside another one."""
+def test_trial_that_never_ends_fails_alone():
+    """The limit exceeds the time that a process takes to start here."""
     cases = ["sizes:softcap=5.0,batch=1", "sizes:ranks=1,length=5", "sizes:ranks=1,length=6"]
     report = check_backend(Planted(HangsInSoftcap), cases=cases, processes=2, test_timeout=20.0)
     assert [one.ok for one in report.results] == [False, True, True]
@@ -94,14 +94,14 @@ def test_a_trial_that_never_ends_fails_alone():
 
 
 @pytest.mark.full
-def test_the_first_failure_ends_it():
+def test_fail_fast_stops_after_first_failure():
     cases = ["attention:mask=full,ranks=1", "attention:mask=window,ranks=1"] + ["attention:mask=full,ranks=4"] * 20
     report = check_backend(Planted(planted_bugs.BandOffByOne), cases=cases, processes=2, fail_fast=True)
     assert [one.ok for one in report.results] == [True, False]
 
 
 @pytest.mark.parametrize("processes", [0, -1, 257, True, 1.5])
-def test_what_is_no_number_of_processes_is_refused(processes):
+def test_check_backend_rejects_invalid_process_count(processes):
     with pytest.raises(InputError, match="processes must be"):
         check_backend("cpu", processes=processes)
 
@@ -115,8 +115,8 @@ sys.exit(main())
 """
 
 
-def test_ctrl_c_in_a_terminal_while_processes_start():
-    """It reaches all of them, which import torch by then; the first ends the others, and alone says where it was."""
+def test_interrupt_while_processes_start_ends_all():
+    """All processes are importing torch; the first ends the others and reports where it was."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", LISTENING], start_new_session=True, **pipes)
     try:

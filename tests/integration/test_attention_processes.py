@@ -29,31 +29,31 @@ def answers(tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_every_case_is_right_on_every_rank(answers):
+def test_attention_processes_match_oracle(answers):
     for rank, found in enumerate(answers):
         assert len(found["cases"]) >= 12
         assert {case: wrong for case, wrong in found["cases"].items() if wrong} == {}, f"rank {rank}"
 
 
-def test_a_sub_group_of_a_device_mesh_shares_a_sequence(answers):
-    """Data parallel 2 x sequence parallel 2: each pair of ranks has a sequence of its own."""
+def test_sub_groups_of_device_mesh_have_own_sequences(answers):
+    """Data parallel 2 x sequence parallel 2: each pair of ranks has its own sequence."""
     assert [found["sub_groups"] for found in answers] == [{}] * RANKS
 
 
-def test_sums_take_what_attention_takes_as_a_mesh(answers):
-    """A DeviceMesh of one axis, a process group, and the default group of all four."""
+def test_all_reduce_accepts_device_mesh_and_groups(answers):
+    """A DeviceMesh of one axis, a process group, and the default group of all four ranks."""
     pairs = [11.0, 11.0, 1100.0, 1100.0]
     assert [found["summed"] for found in answers] == [[pair, pair, 1111.0, pair] for pair in pairs]
 
 
-def test_nodes_have_connections_of_their_own(answers):
-    """Ranks 0 and 1 are a node, and 2 and 3: what crosses goes through the other group, also outside of rings."""
+def test_nodes_have_separate_connections(answers):
+    """Messages between nodes {0, 1} and {2, 3} use the other group, also outside of rings."""
     for rank, found in enumerate(answers):
         far = [other for other in range(RANKS) if other // 2 != rank // 2]
         assert found["two_levels"] == {"wrong": {}, "near": [rank ^ 1], "far": far}
 
 
-def test_bytes_on_the_wire_are_the_plan_s(answers):
+def test_sent_bytes_equal_plan(answers):
     for found in answers:
         assert found["sent"] == found["planned"]
         assert found["sent"] > 0
@@ -71,12 +71,12 @@ def test_bytes_on_the_wire_are_the_plan_s(answers):
         ("sums", r"shape: \(1,\) on rank 0 but \(2,\) on rank 1"),
     ],
 )
-def test_refusals_are_told_over_processes(answers, what, words):
+def test_errors_reach_all_processes(answers, what, words):
     for found in answers:
         assert re.search(words, found["refused"][what])
 
 
-def test_the_library_is_told_that_nobody_is_there(answers):
+def test_late_transfer_names_rank_step_and_peer(answers):
     """A hop that is late is an error that names rank, step and peer."""
     message = answers[0]["late"]
     assert "rank 0" in message

@@ -33,8 +33,8 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", covering(), ids=str)
-def test_every_pair_of_choices(case):
-    """On one core, which takes half the time: that ranks run at once is the subject of test_peer_copy and others."""
+def test_attention_threads_match_oracle_for_all_pairs(case):
+    """One core takes half the time; other tests cover concurrent ranks."""
     with one_core():
         check(case)
 
@@ -46,14 +46,14 @@ PARTS = 64
 @pytest.mark.full
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_the_whole_product(part):
-    """Thousands of cases, in parts: an id for each would take longer to collect than to run."""
+def test_attention_threads_match_oracle_for_all_products(part):
+    """Thousands of cases in parts: one id per case would take longer to collect than to run."""
     for case in list(product(FULL_AXES))[part::PARTS]:
         check(case)
 
 
-def test_a_wrong_scale_is_caught():
-    """The judge is no rubber stamp: an answer that is off by a hundredth is refused in every quantity."""
+def test_judge_detects_wrong_scale():
+    """An answer that is wrong by 1 % is rejected in each quantity."""
     case = Case()
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
@@ -67,13 +67,12 @@ def test_a_wrong_scale_is_caught():
 @pytest.mark.parametrize("length", [8, 9, 15, 17, 31])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_short_and_uneven_shards(length, layout):
-    """Shards down to a single row, of different lengths."""
     check(Case(length=length, layout=layout, ranks=8, mask="causal", strategy="burst"))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring", "ulysses", "usp"])
-def test_rows_that_see_nothing(strategy):
-    """Out 0, LSE -inf, gradients 0 - exactly, not nearly."""
+def test_rows_without_keys_have_zero_output(strategy):
+    """Out 0, LSE -inf and gradients 0, exactly."""
     case = Case(mask="fully_masked_rows", strategy=strategy, ranks=4 if strategy == "usp" else 2, heads="mha")
     inputs = make_inputs(case)
     for answer in bp.run_threads(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs)):
@@ -109,7 +108,7 @@ EVERY = (2, 4, 8, 16, 32, 64)
     + [pytest.param(*pair, EVERY, marks=pytest.mark.full) for pair in (*GROWTH, *GROWTH_FULL)],
     ids=str,
 )
-def test_the_error_is_flat_in_the_ranks(strategy, dtype, ranks):
+def test_error_does_not_depend_on_ranks(strategy, dtype, ranks):
     """Largest over smallest error: at most 1.25, in every quantity.
 
     The reference kernel computes wider than its inputs, so what is seen here is what distribution adds. Scores are
@@ -121,8 +120,8 @@ def test_the_error_is_flat_in_the_ranks(strategy, dtype, ranks):
 
 @pytest.mark.parametrize("ranks", [(2, 8, 16), pytest.param(EVERY, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize(("strategy", "dtype"), [("burst", torch.float32)], ids=str)
-def test_the_error_does_not_grow_with_the_chosen_kernel(strategy, dtype, ranks):
-    """torch's kernel gets *better* as blocks get shorter; no number of ranks may be worse than fewer."""
+def test_error_does_not_grow_with_ranks(strategy, dtype, ranks):
+    """torch's kernel gets more accurate with shorter blocks; more ranks may not be worse."""
     errors = errors_by_ranks(ranks, strategy, dtype, 1.0, "auto")
     assert all(e[i] <= 1.25 * min(e[:i]) for e in errors.values() for i in range(1, len(e))), errors
 
@@ -136,8 +135,8 @@ class Narrow(Case):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("strategy", ["ring", "ring+together", "burst", "double_ring+kv", "usp"])
-def test_gradients_that_travel_narrow(strategy, dtype):
-    """Only what travelled is rounded, and no further off than any attention may be; float32 is no wider than it was."""
+def test_gradients_sent_in_input_dtype_are_accurate(strategy, dtype):
+    """Only gradients that were sent are rounded; float32 inputs change nothing."""
     wide, narrow = (kind(strategy=strategy, ranks=4, dtype=dtype, layout="striped") for kind in (Case, Narrow))
     inputs = make_inputs(wide)
     before, after = (bp.run_threads(4, lambda mesh, c=c: on_one_rank(mesh, c, inputs))[0] for c in (wide, narrow))
@@ -148,8 +147,8 @@ def test_gradients_that_travel_narrow(strategy, dtype):
         assert torch.equal(value, after.quantities()[name]) == same, name
 
 
-def test_results_are_the_same_every_time():
-    """Bit for bit: sums are made in the order of the plan, whoever arrives first."""
+def test_results_are_bitwise_reproducible():
+    """Sums follow the order of the plan, whichever message arrives first."""
     case = Case(ranks=4, strategy="burst", mask="documents", layout="document_zigzag")
     inputs = make_inputs(case)
     first, second = (bp.run_threads(4, lambda mesh: on_one_rank(mesh, case, inputs))[0] for _ in range(2))
@@ -170,8 +169,8 @@ class Unused(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses+groups"])
-def test_a_rank_whose_result_is_unused_still_helps_the_others(strategy):
-    """Its backward must take part: the others wait for its blocks."""
+def test_rank_with_unused_result_runs_backward(strategy):
+    """The other ranks wait for its blocks."""
     case = Case(ranks=2, strategy=strategy, mask="full", heads="8x4x20x12")
     inputs = make_inputs(case)
     inputs.dout[:, case.make_layout().positions(1)] = 0.0
@@ -183,8 +182,8 @@ def test_a_rank_whose_result_is_unused_still_helps_the_others(strategy):
         assert find_violations(answer, *expected(case, inputs), case.dtype) == {}
 
 
-def test_strided_inputs_need_no_copy_of_theirs():
-    """Heads-first memory, as transformers has it, gives the same bits."""
+def test_strided_inputs_give_equal_results():
+    """Heads-first memory, as in transformers."""
     case = Case(ranks=2, strategy="ring")
     x = make_inputs(case)
     strided = replace(x, q=heads_first_memory(x.q), k=heads_first_memory(x.k), v=heads_first_memory(x.v))
@@ -210,7 +209,7 @@ class Brought(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("ulysses", 2), ("ring", 1)])
-def test_what_a_collective_brings_is_waited_for(strategy, ranks):
+def test_async_collective_inputs_are_waited_for(strategy, ranks):
     """Kernels and copies that take addresses would read at 0."""
     case, addresses = Case(ranks=ranks, strategy=strategy), []
     x = make_inputs(case)
@@ -249,7 +248,7 @@ def test_what_a_collective_brings_is_waited_for(strategy, ranks):
     assert 0 not in addresses
 
 
-def test_what_a_collective_brings_to_a_part_of_an_attention(monkeypatch):
+def test_partial_attention_waits_for_async_collectives(monkeypatch):
     kinds, attend = [], CpuFlashKernel.attend
 
     def noted(self, *arguments, **options):
@@ -262,8 +261,8 @@ def test_what_a_collective_brings_to_a_part_of_an_attention(monkeypatch):
     assert kinds == 3 * [torch.Tensor]
 
 
-def test_twice_differentiating_is_refused():
-    """Before there is a number: autograd.grad would leave out what passes through our gradients, and say nothing."""
+def test_double_backward_raises():
+    """autograd.grad would otherwise omit terms without an error."""
 
     def work(mesh):
         q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
@@ -284,8 +283,8 @@ def _save_products(_context, operator, *_arguments, **_named):
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("burst", 2), ("ulysses", 2), ("usp", 4)])
-def test_selective_checkpointing(strategy, ranks, kernel):
-    """It would hand out results of operators into which more has been merged since."""
+def test_selective_checkpointing_gives_equal_gradients(strategy, ranks, kernel):
+    """Saved operator results may be changed in place by later merges."""
     whole = [torch.randn(2, 23, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
 
     def work(mesh, policy):

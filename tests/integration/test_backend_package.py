@@ -44,7 +44,7 @@ def run(environment, *arguments):
 
 
 @pytest.mark.slow
-def test_conform_finds_it(environment, tmp_path):
+def test_conform_finds_backend_package(environment, tmp_path):
     report = tmp_path / "report.json"
     groups = "claims,kernels,transport,attention,fully_masked"
     options = ["--backend", "theirs", "--quick", "--ranks", "3", "--only", groups, "--json", str(report)]
@@ -57,15 +57,15 @@ def test_conform_finds_it(environment, tmp_path):
     assert facts["device"]["from"] == "their_attention:backend"
 
 
-def test_the_doctor_finds_it(environment):
+def test_doctor_finds_backend_package(environment):
     doctor = json.loads(run(environment, "burst_portable", "doctor", "--json").stdout)
     assert doctor["backends"]["theirs"]["ok"]
     assert doctor["backends"]["theirs"]["from"] == "their_attention:backend"
 
 
 @pytest.mark.slow
-def test_run_computes_with_the_named_backend(environment):
-    """The backend cpu serves the same device and comes first, and has no kernel of that name."""
+def test_run_uses_named_backend(environment):
+    """The backend cpu serves the same device, comes first and has no such kernel."""
     options = ["--backend", "theirs", "--ranks", "2", "--steps", "1", "--seq-len", "64", "--json", "-"]
     done = run({**environment, "BURST_KERNEL": "their_boxes"}, "burst_portable", "run", *options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +73,7 @@ def test_run_computes_with_the_named_backend(environment):
 
 
 @pytest.mark.slow
-def test_its_own_tests_are_one_decorator(environment):
+def test_backend_package_passes_its_own_tests(environment):
     options = ["-q", "-p", "no:cacheprovider", "-k", "transport or fully_masked", str(EXAMPLE / "tests")]
     done = run(environment, "pytest", "--rootdir", str(EXAMPLE), "-c", "/dev/null", *options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -81,8 +81,8 @@ def test_its_own_tests_are_one_decorator(environment):
 
 
 @pytest.mark.slow
-def test_the_commands_of_a_report_run_again_what_failed(environment, tmp_path):
-    """With a bug in the installed package: each failure's command, as it is printed, in a process of its own."""
+def test_report_commands_reproduce_failures(environment, tmp_path):
+    """Each printed command runs in its own process, with a bug in the installed package."""
     site = Path(environment["PYTHONPATH"].partition(":")[0])
     broken = shutil.copytree(site, tmp_path / "site")
     kernel = broken / "their_attention" / "kernel.py"

@@ -58,8 +58,8 @@ class Asked(WrappedKernel):
     ],
     ids=str,
 )
-def test_kernels_make_way_while_messages_are_beside_them(strategy, steps, first):
-    """Not in the last step of a ring, whose messages have all come."""
+def test_kernels_yield_during_transfers(strategy, steps, first):
+    """The last step of a ring has no transfer."""
     seen = {rank: [] for rank in range(4)}
 
     def work(mesh):
@@ -71,8 +71,8 @@ def test_kernels_make_way_while_messages_are_beside_them(strategy, steps, first)
     assert seen == {rank: [first and step for step in steps] for rank in range(4)}
 
 
-def test_kernels_make_way_for_messages_that_only_leave():
-    """Causal and contiguous: rank 0 only sends, rank 1 still hands on what it computes with, rank 2 only receives."""
+def test_kernels_yield_during_sends_only():
+    """Causal and contiguous: rank 0 only sends, rank 1 forwards, rank 2 only receives."""
     seen = {rank: [] for rank in range(3)}
 
     def work(mesh):
@@ -84,7 +84,7 @@ def test_kernels_make_way_for_messages_that_only_leave():
     assert seen == {0: [True], 1: [True, True], 2: [True, True, False]}
 
 
-def test_one_rank_makes_no_way():
+def test_single_rank_does_not_yield():
     def work(mesh):
         mesh.transport("cpu").high_priority = True
         bp.attention(*qkv(), mesh=mesh)
@@ -94,7 +94,7 @@ def test_one_rank_makes_no_way():
     assert bp.run_threads(1, work) == [False]
 
 
-def test_rates():
+def test_where_messages_go_first_replaces_slowdown():
     hardware = HardwareSpec(
         tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2)
     )
@@ -107,7 +107,7 @@ def test_rates():
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_auto_prices_what_its_transport_does(first, monkeypatch):
+def test_auto_uses_slowdown_of_its_transport(first, monkeypatch):
     measured = HardwareSpec(
         tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2)
     )
@@ -134,7 +134,7 @@ def test_auto_uses_head_groups_if_messages_have_priority(first):
 
 
 @pytest.mark.parametrize("options", [None, "some"])
-def test_run_predicts_with_what_its_groups_do(options, monkeypatch):
+def test_run_uses_slowdown_of_its_process_group(options, monkeypatch):
     measured = HardwareSpec(
         tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2)
     )
@@ -144,13 +144,13 @@ def test_run_predicts_with_what_its_groups_do(options, monkeypatch):
     assert found.comm_slowdown == ((0.1, 0.2) if options else (0.9, 0.3))
 
 
-def test_the_rates_of_no_kernel_yet_are_those_of_the_first():
-    """As `run` asks: which kernel computes is not known before there are tensors."""
+def test_hardware_of_unknown_kernel_is_that_of_first_kernel():
+    """`run` does not know the kernel before tensors exist."""
     unknown, hopper = (hardware_of_machine("NVIDIA H200", 2, kernel) for kernel in ("", "hopper"))
     assert unknown.with_high_priority().comm_slowdown == hopper.comm_slowdown_high_priority
 
 
-def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):
+def test_profile_predicts_with_slowdown_of_its_transport(monkeypatch):
     slow = HardwareSpec(
         tflops=1e-3, intra_node_bandwidth=1e-3, comm_slowdown=(0.9, 0.9), comm_slowdown_high_priority=(0.0, 0.0)
     )
@@ -162,7 +162,7 @@ def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):
     assert first < last
 
 
-def test_options_of_a_group(monkeypatch):
+def test_group_options_come_from_backend(monkeypatch):
     five = timedelta(seconds=5)
     assert group_options_of(load("cpu"), five) == {"timeout": five}
     monkeypatch.setattr(CpuBackend, "group_options", lambda self, timeout: ("mine", timeout))
@@ -171,8 +171,8 @@ def test_options_of_a_group(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [RuntimeError("no such switch"), TypeError("got 2 arguments"), None])
-def test_options_that_a_backend_fails_to_make(wrong, tmp_path, monkeypatch):
-    """It is told as the backend's fault: not as ranks that did not come, which is a RuntimeError of torch's, too."""
+def test_invalid_group_options_name_backend(wrong, tmp_path, monkeypatch):
+    """A RuntimeError of torch would otherwise be read as ranks that did not join."""
 
     def raises(backend, timeout):
         raise wrong
@@ -183,7 +183,7 @@ def test_options_that_a_backend_fails_to_make(wrong, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_group_of_nccl_is_asked(first):
+def test_has_high_priority_reads_nccl_options(first):
     options = SimpleNamespace(is_high_priority_stream=first)
     group = SimpleNamespace(
         _get_backend=lambda device: SimpleNamespace(options=options) if device.type == "cuda" else None
@@ -191,7 +191,7 @@ def test_a_group_of_nccl_is_asked(first):
     assert has_high_priority(group) is first
 
 
-def test_other_groups_go_last():
+def test_has_high_priority_is_false_for_other_groups():
     def nothing(device):
         raise RuntimeError(f"No backend type associated with device type {device.type}")
 
@@ -200,13 +200,13 @@ def test_other_groups_go_last():
 
 
 @pytest.mark.skipif(dist.is_available() and dist.is_nccl_available(), reason="for a torch without NCCL")
-def test_a_torch_without_nccl():
+def test_high_priority_options_without_nccl_is_none():
     assert high_priority_options(timedelta(seconds=5)) is None
 
 
 @pytest.mark.parametrize("given", ["options", None])
-def test_a_group_that_waits_is_told(given, monkeypatch):
-    """By `explain`, where there is a group, the backend could make another, and messages are beside kernels."""
+def test_explain_recommends_high_priority_group(given, monkeypatch):
+    """If the group is not of high priority, the backend can make one, and messages overlap kernels."""
     monkeypatch.setattr(CpuBackend, "group_options", lambda self, timeout: given)
 
     def work(mesh):

@@ -26,13 +26,13 @@ def over_gloo(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_groups_of_processes_at_once(over_gloo):
+def test_concurrent_process_groups_are_correct(over_gloo):
     for rank, found in enumerate(over_gloo):
         assert found["right"] == {name: 0 for name, ranks in GROUPS.items() if rank in ranks}
 
 
-def test_a_pool_that_groups_share_is_caught(over_gloo):
-    """The same with buffers from one pool: right for one group at a time, wrong for several."""
+def test_buffer_pool_shared_by_groups_is_detected(over_gloo):
+    """Results are correct for one group at a time and wrong for several."""
     assert [found["pool, one at a time"] for found in over_gloo] == [{"model": 0}] * RANKS
     assert (
         sum(sum(wrong.values()) for found in over_gloo for wrong in found["pool, at once"]) > 0
@@ -50,12 +50,12 @@ def on_threads(ranks: int, seed: int, pool: Pool | None) -> int:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_threads_at_once(seed):
+def test_concurrent_thread_meshes_are_correct(seed):
     work = {str(n): partial(on_threads, ranks, seed + n, None) for n, ranks in enumerate((2, 3, 2))}
     assert set(at_once(work).values()) == {0}
 
 
-def test_a_pool_that_threads_share_is_caught():
+def test_buffer_pool_shared_by_threads_is_detected():
     assert on_threads(2, 0, Pool(2)) == 0
     pool = Pool(2)
     tries = (at_once({str(n): partial(on_threads, 2, seed + n, pool) for n in range(3)}) for seed in range(0, 15, 3))

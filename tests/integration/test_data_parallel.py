@@ -31,13 +31,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("case", ["under_ddp", "under_fsdp", "under_fsdp_over_data"])
-def test_gradients_are_one_device_s(case: str, answers: list[dict[str, Any]]):
+def test_data_parallel_gradients_equal_one_device(case: str, answers: list[dict[str, Any]]):
     assert max(found[case] for found in answers) < 1e-7
 
 
 @pytest.mark.parametrize(("case", "batch", "held_out"), [("one_sequence", 3, 11), ("two_sequences", 6, 12)])
-def test_trainer_s_losses_are_one_device_s(case: str, batch: int, held_out: int, answers: list[dict[str, Any]]):
-    """Three steps of two batches, and an evaluation whose last batch is smaller."""
+def test_trainer_losses_equal_one_device(case: str, batch: int, held_out: int, answers: list[dict[str, Any]]):
+    """Three steps of two batches, and an evaluation with a smaller last batch."""
     alone = runpy.run_path(str(EXAMPLE))["train"](Trainer, batch=batch, held_out=held_out)
     assert len(alone) == 4
     for found in answers:

@@ -82,7 +82,7 @@ def check(scenario: Scenario, outcome: dict) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault(played, fault):
+def test_injected_fault_is_reported(played, fault):
     scenario, outcome = played[fault]
     check(scenario, outcome)
     if fault in ("out_of_memory", "raises"):
@@ -90,8 +90,8 @@ def test_a_fault(played, fault):
         assert "planted" in outcome["logs"]["rank1"]
 
 
-def test_groups_in_another_order(played):
-    """Nobody fails, but rank 1 waits in another group than the others: each names both sides."""
+def test_groups_in_another_order_name_both_sides(played):
+    """No rank fails, but rank 1 waits in another group than the others."""
     _, outcome = played[OTHER_GROUP]
     assert outcome["codes"] == [GAVE_UP] * RANKS, outcome
     for rank in range(RANKS):
@@ -105,8 +105,8 @@ def test_groups_in_another_order(played):
 
 @pytest.mark.full
 @pytest.mark.timeout(0)
-def test_a_soak_of_random_faults(play, tmp_path):
-    """Bounded in time; says what struck how often."""
+def test_random_faults_are_reported(play, tmp_path):
+    """Bounded in time; prints how often each fault occurred."""
     random_ = random.Random(0)
     started = time.monotonic()
     seen, slowest = Counter(), 0.0

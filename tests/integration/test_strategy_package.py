@@ -43,7 +43,7 @@ def test_plan_lists_and_plans_the_strategy(environment):
 
 
 @pytest.mark.slow
-def test_attention_auto_explain_and_profile_know_the_strategy(environment):
+def test_auto_explain_and_profile_know_the_strategy(environment):
     done = run(environment, "tests.support.installed_strategy")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
@@ -54,7 +54,7 @@ def test_attention_auto_explain_and_profile_know_the_strategy(environment):
 
 
 @pytest.mark.slow
-def test_conform_tries_the_strategy(environment, tmp_path):
+def test_conform_tests_the_strategy(environment, tmp_path):
     report = tmp_path / "report.json"
     options = ["--backend", "cpu", "--strategy", "all_gather", "--quick", "--ranks", "4", "--json", str(report)]
     done = run(environment, "burst_portable", "conform", *options)
@@ -67,7 +67,7 @@ def test_conform_tries_the_strategy(environment, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_package_passes_its_own_tests(environment):
+def test_strategy_package_passes_its_own_tests(environment):
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE), "-c", "/dev/null", str(EXAMPLE / "tests")]
     done = run(environment, "pytest", *options)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -33,7 +33,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @on_threads
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_of_transformers(backend: str):
+def test_compiled_transformers_model_equals_one_device(backend: str):
     model, ids = make("mistral"), tokens()
     expected = on_one_device(model, ids)
     for answer in on_ranks(2, model, ids, wrap=lambda mine: torch.compile(mine, backend=backend)):
@@ -44,7 +44,7 @@ def test_a_model_of_transformers(backend: str):
 
 @on_threads
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_module_of_one_s_own(backend: str):
+def test_compiled_self_attention_equals_eager(backend: str):
     x = torch.randn(2, 23, 16)
     module = SelfAttention(16, 4, 2, mask="window:5", layout="striped")
 
@@ -65,8 +65,8 @@ def test_a_module_of_one_s_own(backend: str):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_module_in_one_graph_for_all_lengths():
-    """With positions of its own and those that a batch brings, whatever the mask is called by."""
+def test_compiled_self_attention_has_one_graph_for_lengths():
+    """With its own positions and given ones, and a mask of any name."""
     counter = CompileCounterWithBackend("aot_eager")
     module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single(), mask=bp.Mask.window(5))
     call = torch.compile(module, backend=counter, fullgraph=True)
@@ -79,7 +79,7 @@ def test_a_module_in_one_graph_for_all_lengths():
 
 
 @on_threads
-def test_a_module_in_a_graph_refuses_rows_in_the_same_words():
+def test_compiled_self_attention_raises_same_errors():
     def work(mesh: bp.Mesh) -> None:
         call = torch.compile(SelfAttention(16, 4, mesh=mesh), backend="aot_eager", fullgraph=True)
         x = torch.zeros(1, 5 if mesh.rank else 6, 16)
@@ -91,7 +91,7 @@ def test_a_module_in_a_graph_refuses_rows_in_the_same_words():
 
 
 @pytest.mark.parametrize("mask", [bp.Mask.documents((0, 5, 8)), "nope"], ids=str)
-def test_a_module_that_cannot_be_in_a_graph_says_why(mask: bp.Mask | str):
+def test_self_attention_outside_graph_gives_reason(mask: bp.Mask | str):
     module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single())
     call = torch.compile(module, backend="eager", fullgraph=True)
     error: Any = (torch._dynamo.exc.Unsupported, "SelfAttention between graphs where its mask lists positions")
@@ -102,8 +102,8 @@ def test_a_module_that_cannot_be_in_a_graph_says_why(mask: bp.Mask | str):
 
 
 @on_threads
-def test_a_whole_step_in_one_function():
-    """What a step calls beside the model breaks the graph, too."""
+def test_compiled_training_step_equals_eager():
+    """Calls next to the model break the graph, too."""
     weight, x = torch.randn(3, 3), torch.randn(2, 4, 3)
 
     def work(mesh: bp.Mesh) -> list[torch.Tensor]:

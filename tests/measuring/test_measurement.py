@@ -20,15 +20,15 @@ from tests.support.simulated_clock import CPU, Machine, Simulated
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize(("kernel", "message"), [(1.0, 0.1), (0.1, 1.0), (1.0, 0.001), (1.0, 0.9)])
-def test_what_a_machine_holds_up_is_found(share, kernel, message):
+def test_held_up_finds_slowdown_of_machine(share, kernel, message):
     machine = Machine(kernel=kernel, message=message, share=share)
     found, told = held_up(Simulated(machine), machine, machine.compute, machine.compute, torch.ones(8), Peers([1], [1]))
     assert found == pytest.approx(share)
     assert told.startswith("kernels ")
 
 
-def test_what_cannot_be_told_is_kept(monkeypatch):
-    """Messages that no number of kernels outlasts: the backend's share stays, and the file says so."""
+def test_measure_keeps_slowdown_that_cannot_be_measured(monkeypatch):
+    """No number of kernels outlasts the messages; the file states where the value is from."""
     monkeypatch.setattr(measurement, "held_up", lambda *_: (None, "planted"))
 
     def work(mesh):
@@ -61,7 +61,7 @@ def test_high_priority_slowdown_fills_unknown_comm_slowdown(known, monkeypatch):
     assert ("taken from comm_slowdown_high_priority" in facts["methods"]["comm_slowdown"]["method"]) is not any(known)
 
 
-def test_how_far_rounds_differ():
+def test_varied_returns_largest_ratio_since_last_call():
     """Of several calls that which differs most, and each time only what was measured since."""
     clock = Simulated(Machine())
     times = iter([1.0, 4.0, 3.0, 4.0, 2.0, 5.0])  # three rounds of two calls in turn
@@ -78,7 +78,7 @@ SMALL = Shape(4, 2, 16, length=64)
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(1, None), (2, None), (3, None), (4, 2)])
-def test_all_of_it_over_threads(tmp_path, ranks, ranks_per_node):
+def test_measure_over_threads_writes_readable_file(tmp_path, ranks, ranks_per_node):
     def work(mesh):
         said: list[str] = []
         return measure(mesh, CPU, SMALL, "auto", said.append), said
@@ -149,7 +149,7 @@ def test_all_of_it_over_threads(tmp_path, ranks, ranks_per_node):
         assert f"at rates measured on {facts['device']} ({path}, {facts['date']})" in why[0]
 
 
-def test_a_device_without_the_memory(monkeypatch):
+def test_measure_names_device_memory_if_blocks_do_not_fit(monkeypatch):
     def full(*_: object, **__: object) -> Block:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
@@ -158,6 +158,6 @@ def test_a_device_without_the_memory(monkeypatch):
         measure(bp.Mesh.single(), CPU, SMALL, "auto")
 
 
-def test_the_kernel_that_is_named():
+def test_measure_uses_named_kernel():
     facts = measure(bp.Mesh.single(), CPU, SMALL, "reference")
     assert (facts["kernel"], facts["hardware"]["kernel"]["splits_tiles"]) == ("reference", False)

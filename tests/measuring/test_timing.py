@@ -28,35 +28,35 @@ from tests.support.simulated_clock import CPU, Machine, Simulated
 # ------------------------------------------------------------------------------------------------ arithmetic
 
 
-def test_two_lengths_tell_rate_and_latency():
-    """0.25 s and 2 TFLOP/s: 1 TFLOP takes 0.75 s, 16 take 8.25 s."""
+def test_speed_separates_rate_and_latency():
+    """0.25 s and 2 TFLOP/s: 1 TFLOP takes 0.75 s, and 16 take 8.25 s."""
     assert speed((1e12, 0.75), (16e12, 8.25)) == (pytest.approx(2.0), pytest.approx(0.25), True)
 
 
 @pytest.mark.parametrize(("fast", "slow"), [(1.0, 1.0), (1.0, 0.5), (0.01, 8.0)])
-def test_lengths_that_tell_no_latency(fast, slow):
-    """As fast, faster, or as if a launch took less than nothing: the long call's own rate, and a latency near none."""
+def test_speed_of_inconsistent_times_has_no_latency(fast, slow):
+    """The rate is that of the long call, and the latency near 0."""
     found = speed((1e12, fast), (16e12, slow))
     assert (found.tflops, found.apart) == (pytest.approx(16 / slow), False)
     assert 0 < found.latency <= 1e-6
 
 
-def test_the_share_that_messages_hold_up():
+def test_share_held_up_clips_and_rejects():
     assert share_held_up(4.0, 2.0, 5.0) == pytest.approx(0.5)
     assert share_held_up(4.0, 2.0, 3.0) == 0.0  # clipped: together faster than alone is noise
     assert share_held_up(4.0, 2.0, 7.0) == 1.0
     assert share_held_up(2.0, 4.0, 4.5) is None  # longer messages would take as long without any kernel
 
 
-def test_messages_too_long_to_tell():
+def test_held_up_returns_none_for_long_messages():
     machine = Machine(kernel=1e-3, message=1.0, share=0.5)
     found, told = held_up(Simulated(machine), machine, machine.compute, machine.compute, torch.ones(8), Peers([1], [1]))
     assert found is None
     assert told.endswith(": the kernels end too soon to tell")
 
 
-def test_a_link_by_size():
-    """A message takes 1 ms and 1 ns a byte."""
+def test_curve_and_hop_measure_bandwidth_and_latency():
+    """A message takes 1 ms and 1 ns per byte."""
     machine = Machine(message=1e-3, per_byte=1e-9)
     points = curve(Simulated(machine), machine, Peers([1], [1]), (10**4, 10**6))
     assert points == ((10**4, pytest.approx(1e4 / 1.01e-3 / 1e9)), (10**6, pytest.approx(1e6 / 2e-3 / 1e9)))
@@ -66,8 +66,8 @@ def test_a_link_by_size():
     assert spread == ((999_999, pytest.approx(999_999 / (3e-3 + 999_999e-9) / 1e9)),)
 
 
-def test_long_messages_are_fewer():
-    """Ten that take the room of a lap, and never less than two: they have to fit into peer memory."""
+def test_curve_sends_fewer_long_messages():
+    """A lap has at most `lap_bytes`, but at least two messages; it must fit into peer memory."""
     begun: list[int] = []
     machine = Machine(per_byte=1e-9)
     machine.begin = lambda digest, inbox: begun.append(inbox)
@@ -76,13 +76,13 @@ def test_long_messages_are_fewer():
     assert [intra_node_bandwidth for _, intra_node_bandwidth in points] == pytest.approx([1.0, 1.0])
 
 
-def test_a_link_so_slow_that_larger_messages_are_left_out():
+def test_curve_omits_sizes_of_slow_links():
     machine = Machine(per_byte=1.0)
     assert [size for size, _ in curve(Simulated(machine), machine, Peers([1], [1]), (1, 2, 3))] == [1]
 
 
-def test_the_kernel_of_a_block_by_exact_area():
-    """A kernel that takes 2 ms a call and 1 GFLOP/s, of 2 query heads of 4: backward 2.5 times the FLOPs."""
+def test_block_measures_flops_of_exact_pairs():
+    """2 ms per call and 1 GFLOP/s for 2 query heads of 4; backward has 2.5 times the FLOPs."""
     machine = Machine()
 
     class Planted(Kernel):
@@ -112,12 +112,12 @@ def test_the_kernel_of_a_block_by_exact_area():
         assert found == (pytest.approx(1e-3), pytest.approx(2e-3), True)
 
 
-def test_memory_counts_what_is_read_and_written():
+def test_memory_rate_counts_reads_and_writes():
     clock = SimpleNamespace(device=CPU, median=lambda call, calls: 0.5)
     assert memory_rate(clock, 1 << 20) == pytest.approx(3 * (1 << 20) / 0.5 / 1e9)
 
 
-def test_peers_of_one_node_and_of_several():
+def test_peers_within_and_between_nodes():
     assert Peers.next(3, 4) == Peers([0], [2])
     assert Peers.next(3, 8, 4) == Peers([0], [2])
     assert Peers.next(4, 8, 4) == Peers([5], [7])
@@ -149,8 +149,8 @@ class Device:
 
 
 @pytest.mark.parametrize(("late", "passes"), [(0, 100), (1, 200), (3, 800), (4, 0), (99, 0)])
-def test_a_device_is_held_until_its_host_is_ahead(monkeypatch, late, passes):
-    """For longer each time; a host that is never ahead counts in the end."""
+def test_clock_holds_device_until_host_is_ahead(monkeypatch, late, passes):
+    """The hold gets longer with each attempt; if the host is never ahead, the last one counts."""
     device = Device(monkeypatch, late)
     transport = bp.Mesh.single().transport("cpu")
     clock = TransportClock(transport, CPU, streams=True, held_bytes=1 << 10)  # a CPU takes many bytes slowly
@@ -168,7 +168,7 @@ def test_a_device_is_held_until_its_host_is_ahead(monkeypatch, late, passes):
 # ------------------------------------------------------------------------------------------------ real ranks
 
 
-def test_the_slowest_rank_counts_on_all():
+def test_time_of_slowest_rank_counts_on_all():
     def work(mesh):
         clock = TransportClock(mesh.transport("cpu"), CPU, streams=False)
         return clock.time(lambda: time.sleep(0.05 * mesh.rank), 2)
@@ -178,7 +178,7 @@ def test_the_slowest_rank_counts_on_all():
     assert 0.1 <= times[0] < 1.0
 
 
-def test_messages_of_a_lap_come():
+def test_lap_sends_all_messages():
     def work(mesh):
         transport = mesh.transport("cpu")
         peers = Peers.others(mesh.rank, mesh.size)

@@ -32,7 +32,7 @@ def test_verify_accepts_all_strategies(strategy, layout):
 
 
 class TestPlantedMistakes:
-    """What `verify` is for: each of these must be found."""
+    """Test that `verify` detects each planted mistake of a plan."""
 
     def broken(self, change, rank=1, side="kv", ranks=None):
         plan = make_plan(Mask.full(), strategy="ring" if side == "kv" else "burst")
@@ -43,7 +43,7 @@ class TestPlantedMistakes:
             part._steps[rank] = tuple(change(steps))  # kept: so few ranks never push it out
         return verify(plan, ranks=ranks)
 
-    def test_none(self):
+    def test_verify_accepts_correct_plan(self):
         done: list[int] = []
         assert verify(make_plan(), progress=done.append) == []
         assert done == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -107,7 +107,7 @@ class TestPlantedMistakes:
 
 
 class TestPlantedRoutes:
-    """A route of somebody's own with one method wrong: each was once passed, or told without saying where to look."""
+    """Test that `verify` names the wrong method of a custom route."""
 
     def wrong(self, base, mask, **methods):
         planted = dataclasses.dataclass(frozen=True)(type("Planted", (base,), methods))
@@ -121,7 +121,7 @@ class TestPlantedRoutes:
         )
 
     @pytest.mark.parametrize("base", [RingRoute, DirectRoute])
-    def test_none(self, base):
+    def test_verify_accepts_custom_route(self, base):
         assert self.wrong(base, Mask.causal()) == []
 
     def test_verify_detects_late_arrival_of_route(self):

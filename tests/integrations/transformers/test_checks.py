@@ -74,7 +74,7 @@ ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, at
         ({"cu_seq_lens_q": torch.tensor([0, 24])}, UnsupportedError, "cu_seq_lens_q"),
     ],
 )
-def test_arguments(change: dict[str, Any], error: type[BurstError], told: str):
+def test_call_rejects_invalid_arguments(change: dict[str, Any], error: type[BurstError], told: str):
     model = make("llama")
     with parallelize(model, one_of_two()) as handle:
         inputs = handle.shard(tokens(1, 47)) | change
@@ -94,8 +94,8 @@ def test_arguments(change: dict[str, Any], error: type[BurstError], told: str):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_a_rank_that_refuses_its_batch_tells_the_others(change: dict[str, Any], error: type[BurstError]):
-    """Else the others would compute that batch with the rank's rows of the next one, without an error."""
+def test_rank_with_invalid_batch_raises_on_all_ranks(change: dict[str, Any], error: type[BurstError]):
+    """Otherwise the batch would be computed with the rows of the rank's next one."""
     first, second = tokens(1, 32), tokens(1, 32).flip(1)
     whole = make("llama")
     alone = whole(input_ids=second).logits.detach()
@@ -188,8 +188,7 @@ def test_rank_interrupted_between_attentions_cannot_call_again(
     run_transports(2, work, timeout=1.0)
 
 
-def test_an_error_of_all_ranks_leaves_the_model_usable():
-    """Each tells the others, who say the same."""
+def test_error_of_all_ranks_leaves_model_usable():
     whole, ids = make("llama"), tokens(1, 32)
     alone = whole(input_ids=ids).logits.detach()
 
@@ -206,7 +205,7 @@ def test_an_error_of_all_ranks_leaves_the_model_usable():
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
-def test_a_mask_of_ones_is_no_padding():
+def test_mask_of_ones_is_not_padding():
     model = make("llama")
     with parallelize(model, Mesh.single()) as handle:
         inputs = handle.shard(tokens(1, 8))
@@ -214,7 +213,7 @@ def test_a_mask_of_ones_is_no_padding():
         torch.testing.assert_close(with_mask, model(**inputs).logits, rtol=0, atol=0)
 
 
-def test_attention_dropout_in_training():
+def test_attention_dropout_in_training_raises():
     model = make("llama", attention_dropout=0.1)
     with parallelize(model, Mesh.single()) as handle:
         with pytest.raises(UnsupportedError, match="dropout"):
@@ -223,8 +222,8 @@ def test_attention_dropout_in_training():
         assert model(**handle.shard(tokens(1, 8))).loss > 0
 
 
-def test_layers_that_are_dropped_in_training():
-    """Each rank would drop others: as many of them, and attention would mix layers in silence."""
+def test_layerdrop_in_training_raises():
+    """Ranks would drop different layers, and attention would mix layers without an error."""
     config = OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5)
 
     def work(mesh: Mesh) -> None:
@@ -237,26 +236,26 @@ def test_layers_that_are_dropped_in_training():
     run_threads(2, work)
 
 
-def test_generating():
+def test_generate_raises():
     model = make("llama")
     with parallelize(model, Mesh.single()), pytest.raises(UnsupportedError, match="cache"):
         model.generate(tokens(1, 8), max_new_tokens=2)
 
 
-def test_rope_that_follows_the_longest_position():
+def test_dynamic_rope_raises_for_long_sequences():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = make("llama", rope_parameters=rope)
     with parallelize(model, one_of_two()) as handle, pytest.raises(UnsupportedError, match="dynamic"):
         model(**handle.shard(tokens(1, 200)))
 
 
-def test_such_rope_where_a_config_names_no_length():
+def test_dynamic_rope_without_max_length_raises():
     config = SimpleNamespace(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=None)
     with pytest.raises(UnsupportedError, match="dynamic"):
         check_positions(config, 8)
 
 
-def test_models_that_cannot_be_sharded():
+def test_parallelize_rejects_unsupported_models():
     with pytest.raises(InputError, match="transformers model"):
         parallelize(torch.nn.Linear(2, 2), Mesh.single())
     state_space = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4))
@@ -276,8 +275,8 @@ def test_models_that_cannot_be_sharded():
         parallelize(make("llama"), Mesh.single(), layout="zigzig")
 
 
-def test_a_loss_that_takes_a_shard_for_all():
-    """Old models compute it by themselves; BERT's masked one passes nothing on."""
+def test_loss_over_shard_only_raises():
+    """Old models compute the loss themselves; BERT's masked one forwards no arguments."""
     model = BertForMaskedLM(ENCODER)
     ids = tokens(2, 47)
 
@@ -293,7 +292,7 @@ def test_a_loss_that_takes_a_shard_for_all():
     assert [shape[1] for shape in run_threads(2, work)] == [23, 24]
 
 
-def test_a_loss_that_is_told_too_little():
+def test_sharded_loss_without_counts_raises():
     loss = ShardedLoss(ForCausalLMLoss)
     logits, labels = torch.randn(1, 4, 8), torch.ones(1, 4, dtype=torch.int64)
     for told in ({}, {"shift_labels": labels}, {"num_items_in_batch": 4}):
@@ -301,7 +300,7 @@ def test_a_loss_that_is_told_too_little():
             loss(logits, labels, 8, **told)
 
 
-def test_an_attention_that_is_not_transformers_own():
+def test_attention_outside_transformers_raises():
     """FNet mixes tokens by a Fourier transform."""
     model = FNetForMaskedLM(FNetConfig(**{**SIZES, "hidden_dropout_prob": 0.0, "tpu_short_seq_length": 64}))
 
@@ -313,21 +312,21 @@ def test_an_attention_that_is_not_transformers_own():
     run_threads(2, work)
 
 
-def test_temperature_by_row_number():
+def test_temperature_by_row_number_raises():
     config = Llama4TextConfig(**SIZES, num_local_experts=2, floor_scale=40, attention_chunk_size=8, pad_token=0)
     handle = parallelize(Llama4ForCausalLM(config), one_of_two())
     with pytest.raises(UnsupportedError, match="temperature"):
         handle.model(**handle.shard(tokens(1, 47)))
 
 
-def test_a_model_that_computes_with_its_mask():
+def test_placeholder_mask_rejects_arithmetic():
     wanted = Wanted(Band(lo=0))
     assert not hasattr(wanted, "_dynamo_thing")
     with pytest.raises(UnsupportedError, match=r"mask\.dtype"):
         _ = wanted.dtype
 
 
-def test_a_config_that_two_models_share():
+def test_shared_config_raises_in_other_model():
     config = LlamaConfig(**SIZES)
     one, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
     with parallelize(one, Mesh.single()):
@@ -339,7 +338,7 @@ def test_a_config_that_two_models_share():
         copied(input_ids=tokens(1, 8), use_cache=False)
 
 
-def test_a_model_with_a_part_that_is_parallelized_already():
+def test_parallelize_rejects_parallelized_parts():
     model = make("llama")
     inner = parallelize(model.model, Mesh.single())
     with pytest.raises(
@@ -353,22 +352,22 @@ def test_a_model_with_a_part_that_is_parallelized_already():
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "attention_mask"])
-def test_lists_in_the_place_of_tensors(name: str):
+def test_shard_rejects_lists(name: str):
     with parallelize(make("llama"), Mesh.single()) as handle:
         batch = {"input_ids": tokens(), name: tokens().tolist()}
         with pytest.raises(InputError, match=rf"{name} is not a tensor; .*torch\.as_tensor"):
             handle.shard(**batch)
 
 
-def test_rows_for_a_model_that_was_given_back():
-    """It would compute a loss of them, as if they were all."""
+def test_shard_after_undo_raises():
+    """The model would compute the loss of the shard as that of the full sequence."""
     with parallelize(make("llama"), one_of_two()) as handle:
         assert handle.shard(tokens())["input_ids"].shape == (2, 23)
     with pytest.raises(InputError, match=r"given back by undo\(\).*parallelize it again"):
         handle.shard(tokens())
 
 
-def test_mask_functions():
+def test_read_mask_accepts_windows_only():
     window = and_masks(sliding_window_overlay(5), causal_mask_function)
     assert read_mask(window) == Band(lo=0, hi=4)
 

@@ -18,8 +18,8 @@ from tests.support.models import SIZES, assert_same, make, on_one_device, on_ran
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_the_router_s_loss_is_over_all_tokens(kind: str, ranks: int):
-    """A product of two means: the ranks' own values neither add up nor average to it."""
+def test_router_loss_is_over_all_tokens(kind: str, ranks: int):
+    """It is a product of two means, so values of ranks neither add up nor average to it."""
     model, ids = make(kind, output_router_logits=True, router_aux_loss_coef=0.7), tokens()
     expected = on_one_device(model, ids)
     without = on_one_device(make(kind, router_aux_loss_coef=0.0), ids)
@@ -28,7 +28,7 @@ def test_the_router_s_loss_is_over_all_tokens(kind: str, ranks: int):
         assert_same(answer, expected, gradients=1e-6)  # of a sum in float32
 
 
-def test_a_router_s_loss_of_jetmoe_whose_weight_has_another_name():
+def test_router_loss_of_jetmoe_reads_its_own_weight():
     torch.manual_seed(0)
     sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads")}
     options = {"num_local_experts": 4, "output_router_logits": True, "aux_loss_coef": 0.7}
@@ -38,8 +38,8 @@ def test_a_router_s_loss_of_jetmoe_whose_weight_has_another_name():
         assert_same(answer, expected, gradients=1e-6)
 
 
-def test_a_router_s_loss_that_is_no_number():
-    """It is the model's: one rank alone has such rows, and would refuse what it takes for another formula."""
+def test_router_loss_that_is_nan_is_returned():
+    """One rank has the NaN rows; it must not raise an error about the formula."""
     model, ids = make("mixtral", output_router_logits=True), tokens(1, 48) % 60
     ids[0, -1] = 63
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_router_loss_ignores_default_dtype(dtype: torch.dtype):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_router_losses_that_we_cannot_compute():
+def test_unsupported_router_losses_raise():
     logits = (torch.randn(6, 4),)
     output = SimpleNamespace(aux_loss=torch.tensor(9.0), router_logits=logits, loss=None)
     for model in ({"num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}, {"router_aux_loss_coef": 0.1}, {}):
@@ -78,8 +78,8 @@ def test_router_losses_that_we_cannot_compute():
         model(**handle.shard(tokens(1, 47)), output_router_logits=True, return_dict=False)
 
 
-def test_a_rank_that_refuses_a_router_loss_tells_the_others():
-    """Its rounding may differ from theirs, who wait for its part of the sum."""
+def test_router_loss_error_reaches_all_ranks():
+    """Rounding differs between ranks, and the other ranks wait for the sum."""
     whole = make("mixtral", output_router_logits=True)
 
     def work(mesh: Mesh) -> None:

@@ -41,7 +41,7 @@ def labelled(ids: Tensor, mask: Tensor = MASK) -> Tensor:
         ("qwen3", 1, HELD, 1e-12),
     ],
 )
-def test_equal_to_one_device_wherever_a_token_is(kind: str, ranks: int, held: Tensor, exact: float):
+def test_padded_batch_equals_one_device(kind: str, ranks: int, held: Tensor, exact: float):
     model, ids, mask = make(kind), tokens(len(held)), mask_of(held)
     labels = labelled(ids, mask)
 
@@ -77,14 +77,14 @@ def test_equal_to_one_device_wherever_a_token_is(kind: str, ranks: int, held: Te
         (MASK[:1], labelled, ShapeError, "attention_mask"),
     ],
 )
-def test_padding_that_is_refused(mask: Tensor, labels: Any, error: type[BurstError], told: str):
+def test_shard_rejects_unsupported_padding(mask: Tensor, labels: Any, error: type[BurstError], told: str):
     ids = tokens(len(HELD))
     with parallelize(make("llama"), Mesh.single()) as handle, pytest.raises(error, match=told):
         handle.shard(ids, labels and labels(ids), attention_mask=mask)
 
 
-def test_models_that_would_see_padding():
-    """An encoder's tokens see padding; a router's loss counts it."""
+def test_models_that_see_padding_raise():
+    """An encoder attends to padding, and a router loss counts it."""
     ids = tokens(len(HELD))
     encoder = BertForMaskedLM(BertConfig(**SIZES))
     for model, told in ((encoder, "sees later tokens"), (make("mixtral", output_router_logits=True), "router loss")):
@@ -94,7 +94,7 @@ def test_models_that_would_see_padding():
                 model(**inputs)
 
 
-def test_a_collator_that_pads():
+def test_sharding_collator_accepts_padded_batch():
     batch = {"input_ids": tokens(len(HELD)), "attention_mask": MASK}
     batch["labels"] = labelled(batch["input_ids"])
 

@@ -25,7 +25,7 @@ from tests.support.models import MODELS, assert_same, gradients_of, make, on_one
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", MODELS)
-def test_logits_loss_and_every_gradient(kind: str, ranks: int):
+def test_sharded_model_equals_one_device(kind: str, ranks: int):
     model, ids = make(kind), tokens()
     expected = on_one_device(model, ids)
     for answer in on_ranks(ranks, model, ids):
@@ -35,15 +35,15 @@ def test_logits_loss_and_every_gradient(kind: str, ranks: int):
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "document_zigzag"])
 @pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("burst", 2), ("ulysses", 2), ("usp", 4)])
-def test_strategies_and_layouts(strategy: str, ranks: int, layout: str):
+def test_sharded_model_with_each_strategy_and_layout(strategy: str, ranks: int, layout: str):
     model, ids = make("mistral"), tokens()
     expected = on_one_device(model, ids)
     for answer in on_ranks(ranks, model, ids, strategy=strategy, layout=layout):
         assert_same(answer, expected)
 
 
-def test_labels_that_are_ignored():
-    """The mean is over all tokens that have a label, wherever they lie."""
+def test_ignored_labels_do_not_count():
+    """The mean is over all tokens with a label, on any rank."""
     model, ids = make("llama"), tokens()
     labels = ids.clone()
     labels[0, 5:30] = -100
@@ -54,8 +54,8 @@ def test_labels_that_are_ignored():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_counts_of_labels_add_up(ranks: int):
-    """Of batches that are accumulated: one without a label counted as one. By itself its loss is 0, not 0 / 0."""
+def test_label_counts_add_up_over_batches(ranks: int):
+    """A batch without labels counts 0, and its loss is 0 instead of 0 / 0."""
     model, ids = make("llama"), tokens()
     nothing = torch.full_like(ids, -100)
     expected = on_one_device(model, ids)
@@ -76,8 +76,8 @@ def test_counts_of_labels_add_up(ranks: int):
     run_threads(ranks, work)
 
 
-def test_large_logits_and_gradients_in_parts():
-    """Of 7 rows, and of what a small parameter takes."""
+def test_loss_and_gradients_in_parts_equal_one_device():
+    """Parts of 7 logit rows, and small gradient buckets."""
     model, ids = make("llama"), tokens()
     labels = ids.clone()
     labels[0, 5:30] = -100
@@ -91,7 +91,7 @@ def test_large_logits_and_gradients_in_parts():
         assert_same(answer, expected)
 
 
-def test_no_float32_copy_of_large_logits():
+def test_large_logits_are_not_copied_to_float32():
     logits = torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     labels = tokens(1, 60)
     alone = logits.detach().clone().requires_grad_()
@@ -106,8 +106,8 @@ def test_no_float32_copy_of_large_logits():
     assert torch.equal(logits.grad, alone.grad)
 
 
-def test_large_logits_that_are_part_of_others():
-    """Rows of a longer sequence, as a model gives them that leaves some out: no view has them one after the other."""
+def test_causal_loss_accepts_sliced_logits():
+    """The rows are a slice of a longer sequence, so no view makes them contiguous."""
     logits = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :30]
     options = {"labels": None, "vocab_size": 64, "shift_labels": tokens(2, 30), "num_items_in_batch": 60}
     expected = losses.causal_loss(logits, **options)
@@ -124,7 +124,7 @@ def _own_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_loss_function_of_one_s_own(when: str):
+def test_custom_loss_function_equals_one_device(when: str):
     model, ids = make("llama"), tokens()
     alone = copy.deepcopy(model)
     alone.loss_function = _own_loss
@@ -150,7 +150,7 @@ def test_a_loss_function_of_one_s_own(when: str):
     run_threads(2, work)
 
 
-def test_a_loss_function_that_may_shift_labels_again_is_refused():
+def test_loss_function_that_shifts_labels_raises():
     def work(mesh: Mesh) -> None:
         model = make("llama")
         handle = parallelize(model, mesh)
@@ -179,7 +179,7 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant: bool):
+def test_gradient_checkpointing_equals_one_device(reentrant: bool):
     model, ids = make("mistral"), tokens()
     expected = on_one_device(model, ids)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
@@ -187,8 +187,8 @@ def test_gradient_checkpointing(reentrant: bool):
         assert_same(answer, expected)
 
 
-def test_a_recomputation_belongs_to_its_own_call():
-    """Two calls of different lengths before one backward: each layer is recomputed with the length of its call."""
+def test_recomputation_uses_length_of_its_call():
+    """Two calls of different lengths precede one backward."""
     model = make("llama")
     batches = [tokens(1, 31), tokens(1, 46, seed=2)]
     expected = [on_one_device(model, ids) for ids in batches]
@@ -208,7 +208,7 @@ def test_a_recomputation_belongs_to_its_own_call():
             assert (gradient - whole).norm() <= 1e-7 * whole.norm(), name
 
 
-def test_packed_documents_see_only_themselves():
+def test_packed_documents_do_not_see_each_other():
     model, ids, ends = make("mistral"), tokens(2), (0, 9, 10, 33, 47)
     alone = copy.deepcopy(model)
     alone.set_attn_implementation("sdpa")
@@ -242,8 +242,8 @@ def test_two_models_on_two_meshes():
     assert max(max(one) for one in run_threads(2, work)) < 1e-12
 
 
-def test_an_inner_model_called_on_its_own():
-    """Who computes a loss himself calls the decoder without its head."""
+def test_base_model_can_be_called_directly():
+    """Users who compute the loss themselves call the decoder without its head."""
     model, ids = make("llama"), tokens()
     expected = copy.deepcopy(model).model(input_ids=ids).last_hidden_state
 
@@ -259,8 +259,8 @@ def test_an_inner_model_called_on_its_own():
 
 @pytest.mark.parametrize("then", ["model", "its inner model"])
 @pytest.mark.parametrize("called", ["model", "its inner model"])
-def test_a_call_after_one_that_was_interrupted(called: str, then: str):
-    """torch calls no hooks on Ctrl-C. The next call has its own documents, not those of the one that never ended."""
+def test_call_after_interrupted_call_uses_own_documents(called: str, then: str):
+    """torch calls no hooks after a KeyboardInterrupt."""
     model, ids = make("llama"), tokens()
 
     def call(whole: Any, name: str, **options: Any) -> torch.Tensor:
@@ -282,8 +282,8 @@ def test_a_call_after_one_that_was_interrupted(called: str, then: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast(dtype: torch.dtype):
-    """Models then hand over q, k in float32 and v in 16 bits; SDPA gets them all in 16."""
+def test_autocast_model_is_as_accurate_as_one_device(dtype: torch.dtype):
+    """Models then pass q and k in float32 and v in 16 bits; SDPA gets all in 16 bits."""
     model, ids = make("llama", torch.float32), tokens()
     with torch.autocast("cpu", dtype):
         expected = on_one_device(model, ids).logits
@@ -303,7 +303,7 @@ def test_under_autocast(dtype: torch.dtype):
     assert max(run_threads(2, work)) <= allowed
 
 
-def test_undo_gives_the_model_back():
+def test_undo_restores_model():
     model, ids = make("llama"), tokens()
     before = model(input_ids=ids).logits
     with parallelize(model, Mesh.single()) as handle:
@@ -319,8 +319,8 @@ def test_undo_gives_the_model_back():
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("llama", "zigzag"), ("mistral", "contiguous")])
-def test_the_layout_that_is_predicted_to_be_fastest(kind: str, layout: str):
-    """Mistral's windows reach neighbours alone; documents, a long one among them, have layouts of their own."""
+def test_auto_layout_is_fastest_predicted(kind: str, layout: str):
+    """Mistral's windows need neighbors only; documents need their own layouts."""
     model, ids = make(kind), tokens()
     expected = on_one_device(model, ids)
     for answer in on_ranks(2, model, ids, layout="auto"):
@@ -338,8 +338,8 @@ def test_the_layout_that_is_predicted_to_be_fastest(kind: str, layout: str):
     assert first[1] in OF_DOCUMENTS
 
 
-def test_a_layout_of_a_model_on_no_device():
-    """Before its weights are loaded: a layout that is named will do, and auto has nothing to ask."""
+def test_auto_layout_of_meta_model_raises():
+    """Weights are not loaded yet: a named layout works, but `auto` needs the device."""
 
     def work(mesh: Mesh) -> None:
         with torch.device("meta"):
@@ -351,7 +351,7 @@ def test_a_layout_of_a_model_on_no_device():
     run_threads(2, work)
 
 
-def test_shard_takes_the_batch_of_a_tokenizer():
+def test_shard_accepts_batch_of_tokenizer():
     ids, labels = tokens(2), tokens(2)
     handle = parallelize(make("llama"), Mesh.single())
     batch = BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})

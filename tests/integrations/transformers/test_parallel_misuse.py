@@ -24,8 +24,8 @@ def _embedded(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("part", ["model", "base model", "embeddings"])
-def test_call_without_a_length_is_refused(part: str) -> None:
-    """Every rank holds the unsharded rows, and would attend to them as a shard of a sequence twice as long."""
+def test_call_without_seq_len_raises(part: str) -> None:
+    """Each rank would attend to the full rows as a shard of a sequence twice as long."""
     whole, ids = make("llama"), tokens(1, 32)
 
     def work(mesh: Mesh) -> float:
@@ -43,7 +43,7 @@ def test_call_without_a_length_is_refused(part: str) -> None:
     assert min(run_threads(2, work)) > 0.01
 
 
-def test_rows_divided_by_the_caller_need_a_length() -> None:
+def test_rows_sharded_by_caller_need_seq_len() -> None:
     whole, ids = make("llama"), tokens(1, 32)
     expected = whole(input_ids=ids).logits.detach()
 
@@ -81,8 +81,8 @@ assert parallelize(make("llama"), bp.Mesh.single()).mesh.size == 1
 """
 
 
-def test_no_mesh_before_the_process_group_is_refused() -> None:
-    """Under torchrun each process was a mesh of one rank, so training was plain data parallel training."""
+def test_parallelize_before_process_group_raises() -> None:
+    """Under torchrun each process would be a mesh of one rank, which is data parallelism."""
     environment = environment_of_children(WORLD_SIZE="2", RANK="0")
     done = subprocess.run([sys.executable, "-c", BEFORE_THE_GROUP], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -97,8 +97,8 @@ def _device_like(mesh: Mesh) -> Mesh:
 
 @pytest.mark.parametrize("kind", ["host", "device"])
 @pytest.mark.parametrize("changed", ["input_ids", "labels", "attention_mask", "order"])
-def test_ranks_with_different_rows_raise_on_every_rank(kind: str, changed: str) -> None:
-    """Each rank's loader gave it rows of its own, of equal shape: the losses belonged to no sequence."""
+def test_different_rows_raise_on_all_ranks(kind: str, changed: str) -> None:
+    """A loader per rank gives rows of equal shape, and losses of no sequence."""
     whole, ids = make("llama"), tokens(2, 32)
     mask = torch.ones_like(ids)
     other = {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
@@ -133,7 +133,7 @@ def test_ranks_with_different_rows_raise_on_every_rank(kind: str, changed: str) 
     run_threads(2, work)
 
 
-def test_checksum_depends_on_values_places_and_arguments() -> None:
+def test_checksum_depends_on_values_order_and_arguments() -> None:
     ids = torch.arange(64).reshape(2, 32)
     found = {
         int(checksum(x)) for x in (ids, ids.flip(0), ids.flip(1), ids + 1, ids.roll(1), ids.T.contiguous(), ids * 0)

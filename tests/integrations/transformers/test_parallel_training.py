@@ -118,7 +118,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("way", CASES)
-def test_each_way_equals_one_device(way: Way):
+def test_training_configurations_equal_one_device(way: Way):
     model = make(way.kind, torch.promote_types(way.dtype, torch.float32))
     expected = on_one_device(way, model)
     exact = on_one_device(Way(way.kind, way.training, None, way.batches, torch.float64, 1), model.double())
@@ -136,6 +136,6 @@ def test_each_way_equals_one_device(way: Way):
         assert answer.loss == pytest.approx(expected.loss, rel=1e-6 if way.dtype is torch.float64 else 1e-3)
 
 
-def test_every_pair_occurs():
+def test_every_pair_of_settings_is_tested():
     assert len(FEW) < 40
     assert {pair for way in FEW for pair in pairs(way)} == {pair for way in EVERY for pair in pairs(way)}

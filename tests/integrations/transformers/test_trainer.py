@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "train_with_trainer.py"
 EXAMPLES = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (9, 4, 12)]
 
 
-def test_batches_are_cut_and_packed_examples_become_documents():
+def test_collator_shards_and_turns_examples_into_documents():
     def work(mesh: Mesh) -> dict[str, Any]:
         return ShardingCollator(parallelize(make("llama"), mesh), DataCollatorWithFlattening())(EXAMPLES)
 
@@ -60,7 +60,7 @@ def test_flash_attention_kwargs_of_collator_change_nothing(examples: list[dict[s
         ({"seq_idx": torch.tensor([[0, 0, 1]])}, InputError, "seq_idx and position_ids"),
     ],
 )
-def test_batches_that_cannot_be_cut(batch: dict[str, Any], error: type[Exception], told: str):
+def test_collator_rejects_invalid_batches(batch: dict[str, Any], error: type[Exception], told: str):
     ids = torch.tensor([[5, 6, 7]])
     collator = ShardingCollator(parallelize(make("llama"), Mesh.single()), dict)
     assert collator({"input_ids": ids, "labels": ids})["labels"].tolist() == [[6, 7, -100]]
@@ -68,7 +68,7 @@ def test_batches_that_cannot_be_cut(batch: dict[str, Any], error: type[Exception
         collator({"input_ids": ids, "labels": ids} | batch)
 
 
-def test_documents_of_position_ids():
+def test_documents_of_reads_position_ids():
     assert documents_of(None) is None
     assert documents_of(torch.arange(5).unsqueeze(0)) is None
     assert documents_of(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (0, 2, 3, 6)
@@ -77,7 +77,7 @@ def test_documents_of_position_ids():
         assert documents_of(packed) == (0, 2, 3)
 
 
-def test_what_trainer_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trainer_rejects_unsupported_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def trainer(mesh: Mesh | None = None, loss: Any = None, **settings: Any) -> SequenceTrainer:
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, **settings)
         handle = parallelize(make("llama", torch.float32), mesh or Mesh.single())
@@ -105,6 +105,6 @@ def test_what_trainer_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         trainer(noisy, neftune_noise_alpha=5.0)
 
 
-def test_one_process_is_plain_trainer():
+def test_trainer_on_one_process_equals_plain_trainer():
     train = runpy.run_path(str(EXAMPLE))["train"]
     assert train(mesh=Mesh.single()) == pytest.approx(train(Trainer), rel=2e-6)
