@@ -35,12 +35,12 @@ _SHOWN = 300
 _REMEMBERED = 1 << 14  # signatures that a transport need not compare again
 _TELLING = 10.0  # seconds that a rank with an error waits for the other ranks to receive it
 _TITLE = ("pass", "mask", "case")
-_HINTS = {  # what to do if ranks differ in a fact that no user chose
+HINTS = {  # what to do if ranks differ in a fact that no user chose
     "tokens": "where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence)",
     "strategy": "where 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
     "rows of the batch": "load the same rows on all ranks of a sequence (divide data over data-parallel ranks alone)",
     "rows that cross nodes": "name one kernel= for all ranks",
-    "values of the parameters": "seed ranks alike before they make the model, or load one checkpoint on all of them",
+    "values of the parameters": "seed ranks alike or load one checkpoint, and call all_reduce_gradients before each step",
 }
 _GIVEN = ("mask", "batch", "heads", "head sizes", "dtype", "backend")  # if these differ, `auto` chooses differently
 REFUSED = "refused"
@@ -147,7 +147,7 @@ def _ask(
     got = _difference(texts, stated)
     step = f"{SAME_CALLS}, backward too"
     follows = {"strategy"} if any(f"{fact}: " in got for fact in _GIVEN) else set()
-    if hint := next((hint for fact, hint in _HINTS.items() if fact not in follows and f"{fact}: " in got), None):
+    if hint := next((hint for fact, hint in HINTS.items() if fact not in follows and f"{fact}: " in got), None):
         step = f"{hint}; else, {step}"
     raise MismatchError(f"rank {transport.rank}: the ranks do not make the same call", got=got, next_step=step)
 

@@ -1,27 +1,28 @@
-"""Check that all ranks of a sequence divided the same batch.
+"""Check that all ranks of a sequence divided the same batch, and have the same parameters.
 
 Loaders that give each process batches of its own (a dispatcher, a streaming dataset) give ranks of one sequence
 different rows of equal shape. Attention would join them without an error. Each shard therefore carries a checksum of
-the undivided batch, which ranks compare before the model runs: 8 bytes per rank and call.
+the undivided batch, which ranks compare before the model runs, together with a checksum of a few parameters: 16 bytes
+per rank and call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from burst_portable.comm.agreement import agree, call_signature
+from burst_portable.comm.agreement import HINTS, agree, call_signature
 from burst_portable.errors import MismatchError
 from burst_portable.mesh import Mesh
 
 KEY = "batch_checksum"
 """Name of the checksum among the arguments that `ShardedModel.shard` returns."""
-NEXT_STEP = (
-    "load the same rows on all ranks of a sequence: shard the dataset over data-parallel ranks alone, without a "
-    "dispatcher that splits batches"
-)
+_FACTS = "rows of the batch", "values of the parameters"
+_SAMPLED, _SAMPLED_VALUES = 4, 1 << 16
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as int64
 _CALL = "call of the model"
 
@@ -47,6 +48,20 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return ((weights ^ (weights >> 29)) * _GOLDEN) | 1
 
 
+def parameter_checksum(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a checksum of the smallest trainable parameters on a device, by their bits.
+
+    If a training loop does not add the ranks' gradients, all parameters differ between ranks after the first step, so
+    a few small ones show it. Parameters that are sharded (DTensor) do not count.
+    """
+    plain = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor) and p.device == device]
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for parameter in sorted(plain, key=Tensor.numel)[:_SAMPLED]:
+        bits = parameter.detach().reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8)
+        total = total * _GOLDEN + (bits.to(torch.int64) * _weights(bits.numel(), device)).sum()
+    return total
+
+
 class BatchCheck:
     """Compares the checksums of the ranks, call after call.
 
@@ -57,49 +72,53 @@ class BatchCheck:
     def __init__(self) -> None:
         self._differs: tuple[Tensor, torch.Event | None] | None = None
 
-    def compare(self, mine: Tensor | None, mesh: Mesh, device: torch.device) -> None:
-        """Compare this rank's checksum with those of the other ranks. All ranks of the mesh must call this.
+    def compare(self, batch: Tensor | None, parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> None:
+        """Compare this rank's batch and parameters with those of the other ranks. All ranks of the mesh must call this.
 
         Args:
-            mine: what `checksum` returned; None for a batch that was not divided by `shard`.
+            batch: what `checksum` returned; None for a batch that was not divided by `shard`.
+            parameters: of the model.
             mesh: ranks of the sequence.
             device: device of the model's arguments.
 
         Raises:
-            MismatchError: ranks have different batches, on every rank; over a device transport, those of the last call.
+            MismatchError: ranks have different batches or parameters, on every rank; over a device transport, those of
+                the last call.
         """
         transport = mesh.transport(device.type)
         transport.check_in_sync()
         self.confirm()
-        if mine is None:
-            mine = torch.zeros((), dtype=torch.int64)
+        batch = torch.zeros((), dtype=torch.int64) if batch is None else batch
+        mine = torch.stack((batch.to(device, non_blocking=True), parameter_checksum(parameters, device)))
         if transport.host:
-            facts = {"pass": _CALL, "rows of the batch": f"checksum {int(mine) % 2**64:016x}"}
-            agree(transport, call_signature(facts))
+            texts = (f"checksum {value % 2**64:016x}" for value in mine.tolist())
+            agree(transport, call_signature({"pass": _CALL, **dict(zip(_FACTS, texts, strict=True))}))
             return
-        sent = mine.to(device, non_blocking=True).reshape(1)
-        gathered = sent.new_empty(mesh.size)
+        gathered = mine.new_empty(mesh.size, len(_FACTS))
         with transport.between_passes():
-            transport.all_gather(sent.view(torch.uint8), [part.view(torch.uint8) for part in gathered.split(1)], _CALL)
-        differs = torch.empty((), dtype=torch.bool, pin_memory=device.type != "cpu")
-        differs.copy_((gathered != sent).any(), non_blocking=True)
-        seen = None if device.type == "cpu" else torch.Event(device)
-        if seen is not None:
-            seen.record()
-        self._differs = differs, seen
+            parts = [part.reshape(-1).view(torch.uint8) for part in gathered]
+            transport.all_gather(mine.view(torch.uint8), parts, _CALL)
+        differs = torch.empty(len(_FACTS), dtype=torch.bool, pin_memory=device.type != "cpu")
+        differs.copy_((gathered != mine).any(dim=0), non_blocking=True)
+        copied = None if device.type == "cpu" else torch.Event(device)
+        if copied is not None:
+            copied.record()
+        self._differs = differs, copied
 
     def confirm(self) -> None:
         """Read the result of the last comparison on a device.
 
         Raises:
-            MismatchError: the ranks had different batches.
+            MismatchError: the ranks had different batches or parameters.
         """
         pending, self._differs = self._differs, None
-        if pending is not None:
-            differs, seen = pending
-            if seen is not None:
-                seen.synchronize()
-            if differs:
+        if pending is None:
+            return
+        differs, copied = pending
+        if copied is not None:
+            copied.synchronize()
+        for fact, differ in zip(_FACTS, differs.tolist(), strict=True):
+            if differ:
                 raise MismatchError(
-                    "the ranks of a sequence had different batches in the last call", next_step=NEXT_STEP
+                    f"the ranks of a sequence differed in the {fact} of the last call", next_step=HINTS[fact]
                 )

@@ -38,15 +38,19 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
     for name in ("encoder_hidden_states", "encoder_attention_mask"):
         if kwargs.get(name) is not None:
             raise UnsupportedError("cross attention, whose keys are another sequence", got=name)
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-        if kwargs.get(name) is not None:
-            next_step = "pass cu_seqlens= of the unsharded row to handle.shard"
-            raise UnsupportedError("document lengths that count the tokens of a shard", got=name, next_step=next_step)
     keep = kwargs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise UnsupportedError("logits_to_keep counts rows of a shard, not of the sequence", got=keep, allowed=0)
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions: the weights are never made")
+
+
+def check_no_document_lengths(kwargs: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for document lengths in transformers' names, which would count a shard's tokens."""
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        if kwargs.get(name) is not None:
+            next_step = "pass cu_seqlens= of the unsharded row to handle.shard"
+            raise UnsupportedError("document lengths that count the tokens of a shard", got=name, next_step=next_step)
 
 
 def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from burst_portable.integrations.transformers.checks import (
     check_arguments,
     check_layerdrop,
     check_model,
+    check_no_document_lengths,
     check_positions,
     checked_positions,
     drops_layers,
@@ -312,6 +313,7 @@ class ShardedModel:
         sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
         check_positions(module.config, sequence.seq_len)
         check_arguments(kwargs)
+        check_no_document_lengths(kwargs)
         if padded:
             check_padded_model(module.config, kwargs)
         kwargs["position_ids"] = checked_positions(
@@ -330,7 +332,7 @@ class ShardedModel:
             self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
-            self._batch.compare(mine, self.mesh, tokens.device)
+            self._batch.compare(mine, self.model.parameters(), self.mesh, tokens.device)
         return sequence
 
     @never_compiled("plans, transports and hooks are not graphs")

@@ -13,7 +13,7 @@ import torch
 from burst_portable import Mesh, run_threads
 from burst_portable.config import environment_of_children
 from burst_portable.errors import InputError, MismatchError
-from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers import all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.batch_check import checksum
 from tests.support.models import make, tokens
 
@@ -64,7 +64,7 @@ def test_rows_sharded_by_caller_need_seq_len() -> None:
 
 BEFORE_THE_GROUP = """
 import torch, burst_portable as bp
-from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers import all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.batch_check import checksum
 from tests.support.models import make
 q = torch.ones(1, 8, 2, 8)
@@ -127,7 +127,7 @@ def test_different_rows_raise_on_all_ranks(kind: str, changed: str) -> None:
                 model(**mine)
         else:
             model(**mine)
-            with pytest.raises(MismatchError, match="had different batches in the last call"):
+            with pytest.raises(MismatchError, match="differed in the rows of the batch of the last call"):
                 model(**handle.shard(batch))
 
     run_threads(2, work)
@@ -141,3 +141,29 @@ def test_checksum_depends_on_values_order_and_arguments() -> None:
     found |= {int(checksum(*x)) for x in ((ids, ids), (ids, None), (ids, None, ids), (ids, ids, ids))}
     assert len(found) == 11
     assert int(checksum(ids.int())) == int(checksum(ids))
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("summed", [True, False])
+def test_training_without_adding_gradients_raises_at_the_next_call(kind: str, summed: bool) -> None:
+    """Each rank stepped by its own part of the gradients, and trained a model of its own."""
+    whole, ids = make("llama"), tokens(1, 32)
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(**handle.shard(ids)).loss.backward()
+        if summed:
+            all_reduce_gradients(model.parameters(), mesh)
+        optimizer.step()
+        if summed:
+            model(**handle.shard(ids))
+            model(**handle.shard(ids))
+            return
+        if kind == "device":
+            model(**handle.shard(ids))  # the result of this comparison is read at the next call
+        with pytest.raises(MismatchError, match=r"values of the parameters.*call all_reduce_gradients before each"):
+            model(**handle.shard(ids))
+
+    run_threads(2, work)
