@@ -40,7 +40,7 @@ HINTS = {  # what to do if ranks differ in a fact that no user chose
     "strategy": "where 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
     "rows of the batch": "load the same rows on all ranks of a sequence (divide data over data-parallel ranks alone)",
     "rows that cross nodes": "name one kernel= for all ranks",
-    "values of the parameters": "seed ranks alike or load one checkpoint, and call all_reduce_gradients before each step",
+    "values of the parameters": "seed ranks alike or load one checkpoint; call all_reduce_gradients before each step",
 }
 _GIVEN = ("mask", "batch", "heads", "head sizes", "dtype", "backend")  # if these differ, `auto` chooses differently
 REFUSED = "refused"
