@@ -165,9 +165,9 @@ class Still(Transport):
             return self._wrapped.post(sends, receives, label)
         return [self] * len(sends), [self] * len(receives)
 
-    def exchange(self, leaving: Any, arriving: Any, label: str, *, alone: bool = False) -> Exchange:
+    def exchange(self, sends: Any, receives: Any, label: str, *, exclusive: bool = False) -> Exchange:
         if self.moving:
-            return self._wrapped.exchange(leaving, arriving, label, alone=alone)
+            return self._wrapped.exchange(sends, receives, label, exclusive=exclusive)
         return Exchange([self], [self])
 
     def wait(self) -> None:

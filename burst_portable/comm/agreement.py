@@ -1,11 +1,11 @@
 """Check that all ranks make the same call, before a pass sends its first block.
 
-Each rank shares 16 bytes (a hash of everything that must be equal) and how many passes it has begun. If these differ,
-the facts themselves are exchanged, and every rank raises an error that names both sides. No block is then sent.
+Each rank shares 16 bytes (a hash of everything that must be equal) and the number of passes that it has begun. If these
+differ, ranks exchange the facts themselves, and every rank raises an error that names both sides. No block is sent.
 
-Transports of host memory compare in every pass. With others the host would have to wait for the device, so ranks
-compare only when a call is new, through the store of their group. If a rank later makes a different call, the flags of
-peer copies (`comm.peer_copy`) or the timeout of NCCL reveal it.
+Transports of host memory compare in every pass. Otherwise the host would have to wait for the device, so ranks compare
+only when a call is new, through the store of their group. If a rank later makes a different call, the flags of peer
+copies (`comm.peer_copy`) or the timeout of NCCL reveal it.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from burst_portable.errors import (
     PeerLostError,
 )
 
-_FACTS_SIZE = 4096
-_SHOWN = 300
+_FACTS_SIZE = 4096  # bytes
+_SHOWN = 300  # characters of a fact in an error
 _REMEMBERED = 1 << 14  # signatures that a transport need not compare again
-_TELLING = 10.0  # seconds that a rank with an error waits for the other ranks to receive it
+_ERROR_TIMEOUT = 10.0  # seconds that a rank with an error waits for the other ranks to receive it
 _TITLE = ("pass", "mask", "case")
-HINTS = {  # what to do if ranks differ in a fact that no user chose
-    "tokens": "where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence)",
-    "strategy": "where 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
-    "rows of the batch": "load the same rows on all ranks of a sequence (divide data over data-parallel ranks alone)",
+HINTS = {  # next step if ranks differ in a fact that the caller did not set
+    "tokens": "if ranks hold different numbers of tokens, pass seq_len= (tokens of the unsharded sequence)",
+    "strategy": "if 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
+    "rows of the batch": "load the same rows on all ranks of a sequence (divide data only over data-parallel ranks)",
     "rows that cross nodes": "name one kernel= for all ranks",
     "values of the parameters": "seed ranks alike or load one checkpoint; call all_reduce_gradients before each step",
 }
-_GIVEN = ("mask", "batch", "heads", "head sizes", "dtype", "backend")  # if these differ, `auto` chooses differently
+# If one of these differs, `auto` may choose different strategies.
+_CAUSES = ("mask", "batch", "heads", "head sizes", "dtype", "backend")
 REFUSED = "refused"
-"""Name of the fact that a rank sends in place of its call after an error, so that no rank waits for it."""
+"""Name of the fact that a rank sends instead of its call after an error, so that no rank waits for it."""
 
 
 class HashedValue(NamedTuple):
@@ -58,7 +59,7 @@ Facts = Mapping[str, str | HashedValue]
 
 
 class CallSignature(NamedTuple):
-    """The facts of a call that all ranks must have in common, and their digest."""
+    """The facts of a call that must be equal on all ranks, and their digest."""
 
     digest: bytes
     facts: Facts
@@ -71,11 +72,11 @@ class CallSignature(NamedTuple):
     def title(self) -> str:
         """Describe the call in a few words, for errors about ranks that do not answer."""
         shown = [fact.name if isinstance(fact, HashedValue) else fact for fact in map(self.facts.get, _TITLE) if fact]
-        return ", ".join(shown) or "a refusal"
+        return ", ".join(shown) or "an error"
 
 
 def hashed_value(name: str, value: object) -> HashedValue:
-    """Hash the repr of a value, which must be the same on all ranks."""
+    """Return a fact with the hash of the repr of a value, which must be equal on all ranks."""
     return HashedValue(name[:_SHOWN], hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest())
 
 
@@ -86,86 +87,90 @@ def call_signature(facts: Facts) -> CallSignature:
     return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
 
 
-def agree(transport: Transport, mine: CallSignature, *, forward_pass: int = 0, timeout: float | None = None) -> None:
-    """Count a pass, and return when all ranks of the transport have the same signature. Every rank must call this.
+def agree(
+    transport: Transport, signature: CallSignature, *, forward_pass: int = 0, timeout: float | None = None
+) -> None:
+    """Count a pass, and return when all ranks have the same signature. Every rank must call this.
 
     Args:
-        transport: of the ranks that make the call together.
-        mine: signature of this rank's call.
-        forward_pass: for a backward pass, which of the transport's passes was its forward pass: ranks that go backward
-            in different orders would exchange blocks of different calls.
-        timeout: seconds. Default: the transport's own.
+        transport: Transport between the ranks that make the call together.
+        signature: Signature of this rank's call.
+        forward_pass: For a backward pass, the number of its forward pass on the transport. Ranks that run backward
+            passes in different orders would exchange blocks of different calls.
+        timeout: Seconds. Default: the timeout of the transport.
 
     Raises:
-        MismatchError: the signatures differ; raised on every rank.
-        CommunicationError: a rank does not answer, or the last pass of this rank has not ended: see
+        MismatchError: The signatures differ; raised on every rank.
+        CommunicationError: A rank does not answer, or the last pass of this rank has not ended: see
             `Transport.check_in_sync`.
     """
     if transport.size == 1:
         return
     transport.check_in_sync()
     transport.state.passes += 1
-    if mine.digest in transport.agreed:
+    if signature.digest in transport.agreed:
         return
-    label = f"asking whether ranks agree on pass {transport.state.passes} ({mine.title})"
-    _ask(transport, mine, label, forward_pass=forward_pass, timeout=timeout)
+    label = f"checking that ranks agree on pass {transport.state.passes} ({signature.title})"
+    _compare(transport, signature, label, forward_pass=forward_pass, timeout=timeout)
     if not transport.host:
-        _remember(transport, mine.digest)
+        _remember(transport, signature.digest)
 
 
 def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -> None:
-    """Return when all ranks of the transport make this call, which is no pass of attention. Compares every time.
+    """Return when all ranks make this call, which is not a pass of attention. Compares every time.
 
     Args:
-        transport: of the ranks that make the call together.
-        call: how users write it, "session.report()".
-        facts: what all ranks must have in common.
+        transport: Transport between the ranks that make the call together.
+        call: The call as users write it, for example "session.report()".
+        facts: Facts that must be equal on all ranks. Default: none.
 
     Raises:
-        MismatchError: the facts differ, or some ranks make another call; raised on every rank.
-        CommunicationTimeoutError, PeerLostError: a rank does not make the call, which the message names.
+        MismatchError: The facts differ, or some ranks make another call; raised on every rank.
+        CommunicationTimeoutError: A rank does not make the call in time.
+        PeerLostError: A rank failed or returned without the call.
     """
     if transport.size == 1:
         return
     transport.check_in_sync()
     try:
-        _ask(transport, call_signature({"pass": call, **(facts or {})}), f"asking whether all ranks call {call}")
+        signature = call_signature({"pass": call, **(facts or {})})
+        _compare(transport, signature, f"checking that all ranks call {call}")
     except (CommunicationTimeoutError, PeerLostError) as error:
         raise type(error)(f"{error}; every rank of the mesh must call {call}") from error
 
 
-def _ask(
-    transport: Transport, mine: CallSignature, label: str, *, forward_pass: int = 0, timeout: float | None = None
+def _compare(
+    transport: Transport, signature: CallSignature, label: str, *, forward_pass: int = 0, timeout: float | None = None
 ) -> None:
     """Raise `MismatchError` on every rank if the signatures differ."""
     counts = transport.state.passes.to_bytes(8, "little") + forward_pass.to_bytes(8, "little")
-    stated = transport.share(mine.digest + counts, label, timeout)
-    if all(other == stated[0] for other in stated):
+    digests = transport.share(signature.digest + counts, label, timeout)
+    if all(digest == digests[0] for digest in digests):
         return
-    packed = json.dumps(mine.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
-    texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", timeout)]
-    got = _difference(texts, stated)
+    packed = json.dumps(signature.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
+    shared = transport.share(packed, "exchanging the facts of the calls", timeout)
+    got = _difference([facts.decode(errors="ignore").strip() for facts in shared], digests)
     step = f"{SAME_CALLS}, backward too"
-    follows = {"strategy"} if any(f"{fact}: " in got for fact in _GIVEN) else set()
-    if hint := next((hint for fact, hint in HINTS.items() if fact not in follows and f"{fact}: " in got), None):
+    consequences = {"strategy"} if any(f"{fact}: " in got for fact in _CAUSES) else set()
+    if hint := next((hint for fact, hint in HINTS.items() if fact not in consequences and f"{fact}: " in got), None):
         step = f"{hint}; else, {step}"
     raise MismatchError(f"rank {transport.rank}: the ranks do not make the same call", got=got, next_step=step)
 
 
 def _remember(transport: Transport, digest: bytes) -> None:
-    if len(transport.agreed) >= _REMEMBERED:  # all ranks do this at once: they have agreed on the same statements
+    if len(transport.agreed) >= _REMEMBERED:  # all ranks do this at the same time: they have agreed on the same calls
         transport.agreed.clear()
     transport.agreed.add(digest)
 
 
-def share_error(transport: Transport, error: Exception, timeout: float = _TELLING) -> None:
+def share_error(transport: Transport, error: Exception, timeout: float = _ERROR_TIMEOUT) -> None:
     """Send the error that this rank is about to raise, so that the other ranks raise too and do not wait.
 
     If no other rank answers, this takes at most `timeout` seconds, and the caller raises its error anyway. Ranks that
-    have agreed on this call before do not compare, and so do not receive the error. This rank's next call then raises
-    too, since the other ranks would match it with the present one. See `Transport.between_passes`.
+    have agreed on this call before do not compare, so they do not receive the error. This rank's next call then raises
+    too, because the other ranks would match it with the present one. See `Transport.between_passes`.
     """
-    told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
         # The error may be about a transform, a trace or a mode of torch, which would also affect the messages.
         with (
@@ -174,14 +179,14 @@ def share_error(transport: Transport, error: Exception, timeout: float = _TELLIN
             torch._C.DisableTorchFunction(),
             _disable_current_modes(),
         ):
-            agree(transport, call_signature({REFUSED: told[:1000]}), timeout=min(_TELLING, timeout))
+            agree(transport, call_signature({REFUSED: text[:1000]}), timeout=min(_ERROR_TIMEOUT, timeout))
     except CommunicationError:
-        return  # this rank's own error says more
+        return  # the error of this rank contains more
 
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Leave torch.jit.trace, in which a process group raises. Without a trace, no state may be set."""
+    """Suspend torch.jit.trace, in which a process group raises. Without a trace, no state may be set."""
     if not torch._C._is_tracing():
         yield
         return
@@ -193,38 +198,37 @@ def _untraced() -> Iterator[None]:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]  # stubs leave it out
 
 
-def _difference(texts: Sequence[str], stated: Sequence[bytes]) -> str:
-    """Return the facts that differ, each with the values of all ranks."""
+def _difference(texts: Sequence[str], digests: Sequence[bytes]) -> str:
+    """Return the facts that differ, each with the values of all ranks. `digests`: see `_compare`."""
     facts: list[dict[str, Any]] = []
     for text in texts:
         try:
             facts.append(json.loads(text))
         except json.JSONDecodeError:  # cut off at the size of a message
             facts.append({"facts": text[:_SHOWN]})
-    if refusals := [f"rank {r} refused: {f[REFUSED]}" for r, f in enumerate(facts) if REFUSED in f]:
-        return "; ".join(refusals)
+    if errors := [f"rank {r} refused: {f[REFUSED]}" for r, f in enumerate(facts) if REFUSED in f]:
+        return "; ".join(errors)
     names = sorted({name for f in facts for name in f})
     if all("pass" in f for f in facts) and len({f["pass"] for f in facts}) > 1:  # most facts belong to one kind of pass
         names = ["pass", *(name for name in names if name != "pass" and all(name in f for f in facts))]
-    told = [_sides(name, [f.get(name, "-") for f in facts]) for name in names]
+    sides = [_sides(name, [f.get(name, "-") for f in facts]) for name in names]
     for name, start in (("passes begun", 16), ("backward of the pass", 24)):
-        told.append(_sides(name, [str(int.from_bytes(one[start : start + 8], "little")) for one in stated]))
-    return "; ".join(filter(None, told)) or "facts that were too long to show"
+        sides.append(_sides(name, [str(int.from_bytes(one[start : start + 8], "little")) for one in digests]))
+    return "; ".join(filter(None, sides)) or "facts that were too long to show"
 
 
 def _sides(name: str, values: Sequence[str | list[str]]) -> str:
     """Return ``name: value on rank 0, 2; other on rank 1``, or "" if all are equal. A `HashedValue` is a list here."""
     ranks = defaultdict(list)
     for rank, value in enumerate(values):
-        told, compared = value if isinstance(value, list) else (value, value)
-        ranks[compared].append((rank, told))
+        shown, compared = value if isinstance(value, list) else (value, value)
+        ranks[compared].append((rank, shown))
     if len(ranks) == 1:
         return ""
     sides, names = [], set()
-    for who in ranks.values():
-        called = who[0][1][:_SHOWN]
-        sides.append(
-            f"{'another of that name' if called in names else called} on rank {', '.join(str(r) for r, _ in who[:8])}"
-        )
-        names.add(called)
+    for group in ranks.values():
+        shown = group[0][1][:_SHOWN]
+        text = "another of that name" if shown in names else shown
+        sides.append(f"{text} on rank {', '.join(str(rank) for rank, _ in group[:8])}")
+        names.add(shown)
     return f"{name}: " + " but ".join(sides)

@@ -98,42 +98,43 @@ class Strips(NamedTuple):
 
 
 class Exchange:
-    """Messages between all ranks that have been started, as one rank sees them.
+    """Messages between all ranks that were started: the part of one rank.
 
     Args:
-        leaving, arriving: handles of what this rank sends and receives.
-        own: (source, target) buffers of what it sends to itself, unless its transport moves that.
+        sends: Handles of this rank's sends.
+        receives: Handles of its receives.
+        local: (source, target) buffers of messages from this rank to itself. Default: the transport moves them.
     """
 
     def __init__(
-        self, leaving: Sequence[Handle], arriving: Sequence[Handle], own: Sequence[tuple[Tensor, Tensor]] = ()
+        self, sends: Sequence[Handle], receives: Sequence[Handle], local: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        self._leaving, self._arriving, self._own = leaving, arriving, own
+        self._sends, self._receives, self._local = sends, receives, local
 
-    def copy_own(self) -> None:
-        """Copy what this rank sends to itself. Call it once, before `wait`, preferably during the transfers."""
-        for source, target in self._own:
+    def copy_local(self) -> None:
+        """Copy messages from this rank to itself. Call it once, before `wait`, preferably during the transfers."""
+        for source, target in self._local:
             target.copy_(source)
 
     def wait(self) -> None:
-        """Return when everything that this rank receives may be used."""
-        for handle in dict.fromkeys(self._arriving):
+        """Return when all received buffers may be used."""
+        for handle in dict.fromkeys(self._receives):
             handle.wait()
 
     def wait_sent(self) -> None:
-        """Return when what this rank sends may be changed."""
-        for handle in dict.fromkeys(self._leaving):
+        """Return when all sent buffers may be changed."""
+        for handle in dict.fromkeys(self._sends):
             handle.wait()
 
 
 @dataclass(slots=True, eq=False)
 class TransportState:
-    """Progress of one rank on a transport. A transport that wraps another shares the state of that one.
+    """Progress of one rank on a transport. A transport that wraps another one shares its state.
 
     Attributes:
-        passes: how many passes this rank has begun; see `comm.agreement`.
-        pass_active: whether a pass has begun and not ended.
-        exchange_active: whether messages between passes have begun and not ended.
+        passes: Number of passes that this rank has begun; see `comm.agreement`.
+        pass_active: Whether a pass has begun and not ended.
+        exchange_active: Whether messages between passes have begun and not ended.
     """
 
     passes: int = 0
@@ -142,21 +143,22 @@ class TransportState:
 
 
 class Transport(ABC):
-    """The ranks of one group, as seen from one of them.
+    """The messages of one rank to and from the other ranks of its group.
 
-    A transport must define `post`, and sets those of the following that differ from their defaults.
+    A transport must define `post`, and sets those of the following class attributes that differ from their defaults.
 
     Attributes:
-        name: its name in reports.
-        rank, size: this rank's number in the group, and the size of the group.
-        state: the progress of this rank.
-        agreed: digests of the calls that the ranks need not compare again; see `comm.agreement`.
-        host: whether buffers in host memory can be sent, and have arrived once a handle has been waited for.
-        direct: whether it serves only passes whose messages go straight to where they are used.
-        persistent_inbox: whether the contents of an inbox stay there after the pass.
-        supports_strided_sends: whether `exchange` also sends `Strips`, so that senders need not pack.
-        ranks_per_node: ranks per node, if messages between nodes have connections of their own; else 0.
-        high_priority: whether its messages are moved by kernels that get room on a device before kernels that compute.
+        name: Name in reports.
+        rank: Number of this rank in the group.
+        size: Number of ranks in the group.
+        state: Progress of this rank.
+        agreed: Digests of calls that the ranks need not compare again; see `comm.agreement`.
+        host: Whether it can send buffers in host memory, which have arrived after `Handle.wait`.
+        direct: Whether it serves only plans in which no rank forwards a message: see `Plan.direct`.
+        persistent_inbox: Whether the contents of an inbox stay there after the pass.
+        supports_strided_sends: Whether `exchange` also sends `Strips`, so that senders need not pack.
+        ranks_per_node: Ranks per node if messages between nodes have separate connections; else 0.
+        high_priority: Whether its kernels run on a stream of high priority, before kernels that compute.
     """
 
     host: bool = True
@@ -173,50 +175,52 @@ class Transport(ABC):
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, beginning with the next."""
+        """The other ranks, beginning with the next one."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def check_in_sync(self) -> None:
-        """Raise a `CommunicationError` if what was done last never ended: its messages would be taken for others.
+        """Raise a `CommunicationError` if the last pass or exchange has not ended.
 
-        Ranks call this before they send anything: over gloo, other sizes end a process or are accepted silently.
+        Its messages would be matched with those of this call. Over gloo, a message of another size ends the process or
+        is accepted silently. So ranks call this before they send anything.
         """
         if last := self.unfinished():
             raise CommunicationError(
-                f"rank {self.rank}: the last {last} has not ended; its messages would be taken for those of this call",
+                f"rank {self.rank}: the last {last} has not ended; its messages would mix with those of this call",
                 next_step="after an error in a pass or an exchange, end the process group; one mesh serves one "
                 "thread at a time",
             )
 
     def unfinished(self) -> str:
-        """Return what has begun and not ended, in words; "" if nothing."""
+        """Return the name of what has begun and not ended: "pass" or "exchange between passes"; "" if nothing."""
         if self.state.pass_active:
             return "pass"
         return "exchange between passes" if self.state.exchange_active else ""
 
     @contextmanager
     def between_passes(self) -> Iterator[None]:
-        """Surround messages between passes. After an error they count as unfinished: see `check_in_sync`."""
-        before, self.state.exchange_active = self.state.exchange_active, True
+        """Mark messages between passes as active. After an error they stay unfinished: see `check_in_sync`."""
+        was_active, self.state.exchange_active = self.state.exchange_active, True
         yield
-        self.state.exchange_active = before
+        self.state.exchange_active = was_active
 
     def mark_out_of_sync(self) -> None:
-        """Make all further calls raise: other ranks wait for a call that this rank left out without a message."""
+        """Make all further calls raise an error: other ranks wait for a call that this rank left out."""
         self.state.exchange_active = True
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        """Begin a pass on the current stream. Every rank calls this. Raises as `check_in_sync`.
+        """Begin a pass on the current stream, on every rank. Raises the errors of `check_in_sync`.
 
         Args:
-            digest: digest of the call signature, which all ranks have in common.
-            inbox: the most bytes that one rank sends here in this pass; the average if all messages have offsets.
+            digest: Digest of the call signature, equal on all ranks.
+            inbox: Largest number of bytes that one rank sends to this rank in the pass; the mean over ranks if all
+                messages have offsets.
         """
         self.check_in_sync()
         self.state.pass_active = True
 
     def end(self) -> None:
-        """End the pass: everything that arrived has been used, in the order of the current stream."""
+        """End the pass. All received buffers have been used, in the order of the current stream."""
         self.state.pass_active = False
 
     @abstractmethod
@@ -225,8 +229,8 @@ class Transport(ABC):
     ) -> tuple[list[Handle], list[Handle]]:
         """Start all messages at once. Return handles of the sends and of the receives, in order.
 
-        Until its handle has been waited for, a buffer that is sent must not change, and a buffer that receives must not
-        be used. `label` names the step in errors.
+        Before `Handle.wait` returns, a sent buffer must not change and a receive buffer must not be used.
+        `label` names the step in errors.
         """
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -234,42 +238,39 @@ class Transport(ABC):
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
-        """Return a buffer to receive into: the memory that senders write to, if they do, else a new buffer.
+        """Return a buffer to receive into, which may be used until the pass ends.
 
-        With an `offset` in bytes, which senders name as well, the buffer begins there. It then holds consecutive
-        messages, from any sender. Without an offset it is for the next message of that peer, so buffers must be
-        requested in the order in which messages are posted. Either all messages of a pass have offsets, or none. The
-        buffer may be used until the pass ends.
+        If senders write into this rank's memory, the buffer is part of that. With an `offset` in bytes, which senders
+        use as well, it begins there and may receive consecutive messages from any sender. Without an offset it is for
+        the next message of `peer`, so request buffers in the order in which messages are posted. Either all messages
+        of a pass have offsets, or none.
         """
         return self.buffer(size, device)
 
     def exchange(
-        self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
+        self, sends: Sequence[Parts | Strips], receives: Sequence[Parts], label: str, *, exclusive: bool = False
     ) -> Exchange:
         """Start messages between all ranks, one or more for each pair. Every rank calls this with the same label.
 
-        An exchange may also be among the ranks of each node: only ranks in the parts take part, and it must not wait
-        for other ranks.
-
-        Each of `leaving` has parts for the same ranks, and each of `arriving` has parts from the same ranks. This rank
-        may be among them: `Exchange.copy_own` copies the first part that it sends to itself to the first part that it
-        receives from itself, and so on.
+        An exchange may also be among the ranks of each node. Then only the ranks in the parts take part, and a
+        transport must not wait for other ranks.
 
         Args:
-            leaving: what this rank sends; `Strips` only if this transport `supports_strided_sends`.
-            arriving: where it receives.
-            label: names the exchange in errors.
-            alone: whether no kernel runs until everything has arrived, so that a kernel may copy it.
+            sends: Buffers to send, each with parts for the same ranks; `Strips` only if `supports_strided_sends`.
+            receives: Buffers to receive into, each with parts from the same ranks. If this rank is among them,
+                `Exchange.copy_local` copies the parts that it sends to itself, in order.
+            label: Name of the exchange in errors.
+            exclusive: Whether no kernel computes until all messages have arrived, so that a kernel may copy them.
         """
-        packed = [one for one in leaving if isinstance(one, Parts)]
-        assert len(packed) == len(leaving), "this transport sends no strips"
-        sends, receives = ([m for parts in side for m in parts.messages()] for side in (packed, arriving))
-        out, back = ([m for m in side if m.peer != self.rank] for side in (sends, receives))
-        own = ([m.buffer for m in side if m.peer == self.rank] for side in (sends, receives))
-        return Exchange(*self.post(out, back, label), list(zip(*own, strict=True)))
+        parts = [one for one in sends if isinstance(one, Parts)]
+        assert len(parts) == len(sends), "this transport sends no strips"
+        outgoing, incoming = ([m for one in side for m in one.messages()] for side in (parts, receives))
+        remote_sends, remote_receives = ([m for m in side if m.peer != self.rank] for side in (outgoing, incoming))
+        local = ([m.buffer for m in side if m.peer == self.rank] for side in (outgoing, incoming))
+        return Exchange(*self.post(remote_sends, remote_receives, label), list(zip(*local, strict=True)))
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
-        """Send sends[r] to rank r and receive receives[r] from it. Buffers are uint8. Return when all have arrived."""
+        """Send sends[r] to rank r and receive receives[r] from it, until all have arrived. Buffers are uint8."""
         if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():
             receives[self.rank].copy_(sends[self.rank])
         out = [Message(sends[r], r) for r in self.others if sends[r].numel()]
@@ -279,39 +280,36 @@ class Transport(ABC):
         exchange.wait_sent()
 
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
-        """Receive what rank r sends into receives[r]. Buffers are uint8. Return when all have arrived."""
+        """Receive the buffer of rank r into receives[r], until all have arrived. Buffers are uint8."""
         self.all_to_all([send] * self.size, receives, label)
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
-        """Return a few bytes of every rank, in rank order. All ranks pass equally many, inside a pass or outside.
+        """Return a few bytes of every rank, in rank order. All ranks must pass the same number of bytes.
 
         Raises a `CommunicationError` if a rank does not take part within the timeout (seconds). This implementation
-        uses messages and has their timeout. Transports that can keep another one override it.
+        sends messages and has their timeout. Transports with their own timeout override it.
         """
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        local = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(local) for _ in range(self.size)]
         with self.between_passes():
-            self.all_gather(mine, parts, label)
+            self.all_gather(local, parts, label)
         return [bytes(part.numpy()) for part in parts]
 
-    def close(self) -> None:  # noqa: B027  (most transports hold nothing)
-        """Release what this transport holds."""
+    def close(self) -> None:  # noqa: B027  (most transports have nothing to release)
+        """Release the resources of this transport."""
 
 
 class WrappedTransport(Transport):
-    """A transport that hands everything on to another one, and shares its state and what its ranks agreed on.
+    """Forward all calls to another transport, and share its state and `agreed`.
 
-    An exchange becomes messages that are posted here.
+    An exchange becomes messages of this transport's `post`.
     """
 
     def __init__(self, wrapped: Transport) -> None:
         super().__init__(wrapped.name, wrapped.rank, wrapped.size, wrapped.state)
         self._wrapped, self.agreed = wrapped, wrapped.agreed
-        self.host, self.persistent_inbox, self.high_priority = (
-            wrapped.host,
-            wrapped.persistent_inbox,
-            wrapped.high_priority,
-        )
+        self.host, self.high_priority = wrapped.host, wrapped.high_priority
+        self.persistent_inbox = wrapped.persistent_inbox
 
     def unfinished(self) -> str:
         return self._wrapped.unfinished()

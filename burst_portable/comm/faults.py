@@ -1,8 +1,9 @@
-"""Watch for transfers that never end, in a thread, for NCCL, RCCL and HCCL, where the device waits for them.
+"""Report transfers that never end, on process groups whose device waits for them (NCCL, RCCL, HCCL).
 
-torch's own watchdog ends the process after the group's timeout and names the number of an operation. This one counts
-from when the device could have begun a transfer, prints rank, step and peers to standard error, fills what was to be
-received with NaN, and aborts the group so that its kernels end; the next transfer that this rank starts raises.
+torch's own watchdog ends the process after the group's timeout and reports only the number of an operation. The watch
+here is a thread that measures from the time at which the device could have begun a transfer. At the timeout it prints
+rank, step and peers to standard error, fills the receive buffers with NaN, and aborts the group to end its kernels.
+The next transfer that this rank starts raises an error.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from burst_portable.errors import LATE, CommunicationTimeoutError
 from burst_portable.utils.text import rank_names
 from burst_portable.utils.threads import Background
 
-_PATIENCE = 2.0  # seconds: for notes of others, and for a store whose host may be the rank that is gone
-_POLL = 0.05  # seconds between looks for notes
-_LONGEST = 400  # characters of a note
-_MOST = 8  # notes that an error shows
+_NOTE_SECONDS = 2.0  # to wait for notes of other ranks; the store may have been on the lost rank
+_POLL = 0.05  # seconds between reads of the store
+_NOTE_LENGTH = 400  # characters
+_SHOWN_NOTES = 8  # in an error
 
 
-def exchange_error_notes(group: dist.ProcessGroup, mine: str) -> str:
-    """Leave the note `mine` for the other ranks of the group. Return their notes in one line, and who left none.
+def exchange_error_notes(group: dist.ProcessGroup, text: str) -> str:
+    """Store this rank's error text for the other ranks. Return their texts in one line, and the ranks without one.
 
     Takes a few seconds at most. Returns "" if the store cannot be reached, or the group has one rank.
     """
@@ -38,57 +39,57 @@ def exchange_error_notes(group: dist.ProcessGroup, mine: str) -> str:
         ranks = dist.get_process_group_ranks(group)
     except KeyError:  # torch has forgotten it
         return "this rank has destroyed the process group: make a new Mesh of an existing one"
-    note = f"{mine[:_LONGEST]} [group {group.group_name}: {rank_names(ranks)}]"
+    note = f"{text[:_NOTE_LENGTH]} [group {group.group_name}: {rank_names(ranks)}]"
     notes = NoteExchange(ranks, note)
-    # A store blocks for minutes if its host is stopped. The notes that have been read by then are used.
+    # A store blocks for minutes if its host is stopped. Then only the notes that were read so far are used.
     notes.thread.wake(notes)
-    notes.over.wait(_PATIENCE + 1)
-    told = notes.told
-    if not told:
+    notes.over.wait(_NOTE_SECONDS + 1)
+    found = notes.notes
+    if not found:
         return ""
-    others = [(r, told.get(global_rank, "")) for r, global_rank in enumerate(ranks) if global_rank != dist.get_rank()]
-    heard = [text for _, text in others if text][:_MOST]
-    silent = [r for r, text in others if not text]
-    return "; ".join([*heard, *([f"nothing is heard of {rank_names(silent)}"] if silent else [])])
+    others = [(r, found.get(global_rank, "")) for r, global_rank in enumerate(ranks) if global_rank != dist.get_rank()]
+    texts = [text for _, text in others if text][:_SHOWN_NOTES]
+    missing = [r for r, text in others if not text]
+    return "; ".join([*texts, *([f"no report from {rank_names(missing)}"] if missing else [])])
 
 
 class NoteExchange:
-    """Leaves this rank's note in the store, and fills `told` with the notes of all ranks, by global rank.
+    """Write this rank's note to the store, and read the notes of all ranks into `notes`, by global rank.
 
-    `poll` is the time in seconds between looks at the store.
+    `poll`: seconds between reads of the store.
     """
 
     def __init__(self, ranks: list[int], text: str, *, poll: float = _POLL) -> None:
         self._ranks, self._text, self._poll = ranks, text, poll
-        self.told: dict[int, str] = {}
+        self.notes: dict[int, str] = {}
         self.over = threading.Event()
-        self.thread = Background(self, NoteExchange.run, "accounts of a fault")
+        self.thread = Background(self, NoteExchange.run, "error notes")
 
     def run(self) -> None:
-        """Read notes until all ranks have left one or the time is over."""
+        """Read notes until all ranks have written one or the time is over."""
         try:
-            if (world := dist.group.WORLD) is not None:  # else this rank has left the group by now
-                self._ask(world.get_group_store(), dist.get_rank())
+            if (world := dist.group.WORLD) is not None:  # else this rank has destroyed its groups
+                self._exchange(world.get_group_store(), dist.get_rank())
         except RuntimeError:  # DistStoreError and the like: the store went away with its host
             return
         finally:
             self.over.set()
 
-    def _ask(self, store: dist.Store, mine: int) -> None:
+    def _exchange(self, store: dist.Store, rank: int) -> None:
         keys = {rank: f"burst_portable/account/{rank}" for rank in self._ranks}
-        until = monotonic() + _PATIENCE
-        store.set(keys[mine], self._text)
-        self.told[mine] = self._text
-        while len(self.told) < len(keys) and monotonic() < until:
-            for rank in self._ranks:
-                if rank not in self.told and store.check([keys[rank]]):
-                    self.told[rank] = store.get(keys[rank]).decode(errors="replace")
+        until = monotonic() + _NOTE_SECONDS
+        store.set(keys[rank], self._text)
+        self.notes[rank] = self._text
+        while len(self.notes) < len(keys) and monotonic() < until:
+            for other in self._ranks:
+                if other not in self.notes and store.check([keys[other]]):
+                    self.notes[other] = store.get(keys[other]).decode(errors="replace")
             if not self.thread.pause(self._poll):
                 return
 
 
 EVERY = 0.2
-"""Default seconds between looks."""
+"""Default seconds between checks."""
 
 
 class _Event(Protocol):
@@ -100,68 +101,67 @@ class _Work(Protocol):
 
 
 @dataclass(eq=False)
-class _Hop:
+class _Post:
     """Transfers of one post. `ready` is recorded just before them on the device; None while the host starts them."""
 
     what: str
     ready: _Event | None
     works: Sequence[_Work] = ()
     incoming: Sequence[Tensor] = ()
-    since: float | None = None  # when it was first seen to be under way
+    since: float | None = None  # time at which it was first seen in flight
 
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         return self.ready is not None and all(work.is_completed() for work in self.works)
 
 
-class HopWatch:
-    """Watches the transfers of one rank of a group.
+class TransferWatch:
+    """Watch the transfers of one rank of a group.
 
     Args:
-        timeout: seconds that a transfer may take.
-        settle: fills what was to be received with NaN and aborts the group; called in the watch's thread.
-        prepare: called first in that thread, if given.
-        every: Seconds between looks.
+        timeout: Seconds that a transfer may take.
+        abort: Called in the thread of the watch with the receive buffers, to fill them with NaN and abort the group.
+        prepare: Called first in that thread. Default: nothing.
+        every: Seconds between checks.
     """
 
     def __init__(
         self,
         timeout: float,
-        settle: Callable[[Sequence[Tensor]], None],
+        abort: Callable[[Sequence[Tensor]], None],
         prepare: Callable[[], None] | None = None,
         *,
         every: float = EVERY,
     ) -> None:
         self.failed: CommunicationTimeoutError | None = None
-        self._timeout, self._settle, self._prepare = timeout, settle, prepare
+        self._timeout, self._abort, self._prepare = timeout, abort, prepare
         self._every = every
-        self._hops: deque[_Hop] = deque()
-        self._awake = False  # whether the thread is at work and will see new transfers without being woken
+        self._posts: deque[_Post] = deque()
+        self._awake = False  # whether the thread will see new transfers without being woken
         self._lock = threading.Lock()
-        self._thread: Background[HopWatch] | None = None
+        self._thread: Background[TransferWatch] | None = None
 
-    def starting(self, what: str, incoming: Sequence[Tensor]) -> _Hop:
-        """Watch transfers that the host is about to start, which may block if a peer is gone.
+    def add(self, what: str, incoming: Sequence[Tensor]) -> _Post:
+        """Add transfers that the host is about to start. Starting them may block if a peer is lost.
 
-        Finished transfers are also released here. Until then their buffers could not be reused, and the call would need
-        more memory.
+        Also releases finished transfers, so that their buffers can be reused.
         """
         if self.failed is not None:
             raise self.failed
-        hop = _Hop(what, None, incoming=incoming)
+        post = _Post(what, None, incoming=incoming)
         if self._thread is None:
-            self._thread = Background(self, HopWatch._watch, "burst_portable hop watch")
+            self._thread = Background(self, TransferWatch._watch, "burst_portable transfer watch")
         with self._lock:
-            self._let_go()
-            self._hops.append(hop)
+            self._release_finished()
+            self._posts.append(post)
             asleep, self._awake = not self._awake, True
         if asleep:
             self._thread.wake(self)
-        return hop
+        return post
 
-    def forget(self, hop: _Hop) -> None:
-        """Forget transfers that could not be started. The caller raises that error."""
+    def remove(self, post: _Post) -> None:
+        """Remove transfers that could not be started. The caller raises that error."""
         with self._lock:
-            self._hops.remove(hop)
+            self._posts.remove(post)
 
     # ------------------------------------------------------------------------------------------ the thread
 
@@ -171,28 +171,28 @@ class HopWatch:
             self._prepare()
             self._prepare = None
         assert self._thread is not None, "this is the thread"
-        while self._goes_on() and self._thread.pause(min(self._every, self._timeout / 4)):
-            late = self._look()
+        while self._has_posts() and self._thread.pause(min(self._every, self._timeout / 4)):
+            late = self._find_late()
             if late is not None:
                 self._fail(late.what)
 
-    def _goes_on(self) -> bool:
-        """Return whether there are transfers to watch. If not, the thread sleeps until the next transfer wakes it."""
+    def _has_posts(self) -> bool:
+        """Return whether there are transfers to watch. If not, the thread sleeps until `add` wakes it."""
         with self._lock:
-            self._awake = bool(self._hops) and self.failed is None
+            self._awake = bool(self._posts) and self.failed is None
             return self._awake
 
-    def _let_go(self) -> None:
-        while self._hops and self._hops[0].over():
-            self._hops.popleft()
+    def _release_finished(self) -> None:
+        while self._posts and self._posts[0].is_complete():
+            self._posts.popleft()
 
-    def _look(self) -> _Hop | None:
-        """Release finished transfers. Return the first transfer if it has taken too long, else None."""
+    def _find_late(self) -> _Post | None:
+        """Release finished transfers. Return the first remaining one if it has taken too long, else None."""
         with self._lock:
-            self._let_go()
-            if not self._hops or not (self._hops[0].ready is None or self._hops[0].ready.query()):
+            self._release_finished()
+            if not self._posts or not (self._posts[0].ready is None or self._posts[0].ready.query()):
                 return None
-            first = self._hops[0]
+            first = self._posts[0]
             first.since = time.monotonic() if first.since is None else first.since
             return first if time.monotonic() - first.since >= self._timeout else None
 
@@ -203,4 +203,4 @@ class HopWatch:
             next_step=LATE,
         )
         print(f"burst_portable: {self.failed}", file=sys.stderr, flush=True)
-        self._settle([buffer for hop in tuple(self._hops) for buffer in hop.incoming])
+        self._abort([buffer for post in tuple(self._posts) for buffer in post.incoming])

@@ -3,16 +3,17 @@
 ::
 
     sender                                   receiver
-                                             a pass begins: "my inbox is free"         -> every peer
-    copy stream: wait until it is free
+                                             a pass begins: set "my inbox is free"     -> every peer
+    copy stream: wait for that flag
     copy the message to its offset
-    "it has come"                        ->  compute stream: wait; use it where it lies
+    set "the message has arrived"        ->  compute stream: wait for that flag; use the message in place
 
-While a kernel runs, copy engines move the blocks, and no multiprocessor is needed. What all ranks exchange at once has
-one flag per pair of ranks, since it is waited for together, and a device may move it in other ways. Both ends know from
-the plan where in the inbox a message lies; messages outside of plans lie one after the other in a region for each peer.
-A flag holds the mark of its pass, a growing number and a piece of the call's fingerprint, so what is left of an earlier
-pass, or comes from another call, is never taken for a message of this one. When numbers start again, the pieces differ.
+Copy engines move the blocks while a kernel runs, without using a multiprocessor. An exchange between all ranks has one
+flag per pair of ranks, because all its messages are waited for together. Both ranks take the offset of a message in the
+inbox from the plan. Messages outside of plans are consecutive in a region for each peer.
+
+A flag has the mark of its pass: a growing number and a part of the call's digest. So a flag of an earlier pass or of
+another call is never taken for one of this pass. When the numbers start again from 1, the parts of the digest differ.
 Each rank sends to the next rank first, so that no link serves two ranks at once.
 """
 
@@ -37,11 +38,11 @@ EXCHANGES = 32
 
 
 def flags(size: int) -> int:
-    """Return how many flags each of `size` ranks has."""
+    """Return the number of flags of each of `size` ranks."""
     return size * (MESSAGES + 1 + EXCHANGES)
 
 
-def came_flag(peer: int, index: int) -> int:
+def arrival_flag(peer: int, index: int) -> int:
     """Return the flag that a peer sets when its message of this index has arrived."""
     return peer * MESSAGES + index
 
@@ -74,7 +75,7 @@ MARKS = 1 << 15
 
 
 class Watched(Protocol):
-    """Describes what a flag is waited for, for the error of a wait past its timeout."""
+    """Return the error text of a flag that was not set in time."""
 
     def __call__(self, flag: int) -> str: ...
 
@@ -82,83 +83,82 @@ class Watched(Protocol):
 class PeerMemory(Protocol):
     """Memory and flags that every rank of a group can write, and a copy stream.
 
-    Only `reserve` makes the host wait. `copying` selects the copy stream instead of the current one.
+    Only `reserve` blocks the host. `copying` selects the copy stream instead of the current stream.
     """
 
     rank: int
     size: int
 
     def reserve(self, inbox: int) -> None:
-        """Give every rank an inbox of this many bytes, and flags set to 0. All ranks ask for the same.
+        """Allocate an inbox of this many bytes and flags of 0 on every rank. All ranks must pass the same size.
 
-        Earlier memory is given up, even if this raises.
+        Releases earlier memory, even if this raises.
         """
 
     def inbox(self, offset: int, size: int) -> Tensor:
         """Return bytes of this rank's own inbox."""
 
     def enter(self) -> None:
-        """Begin a pass on the current stream, after the last pass on any stream.
-
-        If the stream cannot have a pass, raises and begins none.
-        """
+        """Begin a pass on the current stream, after the last pass on any stream. Begins none if it raises."""
 
     def leave(self) -> None:
-        """End the pass: the next one runs after everything that the current stream has been given so far."""
+        """End the pass: the next one runs after all work that was issued to the current stream."""
 
     def fork(self) -> None:
-        """Make the copy stream wait for everything that the current stream has been given so far."""
+        """Make the copy stream wait for all work that was issued to the current stream."""
 
-    def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
+    def copy(self, sends: Sequence[Parts | Strips], *, exclusive: bool) -> None:
         """Copy parts of buffers to their offsets in inboxes, on the copy stream.
 
-        If `alone`, no other kernel runs, so that a kernel may copy. If not, all parts go to other ranks.
+        If `exclusive`, no other kernel runs, so that a kernel may copy. Otherwise all parts go to other ranks.
         """
 
-    def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
-        """Copy parts that stay on this rank, on the current stream."""
+    def copy_local(self, sends: Sequence[Parts | Strips]) -> None:
+        """Copy parts that this rank sends to itself, on the current stream."""
 
     def sent(self) -> Handle:
-        """Return a handle for everything that the copy stream has been given so far."""
+        """Return a handle for all work that was issued to the copy stream."""
 
     def signal(self, flags: Sequence[tuple[int, int]], mark: int, *, copying: bool) -> None:
-        """Set flags, as (peer, flag), once everything that the stream was given before is done."""
+        """Set flags, as (peer, flag), after all work that was issued to the stream."""
 
     def wait(self, flags: Sequence[int], mark: int, what: Watched, *, copying: bool) -> None:
-        """Hold the stream until all these flags of this rank show the mark."""
+        """Make the stream wait until all these flags of this rank have the mark."""
 
     def check(self) -> None:
-        """Raise what has gone wrong in the meantime, if anything."""
+        """Raise the error of a wait that was too late, if there is one."""
 
     def close(self) -> None:
         """Release the memory. Collective."""
 
 
 class PeerCopyTransport(Transport):
-    """See `comm.base.Transport`. Messages go by peer copies inside a pass; all else goes through `other`.
+    """See `comm.base.Transport`. Messages in a pass are peer copies; all others use `fallback`.
 
-    It shares the state of `other`, where other meshes of the group look and a rank that refuses its call answers.
+    It shares the state of `fallback`, which other meshes of the group check, and over which a rank sends its error.
 
     Args:
-        memory: the peer memory of the group's ranks.
-        other: a transport of the same ranks, for messages between passes.
+        memory: Peer memory of the group's ranks.
+        fallback: Transport of the same ranks, for messages between passes.
     """
 
     host = False
     direct = True
     supports_strided_sends = True
 
-    def __init__(self, memory: PeerMemory, other: Transport) -> None:
-        super().__init__("peer_copy", memory.rank, memory.size, other.state)
-        self.memory, self._other = memory, other
+    def __init__(self, memory: PeerMemory, fallback: Transport) -> None:
+        super().__init__("peer_copy", memory.rank, memory.size, fallback.state)
+        self.memory, self._fallback = memory, fallback
         self._region = self._number = self._mark = self._turn = self._exchanges = 0
-        self._waited: set[int] = set()
-        self._sent_to = _Places(self.size)
-        self._coming = _Places(self.size)
-        self._handed: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._free_peers: set[int] = set()  # peers whose free inbox was waited for
+        self._send_offsets = _Offsets(self.size)
+        self._receive_offsets = _Offsets(self.size)
+        self._inboxes: dict[int, list[tuple[int, Tensor]]] = defaultdict(
+            list
+        )  # by peer: buffers that are not posted yet
 
     def unfinished(self) -> str:
-        return self._other.unfinished()
+        return self._fallback.unfinished()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         memory = self.memory
@@ -166,19 +166,19 @@ class PeerCopyTransport(Transport):
         self.check_in_sync()
         need = -(-(inbox + MESSAGES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
         if need > self._region:
-            self._region = 0  # earlier memory is given up even if no more can be had
+            self._region = 0  # `reserve` releases earlier memory even if it raises
             memory.reserve(need * self.size)
             self._region, self._number = need, 0
-        memory.enter()  # may raise, and then no pass has begun
+        memory.enter()  # before the pass is active: it may raise
         super().begin(digest, inbox)
         self._number = self._number % (MARKS - 1) + 1
         self._turn += self._number == 1
         self._mark = self._number << 16 | crc32(digest, self._turn) & 0xFFFF
-        for places in (self._sent_to, self._coming):
-            places.clear()
+        for offsets in (self._send_offsets, self._receive_offsets):
+            offsets.clear()
         self._exchanges = 0
-        self._waited.clear()
-        self._handed.clear()
+        self._free_peers.clear()
+        self._inboxes.clear()
         free = free_flag(self.size, self.rank)
         memory.signal([(peer, free) for peer in self.others], self._mark, copying=False)
 
@@ -188,23 +188,23 @@ class PeerCopyTransport(Transport):
 
     def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         if not self.state.pass_active or not size:
-            return self._other.inbox(size, device, peer)
+            return self._fallback.inbox(size, device, peer)
         if offset is not None:
-            assert offset + size <= self._region * self.size, "an inbox has room for all messages"
+            assert offset + size <= self._region * self.size, "the inbox has space for all messages"
             return self.memory.inbox(offset, size)
-        index, start = self._take(self._coming, peer, size)
+        index, start = self._take(self._receive_offsets, peer, size)
         buffer = self.memory.inbox(peer * self._region + start, size)
-        self._handed[peer].append((index, buffer))
+        self._inboxes[peer].append((index, buffer))
         return buffer
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        return self._other.buffer(size, device)
+        return self._fallback.buffer(size, device)
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
         if not self.state.pass_active:
-            return self._other.post(sends, receives, label)
+            return self._fallback.post(sends, receives, label)
         self.memory.check()
         incoming: list[Handle] = [self._expect(message, label) for message in receives]
         if not sends:
@@ -215,111 +215,111 @@ class PeerCopyTransport(Transport):
         return [self.memory.sent()] * len(sends), incoming
 
     def exchange(
-        self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
+        self, sends: Sequence[Parts | Strips], receives: Sequence[Parts], label: str, *, exclusive: bool = False
     ) -> Exchange:
-        """See `Transport.exchange`. One flag per peer says that all of its buffers have arrived."""
-        if not self.state.pass_active or not leaving or leaving[0].parts[0].offset is None:
-            return super().exchange(leaving, arriving, label)
+        """See `Transport.exchange`. Each peer sets one flag when all of its buffers have arrived."""
+        if not self.state.pass_active or not sends or sends[0].parts[0].offset is None:
+            return super().exchange(sends, receives, label)
         memory, index = self.memory, self._exchanges
         memory.check()
         if index >= EXCHANGES:
-            raise self._no_room(f"exchange {index + 1}", f"{EXCHANGES} exchanges")
+            raise self._no_space(f"exchange {index + 1}", f"{EXCHANGES} exchanges")
         self._exchanges += 1
-        targets = _peers(leaving)
-        mine = exchange_flag(self.size, index, self.rank)
+        targets = _peers(sends)
+        flag = exchange_flag(self.size, index, self.rank)
         memory.fork()
-        self._wait_for_room(targets, label)
-        own: list[Parts | Strips] = []
-        if not alone:
+        self._wait_until_free(targets, label)
+        local: list[Parts | Strips] = []
+        if not exclusive:
             # Multiprocessors make copies within a device. On the copy stream such copies wait for a kernel that
             # occupies them all, and messages wait behind the copies.
-            leaving, own = _split(leaving, self.rank)
-        memory.copy(leaving, alone=alone)
-        memory.signal([(peer, mine) for peer in targets], self._mark, copying=True)
-        came = exchange_flags(self.size, index, _peers(arriving))
-        return _PeerExchange(memory, own, _Arrivals(memory, came, self._mark, self._missing(label)))
+            sends, local = _split(sends, self.rank)
+        memory.copy(sends, exclusive=exclusive)
+        memory.signal([(peer, flag) for peer in targets], self._mark, copying=True)
+        arrivals = exchange_flags(self.size, index, _peers(receives))
+        return _PeerExchange(memory, local, _Arrivals(memory, arrivals, self._mark, self._missing(label)))
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
-        return self._other.share(data, label, timeout)
+        return self._fallback.share(data, label, timeout)
 
     def close(self) -> None:
         self.memory.close()
-        self._other.close()
+        self._fallback.close()
 
     # ----------------------------------------------------------------------------------------- one message
 
     def _send(self, message: Message, label: str) -> None:
         memory, peer = self.memory, message.peer
         if message.offset is not None:
-            index, offset = self._take(self._sent_to, peer, 0)[0], message.offset
+            index, offset = self._take(self._send_offsets, peer, 0)[0], message.offset
         else:
-            index, start = self._take(self._sent_to, peer, message.buffer.numel())
+            index, start = self._take(self._send_offsets, peer, message.buffer.numel())
             offset = self.rank * self._region + start
-        self._wait_for_room([peer], label)
-        memory.copy([Parts(message.buffer, (Part(peer, 0, message.buffer.numel(), offset),))], alone=False)
-        memory.signal([(peer, came_flag(self.rank, index))], self._mark, copying=True)
+        self._wait_until_free([peer], label)
+        memory.copy([Parts(message.buffer, (Part(peer, 0, message.buffer.numel(), offset),))], exclusive=False)
+        memory.signal([(peer, arrival_flag(self.rank, index))], self._mark, copying=True)
 
-    def _wait_for_room(self, peers: Sequence[int], label: str) -> None:
-        """Make the copy stream wait until the inboxes of these peers are free; once per pass for each."""
-        new = [peer for peer in peers if peer not in self._waited and peer != self.rank]
+    def _wait_until_free(self, peers: Sequence[int], label: str) -> None:
+        """Make the copy stream wait until the inboxes of these peers are free, once per pass for each peer."""
+        new = [peer for peer in peers if peer not in self._free_peers and peer != self.rank]
         if not new:
             return
-        self._waited.update(new)
-        what = _Wait(self.rank, self.size, label, "has not made room for the message from here")
+        self._free_peers.update(new)
+        what = _Wait(self.rank, self.size, label, "has not freed its inbox")
         self.memory.wait([free_flag(self.size, peer) for peer in new], self._mark, what, copying=True)
 
     def _expect(self, message: Message, label: str) -> Handle:
         peer = message.peer
         if message.offset is not None:
-            index, inbox = self._take(self._coming, peer, 0)[0], message.buffer
+            index, inbox = self._take(self._receive_offsets, peer, 0)[0], message.buffer
         else:
-            if not self._handed[peer]:
+            if not self._inboxes[peer]:
                 self.inbox(message.buffer.numel(), message.buffer.device, peer)
-            index, inbox = self._handed[peer].pop(0)
+            index, inbox = self._inboxes[peer].pop(0)
         assert inbox.numel() == message.buffer.numel(), "buffers from `inbox` are posted in their order"
-        flag = came_flag(peer, index)
+        flag = arrival_flag(peer, index)
         return _Arrival(self.memory, flag, self._mark, self._missing(label), inbox, message.buffer)
 
     def _missing(self, label: str) -> _Wait:
         return _Wait(self.rank, self.size, label, "has not sent its message")
 
     def _distance(self, peer: int) -> int:
-        """Return by how many ranks a peer is ahead."""
+        """Return the distance to a peer in ranks."""
         return (peer - self.rank) % self.size
 
-    def _take(self, places: _Places, peer: int, size: int) -> tuple[int, int]:
+    def _take(self, offsets: _Offsets, peer: int, size: int) -> tuple[int, int]:
         """Return (index, offset) of the next message from or to a peer."""
-        index, offset = places.next(peer, size)
+        index, offset = offsets.next(peer, size)
         if index >= MESSAGES or offset + size > self._region:
             got = f"message {index + 1} of rank {peer}, {offset + size} bytes in all"
-            raise self._no_room(got, f"{MESSAGES} messages, {self._region} bytes")
+            raise self._no_space(got, f"{MESSAGES} messages, {self._region} bytes")
         return index, offset
 
-    def _no_room(self, got: str, allowed: str) -> UnsupportedError:
+    def _no_space(self, got: str, allowed: str) -> UnsupportedError:
         return UnsupportedError(
-            f"peer copies: rank {self.rank} has no room for another message in this pass",
+            f"peer copies: rank {self.rank} has no space for another message in this pass",
             got=got,
             allowed=allowed,
-            next_step="tell `begin` how many bytes come, or take another transport",
+            next_step="pass the bytes of all messages to `begin`, or use another transport",
         )
 
 
 class _PeerExchange(Exchange):
-    """Messages between all ranks. If a kernel runs at the same time, a rank copies its own part separately."""
+    """Messages between all ranks. Unless the exchange is exclusive, a rank copies its local part separately."""
 
-    def __init__(self, memory: PeerMemory, own: Sequence[Parts | Strips], arrivals: _Arrivals) -> None:
+    def __init__(self, memory: PeerMemory, local: Sequence[Parts | Strips], arrivals: _Arrivals) -> None:
         super().__init__([memory.sent()], [arrivals])
-        self._memory, self._parts = memory, own
+        self._memory, self._parts = memory, local
 
-    def copy_own(self) -> None:
+    def copy_local(self) -> None:
         if self._parts:
-            self._memory.copy_own(self._parts)
+            self._memory.copy_local(self._parts)
 
 
-def _split(leaving: Sequence[Parts | Strips], rank: int) -> tuple[list[Parts | Strips], list[Parts | Strips]]:
-    """Return (what goes to other ranks, what stays on this one)."""
+def _split(sends: Sequence[Parts | Strips], rank: int) -> tuple[list[Parts | Strips], list[Parts | Strips]]:
+    """Return (parts for other ranks, parts for this rank)."""
     sides: tuple[list[Parts | Strips], list[Parts | Strips]] = ([], [])
-    for one in leaving:
+    for one in sends:
         for side, parts in zip(sides, _split_parts(one.parts, rank), strict=True):
             if parts:
                 side.append(one._replace(parts=parts))
@@ -332,7 +332,7 @@ def _split_parts(parts: tuple[Any, ...], rank: int) -> tuple[tuple[Any, ...], tu
 
 
 def _peers(side: Sequence[Parts | Strips]) -> tuple[int, ...]:
-    """Return the ranks that one side of an exchange names."""
+    """Return the ranks in the parts of one side of an exchange."""
     peers = _ranks(side[0].parts)
     assert all(_ranks(one.parts) == peers for one in side[1:]), "all buffers have parts for the same ranks"
     return peers
@@ -343,8 +343,8 @@ def _ranks(parts: tuple[Part, ...] | tuple[Strip, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(part.peer for part in parts))
 
 
-class _Places:
-    """Counts where messages of a pass lie in a region: one after the other."""
+class _Offsets:
+    """Offsets of the messages of a pass in a region, by peer: one message after the other."""
 
     def __init__(self, size: int) -> None:
         self._count, self._offset = [0] * size, [0] * size
@@ -355,14 +355,14 @@ class _Places:
 
     def next(self, peer: int, size: int) -> tuple[int, int]:
         """Return (index, offset) of the next message."""
-        found = self._count[peer], self._offset[peer]
+        result = self._count[peer], self._offset[peer]
         self._count[peer] += 1
         self._offset[peer] += -(-size // ALIGNMENT) * ALIGNMENT
-        return found
+        return result
 
 
 class _Wait:
-    """Describes what is waited for. The text is made only if it does not arrive."""
+    """Error text of a wait for a flag. The text is made only if the flag is not set in time."""
 
     __slots__ = ("label", "missing", "rank", "size")
 
@@ -374,7 +374,7 @@ class _Wait:
 
 
 class _Arrivals:
-    """The handle of what all ranks send at once to this rank's inbox."""
+    """Handle of messages from several ranks in this rank's inbox."""
 
     __slots__ = ("_flags", "_mark", "_what", "memory")
 
@@ -387,7 +387,7 @@ class _Arrivals:
 
 
 class _Arrival(_Arrivals):
-    """The handle of one message, and the buffer that receives it, which may be outside of the inbox."""
+    """Handle of one message, and the buffer that receives it, which may be outside of the inbox."""
 
     __slots__ = ("_buffer", "_inbox")
 

@@ -1,7 +1,7 @@
 """Send messages through torch.distributed: NCCL, RCCL, HCCL, gloo.
 
-Messages of one post are started together: in one batch if the process group launches kernels for them (so that no order
-of sends and receives can deadlock), one by one if it has threads of its own.
+If the process group launches kernels for messages, the messages of one post are one batch, so that no order of sends
+and receives can deadlock. If it uses host threads, they are started one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.comm.faults import HopWatch, exchange_error_notes
+from burst_portable.comm.faults import TransferWatch, exchange_error_notes
 from burst_portable.errors import LATE, CommunicationError, CommunicationTimeoutError, PeerLostError, first_line
 
 
@@ -29,28 +29,35 @@ def store_exchange(group: dist.ProcessGroup) -> StoreExchange:
 
 
 class StoreExchange:
-    """Exchange of a few bytes between the ranks of a group through a store, which counts each rank's turns.
+    """Exchange a few bytes between the ranks of a group through a store, which counts the turns of each rank.
 
     Args:
-        store: shared by these ranks only.
+        store: A store that only these ranks use.
+        rank: Number of this rank.
+        size: Number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
 
     def share(self, data: bytes, what: str, timeout: float) -> list[bytes]:
-        """Return what every rank shared at this turn, in rank order.
+        """Return the data that every rank shared at this turn, in rank order.
+
+        Args:
+            data: The data of this rank.
+            what: Description for errors.
+            timeout: Seconds.
 
         Raises:
-            CommunicationTimeoutError: ranks shared nothing in `timeout` seconds; the message names them.
-            PeerLostError: the store itself is gone.
+            CommunicationTimeoutError: Ranks shared nothing in `timeout` seconds; the message names them.
+            PeerLostError: The store cannot be reached.
         """
         until = time.monotonic() + timeout
         turn = -1  # unknown
         try:
             turn = self._store.add(f"turns/{self._rank}", 1) - 1
             self._store.set(f"{turn}/{self._rank}", data)  # type: ignore[arg-type]  # bytes need not be text
-            if turn > 1:  # all ranks have shared at the last turn, so they have read the one before
+            if turn > 1:  # all ranks have shared at the last turn, so they have read the turn before it
                 self._store.delete_key(f"{turn - 2}/{self._rank}")
             return [self._read(f"{turn}/{rank}", until) for rank in range(self._size)]
         except RuntimeError as error:
@@ -61,24 +68,24 @@ class StoreExchange:
         return bytes(self._store.get(key))
 
     def _error(self, error: RuntimeError, turn: int, what: str, timeout: float) -> CommunicationError:
-        told = first_line(error)
+        text = first_line(error)
         try:
-            silent = [rank for rank in range(self._size) if not self._store.check([f"{turn}/{rank}"])]
+            missing = [rank for rank in range(self._size) if not self._store.check([f"{turn}/{rank}"])]
         except RuntimeError:
-            return PeerLostError(f"{what} failed", got=told, next_step="look at the output of rank 0")
-        who = ", ".join(map(str, silent)) or "the store"
+            return PeerLostError(f"{what} failed", got=text, next_step="look at the output of rank 0")
+        who = ", ".join(map(str, missing)) or "the store"
         return CommunicationTimeoutError(
-            f"{what}: rank {who} said nothing in {timeout:g} s",
-            got=told,
+            f"{what}: rank {who} shared nothing in {timeout:g} s",
+            got=text,
             next_step=LATE,
         )
 
 
-_SHARING = 600.0  # seconds for sharing bytes through the store, if no timeout was given
+_SHARE_SECONDS = 600.0  # default timeout for sharing bytes through the store
 
 
 class _Transfer:
-    """Works of torch, and their description in errors."""
+    """Handle of torch works, with their description in errors."""
 
     def __init__(self, works: Sequence[dist.Work], what: str, timeout: float | None, group: dist.ProcessGroup) -> None:
         self._works, self._what, self._timeout, self._group = works, what, timeout, group
@@ -96,22 +103,22 @@ class _Transfer:
 
 def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> CommunicationError:
     """Return torch's error as a `CommunicationTimeoutError` or `PeerLostError`, with the notes of other ranks."""
-    told = re.sub(r"^\[\S+\] ", "", first_line(error)).partition(". This is typically")[0]
-    late = "timed out" in told.lower() or "timeout" in told.lower()
+    text = re.sub(r"^\[\S+\] ", "", first_line(error)).partition(". This is typically")[0]
+    late = "timed out" in text.lower() or "timeout" in text.lower()
     kind, verb = (CommunicationTimeoutError, "took too long") if late else (PeerLostError, "failed")
-    advice = LATE if late else "look at the output of that rank"
-    others = exchange_error_notes(group, f"{what} {verb}")
-    return kind(f"{what} {verb}", got=told, next_step="; ".join(filter(None, (others, advice))))
+    next_step = LATE if late else "look at the output of that rank"
+    notes = exchange_error_notes(group, f"{what} {verb}")
+    return kind(f"{what} {verb}", got=text, next_step="; ".join(filter(None, (notes, next_step))))
 
 
 def _capturing(x: Tensor) -> bool:
-    """Return whether device work is being captured into a graph: then no transfer runs that could be late."""
+    """Return whether device work is being captured into a graph. Then no transfer runs yet, so none can be late."""
     is_capturing = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
     return bool(is_capturing and is_capturing())
 
 
 @lru_cache(maxsize=1)
-def _of_groups() -> WeakKeyDictionary[dist.ProcessGroup, WeakSet[TorchDistTransport]]:
+def _transports() -> WeakKeyDictionary[dist.ProcessGroup, WeakSet[TorchDistTransport]]:
     """Return the transports of every process group."""
     return WeakKeyDictionary()
 
@@ -120,12 +127,12 @@ class TorchDistTransport(Transport):
     """See `comm.base.Transport`.
 
     Args:
-        group: a process group of torch.distributed; None for the default one.
-        name: torch's name of the group's backend: "gloo", "nccl" (RCCL too), "hccl".
-        batched: whether messages are launched as one batch.
-        timeout: seconds that a transfer may take. None: the group's own timeout.
-        in_watch: called first in the thread that watches the timeout of batched messages, if given.
-        high_priority: whether the group's kernels run on a stream of high priority.
+        group: Process group of torch.distributed. None: the default group.
+        name: torch's name of the group's backend: "gloo", "nccl" (also for RCCL), "hccl".
+        batched: Whether the messages of one post are one batch.
+        timeout: Seconds that a transfer may take. Default: the timeout of the group.
+        in_watch: Called first in the thread that watches batched messages. Default: nothing.
+        high_priority: Whether the group's kernels run on a stream of high priority.
     """
 
     persistent_inbox = True
@@ -141,18 +148,18 @@ class TorchDistTransport(Transport):
         high_priority: bool = False,
     ) -> None:
         found = group if group is not None else dist.group.WORLD
-        assert found is not None, "a mesh refuses to be made without one"
+        assert found is not None, "a mesh cannot be made without one"
         super().__init__(name, dist.get_rank(found), dist.get_world_size(found))
         self.group, self._batched, self._timeout = found, batched, timeout
         self.host, self.high_priority = not batched, high_priority
-        self._watch = HopWatch(timeout, self._give_up, in_watch) if batched and timeout else None
+        self._watch = TransferWatch(timeout, self._abort, in_watch) if batched and timeout else None
         self._connected = not batched or self.size == 1
-        self._of_this_group = _of_groups().setdefault(self.group, WeakSet())
-        self._of_this_group.add(self)
+        self._group_transports = _transports().setdefault(self.group, WeakSet())
+        self._group_transports.add(self)
 
     def unfinished(self) -> str:
-        """Return what is unfinished on any transport of this group, also of other meshes, whose messages would mix."""
-        return next(filter(None, (super(TorchDistTransport, one).unfinished() for one in self._of_this_group)), "")
+        """Return what is unfinished on any transport of this group: messages of several meshes would be mixed up."""
+        return next(filter(None, (super(TorchDistTransport, one).unfinished() for one in self._group_transports)), "")
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         super().begin(digest, inbox)
@@ -162,13 +169,13 @@ class TorchDistTransport(Transport):
     def _connect(self) -> None:
         """Exchange a byte with the neighbors.
 
-        A group that launches kernels connects in its first batch and there waits for all ranks, even those that a mask
-        leaves without messages. More pairs would take more buffers.
+        A group that launches kernels connects in its first batch, which waits for all ranks, even those without
+        messages under the mask. More pairs would need more buffers.
         """
-        mine = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator(check_available=True))
-        there, back = Message(mine, self.others[0]), Message(torch.empty_like(mine), self.others[-1])
-        leaving, arriving = self.post([there], [back], "connecting")
-        for handle in (*arriving, *leaving):
+        byte = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator(check_available=True))
+        send, receive = Message(byte, self.others[0]), Message(torch.empty_like(byte), self.others[-1])
+        sends, receives = self.post([send], [receive], "connecting")
+        for handle in (*receives, *sends):
             handle.wait()
         self._connected = True
 
@@ -182,15 +189,17 @@ class TorchDistTransport(Transport):
         with self.between_passes():
             if self.host:
                 return self._share_by_messages(data, label, self._timeout if timeout is None else timeout)
-            seconds = timeout or self._timeout or _SHARING
-            return store_exchange(self.group).share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
+            seconds = timeout or self._timeout or _SHARE_SECONDS
+            return store_exchange(self.group).share(
+                data, f"rank {self.rank}, {label}: receiving from all ranks", seconds
+            )
 
     def _share_by_messages(self, data: bytes, label: str, timeout: float | None) -> list[bytes]:
         """Share point to point: the error of a collective would not name the missing rank."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        local = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [local if rank == self.rank else torch.empty_like(local) for rank in range(self.size)]
         outgoing, incoming = self._post(
-            [Message(mine, r) for r in self.others], [Message(parts[r], r) for r in self.others], label, timeout
+            [Message(local, r) for r in self.others], [Message(parts[r], r) for r in self.others], label, timeout
         )
         for handle in (*incoming, *outgoing):
             handle.wait()
@@ -208,23 +217,24 @@ class TorchDistTransport(Transport):
     ) -> tuple[list[Handle], list[Handle]]:
         ops = [dist.P2POp(dist.isend, m.buffer, group=self.group, group_peer=m.peer) for m in sends]
         ops += [dist.P2POp(dist.irecv, m.buffer, group=self.group, group_peer=m.peer) for m in receives]
-        told = f"rank {self.rank}, {label}: exchange with ranks {sorted({m.peer for m in (*sends, *receives)})}"
+        what = f"rank {self.rank}, {label}: exchange with ranks {sorted({m.peer for m in (*sends, *receives)})}"
         incoming = [m.buffer for m in receives]
-        hop = self._watch.starting(told, incoming) if self._watch and ops and not _capturing(ops[0].tensor) else None
+        watch = self._watch if ops and not _capturing(ops[0].tensor) else None
+        post = watch.add(what, incoming) if watch else None
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
-            if self._watch and hop:
-                self._watch.forget(hop)
-            raise named_error(error, told, self.group) from error
-        if hop:
-            hop.works, hop.ready = works, torch.Event(ops[0].tensor.device)
-            hop.ready.record()
-        transfer = _Transfer(works, told, None, self.group)
+            if watch and post:
+                watch.remove(post)
+            raise named_error(error, what, self.group) from error
+        if post:
+            post.works, post.ready = works, torch.Event(ops[0].tensor.device)
+            post.ready.record()
+        transfer = _Transfer(works, what, None, self.group)
         return [transfer] * len(sends), [transfer] * len(receives)
 
-    def _give_up(self, incoming: Sequence[Tensor]) -> None:
-        """Fill what did not arrive with NaN in every dtype, and end the group's kernels."""
+    def _abort(self, incoming: Sequence[Tensor]) -> None:
+        """Fill receive buffers with NaN (255 in each byte, in every dtype), and end the group's kernels."""
         if incoming:
             device = incoming[0].device
             with torch.Stream(device):
@@ -236,14 +246,14 @@ class TorchDistTransport(Transport):
     def _each(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, timeout: float | None
     ) -> tuple[list[Handle], list[Handle]]:
-        def start(what: str, operation: Callable[[], dist.Work | None]) -> Handle:
-            told = f"rank {self.rank}, {label}: {what}"
+        def start(action: str, operation: Callable[[], dist.Work | None]) -> Handle:
+            what = f"rank {self.rank}, {label}: {action}"
             try:
                 work = operation()
             except RuntimeError as error:
-                raise named_error(error, told, self.group) from error
+                raise named_error(error, what, self.group) from error
             assert work is not None, "this rank is a member of its group"
-            return _Transfer([work], told, timeout, self.group)
+            return _Transfer([work], what, timeout, self.group)
 
         group = self.group
         incoming = [

@@ -2,11 +2,12 @@
 
 ::
 
-    one transport     hops inside the node and between nodes, posted together, end together; the next hop waits too
-    two               0 -> 1 -> 2 -> 3       hops inside the node, one after the other
-                      0 ------------> 4      meanwhile: between nodes, a whole inner round long
+    one transport     messages inside the node and between nodes, posted together, also end together
+    two               0 -> 1 -> 2 -> 3       inside the node, one after the other
+                      0 ------------> 4      between nodes, at the same time, for a complete round of the inner ring
 
-A process group that launches kernels launches one for all messages that are posted at once, one after the other.
+A process group that launches kernels launches one for all messages that are posted at once. With one transport, the
+next message inside the node would wait for the network.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from burst_portable.comm.torch_dist import named_error
 
 
 class TwoLevelTransport(WrappedTransport):
-    """See `comm.base.Transport`. Everything before the first pass goes through `intra_node`.
+    """See `comm.base.Transport`. All messages before the first pass use `intra_node`.
 
     Args:
-        intra_node: moves messages inside a node.
-        connect: makes what moves messages between nodes; called in the first pass, on all ranks.
-        ranks_per_node: ranks per node.
+        intra_node: Transport of messages inside a node.
+        connect: Makes the transport of messages between nodes. Called in the first pass, on all ranks.
+        ranks_per_node: Ranks per node.
     """
 
     def __init__(self, intra_node: Transport, connect: Callable[[], Transport], ranks_per_node: int) -> None:
@@ -53,16 +54,16 @@ class TwoLevelTransport(WrappedTransport):
     ) -> tuple[list[Handle], list[Handle]]:
         if self.inter_node is None:
             return self.intra_node.post(sends, receives, label)
-        leaving, arriving = dict[int, Handle](), dict[int, Handle]()
-        for transport, apart in ((self.inter_node, True), (self.intra_node, False)):
-            there, here = ([self._apart(m) == apart for m in messages] for messages in (sends, receives))
-            if any(there) or any(here):
-                posted = transport.post(list(compress(sends, there)), list(compress(receives, here)), label)
-                leaving.update(zip(compress(range(len(sends)), there), posted[0], strict=True))
-                arriving.update(zip(compress(range(len(receives)), here), posted[1], strict=True))
-        return [leaving[i] for i in range(len(sends))], [arriving[i] for i in range(len(receives))]
+        send_handles, receive_handles = dict[int, Handle](), dict[int, Handle]()
+        for transport, is_inter_node in ((self.inter_node, True), (self.intra_node, False)):
+            chosen = [[self._is_inter_node(m) == is_inter_node for m in side] for side in (sends, receives)]
+            if any(map(any, chosen)):
+                posted = transport.post(list(compress(sends, chosen[0])), list(compress(receives, chosen[1])), label)
+                send_handles.update(zip(compress(range(len(sends)), chosen[0]), posted[0], strict=True))
+                receive_handles.update(zip(compress(range(len(receives)), chosen[1]), posted[1], strict=True))
+        return [send_handles[i] for i in range(len(sends))], [receive_handles[i] for i in range(len(receives))]
 
-    def _apart(self, message: Message) -> bool:
+    def _is_inter_node(self, message: Message) -> bool:
         return message.peer // self.ranks_per_node != self.rank // self.ranks_per_node
 
     def close(self) -> None:
@@ -78,25 +79,27 @@ def with_two_levels(
     timeout: float,
     options: Callable[[timedelta], dict[str, Any]],
 ) -> TwoLevelTransport:
-    """Make two transports for one group: its own inside nodes, and one of a second group of these ranks between nodes.
+    """Make two transports for one group: that group's for messages inside nodes, and a new group's between nodes.
 
     Args:
-        transport: makes the transport of a process group.
-        options: returns further arguments of `new_group` for a timeout; used if the group has one backend.
-        timeout: of a message, in seconds. The timeout of the new group is twice that, so that our error comes first.
+        transport: Makes the transport of a process group.
+        group: The process group.
+        ranks_per_node: Ranks per node.
+        timeout: Seconds that a message may take. The new group has twice that, so that our error comes first.
+        options: Returns further arguments of `new_group` for a timeout; used if the group has one backend.
     """
 
     def connect() -> Transport:
         ranks = dist.get_process_group_ranks(group)
-        how: dict[str, Any] = {"backend": dist.get_backend_config(group), "use_local_synchronization": True}
+        arguments: dict[str, Any] = {"backend": dist.get_backend_config(group), "use_local_synchronization": True}
         group_timeout = timedelta(seconds=2 * timeout)
-        how.update({"timeout": group_timeout} if "," in str(how["backend"]) else options(group_timeout))
-        if ranks != sorted(ranks):  # only releases of torch that have this option make such groups
-            how["sort_ranks"] = False
+        arguments.update({"timeout": group_timeout} if "," in str(arguments["backend"]) else options(group_timeout))
+        if ranks != sorted(ranks):  # only releases of torch with this option can make such groups
+            arguments["sort_ranks"] = False
         try:
-            return transport(dist.new_group(ranks, **how))
+            return transport(dist.new_group(ranks, **arguments))
         except RuntimeError as error:
-            told = f"rank {dist.get_rank(group)}, connecting nodes: meeting all ranks"
-            raise named_error(error, told, group) from error
+            what = f"rank {dist.get_rank(group)}, connecting nodes: meeting all ranks"
+            raise named_error(error, what, group) from error
 
     return TwoLevelTransport(transport(group), connect, ranks_per_node)

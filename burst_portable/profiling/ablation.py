@@ -214,11 +214,11 @@ class _Silent(WrappedTransport):
         return [_Done() for _ in sends], [_Done() for _ in receives]
 
     def exchange(
-        self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
+        self, sends: Sequence[Parts | Strips], receives: Sequence[Parts], label: str, *, exclusive: bool = False
     ) -> Exchange:
         if self.supports_strided_sends:  # strips are no messages; not even what a rank sends itself is copied then
             return Exchange([], [])
-        return super().exchange(leaving, arriving, label, alone=alone)
+        return super().exchange(sends, receives, label, exclusive=exclusive)
 
     def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         return self.buffer(size, device)

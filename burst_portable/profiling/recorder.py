@@ -404,8 +404,8 @@ class RecordingExchange(Exchange):
     def __init__(self, wrapped: Exchange, waited: Callable[[Callable[[], None]], None]) -> None:
         self._wrapped, self._waited = wrapped, waited
 
-    def copy_own(self) -> None:
-        self._wrapped.copy_own()
+    def copy_local(self) -> None:
+        self._wrapped.copy_local()
 
     def wait(self) -> None:
         self._waited(self._wrapped.wait)
@@ -438,10 +438,10 @@ class RecordingTransport(WrappedTransport):
         self._wrapped.end()
 
     def exchange(
-        self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
+        self, sends: Sequence[Parts | Strips], receives: Sequence[Parts], label: str, *, exclusive: bool = False
     ) -> Exchange:
-        wrapped = self._wrapped.exchange(leaving, arriving, label, alone=alone)
-        size = sum(part.size for one in leaving for part in one.parts if part.peer != self.rank)
+        wrapped = self._wrapped.exchange(sends, receives, label, exclusive=exclusive)
+        size = sum(part.size for one in sends for part in one.parts if part.peer != self.rank)
 
         def waited(wait: Callable[[], None]) -> None:
             clock = self._observer.recorder.clock(device)
@@ -450,9 +450,9 @@ class RecordingTransport(WrappedTransport):
                 wait()
                 self._collected(0, size, start, clock.mark())
 
-        if not leaving:
+        if not sends:
             return wrapped
-        device = leaving[0].buffer.device
+        device = sends[0].buffer.device
         return RecordingExchange(wrapped, waited)
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:

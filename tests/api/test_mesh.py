@@ -104,7 +104,7 @@ def test_rank_that_returned_raises_peer_lost_error(again):
             bp.attention(rows, rows, rows, mesh=mesh)
 
     begun = time.monotonic()
-    with pytest.raises(PeerLostError, match=r"rank [02], asking whether ranks agree on .*: rank 1 returned without"):
+    with pytest.raises(PeerLostError, match=r"rank [02], checking that ranks agree on .*: rank 1 returned without"):
         bp.run_threads(3, work)
     assert time.monotonic() - begun < 20
 

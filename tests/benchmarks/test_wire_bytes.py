@@ -158,9 +158,9 @@ def test_counted_bytes_equal_plan(name, strategy):
 class Twice(ThreadPeers):
     """Every message is sent twice: results are right, and links carry double."""
 
-    def copy(self, leaving, *, alone):
-        super().copy(leaving, alone=alone)
-        super().copy(leaving, alone=alone)
+    def copy(self, leaving, *, exclusive):
+        super().copy(leaving, exclusive=exclusive)
+        super().copy(leaving, exclusive=exclusive)
 
 
 @pytest.mark.parametrize("strategy", ["ring+fetch", "ulysses"])

@@ -21,7 +21,7 @@ from tests.support.after_errors import CALLS, GLOO, RANKS, play
 from tests.support.thread_peers import ThreadPeers, World
 
 ROOT = Path(__file__).parents[2]
-ENDED = "CommunicationError: rank 1: the last {} has not ended; its messages would be taken for those of this call"
+ENDED = "CommunicationError: rank 1: the last {} has not ended; its messages would mix with those of this call"
 IN_PASS, BETWEEN = ENDED.format("pass"), ENDED.format("exchange between passes")
 
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from burst_portable.comm.faults import HopWatch
+from burst_portable.comm.faults import TransferWatch
 from burst_portable.errors import CommunicationTimeoutError
 from burst_portable.utils.threads import Background
 
@@ -38,25 +38,25 @@ class Settled:
 def test_watch_names_and_settles_unfinished_transfer(capsys):
     settled = Settled()
     prepared = []
-    watch = HopWatch(0.2, settled, lambda: prepared.append(1))
-    done = watch.starting("rank 0, forward step 1: exchange with ranks [1]", [])
+    watch = TransferWatch(0.2, settled, lambda: prepared.append(1))
+    done = watch.add("rank 0, forward step 1: exchange with ranks [1]", [])
     done.works, done.ready = [Switch()], Switch()
-    late = watch.starting("rank 0, forward step 2: exchange with ranks [1]", [torch.zeros(1)])
+    late = watch.add("rank 0, forward step 2: exchange with ranks [1]", [torch.zeros(1)])
     late.works, late.ready = [Switch(), Switch(False)], Switch()
-    behind = watch.starting("rank 0, forward step 3: exchange with ranks [1]", [torch.ones(1)])
+    behind = watch.add("rank 0, forward step 3: exchange with ranks [1]", [torch.ones(1)])
     behind.works, behind.ready = [Switch(False)], Switch(False)
     assert settled.happened.wait(5)
     assert [float(x) for x in settled.buffers] == [0.0, 1.0]
     assert "forward step 2: exchange with ranks [1] took too long" in capsys.readouterr().err
     with pytest.raises(CommunicationTimeoutError, match="step 2"):
-        watch.starting("rank 0, forward step 4", [])
+        watch.add("rank 0, forward step 4", [])
     assert prepared == [1]
 
 
 def test_watch_ignores_transfers_that_device_has_not_reached():
     settled = Settled()
-    watch = HopWatch(0.1, settled)
-    hop = watch.starting("rank 0, backward step 1", [])
+    watch = TransferWatch(0.1, settled)
+    hop = watch.add("rank 0, backward step 1", [])
     reached = Switch(False)
     hop.works, hop.ready = [Switch(False)], reached
     assert not settled.happened.wait(0.5)
@@ -66,27 +66,27 @@ def test_watch_ignores_transfers_that_device_has_not_reached():
 
 def test_watch_reports_transfer_that_host_cannot_start():
     settled = Settled()
-    watch = HopWatch(0.1, settled)
-    watch.starting("rank 0, forward step 0: exchange with ranks [1]", [])  # and never says that it is started
+    watch = TransferWatch(0.1, settled)
+    watch.add("rank 0, forward step 0: exchange with ranks [1]", [])  # and never says that it is started
     assert settled.happened.wait(5)
 
 
 def test_watch_forgets_transfer_that_failed_at_once():
     settled = Settled()
-    watch = HopWatch(0.1, settled)
-    watch.forget(watch.starting("rank 0, forward step 0", []))
+    watch = TransferWatch(0.1, settled)
+    watch.remove(watch.add("rank 0, forward step 0", []))
     time.sleep(0.4)
     assert watch.failed is None
 
 
 def test_watch_releases_finished_transfer_at_next_start():
     """Waiting for its thread would retain buffers that are needed again."""
-    watch = HopWatch(60.0, print)
+    watch = TransferWatch(60.0, print)
     freed = []
     for number in range(20):
         buffer = torch.zeros(1)
         weakref.finalize(buffer, freed.append, number)
-        hop = watch.starting(f"rank 0, forward step {number}", [buffer])
+        hop = watch.add(f"rank 0, forward step {number}", [buffer])
         hop.works, hop.ready = [Switch()], Switch()
         del buffer, hop
         assert freed == list(range(number))
@@ -95,17 +95,17 @@ def test_watch_releases_finished_transfer_at_next_start():
 def test_watch_thread_sleeps_and_wakes(monkeypatch):
     """Transfers started while it sleeps are watched, and wake it at most once per sleep."""
     settled, wake = Settled(), Background.wake
-    watch = HopWatch(1.0, settled)
+    watch = TransferWatch(1.0, settled)
     woken = []
     monkeypatch.setattr(Background, "wake", lambda self, owner: (woken.append(1), wake(self, owner)))
     for _ in range(3):
         done = Switch(False)  # until all are started: else it might sleep between two of them
         for number in range(30):
-            hop = watch.starting(f"rank 0, forward step {number}", [])
+            hop = watch.add(f"rank 0, forward step {number}", [])
             hop.works, hop.ready = [done], Switch()
         done.on = True
         time.sleep(0.5)
     assert len(woken) == 3
-    late = watch.starting("rank 0, forward step 30", [])
+    late = watch.add("rank 0, forward step 30", [])
     late.works, late.ready = [Switch(False)], Switch()
     assert settled.happened.wait(5)

@@ -15,7 +15,7 @@ from burst_portable.comm.peer_copy import (
     EXCHANGES,
     MESSAGES,
     PeerCopyTransport,
-    came_flag,
+    arrival_flag,
     exchange_flags,
     flags,
     free_flag,
@@ -35,7 +35,7 @@ from burst_portable.errors import (
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import inboxes
-from burst_portable.runtime.head_parallel import can_be_picked
+from burst_portable.runtime.head_parallel import can_send_strided
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.thread_peers import ThreadPeers, World, run_peers
 
@@ -109,8 +109,8 @@ def test_exchange_that_waits_for_all_ranks_is_detected(monkeypatch):
 class Forgetful(ThreadPeers):
     """A planted bug: of what stays on a rank, lines that lie apart are not copied."""
 
-    def copy_own(self, leaving):
-        super().copy_own([one for one in leaving if isinstance(one, Parts)])
+    def copy_local(self, leaving):
+        super().copy_local([one for one in leaving if isinstance(one, Parts)])
 
 
 def test_exchange_that_omits_local_part_is_detected():
@@ -232,7 +232,7 @@ def test_more_messages_than_flags_raise():
         transport.begin(b"call", 512)
         for _ in range(MESSAGES):
             transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
-        with pytest.raises(UnsupportedError, match="no room"):
+        with pytest.raises(UnsupportedError, match="no space"):
             transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
 
     run_peers(World(2), work)
@@ -259,7 +259,7 @@ def test_more_exchanges_than_flags_raise():
 @pytest.mark.parametrize("size", [1, 2, 8, 70])
 def test_flags_identify_peers(size):
     peers = tuple(range(size))
-    found = [(came_flag(peer, index), peer) for peer in peers for index in range(MESSAGES)]
+    found = [(arrival_flag(peer, index), peer) for peer in peers for index in range(MESSAGES)]
     found += [(free_flag(size, peer), peer) for peer in peers]
     found += [
         (flag, p) for e in range(EXCHANGES) for flag, p in zip(exchange_flags(size, e, peers), peers, strict=True)
@@ -345,9 +345,9 @@ def test_rows_are_sent_without_packing(how, batch, heads):
     sent = set()
 
     class Noting(ThreadPeers):
-        def copy(self, leaving, *, alone):
-            sent.update((type(one), alone) for one in leaving)
-            super().copy(leaving, alone=alone)
+        def copy(self, leaving, *, exclusive):
+            sent.update((type(one), exclusive) for one in leaving)
+            super().copy(leaving, exclusive=exclusive)
 
     def work(mesh, laid):
         leaves = [bp.shard(x, mesh, layout="contiguous").detach() for x in (inputs.q, inputs.k, inputs.v)]
@@ -402,4 +402,4 @@ def test_rows_that_engines_cannot_copy_are_packed(rows):
 )
 def test_can_be_picked_accepts_few_strided_lines(shape, strides, can):
     """Lines as `comm.base.Strip` wants them, and few."""
-    assert can_be_picked(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")) == can
+    assert can_send_strided(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")) == can

@@ -52,7 +52,7 @@ def test_store_exchange_names_silent_rank():
     def work(transport):
         if transport.rank == 1:
             return
-        with pytest.raises(CommunicationTimeoutError, match=r"rank 1 said nothing in 0\.2 s"):
+        with pytest.raises(CommunicationTimeoutError, match=r"rank 1 shared nothing in 0\.2 s"):
             agree(transport, call_signature({"a": "b"}))
 
     over_store(3, work, timeout=0.2)
@@ -84,4 +84,4 @@ def test_note_exchange_without_process_group_ends():
     asking = NoteExchange([0, 1], "late")
     asking.run()
     assert asking.over.is_set()
-    assert asking.told == {}
+    assert asking.notes == {}

@@ -135,9 +135,9 @@ def test_rank_that_does_not_connect_is_named(monkeypatch):
         get_backend_config=lambda _: "gloo",
     )
     monkeypatch.setattr(two_levels, "dist", group)
-    monkeypatch.setattr(torch_dist, "exchange_error_notes", lambda *_: "nothing is heard of rank 3")
+    monkeypatch.setattr(torch_dist, "exchange_error_notes", lambda *_: "no report from rank 3")
     transport = two_levels.with_two_levels(lambda _: LocalTransport(Fabric(1, 1.0), 0), None, 2, 5.0, told_of)
-    told = "rank 1, connecting nodes: meeting all ranks took too long; got Wait timeout; nothing is heard of rank 3"
+    told = "rank 1, connecting nodes: meeting all ranks took too long; got Wait timeout; no report from rank 3"
     with pytest.raises(CommunicationTimeoutError, match=told):
         transport.begin()
     assert (asked["timeout"], asked["pg_options"]) == (timedelta(seconds=10), "a backend's own")

@@ -111,13 +111,13 @@ def test_what_a_transport_picks_up_is_not_packed_without_it(picks, monkeypatch):
             return super()._packed(*arguments)
 
     monkeypatch.setattr(head_parallel, "Reshard", Noting)
-    copy_own = Exchange.copy_own
+    copy_local = Exchange.copy_local
 
     def noting(exchange: Exchange) -> None:
         owned.append(len(exchange._own))
-        copy_own(exchange)
+        copy_local(exchange)
 
-    monkeypatch.setattr(Exchange, "copy_own", noting)
+    monkeypatch.setattr(Exchange, "copy_local", noting)
 
     def work(mesh):
         x = torch.ones(1, 16, 4, 8, requires_grad=True)

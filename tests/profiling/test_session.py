@@ -157,7 +157,7 @@ def test_a_report_of_some_ranks_alone_names_the_others():
         return ""
 
     assert bp.run_threads(3, work)[2] == (
-        "rank 2, asking whether all ranks call session.report() or gather(): ranks 0, 1 returned without this call; "
+        "rank 2, checking that all ranks call session.report() or gather(): ranks 0, 1 returned without this call; "
         "all ranks of a mesh must make the same calls in the same order; "
         "every rank of the mesh must call session.report() or gather()"
     )

@@ -288,9 +288,9 @@ def test_only_exchanges_without_kernel_are_marked_alone():
         transport, told = mesh.transport("cpu"), []
         exchange = transport.exchange
 
-        def noted(leaving, arriving, label, *, alone=False):
-            told.append((label, alone))
-            return exchange(leaving, arriving, label, alone=alone)
+        def noted(sends, receives, label, *, exclusive=False):
+            told.append((label, exclusive))
+            return exchange(sends, receives, label, exclusive=exclusive)
 
         transport.exchange = noted
         q, k, v = (torch.ones(1, 3, 4, 8, requires_grad=True) for _ in "qkv")

@@ -313,9 +313,9 @@ def test_late_rank_is_sought_in_own_node():
     def work(mesh):
         transport, exchange = mesh.transport("cpu"), mesh.transport("cpu").exchange
 
-        def held(leaving, arriving, label, *, alone=False):
+        def held(sends, receives, label, *, exclusive=False):
             time.sleep(0.3 * mesh.rank if mesh.rank % 2 and label == "to heads" else 0.0)
-            return exchange(leaving, arriving, label, alone=alone)
+            return exchange(sends, receives, label, exclusive=exclusive)
 
         transport.exchange = held
         with profile(mesh=mesh) as session:

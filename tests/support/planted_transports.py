@@ -87,13 +87,13 @@ class TakesPeersAsGlobalRanks(Through):
 class SendsOthersShares(Through):
     """Of what all ranks exchange at once, each gets what is meant for the one before it."""
 
-    def exchange(self, leaving, arriving, label, *, alone=False):
-        (one,) = leaving
+    def exchange(self, sends, receives, label, *, exclusive=False):
+        (one,) = sends
         peers = [part.peer for part in one.parts]
         turned = one._replace(
             parts=tuple(p._replace(peer=q) for p, q in zip(one.parts, peers[1:] + peers[:1], strict=True))
         )
-        return super().exchange([turned], arriving, label, alone=alone)
+        return super().exchange([turned], receives, label, exclusive=exclusive)
 
 
 class HearsItself(Through):

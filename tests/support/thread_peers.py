@@ -81,13 +81,13 @@ class ThreadPeers:
     def fork(self) -> None:
         """What the thread has done so far is done."""
 
-    def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
+    def copy(self, leaving: Sequence[Parts | Strips], *, exclusive: bool) -> None:
         for one in leaving:
             for part in one.parts:
-                assert alone or part.peer != self.rank, "it would wait for the kernel, and messages behind it"
+                assert exclusive or part.peer != self.rank, "it would wait for the kernel, and messages behind it"
                 self._do(partial(self._move, one.buffer, part), True)
 
-    def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
+    def copy_local(self, leaving: Sequence[Parts | Strips]) -> None:
         for one in leaving:
             for part in one.parts:
                 assert part.peer == self.rank

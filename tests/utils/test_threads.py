@@ -51,8 +51,8 @@ def peer_watch():
 def hop_watch():
     from burst_portable.comm import faults as module
 
-    watch = module.HopWatch(600.0, print, every=0.001)
-    hop = watch.starting("a hop", [])
+    watch = module.TransferWatch(600.0, print, every=0.001)
+    hop = watch.add("a hop", [])
     hop.works, hop.ready = [SimpleNamespace(is_completed=look)], SimpleNamespace(query=lambda: True)
     return watch
 

@@ -118,7 +118,7 @@ def this_host() -> str:
 def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
     """What is wrong with messages between all ranks in a few trial passes; "" if all is well."""
     # By a kernel, and by engines.
-    trials: list[Trial] = [_messages, _parts, partial(_lines, alone=True), partial(_lines, alone=False)]
+    trials: list[Trial] = [_messages, _parts, partial(_lines, exclusive=True), partial(_lines, exclusive=False)]
     try:
         for turn, trial in enumerate(trials, 1):
             if wrong := _tried(transport, device, turn, trial):
@@ -165,23 +165,23 @@ def _parts(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
     return _exchanged(transport, Parts(mine, tuple(Part(r, 0, _PROOF, offset) for r in ranks)), _PROOF)
 
 
-def _lines(transport: PeerCopyTransport, mine: Tensor, alone: bool) -> dict[int, Tensor]:
+def _lines(transport: PeerCopyTransport, mine: Tensor, exclusive: bool) -> dict[int, Tensor]:
     """The same for lines that lie apart."""
     width, step = 1024, 4096
     lines = _PROOF // step
     ranks = (*transport.others, transport.rank)
     strips = tuple(Strip(r, 0, transport.rank * _PROOF, lines, width, step, width) for r in ranks)
-    return _exchanged(transport, Strips(mine, strips), lines * width, alone)
+    return _exchanged(transport, Strips(mine, strips), lines * width, exclusive)
 
 
 def _exchanged(
-    transport: PeerCopyTransport, leaving: Parts | Strips, size: int, alone: bool = True
+    transport: PeerCopyTransport, leaving: Parts | Strips, size: int, exclusive: bool = True
 ) -> dict[int, Tensor]:
     inbox = transport.inbox(transport.size * _PROOF, leaving.buffer.device, transport.rank, 0)
     ranks = (*transport.others, transport.rank)
     arriving = Parts(inbox, tuple(Part(r, r * _PROOF, r * _PROOF + size, r * _PROOF) for r in ranks))
-    exchange = transport.exchange([leaving], [arriving], "trying peer copies", alone=alone)
-    exchange.copy_own()
+    exchange = transport.exchange([leaving], [arriving], "trying peer copies", exclusive=exclusive)
+    exchange.copy_local()
     exchange.wait()
     exchange.wait_sent()
     return {r: inbox[r * _PROOF : r * _PROOF + size] for r in ranks}

@@ -117,11 +117,11 @@ class CudaPeerMemory:
         self._forked.record(self._compute_stream)
         self._copy_stream.wait_event(self._forked)
 
-    def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
-        if not (alone and self._pushed(self._copy_handle, leaving)):
+    def copy(self, leaving: Sequence[Parts | Strips], *, exclusive: bool) -> None:
+        if not (exclusive and self._pushed(self._copy_handle, leaving)):
             self._by_driver(self._copy_handle, leaving)
 
-    def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
+    def copy_local(self, leaving: Sequence[Parts | Strips]) -> None:
         with on(self._device):  # as in `signal`
             if not self._pushed(self._compute_handle, leaving):
                 self._by_driver(self._compute_handle, leaving)

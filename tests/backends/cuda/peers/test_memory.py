@@ -148,7 +148,7 @@ def test_connect_raises_if_peer_rejected_its_call(machine):
 
     def work(rank, other, connect):
         if rank:
-            other.share(b"a statement of another kind", "asking whether ranks agree")
+            other.share(b"a statement of another kind", "checking that ranks agree")
         else:
             with pytest.raises(MismatchError, match="do not make the same call"):
                 connect()
@@ -225,7 +225,7 @@ def test_local_copies_run_on_device_of_memory(machine, monkeypatch):
     memory = peer_memory.CudaPeerMemory(None, DEVICE, lambda data, what: [data], 5.0)
     memory._starts = [0, 0]
     current[0] = 1
-    memory.copy_own([Parts(torch.zeros(16), (Part(0, 0, 16, 0),))])
+    memory.copy_local([Parts(torch.zeros(16), (Part(0, 0, 16, 0),))])
     assert copied == [0]
 
 

@@ -152,7 +152,7 @@ def test_push_and_flags_use_device_of_memory(machine, pushes, monkeypatch):
     memory._starts = [0, 1 << 20]
     memory.enter()
     memory.signal([(1, 0)], 1, copying=False)
-    memory.copy([Parts(torch.zeros(64, dtype=torch.uint8), (Part(1, 0, 32, 0), Part(0, 32, 64, 0)))], alone=True)
+    memory.copy([Parts(torch.zeros(64, dtype=torch.uint8), (Part(1, 0, 32, 0), Part(0, 32, 64, 0)))], exclusive=True)
     memory.wait([0], 1, None, copying=False)
     assert (started, now) == ([("set", 3), ("push", 3), ("wait", 3)], [0])
 
@@ -175,9 +175,9 @@ def test_push_moves_only_aligned_exchanges_without_kernel(machine, pushes, size,
                 [Parts(block, tuple(Part(r, 0, size, rank * size) for r in ranks))],
                 [Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))],
                 "call",
-                alone=alone,
+                exclusive=alone,
             )
-            exchange.copy_own()
+            exchange.copy_local()
             exchange.wait()
             exchange.wait_sent()
             assert [int(inbox[r * size : (r + 1) * size].unique()) for r in ranks] == [7 + r for r in ranks]
