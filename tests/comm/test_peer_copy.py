@@ -400,6 +400,6 @@ def test_rows_that_engines_cannot_copy_are_packed(rows):
         ((1, 2, 6, 8), (1, 1 << 30, 8, 1), False),
     ],
 )
-def test_can_be_picked_accepts_few_strided_lines(shape, strides, can):
+def test_can_send_strided_accepts_few_lines(shape, strides, can):
     """Lines as `comm.base.Strip` wants them, and few."""
     assert can_send_strided(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")) == can
