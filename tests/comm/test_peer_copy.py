@@ -88,10 +88,10 @@ def test_transport_jobs_between_and_within_passes(job):
     def work(mesh):
         transport = mesh.transport("cpu")
         between = JOBS[job](transport, torch.device("cpu"))
-        if job in ("exchanged", "shared", "unended"):  # which make passes of their own
+        if job in ("exchange", "share", "unfinished_pass"):  # they begin their own passes
             return between
-        transport.begin(inbox=1 << (25 if job == "sent" else 22))  # room for all that a job receives
-        within = "" if job in ("laps", "order", "disagreed") else JOBS[job](transport, torch.device("cpu"))
+        transport.begin(inbox=1 << (25 if job == "reuse_after_wait" else 22))  # room for all that a job receives
+        within = "" if job in ("ring_laps", "message_order", "mismatch") else JOBS[job](transport, torch.device("cpu"))
         transport.end()
         return between + within
 
