@@ -43,14 +43,14 @@ OWN_LOSS = "own loss"
 
 SHORT = {
     "an attention that does not go through": "attention outside AttentionInterface",
-    "a state that runs along": "recurrent state",
-    "positions that are counted from": "positions count from the padding token",
+    "a recurrent state": "recurrent state",
+    "positions that start at": "positions count from the padding token",
     "a model of several parts": "several parts; pass its language model",
     "a forward without position_ids": "no position_ids in forward",
     "an encoder and a decoder": "encoder-decoder",
-    "tokens that meet outside attention": "tokens meet outside attention",
+    "tokens that interact outside attention": "tokens meet outside attention",
     "a head or a pooler": "reads single tokens",
-    "the model changes its mask": "changes its mask",
+    "the model computes with its mask": "changes its mask",
     "the mask did not come from": "makes its own mask",
 }
 """Short forms of reasons, by how a reason begins."""

@@ -79,19 +79,31 @@ WRONG = {
         "upgrade",
     ),
     "a class": (BACKEND + "backend = Theirs\n", "it is a class; register an object", "backend = Theirs()"),
-    "another name": (BACKEND + "Theirs.name = 'other'\nbackend = Theirs()\n", "it calls itself 'other'", "README.md"),
+    "another name": (
+        BACKEND + "Theirs.name = 'other'\nbackend = Theirs()\n",
+        "it calls itself 'other'",
+        "writing_a_backend.md",
+    ),
     "too little": (
         "from burst_portable.backends.base import Backend\nclass Theirs(Backend):\n    name = 'theirs'\n"
         "backend = Theirs()\n",
         "is broken: it fails to import; got TypeError: Can't instantiate abstract class Theirs",
         "reinstall that package",
     ),
-    "no methods": (BACKEND + "Theirs.kernels = ()\nbackend = Theirs()\n", "its kernels must be methods", "README.md"),
-    "no capabilities": (BACKEND + "Theirs.capabilities = {}\nbackend = Theirs()\n", "are a dict, not a C", "README.md"),
+    "no methods": (
+        BACKEND + "Theirs.kernels = ()\nbackend = Theirs()\n",
+        "its kernels must be methods",
+        "writing_a_backend.md",
+    ),
+    "no capabilities": (
+        BACKEND + "Theirs.capabilities = {}\nbackend = Theirs()\n",
+        "are a dict, not a C",
+        "writing_a_backend.md",
+    ),
     "no rates": (
         BACKEND + "Theirs.capabilities = Capabilities('cpu', 'gloo', False, None)\nbackend = Theirs()\n",
         "the rates of its capabilities are a NoneType, not a HardwareSpec",
-        "README.md",
+        "writing_a_backend.md",
     ),
     "leaves": ("import sys\nsys.exit(3)\n", "is broken: it fails to import; got SystemExit: 3", "reinstall"),
     "nothing of that name": ("", "is broken", "AttributeError"),

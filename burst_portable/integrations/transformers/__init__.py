@@ -1,9 +1,9 @@
-"""transformers' causal language models with their sequence sharded over a mesh, exactly and unedited.
+"""Shard the input sequence of a Transformers causal language model over the ranks of a mesh, without editing the model.
 
 ::
 
     handle = parallelize(model, mesh)
-    inputs = handle.shard(input_ids)  # this rank's rows, labels shifted before the cut
+    inputs = handle.shard(input_ids)  # this rank's tokens, with shifted labels
     loss = model(**inputs).loss  # this rank's part of the mean over all tokens
     loss.backward()
     all_reduce_gradients(model.parameters(), mesh)  # now every rank has one device's gradients

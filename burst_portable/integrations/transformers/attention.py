@@ -1,4 +1,4 @@
-"""The attention function that transformers calls in a parallelized model."""
+"""Define the attention function that Transformers calls in a parallelized model."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from burst_portable.api import attention
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations.transformers.masks import Band, Wanted, mask_of
+from burst_portable.integrations.transformers.masks import Band, DeferredMask, mask_of
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.torch_modes import never_compiled
 
 ATTRIBUTE = "_burst_portable"
-"""Where a module of a parallelized model keeps its `ModelState`: so two models with two meshes live in one process."""
+"""Attribute of each module of a parallelized model with its `ModelState`: models on two meshes have one each."""
 
-# What reaches an attention function and changes nothing about the attention itself: the mask already says it
-# (windows, positions), or it is meant for other layers (the loss, the router). Anything else is refused.
-_HARMLESS = frozenset(
+# Arguments that do not change the attention: the mask already contains them (windows, positions), or they are for other
+# layers (the loss, the router). Any other argument is an error.
+_IGNORED = frozenset(
     {
         *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "layer_idx"),
         *("sliding_window", "is_causal", "window_size"),
@@ -32,7 +32,14 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class CallSequence:
-    """One call's sequence: how long, cut how, where its packed documents end, whether its rows do with padding."""
+    """The sequence of one call.
+
+    Attributes:
+        seq_len: Number of tokens of the unsharded sequence.
+        layout: The layout of its tokens over ranks.
+        cu_seqlens: Cumulative lengths of packed documents, or None.
+        padded: Whether rows end with padding.
+    """
 
     seq_len: int
     layout: Layout
@@ -41,7 +48,7 @@ class CallSequence:
 
 
 class ModelState(Protocol):
-    """What the attention of a model needs to know; kept by every module of the model."""
+    """State of a parallelized model that its attention needs. Every module of the model has a reference to it."""
 
     mesh: Mesh
     strategy: Any
@@ -64,32 +71,40 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the whole sequence, from the rows of this rank.
+    """Compute the attention of this rank's queries over the unsharded sequence.
 
     Args:
-        query: ``[B, Hq, S, D]``; key, value: ``[B, Hkv, S, D]``, never repeated.
-        attention_mask: the `Wanted` that our mask function made.
+        module: The attention layer of the model.
+        query: Queries of shape ``[B, Hq, S, D]``.
+        key: Keys of shape ``[B, Hkv, S, D]``, not repeated for grouped heads.
+        value: Values of shape ``[B, Hkv, S, Dv]``.
+        attention_mask: The `DeferredMask` that `create_mask` returned.
+        dropout: Must be 0.
+        scaling: Factor of the scores. Default: 1 / sqrt(D).
+        softcap: Scores become ``softcap * tanh(score / softcap)``.
+        s_aux: Attention sinks, one logit per query head.
+        others: Further arguments of Transformers. Only those in `_IGNORED` may be set.
 
     Returns:
-        ``[B, S, Hq, Dv]``, and no weights.
+        Output of shape ``[B, S, Hq, Dv]``, and None instead of weights.
 
     Raises:
-        InputError, UnsupportedError: before anything is sent; the other ranks are told.
+        InputError: Before any communication, if the layer runs outside of a parallelized model.
+        UnsupportedError: Before any communication, if the mask or an argument is not supported.
     """
     state: ModelState | None = getattr(module, ATTRIBUTE, None)
     if state is None:
         raise InputError(
-            f"{type(module).__name__} belongs to no parallelized model, but its config asks for this attention: it is "
-            "that of a parallelized model, or a copy; give each model its own copy before, or call "
-            'set_attn_implementation("sdpa") on this one'
+            f"{type(module).__name__} is not part of a parallelized model, but shares its config; give each model its "
+            'own copy of the config, or call set_attn_implementation("sdpa") on this model'
         )
     state.attending = True
     try:
         sequence = _sequence(state, attention_mask)
-        _refuse(sequence, attention_mask.band, dropout, query, key, others)
+        _check(sequence, attention_mask.band, dropout, query, key, others)
         mask = mask_of(attention_mask.band, sequence.seq_len, sequence.cu_seqlens)
-    except Exception as refusal:
-        broadcast_error(state.mesh, refusal, query)
+    except Exception as error:
+        broadcast_error(state.mesh, error, query)
         raise
     out = attention(
         query.transpose(1, 2),
@@ -109,43 +124,44 @@ def attend(
     return out, None
 
 
-def _sequence(state: ModelState, wanted: Any) -> CallSequence:
-    """The sequence that a mask belongs to: bound at its first use, in the forward pass that made it."""
-    if not isinstance(wanted, Wanted):
+def _sequence(state: ModelState, mask: Any) -> CallSequence:
+    """Return the sequence of a mask. The first use, in the forward pass that created it, binds it to the call."""
+    if not isinstance(mask, DeferredMask):
         raise UnsupportedError(
             "the mask did not come from transformers' mask functions",
-            got="none" if wanted is None else type(wanted).__name__,
-            next_step="pass no attention_mask; packed documents are named when sharding",
+            got="None" if mask is None else type(mask).__name__,
+            next_step="pass no attention_mask; pass cu_seqlens of packed documents to handle.shard",
         )
-    if wanted.sequence is None:
+    if mask.sequence is None:
         if state.call is None:
             raise InputError("a layer ran outside its model's forward: call the model that was parallelized")
-        wanted.sequence = state.call
-    sequence: CallSequence = wanted.sequence
+        mask.sequence = state.call
+    sequence: CallSequence = mask.sequence
     return sequence
 
 
-def _refuse(
+def _check(
     sequence: CallSequence, band: Band, dropout: float, query: Tensor, key: Tensor, others: dict[str, Any]
 ) -> None:
+    """Raise `UnsupportedError` for arguments that would make the result differ from one device's."""
     if sequence.padded and band.lo < 0:
         raise UnsupportedError(
-            "padding under a mask that sees later tokens",
+            "padding with a mask that sees later tokens",
             got=band,
             next_step="pass sequences without padding, or packed documents (see ShardedModel.shard)",
         )
     if dropout:
         raise UnsupportedError(
-            "attention dropout over ranks", got=dropout, allowed=0, next_step="set attention_dropout=0"
+            "attention dropout is not supported", got=dropout, allowed=0, next_step="set attention_dropout=0"
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(
-            "queries and keys of different lengths: a cache or cross attention",
+            "queries and keys have different lengths, as with a cache or cross attention",
             got=f"{query.shape[2]} and {key.shape[2]}",
         )
-    unknown = [name for name, x in others.items() if name not in _HARMLESS and x is not None and x is not False]
+    unknown = [name for name, x in others.items() if name not in _IGNORED and x is not None and x is not False]
     if unknown:
         raise UnsupportedError(
-            "the attention got arguments that may change its result, and that we do not know",
+            "unknown arguments of the attention, which may change its result",
             got=", ".join(sorted(unknown)),
         )

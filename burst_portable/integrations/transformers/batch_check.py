@@ -1,7 +1,7 @@
 """Check that all ranks of a sequence divided the same batch, and have the same parameters.
 
-Loaders that give each process batches of its own (a dispatcher, a streaming dataset) give ranks of one sequence
-different rows of equal shape. Attention would join them without an error. Each shard therefore carries a checksum of
+Loaders that give each process different batches (a dispatcher, a streaming dataset) give ranks of one sequence
+different rows of equal shape. Attention would combine them without an error. Each shard therefore has a checksum of
 the undivided batch, which ranks compare before the model runs, together with a checksum of a few parameters: 16 bytes
 per rank and call.
 """
@@ -76,14 +76,14 @@ class BatchCheck:
         """Compare this rank's batch and parameters with those of the other ranks. All ranks of the mesh must call this.
 
         Args:
-            batch: what `checksum` returned; None for a batch that was not divided by `shard`.
-            parameters: of the model.
-            mesh: ranks of the sequence.
-            device: device of the model's arguments.
+            batch: The result of `checksum`. None for a batch that was not divided by `shard`.
+            parameters: Parameters of the model.
+            mesh: The ranks of the sequence.
+            device: Device of the model's arguments.
 
         Raises:
-            MismatchError: ranks have different batches or parameters, on every rank; over a device transport, those of
-                the last call.
+            MismatchError: On every rank, if batches or parameters differ. Over a device transport: if those of the
+                last call did.
         """
         transport = mesh.transport(device.type)
         transport.check_in_sync()
@@ -109,7 +109,7 @@ class BatchCheck:
         """Read the result of the last comparison on a device.
 
         Raises:
-            MismatchError: the ranks had different batches or parameters.
+            MismatchError: If the ranks had different batches or parameters.
         """
         pending, self._differs = self._differs, None
         if pending is None:

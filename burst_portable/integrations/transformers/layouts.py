@@ -1,4 +1,4 @@
-"""Which layout a parallelized model's sequences have: the one that was named, or what is predicted to be fastest."""
+"""Choose the layout of a model's sequences: a named one, or the one with the shortest predicted time."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from burst_portable.runtime.prepare import strategy_on
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import plan
 
-_KEPT = 64
+_CACHE_SIZE = 64
 _SIZES = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"})
 
 
 class Layouts:
-    """The layouts of sequences, by length and documents; the same on all ranks.
+    """The layouts of sequences, by length and documents; equal on all ranks.
 
-    What is known of the machine is asked for here, once: a data loader's worker, which must not touch a device, then
-    arrives at the same layouts. They are those of the layers whose attention is the most work.
+    The machine is queried once, in the constructor. A data loader's worker, which must not use a device, then computes
+    the same layouts. "auto" optimizes the mask with the most visible pairs among the model's layers.
     """
 
     def __init__(self, name: str, model: PreTrainedModel, mesh: Mesh, strategy: Strategy | str, kernel: str) -> None:
         if name not in ("auto", *NAMES):
             raise unknown_name("layout", name, ("auto", *NAMES))
         self.name, self._ranks, self._config = name, mesh.size, model.config
-        self._kept: dict[tuple[int, tuple[int, ...] | None], Layout] = {}
+        self._cache: dict[tuple[int, tuple[int, ...] | None], Layout] = {}
         if name == "auto" and mesh.size > 1:
             like = next(model.parameters())
             if like.is_meta:
                 next_step = "parallelize it when its weights are on a device, or name a layout"
-                raise InputError('layout="auto" asks the model\'s device', got="a model on meta", next_step=next_step)
+                raise InputError('layout="auto" needs the model\'s device', got="a model on meta", next_step=next_step)
             dtype = torch.get_autocast_dtype(like.device.type) if like.dtype is torch.float32 else like.dtype
             self._strategy = strategy_on(
                 mesh, strategy, like.device.type, **sizes_of(model.config), dtype=dtype, kernel=kernel
             )
 
     def of(self, length: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
-        """The layout of `length` tokens, with documents that end at these positions."""
+        """Return the layout of `length` tokens with documents at `cu_seqlens`."""
         if self.name != "auto" or self._ranks == 1:
-            return _named("zigzag" if self.name == "auto" else self.name, length, self._ranks, cu_seqlens)
+            return _named_layout("zigzag" if self.name == "auto" else self.name, length, self._ranks, cu_seqlens)
         key = length, cu_seqlens
-        if key not in self._kept:
-            if len(self._kept) >= _KEPT:
-                self._kept.clear()
-            self._kept[key] = self._cheapest(length, cu_seqlens)
-        return self._kept[key]
+        if key not in self._cache:
+            if len(self._cache) >= _CACHE_SIZE:
+                self._cache.clear()
+            self._cache[key] = self._fastest(length, cu_seqlens)
+        return self._cache[key]
 
-    def _cheapest(self, length: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
+    def _fastest(self, length: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
         masks = masks_of(self._config) if cu_seqlens is None else [_packed(length, cu_seqlens)]
         most = max(masks, key=lambda mask: mask.num_pairs(length))
-        made = plan(
+        fastest = plan(
             seq_len=length, ranks=self._ranks, **sizes_of(self._config), mask=most, strategy=self._strategy,
             layout="auto",
         )  # fmt: skip
-        return made.layout
+        return fastest.layout
 
 
 class Sizes(TypedDict):
-    """The sizes of an attention: query heads, K/V heads, head size."""
+    """Query heads, K/V heads and head size of an attention."""
 
     heads: int
     kv_heads: int
@@ -72,7 +72,7 @@ class Sizes(TypedDict):
 
 
 def sizes_of(config: Any) -> Sizes:
-    """The sizes of a decoder's attention, see `check_one_size`."""
+    """Return the sizes of a decoder's attention. Raise the errors of `check_one_size`."""
     check_one_size(config)
     heads = config.num_attention_heads
     return {
@@ -83,23 +83,23 @@ def sizes_of(config: Any) -> Sizes:
 
 
 def check_one_size(config: Any) -> None:
-    """Raises `UnsupportedError` where layers have sizes of their own, or a config holds those of several models."""
+    """Raise `UnsupportedError` if layers have different sizes, or a config describes several models."""
     differ = _SIZES.intersection(getattr(config, "per_layer_attributes", None) or ())
     if differ or config.get_text_config() is not config:
         raise UnsupportedError(
-            f"there is no one size of attention in a config of {config.model_type}",
-            got=f"layers with a {' and a '.join(sorted(differ))} of their own" if differ else "several models",
-            next_step="parallelize(model, mesh, layout=...) with a layout that is named",
+            f"the config of {config.model_type} has no single attention size",
+            got=f"layers that differ in {' and '.join(sorted(differ))}" if differ else "several models",
+            next_step="pass the name of a layout to parallelize(model, mesh, layout=...)",
         )
 
 
 def masks_of(config: Any) -> list[Mask]:
-    """The masks of a decoder's layers, each once."""
+    """Return the different masks of a decoder's layers."""
     return list(dict.fromkeys(masks_of_layers(config)))
 
 
 def masks_of_layers(config: Any) -> list[Mask]:
-    """The same of every layer, as its config says."""
+    """Return the mask of every layer of a decoder's config."""
     window = getattr(config, "sliding_window", None)
     kind = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
@@ -111,12 +111,12 @@ def _packed(length: int, cu_seqlens: tuple[int, ...]) -> Mask:
     mask = Mask.documents(cu_seqlens)
     mask.check_lengths(length, length)
     if cu_seqlens[-1] != length:
-        raise InputError("documents end before the sequence", got=cu_seqlens[-1], allowed=length)
+        raise InputError("cu_seqlens end before the sequence", got=cu_seqlens[-1], allowed=length)
     return mask
 
 
 @lru_cache(maxsize=256)
-def _named(name: str, length: int, ranks: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
+def _named_layout(name: str, length: int, ranks: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
     # A sequence without documents is one document.
     mask = _packed(length, (0, length) if cu_seqlens is None else cu_seqlens)
     return make_layout(name, length, ranks, mask if name in OF_DOCUMENTS else None)

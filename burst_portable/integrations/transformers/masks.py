@@ -1,8 +1,8 @@
-"""What transformers means by a mask, as one of ours, or a refusal. Nothing is dropped.
+"""Convert the masks of Transformers to `Mask`, or raise an error. No part of a mask is ignored.
 
-transformers describes a mask as a function of (batch, head, q, k), put together from a handful of its own parts. We
-know those parts by the functions that make them, and read their numbers; a part that we do not know is somebody's
-own mask, and refused. A mask that reaches our attention is a `Wanted`, never a tensor of rows x columns.
+Transformers describes a mask as a function of (batch, head, q, k), composed of a few functions of its own. This module
+recognizes them by their code and reads their parameters. A `DeferredMask` replaces the attention mask in the model, so
+there is never a tensor of queries x keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLACEHOLDER = torch.zeros(1, 1, dtype=torch.int64)
 
 @dataclass(frozen=True)
 class Band:
-    """lo <= q - k <= hi, and no token sees another chunk: what every mask of transformers that we take comes to."""
+    """lo <= q - k <= hi, within chunks of `chunk` tokens: the general form of the supported masks of Transformers."""
 
     lo: int = -UNBOUNDED
     hi: int = UNBOUNDED
@@ -35,15 +35,15 @@ class Band:
     def __and__(self, other: Band) -> Band:
         chunks = {c for c in (self.chunk, other.chunk) if c is not None}
         if len(chunks) > 1:
-            raise UnsupportedError("a mask with two sizes of chunks", got=sorted(chunks))
+            raise UnsupportedError("a mask with two chunk sizes", got=sorted(chunks))
         return Band(max(self.lo, other.lo), min(self.hi, other.hi), chunks.pop() if chunks else None)
 
 
-class Wanted:
-    """The mask that a model asked for. It travels through the layers in the place of the attention mask.
+class DeferredMask:
+    """Placeholder that replaces the attention mask between the model and our attention function.
 
-    The first layer's attention binds it to the sequence of its call. A recomputation (gradient checkpointing) gets
-    the same object as an argument, and so the same sequence, whatever call the model has seen since.
+    The attention of the first layer binds it to the sequence of its call. A recomputation (gradient checkpointing)
+    gets the same object as an argument, and so the same sequence, whatever calls the model had since.
     """
 
     def __init__(self, band: Band) -> None:
@@ -51,17 +51,17 @@ class Wanted:
         self.sequence: Any = None
 
     def __repr__(self) -> str:
-        return f"Wanted({self.band})"
+        return f"DeferredMask({self.band})"
 
     def __getattr__(self, name: str) -> Any:
-        """A model that computes with its mask, as with a tensor."""
+        """Raise `UnsupportedError`: the model uses its mask as a tensor."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise UnsupportedError("the model changes its mask, which is not a tensor here", got=f"mask.{name}")
+        raise UnsupportedError("the model computes with its mask, which is not a tensor here", got=f"mask.{name}")
 
 
 @never_compiled("plans, transports and hooks are not graphs")
-def wanted_mask(
+def create_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -70,30 +70,32 @@ def wanted_mask(
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     **_: Any,
-) -> Wanted:
-    """The function that `AttentionMaskInterface` calls for a parallelized model.
+) -> DeferredMask:
+    """Return the placeholder for a mask. Transformers' `AttentionMaskInterface` calls this function.
 
-    Raises `UnsupportedError` for padding, caches, cross attention and mask functions that our masks do not express.
+    Raises:
+        UnsupportedError: For padding, caches, cross attention, and mask functions that `Mask` does not express.
     """
-    if attention_mask is not None and not bool(attention_mask.all()):  # some models make one of ones
+    if attention_mask is not None and not bool(attention_mask.all()):  # some models pass a mask of ones
         raise UnsupportedError(
             "a padding mask reached a sharded attention",
-            next_step="give the mask to handle.shard, or pack documents (see ShardedModel.shard)",
+            next_step="pass the mask to handle.shard, or pack documents (see ShardedModel.shard)",
         )
-    # A static cache hands over its offset as a tensor; comparing it is enough to refuse it.
+    # A static cache passes its offset as a tensor.
     if q_length != kv_length or bool(q_offset != 0) or bool(kv_offset != 0):
         raise UnsupportedError(
-            "queries and keys are different tokens: a cache or cross attention",
+            "queries and keys are different tokens, as with a cache or cross attention",
             got=f"{q_length} queries from {q_offset}, {kv_length} keys from {kv_offset}",
-            next_step="sharded models take whole sequences; pass use_cache=False",
+            next_step="pass the full sequence, and use_cache=False",
         )
-    return Wanted(read_mask(mask_function))
+    return DeferredMask(read_mask(mask_function))
 
 
 def read_mask(function: Callable[..., Any]) -> Band:
-    """The band of a mask function that transformers put together.
+    """Return the band of a mask function that Transformers composed.
 
-    Raises `UnsupportedError`, naming the part, for one that it did not.
+    Raises:
+        UnsupportedError: If a part of it is not a mask function of Transformers; the message names it.
     """
     if function is masking_utils.causal_mask_function:
         return Band(lo=0)
@@ -102,7 +104,7 @@ def read_mask(function: Callable[..., Any]) -> Band:
     maker = _makers().get(getattr(function, "__code__", None))
     if maker is None:
         raise UnsupportedError(
-            "the model has a mask function that regions cannot be read from",
+            "the model has an unknown mask function",
             got=getattr(function, "__qualname__", repr(function)),
             allowed="causal, bidirectional, sliding and chunked masks of transformers, and packed documents",
         )
@@ -111,18 +113,18 @@ def read_mask(function: Callable[..., Any]) -> Band:
 
 @lru_cache(maxsize=1)
 def _makers() -> dict[Any, Callable[[Mapping[str, Any]], Band]]:
-    """The code of each part, taken from a sample of it, and how its numbers are read."""
+    """Return, by the code of each known mask function, how to read its parameters."""
     m = masking_utils
     causal = m.causal_mask_function
     samples: list[tuple[Callable[..., Any], Callable[[Mapping[str, Any]], Band]]] = [
         (m.and_masks(causal), lambda v: _all_of(v["mask_functions"])),
         (m.sliding_window_overlay(1), lambda v: Band(hi=int(v["sliding_window"]) - 1)),
         (m.chunked_overlay(1, _PLACEHOLDER), lambda v: Band(chunk=int(v["chunk_size"]))),
-        # Rows of a shard look packed wherever its positions jump. Real packing has been checked by then: position
-        # ids that are not those of the shard, or of the documents that were named, are refused before the model runs.
+        # Tokens of a shard look packed wherever positions jump. Real packing was checked before the model ran:
+        # `checked_positions` accepts only the position ids of the shard and its documents.
         (m.packed_sequence_mask_function(_PLACEHOLDER), lambda v: Band()),
     ]
-    # Newer than the oldest release that we take.
+    # Newer than the oldest supported release.
     if hasattr(m, "sliding_window_bidirectional_overlay"):
         both_ways = m.sliding_window_bidirectional_overlay(1)
         samples.append((both_ways, lambda v: Band(-int(v["sliding_window"]), int(v["sliding_window"]))))
@@ -141,19 +143,22 @@ def _all_of(parts: tuple[Callable[..., Any], ...]) -> Band:
 
 @lru_cache(maxsize=256)
 def mask_of(band: Band, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> Mask:
-    """The mask of a band over a sequence, the same object each time (plans are looked up by it).
+    """Return the mask of a band over a sequence. Equal arguments return the same object, by which plans are cached.
 
-    Raises `UnsupportedError` where documents and the band do not go together.
+    Raises:
+        UnsupportedError: If packed documents and the band cannot be combined.
     """
     lo, hi = band.lo, band.hi
     causal, open_left = lo == 0, hi >= UNBOUNDED
     if band.chunk is not None:
         if cu_seqlens is not None:
-            raise UnsupportedError("packed documents and a chunked mask: releases of transformers differ on what it is")
+            raise UnsupportedError(
+                "packed documents with a chunked mask: its meaning differs between releases of transformers"
+            )
         cu_seqlens = (*range(0, seq_len, band.chunk), seq_len)
     if cu_seqlens is not None:
         if not causal and lo != -hi:
-            raise UnsupportedError("documents with this band", got=f"{lo} <= q - k <= {hi}")
+            raise UnsupportedError("packed documents with this mask are not supported", got=f"{lo} <= q - k <= {hi}")
         return Mask.documents(cu_seqlens, causal=causal, window=None if open_left else hi)
     if causal:
         return Mask.causal() if open_left else Mask.window(hi)
@@ -161,29 +166,32 @@ def mask_of(band: Band, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> Mas
 
 
 def has_padding(attention_mask: Tensor | None, input_ids: Tensor, labels: Tensor | None) -> bool:
-    """Whether rows of a whole batch end with padding, which the labels leave out.
+    """Return whether rows of an unsharded batch end with padding, which the labels exclude.
 
     Args:
-        attention_mask: ``[B, N]``, not 0 where a token is; None: everywhere.
-        input_ids: ``[B, N]``; labels: ``[B, N]``, -100 where there is none, or None, which stands for `input_ids`.
+        attention_mask: Shape ``[B, N]``, nonzero for tokens. None: no padding.
+        input_ids: Shape ``[B, N]``.
+        labels: Shape ``[B, N]``, -100 for tokens without a label. None: `input_ids`.
 
     Raises:
-        ShapeError: a mask of another shape.
-        UnsupportedError: padding that is not at the end of its row.
-        InputError: labels on padding.
+        ShapeError: If the mask has another shape.
+        UnsupportedError: If padding is not at the end of its row.
+        InputError: If padding has labels.
     """
     if attention_mask is None:
         return False
     if attention_mask.shape != input_ids.shape:
         raise ShapeError(
-            "attention_mask and input_ids", got=tuple(attention_mask.shape), allowed=tuple(input_ids.shape)
+            "attention_mask and input_ids have different shapes",
+            got=tuple(attention_mask.shape),
+            allowed=tuple(input_ids.shape),
         )
     token = attention_mask != 0
     if bool(token.all()):
         return False
     if bool((token[:, 1:] & ~token[:, :-1]).any()):
         raise UnsupportedError(
-            "padding before a token, which would see it",
+            "padding before a token, which would attend to it",
             next_step="pad at the end of rows (padding_side='right'), or pack documents (see ShardedModel.shard)",
         )
     if bool(((input_ids if labels is None else labels) != -100)[~token].any()):
@@ -192,9 +200,9 @@ def has_padding(attention_mask: Tensor | None, input_ids: Tensor, labels: Tensor
 
 
 def check_padded_model(config: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a loss that reads padding: a router's, which balances the choices of all rows."""
-    wanted = kwargs.get("output_router_logits")
-    if getattr(config, "output_router_logits", False) if wanted is None else wanted:
+    """Raise `UnsupportedError` for a router loss, which would count padding."""
+    requested = kwargs.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if requested is None else requested:
         raise UnsupportedError(
-            "padding and a router loss, which counts tokens", next_step="pass output_router_logits=False"
+            "padding with a router loss, which would count it", next_step="pass output_router_logits=False"
         )

@@ -1,4 +1,4 @@
-"""`parallelize`: one model, told which mesh its sequence is spread over."""
+"""Shard the input sequence of a Transformers model over the ranks of a mesh: `parallelize`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from burst_portable.integrations.transformers.loss import (
     shifts_labels,
     with_router_loss,
 )
-from burst_portable.integrations.transformers.masks import check_padded_model, has_padding, wanted_mask
+from burst_portable.integrations.transformers.masks import check_padded_model, create_mask, has_padding
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
 from burst_portable.mesh import MeshLike, as_mesh
@@ -45,25 +45,25 @@ from burst_portable.strategies.registry import make_strategy
 from burst_portable.utils.torch_modes import never_compiled
 from burst_portable.utils.values import size
 
-_BETWEEN = ("burst_portable.integrations.", "torch._dynamo.")
-"""Modules whose frames stand between torch's call of a module and a hook's own, and end with the hook."""
+_HOOK_MODULES = ("burst_portable.integrations.", "torch._dynamo.")
+"""Modules of frames between torch's call of a module and our hook. They end with the hook."""
 
 
 class RunningCall:
-    """A module's call, made in the hook before its forward."""
+    """A running call of a module, created in the hook before its forward."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_HOOK_MODULES):
             frame = frame.f_back
         self._frame = frame
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # frames cannot be pickled, and in a copy elsewhere nothing runs
+        return type(None), ()  # frames cannot be pickled, and no call runs in a copy
 
-    def has(self, module: Any) -> bool:
-        """Whether a call of `module` that begins now is a part of this one, which still runs."""
+    def contains(self, module: Any) -> bool:
+        """Return whether a call of `module` that begins now is part of this call, which still runs."""
         return module is not self.module and any(module is part for part in self.module.modules()) and self._runs()
 
     def _runs(self) -> bool:
@@ -74,7 +74,7 @@ class RunningCall:
 
 
 NAME = "burst_portable"
-"""The name of our attention and mask functions in transformers' interfaces."""
+"""Name of our attention and mask functions in Transformers' interfaces."""
 
 
 def parallelize(
@@ -86,38 +86,46 @@ def parallelize(
     seq_len: int | None = None,
     kernel: str = "auto",
 ) -> ShardedModel:
-    """Run an unedited transformers model with its sequence sharded over the ranks of a mesh.
+    """Shard the sequence of a Transformers model over the ranks of a mesh, without editing the model.
 
-    Every rank calls the model with its own rows: ``model(**handle.shard(input_ids))``. Everything but attention works
-    on rows alone; attention sees the whole sequence. What the model's masks mean is mapped to ours or refused.
+    Every rank calls the model with its own tokens: ``model(**handle.shard(input_ids))``. All layers but attention
+    process these tokens only; attention covers the unsharded sequence. A mask that `Mask` does not express raises an
+    error.
 
     Args:
-        model: a decoder of transformers; it is changed in place, and restored by `ShardedModel.undo`.
-        mesh: as `attention` takes it; None is the default process group.
-        strategy, layout, kernel: as `attention` takes them; the layout by name, or "auto": the one that is predicted to
-            be the fastest for each sequence, with the strategy, on the device that the model is on now.
-        seq_len: tokens of the unsharded sequence, for calls that do not name it. Default: each call must name it, as
+        model: A Transformers model, usually a decoder. It is changed in place; `ShardedModel.undo` restores it.
+        mesh: A `Mesh`, a process group, a device mesh of one dimension, or None for the default process group.
+        strategy: Name of a strategy, or a `Strategy`. "auto" selects the one with the shortest predicted time.
+        layout: Name of a layout. "auto" selects, per sequence, the one with the shortest predicted time on the device
+            that has the model now.
+        seq_len: Tokens of the unsharded sequence, for calls without `seq_len`. Default: each call must have it, as
             those with `ShardedModel.shard` do.
+        kernel: Name of a kernel. "auto" selects one for each call.
 
     Returns:
-        A handle, which is also a context manager that undoes it.
+        The sharded model. It is also a context manager that undoes the changes.
 
     Raises:
-        InputError: no transformers model, or one that is parallelized already, as a whole or in part; unknown names.
-        UnsupportedError: a model that cannot be sharded, with the reason.
+        InputError: If `model` is not a Transformers model, or a part of it is parallelized already.
+        UnknownNameError: If a name is unknown.
+        UnsupportedError: If the model cannot be sharded; the message contains the reason.
     """
     return ShardedModel(model, mesh, strategy=strategy, layout=layout, seq_len=seq_len, kernel=kernel)
 
 
 class ShardedModel:
-    """A parallelized model's handle, and what its modules know. See `parallelize`.
+    """A model whose sequence is sharded over a mesh, and the state that its modules need. See `parallelize`.
 
     Attributes:
-        model, mesh, strategy, layout, kernel: as given.
-        seq_len: tokens of the whole sequence, for calls that name none. May be set between calls.
-        call: the sequence of the call that runs now.
-        attended: how many attentions of that call came to us.
-        attending: whether one of them has begun and not ended; after a call that failed: whether it failed there.
+        model: The Transformers model, changed in place.
+        mesh: The ranks that share a sequence.
+        strategy: Name of the strategy, or the strategy itself.
+        layout: Name of the layout, or "auto".
+        kernel: Name of the kernel, or "auto".
+        seq_len: Tokens of the unsharded sequence, for calls without `seq_len`. May be set between calls.
+        call: The sequence of the running call.
+        attended: Number of finished attentions in that call.
+        attending: Whether an attention runs. After a failed call: whether the call failed in an attention.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class ShardedModel:
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
         self._batch = BatchCheck()
-        # Of the last call that ended well.
+        # Attentions of the last successful call.
         self._attentions: int = getattr(model.config, "num_hidden_layers", 0)
         self._before = model.config._attn_implementation
         self._hooks: list[Any] = []
@@ -154,28 +162,28 @@ class ShardedModel:
         return f"ShardedModel({of}, strategy={self.strategy!r}, layout={self.layout!r}{state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
-        """A copied model works on the same mesh; groups and transports cannot be copied."""
+        """Return the same object: process groups and transports cannot be copied."""
         return self
 
     def _install(self) -> None:
         AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, wanted_mask)
+        AttentionMaskInterface.register(NAME, create_mask)
         self.model.set_attn_implementation(NAME)
         self._watch_loss(self.model)
         for module in self.model.modules():
             setattr(module, ATTRIBUTE, self)
-            # Inner models are called on their own as well, by those who compute a loss themselves.
+            # Callers that compute a loss themselves call the inner model directly.
             if isinstance(module, PreTrainedModel) and "position_ids" in parameters_of(module):
                 self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
 
     def _watch_loss(self, model: PreTrainedModel) -> None:
-        """Also for a function that was put in its place since."""
+        """Install the sharded loss, also if the model's loss function was replaced since."""
         if self.mesh.size > 1 and model.base_model is not model and sharded_loss(model) is None:
             model.loss_function = ShardedLoss(loss_of(model))
 
     def undo(self) -> None:
-        """Give the model back as it was. Calling it again does nothing."""
+        """Restore the model. A second call does nothing."""
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -189,8 +197,8 @@ class ShardedModel:
         self.model.set_attn_implementation(self._before)
 
     @property
-    def shifted(self) -> bool:
-        """Whether labels are shifted, so that a token is held to the next one: in all but encoders."""
+    def shifts_labels(self) -> bool:
+        """Whether a token is compared with the label of the next one: true for all models but encoders."""
         return shifts_labels(loss_of(self.model))
 
     def __enter__(self) -> ShardedModel:
@@ -211,30 +219,31 @@ class ShardedModel:
         cu_seqlens: Any = None,
         attention_mask: Tensor | None = None,
     ) -> dict[str, Any]:
-        """This rank's arguments for the model, from a batch that every rank has whole.
+        """Return this rank's arguments for the model, from a batch that every rank has in full.
 
-        The loss of a rank is its part of the mean over all tokens: summed over ranks, the losses are one device's
-        loss, and the gradients one device's gradients.
+        The loss of a rank is its part of the mean over all tokens. The sum over ranks equals one device's loss, and
+        the summed gradients equal one device's gradients.
 
         Args:
-            input_ids: ``[B, N]``, the same on every rank; or a tokenizer's or collator's batch with `input_ids` and,
-                if it has them, `labels`, `attention_mask` and `cu_seqlens`.
-            labels: ``[B, N]``, as the model takes them on one device, -100 where there is none. None takes
-                `input_ids`, or no labels where the model does not shift them (encoders).
-            cu_seqlens: cumulative lengths of packed documents, the same for each row of the batch: a sequence of ints,
-                an array or a tensor.
-            attention_mask: ``[B, N]``, 0 where there is padding, which must be at the end of its row and have the
-                label -100. Outputs are one device's where there is a token.
+            input_ids: Token ids of shape ``[B, N]``, equal on every rank. Or a tokenizer's or collator's batch with
+                `input_ids` and, if it has them, `labels`, `attention_mask` and `cu_seqlens`.
+            labels: Shape ``[B, N]``, as for the model on one device; -100 for tokens without a label. Default:
+                `input_ids`, or no labels for models that do not shift them (encoders).
+            cu_seqlens: Cumulative lengths of packed documents, starting with 0 and equal for all rows of the batch: a
+                sequence of ints, an array or a tensor.
+            attention_mask: Shape ``[B, N]``, 0 for padding, which must be at the end of its row and have the label
+                -100. Outputs of padding are undefined.
 
         Returns:
-            input_ids, position_ids, labels and (where labels are shifted) shift_labels ``[B, S]``,
-            num_items_in_batch, seq_len, cu_seqlens, batch_checksum, and padded, if there is padding.
+            input_ids, position_ids, labels and, if labels are shifted, shift_labels, each ``[B, S]``;
+            num_items_in_batch, seq_len, cu_seqlens, batch_checksum; and padded, if there is padding.
 
-        Raises `InputError` for what does not go together, and after `undo`: the model would take its rows for all.
+        Raises:
+            InputError: If arguments contradict each other, or after `undo`.
         """
         if not self._hooks:
             raise InputError(
-                "the model was given back by undo(), and would take these rows for all; parallelize it again"
+                "undo() has restored the model, which would treat this shard as the full sequence; parallelize it again"
             )
         if isinstance(input_ids, Mapping):
             given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
@@ -243,38 +252,36 @@ class ShardedModel:
             if x is not None or name == "input_ids":
                 check_tensor(name, x)
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
-        where = self._cut(input_ids, cu_seqlens)
+        if input_ids.dim() != 2:
+            raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape))
+        layout = self.layout_of(input_ids.shape[1], cu_seqlens)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
         if self.mesh.size > 1:
-            ends = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=input_ids.device)
-            inputs[KEY] = checksum(input_ids, labels, attention_mask, ends)
+            offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=input_ids.device)
+            inputs[KEY] = checksum(input_ids, labels, attention_mask, offsets)
         if has_padding(attention_mask, input_ids, labels):
             inputs["padded"] = True
-        batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=where)
-        if self.shifted:
-            held = (input_ids if labels is None else labels) != -100
-            # The first token of a document is nobody's next one.
-            first = torch.tensor((cu_seqlens or (0, input_ids.shape[1]))[:-1], device=held.device)
-            count = held.sum() - held[:, first].sum()
+        batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=layout)
+        if self.shifts_labels:
+            has_label = (input_ids if labels is None else labels) != -100
+            # No token precedes the first one of a document.
+            first = torch.tensor((cu_seqlens or (0, input_ids.shape[1]))[:-1], device=has_label.device)
+            count = has_label.sum() - has_label[:, first].sum()
             inputs["shift_labels"] = batch["labels"]
         elif labels is not None:
-            batch["labels"] = shard(labels, self.mesh, layout=where)
+            batch["labels"] = shard(labels, self.mesh, layout=layout)
             count = (labels != -100).sum()
         else:
             del batch["labels"]
             return batch | inputs
         return batch | inputs | {"num_items_in_batch": count}
 
-    def _cut(self, input_ids: Tensor, cu_seqlens: tuple[int, ...] | None) -> Layout:
-        if input_ids.dim() != 2:
-            raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape))
-        return self.layout_of(input_ids.shape[1], cu_seqlens)
-
     def layout_of(self, seq_len: int, cu_seqlens: Any = None) -> Layout:
-        """Which rows of a sequence each rank holds; what `unshard` puts outputs together by.
+        """Return the layout of a sequence, which `unshard` needs to gather outputs.
 
         Args:
-            seq_len, cu_seqlens: of the sequence, as `shard` is given it.
+            seq_len: Tokens of the unsharded sequence.
+            cu_seqlens: Cumulative lengths of packed documents, as in `shard`.
         """
         return self._layouts.of(
             seq_len, None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
@@ -286,30 +293,30 @@ class ShardedModel:
     def _enter(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a model's forward: which sequence this is; its position ids; what cannot be taken, refused."""
-        if self._running is not None and self._running.has(module):
-            return args, kwargs  # a model inside the one that was called
-        if self._running is not None and self._waited_for and self.mesh.size > 1:
-            # That call ended without a hook, as by Ctrl-C, and its rest is left out here.
+        """Validate the arguments of a forward call and fill in the position ids of this rank's tokens (pre-hook)."""
+        if self._running is not None and self._running.contains(module):
+            return args, kwargs  # an inner model of the running call
+        if self._running is not None and self._has_pending_attentions and self.mesh.size > 1:
+            # The previous call ended without its hook, for example by Ctrl-C, so this rank skips its remaining part.
             self.mesh.transport(next(self.model.parameters()).device.type).mark_out_of_sync()
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
         try:
             sequence = self._prepare(module, kwargs)
-        except Exception as refusal:
-            # Else the others would take what this rank does next for its part of this call.
-            broadcast_error(self.mesh, refusal, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        except Exception as error:
+            # Otherwise the other ranks would match this rank's next call with the current one.
+            broadcast_error(self.mesh, error, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             raise
         self.call, self._running, self.attended, self.attending = sequence, RunningCall(module), 0, False
         return (), kwargs
 
     def _prepare(self, module: Any, kwargs: dict[str, Any]) -> CallSequence:
-        """The sequence of a call with these arguments, which become those of a shard. Raises for what is refused."""
-        seq_len, cu_seqlens, padded, mine = (
+        """Return the sequence of a call, and change its arguments to those of a shard. Raise for unsupported ones."""
+        seq_len, cu_seqlens, padded, batch_checksum = (
             kwargs.pop(name, None) for name in ("seq_len", "cu_seqlens", "padded", KEY)
         )
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise ShapeError("a sharded model takes input_ids [batch, rows] or inputs_embeds", got=type(tokens))
+            raise ShapeError("a sharded model needs input_ids [batch, tokens] or inputs_embeds", got=type(tokens))
         sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
         check_positions(module.config, sequence.seq_len)
         check_arguments(kwargs)
@@ -323,7 +330,7 @@ class ShardedModel:
         if takes(module, "use_cache"):
             kwargs["use_cache"] = False
         if (count := kwargs.get("num_items_in_batch")) is not None:
-            # Here and not in `shard`, whose counts may be summed: a batch without any label has the loss 0, not 0 / 0.
+            # A batch without labels has the loss 0, not 0 / 0. Not in `shard`: callers may sum its counts.
             kwargs["num_items_in_batch"] = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         if self.mesh.size > 1:
             if self._drops_layers:
@@ -332,17 +339,17 @@ class ShardedModel:
             self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
-            self._batch.compare(mine, self.model.parameters(), self.mesh, tokens.device)
+            self._batch.compare(batch_checksum, self.model.parameters(), self.mesh, tokens.device)
         return sequence
 
     @never_compiled("plans, transports and hooks are not graphs")
     def _leave(self, module: Any, args: Any, output: Any) -> Any:
-        """After a model's forward, also one that failed and has no output."""
+        """Check the call and replace its router loss (forward hook). A failed call has no output."""
         if self._running is None or self._running.module is not module:
             return None
         self.call = self._running = None
         if output is None or self.mesh.size == 1:
-            self._tell_of(sys.exc_info()[1])
+            self._broadcast(sys.exc_info()[1])
             return None
         self._attentions = self.attended
         if not self.attended:
@@ -351,68 +358,70 @@ class ShardedModel:
             loss.check_called(module)
         return with_router_loss(module, output, self.mesh)
 
-    def _tell_of(self, error: BaseException | None) -> None:
-        """Tell the others of an error outside of attention, if they have attentions of this call before them.
+    def _broadcast(self, error: BaseException | None) -> None:
+        """Send an error outside of attention to the ranks that still expect attentions of this call.
 
-        They would take this rank's next call for the rest of this one. If they do not hear it, as where groups launch
-        kernels, see `comm.agreement`, that call is refused.
+        Otherwise they would match this rank's next call with the rest of this one. Process groups that launch kernels
+        do not receive the error (see `comm.agreement`); there the next call raises one.
         """
-        if isinstance(error, Exception) and self._waited_for:
+        if isinstance(error, Exception) and self._has_pending_attentions:
             broadcast_error(self.mesh, error, next(self.model.parameters()))
 
     @property
-    def _waited_for(self) -> bool:
-        """Whether the others have attentions of this call before them that did not begin here."""
+    def _has_pending_attentions(self) -> bool:
+        """Whether other ranks expect attentions of this call that did not begin on this rank."""
         return self.attended < self._attentions and not self.attending
 
     def _sequence(self, rows: int, seq_len: int | None, cu_seqlens: Any, padded: bool) -> CallSequence:
         seq_len = self.seq_len if seq_len is None else seq_len
         if seq_len is None and self.mesh.size > 1:
-            # Rows of an unsharded sequence look like those of a shard: each rank would attend to them as its own part.
+            # Tokens of an unsharded sequence look like a shard: each rank would attend to them as its own part.
             raise InputError(
-                "this call does not say how many tokens the unsharded sequence has",
+                "the number of tokens of the unsharded sequence is unknown",
                 got=f"{rows} tokens on rank {self.mesh.rank}, no seq_len",
-                next_step="call model(**handle.shard(batch)); for rows that you divided yourself, pass seq_len= to the "
-                "model or to parallelize()",
+                next_step="call model(**handle.shard(batch)); for tokens that you divided yourself, pass seq_len= "
+                "to the model or to parallelize()",
             )
         length = rows if seq_len is None else size("seq_len", seq_len)
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
         layout = self.layout_of(length, cu_seqlens)
         if layout.count(self.mesh.rank) != rows:
             raise LayoutError(
-                f"rank {self.mesh.rank} got another number of tokens than the layout {self.layout!r} gives it",
+                f"wrong number of tokens on rank {self.mesh.rank}",
                 got=rows,
-                allowed=f"{layout.count(self.mesh.rank)} of {length} on {self.mesh.size} ranks",
-                next_step="call the model with handle.shard(input_ids), or name seq_len",
+                allowed=f"{layout.count(self.mesh.rank)} of {length} (layout {self.layout!r}, {self.mesh.size} ranks)",
+                next_step="call model(**handle.shard(input_ids)), or pass seq_len",
             )
         return CallSequence(length, layout, cu_seqlens, padded)
 
     def _positions(self, sequence: CallSequence, device: torch.device) -> Tensor:
-        """Position ids of this rank's rows, ``[S]``, counted from the start of the document if there are documents."""
-        where = local_position_ids(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
+        """Return the position ids of this rank's tokens, ``[S]``, counted from the start of their document."""
+        positions = local_position_ids(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
         if sequence.cu_seqlens is None:
-            return where
+            return positions
         starts = torch.tensor(sequence.cu_seqlens[:-1], device=device)
-        return where - starts[torch.searchsorted(starts, where, right=True) - 1]
+        return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 
 def _check_free(model: PreTrainedModel) -> None:
-    """Refuse a second handle for any module: it would be told of two sequences, and undone by one of two."""
-    if taken := next(((name, module) for name, module in model.named_modules() if hasattr(module, ATTRIBUTE)), None):
-        name, module = taken
+    """Raise `InputError` if a module is already part of a sharded model."""
+    if used := next(((name, module) for name, module in model.named_modules() if hasattr(module, ATTRIBUTE)), None):
+        name, module = used
         what = f"its part {name} ({type(module).__name__})" if name else type(model).__name__
-        raise InputError("the model is parallelized already", got=what, next_step="undo() the handle of that first")
+        raise InputError(
+            "the model is parallelized already", got=what, next_step="call undo() of its ShardedModel first"
+        )
 
 
 def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `ShardedModel.shard` from a batch and from those that were passed beside it."""
+    """Return the arguments of `ShardedModel.shard` from a batch and the arguments that were passed with it."""
     allowed = ("input_ids", *given)
     if unknown := sorted(set(batch) - set(allowed)):
         raise InputError(
             "shard() cannot divide every tensor of this batch",
             got=", ".join(map(shown, unknown)),
             allowed=", ".join(allowed),
-            next_step="remove the others from the batch",
+            next_step="remove these tensors from the batch",
         )
     if twice := [name for name, value in given.items() if value is not None and name in batch]:
         raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")

@@ -1,8 +1,8 @@
-"""transformers' `Trainer` for a model whose sequence lies on several ranks.
+"""Transformers' `Trainer` for a model whose sequence is sharded over ranks.
 
-Three of Trainer's own hooks are enough. The data collator cuts each batch, so that Trainer, which counts the labels
-of all processes and averages over them, arrives at one device's loss and gradients by itself. The data loaders give
-the ranks of one sequence the same examples. The evaluation step returns the loss of all ranks.
+Three hooks of Trainer are used. The data collator shards each batch; Trainer, which counts the labels of all processes
+and averages over them, then computes one device's loss and gradients. The data loaders give the ranks of one sequence
+the same examples. The evaluation step returns the loss of all ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from burst_portable.integrations.transformers.parallel import ShardedModel
 
 
 class ShardingCollator:
-    """Cuts what another collator made: this rank's rows, labels shifted before the cut.
+    """Shards the batch of another collator: this rank's tokens, with labels shifted before sharding.
 
-    Position ids that start again are packed documents, as `DataCollatorWithFlattening` makes them. Padding is at the
-    end of rows, or refused.
+    Position ids that restart at 0 are packed documents, as `DataCollatorWithFlattening` makes them. Padding must be at
+    the end of rows.
     """
 
     def __init__(self, handle: ShardedModel, collator: Any) -> None:
@@ -37,137 +37,141 @@ class ShardingCollator:
         check_arguments(batch)
         cu_seqlens = documents_of(batch.pop("position_ids", None))
         ids, labels = batch.pop("input_ids"), batch.pop("labels", None)
-        _leave_out_packing(batch, cu_seqlens or (0, ids.shape[1]))
+        _remove_packing(batch, cu_seqlens or (0, ids.shape[1]))
         if batch:
-            raise UnsupportedError("the collator makes what we do not know how to cut", got=", ".join(sorted(batch)))
+            raise UnsupportedError("the collator returns tensors that cannot be sharded", got=", ".join(sorted(batch)))
         if labels is None:
-            raise InputError("the collator makes no labels; DataCollatorForLanguageModeling(mlm=False) does")
+            raise InputError("the collator returns no labels; use DataCollatorForLanguageModeling(mlm=False)")
         inputs = self.handle.shard(ids, labels, cu_seqlens=cu_seqlens, attention_mask=mask)
         del inputs["num_items_in_batch"]  # Trainer counts over all ranks and all batches of a step
         return {name: x for name, x in inputs.items() if x is not None}
 
 
-def _leave_out_packing(batch: dict[str, Any], bounds: tuple[int, ...]) -> None:
-    """Take out what tells kernels of variable lengths where documents end, if it tells what position ids do.
+def _remove_packing(batch: dict[str, Any], cu_seqlens: tuple[int, ...]) -> None:
+    """Remove other descriptions of the documents from a batch, after checking that they match the position ids.
 
-    `DataCollatorWithFlattening` makes it with return_flash_attn_kwargs and return_seq_idx.
+    `DataCollatorWithFlattening` adds them with return_flash_attn_kwargs and return_seq_idx.
     """
-    lengths = [b - a for a, b in pairwise(bounds)]
-    expected: dict[str, Any] = {name: list(bounds) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    lengths = [b - a for a, b in pairwise(cu_seqlens)]
+    expected: dict[str, Any] = {name: list(cu_seqlens) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     expected |= {name: max(lengths) for name in ("max_length_q", "max_length_k")}
     expected["seq_idx"] = [[i for i, length in enumerate(lengths) for _ in range(length)]]
     for name, value in expected.items():
         given = batch.pop(name, value)
         if (given.tolist() if isinstance(given, Tensor) else given) != value:
-            raise InputError(f"{name} and position_ids tell of other documents", got=shown(given), allowed=shown(value))
+            raise InputError(
+                f"{name} and position_ids describe different documents", got=shown(given), allowed=shown(value)
+            )
 
 
 def documents_of(position_ids: Tensor | None) -> tuple[int, ...] | None:
-    """Cumulative lengths of packed documents, from position ids ``[1, N]`` that count up from 0 in each.
+    """Return the cumulative lengths of packed documents from position ids ``[1, N]`` that count up from 0 in each.
 
-    Raises `UnsupportedError` for position ids that do something else.
+    Raises:
+        UnsupportedError: If the position ids do not count up from 0 in each document.
     """
     if position_ids is None:
         return None
     starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-    bounds = (*starts, position_ids.shape[1])
-    counted = torch.cat([torch.arange(b - a, device="cpu") for a, b in pairwise(bounds)]) if starts else None
+    cu_seqlens = (*starts, position_ids.shape[1])
+    counted = torch.cat([torch.arange(b - a, device="cpu") for a, b in pairwise(cu_seqlens)]) if starts else None
     if counted is None or not torch.equal(position_ids.cpu(), counted.expand(position_ids.shape)):
-        raise UnsupportedError("position_ids that do not count up from 0 in each document, alike in each row")
-    return bounds if len(starts) > 1 else None
+        raise UnsupportedError("position_ids must count up from 0 in each document, equally in each row")
+    return cu_seqlens if len(starts) > 1 else None
 
 
 class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are Any, see pyproject.toml
-    """`Trainer`, whose ranks share sequences.
+    """`Trainer` for ranks that share sequences.
 
     Args:
-        handle: of `parallelize`; its mesh is the ranks of one sequence. Where there are more processes than that,
-            each group of ranks has examples of its own.
-        arguments: Trainer's other ones.
+        handle: The result of `parallelize`. The ranks of its mesh share one sequence. If there are more processes, each
+            group of ranks gets different examples.
+        arguments: Further arguments of `Trainer`.
 
     Raises:
-        InputError: a model in the place of its handle; a number of processes that is not a multiple of the mesh;
-            average_tokens_across_devices off.
-        UnsupportedError: a dataset without a length; metrics of logits, which no rank has whole; a loss other than the
-            model's own; NEFTune.
+        InputError: If `handle` is a model, if the number of processes is not a multiple of the mesh's ranks, or if
+            average_tokens_across_devices is off.
+        UnsupportedError: For a dataset without a length, metrics of logits, a loss other than the model's, or NEFTune.
     """
 
     def __init__(self, handle: ShardedModel, **arguments: Any) -> None:
         if not isinstance(handle, ShardedModel):
             next_step = "SequenceTrainer(parallelize(model, mesh), args=...)"
             raise InputError(
-                "the first argument is the handle of a model", got=type(handle).__name__, next_step=next_step
+                "the first argument must be the result of parallelize", got=type(handle).__name__, next_step=next_step
             )
         super().__init__(model=handle.model, **arguments)
         ranks, processes = handle.mesh.size, self.args.world_size
         if processes % ranks or (ranks > 1 and processes != dist.get_world_size()):
-            raise InputError("Trainer sees other processes", got=processes, allowed=f"a multiple of {ranks}")
+            raise InputError("Trainer has a wrong number of processes", got=processes, allowed=f"a multiple of {ranks}")
         if not self.args.average_tokens_across_devices:
-            raise InputError("a loss over ranks is divided by their tokens; set average_tokens_across_devices=True")
+            raise InputError(
+                "the loss must be divided by the tokens of all ranks; set average_tokens_across_devices=True"
+            )
         self.handle = handle
         self._check_loss()
         self.data_collator: Any = ShardingCollator(handle, self.data_collator)
-        self._sequences, self._sequence = _numbered(handle)
+        self._sequences, self._sequence = _count_sequences(handle)
 
     def _check_loss(self) -> None:
-        """Refuse losses that would shift labels once more, and noise that is scaled by the length of a row."""
+        """Raise `UnsupportedError` for losses that shift labels again and noise that depends on the length of a row."""
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise UnsupportedError(
-                "a loss that shifts its labels itself; those of a shard are shifted before the cut",
+                "a loss that shifts its labels itself; those of a shard are already shifted",
                 got="compute_loss_func" if self.compute_loss_func else "label_smoothing_factor",
                 allowed="the model's own loss",
-                next_step="override compute_loss, and take inputs['shift_labels'] (see docs/hugging_face.md)",
+                next_step="override compute_loss, and use inputs['shift_labels'] (see docs/hugging_face.md)",
             )
         if self.neftune_noise_alpha is not None and self.handle.mesh.size > 1:
             raise UnsupportedError(
                 "NEFTune scales its noise by the tokens of a row, and a shard has fewer",
                 got=f"neftune_noise_alpha={self.neftune_noise_alpha}",
-                next_step="leave it out",
+                next_step="remove it",
             )
 
     def get_train_dataloader(self) -> Any:
-        return self._same_for_a_sequence(super().get_train_dataloader())
+        return self._share_examples(super().get_train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return self._same_for_a_sequence(super().get_eval_dataloader(eval_dataset))
+        return self._share_examples(super().get_eval_dataloader(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        return self._same_for_a_sequence(super().get_test_dataloader(test_dataset))
+        return self._share_examples(super().get_test_dataloader(test_dataset))
 
-    def _same_for_a_sequence(self, loader: Any) -> Any:
+    def _share_examples(self, loader: Any) -> Any:
         if self.args.world_size == 1:
             return loader
         sampler = loader.batch_sampler
         if not isinstance(sampler, BatchSamplerShard):
             raise UnsupportedError(
-                "a dataset without a length, or dispatch_batches: examples are dealt out to all ranks"
+                "a dataset without a length and dispatch_batches are not supported: every rank would get other examples"
             )
         sampler.num_processes, sampler.process_index = self._sequences, self._sequence
         if self._sequences == 1:
-            sampler.even_batches = False  # as on one device: nothing is filled up
+            sampler.even_batches = False  # as on one device: the last batch is not filled up
         return loader
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
-        self.gather_function = self._of_all_examples
+        self.gather_function = self._repeat_loss
         return super().evaluation_loop(*arguments, **named)
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, None, None]:
-        """The loss of all ranks, the same on each."""
+        """Return the loss of all ranks, equal on each."""
         if not prediction_loss_only:
-            raise UnsupportedError("logits lie on several ranks; evaluate with prediction_loss_only=True")
+            raise UnsupportedError("each rank has only a part of the logits; evaluate with prediction_loss_only=True")
         loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
         return self.accelerator.reduce(loss, "mean"), None, None
 
-    def _of_all_examples(self, losses: Tensor) -> Tensor:
-        """In the place of gathering: a batch's loss once for each of its examples; the last batch may be smaller."""
+    def _repeat_loss(self, losses: Tensor) -> Tensor:
+        """Return a batch's loss once per example, instead of gathering. The last batch may be smaller."""
         every, state = losses.repeat(self._sequences), self.accelerator.gradient_state
         return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
 
 
-def _numbered(handle: ShardedModel) -> tuple[int, int]:
-    """How many sequences there are at a time, and which of them is this rank's."""
+def _count_sequences(handle: ShardedModel) -> tuple[int, int]:
+    """Return the number of concurrent sequences, and the index of this rank's."""
     if not dist.is_initialized():
         return 1, 0
     group = handle.mesh.group

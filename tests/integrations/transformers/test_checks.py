@@ -46,7 +46,7 @@ from burst_portable.errors import (
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.checks import check_positions
 from burst_portable.integrations.transformers.loss import ShardedLoss
-from burst_portable.integrations.transformers.masks import Band, Wanted, read_mask
+from burst_portable.integrations.transformers.masks import Band, DeferredMask, read_mask
 from tests.support.models import SIZES, make, one_of_two, tokens
 
 ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -65,11 +65,11 @@ ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, at
         ({"num_items_in_batch": None}, InputError, "num_items_in_batch"),
         ({"position_ids": torch.arange(24).unsqueeze(0)}, InputError, "position_ids"),
         ({"position_ids": torch.arange(23).unsqueeze(0)}, InputError, "position_ids"),
-        ({"input_ids": tokens(1, 20)}, LayoutError, "another number"),
-        ({"seq_len": None}, InputError, "does not say how many tokens"),
+        ({"input_ids": tokens(1, 20)}, LayoutError, "wrong number"),
+        ({"seq_len": None}, InputError, "number of tokens of the unsharded sequence"),
         ({"seq_len": 47.5}, InputError, r"seq_len is not a size; got 47\.5"),
         ({"seq_len": "long"}, InputError, "seq_len is not a size"),
-        ({"cu_seqlens": (0, 12)}, InputError, "documents"),
+        ({"cu_seqlens": (0, 12)}, InputError, "cu_seqlens end before"),
         ({"cu_seqlens": (0, 12.5, 47)}, InputError, "takes whole numbers"),
         ({"cu_seq_lens_q": torch.tensor([0, 24])}, UnsupportedError, "cu_seq_lens_q"),
     ],
@@ -296,7 +296,7 @@ def test_sharded_loss_without_counts_raises():
     loss = ShardedLoss(ForCausalLMLoss)
     logits, labels = torch.randn(1, 4, 8), torch.ones(1, 4, dtype=torch.int64)
     for told in ({}, {"shift_labels": labels}, {"num_items_in_batch": 4}):
-        with pytest.raises(UnsupportedError, match="does not pass on"):
+        with pytest.raises(UnsupportedError, match="does not pass the required arguments"):
             loss(logits, labels, 8, **told)
 
 
@@ -320,10 +320,10 @@ def test_temperature_by_row_number_raises():
 
 
 def test_placeholder_mask_rejects_arithmetic():
-    wanted = Wanted(Band(lo=0))
-    assert not hasattr(wanted, "_dynamo_thing")
+    mask = DeferredMask(Band(lo=0))
+    assert not hasattr(mask, "_dynamo_thing")
     with pytest.raises(UnsupportedError, match=r"mask\.dtype"):
-        _ = wanted.dtype
+        _ = mask.dtype
 
 
 def test_shared_config_raises_in_other_model():
@@ -332,7 +332,9 @@ def test_shared_config_raises_in_other_model():
     with parallelize(one, Mesh.single()):
         copied = LlamaForCausalLM(copy.deepcopy(config))
         for model in (other, copied):
-            with pytest.raises(InputError, match=r'its own copy before, or call set_attn_implementation\("sdpa"\)'):
+            with pytest.raises(
+                InputError, match=r'its own copy of the config, or call set_attn_implementation\("sdpa"\)'
+            ):
                 model(input_ids=tokens(1, 8), use_cache=False)
         copied.set_attn_implementation("sdpa")
         copied(input_ids=tokens(1, 8), use_cache=False)
@@ -341,9 +343,7 @@ def test_shared_config_raises_in_other_model():
 def test_parallelize_rejects_parallelized_parts():
     model = make("llama")
     inner = parallelize(model.model, Mesh.single())
-    with pytest.raises(
-        InputError, match=r"parallelized already; got its part model \(LlamaModel\); undo\(\) the handle"
-    ):
+    with pytest.raises(InputError, match=r"parallelized already; got its part model \(LlamaModel\); call undo\(\)"):
         parallelize(model, Mesh.single())
     inner.undo()
     with parallelize(model, Mesh.single()), pytest.raises(InputError, match="already; got LlamaModel"):
@@ -363,7 +363,7 @@ def test_shard_after_undo_raises():
     """The model would compute the loss of the shard as that of the full sequence."""
     with parallelize(make("llama"), one_of_two()) as handle:
         assert handle.shard(tokens())["input_ids"].shape == (2, 23)
-    with pytest.raises(InputError, match=r"given back by undo\(\).*parallelize it again"):
+    with pytest.raises(InputError, match=r"undo\(\) has restored the model.*parallelize it again"):
         handle.shard(tokens())
 
 

@@ -34,7 +34,9 @@ def test_call_without_seq_len_raises(part: str) -> None:
         arguments = _embedded(model, ids) if part == "embeddings" else {"input_ids": ids}
         expected = called(**arguments)[0].detach()
         handle = parallelize(called, mesh)
-        with pytest.raises(InputError, match=r"does not say how many tokens .* got 32 tokens on rank \d, no seq_len"):
+        with pytest.raises(
+            InputError, match=r"number of tokens of the unsharded sequence.* got 32 tokens on rank \d, no seq_len"
+        ):
             called(**arguments)
         handle.seq_len = 64  # what such a call assumed
         wrong = called(**arguments)[0].detach()
