@@ -38,7 +38,7 @@ def refused(capsys, *arguments: str, code: int = 2, commands=None) -> str:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_unknown_names_show_the_near_ones(capsys, arguments, said):
+def test_unknown_names_suggest_similar_names(capsys, arguments, said):
     message = refused(capsys, *GOOD, *arguments)
     assert all(part in message for part in said), message
 
@@ -51,7 +51,7 @@ def test_unknown_names_show_the_near_ones(capsys, arguments, said):
         *("--tflops", "--intra-node-bandwidth", "--inter-node-bandwidth", "--steps"),
     ],
 )
-def test_zero_and_negative_numbers(capsys, option, value):
+def test_sizes_below_one_are_rejected(capsys, option, value):
     message = refused(capsys, *GOOD, option, value)
     assert option.strip("-").replace("-", "_") in message.replace("-", "_")
     assert "allowed" in message
@@ -111,7 +111,7 @@ def test_zero_and_negative_numbers(capsys, option, value):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
-def test_what_does_not_go_together(capsys, arguments, said):
+def test_conflicting_options_are_rejected(capsys, arguments, said):
     assert main([*GOOD, *arguments]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
@@ -132,7 +132,7 @@ def test_what_does_not_go_together(capsys, arguments, said):
         (("kernels", "--target", "sm_1"), "sm_90"),
     ],
 )
-def test_mistyped_options(capsys, arguments, said):
+def test_mistyped_options_suggest_correct_option(capsys, arguments, said):
     assert said in refused(capsys, *arguments)
 
 
@@ -144,11 +144,11 @@ def test_mistyped_options(capsys, arguments, said):
         (("plann",), "Did you mean 'plan'? `burst-portable --help` shows"),
     ],
 )
-def test_a_mistyped_option_names_the_help_that_lists_it(capsys, arguments, said):
+def test_mistyped_option_names_help_of_command(capsys, arguments, said):
     assert said in refused(capsys, *arguments)
 
 
-def test_a_value_of_another_kind_is_shown(capsys):
+def test_value_of_wrong_type_is_quoted(capsys):
     for arguments in (("run", "--lr", "fast"), ("run", "--lr=fast"), ("compare", "a", "b", "--threshold", "fast")):
         assert "'fast'" in refused(capsys, *arguments)
 
@@ -164,7 +164,7 @@ def test_a_value_of_another_kind_is_shown(capsys):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_errors_of_this_library_are_one_line(capsys, error, code):
+def test_burst_errors_are_one_line(capsys, error, code):
     assert refused(capsys, "fails", code=code, commands=failing(error)) == "burst-portable: no such text\n"
 
 
@@ -178,12 +178,12 @@ def failing(error: BaseException) -> dict[str, app.Command]:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()], ids=lambda value: type(value).__name__)
-def test_an_interruption_is_quiet(capsys, error):
+def test_interruption_prints_nothing(capsys, error):
     assert main(["fails"], failing(error)) == 130
     assert not capsys.readouterr().out
 
 
-def test_what_nobody_foresaw_keeps_its_traceback():
+def test_unexpected_error_keeps_traceback():
     with pytest.raises(ZeroDivisionError, match="ours"):
         main(["fails"], failing(ZeroDivisionError("ours")))
 
@@ -197,7 +197,7 @@ def test_version_and_help(capsys):
         assert all(name in out for name in app.COMMANDS)
 
 
-def test_the_module_is_the_command():
+def test_module_runs_command():
     command = [sys.executable, "-m", "burst_portable", "plan", "--seq-len", "0", "--ranks", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -205,7 +205,7 @@ def test_the_module_is_the_command():
     assert not done.stdout
 
 
-def test_without_the_cli_extra_it_says_what_to_install():
+def test_missing_typer_names_cli_extra():
     source = (
         "import importlib.util, sys\nfind = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name: None if name == 'typer' else find(name)\n"

@@ -50,7 +50,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_reports(tmp_path, capsys, name):
+def test_profile_and_compare_reject_invalid_reports(tmp_path, capsys, name):
     content, told = HOSTILE[name]
     path = tmp_path / "report.json"
     path.write_bytes(content)
@@ -58,7 +58,7 @@ def test_reports(tmp_path, capsys, name):
     assert told in refused(capsys, "compare", str(SAMPLE), str(path))
 
 
-def test_what_never_ends_and_what_is_none(tmp_path, capsys):
+def test_readers_reject_bombs_pipes_and_missing_files(tmp_path, capsys):
     bomb = tmp_path / "bomb.gz"
     bomb.write_bytes(gzip.compress(bytes(1 << 20), 9) * 300)  # 300 KB that unpack to 300 MB
     assert "more than 256 MiB" in refused(capsys, "profile", str(bomb))
@@ -76,7 +76,7 @@ def test_what_never_ends_and_what_is_none(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("option", ["--html", "--chrome", "--markdown"])
-def test_a_report_is_not_written_over(tmp_path, capsys, option):
+def test_output_never_overwrites_input(tmp_path, capsys, option):
     report, link = tmp_path / "report.json", tmp_path / "link"
     report.write_bytes(SAMPLE.read_bytes())
     link.symlink_to(report)
@@ -87,7 +87,7 @@ def test_a_report_is_not_written_over(tmp_path, capsys, option):
 
 
 @pytest.mark.parametrize("threshold", ["nan", "-0.1"])
-def test_a_threshold_that_is_none(capsys, threshold):
+def test_compare_rejects_invalid_threshold(capsys, threshold):
     told = refused(capsys, "compare", str(SAMPLE), str(SAMPLE), "--threshold", threshold)
     assert "the threshold is out of range" in told
 
@@ -142,8 +142,8 @@ def is_refused(report: dict, folder: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_report_with_something_else_in_one_place(tmp_path):
-    """Another thing at every third place; all of them at all places with -m full."""
+def test_report_with_replaced_value_is_rejected_or_shown(tmp_path):
+    """Each third value is replaced by another one; with -m full each value by all of them."""
     data = small()
     some = places(data)[::3]
     told = [is_refused(planted(data, p, VALUES[i % len(VALUES)]), tmp_path) for i, p in enumerate(some)]
@@ -152,18 +152,18 @@ def test_a_report_with_something_else_in_one_place(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ceiling", "bound"])
-def test_a_share_of_no_ceiling_is_refused(tmp_path, name):
+def test_achieved_row_without_ceiling_is_rejected(tmp_path, name):
     assert is_refused(planted(small(), ("achieved", 0, name), None), tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("value", VALUES, ids=lambda v: "absent" if v is planted else repr(v))
-def test_a_report_with_this_in_one_place(tmp_path, value):
+def test_report_with_invalid_value_is_rejected(tmp_path, value):
     data = small()
     assert sum(is_refused(planted(data, place, value), tmp_path) for place in places(data)) > 50
 
 
-def test_a_page_runs_nothing_of_its_report(tmp_path):
+def test_html_page_escapes_text_of_report(tmp_path):
     data = json.loads(SAMPLE.read_text(encoding="utf-8"))
     attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     for place in [p for p in places(data) if p[-1] in ("text", "advice", "strategy", "host", "reason", "mask")]:
@@ -193,20 +193,20 @@ def test_a_page_runs_nothing_of_its_report(tmp_path):
     ],
     ids=str,
 )
-def test_traces(tmp_path, capsys, events):
+def test_trace_rejects_invalid_events(tmp_path, capsys, events):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
     assert "an event cannot be read" in refused(capsys, "trace", str(path))
 
 
 @pytest.mark.parametrize("more", [{"distributedInfo": {"rank": "x"}}, {"baseTimeNanoseconds": {}}])
-def test_heads_of_traces(tmp_path, capsys, more):
+def test_trace_rejects_invalid_headers(tmp_path, capsys, more):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [EVENT], **more}), encoding="utf-8")
     refused(capsys, "trace", str(path))
 
 
-def test_a_number_too_large(tmp_path):
+def test_read_json_rejects_infinite_numbers(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("[1e999]", encoding="utf-8")
     with pytest.raises(InputError, match="too large"):
@@ -218,6 +218,6 @@ def test_a_number_too_large(tmp_path):
 @pytest.mark.parametrize(
     "text", ["[" * 200_000, "{}", '{"schema": "burst_portable.conformance/2"}', "\x00"], ids=lambda t: t[:9]
 )
-def test_reports_of_conformance(text):
+def test_conformance_report_rejects_invalid_json(text):
     with pytest.raises(InputError, match="not a conformance report"):
         Conformance.from_json(text)

@@ -13,7 +13,7 @@ from tests.support import planted_bugs
 from tests.support.planted_bugs import Planted
 
 
-def test_the_command_writes_every_format(tmp_path, capsys):
+def test_conform_writes_every_format(tmp_path, capsys):
     files = [tmp_path / name for name in ("r.json", "r.xml", "r.md")]
     formats = [word for pair in zip(("--json", "--junit", "--markdown"), map(str, files), strict=True) for word in pair]
     options = ["--backend", "cpu", "--quick", "--ranks", "2", "--only", "transport,fully_masked"]
@@ -51,14 +51,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("options", "says"), WRONG.values(), ids=list(WRONG))
-def test_bad_input_is_one_line_and_2(options, says, capsys):
+def test_conform_reports_bad_input_in_one_line(options, says, capsys):
     assert main(["conform", *options]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert "Traceback" not in error
 
 
-def test_the_command_fails_with_1(monkeypatch, capsys):
+def test_conform_returns_1_on_failure(monkeypatch, capsys):
     monkeypatch.setattr("burst_portable.conformance.suite.load", lambda name: Planted(planted_bugs.WrongScale))
     assert main(["conform", "--backend", "planted", "--case", "kernels:reference:ranks=1"]) == 1
     printed, told = capsys.readouterr()

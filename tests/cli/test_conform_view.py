@@ -12,7 +12,7 @@ def make_test(name):
     return TestCase("kernels", name, lambda case: Outcome())
 
 
-def test_a_long_group_tells_how_far_it_is(monkeypatch, capsys):
+def test_progress_reports_long_group(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(conform_view.time, "monotonic", lambda: now[0])
     with conform_view.progress() as told:
@@ -27,7 +27,7 @@ def test_a_long_group_tells_how_far_it_is(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("done", "found"), [(0, ""), (1, ", after 1 of 9 checks, of which none failed")])
-def test_who_ends_it_hears_what_was_found(done, found, capsys):
+def test_interrupted_conform_lists_findings(done, found, capsys):
     with pytest.raises(KeyboardInterrupt):
         _interrupted(done)
     name = "two" if done else "one"

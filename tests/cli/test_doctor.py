@@ -37,7 +37,7 @@ def examined(capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_versions_and_the_backend_of_this_machine(capsys):
+def test_doctor_lists_versions_and_backend(capsys):
     facts = examined(capsys)
     assert facts["schema"] == "burst_portable.doctor/1"
     assert torch.__version__.startswith(facts["packages"]["torch"])  # what is installed may not name its build
@@ -47,7 +47,7 @@ def test_versions_and_the_backend_of_this_machine(capsys):
     assert cpu["facts"]["cores"] >= 1
 
 
-def test_kernels_stand_in_order_with_what_they_serve(capsys):
+def test_doctor_lists_kernels_in_order_of_preference(capsys):
     kernels = examined(capsys)["backends"]["cpu"]["kernels"]
     assert [kernel["name"] for kernel in kernels] == ["cpu_flash", "reference"]
     assert kernels[0]["supports"]["float32"]["ok"]
@@ -55,11 +55,11 @@ def test_kernels_stand_in_order_with_what_they_serve(capsys):
     assert all(answer["ok"] for answer in kernels[1]["supports"].values())
 
 
-def test_every_known_backend_has_a_row(capsys):
+def test_doctor_lists_every_backend(capsys):
     assert set(examined(capsys)["backends"]) == set(selection.known())
 
 
-def test_the_tables_tell_the_same(capsys, monkeypatch):
+def test_doctor_tables_equal_json(capsys, monkeypatch):
     monkeypatch.setenv("BURST_TRANSPORT", "gloo")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -95,7 +95,7 @@ backend = Absent()
     ],
     ids=["absent", "import", "raises", "attribute", "syntax"],
 )
-def test_a_backend_that_cannot_run_is_a_row_with_its_reason(capsys, backends, source, reason):
+def test_doctor_gives_reason_of_unavailable_backend(capsys, backends, source, reason):
     backends("theirs", source)
     facts = examined(capsys)
     theirs = facts["backends"]["theirs"]
@@ -107,13 +107,13 @@ def test_a_backend_that_cannot_run_is_a_row_with_its_reason(capsys, backends, so
     assert "theirs" in capsys.readouterr().out
 
 
-def test_no_backend_at_all_exits_with_1(capsys, monkeypatch):
+def test_doctor_without_any_backend_returns_1(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "probed", lambda backend: Probe(ok=False, reason="it is ill"))
     assert main(["doctor"]) == 1
     assert "no: it is ill" in capsys.readouterr().out
 
 
-def test_without_torch_it_says_so():
+def test_doctor_without_torch_gives_reason():
     source = (
         "import sys\nsys.modules.update(dict.fromkeys(('torch', 'triton', 'transformers')))\n"
         "from burst_portable.cli import main\nsys.exit(main(['doctor']))"
@@ -124,7 +124,7 @@ def test_without_torch_it_says_so():
     assert not done.stderr
 
 
-def test_whether_the_file_of_rates_can_be_used(capsys, tmp_path, monkeypatch):
+def test_doctor_checks_hardware_spec_file(capsys, tmp_path, monkeypatch):
     assert examined(capsys)["hardware"] is None
     main(["doctor"])
     assert "BURST_HARDWARE_SPEC is not set" in capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_whether_the_file_of_rates_can_be_used(capsys, tmp_path, monkeypatch):
     assert "measured on Abacus 9, 4 ranks, kernel beads, 2026-11-22" in " ".join(capsys.readouterr().out.split())
 
 
-def test_names_in_settings_that_nothing_here_has(capsys, monkeypatch):
+def test_doctor_warns_of_unknown_names_in_settings(capsys, monkeypatch):
     monkeypatch.setenv("BURST_KERNEL", "cpu_flahs")
     monkeypatch.setenv("BURST_TRANSPORT", "pigeon")
     kernel, transport = examined(capsys)["unknown"]

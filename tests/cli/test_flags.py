@@ -20,12 +20,12 @@ COMMANDS = {"plan": ("--ranks", "2", "--heads", "2"), "run": (), "measure": ()}
         *((" 64 ", 64), ("+64", 64), ("1_024", 1024), ("007k", 7168), ("0", 0), ("0k", 0), ("-5", -5)),
     ],
 )
-def test_lengths_that_are_read(typed, length):
+def test_tokens_parses_lengths(typed, length):
     assert tokens(typed) == length
 
 
 @pytest.mark.parametrize("typed", ["4k", "4K", "4096"])
-def test_a_plan_has_the_length_that_was_typed(capsys, typed):
+def test_plan_uses_parsed_length(capsys, typed):
     assert main(["plan", "--seq-len", typed, *COMMANDS["plan"], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problem"]["seq_len"] == 4096
 
@@ -34,7 +34,7 @@ def test_a_plan_has_the_length_that_was_typed(capsys, typed):
 @pytest.mark.parametrize(
     "typed", ["1.5k", "k", "-1k", "128kb", "", "1kk", "1 k", "k1", "1g", "1_0k", "64.0", "٣k", "3\u212a"]
 )
-def test_lengths_that_are_refused(capsys, command, typed):
+def test_commands_reject_invalid_lengths(capsys, command, typed):
     assert main([command, "--seq-len", typed, *COMMANDS[command]]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -44,7 +44,7 @@ def test_lengths_that_are_refused(capsys, command, typed):
     assert said.err.count("\n") == 1
 
 
-def test_a_length_of_thousands_of_digits_is_refused_in_a_line():
+def test_tokens_rejects_thousands_of_digits_in_one_line():
     for typed in ("9" * 5000, "9" * 5000 + "k"):
         with pytest.raises(typer.BadParameter, match="not a number of tokens") as refused:
             tokens(typed)
@@ -52,12 +52,12 @@ def test_a_length_of_thousands_of_digits_is_refused_in_a_line():
 
 
 @pytest.mark.parametrize(("typed", "told"), [("0k", "an int of at least 1"), ("999999999m", "an int below 2**48")])
-def test_a_length_out_of_range_is_told_as_the_number_it_is(capsys, typed, told):
+def test_length_out_of_range_is_printed_as_number(capsys, typed, told):
     assert main(["plan", "--seq-len", typed, *COMMANDS["plan"]]) == 2
     assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_so(capsys, command):
+def test_help_explains_length_suffixes(capsys, command):
     assert main([command, "--help"]) == 0
     assert "128k and 1m are 131072 and 1048576" in " ".join(capsys.readouterr().out.replace("│", " ").split())

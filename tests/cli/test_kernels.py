@@ -12,7 +12,7 @@ from burst_portable.errors import UnknownNameError
 from burst_portable.kernels.triton.machine_code import KERNELS
 
 
-def test_json_of_one_chip(capsys):
+def test_kernels_json_of_one_chip(capsys):
     assert kernels(["gfx942"], [64], "-") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["schema"] == "burst_portable.kernels/2"
@@ -23,12 +23,12 @@ def test_json_of_one_chip(capsys):
         assert 0 < row["shared"] <= 64 * 1024
 
 
-def test_an_unknown_chip():
+def test_kernels_rejects_unknown_chip():
     with pytest.raises(UnknownNameError, match="sm_90"):
         kernels(["sm_91"], [64], "-")
 
 
-def test_a_head_size_that_the_kernels_are_not_compiled_for(capsys):
+def test_kernels_suggests_nearest_head_sizes(capsys):
     assert main(["kernels", "--head-dim", "64", "--head-dim", "63"]) == 2
     said = capsys.readouterr().err
     assert "--head-dim is not a head size of the kernels; got 63; allowed: multiples of 16 from 16 to 256;" in said

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_two_processes_and_what_is_planned_with_their_file(capfd, tmp_path):
+def test_measure_of_two_processes_is_used_by_plan(capfd, tmp_path):
     path = tmp_path / "hardware.json"
     assert main([*SMALL, "--ranks", "2", "--json", str(path)]) == 0
     told = capfd.readouterr()
@@ -46,8 +46,8 @@ def test_two_processes_and_what_is_planned_with_their_file(capfd, tmp_path):
 
 
 @pytest.mark.full
-def test_under_torchrun(tmp_path):
-    """Ranks that a launcher has started are joined, and the first alone talks."""
+def test_measure_joins_torchrun(tmp_path):
+    """Only rank 0 prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "burst_portable", *SMALL, "--kernel", "reference", "--json"],
@@ -75,20 +75,20 @@ def test_under_torchrun(tmp_path):
         (("--json", "/no/such/folder/file"), "--json cannot be written"),
     ],
 )
-def test_what_is_refused_before_a_process_starts(capsys, monkeypatch, arguments, told):
+def test_measure_rejects_options_before_start(capsys, monkeypatch, arguments, told):
     monkeypatch.setattr("burst_portable.cli.measure_worker.run_processes", lambda *_: pytest.fail("a process started"))
     assert main([*SMALL, *arguments]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_the_usual_length_counts_too(capsys, monkeypatch):
+def test_measure_checks_memory_of_default_length(capsys, monkeypatch):
     monkeypatch.setattr("burst_portable.cli.measure_worker.run_processes", lambda *_: pytest.fail("a process started"))
     assert main(["measure", "--ranks", "1", "--heads", "16384", "--kv-heads", "16384", "--head-dim", "1024"]) == 2
     assert "got 128 GiB of q, k, v and gradients per rank, 1 rank;" in capsys.readouterr().err
 
 
-def test_a_machine_that_was_busy_is_told_of(capsys):
-    """More than 1.3 times the shortest round; the rates that were steady are not named."""
+def test_measure_warns_of_busy_machine(capsys):
+    """Only rates with a round more than 1.3 times the shortest are named."""
     about = dict.fromkeys(("device", "backend", "kernel", "dtype"), "x")
     facts = {**about, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "hardware": {}}
     view = measure.View(quiet=False, stderr=False)
@@ -118,5 +118,5 @@ def test_a_machine_that_was_busy_is_told_of(capsys):
         ("ranks_per_node", 8, "of 8 ranks"),
     ],
 )
-def test_values_as_people_read_them(name, value, told):
+def test_value_formats_rates_for_people(name, value, told):
     assert measure._value(name, value) == told

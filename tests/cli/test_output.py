@@ -36,12 +36,12 @@ PLAN = ("plan", "--seq-len", "64", "--ranks", "2", "--heads", "2")
         ("", ""),
     ],
 )
-def test_json_may_go_without_its_value(typed, meant):
+def test_json_option_may_omit_value(typed, meant):
     assert with_json_value(typed.split()) == meant.split()
 
 
-def test_a_narrow_table_cuts_neither_names_nor_numbers():
-    """`launch_latency` of `measure` was launch_late… at 40 columns."""
+def test_narrow_table_truncates_no_name():
+    """At 40 columns, `launch_latency` was truncated."""
     made = output.table("rate", "value", "how", left=["how"])
     made.add_row("launch_latency", "11.2 ms", "forward of cpu_flash, causal, and more that takes several lines")
     page = Console(file=io.StringIO(), width=24)
@@ -60,7 +60,7 @@ def test_json_is_alone_on_standard_output(capsys, value):
     assert captured.err == ""
 
 
-def test_every_command_has_json_and_tells_its_exit_codes(capsys):
+def test_every_command_has_json_and_lists_exit_codes(capsys):
     for name in app.COMMANDS:
         assert main([name, "--help"]) == 0
         said = capsys.readouterr().out
@@ -68,7 +68,7 @@ def test_every_command_has_json_and_tells_its_exit_codes(capsys):
         assert "Exit codes: 0 all is well" in said, name
 
 
-def test_a_check_of_a_file_leaves_what_is_there(tmp_path):
+def test_check_file_leaves_existing_file_unchanged(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("as it was")
     for file in (old, new, Path("/dev/null")):
@@ -80,7 +80,7 @@ def test_a_check_of_a_file_leaves_what_is_there(tmp_path):
             check_file(file, "--html")
 
 
-def test_two_options_do_not_name_one_file(tmp_path):
+def test_check_files_rejects_equal_paths(tmp_path):
     file, again = tmp_path / "new", tmp_path / "." / "new"
     check_files({"--html": file, "--chrome": None, "--markdown": tmp_path / "other"})
     check_files({"--html": Path("/dev/null"), "--markdown": Path("/dev/null")})
@@ -88,7 +88,7 @@ def test_two_options_do_not_name_one_file(tmp_path):
         check_files({"--html": file, "--markdown": again})
 
 
-def test_a_check_of_a_folder_makes_it(tmp_path):
+def test_check_folder_creates_folder(tmp_path):
     check_folder(tmp_path / "a" / "b", "--report")
     assert list((tmp_path / "a" / "b").iterdir()) == []
     (tmp_path / "file").write_text("x")
@@ -97,13 +97,13 @@ def test_a_check_of_a_folder_makes_it(tmp_path):
             check_folder(folder, "--report")
 
 
-def test_numbers_that_json_does_not_have_are_null(tmp_path):
+def test_json_writes_nan_and_infinity_as_null(tmp_path):
     JsonOption(str(tmp_path / "x.json")).write({"a": float("nan"), "b": [1.5, float("inf")]})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": None, "b": [1.5, None]}
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_any_encoding(monkeypatch, encoding):
+def test_plan_prints_in_any_encoding(monkeypatch, encoding):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
     assert main(PLAN) == 0
@@ -115,7 +115,7 @@ def test_any_encoding(monkeypatch, encoding):
 @pytest.mark.parametrize(
     "arguments", [PLAN, (*PLAN, "--json"), ("--help",), ("plan", "--help")], ids=["tables", "json", "help", "its help"]
 )
-def test_nobody_reads_any_more(monkeypatch, capsys, arguments):
+def test_closed_pipe_returns_sigpipe(monkeypatch, capsys, arguments):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
@@ -125,14 +125,14 @@ def test_nobody_reads_any_more(monkeypatch, capsys, arguments):
 
 
 @pytest.mark.parametrize("arguments", [PLAN, (*PLAN, "--json")], ids=["tables", "json"])
-def test_standard_output_is_full(monkeypatch, capsys, arguments):
+def test_full_standard_output_returns_1(monkeypatch, capsys, arguments):
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(arguments) == 1
     assert capsys.readouterr().err == "burst-portable: the output cannot be written: No space left on device\n"
 
 
-def test_a_closed_standard_output(monkeypatch, capsys):
+def test_closed_standard_output_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(PLAN) == 0
     assert main([*PLAN, "--json"]) == 2
@@ -150,7 +150,7 @@ def test_a_closed_standard_output(monkeypatch, capsys):
     ],
     ids=lambda command: command[0],
 )
-def test_tables_of_a_narrow_terminal_are_whole(capsys, monkeypatch, command):
+def test_tables_fit_narrow_terminal(capsys, monkeypatch, command):
     monkeypatch.setenv("TERM", "dumb")  # rich takes such a terminal for 80 columns wide, without colors
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(command) == 0
@@ -160,7 +160,7 @@ def test_tables_of_a_narrow_terminal_are_whole(capsys, monkeypatch, command):
     assert [line for line in lines if "…" in line] == []
 
 
-def test_a_long_label_is_told_whole(capsys):
+def test_long_label_is_printed_in_full(capsys):
     output.console().print(output.labelled("another_vendor", "no: [not] here"))
     assert capsys.readouterr().out.split() == ["another_vendor", "no:", "[not]", "here"]
 
@@ -187,7 +187,7 @@ def fails(number: int):
     ],
     ids=lambda arguments: " ".join(arguments[:1] + arguments[-2:]),
 )
-def test_a_file_that_cannot_be_written_any_more_is_named(monkeypatch, tmp_path, capsys, arguments, number):
+def test_failed_write_names_file(monkeypatch, tmp_path, capsys, arguments, number):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "write_text", fails(number))
     assert main(arguments) == 1

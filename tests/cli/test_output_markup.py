@@ -13,7 +13,7 @@ from tests.support.synthetic_records import ring
 NAMED = "[ascend]"  # as in pip install '.[ascend]'
 
 
-def test_the_doctor_shows_brackets(capsys):
+def test_doctor_prints_brackets_literally(capsys):
     backend = {
         "ok": False,
         "reason": f"pip install 'x{NAMED}'",
@@ -34,7 +34,7 @@ def test_the_doctor_shows_brackets(capsys):
     assert printed.count(NAMED) >= 17
 
 
-def test_measured_rates_show_brackets(capsys):
+def test_measure_prints_brackets_literally(capsys):
     names = dict.fromkeys(("device", "backend", "kernel", "dtype"), NAMED)
     methods = {"block": {"measured": False, "method": NAMED, "max_over_min": None}}
     facts = {
@@ -50,7 +50,7 @@ def test_measured_rates_show_brackets(capsys):
     assert capsys.readouterr().out.count(NAMED) == 5 + 3  # the file: in the environment, in Config, on the command line
 
 
-def test_a_failed_run_shows_brackets(capsys):
+def test_failed_run_prints_brackets_literally(capsys):
     facts = {
         "verdict": "failed", "failures": [f"rank 1: {NAMED} is missing"], "world_size": 2, "reference_losses": None,
         "mode": "training", "losses": [1.0], "tokens_per_second": 1.0, "reference_tokens_per_second": None,
@@ -62,7 +62,7 @@ def test_a_failed_run_shows_brackets(capsys):
     assert capsys.readouterr().out.count(NAMED) == 2
 
 
-def test_profiles_and_traces_show_brackets(tmp_path, capsys):
+def test_profile_and_trace_print_brackets_literally(tmp_path, capsys):
     report = Report.of(ring(2, 3))
     report.data["verdict"]["text"] = report.data["verdict"]["advice"] = f"try {NAMED}"
     report.data["peaks"] = [

@@ -37,14 +37,14 @@ def text(capsys, *arguments: str) -> str:
 # --------------------------------------------------------------------------------------------- numbers
 
 
-def test_tokens_that_see_nothing_are_stated(capsys):
+def test_plan_reports_fully_masked_tokens(capsys):
     arguments = ("--seq-len", "16", "--ranks", "2", "--mask", "documents:0,5,13")
     assert plan(capsys, *arguments)["problem"]["fully_masked_tokens"] == 3
     assert "3 tokens see nothing" in text(capsys, *arguments)
     assert "see nothing" not in text(capsys, *TINY)
 
 
-def test_area_flops_and_imbalance_by_hand(capsys):
+def test_plan_reports_pairs_flops_and_imbalance(capsys):
     facts = plan(capsys, *TINY, "--strategy", "ring")
     assert facts["problem"]["num_pairs"] == 36
     assert facts["sampled_ranks"] == [0, 1]
@@ -56,7 +56,7 @@ def test_area_flops_and_imbalance_by_hand(capsys):
     assert forward["imbalance"] == backward["imbalance"] == pytest.approx(26 / 18)
 
 
-def test_bytes_of_ring_by_hand(capsys):
+def test_plan_reports_bytes_of_ring(capsys):
     facts = plan(capsys, *TINY, "--strategy", "ring")
     kv = 4 * 2 * (16 + 8) * 4  # rows · K/V heads · (D + Dv) · bytes
     forward, backward = facts["passes"]["forward"], facts["passes"]["backward"]
@@ -68,7 +68,7 @@ def test_bytes_of_ring_by_hand(capsys):
     assert forward["memory"]["in_flight"] == kv
 
 
-def test_bytes_of_burst_by_hand(capsys):
+def test_plan_reports_bytes_of_burst(capsys):
     facts = plan(capsys, *TINY, "--strategy", "burst")
     backward = facts["passes"]["backward"]
     rows = 4 * 4 * 4  # LSE and delta: rows, heads, bytes
@@ -78,7 +78,7 @@ def test_bytes_of_burst_by_hand(capsys):
     assert backward["mean"]["sent_bytes"] == (block + 4 * 4 * 16 * 4) / 2  # dQ comes home
 
 
-def test_memory_by_hand(capsys):
+def test_plan_reports_memory(capsys):
     facts = plan(capsys, *TINY, "--strategy", "ring")
     q, out, lse, kv = 4 * 4 * 16, 4 * 4 * 8, 4 * 4, 4 * 2 * (16 + 8)
     assert facts["passes"]["forward"]["memory"]["shard"] == 4 * (q + kv + out + lse)
@@ -86,7 +86,7 @@ def test_memory_by_hand(capsys):
     assert facts["passes"]["backward"]["memory"]["shard"] == 4 * (2 * (q + kv) + 2 * out + 2 * lse)
 
 
-def test_times_follow_the_rates(capsys):
+def test_plan_predicts_time_from_rates(capsys):
     slow = plan(capsys, *TINY, "--strategy", "ring", "--tflops", "1e-6", "--intra-node-bandwidth", "1e6")
     forward = slow["passes"]["forward"]
     assert forward["compute_seconds"] == pytest.approx(2 * 26 * 4 * 24 / 1e6)
@@ -95,7 +95,7 @@ def test_times_follow_the_rates(capsys):
     assert slow["seconds"] == pytest.approx(sum(part["seconds"] for part in slow["passes"].values()))
 
 
-def test_steps_of_a_rank(capsys):
+def test_plan_lists_steps_of_rank(capsys):
     steps = plan(capsys, *TINY, "--strategy", "ring", "--rank", "1")["steps"]
     assert steps["rank"] == 1
     first, second = steps["forward"]
@@ -119,7 +119,7 @@ def test_steps_of_a_rank(capsys):
     assert [move["what"] for step in steps["backward"] for move in step["gradient_sends"]] == ["dkv0"]
 
 
-def test_auto_says_what_it_chose_and_why(capsys):
+def test_plan_gives_reason_of_auto(capsys):
     facts = plan(capsys, *TINY)
     assert facts["strategy"] in facts["reason"]
     assert "chose" in facts["reason"]
@@ -127,7 +127,7 @@ def test_auto_says_what_it_chose_and_why(capsys):
     assert facts["reason"] in out
 
 
-def test_ulysses_has_no_hops(capsys):
+def test_plan_of_ulysses_has_no_ring_messages(capsys):
     facts = plan(capsys, *TINY, "--strategy", "ulysses")
     forward = facts["passes"]["forward"]
     assert (forward["circulates"], forward["transfer"], forward["max_message_bytes"]) == ("heads", "all_to_all", None)
@@ -136,7 +136,7 @@ def test_ulysses_has_no_hops(capsys):
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_one_rank_sends_nothing_and_says_so(capsys, strategy):
+def test_plan_of_one_rank_sends_nothing(capsys, strategy):
     one = (*TINY[:3], "1", *TINY[4:], "--strategy", strategy)
     for name, part in plan(capsys, *one)["passes"].items():
         assert part["max"]["messages"] == part["max"]["sent_bytes"] == 0
@@ -146,14 +146,14 @@ def test_one_rank_sends_nothing_and_says_so(capsys, strategy):
 # --------------------------------------------------------------------------------------------- the check
 
 
-def test_the_check_passes_or_is_skipped_aloud(capsys):
+def test_plan_check_passes_or_is_reported_as_skipped(capsys):
     assert plan(capsys, *TINY)["check"] == {"done": True, "ok": True, "wrong": [], "ranks": 2}
     assert plan(capsys, *TINY, "--no-check")["check"] == {"done": False}
     assert "check   ok" in text(capsys, *TINY)
     assert "check   skipped" in text(capsys, *TINY, "--no-check")
 
 
-def test_a_wrong_plan_exits_with_1(capsys, monkeypatch):
+def test_plan_with_failed_check_returns_1(capsys, monkeypatch):
     def wrong(plan, progress, ranks):
         return [*verify(plan, progress, ranks), "forward: block pairs computed more than once: [(0, 1)]"]
 
@@ -164,7 +164,7 @@ def test_a_wrong_plan_exits_with_1(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["check"]["ok"] is False
 
 
-def test_many_ranks_are_sampled_and_the_shown_one_is_among_them(capsys):
+def test_plan_samples_many_ranks_and_given_rank(capsys):
     facts = plan(capsys, "--seq-len", "1000", "--ranks", "100", "--strategy", "ring", "--no-check", "--rank", "7")
     costed = facts["sampled_ranks"]
     assert {0, 7, 99} <= set(costed)
@@ -174,7 +174,7 @@ def test_many_ranks_are_sampled_and_the_shown_one_is_among_them(capsys):
     assert "84 more" in out
 
 
-def test_a_thousand_ranks_are_checked_by_sample_and_it_says_so(capsys, monkeypatch):
+def test_plan_checks_a_sample_of_many_ranks(capsys, monkeypatch):
     assert [len(checked_ranks(ranks, False)) for ranks in (128, 129, 1024, 16384)] == [128, 124, 16, 8]
     assert len(checked_ranks(1024, True)) == 1024
     monkeypatch.setattr("burst_portable.cli.plan_facts.CHECKED_RANKS", 8)
@@ -185,7 +185,7 @@ def test_a_thousand_ranks_are_checked_by_sample_and_it_says_so(capsys, monkeypat
     assert "(all 48 ranks)" in text(capsys, *many, "--check-all")
 
 
-def test_many_ranks_are_checked_with_a_bar_on_stderr(capsys):
+def test_plan_json_stays_valid_with_progress_bar(capsys):
     assert (
         main(["plan", "--seq-len", "650", "--ranks", "65", "--strategy", "ring", "--mask", "window:9", "--json"]) == 0
     )
@@ -195,7 +195,7 @@ def test_many_ranks_are_checked_with_a_bar_on_stderr(capsys):
 # ---------------------------------------------------------------------------------------- output, imports
 
 
-def test_json_goes_to_a_file_beside_the_tables(capsys, tmp_path):
+def test_plan_json_file_leaves_tables_on_stdout(capsys, tmp_path):
     file = tmp_path / "plan.json"
     assert main(["plan", *TINY, "--json", str(file)]) == 0
     out = capsys.readouterr().out
@@ -205,7 +205,7 @@ def test_json_goes_to_a_file_beside_the_tables(capsys, tmp_path):
     assert "predicted efficiency" in out
 
 
-def test_the_picture():
+def test_score_matrix_of_zigzag():
     # 24 cells of 2 tokens: a cell on the diagonal is seen in part; rank 0 holds the first quarter and the last.
     cells = [[cell.text for cell in row] for row in score_matrix(Mask.causal(), make_layout("zigzag", 48, 2))]
     assert cells[0] == ["0 ", *["· "] * 23]
@@ -213,8 +213,8 @@ def test_the_picture():
     assert cells[23] == [*["00"] * 23, "0 "]
 
 
-def test_the_picture_says_where_a_cell_is_of_several_ranks(capsys):
-    """Documents of 29 and 67 tokens, a zigzag each: ranks meet at 22 and at 46, inside of cells of 4 tokens."""
+def test_score_matrix_marks_cells_of_several_ranks(capsys):
+    """Zigzag documents of 29 and 67 tokens: ranks change at 22 and 46, inside cells of 4 tokens."""
     options = ("--seq-len", "96", "--ranks", "2", "--mask", "documents:0,29,96", "--layout", "document_zigzag")
     out = text(capsys, *options)
     keys, *rows = picture(out)
@@ -247,7 +247,7 @@ def test_plan_picture_of_many_ranks_shades_cells_and_names_ranks(capsys, layout,
     assert "#" not in out.partition("forward on rank")[0]
 
 
-def test_planning_needs_no_torch():
+def test_plan_works_without_torch():
     blocked = ("torch", "numpy", "triton", "transformers")
     source = (
         f"import sys\nsys.modules.update(dict.fromkeys({blocked}))\n"
@@ -271,8 +271,8 @@ def test_planning_needs_no_torch():
         (16, ("--intra-node-bandwidth", "20"), ""),
     ],
 )
-def test_links_between_nodes_that_nobody_named(capsys, ranks, more, told):
-    """A guess takes all links for equal; what was typed, or a node, is the user's own word."""
+def test_plan_notes_unknown_node_size(capsys, ranks, more, told):
+    """A default node size is a guess; typed bandwidths or node sizes need no note."""
     arguments = ["plan", "--seq-len", "4096", "--ranks", str(ranks), "--strategy", "ring", "--no-check", *more]
     assert main(arguments) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -282,8 +282,8 @@ def test_links_between_nodes_that_nobody_named(capsys, ranks, more, told):
     assert json.loads(capsys.readouterr().out)["notes"] == ([note.removeprefix("note ")] if told else [])
 
 
-def test_rates_of_a_machine_that_somebody_measured(capsys, tmp_path):
-    """One rank: nothing travels, and the passes take what the file's rates and launches say."""
+def test_plan_uses_rates_of_hardware_spec(capsys, tmp_path):
+    """On one rank the passes take launch latency plus FLOPs at the rates of the file."""
     path = tmp_path / "hardware.json"
     hardware = {
         "tflops": 2.0,
@@ -334,7 +334,7 @@ def test_rates_of_a_machine_that_somebody_measured(capsys, tmp_path):
         (("--ranks-per-node", "2", "--inter-node-bandwidth", "3"), "given", "22); given 3 GB/s between nodes of 2"),
     ],
 )
-def test_rates_of_nodes_that_somebody_measured(capsys, tmp_path, typed, origin, between):
+def test_plan_uses_node_rates_of_hardware_spec(capsys, tmp_path, typed, origin, between):
     path = tmp_path / "hardware.json"
     about = {"device": "Abacus", "ranks": 8, "kernel": "beads", "date": "2026-11-22"}
     hardware = {"tflops": 2.0, "intra_node_bandwidth": 7.0, "ranks_per_node": 4, "inter_node_bandwidth": 9.0}
@@ -344,7 +344,7 @@ def test_rates_of_nodes_that_somebody_measured(capsys, tmp_path, typed, origin, 
     assert between in " ".join(text(capsys, *arguments).split())
 
 
-def test_what_is_assumed_between_nodes_says_so(capsys):
+def test_plan_marks_assumed_inter_node_bandwidth(capsys):
     arguments = ("--seq-len", "1024", "--ranks", "8", "--ranks-per-node", "4")
     for typed, origin in (((), "assumed"), (("--inter-node-bandwidth", "50"), "given")):
         assert plan(capsys, *arguments, *typed)["hardware"]["inter_node_source"] == origin
@@ -363,12 +363,12 @@ def test_what_is_assumed_between_nodes_says_so(capsys):
         ),
     ],
 )
-def test_rates_that_are_refused(capsys, arguments, told):
+def test_plan_rejects_invalid_rates(capsys, arguments, told):
     assert main(["plan", *TINY, *arguments]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_json_does_not_overwrite_the_file_of_rates(capsys, tmp_path):
+def test_plan_json_does_not_overwrite_hardware_spec(capsys, tmp_path):
     path = tmp_path / "hardware.json"
     path.write_text("{}")
     assert main(["plan", *TINY, "--hardware-spec", str(path), "--json", str(path)]) == 2
@@ -376,8 +376,8 @@ def test_json_does_not_overwrite_the_file_of_rates(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_rates_that_are_set_and_not_read_are_told(monkeypatch, tmp_path, capsys, named):
-    """They are those of the machine at hand; a plan may be for another."""
+def test_plan_notes_unused_hardware_spec_of_environment(monkeypatch, tmp_path, capsys, named):
+    """The file describes this machine; a plan may be for another one."""
     file = tmp_path / "hardware.json"
     about = {"device": "Abacus", "ranks": 1, "kernel": "beads", "date": "2026-11-22"}
     hardware = {"tflops": 500.0, "intra_node_bandwidth": 200.0}

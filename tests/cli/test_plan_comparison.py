@@ -15,7 +15,7 @@ def facts_of(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def test_plan_all_lists_each_strategy_once_by_time(capsys):
+def test_plan_all_lists_strategies_by_predicted_time(capsys):
     facts = facts_of(capsys)
     assert facts["schema"] == "burst_portable.plans/2"
     served = facts["strategies"]
@@ -33,7 +33,7 @@ def test_plan_all_lists_each_strategy_once_by_time(capsys):
     assert ring["seconds"] == alone["seconds"]
 
 
-def test_plan_all_names_why_a_strategy_cannot_serve(capsys):
+def test_plan_all_gives_reason_of_unsuitable_strategy(capsys):
     facts = facts_of(capsys, "--heads", "6")
     assert facts["refused"].keys() == {"ulysses"}
     assert "cannot divide these heads" in facts["refused"]["ulysses"]
@@ -43,14 +43,14 @@ def test_plan_all_names_why_a_strategy_cannot_serve(capsys):
     assert "auto    chose " in shown
 
 
-def test_plan_all_names_what_auto_compares_only_with_inner(capsys):
+def test_plan_all_lists_strategies_that_need_node_size(capsys):
     assert facts_of(capsys)["not_compared"] == ["double_ring", "usp"]
     assert facts_of(capsys, "--ranks-per-node", "4")["not_compared"] == []
     assert main(CALL) == 0
     assert "not compared without --ranks-per-node: double_ring, usp" in capsys.readouterr().out
 
 
-def test_plan_all_takes_layout_and_nodes(capsys):
+def test_plan_all_accepts_layout_and_nodes(capsys):
     facts = facts_of(capsys, "--ranks-per-node", "4", "--layout", "auto", "--mask", "window:200")
     assert facts["problem"]["layout"] == "contiguous"
     assert {"usp+q", "double_ring+kv"} <= {one["label"] for one in facts["strategies"]}
@@ -58,6 +58,6 @@ def test_plan_all_takes_layout_and_nodes(capsys):
     assert "layout contiguous by predicted time; chose ring+fetch" in capsys.readouterr().out
 
 
-def test_plan_all_refuses_options_of_one_strategy(capsys):
+def test_plan_all_rejects_options_of_one_strategy(capsys):
     assert main([*CALL, "--transfer", "direct"]) == 2
     assert "takes no options of a strategy; got --transfer direct" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def run(work) -> int:
 
 
 @pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
-def test_what_was_begun_is_taken_back_whatever_comes_meanwhile(capsys, tmp_path, number):
+def test_cleanup_completes_despite_repeated_signals(capsys, tmp_path, number):
     before, gone_on = [signal.getsignal(each) for each in ENDING], []
 
     def work() -> None:
@@ -70,7 +70,7 @@ def test_second_signal_interrupts_cleanup():
     assert not gone_on
 
 
-def test_what_nohup_keeps_away_stays_away():
+def test_signal_ignored_by_nohup_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert run(lambda: os.kill(os.getpid(), signal.SIGHUP)) == 0
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -108,8 +108,8 @@ def test_signal_during_unraisable_exception_ends_process(capsys, number):
     assert captured.out + captured.err == ""
 
 
-def test_nor_where_the_machine_is_too_busy_to_note_it_in_time(monkeypatch, capsys):
-    """The signal was repeated while Python still noted the one before, where it cannot raise either."""
+def test_signal_during_slow_unraisable_hook_ends_process(monkeypatch, capsys):
+    """The timer repeats the signal while Python still reports the last exception."""
 
     class Slow(threading.Timer):
         def start(self) -> None:
@@ -127,7 +127,7 @@ def test_nor_where_the_machine_is_too_busy_to_note_it_in_time(monkeypatch, capsy
     assert captured.out + captured.err == ""
 
 
-def test_other_mistakes_where_python_cannot_raise_are_told(monkeypatch):
+def test_other_unraisable_exceptions_are_reported(monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", lambda one: told.append(type(one.exc_value)))
 
@@ -158,7 +158,7 @@ sys.exit(main(commands={"work": work}))
 """
 
 
-def test_ctrl_c_again_and_again_to_the_end_of_the_process():
+def test_repeated_interrupts_do_not_break_cleanup():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = subprocess.Popen([sys.executable, "-c", SLOW_TO_END], **pipes)
     try:

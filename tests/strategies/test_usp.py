@@ -67,7 +67,7 @@ def test_usp_with_one_node_or_one_rank_per_node(ranks, ranks_per_node, as_in, mo
 
 
 class TestPlantedMistakes:
-    """What `verify` is for: each of these must be found."""
+    """Test that `verify` detects each planted mistake of a plan."""
 
     def broken(self, change, rank=4):
         plan = make(ranks=6, mask="full")

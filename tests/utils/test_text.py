@@ -31,5 +31,5 @@ from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text,
         (percent(0.1234), "12.3 %"),
     ],
 )
-def test_three_digits_and_a_unit(told, text):
+def test_numbers_have_three_digits_and_a_unit(told, text):
     assert told == text

@@ -108,15 +108,15 @@ def ends(*names):
     return codes, time.monotonic() - started, run.stderr
 
 
-def test_a_process_ends_well_while_its_threads_are_in_torch():
+def test_process_with_threads_inside_torch_exits_cleanly():
     codes, seconds, told = ends("peer_watch", "hop_watch", "sensors", "accounts")
     assert codes == [0] * TIMES, told
     assert seconds < 60, "nobody waits for a timeout"
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="threads are no longer ended there, they hang")
-def test_a_daemon_thread_that_nobody_stops_aborts():
-    """What the test above would say without `Background`."""
+def test_unmanaged_daemon_thread_aborts_process():
+    """The negative control of the test above, without `Background`."""
     codes, _, told = ends("planted")
     assert -6 in codes
     assert "terminate called without an active exception" in told
@@ -150,7 +150,7 @@ def until(happened):
     return happened()
 
 
-def test_it_works_when_woken_and_stops_at_once():
+def test_background_works_when_woken_and_stops():
     owner = Owner()
     assert owner.worked == 0
     for times in (1, 2):
@@ -161,14 +161,14 @@ def test_it_works_when_woken_and_stops_at_once():
     owner.thread.stop()
 
 
-def test_what_it_was_woken_for_is_begun_even_if_it_is_stopped():
+def test_background_finishes_woken_work_before_stop():
     owner = Owner()
     owner.thread.wake(owner)
     owner.thread.stop()
     assert owner.worked == 1
 
 
-def test_stopping_does_not_wait_for_a_pause():
+def test_background_stop_interrupts_pause():
     owner = Owner()
     owner.thread._work = Owner.stay
     owner.thread.wake(owner)
@@ -192,7 +192,7 @@ def test_idle_owner_is_collected_and_its_thread_ends():
     assert not thread.is_alive()
 
 
-def test_an_owner_that_is_worked_for_is_kept():
+def test_working_owner_is_not_collected():
     owner = Owner()
     owner.thread._work = Owner.stay
     owner.thread.wake(owner)
@@ -206,7 +206,7 @@ def test_an_owner_that_is_worked_for_is_kept():
     assert until(lambda: gone() is None)
 
 
-def test_a_fork_stops_nothing():
+def test_stop_in_forked_child_keeps_parent_thread():
     owner = Owner()
     with owner.thread._told._cond:  # as another thread may hold it when a process forks
         child = os.fork()

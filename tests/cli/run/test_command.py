@@ -41,8 +41,8 @@ def plant(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_device(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """101 tokens: the ranks hold 51 and 50."""
+def test_run_on_two_processes_equals_one_device(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The ranks have 51 and 50 of 101 tokens."""
     out, report = tmp_path / "out.json", tmp_path / "report"
     arguments = [*SMALL, "--model", str(config), "--check", "--json", str(out), "--report", str(report)]
     assert main(arguments) == 0
@@ -97,10 +97,10 @@ torch.optim.AdamW.step = wrong
 
 
 @pytest.mark.slow
-def test_a_planted_bug_ends_with_1(
+def test_run_with_planted_bug_returns_1(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """With --json -, standard output is JSON and nothing else, and the rest is told beside it."""
+    """With `--json -`, standard output contains only JSON."""
     plant(BROKEN, tmp_path, monkeypatch)
     code = main([*SMALL, "--model", str(config), "--check", "--json", "-"])
     out, err = capfd.readouterr()
@@ -114,7 +114,7 @@ def test_a_planted_bug_ends_with_1(
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_with_1(
+def test_run_with_dying_rank_returns_1(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     plant(DYING, tmp_path, monkeypatch)
@@ -127,7 +127,7 @@ def test_a_rank_that_dies_ends_with_1(
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_rank_that_does_not_start(
+def test_run_reports_rank_that_does_not_start(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     plant("import sys, time\nif sys.argv[-1] == '1':\n    time.sleep(90)\n", tmp_path, monkeypatch)
@@ -139,8 +139,8 @@ def test_a_rank_that_does_not_start(
 
 
 @pytest.mark.slow
-def test_joining_torchrun(tmp_path: Path):
-    """With the model that is taken unless one is named."""
+def test_run_joins_torchrun(tmp_path: Path):
+    """The model is the default one."""
     out = tmp_path / "out.json"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     arguments = ["run", "--seq-len", "64", "--steps", "1", "--check", "--json", str(out)]
@@ -162,8 +162,8 @@ def test_joining_torchrun(tmp_path: Path):
         pytest.param(0.1, id="soon again", marks=pytest.mark.full),
     ],
 )
-def test_interrupted(config: Path, tmp_path: Path, again: float | None):
-    """Ctrl-C: quick, quiet, no rank is left, and no temporary folder."""
+def test_interrupted_run_leaves_no_process(config: Path, tmp_path: Path, again: float | None):
+    """It ends fast, prints nothing, and leaves no rank and no temporary folder."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     process = subprocess.Popen(
@@ -280,7 +280,7 @@ def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
         (["--report", "{short}"], "--report names a file"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_2(
+def test_run_reports_bad_input_in_one_line(
     arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     files = {
@@ -319,7 +319,7 @@ def test_bad_input_is_one_line_and_2(
     assert said.out == ""
 
 
-def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
+def test_run_without_transformers_names_extra(monkeypatch, capsys):
     monkeypatch.setattr("burst_portable.cli.run.command.find_spec", lambda name: None)
     assert main(["run"]) == 2
     expected = "run needs the package transformers; in the clone, run: pip install '.[cli,transformers]'"

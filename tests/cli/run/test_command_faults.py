@@ -152,7 +152,7 @@ ENDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "fault", "at", "told"), ENDS)
-def test_a_rank_that_fails_ends_the_run(run, program, fault, at, told):
+def test_failed_rank_ends_run(run, program, fault, at, told):
     run.program, run.fault, run.at = program, fault, at
     _, err = run.start().communicate(timeout=100)
     assert run.process.returncode == 1, err
@@ -180,7 +180,7 @@ def test_run_listens_on_loopback_only_and_cleans_up_on_sigterm(run):
 
 
 @pytest.mark.full
-def test_a_launcher_that_is_killed_leaves_nothing(run):
+def test_killed_launcher_leaves_no_process(run):
     run.start()
     run.wait_for_ranks()
     run.process.kill()
@@ -189,8 +189,8 @@ def test_a_launcher_that_is_killed_leaves_nothing(run):
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_torchrun_is_interrupted(run, number):
-    """torchrun ends its processes; ours say nothing."""
+def test_interrupted_torchrun_leaves_no_process(run, number):
+    """torchrun ends its processes, and ours print nothing."""
     run.program = TORCHRUN
     run.start()
     run.wait_for_ranks()

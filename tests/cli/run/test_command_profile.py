@@ -13,7 +13,7 @@ from tests.support.models import SIZES
 
 
 @pytest.mark.slow
-def test_a_run_leaves_its_profile(tmp_path, capsys):
+def test_run_writes_profile(tmp_path, capsys):
     folder, config = tmp_path / "report", tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "llama", **SIZES, "vocab_size": 256}), encoding="utf-8")
     asked = ["run", "--model", str(config), "--seq-len", "128", "--ranks", "2", "--steps", "3"]

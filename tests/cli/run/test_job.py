@@ -8,7 +8,7 @@ from burst_portable.cli.run import job
 from burst_portable.errors import InputError
 
 
-def test_what_this_machine_cannot_serve():
+def test_check_processes_and_memory_reject_oversized_runs():
     job.check_processes(16, available_cores=2)
     with pytest.raises(InputError, match="at most 16"):
         job.check_processes(17, available_cores=2)

@@ -15,12 +15,12 @@ from burst_portable.errors import InputError
 from tests.support.models import SIZES, make, tokens
 
 
-def test_sequences_start_again_when_the_text_ends():
+def test_batches_repeat_text_at_its_end():
     made = batches(torch.arange(10), 3, 2, 3)
     assert [x.tolist() for x in made] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [0, 1, 2]], [[3, 4, 5], [6, 7, 8]]]
 
 
-def test_tiny_is_the_model_that_the_readme_tells_of():
+def test_tiny_model_equals_readme():
     config = config_of("tiny", 4096)
     sizes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.vocab_size)
     assert sizes == (4, 8, 2, 256)
@@ -46,14 +46,14 @@ def loaded(folder: str):
     return build(folder, config_of(folder, 16), torch.float32, 0)
 
 
-def test_a_whole_checkpoint(checkpoint):
+def test_complete_checkpoint_loads(checkpoint):
     model, notes = loaded(str(checkpoint))
     expected = load_file(checkpoint / "model.safetensors")
     assert notes == []
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in expected.items())
 
 
-def test_a_checkpoint_without_some_weights(checkpoint, tmp_path):
+def test_checkpoint_with_missing_weights_raises(checkpoint, tmp_path):
     def change(weights):
         weights["other.weight"] = weights.pop("model.layers.0.self_attn.q_proj.weight")
 
@@ -61,12 +61,12 @@ def test_a_checkpoint_without_some_weights(checkpoint, tmp_path):
         loaded(changed(checkpoint, tmp_path, change))
 
 
-def test_a_checkpoint_with_weights_that_nobody_takes(checkpoint, tmp_path):
+def test_checkpoint_with_unused_weights_adds_note(checkpoint, tmp_path):
     _, (note,) = loaded(changed(checkpoint, tmp_path, lambda weights: weights.update(extra=torch.ones(1))))
     assert "no part of the model takes 1 of its weights: extra" in note
 
 
-def test_a_checkpoint_of_other_shapes(checkpoint, tmp_path):
+def test_checkpoint_of_other_shapes_raises(checkpoint, tmp_path):
     def change(weights):
         weights["model.norm.weight"] = torch.ones(3)
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_other_shapes(checkpoint, tmp_path):
         loaded(changed(checkpoint, tmp_path, change))
 
 
-def test_a_checkpoint_that_is_cut_off(checkpoint, tmp_path):
+def test_truncated_checkpoint_raises(checkpoint, tmp_path):
     folder = changed(checkpoint, tmp_path, lambda weights: None)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -82,8 +82,8 @@ def test_a_checkpoint_that_is_cut_off(checkpoint, tmp_path):
         loaded(folder)
 
 
-def test_weights_of_whole_numbers(checkpoint, tmp_path):
-    """Such as a quantized model's, whose config does not say so: they would be taken for plain ones."""
+def test_integer_weights_raise(checkpoint, tmp_path):
+    """A quantized checkpoint whose config does not say so must not be read as plain weights."""
 
     def change(weights):
         name = "model.layers.0.self_attn.q_proj.weight"
@@ -93,7 +93,7 @@ def test_weights_of_whole_numbers(checkpoint, tmp_path):
         loaded(changed(checkpoint, tmp_path, change))
 
 
-def test_a_quantized_checkpoint(checkpoint, tmp_path):
+def test_quantized_checkpoint_raises(checkpoint, tmp_path):
     folder = changed(checkpoint, tmp_path, lambda weights: None)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"bits": 4}}))
@@ -101,7 +101,7 @@ def test_a_quantized_checkpoint(checkpoint, tmp_path):
         config_of(folder, 16)
 
 
-def test_layers_that_are_recomputed():
+def test_recompute_layers_runs_layers_twice():
     model, _ = build("x.json", LlamaConfig(**SIZES), torch.float32, 0)
     recompute_layers(model)
     calls = []

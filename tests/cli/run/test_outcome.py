@@ -10,7 +10,7 @@ import torch
 from burst_portable.cli.run.outcome import gradient_differences, relative_differences
 
 
-def test_differences_that_cannot_be_measured_are_infinite():
+def test_unmeasurable_differences_are_infinite():
     assert relative_differences([1.0, math.nan, 1.0], [1.0, 1.0, math.inf]) == [0.0, math.inf, math.inf]
     one, other_shape = {"a": torch.ones(2)}, {"a": torch.ones(3)}
     assert gradient_differences(one, other_shape).together == math.inf
@@ -18,7 +18,7 @@ def test_differences_that_cannot_be_measured_are_infinite():
     assert gradient_differences({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)}).parameter == math.inf
 
 
-def test_a_wrong_gradient_shows_beside_a_large_one():
+def test_small_wrong_gradient_is_found_next_to_large_one():
     reference = {"large": 1000 * torch.ones(4), "small": torch.ones(4), "zero": torch.zeros(4)}
     gradients = {**reference, "small": 1.1 * torch.ones(4), "zero": torch.full((4,), 1e-6)}
     apart = gradient_differences(gradients, reference)

@@ -37,14 +37,14 @@ GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=100
     ],
     ids=["llama", "tied", "positions", "windows"],
 )
-def test_model_flops(config, parameters: int, products: int):
+def test_model_flops_counts_parameters_and_attention(config, parameters: int, products: int):
     forward = 3 * (2 * 47 * parameters + products)
     sketch = outline(config)
     assert model_flops(config, sketch, seq_len=47, batch=3, scoring=True) == forward
     assert model_flops(config, sketch, seq_len=47, batch=3, scoring=False) == 3 * forward
 
 
-def test_what_is_not_known():
+def test_unknown_flops_or_peak_give_no_utilization():
     config = MixtralConfig(**SIZES, num_local_experts=4)
     assert model_flops(config, outline(config), seq_len=47, batch=1, scoring=False) is None
     assert utilisation(None, 1.0, 2, 1e12) is utilisation(10**12, 1.0, 2, None) is None

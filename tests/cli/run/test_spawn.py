@@ -74,7 +74,7 @@ def command(process: Path) -> bytes:
         return b""
 
 
-def test_what_ranks_say_comes_back_in_their_order(launched):
+def test_launched_returns_results_in_rank_order(launched):
     done, steps = launched("is_done", "is_done", "is_done")
     assert [one["outcome"] for one in done] == [0, 1, 2]
     assert json.dumps(steps) == '[{"event": "step", "loss": 1.5, "seconds": 0.1}]', "those of rank 0"
@@ -100,8 +100,8 @@ def test_what_ranks_say_comes_back_in_their_order(launched):
     ],
     ids=["killed", "code", "killed_before_code", "mistake_before_killed"],
 )
-def test_the_rank_that_failed_by_itself_is_told(launched, capfd, deeds, kind, told, before):
-    """Not those that only lost it, whoever is heard first; they are told before."""
+def test_launched_names_rank_that_failed_first(launched, capfd, deeds, kind, told, before):
+    """Ranks that only lost their peer are reported before it, whichever error arrives first."""
     with pytest.raises(kind) as error:
         launched(*deeds)
     assert str(error.value).startswith(told)
@@ -109,7 +109,7 @@ def test_the_rank_that_failed_by_itself_is_told(launched, capfd, deeds, kind, to
     assert capfd.readouterr().err == before
 
 
-def test_ranks_that_go_on_are_ended(launched):
-    """After a while, in which they might say what they know; the fixture sees that none is left."""
+def test_launched_ends_remaining_ranks(launched):
+    """They get some time to report errors; the fixture checks that none remains."""
     with pytest.raises(PeerLostError, match="rank 1 ended with code 9"):
         launched("goes_on", "gives_up", grace=0.5)

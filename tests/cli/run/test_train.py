@@ -19,7 +19,7 @@ from burst_portable.integrations.transformers import parallelize
 from tests.support.models import SIZES, make
 
 
-def test_perplexity_does_not_depend_on_the_ranks():
+def test_perplexity_does_not_depend_on_ranks():
     model = make("llama", torch.float32)
     where = Where(torch.device("cpu"), torch.float32)
     data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
@@ -51,10 +51,10 @@ def test_perplexity_does_not_depend_on_the_ranks():
         ("mixtral", {"num_local_experts": 4}, torch.float64),
     ],
 )
-def test_models_that_sdpa_or_fast_experts_cannot_run(
+def test_models_without_sdpa_support_score_equally(
     kind: str, sizes: dict[str, int], dtype: torch.dtype, tmp_path: Path
 ):
-    """A softcap, sinks, and experts in float64: on one device by transformers' eager ones."""
+    """Softcap, sinks and float64 experts need transformers' eager functions on one device."""
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     fields = {"model_type": kind, **SIZES, **rope, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
@@ -74,7 +74,7 @@ def test_models_that_sdpa_or_fast_experts_cannot_run(
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_perplexity_of_a_checkpoint_over_processes(tmp_path: Path):
+def test_perplexity_of_checkpoint_over_processes(tmp_path: Path):
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 256})).save_pretrained(tmp_path / "checkpoint")
     found = []
@@ -87,7 +87,7 @@ def test_perplexity_of_a_checkpoint_over_processes(tmp_path: Path):
     assert found == pytest.approx([found[0]] * 3, rel=1e-5)
 
 
-def test_a_bit_anywhere_tells_parameters_apart():
+def test_fingerprint_depends_on_each_bit():
     model = make("llama", torch.float32)
     before = fingerprint(model)
     assert fingerprint(make("llama", torch.float32)) == before

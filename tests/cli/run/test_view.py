@@ -11,7 +11,7 @@ from burst_portable.profiling.report.terminal import show
 from tests.support.synthetic_records import ring
 
 
-def test_on_a_narrow_terminal_lines_go_on_below_their_text(tmp_path, capsys):
+def test_narrow_terminal_indents_wrapped_advice(tmp_path, capsys):
     profile = Report.of(ring(2, 3)).data
     path = f"/a/folder/with-hyphens/{'and_a_long_name' * 5}/trace.json"
     advice = f"send less, as the layout of {path} does, and look at the plan of it"
@@ -29,7 +29,7 @@ def test_on_a_narrow_terminal_lines_go_on_below_their_text(tmp_path, capsys):
     assert lines[-1] == f"profile {tmp_path / 'profile.html'}"
 
 
-def test_a_report_s_verdict_goes_on_below_its_text_too(capsys):
+def test_narrow_terminal_indents_wrapped_verdict(capsys):
     profile = Report.of(ring(2, 3)).data
     profile["verdict"] |= {"kind": "idle", "text": "one two three four five six seven"}
     show(profile, Console(force_terminal=True, width=30, color_system=None))
@@ -54,7 +54,7 @@ def test_view_wraps_long_verdict_in_narrow_terminal(capsys):
     ]
 
 
-def test_in_a_log_a_line_is_whole(tmp_path, capsys):
+def test_log_line_is_not_wrapped(tmp_path, capsys):
     profile = Report.of(ring(2, 3)).data
     profile["verdict"]["advice"] = "a word " * 100
     View().profile(profile, tmp_path)
@@ -68,8 +68,8 @@ def test_in_a_log_a_line_is_whole(tmp_path, capsys):
         (None, "unknown: of a mixture of experts a token meets some parameters only, and how many is not counted"),
     ],
 )
-def test_a_utilisation_that_is_not_known_is_said_to_be(flops, told):
-    """A backend of somebody's own that tells no peak: docs/writing_a_backend.md promises "unknown"."""
+def test_unknown_utilization_is_reported_as_unknown(flops, told):
+    """A backend without peaks: docs/writing_a_backend.md promises "unknown"."""
     peak = {"flops": None, "dtype": "bfloat16", "source": "the backend 'theirs' does not tell"}
     facts = {
         "model_flop_utilisation": None, "peak": peak, "model_flops_per_step": flops, "mode": "train", "world_size": 2,

@@ -13,7 +13,7 @@ from burst_portable.cli.run.worker import device_of
 from burst_portable.errors import InputError
 
 
-def test_more_ranks_than_devices(monkeypatch):
+def test_device_of_rejects_more_ranks_than_devices(monkeypatch):
     used = []
     for count, local_rank, device in ((0, 3, "cpu"), (1, 3, "cpu"), (4, 3, "cpu:3")):
         module = SimpleNamespace(device_count=lambda count=count: count, set_device=used.append)
@@ -24,8 +24,8 @@ def test_more_ranks_than_devices(monkeypatch):
         device_of("cpu", 4)
 
 
-def test_a_rank_that_fails_says_why_last(tmp_path):
-    """Its thread that watches the parent's pipe must not abort it on the way out."""
+def test_failed_worker_prints_reason_last(tmp_path):
+    """The thread that watches the parent's pipe must not abort the process."""
     command = [sys.executable, "-m", "burst_portable.cli.run.worker", str(tmp_path / "no job"), "0"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
         assert rank.wait(60) == 1
