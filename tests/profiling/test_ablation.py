@@ -76,7 +76,7 @@ def ablated(strategy: str):
 
 @pytest.mark.parametrize(("strategy", "kernels"), [("ring", 2), ("ulysses", 1)])
 @pytest.mark.parametrize("slow", ["kernel", "link"])
-def test_a_delay_comes_out_within_a_tenth(slow, strategy, kernels, monkeypatch):
+def test_ablate_finds_planted_delay_within_10_percent(slow, strategy, kernels, monkeypatch):
     slow_down(monkeypatch, slow)
     for found in ablated(strategy):
         if slow == "kernel":
@@ -88,8 +88,8 @@ def test_a_delay_comes_out_within_a_tenth(slow, strategy, kernels, monkeypatch):
         assert found.without_both < SHORT
 
 
-def test_a_link_behind_a_kernel_is_hidden(monkeypatch):
-    """The block is on its way while the rank computes with its own."""
+def test_ablate_reports_hidden_transfer(monkeypatch):
+    """The block arrives while the rank computes with its own."""
     slow_down(monkeypatch, "kernel", "link")
     for found in ablated("ring"):
         assert found.hidden == pytest.approx(SLOW_LINK, abs=SHORT)
@@ -100,8 +100,8 @@ def test_a_link_behind_a_kernel_is_hidden(monkeypatch):
 
 
 @pytest.mark.parametrize("picks", [True, False])
-def test_what_a_transport_picks_up_is_not_packed_without_it(picks, monkeypatch):
-    """Else that time would be missing in what communication adds."""
+def test_ablation_without_communication_skips_unused_packing(picks, monkeypatch):
+    """Otherwise the packing time would be missing in the communication part."""
     monkeypatch.setattr(PeerCopyTransport, "supports_strided_sends", picks)
     packed, owned = [], []
 
@@ -143,7 +143,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("watched", ["closed", "open"])
-def test_training_goes_on_as_if_there_had_been_none(watched):
+def test_ablate_leaves_training_state_unchanged(watched):
     torch.manual_seed(0)
     first = Model()
     other = copy.deepcopy(first)
@@ -183,7 +183,7 @@ def test_training_goes_on_as_if_there_had_been_none(watched):
     assert all(torch.equal(a, b) for a, b in zip(plain, ablations, strict=True))
 
 
-def test_what_was_taken_away_is_given_back_after_an_error():
+def test_ablate_restores_state_after_error():
     model, x = Model(), torch.randn(12, 8)
     model(x).backward()
     before = [model.into.weight.grad.clone(), model.norm.running_mean.clone(), torch.get_rng_state()]
@@ -198,7 +198,7 @@ def test_what_was_taken_away_is_given_back_after_an_error():
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-def test_it_must_run():
+def test_ablate_rejects_zero_repeats():
     with pytest.raises(bp.BurstError, match="repeat must be a number"):
         ablate(lambda: None, repeat=0)
 
@@ -216,8 +216,8 @@ def devices(monkeypatch) -> set[str]:
     return found
 
 
-def test_the_device_is_that_of_the_model_or_of_what_was_recorded(devices, monkeypatch):
-    """On a device with streams, the host's time of a step says nothing, and other random numbers are drawn."""
+def test_ablate_uses_device_of_model_or_records(devices, monkeypatch):
+    """Host time does not measure a step of a device with streams, and random states differ."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     with pytest.raises(bp.BurstError, match="nothing says where"):
         ablate(lambda: None)

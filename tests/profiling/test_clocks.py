@@ -37,8 +37,8 @@ def clock_of_fakes(monkeypatch) -> DeviceClock:
     return DeviceClock(torch.device("cpu"))
 
 
-def test_a_long_session_keeps_microseconds(monkeypatch):
-    """Ten minutes, marked all along: float32 milliseconds from one base alone would be 60 µs off."""
+def test_device_clock_keeps_microseconds_for_ten_minutes(monkeypatch):
+    """Float32 milliseconds from a single base would be wrong by 60 µs."""
     clock = clock_of_fakes(monkeypatch)
     marks = []
     for index in range(6000):
@@ -50,8 +50,8 @@ def test_a_long_session_keeps_microseconds(monkeypatch):
     assert clock.read(marks[-1]) == others[-1], "reading twice gives the same"
 
 
-def test_a_host_that_is_late_sets_the_clock_wrong_by_little(monkeypatch):
-    """It learns that an event is over when it is scheduled again; the shortest wait of several tells best."""
+def test_late_host_shifts_device_clock_little(monkeypatch):
+    """The host learns late that an event is over; the shortest of several waits counts."""
     host = {"now": 1_000_000_000}
     delays = iter([9_000_000, 7_000_000, 20_000, 12_000_000, 8_000_000])
 
@@ -83,8 +83,8 @@ def drifting(monkeypatch, ppm: float, wait: int = 10_000):
 
 
 @pytest.mark.parametrize("ppm", [40.0, -15.0])
-def test_a_device_whose_clock_drifts_is_put_back_on_the_host_s(ppm, monkeypatch):
-    """Ten minutes at 40 ppm are 24 ms; what is left is what an anchor is uncertain by, and rounding."""
+def test_device_clock_corrects_drift(ppm, monkeypatch):
+    """40 ppm are 24 ms in ten minutes; anchor uncertainty and rounding remain."""
     clock, host = drifting(monkeypatch, ppm)
     marks = []
     for _ in range(6000):
@@ -97,8 +97,8 @@ def test_a_device_whose_clock_drifts_is_put_back_on_the_host_s(ppm, monkeypatch)
     assert max(abs(clock.read(mark) - at) for at, mark in marks) < 60_000
 
 
-def test_a_drift_that_the_anchors_cannot_tell_is_left_alone(monkeypatch):
-    """Ten milliseconds: what the host waits for an anchor is a thousand millionths of them."""
+def test_device_clock_ignores_unmeasurable_drift(monkeypatch):
+    """In 10 ms the wait for an anchor is 1,000 ppm."""
     clock, host = drifting(monkeypatch, 40.0)
     marks = [clock.mark()]
     host["now"] += 10_000_000
@@ -110,7 +110,7 @@ def test_a_drift_that_the_anchors_cannot_tell_is_left_alone(monkeypatch):
     assert abs(last - first - 10_000_000 * (1 - 40e-6)) < 10
 
 
-def test_steps_between_neighbours_are_exact_to_a_microsecond(monkeypatch):
+def test_device_clock_is_exact_between_neighbors(monkeypatch):
     clock = clock_of_fakes(monkeypatch)
     marks = []
     for index in range(2000):
@@ -121,7 +121,7 @@ def test_steps_between_neighbours_are_exact_to_a_microsecond(monkeypatch):
     assert times == sorted(times)
 
 
-def test_events_are_used_again(monkeypatch):
+def test_device_clock_reuses_events(monkeypatch):
     clock = clock_of_fakes(monkeypatch)
     for _ in range(5):
         for mark in [clock.mark() for _ in range(10)]:
@@ -129,8 +129,8 @@ def test_events_are_used_again(monkeypatch):
     assert FakeEvent.made <= 12
 
 
-def test_an_arrival_is_watched_by_a_stream_of_its_own(monkeypatch):
-    """The wait happens on the watcher, and never on the stream that computes."""
+def test_arrival_is_watched_on_separate_stream(monkeypatch):
+    """The compute stream never waits for it."""
     current = ["compute"]
 
     class FakeStream:
@@ -163,7 +163,7 @@ def test_an_arrival_is_watched_by_a_stream_of_its_own(monkeypatch):
         assert compute.waited == [clock._watcher]
 
 
-def test_what_is_done_when_it_returns_is_timed_by_the_host():
+def test_host_clock_times_synchronous_device():
     clock = make_clock(torch.device("cpu"), streams=False)
     assert isinstance(clock, HostClock)
     assert clock.read(clock.mark()) <= clock.read(clock.mark())

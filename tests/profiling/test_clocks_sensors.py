@@ -34,7 +34,7 @@ class Meter:
         self.closed = True
 
 
-def test_a_thread_reads_until_it_is_stopped():
+def test_sensors_thread_reads_until_stopped():
     meter = Meter()
     sensors = Sensors(meter)
     until = time.monotonic() + 10
@@ -51,7 +51,7 @@ def test_a_thread_reads_until_it_is_stopped():
     sensors.stop()
 
 
-def test_a_reason_in_place_of_a_meter():
+def test_sensors_give_reason_without_meter():
     sensors = Sensors(open_or_reason(load("cpu").meter, 0))
     sensors.stop()
     assert sensors.facts() == {"reason": "the backend 'cpu' reads no sensors", "time": []}
@@ -86,7 +86,7 @@ def nvml(monkeypatch):
     return module
 
 
-def test_nvml(nvml):
+def test_nvml_meter_reads_available_sensors(nvml):
     meter = NvmlMeter("1234")
     assert meter.read() == {"watts": 512.345, "megahertz": 1755.0, "joules": 12345.678}, (
         "a sensor that is not there is left out"
@@ -102,7 +102,7 @@ def test_nvml(nvml):
     ({"current_socket_power": 600, "average_socket_power": "N/A"}, 600.0, "energy_accumulator"),
     ({"current_socket_power": "N/A", "average_socket_power": 300}, 300.0, "power"),
 ])  # fmt: skip
-def test_amdsmi(monkeypatch, power, watts, energy):
+def test_amdsmi_meter_reads_available_sensors(monkeypatch, power, watts, energy):
     module = ModuleType("amdsmi")
     module.__spec__ = SimpleNamespace()
     module.AmdSmiException = type("AmdSmiException", (Exception,), {})
@@ -137,7 +137,7 @@ def with_clocks(clocks):
     ]
 
 
-def test_reports_show_them_and_a_slow_rank_s_clock_is_told(capsys):
+def test_report_names_clock_of_slow_rank(capsys):
     data = analyze(with_clocks((1755.0, 900.0, 1755.0)))
     assert (data["verdict"]["kind"], data["verdict"]["rank"]) == ("slow rank", 1)
     assert "(its device runs at 900 MHz, others at 1755)" in data["verdict"]["text"]
@@ -151,12 +151,12 @@ def test_reports_show_them_and_a_slow_rank_s_clock_is_told(capsys):
     assert "sensors[0].watts" in what_is_wrong(data)
 
 
-def test_clocks_that_are_alike_are_not_blamed():
+def test_similar_clocks_are_not_named():
     data = analyze(with_clocks((1755.0, 1750.0, 1755.0)))
     assert "MHz" not in data["verdict"]["text"]
 
 
-def test_without_samples_nothing_is_shown():
+def test_report_without_samples_has_no_chart():
     a = Maker(0)
     a.compute(0, 0, 10)
     data = analyze([a.records()])

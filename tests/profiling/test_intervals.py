@@ -32,7 +32,7 @@ def is_a_set(a) -> bool:
 
 
 @given(spans, spans)
-def test_sets_are_what_a_grid_says(a, b):
+def test_set_operations_equal_grid(a, b):
     mine, other = union(array(a)), union(array(b))
     assert is_a_set(mine)
     assert (covered(mine.tolist()) == covered(a)).all()
@@ -42,13 +42,13 @@ def test_sets_are_what_a_grid_says(a, b):
 
 
 @given(spans, spans)
-def test_time_within_windows(a, windows):
+def test_within_equals_grid(a, windows):
     expected = [covered(a)[start:stop].sum() for start, stop in windows]
     assert within(union(array(a)), array(windows)).tolist() == expected
 
 
 @given(spans, spans, spans, spans)
-def test_the_partition_is_what_a_grid_says(compute, waits, transfers, copies):
+def test_partition_equals_grid(compute, waits, transfers, copies):
     timeline = Timeline.of(array(compute), array(waits + transfers), array(copies), array(waits))
     found = timeline.partition()
     c, w, t, m = (covered(x) for x in (compute, waits, transfers, copies))
@@ -70,14 +70,14 @@ def test_the_partition_is_what_a_grid_says(compute, waits, transfers, copies):
 
 
 @given(spans, spans, st.lists(st.integers(0, GRID), min_size=2, max_size=6, unique=True).map(sorted))
-def test_pieces_add_up_to_the_whole(compute, comm, cuts):
+def test_measured_pieces_add_up(compute, comm, cuts):
     timeline = Timeline.of(array(compute), array(comm))
     pieces = timeline.measured(array(list(pairwise(cuts))))
     whole = timeline.measured(array([(cuts[0], cuts[-1])]))
     assert {name: values.sum() for name, values in pieces.items()} == {n: v[0] for n, v in whole.items()}
 
 
-def test_a_million_intervals_take_a_fraction_of_a_second():
+def test_union_of_a_million_intervals_is_fast():
     starts = np.sort(np.random.default_rng(0).integers(0, 10**9, 1_000_000))  # recorded: in order, give or take
     many = np.stack((starts, starts + np.random.default_rng(1).integers(1, 2000, len(starts))), axis=1)
     seconds = []  # of this process: others share the machine

@@ -39,15 +39,15 @@ def recorded(strategy, level="session", steps=1, mask="causal"):
 
 @pytest.mark.parametrize("level", ["session", "light"])
 @pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
-def test_results_are_the_same_bits_on_and_off(strategy, level):
+def test_recording_leaves_results_bitwise_equal(strategy, level):
     off = bp.run_threads(RANKS, lambda mesh: one_step(mesh, strategy))
     on, _ = recorded(strategy, level)
     for mine, theirs in zip(off, on, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_posting_an_exchange_is_no_copying(monkeypatch):
-    """Marks of copies lie around what a rank copies, not around what it gives to the transport."""
+def test_posting_an_exchange_is_not_recorded_as_copy(monkeypatch):
+    """Marks of copies surround the copies of a rank and not its posts."""
     inside, posted = threading.local(), []
     copying, post = RecordingObserver.copies, LocalTransport.post
 
@@ -70,7 +70,7 @@ def test_posting_an_exchange_is_no_copying(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["ring", "burst"])
-def test_flops_and_bytes_are_the_plan_s(strategy):
+def test_recorded_flops_and_bytes_equal_plan(strategy):
     _, records = recorded(strategy, steps=2)
     plan = bp.plan(
         seq_len=LENGTH, ranks=RANKS, heads=6, kv_heads=3, head_dim=8, batch=2, itemsize=4,
@@ -88,7 +88,7 @@ def test_flops_and_bytes_are_the_plan_s(strategy):
             assert (planned["flops"], planned["sent"]) == (cost.flops, cost.sent)
 
 
-def test_every_message_has_two_ends():
+def test_each_recorded_message_has_two_ends():
     _, records = recorded("burst")
     ends = []
     for one in records:
@@ -101,7 +101,7 @@ def test_every_message_has_two_ends():
     assert all(ends.count(end) == 2 for end in ends)
 
 
-def test_the_passes_of_a_reshard_are_told_apart():
+def test_recorded_reshards_belong_to_their_pass():
     _, records = recorded("ulysses")
     for one in records:
         c = one.tables["collective"]
@@ -111,7 +111,7 @@ def test_the_passes_of_a_reshard_are_told_apart():
         assert list(one.tables["compute"]["backward"]) == [0, 1]
 
 
-def test_records_survive_the_way_to_another_rank():
+def test_records_survive_pack_and_unpack():
     _, records = recorded("ring")
     again = unpack(pack(records[1]))
     assert again.rank == 1
@@ -121,7 +121,7 @@ def test_records_survive_the_way_to_another_rank():
 
 
 @pytest.mark.parametrize(("strategy", "forward", "backward"), [("ring", 1, 5), ("burst", 1, 5), ("ulysses", 5, 7)])
-def test_copies_are_recorded_where_the_plan_has_them(strategy, forward, backward):
+def test_recorded_copies_equal_plan(strategy, forward, backward):
     """In rings a rank's own block is packed, each pass; of two foreign ones, gradients are cleared, and added to.
 
     Ulysses packs, puts its own piece beside what comes, and what came in order: to heads 2; back 3, of 3 gradients 5.
@@ -133,7 +133,7 @@ def test_copies_are_recorded_where_the_plan_has_them(strategy, forward, backward
         assert (copies["end"] >= copies["start"]).all()
 
 
-def test_light_keeps_kernels_and_waits_for_blocks():
+def test_light_level_records_kernels_and_block_waits():
     _, records = recorded("ring", "light")
     message = records[0].tables["message"]
     assert len(records[0].tables["compute"])
@@ -142,18 +142,18 @@ def test_light_keeps_kernels_and_waits_for_blocks():
     assert not len(records[0].tables["copy"])
 
 
-def test_a_session_outside_run_local_sees_every_rank():
+def test_session_outside_run_threads_records_all_ranks():
     with bp.profile() as session:
         bp.run_threads(RANKS, lambda mesh: one_step(mesh, "ring"))
     assert [one.rank for one in session.gather()] == list(range(RANKS))
 
 
-def test_an_unknown_level_is_refused():
+def test_profile_rejects_unknown_level():
     with pytest.raises(bp.BurstError, match="session, light, deep"):
         bp.profile("deeper")
 
 
-def test_off_nothing_of_it_is_imported():
+def test_profiling_is_not_imported_without_session():
     source = (
         "import sys, torch, burst_portable as bp\n"
         "x = torch.randn(1, 8, 2, 4)\n"
@@ -164,7 +164,7 @@ def test_off_nothing_of_it_is_imported():
     assert done.returncode == 0, done.stderr
 
 
-def test_one_rank_alone_and_the_light_level_have_reports():
+def test_one_rank_and_light_level_have_reports():
     with bp.profile() as session:
         one_step(bp.Mesh.single(), "ring")
     alone = session.report()
@@ -184,7 +184,7 @@ def test_one_rank_alone_and_the_light_level_have_reports():
         assert rank["span"] == rank["compute"] + rank["exposed_comm"] + rank["exposed_copy"] + rank["idle"]
 
 
-def test_backward_after_the_session_was_closed_is_still_recorded():
+def test_backward_after_session_is_recorded():
     q, k, v, dout = inputs(0)
     with bp.profile() as session:
         out = bp.attention(q, k, v)
@@ -200,7 +200,7 @@ class Arrived:
         """It is there."""
 
 
-def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
+def test_batched_messages_are_watched_once():
     plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
     step = plan.forward.steps_of(0)[0]
     buffer, log = torch.empty(8, dtype=torch.uint8), []

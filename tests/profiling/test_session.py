@@ -25,7 +25,7 @@ def calls(session):
     return len(records.tables["compute"])
 
 
-def test_ranks_that_are_threads_mark_for_themselves():
+def test_rank_threads_mark_their_own_steps():
     def work(mesh):
         for _ in range(5):
             session.mark()
@@ -41,7 +41,7 @@ def test_ranks_that_are_threads_mark_for_themselves():
         assert (steps[steps < 5] == sorted(steps[steps < 5])).all()
 
 
-def test_a_session_inside_another_is_recorded_by_both():
+def test_nested_sessions_record_both():
     with bp.profile() as outer:
         attend()
         with bp.profile("light") as ranks_per_node:
@@ -52,7 +52,7 @@ def test_a_session_inside_another_is_recorded_by_both():
     assert installed.get() is None
 
 
-def test_closing_in_another_order_is_refused():
+def test_sessions_must_close_in_reverse_order():
     outer, ranks_per_node = bp.profile(), bp.profile()
     outer.__enter__()
     ranks_per_node.__enter__()
@@ -66,7 +66,7 @@ def test_closing_in_another_order_is_refused():
 
 
 @pytest.mark.parametrize("which", ["one rank's calls", "one rank's marks"])
-def test_ranks_that_saw_other_steps(which):
+def test_different_training_steps_raise(which):
     def work(mesh):
         seen = bp.profile(mesh=mesh)
         alone = mesh.rank == 0 or which == "one rank's marks"
@@ -95,7 +95,7 @@ def test_ranks_that_saw_other_steps(which):
         ({"model": "x"}, "not a torch.nn.Module"),
     ],
 )
-def test_what_ablate_refuses(changes, told):
+def test_ablate_rejects_invalid_arguments(changes, told):
     with pytest.raises(InputError, match=told):
         ablate(**{"step": attend, "mesh": bp.Mesh.single(), **changes})
 
@@ -123,7 +123,7 @@ def test_ablate_with_different_repeat_counts_raises_on_all_ranks():
         assert "got repeat: 1 on rank 0, 2 but 2 on rank 1; " in message
 
 
-def test_what_one_rank_alone_refuses_to_ablate_is_told_to_all():
+def test_ablate_error_of_one_rank_reaches_all_ranks():
     def work(mesh):
         attend(mesh)
         ablate(lambda: attend(mesh), mesh=mesh, repeat=0 if mesh.rank == 1 else 1)
@@ -135,7 +135,7 @@ def test_what_one_rank_alone_refuses_to_ablate_is_told_to_all():
         assert f"rank 1 refused: {second[1]}" in message
 
 
-def test_a_report_where_others_attend_is_told_at_once():
+def test_report_during_attention_of_others_raises():
     def work(mesh):
         with bp.profile() as session:
             attend(mesh)
@@ -146,7 +146,7 @@ def test_a_report_where_others_attend_is_told_at_once():
         assert "pass: forward on rank 0, 2 but session.report() or gather() on rank 1" in message
 
 
-def test_a_report_of_some_ranks_alone_names_the_others():
+def test_report_of_some_ranks_names_missing_ranks():
     def work(mesh):
         with bp.profile() as session:
             attend(mesh)
@@ -171,13 +171,13 @@ def report():
 
 
 @pytest.mark.parametrize("path", ["/", "/no/such/folder/x", "/dev/full", "a" * 300, None, 3.5, b"x", "a\0b"])
-def test_files_that_cannot_be_written(report, path):
+def test_report_writers_name_unwritable_file(report, path):
     for write in (report.write_json, report.write_html, report.write_chrome):
         with pytest.raises(InputError, match="this file cannot be written; got "):
             write(path)
 
 
-def test_markup_in_a_report_that_was_edited(report, tmp_path, capsys):
+def test_edited_report_prints_brackets_literally(report, tmp_path, capsys):
     for rows in ("achieved", "steps"):
         for row in report.data[rows]:
             row["pass"] = "[/]"
@@ -186,7 +186,7 @@ def test_markup_in_a_report_that_was_edited(report, tmp_path, capsys):
     assert "rank 0 [/]" in capsys.readouterr().out
 
 
-def test_markdown_to_standard_output(report, tmp_path, capsys, monkeypatch):
+def test_profile_writes_markdown_to_standard_output(report, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report.write_json("one.json")
     assert main(["profile", "one.json", "--markdown", "-"]) == 0
@@ -196,7 +196,7 @@ def test_markdown_to_standard_output(report, tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
 
 
-def test_a_level_that_is_none():
+def test_profile_rejects_invalid_level():
     for level in ("x" * 100_000, ["deep"], None):
         with pytest.raises(InputError, match="unknown level") as refused:
             bp.profile(level)

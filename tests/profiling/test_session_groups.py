@@ -29,7 +29,7 @@ def told(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_each_sequence_group_has_a_report_of_its_own(told):
+def test_each_sequence_group_has_its_own_report(told):
     reports = [one["report"] for one in told]
     assert [report is None for report in reports] == [False, True, False, True]
     for report in (reports[0], reports[2]):
@@ -49,7 +49,7 @@ def test_ambiguous_mesh_raises_and_names_argument(told):
         assert "pass mesh= to profile()" in one["empty"]
 
 
-def test_with_a_mesh_only_its_calls_are_reported(told):
+def test_report_with_mesh_covers_its_calls_only(told):
     for one in (told[0]["one of several"], told[2]["one of several"]):
         assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
         assert [(plan["ranks"], plan["calls"]) for plan in one["plans"]] == [(2, 1)]
@@ -65,7 +65,7 @@ def test_rank_missing_from_report_is_named(told):
         assert one["missing"].endswith("; every rank of the mesh must call session.report() or gather()")
 
 
-def test_ranks_that_are_threads_take_the_mesh_of_their_calls_too():
+def test_rank_threads_use_mesh_of_their_calls():
     def work(mesh):
         with bp.profile() as session:
             one_step(mesh, "ring")
@@ -76,13 +76,13 @@ def test_ranks_that_are_threads_take_the_mesh_of_their_calls_too():
     assert [rank["rank"] for rank in report.data["ranks"]] == [0, 1, 2]
 
 
-def test_records_of_several_meshes_are_no_report():
+def test_records_of_several_meshes_raise():
     with pytest.raises(bp.BurstError, match=r"a rank is there twice.*0, 0, 1, 1.*mesh="):
         Report.of([*ring(2, 3), *ring(2, 3)])
 
 
-def test_a_deep_session_of_several_meshes_is_refused():
-    """The tracer's names hold a rank and no mesh: rank 0 of one and rank 0 of the other would be one."""
+def test_deep_session_of_several_meshes_raises():
+    """The tracer's names contain the rank but not the mesh."""
     x = torch.randn(1, 32, 1, 8)
     with bp.profile("deep") as session:
         bp.run_threads(2, lambda mesh: bp.attention(x, x, x, mesh=mesh))

@@ -33,7 +33,7 @@ def reports(request, tmp_path_factory):
     return ranks, found
 
 
-def test_a_slow_rank_is_named_with_the_time_it_costs(reports):
+def test_slow_rank_is_named_with_its_cost(reports):
     data, delays = reports[1]["compute"]
     verdict = data["verdict"]
     assert (verdict["kind"], verdict["rank"]) == ("slow rank", SLOW_RANK), verdict["text"]
@@ -43,7 +43,7 @@ def test_a_slow_rank_is_named_with_the_time_it_costs(reports):
     assert verdict["lost"] == pytest.approx(sum(delays) * 1e9, rel=0.1)
 
 
-def test_a_slow_link_is_named_with_the_time_it_costs(reports):
+def test_slow_link_is_named_with_its_cost(reports):
     ranks, (data, delays) = reports[0], reports[1]["link"]
     source, target = slow_link(ranks)
     verdict = data["verdict"]
@@ -63,7 +63,7 @@ def test_message_hidden_by_long_kernel_has_no_transfer_time(reports):
     assert all(rank["overlap"] < 0.1 * rank["compute"] for rank in data["ranks"])
 
 
-def test_an_ablation_finds_the_slow_kernels_without_any_event(reports):
+def test_ablation_finds_slow_kernels(reports):
     ranks, found = reports
     if ranks == 2:
         data, delays = found["ablated"]
@@ -78,7 +78,7 @@ def test_an_ablation_finds_the_slow_kernels_without_any_event(reports):
             assert row["whole"] == sum(row[name] for name in parts)
 
 
-def test_partitions_add_up_and_clocks_are_one(reports):
+def test_partitions_add_up_on_one_clock(reports):
     for data, _ in reports[1].values():
         assert (data["clock"]["method"], data["clock"]["uncertainty_ns"]) == ("one clock", 0)
         cut = [row for kind in ("steps", "layers", "iterations") for one in data[kind] for row in one["ranks"]]

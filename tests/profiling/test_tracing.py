@@ -45,7 +45,7 @@ EVENTS = [
 ]
 
 
-def test_a_device_by_hand():
+def test_traced_facts_of_device_events():
     (rank, traced), *others = join({"traceEvents": EVENTS}).items()
     assert (rank, traced.on_device, others) == (3, True, [])
     facts = traced_facts(traced)
@@ -68,8 +68,8 @@ def test_a_device_by_hand():
     }
 
 
-def test_contention_by_hand():
-    """One kernel twice alone (100), once beside a transfer (130); others beside it too."""
+def test_contention_compares_kernels_next_to_transfers():
+    """Two isolated launches (100) and one next to a transfer (130), and other kernels next to it."""
 
     def launched(at, what, name, start, stop):
         place = Place(0, "ring", False, 0, 0, at, what)
@@ -96,7 +96,7 @@ def test_contention_by_hand():
     assert traced_facts(join({"traceEvents": EVENTS})[3])["contention"] is None
 
 
-def test_it_survives_the_way_to_another_rank():
+def test_traced_kernels_survive_pack_and_unpack():
     traced = join({"traceEvents": EVENTS})[3]
     there = unpack(pack(RankRecords(3, "host", "device events", {}, traced=traced))).traced
     assert there.names == traced.names
@@ -122,7 +122,7 @@ def session():
     return session
 
 
-def test_results_are_the_same_bits(session):
+def test_traced_results_are_bitwise_equal(session):
     for mine, theirs in zip(session.results, bp.run_threads(RANKS, results), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -144,7 +144,7 @@ def test_cpu_operators_are_assigned_to_marked_kernels(session):
         assert {k["times"] for k in kernels} == {2}
 
 
-def test_the_reports_show_it(session, tmp_path, capsys):
+def test_reports_contain_traced_kernels(session, tmp_path, capsys):
     report = session.report()
     report.print()
     assert "the tracer saw" in capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_the_reports_show_it(session, tmp_path, capsys):
     assert str(Place(1, "ring", True, 0, 1, 1, "q1 x kv0")) in names
 
 
-def test_one_tracer_a_process():
+def test_process_allows_one_tracer():
     with (
         bp.profile("deep"),
         pytest.raises(bp.BurstError, match=r"a tracer runs in this process already.*around run_threads"),
@@ -164,7 +164,7 @@ def test_one_tracer_a_process():
         pass
 
 
-def test_a_session_without_a_tracer_has_no_trace(tmp_path):
+def test_session_without_tracer_has_no_trace(tmp_path):
     with bp.profile() as session:
         pass
     with pytest.raises(ValueError, match="no tracer"):

@@ -43,14 +43,14 @@ def by_hand(found):
     assert found["blocking"] == 20_000
 
 
-def test_a_trace_by_hand(tmp_path):
+def test_read_trace_computes_partition(tmp_path):
     (tmp_path / "new.json").write_text(json.dumps(NEW))
     found = read_trace(tmp_path / "new.json")
     by_hand(found)
     assert (found["rank"], found["events"]) == (3, 5)
 
 
-def test_older_files_and_compressed_ones(tmp_path):
+def test_read_trace_accepts_older_and_compressed_files(tmp_path):
     old = [{**e, "cat": e["cat"].replace("gpu_m", "M").replace("kernel", "Kernel")} for e in NEW["traceEvents"]]
     (tmp_path / "old.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": old}).encode()))
     found = read_trace(tmp_path / "old.json.gz")
@@ -58,8 +58,8 @@ def test_older_files_and_compressed_ones(tmp_path):
     assert found["rank"] is None
 
 
-def test_nanoseconds_survive_times_since_1970(tmp_path):
-    """As strings, as torch_npu writes them, and as numbers that no float64 holds."""
+def test_read_trace_keeps_nanoseconds_since_1970(tmp_path):
+    """As strings, as torch_npu writes them, and as numbers that float64 cannot represent."""
     lines = '{"traceEvents": [%s]}' % ", ".join(  # noqa: UP031
         '{"ph": "X", "cat": "kernel", "name": "k", "ts": %s, "dur": 0.001}' % ts  # noqa: UP031
         for ts in ("1700000000000000.001", '"1700000000000000.003"')
@@ -80,11 +80,11 @@ def test_nanoseconds_survive_times_since_1970(tmp_path):
         ("cpu_op", "c10d::send", None),
     ],
 )
-def test_events_are_told_apart(category, name, kind):
+def test_kind_of_classifies_events(category, name, kind):
     assert kind_of(category, name) == kind
 
 
-def test_the_command(tmp_path, capsys):
+def test_trace_command_prints_partition(tmp_path, capsys):
     (tmp_path / "new.json").write_text(json.dumps(NEW))
     assert main(["trace", str(tmp_path / "new.json"), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -93,7 +93,7 @@ def test_the_command(tmp_path, capsys):
     assert "rank 3" in capsys.readouterr().out
 
 
-def test_a_time_that_is_none_is_told(tmp_path):
+def test_read_trace_rejects_invalid_time(tmp_path):
     event = {"ph": "X", "cat": "kernel", "name": "k", "ts": "soon", "dur": 1}
     (tmp_path / "x.json").write_text(json.dumps({"traceEvents": [event]}))
     with pytest.raises(bp.BurstError, match="'soon' for a time"):
@@ -101,7 +101,7 @@ def test_a_time_that_is_none_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["no JSON", "{}", '{"traceEvents": []}'])
-def test_what_is_no_trace_is_refused(tmp_path, text):
+def test_read_trace_rejects_other_files(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(bp.BurstError, match=r"x\.json"):
         read_trace(tmp_path / "x.json")

@@ -60,7 +60,7 @@ def two_ranks(peaks: dict[str, Any] | None):
     return [replace(one.records(), plans=[plan], calls=calls, facts=told) for one in (a, b)]
 
 
-def test_achieved_and_planned_by_hand():
+def test_achieved_and_planned_rates():
     rows = analyze(two_ranks(None))["achieved"]
     assert [(row["rank"], row["pass"]) for row in rows] == [(0, "forward"), (1, "forward")]
     one = rows[1]
@@ -78,8 +78,8 @@ def test_achieved_and_planned_by_hand():
     ("flops", "bandwidth", "ceiling", "bound"),
     [(40e9, 1e9, 40e9, "compute"), (200e9, 1e9, 100e9, "memory"), (None, 1e9, None, None), (40e9, None, None, None)],
 )
-def test_the_roofline_by_hand(flops, bandwidth, ceiling, bound):
-    """100 FLOPs a byte, 10 GFLOP/s reached."""
+def test_roofline_of_achieved_rates(flops, bandwidth, ceiling, bound):
+    """100 FLOPs per byte, and 10 GFLOP/s achieved."""
     peaks = {
         "device": "x",
         "dtype": "bfloat16",
@@ -100,13 +100,13 @@ def test_the_roofline_by_hand(flops, bandwidth, ceiling, bound):
         assert bound in roofline_text(row)
 
 
-def test_peaks_of_another_dtype_are_not_taken():
+def test_peaks_of_another_dtype_are_ignored():
     peaks = {"device": "x", "dtype": "float32", "flops": 1e9, "bandwidth": 1e9, "source": "s", "measured": False}
     assert analyze(two_ranks(peaks))["achieved"][0]["ceiling"] is None
 
 
-def test_balance_and_contention_by_hand():
-    """Two calls of the same work on rank 1: 0-100 beside a transfer for 40 of 100 µs, which counts as neither."""
+def test_balance_and_contention():
+    """Two equal calls on rank 1; a transfer for 40 of 100 µs counts as neither kind."""
     data = analyze(two_ranks(None))
     (row,) = data["balance"]
     assert (row["planned"], row["measured"]) == (1.0, 1.0)
@@ -120,8 +120,8 @@ def test_balance_and_contention_by_hand():
     assert found == {"rank": 1, "beside": 1, "alone": 1, "ratio": 1.3, "lost": 30_000}
 
 
-def test_the_least_memory_of_a_kernel_call_by_hand():
-    """Two overlapping boxes cover queries 0-6 of 8 and keys 2-10: rows that no tile needs are not counted."""
+def test_pass_memory_counts_least_traffic_of_kernel():
+    """Two overlapping boxes cover queries 0-6 of 8 and keys 2-10; unused rows do not count."""
     plan = bp.plan(seq_len=32, ranks=2, heads=4, kv_heads=2, head_dim=8, v_head_dim=16, batch=3, itemsize=2)
     tiles = Tiles((Tile(0, 4, 2, 10, -99, 99), Tile(2, 6, 4, 8, -99, 99)))
     q, k, v, out, lse = 6 * 4 * 8, 8 * 2 * 8, 8 * 2 * 16, 6 * 4 * 16, 6 * 4
@@ -131,7 +131,7 @@ def test_the_least_memory_of_a_kernel_call_by_hand():
     assert pass_memory(plan.call, "backward", compute) == expected
 
 
-def test_a_session_has_them_measured():
+def test_session_measures_peaks_and_rates():
     def work(mesh):
         q, k, v = (torch.ones(1, 32, 2, 8, requires_grad=True) for _ in range(3))
         with bp.profile(mesh=mesh) as session:
@@ -153,7 +153,7 @@ def test_a_session_has_them_measured():
         assert row["flop_rate"] == pytest.approx(row["flops"] * 1e9 / row["compute"])
 
 
-def test_the_page_the_terminal_and_markdown_say_unknown(capsys):
+def test_reports_print_unknown_peaks(capsys):
     report = Report(analyze(ring(2, 3)))
     report.data["peaks"] = [{"rank": 0, "device": "chip", "dtype": "bfloat16", "flops": None, "bandwidth": None,
                              "source": "not in the table", "measured": False}]  # fmt: skip
@@ -189,7 +189,7 @@ HOLDERS = {"cuda": "cuda.machines", "rocm": "rocm.device"}
         ("rocm", ("AMD Instinct MI210", "gfx90a", 104, "float32"), None, 1638.4),
     ],
 )
-def test_data_sheets_by_the_device_s_name(name, arguments, tflops, intra_node_bandwidth):
+def test_peaks_come_from_data_sheet_of_device(name, arguments, tflops, intra_node_bandwidth):
     from importlib import import_module
 
     found = import_module(f"burst_portable.backends.{HOLDERS[name]}").peaks(*arguments)
@@ -200,7 +200,7 @@ def test_data_sheets_by_the_device_s_name(name, arguments, tflops, intra_node_ba
     assert not found.measured
 
 
-def test_who_tells_nothing_is_unknown():
+def test_backend_without_peaks_reports_unknown():
     class Silent(CpuBackend):
         name = "silent"
         peaks = Backend.peaks
@@ -229,8 +229,8 @@ def numbers(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
         yield path
 
 
-def test_every_number_says_how_it_is_known():
-    """The fields around a number count too: `waited` holds nanoseconds by rank, `peaks` has a source in each row."""
+def test_each_number_of_report_has_evidence():
+    """Fields that contain a number count: `waited` has nanoseconds by rank, `peaks` a source per row."""
     data = analyze(ring(3, 4, slow=[1]))
     data.pop("events")
     told = {path: any(evidence_of(name) for name in path) for path in numbers(data) if path[0] != "peaks"}
@@ -240,8 +240,8 @@ def test_every_number_says_how_it_is_known():
     assert all(loss["evidence"] for loss in data["losses"])
 
 
-def test_plans_are_priced_with_the_file_of_rates_of_the_settings(tmp_path, capsys):
-    """2 TFLOP/s backward and 1 forward: what kernels were planned to do, in all forms, and whose word that is."""
+def test_planned_rates_use_hardware_spec_of_settings(tmp_path, capsys):
+    """2 TFLOP/s in backward and 1 in forward, with the source, in all report formats."""
     path = tmp_path / "hardware.json"
     about = {"device": "Abacus", "ranks": 1, "kernel": "beads", "date": "2026-11-22", "dtype": "bfloat16"}
     hardware = {"tflops": 1.0, "backward_tflops": 2.0, "intra_node_bandwidth": 3.0, "launch_latency": 0.0}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from burst_portable.conformance.checks.profiler import counted
+from burst_portable.conformance.checks.profiler import compare_with_events
 from burst_portable.profiling.analysis.analyze import LANE_KINDS, SCHEMA, analyze
 from burst_portable.profiling.analysis.matching import align, match
 from burst_portable.profiling.records import COLUMNS, RankRecords, Table
@@ -33,7 +33,7 @@ def two_ranks() -> list[RankRecords]:
     return [a.records(), b.records()]
 
 
-def test_the_partition_by_hand():
+def test_analyze_partitions_time_of_ranks():
     report = analyze(two_ranks())
     zero, one = report["ranks"]
     assert {k: zero[k] for k in ("span", "compute", "exposed_comm", "exposed_copy", "idle", "overlap", "blocking")} == {
@@ -45,7 +45,7 @@ def test_the_partition_by_hand():
     }  # fmt: skip
 
 
-def test_late_and_on_its_way_by_hand():
+def test_analyze_separates_late_sender_and_transfer():
     report = analyze(two_ranks())
     (link,) = report["links"]
     assert (link["waited_late"], link["waited_on_its_way"], link["transfer"]) == (80_000, 60_000, 60_000)
@@ -56,14 +56,14 @@ def test_late_and_on_its_way_by_hand():
     assert causes["link", 0, 1] == {"0": 10_000, "1": 60_000}
 
 
-def test_a_step_reaches_to_the_next_one():
+def test_step_lasts_until_next_step():
     report = analyze(two_ranks())
     spans = {(s["step"], r["rank"]): r["span"] for s in report["steps"] for r in s["ranks"]}
     assert spans == {(0, 0): 100_000, (1, 0): 50_000, (0, 1): 60_000, (1, 1): 200_000}
 
 
-def test_a_delay_that_is_passed_on_is_traced_to_where_it_began():
-    """Rank 0 computes 500 µs; rank 1 waits for it, and passes on late; rank 2 waits for rank 1, which is not slow."""
+def test_forwarded_delay_is_attributed_to_its_origin():
+    """Rank 0 computes 500 µs; rank 1 waits and forwards late; rank 2 waits for rank 1."""
     zero, one, two = Maker(0), Maker(1), Maker(2)
     zero.compute(0, 0, 500)
     zero.message(0, 1, sends=True, posted=500, start=500, end=501, issued=0)
@@ -81,7 +81,7 @@ def test_a_delay_that_is_passed_on_is_traced_to_where_it_began():
     assert causes["link", 1, 2] == {"1": 1_000, "2": 20_000}
 
 
-def test_whoever_comes_last_to_a_collective_is_waited_for():
+def test_collective_waits_for_its_last_rank():
     makers = [Maker(rank) for rank in range(3)]
     for maker, begins in zip(makers, (0, 100, 30), strict=True):
         maker.compute(0, begins - 20, begins)
@@ -93,8 +93,8 @@ def test_whoever_comes_last_to_a_collective_is_waited_for():
     assert causes["compute", 1] == {"0": 80_000, "2": 70_000}  # 20-100 and 30-100
 
 
-def test_clocks_of_two_hosts_are_aligned_on_messages():
-    """Host b is 7 ms ahead; messages take 40 and 60 µs: the offset lies within half their sum."""
+def test_clocks_of_two_hosts_are_aligned_by_messages():
+    """Host b is 7 ms ahead; messages of 40 and 60 µs bound the offset to half their sum."""
     a, b = Maker(0, "a"), Maker(1, "b")
     ahead = 7000
     a.compute(0, 0, 10)
@@ -111,7 +111,7 @@ def test_clocks_of_two_hosts_are_aligned_on_messages():
     assert analyze([a.records(), b.records()])["clock"]["uncertainty_ns"] == 50_000
 
 
-def test_hosts_that_cannot_be_aligned_are_not_compared():
+def test_hosts_without_messages_are_not_compared():
     a, b = Maker(0, "a"), Maker(1, "b")
     a.compute(0, 0, 10)
     b.compute(0, 7000, 7010)
@@ -120,8 +120,8 @@ def test_hosts_that_cannot_be_aligned_are_not_compared():
     assert report["causes"] == []
 
 
-def test_a_transfer_that_a_stream_watched_by_hand():
-    """It was on its way from 200 to 300, behind a kernel that ran from 100 to 330; nobody stood waiting for it."""
+def test_watched_transfer_overlaps_kernel():
+    """The transfer from 200 to 300 is hidden by a kernel from 100 to 330."""
     zero, one = Maker(0), Maker(1)
     zero.compute(0, 0, 200)
     zero.message(0, 1, sends=True, posted=200, start=200, end=201, issued=0)
@@ -160,7 +160,7 @@ def test_analyze_separates_idle_stream_from_message_wait():
     events = report["events"]["ranks"][1]
     drawn = [d for kind, d in zip(events["kind"], events["duration"], strict=True) if LANE_KINDS[kind] == "wait"]
     assert drawn == [30_000]
-    assert counted(report) == "", "the picture shows what is counted"
+    assert compare_with_events(report) == "", "the picture shows what is counted"
     assert {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]} == {("link", 0, 1): {"1": 30_000}}
 
 
@@ -180,8 +180,8 @@ def test_analyze_separates_idle_stream_from_message_wait():
         (1_005, 1_000, 30, True),  # not even sent when the wait for it began
     ],
 )
-def test_a_wait_is_a_transfer_only_where_it_must_have_waited(posted, start, took, seen):
-    """Rank 1 also waits 22 and 25 µs for what it sent: a quarter of its waits take 22 or less."""
+def test_short_wait_does_not_count_as_transfer(posted, start, took, seen):
+    """Rank 1 also waits 22 and 25 µs for its sends; a quarter of its waits take 22 or less."""
     zero, one = Maker(0), Maker(1)
     zero.compute(0, 0, 900)
     zero.message(1, 1, sends=True, posted=posted, start=30_000, end=30_005, issued=0)
@@ -197,7 +197,7 @@ def test_a_wait_is_a_transfer_only_where_it_must_have_waited(posted, start, took
     assert report["ranks"][1]["blocking"] == 1000 * (took + 22 + 25), "a wait stays a wait"
 
 
-def test_copies_by_hand():
+def test_analyze_separates_exposed_copies():
     """::
 
     compute  0-100                            140-200
@@ -215,13 +215,13 @@ def test_copies_by_hand():
     rank = report["ranks"][1]
     parts = [rank[name] for name in ("compute", "exposed_comm", "exposed_copy", "idle")]
     assert parts == [160_000, 20_000, 20_000, 0]
-    assert counted(report) == ""
+    assert compare_with_events(report) == ""
     before, after = (step["ranks"][1]["exposed_copy"] for step in report["steps"])
     assert (before, after) == (0, 20_000)
 
 
-def test_events_that_take_no_time_make_no_window_longer():
-    """The last wait, at 250, is for what came at 130: nothing is in the window from 200 on."""
+def test_events_without_duration_do_not_extend_window():
+    """The last wait, at 250, is for a message of 130; the window from 200 on is empty."""
     zero, one = Maker(0), Maker(1)
     zero.compute(0, 20, 200)
     zero.message(1, 1, sends=True, posted=0, left=20, start=190, end=195, issued=0)
@@ -229,11 +229,11 @@ def test_events_that_take_no_time_make_no_window_longer():
     one.compute(0, 20, 200)
     report = analyze([zero.records(), one.records()])
     assert report["ranks"][1]["span"] == 200_000
-    assert counted(report) == ""
+    assert compare_with_events(report) == ""
 
 
 @pytest.mark.parametrize("layout_rank", [0, 2])
-def test_an_uneven_plan_is_named(layout_rank):
+def test_verdict_names_uneven_plan(layout_rank):
     makers = [Maker(rank) for rank in range(3)]
     for maker in makers:
         took = 300 if maker.rank == layout_rank else 100
@@ -245,7 +245,7 @@ def test_an_uneven_plan_is_named(layout_rank):
     assert "zigzag" in verdict["advice"]
 
 
-def test_a_run_that_only_computes_has_no_loss():
+def test_verdict_of_pure_compute_is_none():
     a, b = Maker(0), Maker(1)
     for maker in (a, b):
         maker.compute(0, 0, 1000)
@@ -256,7 +256,7 @@ def test_a_run_that_only_computes_has_no_loss():
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
-def test_golden_traces_give_their_numbers(path):
+def test_golden_traces_have_expected_numbers(path):
     golden = json.loads(path.read_text(encoding="utf-8"))
     assert golden["columns"] == {kind: list(columns) for kind, columns in COLUMNS.items()}
     records = []
@@ -270,7 +270,7 @@ def test_golden_traces_give_their_numbers(path):
     assert sorted(found, key=str) == sorted(golden["expected"]["causes"], key=str)
 
 
-def test_the_readme_names_every_field():
+def test_readme_names_every_field():
     readme = (GOLDEN.parent / "README.md").read_text(encoding="utf-8")
     report = analyze(ring(2, 3))
     names = {*report, *report["ranks"][0], *report["links"][0], *report["losses"][0], *report["causes"][0]}

@@ -37,7 +37,7 @@ def marked(usual: float = 1000, longest: float = 2600) -> list[RankRecords]:
     return [one.records(plan) for one in makers]
 
 
-def test_steps_by_hand():
+def test_training_steps_and_their_attention_share():
     told = analyze(marked())["training"]
     steps = told.pop("steps")
     assert told == {
@@ -64,7 +64,7 @@ def test_analyze_skips_given_steps_and_steps_without_attention():
     assert analyze([Maker(0).records()])["training"] is None
 
 
-def test_the_middle_of_two():
+def test_median_of_two_steps():
     maker = Maker(0)
     for start, end in ((0, 100), (100, 400)):
         maker.compute(0, start, end)
@@ -72,13 +72,13 @@ def test_the_middle_of_two():
     assert analyze([maker.records()])["training"]["median"] == 200_000
 
 
-def test_marks_travel_and_are_shifted_with_the_clock():
+def test_marks_are_packed_and_shifted_with_clock():
     one = marked()[1]
     assert [tuple(row) for row in unpack(pack(one)).marked] == one.marked
     assert one.shifted(7).marked[0] == (0, 50_007, 1_050_007)
 
 
-def test_every_form_tells_it(tmp_path, capsys):
+def test_all_report_formats_contain_training_steps(tmp_path, capsys):
     report = Report.of(marked())
     report.write_json(tmp_path / "r.json")
     wanted = ["--html", str(tmp_path / "r.html"), "--markdown", str(tmp_path / "r.md")]
@@ -93,8 +93,8 @@ def test_every_form_tells_it(tmp_path, capsys):
     assert text in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-def test_comparing_shows_whole_steps_side_by_side(tmp_path, capsys):
-    """The median alone counts: what is loaded or saved beside one step is no slower code."""
+def test_compare_fails_on_slower_median_step_only(tmp_path, capsys):
+    """A single long step, for example with a checkpoint, is not a slower program."""
     files = {name: str(tmp_path / f"{name}.json") for name in ("before", "rest", "once", "bare")}
     for name, durations in (("before", (1000, 2600)), ("rest", (1300, 2600)), ("once", (1000, 2900))):
         Report.of(marked(*durations)).write_json(files[name])
@@ -118,7 +118,7 @@ def test_comparing_shows_whole_steps_side_by_side(tmp_path, capsys):
         assert "whole step" not in capsys.readouterr().out
 
 
-def test_files_without_it_are_read_and_broken_ones_refused():
+def test_reports_without_training_are_valid():
     data = Report.of(marked()).data
     assert what_is_wrong({name: value for name, value in data.items() if name != "training"}) == ""
     assert "report.training has no longest" in what_is_wrong({**data, "training": {"shortest": 1, "median": 1}})
@@ -127,7 +127,7 @@ def test_files_without_it_are_read_and_broken_ones_refused():
     )
 
 
-def test_a_step_that_sleeps_outside_of_attention_is_the_longest():
+def test_sleep_outside_attention_makes_longest_step():
     def work(mesh):
         with bp.profile(mesh=mesh) as session:
             time.sleep(SLEPT)  # no part of the first step, for a mark follows

@@ -47,7 +47,7 @@ def test_layout_comparison_of_many_ranks_skips_striped_layout():
     assert (told["contiguous"], told["zigzag"]) == (pytest.approx(2 - 1 / 1024, rel=1e-4), 1)
 
 
-def test_a_slow_rank():
+def test_verdict_names_slow_rank():
     a, b, c = makers = [Maker(rank) for rank in range(3)]
     for one, took in zip(makers, (100, 400, 100), strict=True):
         one.compute(0, 0, took)
@@ -57,8 +57,8 @@ def test_a_slow_rank():
 
 
 @pytest.mark.parametrize(("ran", "kind", "lost"), [(100, "late launches", 300), (380, "slow rank", 280)])
-def test_a_host_that_launches_late_is_no_slow_device(ran, kind, lost):
-    """Rank 1's marks are 400 us apart. Between them its tracer saw a kernel of 100, as long as the others'; or 380."""
+def test_late_launches_are_not_a_slow_device(ran, kind, lost):
+    """Marks of rank 1 are 400 µs apart; its traced kernel takes 100 µs as on other ranks, or 380."""
     makers = [Maker(rank) for rank in range(3)]
     for one, took, kernel in zip(makers, (100, 400, 100), (100, ran, 100), strict=True):
         one.compute(0, 0, took)
@@ -70,8 +70,8 @@ def test_a_host_that_launches_late_is_no_slow_device(ran, kind, lost):
 
 
 @pytest.mark.parametrize(("mask", "best"), [("causal", "zigzag"), ("documents", "document_zigzag")])
-def test_an_uneven_plan_and_the_layout_that_is_not(mask, best):
-    """Causal, contiguous: pairs of two ranks are as 1 to 3 (give or take the diagonal)."""
+def test_verdict_recommends_balanced_layout(mask, best):
+    """Causal and contiguous: pairs of two ranks are as 1 to 3, up to the diagonal."""
     made = bp.Mask.causal() if mask == "causal" else bp.Mask.documents([0, 100, 256])
     plan = bp.plan(mask=made, layout="contiguous", heads=2, **SIZES)
     told = layouts(plan.call)
@@ -88,15 +88,15 @@ def test_an_uneven_plan_and_the_layout_that_is_not(mask, best):
     assert f"take layout={best!r}: its busiest rank has {told[best]:.3g} times the mean" in advice
 
 
-def test_layouts_are_as_even_as_their_plans():
+def test_layout_imbalance_equals_plan():
     for name, told in layouts(bp.plan(heads=2, **SIZES).call).items():
         plan = bp.plan(layout=name, heads=2, strategy="ring", **SIZES)
         pairs = [sum(s.compute.tiles.num_pairs for s in plan.forward.steps_of(r) if s.compute) for r in range(2)]
         assert told == pytest.approx(2 * max(pairs) / sum(pairs)), name
 
 
-def test_a_slow_rank_does_not_make_an_uneven_plan_dearer():
-    """FLOPs as 1 to 3 to 2, a nanosecond each, but ten on rank 0: the plan costs what rank 1 has above the mean."""
+def test_slow_rank_does_not_raise_cost_of_uneven_plan():
+    """FLOPs as 1 to 3 to 2, 1 ns each but 10 on rank 0: the cost is the excess of rank 1."""
     makers = [Maker(rank) for rank in range(3)]
     for one, flops, took in zip(makers, (1000, 3000, 2000), (10, 3, 2), strict=True):
         one.compute(0, 0, took, flops=flops)
@@ -105,8 +105,8 @@ def test_a_slow_rank_does_not_make_an_uneven_plan_dearer():
     assert [loss["lost"] for loss in losses if loss["kind"] == "uneven plan"] == [1000]
 
 
-def test_a_slow_link_is_charged_once_however_many_wait_for_it():
-    """Four ranks in a ring: what rank 2 waits for on the link from 1, ranks 3, 0 and 1 wait for in their turn."""
+def test_slow_link_is_charged_once():
+    """In a ring of four, the wait of rank 2 for rank 1 is passed on to ranks 3, 0 and 1."""
     makers = [Maker(rank) for rank in range(4)]
     for one in makers:
         one.compute(0, 0, 100)
@@ -136,13 +136,13 @@ def test_link_as_fast_as_others_is_not_reported_as_slow(others, kind):
     assert losses_of(report)[0]["kind"] == kind, causes[first]
 
 
-def test_what_a_slow_link_brings_is_told_in_a_unit_that_fits():
+def test_link_speed_uses_fitting_unit():
     links = [{"source": 0, "target": 1, "bytes_per_second": 12_500_000_000}]
     links.append({"source": 1, "target": 0, "bytes_per_second": 45_000_000_000})
     assert link_speeds_text({"links": links}, (0, 1)) == "it brings 12.5 GB/s, others 45 GB/s"
 
 
-def test_exposed_communication_and_the_side_that_travels_less():
+def test_verdict_recommends_circulating_smaller_side():
     as_many = bp.plan(strategy="ring", heads=8, kv_heads=8, **SIZES)
     advice = verdict(exposed(as_many), "communication", 300)
     assert advice.startswith("try BurstStrategy(transfer='direct'), which sends 0.")
@@ -162,8 +162,8 @@ def test_verdict_recommends_direct_transport_of_backend():
     assert "BURST_TRANSPORT" not in verdict(exposed(plan, **told), "communication", 300)
 
 
-def test_exposed_communication_of_messages_that_are_too_small():
-    """256 tokens are some kB; at the rates of a CPU a hop costs 200 µs whatever it carries. 64 MB are another thing."""
+def test_verdict_recommends_larger_messages_if_small():
+    """At CPU rates a message takes 200 µs of latency; 64 MB messages are limited by bandwidth."""
     small = bp.plan(strategy="ring", heads=2, kv_heads=1, **SIZES)
     advice = verdict(exposed(small, size=4096), "communication", 300)
     assert "send larger messages: of 4 KiB each, latency costs more than bytes" in advice
@@ -171,7 +171,7 @@ def test_exposed_communication_of_messages_that_are_too_small():
     assert "send larger messages" not in verdict(exposed(large), "communication", 300)
 
 
-def test_nothing_better_is_known():
+def test_verdict_recommends_more_tokens_as_last_resort():
     large = bp.plan(mask="full", strategy="ring", heads=8, kv_heads=1, **{**SIZES, "seq_len": 1 << 20})
     advice = verdict(exposed(large), "communication", 300)
     assert advice.startswith("no other strategy sends fewer bytes here than ring: give each rank more tokens")
@@ -192,8 +192,8 @@ def asked(question: float, blocks: float, agreement: bool) -> list[RankRecords]:
     return [one.records(plan) for one in makers]
 
 
-def test_asking_whether_ranks_agree_is_no_block_on_its_way():
-    """500 µs of the question and 100 of blocks: what is asked is 32 bytes, and no larger message makes it shorter."""
+def test_agreement_time_is_not_block_transfer():
+    """500 µs of agreement and 100 µs of blocks: the agreement has 32 bytes, whatever the sizes."""
     advice = verdict(asked(500, 100, True), "agreement", 500)
     assert "messages carry" in advice
     assert "fewer calls" in advice
@@ -205,8 +205,8 @@ def test_asking_whether_ranks_agree_is_no_block_on_its_way():
     assert "send larger messages" in verdict(asked(500, 100, False), "communication", 600), "a reshard's blocks"
 
 
-def test_a_rank_that_comes_late():
-    """Rank 1 begins its second attention 500 µs after rank 0."""
+def test_verdict_names_late_rank():
+    """Rank 1 begins its second attention call 500 µs after rank 0."""
     a, b = Maker(0), Maker(1)
     for one, begins in ((a, 110), (b, 610)):
         one.compute(0, 0, 100)
@@ -217,8 +217,8 @@ def test_a_rank_that_comes_late():
     assert "what rank 1 does between attentions: data loading" in advice
 
 
-def test_ranks_that_are_late_in_turn():
-    """Rank 1 begins its second attention 500 µs after rank 0, rank 0 its third 450 µs after rank 1."""
+def test_verdict_of_alternating_late_ranks():
+    """Rank 1 is 500 µs late in the second call, and rank 0 450 µs in the third."""
     a, b = Maker(0), Maker(1)
     for one, second, third in ((a, 110, 1210), (b, 610, 760)):
         one.compute(0, 0, 100)
@@ -230,7 +230,7 @@ def test_ranks_that_are_late_in_turn():
     assert "no rank stands out" in advice
 
 
-def test_gaps_between_kernels():
+def test_verdict_names_gaps_between_kernels():
     a, b = Maker(0), Maker(1)
     for one in (a, b):
         for step in range(3):
@@ -250,8 +250,8 @@ def apart(gap: float, wait: float) -> list[RankRecords]:
     return [one.records() for one in makers]
 
 
-def test_no_large_loss_says_what_the_rest_of_the_time_is():
-    """2000 µs computing, 40 of communication and 1960 of something else: nothing that attention could save."""
+def test_verdict_without_loss_names_time_outside_attention():
+    """2000 µs of compute, 40 of communication and 1960 outside of attention."""
     verdict = analyze(apart(1960, 40))["verdict"]
     assert verdict["kind"] == "none"
     assert verdict["text"].endswith(
@@ -262,7 +262,7 @@ def test_no_large_loss_says_what_the_rest_of_the_time_is():
     assert analyze(apart(200, 40))["verdict"]["advice"] == "", "a tenth of the time needs no word"
 
 
-def test_copies_are_no_communication_in_words():
+def test_verdict_separates_copies_from_communication():
     maker = Maker(0)
     maker.compute(0, 0, 970)
     maker.copy(0, 970, 1000)
@@ -270,15 +270,15 @@ def test_copies_are_no_communication_in_words():
     assert "97.0 % of the time it computes, 0.0 % is exposed communication, 3.0 % exposed copies, 0.0 % idle" in text
 
 
-def test_a_loss_says_how_much_more_is_outside_of_attention():
+def test_verdict_names_share_outside_attention():
     assert analyze(apart(1700, 300))["verdict"]["text"].endswith(
         "300 µs lost, 7.5 % of the time. 42.5 % is idle outside of attention, which this profile does not look into."
     )
     assert "outside" not in analyze(apart(900, 1100))["verdict"]["text"]
 
 
-def test_kernels_that_communication_slows():
-    """The same kernel takes 100 µs alone and 180 beside a transfer that a stream watched."""
+def test_verdict_names_contention():
+    """The kernel takes 100 µs alone and 180 µs next to a watched transfer."""
     a, b = Maker(0), Maker(1)
     a.compute(0, 0, 180)
     a.message(1, 1, sends=True, posted=0, start=280, end=280, issued=0)
@@ -292,7 +292,7 @@ def test_kernels_that_communication_slows():
     assert "BURST_TRANSPORT=copies" in advice
 
 
-def test_waiting_of_which_only_one_end_is_known():
+def test_verdict_of_light_level_recommends_session_level():
     a, b = Maker(0), Maker(1)
     for one in (a, b):
         one.compute(0, 0, 100)

@@ -8,7 +8,7 @@ from burst_portable.profiling.report import Report
 from tests.support.synthetic_records import Maker
 
 
-def test_the_trace_has_every_rank_and_every_event(files):
+def test_chrome_trace_has_all_ranks_and_events(files):
     report = Report.load(files / "slow.json")
     report.write_chrome(files / "trace.json")
     events = json.loads((files / "trace.json").read_text())["traceEvents"]

@@ -7,7 +7,7 @@ import json
 from burst_portable.cli import main
 
 
-def test_comparing_says_what_became_slower(files, capsys):
+def test_compare_names_slower_part(files, capsys):
     even, slow = str(files / "even.json"), str(files / "slow.json")
     assert main(["compare", even, even]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -29,8 +29,8 @@ def changed(files, name: str, change) -> str:
     return str(files / name)
 
 
-def test_other_work_is_not_compared(files, capsys):
-    """Sixteen times the FLOPs for four times the tokens: neither is slower, whatever the times."""
+def test_compare_rejects_other_work(files, capsys):
+    """16 times the FLOPs for 4 times the tokens is neither slower nor faster."""
 
     def longer(data):
         for one in (one for rank in data["ranks"] for one in rank["passes"].values()):
@@ -48,7 +48,7 @@ def test_other_work_is_not_compared(files, capsys):
     assert "of attention a step; profile both with the same model" in told
 
 
-def test_the_same_work_in_more_steps_is_compared(files):
+def test_compare_accepts_more_steps(files):
     def twice(data):
         data["iterations"] += data["iterations"]
         for rank in data["ranks"]:
@@ -58,7 +58,7 @@ def test_the_same_work_in_more_steps_is_compared(files):
     assert main(["compare", str(files / "even.json"), changed(files, "twice.json", twice)]) == 0
 
 
-def test_what_else_differs_is_told(files, capsys):
+def test_compare_lists_other_differences(files, capsys):
     even, light = str(files / "even.json"), changed(files, "light.json", lambda data: data.update(light=True))
 
     def other(data):

@@ -73,7 +73,7 @@ def test_page_of_eight_ranks_stays_below_a_megabyte():
     assert len(page(Report.of(ring(8, 1000)).data).encode()) < 1_000_000
 
 
-def test_numbers_on_the_page_are_the_json_s(profile_page, report):
+def test_page_numbers_equal_json(profile_page, report):
     cells = profile_page.locator("[data-path]").evaluate_all(
         "cells => cells.map(e => [e.dataset.path, e.dataset.value, e.textContent])"
     )
@@ -96,7 +96,7 @@ def test_numbers_on_the_page_are_the_json_s(profile_page, report):
     assert profile_page.locator("h1").text_content().replace("\u00a0", " ") == report.verdict
 
 
-def test_hover_shows_a_tip_and_the_wheel_zooms(profile_page):
+def test_page_shows_tooltip_and_zooms(profile_page):
     timeline, shown = profile_page.locator("#timeline"), profile_page.locator("#range")
     timeline.evaluate("canvas => canvas.scrollIntoView({block: 'start'})")
     box = timeline.bounding_box()
@@ -112,7 +112,7 @@ def test_hover_shows_a_tip_and_the_wheel_zooms(profile_page):
     expect(shown).to_have_text(before)
 
 
-def test_a_step_shows_its_longest_wait_in_the_timeline(profile_page):
+def test_page_shows_longest_wait_of_step(profile_page):
     shown, button = profile_page.locator("#range"), profile_page.locator("button.step.most").first
     before, name = shown.text_content(), button.text_content()
     backward, step = (button.get_attribute(f"data-{key}") for key in ("backward", "step"))
@@ -139,8 +139,8 @@ def kernels_of(ranks: int) -> Report:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pixels", [1, 3])
-def test_a_thousand_ranks_are_drawn_where_one_scrolls_to(browser, tmp_path, pixels):
-    """Browsers draw nothing on canvases that are too large: 16,384 pixels is what all of them can."""
+def test_page_draws_visible_ranks_of_a_thousand(browser, tmp_path, pixels):
+    """Browsers draw no canvas above 16,384 pixels."""
     ranks, row, half, labels = 1024, 61, 450, 70
     kernels_of(ranks).write_html(tmp_path / "profile.html")
     events = []
@@ -169,25 +169,25 @@ def test_a_thousand_ranks_are_drawn_where_one_scrolls_to(browser, tmp_path, pixe
     assert events == []
 
 
-def test_a_number_stays_with_its_unit():
+def test_keep_units_together_uses_no_break_spaces():
     text = "rank 1 of 4 ranks brings 0.257 MB/s in 3 ms, 78.3 % of 2 MiB at 2.25 GFLOP/s; 8 kilograms"
     kept = "rank 1 of 4 ranks brings 0.257~MB/s in 3~ms, 78.3~% of 2~MiB at 2.25~GFLOP/s; 8 kilograms"
     assert keep_units_together(text) == kept.replace("~", "\u00a0")
 
 
-def test_the_sample_is_what_the_page_is_today():
+def test_sample_page_is_current():
     there = SAMPLE.with_suffix(".html").read_text(encoding="utf-8")
     assert there == page(Report.load(SAMPLE).data), "run PYTHONPATH=. python ci/make_images.py"
 
 
-def test_the_sample_has_all_that_a_report_has_today():
+def test_sample_report_has_all_fields():
     sample, today = Report.load(SAMPLE).data, Report.of(ring(4, 3)).data
     assert sample.keys() == today.keys(), "record it again, see profiling/README.md"
     assert sample["events"]["kinds"] == today["events"]["kinds"]
     assert sample["training"], "its steps are marked"
 
 
-def test_colors_follow_the_reader_and_paper_is_light(profile_page):
+def test_page_follows_color_scheme_and_prints_light(profile_page):
     paper, seen = profile_page.locator("section").first, {}
     color = "section => getComputedStyle(section).backgroundColor"
     for scheme in ("light", "dark"):
@@ -199,7 +199,7 @@ def test_colors_follow_the_reader_and_paper_is_light(profile_page):
     profile_page.emulate_media(media="null", color_scheme="null")
 
 
-def test_the_page_does_not_scroll_sideways(profile_page):
+def test_page_does_not_scroll_sideways(profile_page):
     fits = "document.documentElement.scrollWidth <= innerWidth"
     for width in (1200, 420):
         profile_page.set_viewport_size({"width": width, "height": 900})
@@ -213,14 +213,14 @@ def test_the_page_does_not_scroll_sideways(profile_page):
     profile_page.set_viewport_size({"width": 1200, "height": 900})
 
 
-def test_no_table_of_the_sample_is_cut_on_a_wide_screen(browser):
-    """A table scrolls if it has no room. On a wide screen it has room, and readers would miss its last column."""
+def test_sample_tables_fit_wide_screen(browser):
+    """A table scrolls if it has no room, and readers would miss its last column."""
     opened = open_page(browser, SAMPLE.with_suffix(".html"), [])
     tables = opened.locator(".scroll").evaluate_all("all => all.map(e => [e.scrollWidth, e.clientWidth])")
     assert len(tables) > 4
     assert [(wide, room) for wide, room in tables if wide > room] == []
 
 
-def test_the_page_requests_nothing_and_logs_nothing(profile_page, events):
-    """Last of its file: covers what the tests before it did with the page."""
+def test_page_requests_and_logs_nothing(profile_page, events):
+    """The last test of the file: it covers the page of the tests before it."""
     assert events == []

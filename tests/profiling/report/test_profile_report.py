@@ -16,8 +16,8 @@ from burst_portable.profiling.report.tables import ablation_text
 from tests.support.synthetic_records import Maker, ablated, ring
 
 
-def test_what_was_not_seen_is_written_and_read_again(tmp_path):
-    """A link whose bytes were all there before anyone looked; hosts whose clocks nothing relates."""
+def test_report_without_transfer_times_round_trips(tmp_path):
+    """A link whose messages all arrived before the wait, and hosts with unrelated clocks."""
     a, b = Maker(0), Maker(1)
     for one in (a, b):
         one.compute(0, 0, 100)
@@ -35,8 +35,8 @@ def test_what_was_not_seen_is_written_and_read_again(tmp_path):
     assert Report.load(tmp_path / "hosts").data["clock"]["uncertainty_ns"] is None
 
 
-def test_a_light_report_tells_no_totals_that_were_not_recorded(tmp_path, capsys):
-    """Nothing says what it sent or hid; the agreement's 24 bytes are not all that was sent."""
+def test_light_report_omits_unrecorded_totals(tmp_path, capsys):
+    """The 24 bytes of the agreement are not the total sent."""
     maker = Maker(0)
     maker.collective(0, 0, 10)
     maker.compute(0, 10, 110)
@@ -55,7 +55,7 @@ def test_a_light_report_tells_no_totals_that_were_not_recorded(tmp_path, capsys)
         assert ("| 10.0 µs | - | 0 ns |" in report.markdown()) == light, report.markdown()
 
 
-def test_other_forms_are_written(files, capsys):
+def test_profile_writes_other_formats(files, capsys):
     names = [files / name for name in ("p.html", "p.json", "p.md")]
     wanted = ["--html", names[0], "--chrome", names[1], "--markdown", names[2]]
     assert main(["profile", str(files / "slow.json"), *map(str, wanted), "--json"]) == 0
@@ -67,7 +67,7 @@ def test_other_forms_are_written(files, capsys):
     assert report.verdict in names[2].read_text(encoding="utf-8")
 
 
-def test_an_ablation_is_in_every_form(tmp_path, capsys):
+def test_ablation_is_in_every_format(tmp_path, capsys):
     report = Report.of(ablated(ring(2, 3)))
     report.write_json(tmp_path / "a.json")
     wanted = ["--html", str(tmp_path / "a.html"), "--markdown", str(tmp_path / "a.md")]
@@ -85,8 +85,8 @@ def test_an_ablation_is_in_every_form(tmp_path, capsys):
     assert told["hidden"].startswith("ablation: ")
 
 
-def test_an_ablation_of_less_than_runs_differ_by_is_told_so():
-    """Steps that were shorter with messages, or with kernels, than without: the words name no time below zero."""
+def test_ablation_text_has_no_negative_time():
+    """Steps may be shorter with messages or kernels than without, by noise."""
     facts = {"rank": 1, **Ablation(0.0200, 0.0203, 0.0199, 0.0198).facts()}
     told = ablation_text({"ablation": [facts]})
     assert facts["exposed_communication"] == -300_000
@@ -94,7 +94,7 @@ def test_an_ablation_of_less_than_runs_differ_by_is_told_so():
     assert "-" not in ablation_text({"ablation": [{"rank": 0, **Ablation(0.0200, 0.0203, 0.0201, 0.0206).facts()}]})
 
 
-def test_a_report_says_how_far_device_clocks_drift(tmp_path, capsys):
+def test_report_states_drift_of_device_clocks(tmp_path, capsys):
     records = ring(2, 3)
     told = [{"ppm": 12.5 * one.rank, "uncertainty_ppm": 0.2, "corrected": True} for one in records]
     report = Report.of([replace(r, facts={**r.facts, "drift": t}) for r, t in zip(records, told, strict=True)])
@@ -106,8 +106,8 @@ def test_a_report_says_how_far_device_clocks_drift(tmp_path, capsys):
     assert text in (tmp_path / "d.html").read_text(encoding="utf-8")
 
 
-def test_idle_is_cut_where_the_window_ends():
-    """Of a message that came at 50 us nothing is waited for from 110 to 130: the last event ends at 100, idle is 0."""
+def test_idle_time_ends_with_window():
+    """The wait from 110 to 130 is for a message of 50, and the last event ends at 100."""
     one = Maker(0)
     one.compute(0, 0, 100)
     one.message(1, 1, sends=False, posted=0, start=110, end=130, arrived=50)
@@ -116,8 +116,8 @@ def test_idle_is_cut_where_the_window_ends():
     assert (rank["idle_between_kernels"], rank["idle_outside_attention"]) == (0, 0)
 
 
-def test_steps_that_were_all_skipped_are_told_from_none_recorded():
-    """One step, for nobody marked where it ends; and three of which as many are skipped."""
+def test_skipping_all_steps_raises_distinct_error():
+    """One unmarked step, and three steps with skip=3."""
     with bp.profile() as session:
         bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
         bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
@@ -135,6 +135,6 @@ def test_steps_that_were_all_skipped_are_told_from_none_recorded():
 
 
 @pytest.mark.parametrize("skip", [-1, 1.5, "x", True])
-def test_a_number_of_steps_to_skip(skip):
+def test_report_rejects_invalid_skip(skip):
     with pytest.raises(bp.BurstError, match="skip must be a number of training steps"):
         Report.of(ring(2, 3), skip=skip)

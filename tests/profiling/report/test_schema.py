@@ -13,7 +13,7 @@ from burst_portable.profiling.report.schema import what_is_wrong
 from tests.support.synthetic_records import Maker, ring
 
 
-def test_what_is_no_report_is_refused(files, capsys):
+def test_profile_and_compare_reject_other_files(files, capsys):
     (files / "other.json").write_text('{"schema": "something/1"}')
     assert main(["profile", str(files / "other.json")]) == 2
     assert "something/1" in capsys.readouterr().err
@@ -24,8 +24,8 @@ def test_what_is_no_report_is_refused(files, capsys):
         session.report()
 
 
-def test_a_traced_kernel_of_no_place_is_refused():
-    """The page names it: "most of it at step 0: q0 x kv0"."""
+def test_traced_kernel_without_place_is_rejected():
+    """The page names the place of each kernel."""
     one = Maker(0)
     one.compute(0, 0, 100)
     one.traced(0, 0, 90)
@@ -35,7 +35,7 @@ def test_a_traced_kernel_of_no_place_is_refused():
     assert what_is_wrong(data) == "report.traced[0].kernels[0] has no what"
 
 
-def test_times_that_do_not_add_up_are_refused(files, tmp_path):
+def test_times_that_do_not_add_up_are_rejected(files, tmp_path):
     written = json.loads((files / "even.json").read_text())
     for name, row in (("ranks", written["ranks"][0]), ("steps", written["steps"][0]["ranks"][0])):
         for more in (1, -(1 << 40)):

@@ -11,15 +11,15 @@ from burst_portable.profiling.report.terminal import show
 from tests.support.synthetic_records import Maker
 
 
-def test_the_terminal_begins_with_the_verdict(files, capsys):
+def test_terminal_report_begins_with_verdict(files, capsys):
     assert main(["profile", str(files / "slow.json")]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("SLOW RANK  Rank 2 computes slowly")
     assert max(map(len, printed.splitlines()[2:])) <= 80
 
 
-def test_on_a_terminal_the_verdict_goes_on_below_its_text(files, capsys):
-    """A terminal cuts words where its lines end; a log gets a line, which can be searched."""
+def test_terminal_indents_wrapped_verdict(files, capsys):
+    """A log gets a single line, which can be searched."""
     data = Report.load(files / "slow.json").data
     data["verdict"]["text"] = data["verdict"]["text"] + " [not] markup"
     for on_terminal in (True, False):
@@ -33,7 +33,7 @@ def test_on_a_terminal_the_verdict_goes_on_below_its_text(files, capsys):
         assert (max(map(len, lines)) <= 80) == on_terminal
 
 
-def test_a_narrow_terminal_cuts_no_number(files, capsys):
+def test_narrow_terminal_truncates_no_number(files, capsys):
     """Numbers went to dots, beside a bar as wide as ever."""
     data = Report.load(files / "slow.json").data
     for width in (40, 60, 80):
@@ -59,8 +59,8 @@ def test_step_rows_name_rank_with_longest_compute(files, capsys):
     assert line.split()[-5:-2] == ["1", "400", "µs"], line
 
 
-def test_exposed_in_the_terminal_is_communication_without_copies(capsys):
-    """200 µs of communication and 30 of copies that nothing hid: two numbers, as in the other forms."""
+def test_terminal_separates_communication_and_copies(capsys):
+    """200 µs of exposed communication and 30 µs of exposed copies."""
     maker = Maker(0)
     maker.compute(0, 0, 100)
     maker.collective(0, 100, 300)
