@@ -103,7 +103,7 @@ def test_exchange_that_waits_for_all_ranks_is_detected(monkeypatch):
     flags_of = peer_copy.exchange_flags
     monkeypatch.setattr(peer_copy, "exchange_flags", lambda size, index, _: flags_of(size, index, tuple(range(size))))
     with pytest.raises(CommunicationTimeoutError, match=r"rank \d has not sent its message"):
-        run_peers(World(3, timeout=1.0), lambda mesh: JOBS["exchanged"](mesh.transport("cpu"), torch.device("cpu")))
+        run_peers(World(3, timeout=1.0), lambda mesh: JOBS["exchange"](mesh.transport("cpu"), torch.device("cpu")))
 
 
 class Forgetful(ThreadPeers):
@@ -115,7 +115,7 @@ class Forgetful(ThreadPeers):
 
 def test_exchange_that_omits_local_part_is_detected():
     """The bytes of the last pass at this offset are not accepted."""
-    told = run_peers(World(3), lambda mesh: JOBS["exchanged"](mesh.transport("cpu"), torch.device("cpu")), Forgetful)
+    told = run_peers(World(3), lambda mesh: JOBS["exchange"](mesh.transport("cpu"), torch.device("cpu")), Forgetful)
     assert told == ["other bytes came than were sent at once beside a kernel, of lines that lie apart"] * 3
 
 
