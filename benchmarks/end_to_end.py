@@ -37,9 +37,9 @@ from benchmarks.ranks import Clock, Guard, join, leave
 from benchmarks.report import setting
 from benchmarks.script import count, end, names
 from burst_portable.backends.selection import for_device
-from burst_portable.cli.run.models import build, outline, quiet, recompute_layers
+from burst_portable.cli.run.models import build, enable_gradient_checkpointing, outline, quiet
 from burst_portable.cli.run.outcome import TOLERANCES
-from burst_portable.cli.run.setup import model_flops, utilisation
+from burst_portable.cli.run.setup import mfu, model_flops
 from burst_portable.cli.run.train import Course, Sharded, Where, train_step
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
@@ -226,7 +226,7 @@ class Run:
         # Separate modules and config; all contestants share the parameters.
         model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
         if self.arguments.recompute:
-            recompute_layers(model)
+            enable_gradient_checkpointing(model)
         kind, _, how = name.partition(" ")
         if kind == NAME:
             backend, _, rotate = (how or "cudnn").partition(" ")
@@ -283,7 +283,7 @@ class Run:
         seconds = statistics.median(result.seconds)
         result.seconds_per_step = seconds
         result.tokens_per_second = self.arguments.seq_len / seconds
-        result.mfu = utilisation(self.flops, seconds, self.links.size, self.peak.flops)
+        result.mfu = mfu(self.flops, seconds, self.links.size, self.peak.flops)
 
     # ------------------------------------------------------------------------------------------- telling
 

@@ -52,10 +52,10 @@ def test_measure_prints_brackets_literally(capsys):
 
 def test_failed_run_prints_brackets_literally(capsys):
     facts = {
-        "verdict": "failed", "failures": [f"rank 1: {NAMED} is missing"], "world_size": 2, "reference_losses": None,
+        "status": "failed", "failures": [f"rank 1: {NAMED} is missing"], "world_size": 2, "reference_losses": None,
         "mode": "training", "losses": [1.0], "tokens_per_second": 1.0, "reference_tokens_per_second": None,
         "seconds_per_step": 1.0, "reference_seconds_per_step": None, "peak_memory_bytes": [1], "steps": 1,
-        "batch": 1, "model_flop_utilisation": None, "model_flops_per_step": None, "peak": {},
+        "batch": 1, "mfu": None, "model_flops_per_step": None, "peak": {},
         "seq_len": 8, "notes": [NAMED],
     }  # fmt: skip
     view.View().verdict(facts)

@@ -150,7 +150,7 @@ class Job(Saved):
         strategy: name of the strategy.
         inner: ranks per node, or None.
         options: the strategy's other options that were typed, by name.
-        recompute: whether layers are computed again in the backward pass, instead of keeping what they made.
+        gradient_checkpointing: Whether layers are recomputed in the backward pass.
         profile: the level of profiling, "session" or "deep"; "" for none.
         ablate: whether a step is run again with attention's messages off, its kernels off, and both.
         threads: of torch's CPU operators, a rank.
@@ -173,7 +173,7 @@ class Job(Saved):
     threads: int
     ranks_per_node: int | None = None
     options: Mapping[str, object] = field(default_factory=dict)
-    recompute: bool = False
+    gradient_checkpointing: bool = False
     profile: str = ""
     ablate: bool = False
 

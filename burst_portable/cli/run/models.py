@@ -173,7 +173,7 @@ def _with_experts(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def recompute_layers(model: Any) -> None:
+def enable_gradient_checkpointing(model: Any) -> None:
     """Keep of each layer its input alone, and compute the layer again in the backward pass.
 
     Raises `InputError` for a model that cannot.
@@ -183,7 +183,7 @@ def recompute_layers(model: Any) -> None:
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
-        raise InputError("the model cannot recompute its layers", got=in_a_line(error)) from error
+        raise InputError("the model does not support gradient checkpointing", got=in_a_line(error)) from error
 
 
 def _check_kinds(checkpoint: Path, model: Any) -> None:

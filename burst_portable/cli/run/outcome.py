@@ -16,11 +16,11 @@ from burst_portable.backends.base import Backend, HardwareSpec
 from burst_portable.backends.selection import load
 from burst_portable.cli.plan_facts import plan_facts
 from burst_portable.cli.run.job import Job, hardware_of_run
-from burst_portable.cli.run.setup import Prepared, utilisation
+from burst_portable.cli.run.setup import Prepared, mfu
 from burst_portable.cli.run.train import PHASES, Course, Gradients, Outcome, course_of
 from burst_portable.config import from_environment
 
-SCHEMA = "burst_portable.run/2"
+SCHEMA = "burst_portable.run/3"
 Facts = dict[str, Any]
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         },
     }
     facts["failures"] = failures(facts)
-    facts["verdict"] = "failed" if facts["failures"] else "ok" if alone else "unchecked"
+    facts["status"] = "failed" if facts["failures"] else "ok" if alone else "unchecked"
     return facts
 
 
@@ -125,7 +125,7 @@ def _asked(prepared: Prepared) -> Facts:
         "world_size": job.ranks,
         "strategy": plan.strategy,
         "strategy_requested": job.strategy,
-        "moves": {name: part.route.name for name, part in plan.passes()} if plan.ring_size > 1 else None,
+        "transfer": {name: part.route.name for name, part in plan.passes()} if plan.ring_size > 1 else None,
         "layout": job.layout,
         "seq_len": job.seq_len,
         "steps": job.steps,
@@ -133,8 +133,8 @@ def _asked(prepared: Prepared) -> Facts:
         "dtype": job.dtype,
         "learning_rate": None if job.scoring else job.learning_rate,
         "seed": job.seed,
-        "recompute": job.recompute,
-        "threads_a_rank": job.threads,
+        "gradient_checkpointing": job.gradient_checkpointing,
+        "threads_per_rank": job.threads,
         "model": prepared.model,
         "text": prepared.text,
     }
@@ -174,7 +174,7 @@ def _speed(prepared: Prepared, outcomes: Sequence[Outcome], courses: Sequence[Co
         "seconds_per_step": _mean(seconds),
         "reference_seconds_per_step": _mean(alone.seconds) if alone else None,
         "model_flops_per_step": prepared.model_flops,
-        "model_flop_utilisation": utilisation(prepared.model_flops, _mean(seconds), job.ranks, peak["flops"]),
+        "mfu": mfu(prepared.model_flops, _mean(seconds), job.ranks, peak["flops"]),
         "peak": peak,
         "step_seconds": seconds,
         "reference_step_seconds": alone.seconds if alone else None,
@@ -217,10 +217,11 @@ def _perplexity(course: Course) -> float:
 
 
 def _phases(outcome: Outcome, course: Course) -> dict[str, float | None]:
-    """Mean seconds of a step by phase. `kernels` and `waiting` are None if they could not be told apart."""
+    """Mean seconds of a step by phase. `kernels` and `communication_wait` are None if they could not be told apart."""
     steps = steady([*range(len(course.phases))])
     names = [name for name in PHASES if name in course.phases[0]]
     means: dict[str, float | None] = {
-        name: sum(course.phases[i][name] for i in steps) / len(steps) for name in (*names, "kernels", "waiting")
+        name: sum(course.phases[i][name] for i in steps) / len(steps)
+        for name in (*names, "kernels", "communication_wait")
     }
-    return means if outcome.timed else {**means, "kernels": None, "waiting": None}
+    return means if outcome.timed else {**means, "kernels": None, "communication_wait": None}

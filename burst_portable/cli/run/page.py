@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from burst_portable.cli.drawing import score_matrix
 from burst_portable.cli.run import charts
 from burst_portable.cli.run.charts import Part, Series
-from burst_portable.cli.run.view import timing_text, utilisation_text, verdict_text
+from burst_portable.cli.run.view import mfu_text, timing_text, verdict_text
 from burst_portable.planning.plans import PASSES, Plan, traffic_text
 from burst_portable.profiling.report.html import template_environment
 from burst_portable.utils.text import bytes_text, scaled, time_text
@@ -51,7 +51,7 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
         style=Markup((Path(__file__).parent / "style.css").read_text(encoding="utf-8")),
         verdict=verdict_text(facts),
         timing=timing_text(facts),
-        utilised=utilisation_text(facts),
+        mfu_text=mfu_text(facts),
         losses=_losses(facts),
         differences=_differences(facts),
         matrix=charts.matrix(score_matrix(plan.call.mask, plan.call.layout)),
@@ -72,13 +72,13 @@ def _whole(text: str) -> Markup:
 def time_parts(phases: dict[str, float | None]) -> list[Part]:
     """A rank's mean step, cut into what is known of it."""
     computing = sum(phases.get(name) or 0.0 for name in PASSES)
-    kernels, waiting = phases["kernels"], phases["waiting"]
+    kernels, waiting = phases["kernels"], phases["communication_wait"]
     if kernels is None or waiting is None:
         spent = {"computing": computing}
     else:
         spent = {"kernels": kernels, "waiting": waiting, "rest": max(0.0, computing - kernels - waiting)}
     if "optimizer" in phases:
-        spent |= {"summing": phases["gradient sum"] or 0.0, "optimizer": phases["optimizer"] or 0.0}
+        spent |= {"summing": phases["gradient_all_reduce"] or 0.0, "optimizer": phases["optimizer"] or 0.0}
     names = {style: name for style, name, _ in (*PARTS, _UNKNOWN)}
     return [Part(style, names[style], seconds) for style, seconds in spent.items()]
 

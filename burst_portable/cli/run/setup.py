@@ -19,9 +19,9 @@ from burst_portable.cli.run.models import (
     check_tokens,
     checkpoint_of,
     config_of,
+    enable_gradient_checkpointing,
     outline,
     quiet,
-    recompute_layers,
     tokens_of,
 )
 from burst_portable.config import from_environment
@@ -57,7 +57,7 @@ def _multiplied(model: Any) -> int:
     return sum(p.numel() for p in model.parameters() if p not in looked_up)
 
 
-def utilisation(flops: int | None, seconds: float, ranks: int, peak: float | None) -> float | None:
+def mfu(flops: int | None, seconds: float, ranks: int, peak: float | None) -> float | None:
     """The share of the ranks' peak FLOP/s that a step of `seconds` reached; None if a part is unknown."""
     return flops / (seconds * ranks * peak) if flops and peak else None
 
@@ -73,7 +73,7 @@ class Prepared:
         plan: of the layers whose attention is the most work.
         text: what the tokens are.
         model: facts about the model, for reports.
-        model_flops: that a step needs, see `utilisation`.
+        model_flops: that a step needs, see `mfu`.
         backend_reason: why this backend, where it was chosen; empty where it was named.
     """
 
@@ -102,7 +102,7 @@ def prepare(
     options: Mapping[str, object],
     layout: str,
     dtype: str,
-    recompute: bool,
+    gradient_checkpointing: bool,
     profiled: str,
     ablated: bool,
     local: bool,
@@ -120,7 +120,7 @@ def prepare(
     _check_kernel(settings.kernel, chosen)
     config = config_of(model, seq_len)
     checkpoint = checkpoint_of(model)
-    sketch = _checked_outline(config, seq_len, scoring, recompute)
+    sketch = _checked_outline(config, seq_len, scoring, gradient_checkpointing)
     tokens, name = tokens_of(text, checkpoint)
     check_tokens(tokens, seq_len, config.vocab_size)
     hardware = hardware_of_run(chosen, ranks, settings.hardware_spec, dtype, sizes_of(config)["head_dim"])
@@ -148,7 +148,7 @@ def prepare(
         layout=plan.layout.name,
         dtype=dtype,
         threads=max(1, cores() // ranks) if local else torch.get_num_threads(),
-        recompute=recompute,
+        gradient_checkpointing=gradient_checkpointing,
         profile=profiled,
         ablate=ablated,
     )
@@ -163,14 +163,14 @@ def _check_kernel(name: str, backend: Backend) -> None:
         raise unknown_name("kernel in BURST_KERNEL", name, kernels)
 
 
-def _checked_outline(config: Any, seq_len: int, scoring: bool, recompute: bool) -> Any:
+def _checked_outline(config: Any, seq_len: int, scoring: bool, gradient_checkpointing: bool) -> Any:
     """The model without its weights, once all that it cannot do is refused."""
     sketch = outline(config)
     check_model(sketch)
     check_positions(config, seq_len)
     _check_dropout(config, scoring)
-    if recompute:
-        _check_recompute(sketch, scoring)
+    if gradient_checkpointing:
+        _check_gradient_checkpointing(sketch, scoring)
     return sketch
 
 
@@ -186,12 +186,14 @@ def _check_dropout(config: Any, scoring: bool) -> None:
         raise InputError("dropout cannot be compared with one device", got=found, next_step="set it to 0 in the config")
 
 
-def _check_recompute(sketch: Any, scoring: bool) -> None:
+def _check_gradient_checkpointing(sketch: Any, scoring: bool) -> None:
     if scoring:
         raise InputError(
-            "--recompute has no meaning without a backward pass", got="--eval", next_step="leave one of them out"
+            "--gradient-checkpointing has no meaning without a backward pass",
+            got="--eval",
+            next_step="leave one of them out",
         )
-    recompute_layers(sketch)
+    enable_gradient_checkpointing(sketch)
 
 
 def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy, layout: str, dtype: str) -> Plan:

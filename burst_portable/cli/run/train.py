@@ -19,14 +19,22 @@ from torch.optim import Optimizer
 from burst_portable.backends.selection import load
 from burst_portable.cli.flags import asked_strategy
 from burst_portable.cli.run.job import Job, hardware_of_run
-from burst_portable.cli.run.models import batches, build, checkpoint_of, config_of, quiet, recompute_layers, tokens_of
+from burst_portable.cli.run.models import (
+    batches,
+    build,
+    checkpoint_of,
+    config_of,
+    enable_gradient_checkpointing,
+    quiet,
+    tokens_of,
+)
 from burst_portable.gradients import all_reduce, all_reduce_gradients
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.mesh import Mesh
 from burst_portable.profiling.session import Session, profile
 
-PHASES = ("forward", "backward", "gradient sum", "optimizer")
+PHASES = ("forward", "backward", "gradient_all_reduce", "optimizer")
 
 
 @dataclass
@@ -37,7 +45,7 @@ class Course:
         losses: mean over all tokens of a step; in scoring, of a sequence.
         tokens: how many tokens each loss is the mean of.
         seconds: of each step.
-        phases: seconds of each step by name; `kernels` and `waiting` are parts of forward and backward.
+        phases: seconds of each step by name; `kernels` and `communication_wait` are parts of forward and backward.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -121,7 +129,7 @@ def train_step(
     optimizer.step()
     done = perf_counter()
     spent = (forward - started, backward - forward, summed - backward, done - summed)
-    phases = dict(zip(PHASES, spent, strict=True)) | {"kernels": kernels, "waiting": waiting}
+    phases = dict(zip(PHASES, spent, strict=True)) | {"kernels": kernels, "communication_wait": waiting}
     _note(course, value, tokens, done - started, phases)
 
 
@@ -137,7 +145,7 @@ def score(model: Any, data: Iterable[Tensor], where: Where, sharded: Sharded | N
         kernels, waiting = (b - a for a, b in zip(before, _read(sharded), strict=True))
         value = _whole(loss, sharded)
         seconds = perf_counter() - started
-        _note(course, value, tokens, seconds, {"forward": seconds, "kernels": kernels, "waiting": waiting})
+        _note(course, value, tokens, seconds, {"forward": seconds, "kernels": kernels, "communication_wait": waiting})
         on_step(course)
     return course
 
@@ -251,8 +259,8 @@ def _run(
     data = batches(tokens, job.seq_len, job.batch, job.steps)
     where = Where(device, getattr(torch, job.dtype))
     model, notes = build(job.model, config_of(job.model, job.seq_len), where.parameters, job.seed, device)
-    if job.recompute:
-        recompute_layers(model)
+    if job.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
     sharded = prepare(model)
     if job.scoring:
         course = score(model, data, where, sharded, on_step)

@@ -40,7 +40,7 @@ class View:
         work = f"{'score' if job.scoring else 'train'} {_count(job.steps, _unit(job.scoring))}"
         say = self._console.print
         where = f"over {_count(job.ranks, 'rank')} on {job.backend}"
-        how = f"{job.dtype}, layers recomputed" if job.recompute else job.dtype
+        how = f"{job.dtype}, gradient checkpointing" if job.gradient_checkpointing else job.dtype
         say(f"[bold]{work}[/] of {job.batch} x {job.seq_len:,} tokens {where}, {how}")
         if prepared.backend_reason:
             self._tell("", prepared.backend_reason, indent=2, style="dim")
@@ -75,7 +75,7 @@ class View:
     def verdict(self, facts: dict[str, Any]) -> None:
         """One line that says it, and a table."""
         self._console.print()
-        mark, mark_style = _MARKS[facts["verdict"]]
+        mark, mark_style = _MARKS[facts["status"]]
         self._tell(mark, verdict_text(facts), label_style=mark_style)
         checked = bool(facts["reference_losses"])
         rows = table("", _count(facts["world_size"], "rank"), *(["one device"] if checked else []))
@@ -83,7 +83,7 @@ class View:
             rows.add_row(*(row if checked else row[:2]))
         self._console.print("", rows, "")
         self._tell("times", timing_text(facts), style="dim")
-        self._tell("MFU", utilisation_text(facts), style="dim")
+        self._tell("MFU", mfu_text(facts), style="dim")
         for note in facts["notes"]:
             self._tell("note", note)
 
@@ -119,7 +119,7 @@ def verdict_text(facts: dict[str, Any]) -> str:
     if facts["failures"]:
         return "; ".join(facts["failures"])
     what = _count(facts["steps"], _unit(facts["mode"] == "perplexity"))
-    if facts["verdict"] == "unchecked":
+    if facts["status"] == "unchecked":
         return f"{what} done; nothing was compared with one device"
     equal = "equals" if facts["steps"] == 1 else "equal"
     told = f"{what} {equal} one device's: losses within {facts['max_relative_difference']:.1e}"
@@ -136,12 +136,12 @@ def timing_text(facts: dict[str, Any]) -> str:
     return f"{which}; a {unit} is {facts['batch'] * facts['seq_len']:,} tokens, and takes what its slowest rank takes"
 
 
-def utilisation_text(facts: dict[str, Any]) -> str:
-    """What the model FLOP utilisation is the share of; where it is not known, why not."""
+def mfu_text(facts: dict[str, Any]) -> str:
+    """What the model FLOP utilization is the share of; where it is not known, why not."""
     peak, flops = facts["peak"], facts["model_flops_per_step"]
     if flops is None:
         return "unknown: of a mixture of experts a token meets some parameters only, and how many is not counted"
-    if facts["model_flop_utilisation"] is None:
+    if facts["mfu"] is None:
         return f"unknown: the device's peak in {peak['dtype']} is not known ({peak['source']})"
     needed = scaled(flops, "FLOP")
     most = f"{facts['world_size']} x {scaled(peak['flops'], 'FLOP/s')} in {peak['dtype']} ({peak['source']})"
@@ -194,7 +194,7 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     seconds = seconds_text(facts["seconds_per_step"])
     unit = _unit(facts["mode"] == "perplexity")
     rows.append(both(f"seconds a {unit}", seconds, "reference_seconds_per_step", seconds_text))
-    share = facts["model_flop_utilisation"]
-    rows.append(("model FLOP utilisation", "unknown" if share is None else percent(share), "-"))
+    share = facts["mfu"]
+    rows.append(("model FLOP utilization", "unknown" if share is None else percent(share), "-"))
     rows.append(("peak memory a rank", bytes_text(max(facts["peak_memory_bytes"])), "-"))
     return rows

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from burst_portable.cli.run.models import batches, build, config_of, recompute_layers
+from burst_portable.cli.run.models import batches, build, config_of, enable_gradient_checkpointing
 from burst_portable.errors import InputError
 from tests.support.models import SIZES, make, tokens
 
@@ -103,7 +103,7 @@ def test_quantized_checkpoint_raises(checkpoint, tmp_path):
 
 def test_recompute_layers_runs_layers_twice():
     model, _ = build("x.json", LlamaConfig(**SIZES), torch.float32, 0)
-    recompute_layers(model)
+    enable_gradient_checkpointing(model)
     calls = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     ids = tokens(1, 9)

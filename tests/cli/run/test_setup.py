@@ -6,7 +6,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
 from burst_portable.cli.run.models import outline
-from burst_portable.cli.run.setup import model_flops, utilisation
+from burst_portable.cli.run.setup import mfu, model_flops
 from tests.support.models import SIZES
 
 QKVO = 32 * 32 + 2 * 32 * 16 + 32 * 32
@@ -47,5 +47,5 @@ def test_model_flops_counts_parameters_and_attention(config, parameters: int, pr
 def test_unknown_flops_or_peak_give_no_utilization():
     config = MixtralConfig(**SIZES, num_local_experts=4)
     assert model_flops(config, outline(config), seq_len=47, batch=1, scoring=False) is None
-    assert utilisation(None, 1.0, 2, 1e12) is utilisation(10**12, 1.0, 2, None) is None
-    assert utilisation(10**12, 2.0, 4, 1e12) == 0.125
+    assert mfu(None, 1.0, 2, 1e12) is mfu(10**12, 1.0, 2, None) is None
+    assert mfu(10**12, 2.0, 4, 1e12) == 0.125

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from burst_portable.cli.run.view import View, summary, utilisation_text
+from burst_portable.cli.run.view import View, mfu_text, summary
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.terminal import show
 from tests.support.synthetic_records import ring
@@ -38,10 +38,10 @@ def test_narrow_terminal_indents_wrapped_verdict(capsys):
 
 def test_view_wraps_long_verdict_in_narrow_terminal(capsys):
     facts = {
-        "verdict": "ok", "failures": [], "losses": [5.0] * 3, "reference_losses": None, "steps": 3, "mode": "train",
+        "status": "ok", "failures": [], "losses": [5.0] * 3, "reference_losses": None, "steps": 3, "mode": "train",
         "max_relative_difference": 8.4e-8, "gradient_relative_difference": 3.9e-7, "dtype": "float32", "world_size": 2,
         "batch": 1, "seq_len": 64, "tokens_per_second": 1.0, "reference_tokens_per_second": None,
-        "seconds_per_step": 1.0, "reference_seconds_per_step": None, "model_flop_utilisation": None, "notes": [],
+        "seconds_per_step": 1.0, "reference_seconds_per_step": None, "mfu": None, "notes": [],
         "model_flops_per_step": None, "peak": {}, "peak_memory_bytes": [1],
     }  # fmt: skip
     view = View()
@@ -72,9 +72,9 @@ def test_unknown_utilization_is_reported_as_unknown(flops, told):
     """A backend without peaks: docs/writing_a_backend.md promises "unknown"."""
     peak = {"flops": None, "dtype": "bfloat16", "source": "the backend 'theirs' does not tell"}
     facts = {
-        "model_flop_utilisation": None, "peak": peak, "model_flops_per_step": flops, "mode": "train", "world_size": 2,
+        "mfu": None, "peak": peak, "model_flops_per_step": flops, "mode": "train", "world_size": 2,
         "losses": [1.0], "reference_losses": None, "tokens_per_second": 1.0, "reference_tokens_per_second": None,
         "seconds_per_step": 1.0, "reference_seconds_per_step": None, "peak_memory_bytes": [1],
     }  # fmt: skip
-    assert utilisation_text(facts) == told
-    assert ("model FLOP utilisation", "unknown", "-") in summary(facts)
+    assert mfu_text(facts) == told
+    assert ("model FLOP utilization", "unknown", "-") in summary(facts)
