@@ -37,10 +37,10 @@ from benchmarks.ranks import Clock, Guard, join, leave
 from benchmarks.report import setting
 from benchmarks.script import count, end, names
 from burst_portable.backends.selection import for_device
-from burst_portable.cli.run.models import build, enable_gradient_checkpointing, outline, quiet
+from burst_portable.cli.run.models import build, enable_gradient_checkpointing, outline, silence_transformers
 from burst_portable.cli.run.outcome import TOLERANCES
 from burst_portable.cli.run.setup import mfu, model_flops
-from burst_portable.cli.run.train import Course, Sharded, Where, train_step
+from burst_portable.cli.run.train import DeviceConfig, Sharded, StepHistory, train_step
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of
@@ -159,11 +159,11 @@ class Run:
     """All contestants on one set of parameters."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        quiet()
+        silence_transformers()
         self.arguments, self.started = arguments, time.monotonic()
         self.links = join(arguments.timeout)
         self.clock, self.mesh = Clock(self.links), bp.Mesh.from_group()
-        self.where = Where(self.links.device, getattr(torch, arguments.dtype))
+        self.where = DeviceConfig(self.links.device, getattr(torch, arguments.dtype))
         backend = for_device(self.links.device.type)
         self.peak, self.reading = backend.peaks(arguments.dtype), backend.capabilities.streams
         config = config_of_shape(arguments.shape, arguments.layers, arguments.seq_len)
@@ -242,7 +242,7 @@ class Run:
 
     def step(self, contestant: Contestant, result: Trained) -> float:
         """Run one step and return its seconds."""
-        course, device = Course(), torch.get_device_module(self.links.device)
+        course, device = StepHistory(), torch.get_device_module(self.links.device)
         if self.reading:
             device.reset_peak_memory_stats()
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from burst_portable.cli.process import told
+from burst_portable.cli.process import guard_output
 from burst_portable.errors import BackendUnavailableError, BurstError, CommunicationError
 
 
@@ -61,7 +61,7 @@ def end(main: Callable[[], int | None]) -> NoReturn:
 
     If its output is closed, the exit code is 141; if the disk is full, it is 1.
     """
-    sys.exit(told(lambda: _code(main), _fail))
+    sys.exit(guard_output(lambda: _code(main), _fail))
 
 
 def _code(main: Callable[[], int | None]) -> int:

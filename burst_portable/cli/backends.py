@@ -1,4 +1,4 @@
-"""Which backend a command takes, where ranks are to run."""
+"""Choose the backend on which a command runs its ranks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,32 @@ from burst_portable.errors import BackendUnavailableError, unknown_name
 
 
 def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
-    """The backend of this name, or for "auto" an accelerator with a device per rank, else one that needs none; and why.
+    """Return a backend that can run this many ranks on this machine, and the reason for the choice.
 
-    Raises `UnknownNameError`, or `BackendUnavailableError` with the reason.
+    Args:
+        name: Name of a backend; the reason is then empty. "auto" prefers an accelerator with a device per rank.
+        ranks: Number of ranks.
+
+    Raises:
+        UnknownNameError: If there is no backend of this name.
+        BackendUnavailableError: If the backend cannot run, or for "auto", none can.
     """
     if name not in ("auto", *known()):
         raise unknown_name("backend", name, ("auto", *known()))
     if name != "auto":
         backend = load(name)
-        if reason := _missing(backend, ranks):
+        if reason := _unavailable_reason(backend, ranks):
             raise BackendUnavailableError(f"the backend {name!r} cannot run here", got=reason)
         return backend, ""
     backends, reasons = [], []
     for one in known():
         try:
             backends.append(load(one))
-        except BackendUnavailableError as error:  # nobody named it: a reason, like a probe's
-            reasons.append(_briefly(one, str(error)))
+        except BackendUnavailableError as error:
+            reasons.append(_short_reason(one, str(error)))
     for backend in sorted(backends, key=lambda b: not b.capabilities.streams):
-        if reason := _missing(backend, ranks):
-            reasons.append(_briefly(backend.name, reason))
+        if reason := _unavailable_reason(backend, ranks):
+            reasons.append(_short_reason(backend.name, reason))
             continue
         return backend, "; ".join([f"chose {backend.name}", *reasons])
     raise BackendUnavailableError(
@@ -37,13 +43,13 @@ def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
     )
 
 
-def _briefly(name: str, reason: str) -> str:
-    """Why not this one, without what to do about it: nobody asked for it, and `burst-portable doctor` tells all."""
+def _short_reason(name: str, reason: str) -> str:
+    """Return why a backend is not used, without the next step, which `burst-portable doctor` prints."""
     return f"not {name}: {reason.partition(';')[0]}"
 
 
-def _missing(backend: Backend, ranks: int) -> str | None:
-    """Why a backend cannot run this many ranks on this machine, or None."""
+def _unavailable_reason(backend: Backend, ranks: int) -> str | None:
+    """Return why a backend cannot run this many ranks on this machine, or None if it can."""
     probe = probed(backend)
     if not probe.ok:
         return probe.reason

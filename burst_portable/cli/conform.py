@@ -1,4 +1,4 @@
-"""`burst-portable conform`: whether a backend may be trusted, tried on the machine that it is run on."""
+"""Define `burst-portable conform`, which tests a backend, a kernel or a strategy on this machine."""
 
 from __future__ import annotations
 
@@ -15,57 +15,52 @@ RANKS = 8
 
 def conform(
     backend: Annotated[
-        str | None, typer.Option(help="Which one; unless given, that of this machine's accelerator, or of its CPU.")
+        str | None,
+        typer.Option(help="Backend to test. Default: that of this machine's accelerator, or else of its CPU."),
     ] = None,
     ranks: Annotated[
-        int, typer.Option(help="The most ranks of a case; they are threads, and a few processes.")
+        int, typer.Option(help="Largest number of ranks of a test case (threads, and a few processes).")
     ] = RANKS,
     only: Annotated[
-        list[str] | None, typer.Option(help="A group of checks, or several with commas; --list names them.")
+        list[str] | None, typer.Option(help="Test groups, separated by commas; --list names them. Default: all.")
     ] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="One test, as a report names it: attention:mask=full,ranks=3")
+        list[str] | None,
+        typer.Option(help="A test named as in reports: attention:mask=full,ranks=3. Default: all."),
     ] = None,
-    kernel: Annotated[str, typer.Option(help="The one kernel to examine, instead of all.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="Kernel to test, or auto for all of the backend.")] = "auto",
     strategy: Annotated[
-        str, typer.Option(help="The one strategy to try, ours or another package's, instead of a whole backend.")
-    ] = "",
+        str | None, typer.Option(help="Strategy to test, also of another package. Default: all of the backend.")
+    ] = None,
     quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="A handful of cases: seconds on a CPU; on a GPU every kernel is compiled first: minutes.",
-        ),
+        bool, typer.Option("--quick", help="Run a few cases: seconds on a CPU, minutes on a GPU.")
     ] = False,
     processes: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=256,
-            help="How many make trials side by side, on the same devices. On a GPU, where every kernel is compiled "
-            "first, as many as there are cores.",
-        ),
+        int, typer.Option(min=1, max=256, help="Processes that run test cases on the same devices.")
     ] = 1,
     full: Annotated[
-        bool, typer.Option("--full", help="Every combination of masks, layouts, strategies, ranks and heads: an hour.")
+        bool,
+        typer.Option("--full", help="Run all combinations of masks, layouts, strategies, ranks and heads: an hour."),
     ] = False,
     evidence_level: Annotated[
         str | None,
-        typer.Option(
-            help="Kind of evidence: reference, interpreter, machine code, simulated or device. Default: the probe's."
-        ),
+        typer.Option(help="reference, interpreter, machine code, simulated or device. Default: the probe's."),
     ] = None,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
     junit_file: Annotated[
-        Path | None, typer.Option("--junit", help="Write the report as JUnit XML to this file.")
+        Path | None, typer.Option("--junit", help="Write the report as JUnit XML to this file. Default: none.")
     ] = None,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write it as Markdown to this file.")] = None,
-    list_groups: Annotated[bool, typer.Option("--list", help="List the groups of checks and stop.")] = False,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", help="Write the report as Markdown to this file. Default: none.")
+    ] = None,
+    list_groups: Annotated[bool, typer.Option("--list", help="List the test groups and exit.")] = False,
 ) -> int:
-    """Try everything that a backend must fulfil, against attention in float64.
+    """Test a backend, a kernel or a strategy against attention in float64.
 
-    Unless --quick or --full is given, every pair of choices occurs. Every failure is told with the smallest case that
-    still fails and a command that runs exactly it. Exit code 1 when something fails. See docs/conformance.md.
+    Without --quick or --full, the cases contain every pair of choices (mask, layout, strategy, ranks, heads). Each
+    failure is printed with the smallest case that fails and the command that repeats it. On a GPU most time is spent
+    compiling kernels: use as many --processes as there are cores. Exit code 1 if a check fails. See
+    docs/conformance.md.
 
     Examples:
 
@@ -81,28 +76,27 @@ def conform(
     if quick and full:
         raise InputError("--quick and --full exclude each other")
     if strategy and case:
-        raise InputError("--strategy and --case exclude each other", next_step="a case names its strategy itself")
+        raise InputError("--strategy and --case exclude each other", next_step="a case includes its strategy")
     if only and case:
-        raise InputError("--only and --case exclude each other", next_step="a case names its group itself")
+        raise InputError("--only and --case exclude each other", next_step="a case includes its group")
     check_files({"--json": json_option.file, "--junit": junit_file, "--markdown": markdown_file})
 
     from burst_portable.conformance.suite import check_backend
 
-    named = _of_this_machine() if backend is None else backend
     coverage = "quick" if quick else "full" if full else "usual"
     groups = [name.strip() for text in only or () for name in text.split(",")]
-    with progress() as told:
+    with progress() as on_progress:
         report = check_backend(
-            named,
+            _backend_of_this_machine() if backend is None else backend,
             ranks=ranks,
             only=groups,
             cases=case or (),
             coverage=coverage,
             kernel=kernel,
-            strategy=strategy,
+            strategy=strategy or "",
             evidence_level=evidence_level,
             processes=processes,
-            progress=told,
+            progress=on_progress,
         )
     show(report, stderr=json_option.stdout)
     json_option.write_text(report.to_json())
@@ -115,7 +109,7 @@ def conform(
     return 0 if report.ok else 1
 
 
-def _of_this_machine() -> str:
+def _backend_of_this_machine() -> str:
     import torch
 
     from burst_portable.backends.selection import for_device

@@ -1,4 +1,4 @@
-"""`burst-portable doctor`: what is installed here, which backends can run, and with which kernels."""
+"""Define `burst-portable doctor`, which lists installed packages, backends and kernels."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from burst_portable.kernels.base import Kernel, LazyKernel
     from burst_portable.planning.call import AttentionCall
 
-SCHEMA = "burst_portable.doctor/1"
+SCHEMA = "burst_portable.doctor/2"
 PACKAGES = ("torch", "numpy", "triton", "transformers", "typer", "rich", "jinja2")
 
 Facts = dict[str, Any]
 
 
 def doctor(json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None) -> int:
-    """What is installed here, which backends can run or why not, and with which kernels.
+    """List installed packages, and the backends and kernels that can run on this machine.
 
-    Exit code 1 when no backend can run.
+    For others it prints the reason. Exit code 1 if no backend can run.
 
     Examples:
 
     burst-portable doctor
-    burst-portable doctor --json here.json
+    burst-portable doctor --json doctor.json
     """
     json_option = JsonOption(json_name)
     facts = examine()
@@ -51,7 +51,7 @@ def doctor(json_name: Annotated[str | None, typer.Option("--json", metavar="[FIL
 
 
 def examine() -> Facts:
-    """Everything that is shown, as plain data."""
+    """Return the JSON of the command."""
     settings, backends = from_environment(), _backends()
     return {
         "schema": SCHEMA,
@@ -60,28 +60,28 @@ def examine() -> Facts:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "settings": {"timeout": settings.timeout, "kernel": settings.kernel, "transport": settings.transport},
-        "unknown": _unknown(settings, backends),
+        "unknown_settings": _unknown_settings(settings, backends),
         "hardware": _hardware(settings.hardware_spec),
         "backends": backends,
-        "passed_over": passed_over(),
+        "ignored_packages": passed_over(),
     }
 
 
-def _unknown(settings: Config, backends: dict[str, Facts]) -> list[str]:
-    """Names in settings that no backend which runs here has: every call that needs them will be refused."""
-    here = [backend for backend in backends.values() if backend["ok"]]
-    kernels = [kernel["name"] for backend in here for kernel in backend["kernels"]]
-    transports = [backend[what] for backend in here for what in ("process_group", "direct_transport")]
-    named = (("BURST_KERNEL", settings.kernel, kernels), ("BURST_TRANSPORT", settings.transport, transports))
+def _unknown_settings(settings: Config, backends: dict[str, Facts]) -> list[str]:
+    """Return an error for each setting whose value no available backend has. Calls that need it will fail."""
+    available = [backend for backend in backends.values() if backend["ok"]]
+    kernels = [kernel["name"] for backend in available for kernel in backend["kernels"]]
+    transports = [backend[key] for backend in available for key in ("process_group", "direct_transport")]
+    variables = (("BURST_KERNEL", settings.kernel, kernels), ("BURST_TRANSPORT", settings.transport, transports))
     return [
-        str(unknown_name(f"name in {variable}", name, ("auto", *filter(None, known_here))))
-        for variable, name, known_here in named
-        if name not in ("auto", *known_here)
+        str(unknown_name(f"name in {variable}", name, ("auto", *filter(None, allowed))))
+        for variable, name, allowed in variables
+        if name not in ("auto", *allowed)
     ]
 
 
 def _hardware(file: str) -> Facts | None:
-    """Whether `auto` can choose with the file that BURST_HARDWARE_SPEC names; None where it names none."""
+    """Return whether `auto` can use the file of BURST_HARDWARE_SPEC, or None if the variable is not set."""
     if not file:
         return None
     try:
@@ -100,32 +100,32 @@ def _version(package: str) -> str | None:
 
 
 def _backends() -> dict[str, Facts]:
-    return {name: _backend(name, home) for name, home in sorted(known().items())}
+    return {name: _backend(name, entry_point) for name, entry_point in sorted(known().items())}
 
 
-def _backend(name: str, home: str) -> Facts:
+def _backend(name: str, entry_point: str) -> Facts:
     try:
         backend = load(name)
         probe = probed(backend)
         capabilities = backend.capabilities
         kernels = [_kernel(kernel, capabilities.device_type) for kernel in backend.kernels()] if probe.ok else []
-    except BackendUnavailableError as error:  # it says itself whether something is absent, too old or broken
-        return _refused(home, str(error))
-    # Somebody else's backend may fail in any way; that is what is to be reported, and others may still be well.
+    except BackendUnavailableError as error:
+        return _unavailable(entry_point, str(error))
+    # The backend of another package may raise any exception. It is reported like other reasons.
     except Exception as error:  # noqa: BLE001
-        return _refused(home, f"broken: {type(error).__name__}: {error}")
+        return _unavailable(entry_point, f"broken: {type(error).__name__}: {error}")
     return {
         "ok": probe.ok,
         "reason": probe.reason,
-        "from": home,
+        "entry_point": entry_point,
         **_capabilities(backend),
         "facts": dict(probe.facts),
         "kernels": kernels,
     }
 
 
-def _refused(home: str, reason: str) -> Facts:
-    return {"ok": False, "reason": " ".join(reason.split()), "from": home, "facts": {}, "kernels": []}
+def _unavailable(entry_point: str, reason: str) -> Facts:
+    return {"ok": False, "reason": " ".join(reason.split()), "entry_point": entry_point, "facts": {}, "kernels": []}
 
 
 def _capabilities(backend: Backend) -> Facts:
@@ -143,7 +143,7 @@ def _capabilities(backend: Backend) -> Facts:
 
 
 def _kernel(kernel: Kernel | LazyKernel, device: str) -> Facts:
-    """Return which of a few typical calls a kernel serves."""
+    """Return which of a few typical calls a kernel supports."""
     cases = {}
     for case, call in _calls(device):
         support = kernel.supports(call)
@@ -161,53 +161,57 @@ def _calls(device: str) -> Iterator[tuple[str, AttentionCall]]:
     usual = AttentionCall(Mask.causal(), layout, 8, 2, 128, 128, dtype="bfloat16", device=device, deterministic=False)
     for dtype, itemsize in (("float32", 4), ("bfloat16", 2), ("float16", 2), ("float64", 8)):
         yield dtype, replace(usual, dtype=dtype, itemsize=itemsize)
-    # Other differences between kernels, in 16 bits, which the kernels of vendors need.
+    # The other calls use 16 bits, because vendors' kernels support no wider dtype.
     yield "deterministic", replace(usual, deterministic=True)
-    yield "heads of 64", replace(usual, head_dim=64, v_head_dim=64)
-    yield "heads of 80", replace(usual, head_dim=80, v_head_dim=80)
-    yield "heads of 256", replace(usual, head_dim=256, v_head_dim=256)
-    yield "values of 64, heads of 128", replace(usual, v_head_dim=64)
+    yield "head_dim=64", replace(usual, head_dim=64, v_head_dim=64)
+    yield "head_dim=80", replace(usual, head_dim=80, v_head_dim=80)
+    yield "head_dim=256", replace(usual, head_dim=256, v_head_dim=256)
+    yield "v_head_dim=64", replace(usual, v_head_dim=64)
     yield "softcap", replace(usual, softcap=30.0)
 
 
 def show(facts: Facts) -> None:
-    """Versions, then a row a backend, then the kernels of those that run."""
-    say = console()
-    say.print(f"[bold]burst_portable {facts['version']}[/] on Python {facts['python']}, {escape(facts['platform'])}")
-    found = [f"{name} {version or 'is not installed'}" for name, version in facts["packages"].items()]
-    say.print(", ".join(found), markup=False)
-    say.print(
-        "hop timeout {timeout:g} s, local kernel {kernel}, transport {transport}".format(**facts["settings"]),
+    """Print versions, a row per backend, and the kernels of the available backends."""
+    out = console()
+    out.print(f"[bold]burst_portable {facts['version']}[/] on Python {facts['python']}, {escape(facts['platform'])}")
+    packages = [f"{name} {version or 'is not installed'}" for name, version in facts["packages"].items()]
+    out.print(", ".join(packages), markup=False)
+    out.print(
+        "communication timeout {timeout:g} s, local kernel {kernel}, transport {transport}".format(**facts["settings"]),
         markup=False,
     )
-    for told in (*facts["unknown"], *facts["passed_over"]):
-        say.print(labelled("warning", told, style="yellow"))
-    say.print(_show_hardware(facts["hardware"]), markup=False)
-    say.print("", _show_backends(facts["backends"]), "")
+    for warning in (*facts["unknown_settings"], *facts["ignored_packages"]):
+        out.print(labelled("warning", warning, style="yellow"))
+    out.print(_show_hardware(facts["hardware"]), markup=False)
+    out.print("", _show_backends(facts["backends"]), "")
     for name, backend in facts["backends"].items():
         if not backend["ok"]:
-            say.print(labelled(name, f"no: {backend['reason']}"))
+            out.print(labelled(name, f"no: {backend['reason']}"))
     for name, backend in facts["backends"].items():
         for line in _details(name, backend):
-            say.print(line)
+            out.print(line)
 
 
 def _show_hardware(hardware: Facts | None) -> str:
-    """What `auto` chooses with."""
+    """Describe the rates from which `auto` predicts times."""
     if hardware is None:
-        return "BURST_HARDWARE_SPEC is not set: auto chooses with what is known of the backend's devices"
+        return "BURST_HARDWARE_SPEC is not set: auto uses typical rates of the backend's devices"
     if not hardware["ok"]:
         return f"BURST_HARDWARE_SPEC cannot be used: {hardware['reason']}"
     ranks = f"{hardware['ranks']} rank{'' if hardware['ranks'] == 1 else 's'}"
-    where = f"{hardware['device']}, {ranks}, kernel {hardware['kernel']}"
-    return f"BURST_HARDWARE_SPEC: auto chooses with {hardware['file']}, measured on {where}, {hardware['date']}"
+    machine = f"{hardware['device']}, {ranks}, kernel {hardware['kernel']}"
+    return f"BURST_HARDWARE_SPEC: auto uses {hardware['file']}, measured on {machine}, {hardware['date']}"
 
 
 def _show_backends(backends: dict[str, Facts]) -> Table:
-    columns = ("backend", "runs here", "device", "process group", "from")
+    columns = ("backend", "available", "device", "process group", "package")
     rows = table(*columns, left=columns)
     for name, backend in backends.items():
-        row = (backend.get("device_type", ""), backend.get("process_group", ""), backend["from"].partition(":")[0])
+        row = (
+            backend.get("device_type", ""),
+            backend.get("process_group", ""),
+            backend["entry_point"].partition(":")[0],
+        )
         rows.add_row(escape(name), _answer(backend["ok"]), *map(escape, row))
     return rows
 
@@ -217,7 +221,7 @@ def _answer(ok: bool) -> Text:
 
 
 def _details(name: str, backend: Facts) -> list[Table | Padding | str]:
-    """What a backend's probe found, a line per device; then its kernels, and why some do not serve."""
+    """Return lines about a backend: the facts of its probe, one per device, and a table of its kernels."""
     short, lines = [], []
     for key, value in backend["facts"].items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -226,11 +230,11 @@ def _details(name: str, backend: Facts) -> list[Table | Padding | str]:
             lines.append(f"{key} {_joined(value)}")
         else:
             short.append(f"{key} {_word(value)}")
-    told: list[Table | Padding | str] = [labelled(name, line) for line in (", ".join(short), *lines) if line]
+    details: list[Table | Padding | str] = [labelled(name, line) for line in (", ".join(short), *lines) if line]
     if backend["kernels"]:
-        told += ["", _kernels(name, backend["kernels"]), ""]
-        told += [Padding(Text(line, "dim"), (0, 0, 0, 2)) for line in _reasons(backend["kernels"])]
-    return told
+        details += ["", _kernels(name, backend["kernels"]), ""]
+        details += [Padding(Text(line, "dim"), (0, 0, 0, 2)) for line in _reasons(backend["kernels"])]
+    return details
 
 
 def _joined(facts: Facts) -> str:
@@ -243,7 +247,7 @@ def _word(value: Any) -> Any:
 
 def _kernels(name: str, kernels: list[Facts]) -> Table:
     names = [escape(kernel["name"]) for kernel in kernels]
-    rows = table("problem", *names, left=names, title=f"kernels of {escape(name)}, the preferred first")
+    rows = table("call", *names, left=names, title=f"kernels of {escape(name)}, preferred first")
     for case in kernels[0]["supports"]:
         rows.add_row(escape(case), *(_answer(kernel["supports"][case]["ok"]) for kernel in kernels))
     return rows

@@ -1,11 +1,11 @@
-"""The score matrix as characters: which pairs a mask lets through, and which rank holds the queries.
+"""Draw the score matrix with characters: the visible pairs of a mask, and the rank of each query.
 
 ::
 
-    00 ·  ·  ·        two characters a cell: 00 all of it is seen, 0 part of it, · nothing
-    11 1  ·  ·        the digit is the rank that holds the queries of the row
+    00 ·  ·  ·        two characters per cell: 00 all pairs are visible, 0 some, · none
+    11 1  ·  ·        the digit is the rank that has the queries of the row
 
-Of so many ranks that most rows are of several, shades say how much is seen, and behind a row stand its ranks::
+If most rows belong to several ranks, shades show the visible share, and the ranks follow each row::
 
     ▒▒ ·  ·  ·   0-5
     ██ ▒▒ ·  ·   5-10
@@ -24,51 +24,59 @@ from burst_portable.planning.tiles import find_tiles
 LABELS = "0123456789abcdefghijklmnopqrstuvwxyz"
 SEVERAL = "#"
 SHADES = "░▒▓█"
-"""Up to a third of a cell's pairs, up to two thirds, less than all; and all."""
-_CELLS, _FEWEST_CELLS = 24, 16
-_MOST_CELLS = 32
-_MOST_RUNS = 2  # so that a line with its cells has 80 characters
+"""Visible share of a cell's pairs: up to 1/3, up to 2/3, less than 1, and 1."""
+_CELLS, _MIN_CELLS, _MAX_CELLS = 24, 16, 32
+_MAX_RUNS = 2  # a row of cells and its ranks then fit 80 characters
 
 
 class Cell(NamedTuple):
-    """One box of the score matrix. `seen` is the share of its pairs; `rank` is None where several hold its rows."""
+    """One box of the score matrix.
+
+    Attributes:
+        rank: Rank that has the queries; None if there are several.
+        visible: Share of the pairs that are visible.
+    """
 
     rank: int | None
-    seen: float
+    visible: float
 
     @property
     def text(self) -> str:
-        """Two characters, readable without colours."""
-        if not self.seen:
+        """Two characters, readable without colors."""
+        if not self.visible:
             return "· "
-        label = LABELS[self.rank] if self.rank is not None and self.rank < len(LABELS) else SEVERAL
-        return label * 2 if self.seen == 1 else f"{label} "
+        label = rank_label(self.rank)
+        return label * 2 if self.visible == 1 else f"{label} "
 
     @property
     def shade(self) -> str:
-        """Two characters that say how much is seen, and nothing of ranks."""
-        return SHADES[int(self.seen * (len(SHADES) - 1))] * 2 if self.seen else "· "
+        """Two characters for the visible share, without the rank."""
+        return SHADES[int(self.visible * (len(SHADES) - 1))] * 2 if self.visible else "· "
+
+
+def rank_label(rank: int | None) -> str:
+    """Return the digit or letter of a rank; # for several ranks, and from rank 36."""
+    return LABELS[rank] if rank is not None and rank < len(LABELS) else SEVERAL
 
 
 def cells(length: int, ranks: int) -> list[Segment]:
-    """The sequence cut into a few pieces; so that a zigzag's chunks are whole cells, or cells are of whole chunks,
-    where that can be."""
+    """Split the sequence into cells. If possible, zigzag chunks contain a number of cells, or cells of chunks."""
     chunks = 2 * ranks
-    if chunks > _MOST_CELLS:
-        chunks = next((n for n in range(_CELLS, _FEWEST_CELLS - 1, -1) if chunks % n == 0), _CELLS)
+    if chunks > _MAX_CELLS:
+        chunks = next((n for n in range(_CELLS, _MIN_CELLS - 1, -1) if chunks % n == 0), _CELLS)
     parts = max(1, _CELLS // chunks)
-    return [cell for chunk in _cut(Segment(0, length), chunks) for cell in _cut(chunk, parts)]
+    return [cell for chunk in _split(Segment(0, length), chunks) for cell in _split(chunk, parts)]
 
 
-def _cut(whole: Segment, pieces: int) -> list[Segment]:
-    """As a layout cuts: the first pieces are one longer; without those that are empty."""
-    size, longer = divmod(whole.count, pieces)
-    starts = [whole.start + i * size + min(i, longer) for i in range(pieces + 1)]
+def _split(segment: Segment, parts: int) -> list[Segment]:
+    """Split as layouts do: the first parts may be longer by one. Empty parts are omitted."""
+    size, longer = divmod(segment.count, parts)
+    starts = [segment.start + i * size + min(i, longer) for i in range(parts + 1)]
     return [Segment(start, stop - start) for start, stop in pairwise(starts) if start < stop]
 
 
-def holders(layout: Layout) -> list[list[int]]:
-    """The ranks that hold positions of each cell, in the order of the sequence."""
+def cell_ranks(layout: Layout) -> list[list[int]]:
+    """Return the ranks that have tokens of each cell, in the order of the sequence."""
     return [
         [
             rank
@@ -79,43 +87,36 @@ def holders(layout: Layout) -> list[list[int]]:
     ]
 
 
-def owners(layout: Layout) -> list[int | None]:
-    """The rank that holds all of each cell, in the order of the sequence; None if there are several."""
-    return [ranks[0] if len(ranks) == 1 else None for ranks in holders(layout)]
+def cell_owners(layout: Layout) -> list[int | None]:
+    """Return the rank that has all tokens of each cell, in the order of the sequence; None if there are several."""
+    return [ranks[0] if len(ranks) == 1 else None for ranks in cell_ranks(layout)]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in order, in a few characters: ``0-5, 60-63``; of more than a few runs the first, and dots."""
+    """Return ascending ranks as ``0-5, 60-63``. After two ranges, dots stand for the others."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    told = ["-".join(map(str, run)) for run in runs[:_MOST_RUNS]]
-    return ", ".join([*told, *(["..."] if len(runs) > _MOST_RUNS else [])])
+    texts = ["-".join(map(str, run)) for run in runs[:_MAX_RUNS]]
+    return ", ".join([*texts, *(["..."] if len(runs) > _MAX_RUNS else [])])
 
 
 def score_matrix(mask: Mask, layout: Layout) -> list[list[Cell]]:
-    """Rows of cells, the first queries first."""
-    pieces = cells(layout.length, layout.ranks)
-
-    def row(queries: Segment, rank: int | None) -> list[Cell]:
-        return [Cell(rank, _seen(mask, queries, keys)) for keys in pieces]
-
-    return [row(queries, rank) for queries, rank in zip(pieces, owners(layout), strict=True)]
-
-
-def several(matrix: Sequence[Sequence[Cell]]) -> bool:
-    """Whether some cell holds queries of several ranks."""
-    return any(cell.rank is None or cell.rank >= len(LABELS) for row in matrix for cell in row)
+    """Return the cells of each row, from the first queries to the last."""
+    segments = cells(layout.length, layout.ranks)
+    return [
+        [Cell(rank, _visible_share(mask, queries, keys)) for keys in segments]
+        for queries, rank in zip(segments, cell_owners(layout), strict=True)
+    ]
 
 
-def crowded(matrix: Sequence[Sequence[Cell]]) -> bool:
-    """Whether most rows have no digit, so that digits say next to nothing."""
-    nameless = [row[0].rank is None or row[0].rank >= len(LABELS) for row in matrix]
-    return sum(nameless) > len(matrix) / 2
+def use_shades(matrix: Sequence[Sequence[Cell]]) -> bool:
+    """Return whether most rows have no digit of their own, so that shades show more."""
+    return sum(rank_label(row[0].rank) == SEVERAL for row in matrix) > len(matrix) / 2
 
 
-def _seen(mask: Mask, queries: Segment, keys: Segment) -> float:
+def _visible_share(mask: Mask, queries: Segment, keys: Segment) -> float:
     return find_tiles(mask, (queries,), (keys,)).num_pairs / (queries.count * keys.count)

@@ -1,4 +1,4 @@
-"""A strategy from what was typed: `plan` and `run` take the same options."""
+"""Define the options that several commands share: lengths, strategies and their options, ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from burst_portable.backends.selection import known as known_backends
+from burst_portable.cli import PROGRAM
 from burst_portable.config import Launched
 from burst_portable.errors import BurstError, InputError, format_error, shown
 from burst_portable.planning.hardware import HardwareSpec
@@ -18,43 +20,43 @@ from burst_portable.strategies.options import Option, options_of
 from burst_portable.strategies.registry import classes, has_option, known, load, make_strategy
 
 LENGTH = "128k and 1m are 131072 and 1048576."
-"""For the help of an option whose value `tokens` reads."""
-
+"""Help of an option whose value `tokens` parses."""
 METAVAR = "TOKENS"
-_TIMES = {"k": 1 << 10, "K": 1 << 10, "m": 1 << 20, "M": 1 << 20}
+STRATEGY = f"{', '.join(known())} (the least predicted time)."
+LAYOUT = "contiguous, zigzag, striped, whole_documents, document_zigzag or auto (the least predicted time)."
+DEFAULT_LAYOUT = "zigzag"
+"""Default of `--layout`, and of `layout` in the public functions."""
+RANKS_PER_NODE = "Ranks per node. Default: none; auto then ignores strategies with two levels."
+HEADS = "Query heads; a multiple of the K/V heads."
+KV_HEADS = "K/V heads. Default: as many as query heads."
+BACKEND = f"auto, {', '.join(known_backends())}; `{PROGRAM} doctor` lists those that can run."
+_FACTORS = {"k": 1 << 10, "K": 1 << 10, "m": 1 << 20, "M": 1 << 20}
 
 
-def tokens(typed: str | int) -> int:
-    """The `parser` of an option: an integer, or digits with k (times 1,024) or m (times 1,048,576) after them.
+def tokens(text: str | int) -> int:
+    """Parse a number of tokens: an integer, or digits followed by k (times 1,024) or m (times 1,048,576).
 
-    Integers may be out of range: what takes them says what they may be. typer hands the option's default through here.
-    Raises `typer.BadParameter`, which typer tells with the option's name; of an `InputError` it would keep no word.
+    The commands check the range. typer also passes the option's default, an int.
+
+    Raises:
+        typer.BadParameter: For any other text. typer adds the option's name to its message; it would drop the message
+            of an `InputError`.
     """
-    text = str(typed).strip()
-    digits, times = text[:-1], _TIMES.get(text[-1:])
+    text = str(text).strip()
+    digits, factor = text[:-1], _FACTORS.get(text[-1:])
     try:
-        return int(digits) * times if times and digits.isascii() and digits.isdigit() else int(text)
+        return int(digits) * factor if factor and digits.isascii() and digits.isdigit() else int(text)
     except ValueError:  # also for thousands of digits
         allowed = "an integer, or digits with k (times 1,024) or m (times 1,048,576) after them, as 128k"
-        raise typer.BadParameter(format_error("not a number of tokens", got=shown(typed), allowed=allowed)) from None
-
-
-STRATEGY = f"{', '.join(known())}; auto takes the least predicted time."
-LAYOUT = (
-    "auto (the least predicted time), contiguous, zigzag or striped; whole_documents or document_zigzag where the mask "
-    "is of documents."
-)
-
-
-RANKS_PER_NODE = "Ranks a node, if there are several nodes; unless given, auto leaves out the strategies for them."
+        raise typer.BadParameter(format_error("not a number of tokens", got=shown(text), allowed=allowed)) from None
 
 
 def flag(option: str) -> str:
-    """Return the flag of an option of a strategy."""
+    """Return the flag of a strategy's option."""
     return f"--{option.replace('_', '-')}"
 
 
-def _those_with(option: str) -> list[str]:
+def _strategies_with(option: str) -> list[str]:
     """Return the names of the strategies that have an option."""
     return [name for name, strategy in classes().items() if any(one.name == option for one in fields(strategy))]
 
@@ -62,45 +64,56 @@ def _those_with(option: str) -> list[str]:
 def strategy_flags() -> dict[str, inspect.Parameter]:
     """Return a command's parameter for each option of a strategy that has a flag, by the option's name.
 
-    Strategies that declare an option alike share a sentence of its help. If some take a word and others an integer, the
-    flag takes a word, and `asked_strategy` reads the integer.
+    If some strategies take a word and others an integer, the flag takes a word, and `make_named_strategy` converts it.
     """
-    declared: dict[str, dict[Option, list[str]]] = {}
+    declared: dict[str, dict[str, Option]] = {}
     for name, strategy in classes().items():
-        for option, how in options_of(strategy):
-            if how.flag:
-                declared.setdefault(option, {}).setdefault(how, []).append(name)
+        for option, declaration in options_of(strategy):
+            if declaration.flag:
+                declared.setdefault(option, {})[name] = declaration
     return {
         option: inspect.Parameter(
             option,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
             annotation=Annotated[
-                (str if any(how.choices for how in alike) else int) | None, typer.Option(help=_flag_help(alike))
+                (str if any(one.choices for one in by_strategy.values()) else int) | None,
+                typer.Option(help=_flag_help(by_strategy)),
             ],
         )
-        for option, alike in declared.items()
+        for option, by_strategy in declared.items()
     }
 
 
-def _flag_help(alike: Mapping[Option, list[str]]) -> str:
-    return " ".join(f"For {', '.join(names)}: {how.help} Default: {how.default}." for how, names in alike.items())
+def _flag_help(declared: Mapping[str, Option]) -> str:
+    """Join the help of an option, by strategy. Strategies that declare it alike share a sentence."""
+    sentences: dict[str, dict[str, object]] = {}
+    for name, declaration in declared.items():
+        sentences.setdefault(declaration.help, {})[name] = declaration.default
+    return " ".join(f"For {', '.join(of)}: {text} Default: {_default(of)}." for text, of in sentences.items())
+
+
+def _default(defaults: Mapping[str, object]) -> str:
+    """Return the default of an option, by strategy if they differ."""
+    if len(values := {*defaults.values()}) == 1:
+        return str(values.pop())
+    return ", ".join(f"{value} ({name})" for name, value in defaults.items())
 
 
 Command = Callable[..., int]
 
 
 def with_strategy_flags(command: Command) -> Command:
-    """Give a command the flags of all strategies; those that were typed come as its argument `options`, by name."""
+    """Give a command the flags of all strategies. It gets the values that were set as `options`, by name."""
     flags = strategy_flags()
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     for name, one in inspect.signature(command).parameters.items():
         parameters += flags.values() if name == "options" else [one.replace(annotation=hints[name])]
 
-    def run(**given: Any) -> int:
-        options = {name: value for name in flags if (value := given.pop(name)) is not None}
-        return command(**given, options=options)
+    def run(**values: Any) -> int:
+        options = {name: value for name in flags if (value := values.pop(name)) is not None}
+        return command(**values, options=options)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
@@ -110,29 +123,37 @@ def with_strategy_flags(command: Command) -> Command:
     return run
 
 
-def asked_strategy(
+def make_named_strategy(
     name: str, ranks_per_node: int | None, options: Mapping[str, object], hardware: HardwareSpec
 ) -> Strategy:
-    """Return the strategy of that name with what was typed; `hardware` are what auto predicts times with.
+    """Return the strategy of a command line.
 
-    Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
+    Args:
+        name: Name of the strategy.
+        ranks_per_node: Value of `--ranks-per-node`.
+        options: Values of the other flags of strategies, by option.
+        hardware: Rates from which "auto" predicts times.
+
+    Raises:
+        UnknownNameError: If there is no strategy of this name.
+        InputError: If the strategy does not have one of the options.
     """
-    typed = {**options, **({} if ranks_per_node is None else {"ranks_per_node": ranks_per_node})}
-    for option, value in typed.items():
+    values = {**options, **({} if ranks_per_node is None else {"ranks_per_node": ranks_per_node})}
+    for option, value in values.items():
         if name in known() and not has_option(name, option):
             raise InputError(
-                f"the strategy {name!r} takes no {flag(option)}",
+                f"the strategy {name!r} has no {flag(option)}",
                 got=shown(value),
-                next_step=f"leave it out, or ask for --strategy {' or '.join(_those_with(option))}",
+                next_step=f"omit it, or use --strategy {' or '.join(_strategies_with(option))}",
             )
     if name in known():
         declared = dict(options_of(load(name)))
-        typed = {option: _as_declared(value, declared[option]) for option, value in typed.items()}
-    return make_strategy(name, **typed, hardware=hardware if name == "auto" else None)
+        values = {option: _convert(value, declared[option]) for option, value in values.items()}
+    return make_strategy(name, **values, hardware=hardware if name == "auto" else None)
 
 
-def _as_declared(value: object, declared: Option) -> object:
-    """Return a word as an integer if the option takes one; anything else stays, for the option's own check."""
+def _convert(value: object, declared: Option) -> object:
+    """Convert a word to an integer if the option takes one. The option's own check reports other words."""
     if declared.choices or not isinstance(value, str):
         return value
     try:
@@ -141,23 +162,27 @@ def _as_declared(value: object, declared: Option) -> object:
         return value
 
 
-def ranks_asked(asked: int | None, place: Launched | None) -> int | None:
-    """The ranks that `--ranks` or the launcher says, None if neither. Raises `InputError` if the two disagree."""
-    if place is None:
-        return asked
-    if asked not in (None, place.world_size):
+def number_of_ranks(ranks: int | None, launcher: Launched | None) -> int | None:
+    """Return the number of ranks of `--ranks` or of the launcher, or None if neither is given.
+
+    Raises:
+        InputError: If the two differ.
+    """
+    if launcher is None:
+        return ranks
+    if ranks not in (None, launcher.world_size):
         raise InputError(
-            "--ranks and the launcher disagree", got=f"--ranks {asked}", allowed=f"{place.world_size}, or none"
+            "--ranks and the launcher differ", got=f"--ranks {ranks}", allowed=f"{launcher.world_size}, or no --ranks"
         )
-    return place.world_size
+    return launcher.world_size
 
 
 @contextmanager
-def naming_rank(place: Launched | None) -> Iterator[None]:
-    """What goes wrong under a launcher names the rank: it may be wrong on one host alone, and every rank says it."""
+def add_rank_to_errors(launcher: Launched | None) -> Iterator[None]:
+    """Prefix errors with the rank under a launcher, where every rank prints, and one host alone may be wrong."""
     try:
         yield
     except BurstError as error:
-        if place is None:
+        if launcher is None:
             raise
-        raise type(error)(f"rank {place.rank}: {error}") from error
+        raise type(error)(f"rank {launcher.rank}: {error}") from error

@@ -1,4 +1,4 @@
-"""`burst-portable measure`: what this machine's kernels and links do, as a hardware spec file for `auto`."""
+"""Define `burst-portable measure`, which writes the rates of this machine's kernels and links for `auto`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from rich.markup import escape
 from rich.text import Text
 
 from burst_portable import __version__
-from burst_portable.backends.selection import known
 from burst_portable.cli import PROGRAM
-from burst_portable.cli.flags import LENGTH, METAVAR, naming_rank, ranks_asked, tokens
+from burst_portable.cli.flags import (
+    BACKEND,
+    HEADS,
+    KV_HEADS,
+    LENGTH,
+    METAVAR,
+    add_rank_to_errors,
+    number_of_ranks,
+    tokens,
+)
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, table
 from burst_portable.cli.run.job import DTYPES
 from burst_portable.config import Launched, launched
@@ -26,66 +34,62 @@ if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
     from burst_portable.cli.measure_worker import MeasureJob
 
-_LONGEST = 1 << 20  # tokens in one kernel call
-_SHORTEST = 8  # tokens: the shorter call has a quarter of them
-_MOST = 1 << 14  # ranks, and heads
+_MAX_TOKENS = 1 << 20  # in one kernel call
+_MIN_TOKENS = 8  # the shorter call has a quarter of them
+_MAX_COUNT = 1 << 14  # ranks, and heads
 
 
 def measure(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Start so many local processes: unless given, one per device, or 2 on CPUs; torchrun's are joined."
+            help="Number of local processes to start. Default: one per device, 2 on CPUs; under torchrun, WORLD_SIZE."
         ),
     ] = None,
-    backend: Annotated[
-        str,
-        typer.Option(help=f"auto, {', '.join(known())}; `{PROGRAM} doctor` says which can run here, and why not."),
-    ] = "auto",
-    kernel: Annotated[str, typer.Option(help="The local kernel; unless given, the one that `auto` takes.")] = "auto",
-    heads: Annotated[int, typer.Option(help="Query heads; a multiple of the K/V heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="K/V heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Numbers in a head.")] = 128,
-    dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DTYPES)}; unless given, bfloat16, or float32 on CPUs.")
-    ] = None,
+    backend: Annotated[str, typer.Option(help=BACKEND)] = "auto",
+    kernel: Annotated[str, typer.Option(help="Local kernel to measure; auto chooses as attention does.")] = "auto",
+    heads: Annotated[int, typer.Option(help=HEADS)] = 32,
+    kv_heads: Annotated[int | None, typer.Option(help=KV_HEADS)] = None,
+    head_dim: Annotated[int, typer.Option(help="Elements per head.")] = 128,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. Default: bfloat16; float32 on CPUs.")] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
             parser=tokens,
             metavar=METAVAR,
-            help="Tokens a rank of the longer kernel call, the shorter one has a quarter; unless given, 16384, or 512 "
-            f"on CPUs, where ten times as many take a hundred times as long; {LENGTH}",
+            help=f"Tokens per rank of the longer kernel call; {LENGTH} Default: 16384; 512 on CPUs.",
         ),
     ] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(help="Ranks a node, where there are several nodes: links inside and between apart.")
+        int | None, typer.Option(help="Ranks per node; measures links inside and between nodes. Default: none.")
     ] = None,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:
-    """Measure this machine's kernels and links, so that strategy "auto" chooses with them and not with a guess.
+    """Measure this machine's kernels and links, from which strategy "auto" predicts times.
 
-    All ranks measure at once, and the slowest counts: the local kernel, forward and backward, at two lengths; messages
-    to the next rank and to all others by size; memory; how far messages hold kernels up. The machine should have
-    nothing else to do. With --json FILE it writes a file for BURST_HARDWARE_SPEC and for `plan --hardware-spec`.
+    All ranks measure at once, and the slowest rank counts: the local kernel, forward and backward, at two lengths
+    (--seq-len and a quarter of it); messages by size to the next rank and to all; memory; the slowdown of kernels by
+    messages. Nothing else should run on the machine. --json FILE writes the file that BURST_HARDWARE_SPEC and
+    `plan --hardware-spec` read.
 
     Examples:
 
     burst-portable measure --ranks 2 --json hardware.json
     torchrun --nproc-per-node 8 -m burst_portable measure --json hardware.json
     """
-    from burst_portable.cli.measure_worker import measure_joined, measure_local
+    from burst_portable.cli.measure_worker import measure_local, measure_rank
 
-    place = launched()
-    first = place is None or place.rank == 0
-    with naming_rank(place):
-        json_option = JsonOption(json_name, writes=first)
-        asked = ranks_asked(ranks, place)
-        job = _job(asked, backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, ranks_per_node, place)
-        view = View(quiet=not first, stderr=json_option.stdout)
-        with view.progress() as told:
-            facts = measure_local(job, told) if place is None else measure_joined(job, place, told)
-    if first:
+    launcher = launched()
+    is_first = launcher is None or launcher.rank == 0
+    with add_rank_to_errors(launcher):
+        json_option = JsonOption(json_name, writes=is_first)
+        ranks = number_of_ranks(ranks, launcher)
+        kv_heads = heads if kv_heads is None else kv_heads
+        job = _job(ranks, backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, ranks_per_node, launcher)
+        view = View(quiet=not is_first, stderr=json_option.stdout)
+        with view.progress() as on_progress:
+            facts = measure_local(job, on_progress) if launcher is None else measure_rank(job, launcher, on_progress)
+    if is_first:
         view.show(facts, json_option.file)
         json_option.write({"schema": facts["schema"], "version": __version__, **facts})
     return 0
@@ -93,15 +97,15 @@ def measure(
 
 def _job(
     ranks: int | None, backend: str, kernel: str, heads: int, kv_heads: int, head_dim: int, dtype: str | None,
-    seq_len: int | None, ranks_per_node: int | None, place: Launched | None,
+    seq_len: int | None, ranks_per_node: int | None, launcher: Launched | None,
 ) -> MeasureJob:  # fmt: skip
-    """All that can be refused is refused here, before a process starts."""
+    """Validate the options and return the job. Raises `BurstError` before a process starts."""
     import torch
 
     from burst_portable.backends.selection import choose_kernel
     from burst_portable.cli.backends import choose_backend
     from burst_portable.cli.measure_worker import MeasureJob
-    from burst_portable.cli.run.job import check_processes, check_room, cores
+    from burst_portable.cli.run.job import check_processes, check_tensor_memory, cores
     from burst_portable.config import from_environment
     from burst_portable.measuring.measurement import HOST, Shape, measured_call
     from burst_portable.strategies.planner import check_heads
@@ -111,18 +115,20 @@ def _job(
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     check_heads(heads, kv_heads)
-    chosen, _ = choose_backend(backend, 1 if place or ranks is None else ranks)
+    chosen, _ = choose_backend(backend, 1 if launcher or ranks is None else ranks)
     capabilities = chosen.capabilities
     count = ranks or _devices(chosen)
     if ranks_per_node is not None:
         check_divides(ranks_per_node, count)
-    if place is None and not capabilities.streams:
+    if launcher is None and not capabilities.streams:
         check_processes(count)
-    made = getattr(torch, dtype) if dtype else torch.bfloat16 if capabilities.streams else torch.float32
+    torch_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if capabilities.streams else torch.float32
     if not capabilities.streams:
-        numbers = (seq_len or HOST.length) * head_dim * (2 * heads + 2 * kv_heads)  # q, k, v and dO
-        check_room(numbers * made.itemsize, 1 if place else count)
-    call = measured_call(Shape(heads, kv_heads, head_dim), made, capabilities.device_type, seq_len or HOST.length)
+        elements = (seq_len or HOST.length) * head_dim * (2 * heads + 2 * kv_heads)  # q, k, v and dO
+        check_tensor_memory(elements * torch_dtype.itemsize, 1 if launcher else count)
+    call = measured_call(
+        Shape(heads, kv_heads, head_dim), torch_dtype, capabilities.device_type, seq_len or HOST.length
+    )
     choose_kernel(chosen, call, from_environment().kernel if kernel == "auto" else kernel)
     return MeasureJob(
         ranks=count,
@@ -135,7 +141,7 @@ def _job(
         dtype=dtype,
         length=seq_len,
         ranks_per_node=ranks_per_node,
-        threads=max(1, cores() // count) if place is None else torch.get_num_threads(),
+        threads=max(1, cores() // count) if launcher is None else torch.get_num_threads(),
     )
 
 
@@ -144,20 +150,19 @@ def _check_numbers(
 ) -> None:
     from burst_portable.strategies.planner import LARGEST_HEAD
 
-    for name, number, most in (
-        ("--ranks", ranks, _MOST), ("--heads", heads, _MOST), ("--kv-heads", kv_heads, _MOST),
-        ("--head-dim", head_dim, LARGEST_HEAD), ("--seq-len", seq_len, _LONGEST),
-        ("--ranks-per-node", ranks_per_node, _MOST),
+    for name, number, largest in (
+        ("--ranks", ranks, _MAX_COUNT), ("--heads", heads, _MAX_COUNT), ("--kv-heads", kv_heads, _MAX_COUNT),
+        ("--head-dim", head_dim, LARGEST_HEAD), ("--seq-len", seq_len, _MAX_TOKENS),
+        ("--ranks-per-node", ranks_per_node, _MAX_COUNT),
     ):  # fmt: skip
-        if number is not None and size(name, number) > most:
-            raise InputError(f"{name} is too large", got=number, allowed=f"at most {most}")
-    if seq_len is not None and seq_len < _SHORTEST:
-        allowed = f"at least {_SHORTEST}"
-        raise InputError("--seq-len is too short to tell two lengths apart", got=seq_len, allowed=allowed)
+        if number is not None and size(name, number) > largest:
+            raise InputError(f"{name} is too large", got=number, allowed=f"at most {largest}")
+    if seq_len is not None and seq_len < _MIN_TOKENS:
+        raise InputError("--seq-len is too short for two lengths", got=seq_len, allowed=f"at least {_MIN_TOKENS}")
 
 
 def _devices(backend: Backend) -> int:
-    """A rank each; on the host, where all share the cores, two."""
+    """Return the default number of ranks: one per device, or two on the host, where all share the cores."""
     import torch
 
     capabilities = backend.capabilities
@@ -166,12 +171,11 @@ def _devices(backend: Backend) -> int:
 
 Facts = dict[str, Any]
 BUSY = 1.3
-"""Times its shortest round: a rate whose rounds differ by more was measured beside something else."""
-_BUSY = "the machine was busy; measure again"
+"""Largest ratio of the rounds of one rate. Above it, something else ran during the measurement."""
 
 
 class View:
-    """A console; `quiet` on ranks that leave the talking to the first, `stderr` where stdout is for JSON."""
+    """Print progress and results: nothing if `quiet`, results to stderr if `stderr` (stdout then has JSON)."""
 
     def __init__(self, *, quiet: bool, stderr: bool) -> None:
         self._console = console(quiet=quiet, stderr=stderr, soft_wrap=True)
@@ -179,7 +183,7 @@ class View:
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[str], None]]:
-        """What is being measured: on a terminal one line that goes, in a file or a log a line each."""
+        """Yield a callback that prints what is measured: a line that is replaced on a terminal, lines in a log."""
         if not self._progress.is_terminal:
             yield lambda what: self._progress.print(f"measuring {what}", markup=False)
             return
@@ -187,41 +191,40 @@ class View:
             yield lambda what: status.update(f"measuring {escape(what)}")
 
     def show(self, facts: Facts, file: Path | None) -> None:
-        """A row for each rate, and how to use them."""
-        say, ranks = self._console.print, facts["ranks"]
-        about = f"{ranks} rank{'' if ranks == 1 else 's'} on {facts['device']} ({facts['backend']})"
+        """Print a row for each rate, and how to use them."""
+        out, ranks = self._console.print, facts["ranks"]
+        machine = f"{ranks} rank{'' if ranks == 1 else 's'} on {facts['device']} ({facts['backend']})"
         heads = f"{facts['heads']} query and {facts['kv_heads']} K/V heads of {facts['head_dim']}, {facts['dtype']}"
-        say(
-            Text.assemble(("measured", "bold"), f" {about}, kernel {facts['kernel']}, {heads}; the slowest rank counts")
-        )
-        rows = table("rate", "value", "how", left=("value", "how"))
+        title = f" {machine}, kernel {facts['kernel']}, {heads}; the slowest rank counts"
+        out(Text.assemble(("measured", "bold"), title))
+        rows = table("rate", "value", "method", left=("value", "method"))
         for name, value in facts["hardware"].items():
             method = facts["methods"][name]
             style = "" if method["measured"] else "dim"
             rows.add_row(Text(name, style), Text(_value(name, value), style), Text(method["method"], style))
-        say("", rows, "", sep="\n")
-        rounds = {name: method["max_over_min"] or 1.0 for name, method in facts["methods"].items()}
-        if busy := [f"{name} by {most:.2g} times" for name, most in rounds.items() if most > BUSY]:
-            say(Text.assemble(("warning", "yellow"), f"  rounds differ, {', '.join(busy)}: {_BUSY}"), "", sep="\n")
-        told = [
-            f"with --json FILE they are kept, for BURST_HARDWARE_SPEC=FILE and `{PROGRAM} plan --hardware-spec FILE`"
-        ]
-        if file is not None:
-            told = [
-                f"auto chooses with them where BURST_HARDWARE_SPEC={file} is set on every rank, or with "
-                f"Config(hardware_spec={str(file)!r});",
-                f"`{PROGRAM} plan --hardware-spec {file} ...` predicts with them anywhere",
-            ]
-        say("\n".join(told), markup=False)
+        out("", rows, "", sep="\n")
+        ratios = {name: method["max_over_min"] or 1.0 for name, method in facts["methods"].items()}
+        if busy := [f"{name} by {ratio:.2g} times" for name, ratio in ratios.items() if ratio > BUSY]:
+            warning = f"  rounds differ, {', '.join(busy)}: the machine was busy; measure again"
+            out(Text.assemble(("warning", "yellow"), warning), "", sep="\n")
+        if file is None:
+            usage = f"--json FILE writes them for BURST_HARDWARE_SPEC=FILE and `{PROGRAM} plan --hardware-spec FILE`"
+        else:
+            usage = (
+                f"auto uses them if BURST_HARDWARE_SPEC={file} is set on every rank, or with "
+                f"Config(hardware_spec={str(file)!r});\n"
+                f"`{PROGRAM} plan --hardware-spec {file} ...` predicts times from them on any machine"
+            )
+        out(usage, markup=False)
 
 
 def _value(name: str, value: Any) -> str:
     if name in ("p2p_bandwidth", "peer_copy_bandwidth", "all_to_all_bandwidth"):
         return "\n".join(f"{bytes_text(size)}: {_rate(bandwidth)}" for size, bandwidth in value) or "none"
     if name in ("tflops", "backward_tflops"):
-        return scaled(value * 1e12, "FLOP/s") if value else "as forward"
+        return scaled(value * 1e12, "FLOP/s") if value else "as tflops"
     if name in ("intra_node_bandwidth", "inter_node_bandwidth", "memory_bandwidth"):
-        return _rate(value) if value else "not priced"
+        return _rate(value) if value else "not predicted"
     if name.endswith("latency"):
         return seconds_text(value)
     if name in ("comm_slowdown", "comm_slowdown_high_priority"):
@@ -230,13 +233,13 @@ def _value(name: str, value: Any) -> str:
         return percent(value)
     if name == "long_kv_efficiency":
         rows, share = value
-        return f"{percent(share)} from {rows:,} rows on" if rows else "as few rows"
+        return f"{percent(share)} from {rows:,} rows" if rows else "as for fewer rows"
     if name == "kernel":
         return ", ".join(trait for trait, declared in value.items() if declared) or "none"
     if name == "block":
         return f"{value} x {value}" if value > 1 else "exact pairs"
     if name == "ranks_per_node":
-        return f"of {value} ranks" if value else "one"
+        return str(value) if value else "all ranks in one node"
     return str(value)
 
 

@@ -1,6 +1,6 @@
-"""The ranks of `burst-portable measure`: processes of this machine, or those that a launcher has started.
+"""Run the ranks of `burst-portable measure`: local processes, or the ranks that a launcher started.
 
-As a program, one local rank: python -m burst_portable.cli.measuring JOB RANK; see `cli.run.worker`.
+One local rank is the program python -m burst_portable.cli.measure_worker JOB RANK; see `cli.run.worker`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from burst_portable.cli.run.job import Saved
 from burst_portable.cli.run.spawn import run_processes
-from burst_portable.cli.run.worker import device_of, join, join_launched, main, tell
+from burst_portable.cli.run.worker import device_of, join, join_launched, main, write_event
 from burst_portable.config import Launched
 
 Facts = dict[str, Any]
@@ -22,7 +22,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class MeasureJob(Saved):
-    """One call of the command: what is measured, on which backend, and the threads that a rank has."""
+    """One call of the command: the shapes to measure, the backend, and the CPU threads per rank."""
 
     ranks: int
     backend: str
@@ -37,27 +37,29 @@ class MeasureJob(Saved):
     threads: int
 
 
-def measure_local(job: MeasureJob, told: Callable[[str], None]) -> Facts:
-    """Start the ranks as processes; what they found. Raises as `run_processes`."""
+def measure_local(job: MeasureJob, on_progress: Callable[[str], None]) -> Facts:
+    """Start the ranks as processes and return their measurement. Raises the errors of `run_processes`."""
     with tempfile.TemporaryDirectory(prefix="burst-portable-") as folder:
-        done = run_processes(job, Path(folder), lambda event: told(event["what"]), "burst_portable.cli.measure_worker")
+        done = run_processes(
+            job, Path(folder), lambda event: on_progress(event["what"]), "burst_portable.cli.measure_worker"
+        )
     facts: Facts = done[0]["facts"]
     return facts
 
 
-def measure_joined(job: MeasureJob, place: Launched, told: Callable[[str], None]) -> Facts:
-    """This rank's part among those of a launcher; what all of them found."""
+def measure_rank(job: MeasureJob, launcher: Launched, on_progress: Callable[[str], None]) -> Facts:
+    """Measure as one rank of a launcher, and return the measurement of all ranks."""
     import torch.distributed as dist
 
-    device = device_of(job.device_type, place.local_rank)
-    join_launched(job.backend, place)
+    device = device_of(job.device_type, launcher.local_rank)
+    join_launched(job.backend, launcher)
     try:
-        return _measured(job, device, told)
+        return _measure(job, device, on_progress)
     finally:
         dist.destroy_process_group()
 
 
-def _measured(job: MeasureJob, device: Any, told: Callable[[str], None]) -> Facts:
+def _measure(job: MeasureJob, device: Any, on_progress: Callable[[str], None]) -> Facts:
     import torch
 
     from burst_portable.measuring.measurement import Shape, measure
@@ -66,7 +68,7 @@ def _measured(job: MeasureJob, device: Any, told: Callable[[str], None]) -> Fact
     dtype = None if job.dtype is None else getattr(torch, job.dtype)
     shape = Shape(job.heads, job.kv_heads, job.head_dim, dtype, job.length)
     mesh = Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend)
-    return measure(mesh, device, shape, job.kernel, told)
+    return measure(mesh, device, shape, job.kernel, on_progress)
 
 
 def _local_rank(path: Path, rank: int) -> None:
@@ -78,7 +80,8 @@ def _local_rank(path: Path, rank: int) -> None:
     device = device_of(job.device_type, rank)
     join(job.backend, rank, job.ranks, path.parent)
     try:
-        tell(event="done", facts=_measured(job, device, lambda what: tell(event="step", what=what)))
+        facts = _measure(job, device, lambda what: write_event(event="step", what=what))
+        write_event(event="done", facts=facts)
     finally:
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""Where a command's output goes: tables for people, JSON to a file or to standard output.
+"""Write the output of commands: tables to the terminal, JSON to a file or to standard output.
 
-`--json` writes JSON and nothing else to standard output; `--json FILE` writes a file beside the tables. A place
-that cannot be written to is refused before the work is done; streams that fail are the matter of `cli.process`.
+`--json` prints only JSON to standard output. `--json FILE` writes a file in addition to the tables. Paths are checked
+before the work starts; `cli.process` handles streams that fail.
 """
 
 from __future__ import annotations
@@ -22,42 +22,45 @@ from rich.text import Text
 
 from burst_portable.errors import BurstError, InputError
 
-JSON_HELP = "Write JSON to FILE beside the tables; without FILE, or as -, to standard output and nothing else there."
-PRINT_JSON_HELP = "Print JSON to standard output instead of tables."
+JSON_HELP = "Write JSON to FILE; without FILE, or with -, print JSON and no tables. Default: tables only."
 _PIPE_WIDTH = 120
 _LABEL = 7  # characters
 
 
 class _Console(Console):
-    """rich ends the process with 1, which says that a check failed, where whoever read its output has gone."""
+    """Raise `BrokenPipeError` if the reader has closed the output. rich would exit with 1, a failed check."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
-    """For tables, or what else people read. In a pipe or a log it is wide: tables would be squeezed into 80 columns."""
+    """Return a console for tables and text. Pipes and logs get 120 columns instead of rich's 80."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream is not None and stream.isatty() else _PIPE_WIDTH
     return _Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap, width=width)
 
 
 def table(*columns: str, left: Iterable[str] = (), title: str | None = None) -> Table:
-    """An empty table as every command has it: a rule below the head, numbers to the right, no frame.
+    """Return an empty table in the style of all commands: a rule below the header, no frame.
 
-    The first column and those of `left` hold words, and are set to the left. What does not fit goes on below: a name
-    or a number that is cut is another one.
+    Cells wrap, because a truncated name or number could be mistaken for another one.
+
+    Args:
+        *columns: Headers. The first column is aligned left, the others right.
+        left: Headers of further columns that are aligned left.
+        title: Line above the table.
     """
     made = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     made.title_justify, made.title_style = "left", "bold"
-    words = {columns[0], *left}
+    aligned_left = {columns[0], *left}
     for name in columns:
-        made.add_column(name, justify="left" if name in words else "right", overflow="fold")
+        made.add_column(name, justify="left" if name in aligned_left else "right", overflow="fold")
     return made
 
 
 def labelled(label: str, text: str | Text, *, style: str = "") -> Table:
-    """A word in a narrow column, and beside it the text about it, in as many lines as it takes."""
+    """Return a label in a narrow column and a text to its right, which may take several lines."""
     made = Table.grid(padding=(0, 1, 0, 0))
     made.add_column(width=max(_LABEL, len(label)), no_wrap=True)
     made.add_column(style=style)
@@ -66,57 +69,58 @@ def labelled(label: str, text: str | Text, *, style: str = "") -> Table:
 
 
 def on_stderr(*, quiet: bool = False) -> dict[str, Any]:
-    """For a bar of rich on stderr that is gone when the work is done; where nobody would see it, rich leaves a line."""
-    place = console(stderr=True, quiet=quiet)
-    return {"console": place, "transient": True, "disable": not place.is_terminal}
+    """Return arguments of a rich progress bar on stderr that disappears at its end, and is off in a pipe or a log."""
+    stderr = console(stderr=True, quiet=quiet)
+    return {"console": stderr, "transient": True, "disable": not stderr.is_terminal}
 
 
-class UnwrittenError(BurstError):
-    """A file that could be written when the command began and cannot be any more: nothing that was typed is wrong."""
+class WriteError(BurstError):
+    """A file could be written when the command started, but cannot be written now. The usage was valid."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """While a file is written: `UnwrittenError`, which names it, where its disk is full, or its folder gone."""
+    """Raise `WriteError` if a write in the block fails, for example on a full disk."""
     try:
         yield
     except (OSError, InputError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         if isinstance(cause, BrokenPipeError) or not isinstance(cause, OSError):
             raise
-        raise UnwrittenError(
-            f"{path} cannot be written", got=cause.strerror, next_step="it is not whole, or not there"
+        raise WriteError(
+            f"{path} cannot be written", got=cause.strerror, next_step="the file is incomplete or missing"
         ) from error
 
 
 class JsonOption:
-    """What follows `--json`: a file, - for standard output, or None where it was not given.
+    """The value of `--json`.
 
-    Raises `InputError` for a file that cannot be written, or that is one of `sources`, which the command reads.
+    Args:
+        name: A file, - for standard output, or None without the option.
+        writes: Whether this rank writes the file.
+        sources: Files that the command reads.
+
+    Raises:
+        InputError: If the file cannot be written, or is one of `sources`.
     """
 
     def __init__(self, name: str | None, *, writes: bool = True, sources: Iterable[str | Path | None] = ()) -> None:
         self.stdout = name == "-"
         self.file = None if name is None or self.stdout else Path(name)
         if self.stdout and sys.stdout is None:
-            raise InputError("--json has nowhere to write to", got="a closed standard output")
+            raise InputError("--json cannot write to standard output", got="a closed standard output")
         if name == "":
             raise InputError("--json names no file", got="''", allowed="a file, or - for standard output")
         if self.file is not None and writes:
             check_file(self.file, "--json", sources=sources)
 
-    @property
-    def wanted(self) -> bool:
-        """Whether there is anything to write."""
-        return self.stdout or self.file is not None
-
     def write(self, data: Any) -> None:
-        """Write it where it was asked for, if it was. Raises `UnwrittenError` for a disk that is full by now."""
-        if self.wanted:
+        """Write data as JSON if the option was given. Raises `WriteError` if the disk is full."""
+        if self.stdout or self.file is not None:
             self.write_text(json_text(data))
 
     def write_text(self, text: str) -> None:
-        """The same for what is JSON already."""
+        """Write JSON text if the option was given. Raises `WriteError` if the disk is full."""
         if self.stdout:
             sys.stdout.write(text)
         elif self.file is not None:
@@ -125,7 +129,7 @@ class JsonOption:
 
 
 def json_text(data: Any) -> str:
-    """Data as JSON, with null for numbers that JSON does not have."""
+    """Return data as JSON, with null for NaN and infinity."""
     return json.dumps(_finite(data), indent=2, default=str, allow_nan=False) + "\n"
 
 
@@ -138,49 +142,49 @@ def _finite(value: Any) -> Any:
 
 
 def check_file(path: Path, option: str, *, sources: Iterable[str | Path | None] = ()) -> None:
-    """Refuse a place that cannot be written to, before the work is done. What is there stays as it is.
+    """Raise `InputError` if a file cannot be written. An existing file is not changed.
 
-    `sources` are files that the command reads: they would be lost.
+    Args:
+        path: The file.
+        option: The option that names it, for the message.
+        sources: Files that the command reads, which the output must not replace.
     """
     try:
-        there = path.exists()
+        existed = path.exists()
         if path.is_file() and any(name and os.path.exists(name) and path.samefile(name) for name in sources):
-            raise InputError(f"{option} names the file that is read", got=str(path), allowed="another file")
+            raise InputError(f"{option} names an input file of the command", got=str(path), allowed="another file")
         if path.is_dir():
             raise InputError(f"{option} names a folder", got=str(path), allowed="a file")
-        if path.is_fifo():  # its reader would take a close for the end
+        if path.is_fifo():  # closing it would end its reader's input
             return
         with path.open("ab", buffering=0) as file:
             if path.is_char_device():
-                file.write(b"\n")  # a full device says so no sooner; before JSON, a line's end means nothing
-        if not there:
+                file.write(b"\n")  # /dev/full fails only on write; JSON may begin with a newline
+        if not existed:
             path.unlink()
     except OSError as error:
         raise InputError(f"{option} cannot be written", got=f"{str(path)!r}: {error.strerror}") from error
 
 
 def check_files(files: Mapping[str, Path | None], *, sources: Iterable[str | Path | None] = ()) -> None:
-    """`check_file` for every option that names a file; two may not name one, where the later would be left."""
-    named: dict[Path, str] = {}
+    """Check the file of each option, and raise `InputError` if two options name the same one."""
+    options: dict[Path, str] = {}
     for option, file in files.items():
         if file is not None:
             check_file(file, option, sources=sources)
-            if (other := named.setdefault(file.resolve(), option)) != option and not _takes_all(file):
-                raise InputError(f"{other} and {option} name one file", got=str(file), allowed="a file for each")
-
-
-def _takes_all(file: Path) -> bool:
-    """Whether one write does not undo the one before: /dev/null, a pipe."""
-    return file.exists() and not file.is_file()
+            is_stream = (
+                file.exists() and not file.is_file()
+            )  # /dev/null, a pipe: a second write does not replace the first
+            if (other := options.setdefault(file.resolve(), option)) != option and not is_stream:
+                raise InputError(f"{other} and {option} name the same file", got=str(file), allowed="two files")
 
 
 def check_folder(path: Path, option: str) -> None:
-    """Refuse a folder that nothing can be written into; it is made."""
+    """Create a folder, and raise `InputError` if files cannot be written to it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise InputError(f"{option} names a file", got=str(path), allowed="a folder, made if absent") from error
+        raise InputError(f"{option} names a file", got=str(path), allowed="a folder") from error
     except OSError as error:
-        got = f"{str(path)!r}: {error.strerror}"
-        raise InputError(f"{option} cannot be made", got=got, allowed="a folder, made if absent") from error
+        raise InputError(f"{option} cannot be created", got=f"{str(path)!r}: {error.strerror}") from error
     check_file(path / ".writable", option)

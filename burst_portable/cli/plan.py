@@ -1,21 +1,24 @@
-"""`burst-portable plan`: what a distributed attention would do and cost. Needs neither device nor torch."""
+"""Define `burst-portable plan`, which prints the steps and costs of a plan without a device or torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 from burst_portable.cli.flags import (
+    DEFAULT_LAYOUT,
+    HEADS,
+    KV_HEADS,
     LAYOUT,
     LENGTH,
     METAVAR,
     RANKS_PER_NODE,
     STRATEGY,
-    asked_strategy,
     flag,
+    make_named_strategy,
     tokens,
     with_strategy_flags,
 )
@@ -31,69 +34,71 @@ from burst_portable.strategies.registry import has_option, known
 from burst_portable.utils.values import check_divides
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_RANKS_A_NODE = 8  # the most devices that a server usually has
-_PROGRESS_ABOVE = 64  # ranks; fewer are checked too quickly for a progress bar
-_LEAST, _MOST = 1e-6, 1e6  # TFLOP/s, GB/s and ranks
+_DEFAULT_TFLOPS = 400.0
+_DEFAULT_BANDWIDTH = 100.0  # GB/s between ranks of a node
+_DEVICES_PER_NODE = 8  # usual largest number of devices of a server
+_PROGRESS_RANKS = 64  # up to this many ranks are verified too quickly for a progress bar
+_MIN, _MAX = 1e-6, 1e6  # TFLOP/s, GB/s and ranks: outside, predicted times may be infinite or nan
 
 
 @with_strategy_flags
 def plan(
     seq_len: Annotated[
-        int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of the whole sequence; {LENGTH}")
+        int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of the full sequence; {LENGTH}")
     ],
-    ranks: Annotated[int, typer.Option(help="How many ranks share it.")],
-    heads: Annotated[int, typer.Option(help="Query heads; a multiple of the K/V heads.")] = 32,
-    kv_heads: Annotated[int | None, typer.Option(help="K/V heads; as many as query heads unless given.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Numbers in a query or key head.")] = 128,
-    v_head_dim: Annotated[int | None, typer.Option(help="Numbers in a value head; --head-dim unless given.")] = None,
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")],
+    heads: Annotated[int, typer.Option(help=HEADS)] = 32,
+    kv_heads: Annotated[int | None, typer.Option(help=KV_HEADS)] = None,
+    head_dim: Annotated[int, typer.Option(help="Elements per query and key head.")] = 128,
+    v_head_dim: Annotated[int | None, typer.Option(help="Elements per value head. Default: as --head-dim.")] = None,
     mask: Annotated[
         str,
         typer.Option(
             help="full, causal, window:LEFT:RIGHT, documents:0,END,END, full_documents:0,END,END, prefix:N, "
-            "sink:N:LEFT, global:N:LEFT:RIGHT, block_causal:SIZE or share_question:Q,A,A; in tokens, see docs/masks.md"
+            "sink:N:LEFT, global:N:LEFT:RIGHT, block_causal:SIZE or share_question:Q,A,A, in tokens (docs/masks.md)."
         ),
     ] = "causal",
-    strategy: Annotated[str, typer.Option(help=f"{STRATEGY} {ALL} compares them, in a table.")] = "auto",
-    layout: Annotated[str, typer.Option(help=LAYOUT)] = "zigzag",
-    ranks_per_node: Annotated[
-        int | None, typer.Option(help=f"{RANKS_PER_NODE} For any strategy, what leaves a node is priced.")
-    ] = None,
+    strategy: Annotated[str, typer.Option(help=f"{STRATEGY.rstrip('.')}, or {ALL}, which compares them.")] = "auto",
+    layout: Annotated[str, typer.Option(help=LAYOUT)] = DEFAULT_LAYOUT,
+    ranks_per_node: Annotated[int | None, typer.Option(help=RANKS_PER_NODE)] = None,
     *,
     options: Mapping[str, object],
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences per call.")] = 1,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
     tflops: Annotated[
-        float | None, typer.Option(help="TFLOP/s that a rank reaches: times are predicted with it; 400 unless given.")
+        float | None, typer.Option(help=f"TFLOP/s per rank, for predicted times. Default: {_DEFAULT_TFLOPS:g}.")
     ] = None,
     intra_node_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s between ranks, each way: times are predicted with it; 100 unless given.")
+        float | None,
+        typer.Option(help=f"GB/s between ranks of a node, per direction. Default: {_DEFAULT_BANDWIDTH:g}."),
     ] = None,
     inter_node_bandwidth: Annotated[
         float | None,
-        typer.Option(help="GB/s per rank between nodes of --ranks-per-node ranks. Default: 50."),
+        typer.Option(help="GB/s per rank between nodes; requires --ranks-per-node. Default: 50."),
     ] = None,
     hardware_file: Annotated[
         str | None,
         typer.Option(
-            "--hardware-spec", metavar="FILE", help="What `measure` wrote on a machine: all rates, in place of these."
+            "--hardware-spec", metavar="FILE", help="Rates that `measure` wrote, instead of these. Default: none."
         ),
     ] = None,
-    rank: Annotated[int, typer.Option(help="Whose steps to show.")] = 0,
-    steps: Annotated[int, typer.Option(help="How many steps of a pass to show.")] = 16,
+    rank: Annotated[int, typer.Option(help="Rank whose steps are printed.")] = 0,
+    show_steps: Annotated[int, typer.Option(help="Largest number of steps to print per pass.")] = 16,
     checked: Annotated[
         bool,
-        typer.Option("--check/--no-check", help=f"Check the plan; above {CHECKED_RANKS} ranks, of a sample of them."),
+        typer.Option("--check/--no-check", help=f"Verify the plan; above {CHECKED_RANKS} ranks, for a sample of them."),
     ] = True,
     check_all: Annotated[
         bool,
-        typer.Option("--check-all", help="Check every rank, however many: ranks x ranks blocks, minutes for 1,024."),
+        typer.Option("--check-all", help="Verify the plan for every rank; takes minutes for 1,024 ranks."),
     ] = False,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:
-    """Show the steps and the cost of a distributed attention, and check that it is correct. Needs no device.
+    """Print the steps and the cost of a distributed attention, and verify the plan. Requires no device.
 
     Times are predicted from --tflops, --intra-node-bandwidth and --inter-node-bandwidth, or from the file of
-    --hardware-spec, by a model without contention. docs/plans.md lists the fields of the JSON.
+    --hardware-spec, by a model without contention. docs/plans.md describes the output. Exit code 1 if the plan is
+    wrong.
 
     Examples:
 
@@ -108,8 +113,8 @@ def plan(
         tflops=tflops,
         intra_node_bandwidth=intra_node_bandwidth,
         ranks_per_node=ranks_per_node,
-        steps=steps,
-        **{"inter-node-bandwidth": inter_node_bandwidth},
+        show_steps=show_steps,
+        inter_node_bandwidth=inter_node_bandwidth,
     )
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
@@ -118,17 +123,19 @@ def plan(
     hardware = _hardware(hardware_file, tflops, intra_node_bandwidth, ranks, dtype, head_dim)
     if inter_node_bandwidth is not None and not (ranks_per_node or hardware.ranks_per_node):
         raise InputError(
-            "--inter-node-bandwidth is between nodes, and there is one",
-            next_step="name --ranks-per-node, the ranks per node",
+            "--inter-node-bandwidth requires several nodes",
+            got="one node",
+            next_step="add --ranks-per-node, the ranks per node",
         )
     hardware = hardware.with_nodes(ranks_per_node or 0, inter_node_bandwidth)
-    everything = strategy == ALL
-    if everything and options:
+    compare = strategy == ALL
+    if compare and options:
         got = ", ".join(f"{flag(name)} {value}" for name, value in options.items())
-        raise InputError("--strategy all takes no options of a strategy", got=got, next_step="name one strategy")
-    named = "auto" if everything else strategy
-    planner = asked_strategy(named, ranks_per_node if _has_nodes(named) else None, options, hardware)
-    with _waiting("planning"):
+        raise InputError("--strategy all excludes options of a strategy", got=got, next_step="name one strategy")
+    name = "auto" if compare else strategy
+    has_nodes = name in known() and has_option(name, "ranks_per_node")
+    planner = make_named_strategy(name, ranks_per_node if has_nodes else None, options, hardware)
+    with console(stderr=True).status("planning"):  # a thousand ranks take seconds
         made = make_plan(
             seq_len=seq_len,
             ranks=ranks,
@@ -144,14 +151,11 @@ def plan(
         )
         if not 0 <= rank < ranks:
             raise InputError("no such rank", got=rank, allowed=f"0 to {ranks - 1}")
-        facts = comparison_facts(made, planner, hardware) if everything else plan_facts(made, hardware, rank)
-    guessed = hardware_file is None and intra_node_bandwidth is None
-    facts["notes"] = [_one_link(ranks)] if guessed and not hardware.ranks_per_node and ranks > _RANKS_A_NODE else []
+        facts = comparison_facts(made, planner, hardware) if compare else plan_facts(made, hardware, rank)
+    facts["notes"] = _notes(hardware, ranks, uses_defaults=hardware_file is None and intra_node_bandwidth is None)
     if hardware_file is None and (file := from_environment().hardware_spec):
-        facts["notes"].append(
-            f"the rates of BURST_HARDWARE_SPEC are this machine's, and not read here: --hardware-spec {file} takes them"
-        )
-    if everything:
+        facts["notes"].append(f"plan does not read BURST_HARDWARE_SPEC; --hardware-spec {file} uses its rates")
+    if compare:
         if not json_option.stdout:
             show_comparison(console(), facts)
         json_option.write(facts)
@@ -159,7 +163,7 @@ def plan(
     from burst_portable.cli.plan_view import show, show_check
 
     if not json_option.stdout:
-        show(console(), made, facts, steps=steps)
+        show(console(), made, facts, steps=show_steps)
     facts["check"] = _check(made, check_all) if checked else {"done": False}
     json_option.write(facts)
     if not json_option.stdout:
@@ -167,21 +171,17 @@ def plan(
     return 0 if facts["check"].get("ok", True) else 1
 
 
-def _has_nodes(strategy: str) -> bool:
-    return strategy in known() and has_option(strategy, "ranks_per_node")
-
-
 def _hardware(
     file: str | None, tflops: float | None, intra_node_bandwidth: float | None, ranks: int, dtype: str, head_dim: int
 ) -> HardwareSpec:
-    """Return the hardware of a file, or of the numbers that were typed.
+    """Return the hardware of a file, or of the options.
 
-    --inter-node-bandwidth goes with both, because a file may hold no speed between nodes.
+    --inter-node-bandwidth may complete both, because a file may contain no rate between nodes.
     """
     if file is None:
         return HardwareSpec(
-            tflops=400.0 if tflops is None else tflops,
-            intra_node_bandwidth=100.0 if intra_node_bandwidth is None else intra_node_bandwidth,
+            tflops=_DEFAULT_TFLOPS if tflops is None else tflops,
+            intra_node_bandwidth=_DEFAULT_BANDWIDTH if intra_node_bandwidth is None else intra_node_bandwidth,
         )
     for name, number in (("--tflops", tflops), ("--intra-node-bandwidth", intra_node_bandwidth)):
         if number is not None:
@@ -189,34 +189,25 @@ def _hardware(
     return read_hardware_spec(file).hardware_for(ranks, dtype=dtype, head_dim=head_dim)
 
 
-def _one_link(ranks: int) -> str:
-    """That a guess knows no network between nodes, and how to name one."""
-    ranks_per_node = (
-        f"--ranks-per-node {_RANKS_A_NODE} tells nodes"
-        if ranks % _RANKS_A_NODE == 0
-        else "--ranks-per-node RANKS tells nodes"
-    )
-    return f"all links are taken for equally fast, and {ranks:,} ranks seldom share one node: {ranks_per_node} apart"
+def _notes(hardware: HardwareSpec, ranks: int, *, uses_defaults: bool) -> list[str]:
+    """Return a note if the default bandwidth is used for more ranks than one node usually has."""
+    if not uses_defaults or hardware.ranks_per_node or ranks <= _DEVICES_PER_NODE:
+        return []
+    value = _DEVICES_PER_NODE if ranks % _DEVICES_PER_NODE == 0 else "RANKS"
+    return [f"all links have the same bandwidth; --ranks-per-node {value} predicts {ranks:,} ranks on several nodes"]
 
 
 def _positive(**numbers: float | None) -> None:
     for name, number in numbers.items():
-        # Outside of this range, predicted times are infinite or no numbers. The comparison is False for nan.
-        if number is not None and not _LEAST <= number <= _MOST:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} is out of range", got=number, allowed=f"{_LEAST:g} to {_MOST:g}")
+        if number is not None and not _MIN <= number <= _MAX:  # the comparison is False for nan
+            raise InputError(f"{flag(name)} is out of range", got=number, allowed=f"{_MIN:g} to {_MAX:g}")
 
 
-def _waiting(label: str) -> AbstractContextManager[object]:
-    """A sign of life on a terminal: a thousand ranks take seconds."""
-    return console(stderr=True).status(label)
-
-
-def _check(plan: Plan, everyone: bool) -> Facts:
-    ranks = checked_ranks(plan.call.ranks, everyone, plan.head_parallel_size)
-    if plan.call.ranks <= _PROGRESS_ABOVE:
+def _check(plan: Plan, check_all: bool) -> Facts:
+    ranks = checked_ranks(plan.call.ranks, check_all, plan.head_parallel_size)
+    if plan.call.ranks <= _PROGRESS_RANKS:
         return check(plan, ranks, lambda done: None)
-    with _bar("checking every pair", 2 * len(ranks)) as progress:
+    with _bar("verifying", 2 * len(ranks)) as progress:
         return check(plan, ranks, progress)
 
 

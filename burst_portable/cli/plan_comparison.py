@@ -1,15 +1,15 @@
-"""`burst-portable plan --strategy all`: the plans of all strategies that serve a call, side by side. Needs no torch.
+"""Compare the plans of all strategies for `burst-portable plan --strategy all`. Needs no torch. Keys of the JSON:
 
 ==================  ==========================================================================================
-schema              "burst_portable.plans/2"; a change that breaks readers counts it up
-problem, hardware   as `plan` writes them, see `cli.plan_facts`
+schema              "burst_portable.plans/3"; a change that breaks readers raises the number
+problem, hardware   as in the JSON of `plan`, see `cli.plan_facts`
 sampled_ranks       ranks over which the numbers below are taken: all, or a sample
-chosen              what `auto` says: which of them it takes, and why
-strategies          a list, by predicted time: `label` as `auto` calls it, `strategy`, `title`, `reason`; `seconds`,
-                    forward and backward, and by "forward" and "backward": `sent_bytes`, `launches` (most of a rank),
+chosen              the choice of `auto`, and its reason
+strategies          a list by predicted time: `label` (the name that `auto` uses), `strategy`, `title`, `reason`,
+                    `seconds` of both passes; and by pass: `sent_bytes` and `launches` (largest of a rank),
                     `imbalance` (largest over mean FLOPs of a rank), `seconds` (of the slowest rank)
-not_compared        strategies that `auto` leaves out because no ranks per node were given; listed with their defaults
-refused             by label: why a strategy cannot serve
+not_compared        strategies that `auto` ignores without the ranks per node; listed with their default options
+unsupported         by label: why a strategy does not support the call
 ==================  ==========================================================================================
 """
 
@@ -34,20 +34,26 @@ from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"
 """The value of `--strategy` for a comparison."""
-SCHEMA = "burst_portable.plans/2"
+SCHEMA = "burst_portable.plans/3"
 
 
 def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Facts:
-    """Return what each strategy would do with a call, and what it costs. `chosen`: the plan that `auto` made for it."""
+    """Return the costs of each strategy for a call.
+
+    Args:
+        chosen: The plan that `auto` made for the call.
+        auto: The `AutoStrategy` that made it.
+        hardware: Rates for the predicted times.
+    """
     assert isinstance(auto, AutoStrategy), "it lists the candidates"
     call = chosen.call
     ranks = sampled_ranks(call.ranks, 0)
-    served = []
-    candidates, refused = auto.list_candidates(call)
-    for label, strategy in _every(candidates, refused).items():
-        with collect_reason(strategy.name, label, refused):
+    costs = []
+    candidates, unsupported = auto.list_candidates(call)
+    for label, strategy in _all_strategies(candidates, unsupported).items():
+        with collect_reason(strategy.name, label, unsupported):
             plan = checked_plan(strategy, call)
-            served.append({"label": label, "title": strategy.title, **_costs(plan, hardware, ranks)})
+            costs.append({"label": label, "title": strategy.title, **_costs(plan, hardware, ranks)})
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -55,20 +61,20 @@ def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Fa
         "hardware": hardware_facts(hardware),
         "sampled_ranks": list(ranks),
         "chosen": chosen.reason,
-        "not_compared": _needs_inner(candidates, auto) if call.ranks > 1 else [],
-        "strategies": sorted(served, key=lambda one: one["seconds"]),
-        "refused": refused,
+        "not_compared": _without_nodes(candidates, auto) if call.ranks > 1 else [],
+        "strategies": sorted(costs, key=lambda one: one["seconds"]),
+        "unsupported": unsupported,
     }
 
 
-def _every(compared: Mapping[str, Strategy], refused: Iterable[str]) -> dict[str, Strategy]:
-    """Return what `auto` compares, and the other strategies with their default options, by label."""
-    found = {strategy.name for strategy in compared.values()} | {"auto", *refused}
+def _all_strategies(compared: Mapping[str, Strategy], unsupported: Iterable[str]) -> dict[str, Strategy]:
+    """Return the strategies that `auto` compares and the others with default options, by label."""
+    found = {strategy.name for strategy in compared.values()} | {"auto", *unsupported}
     return {**compared, **{name: strategy() for name, strategy in classes().items() if name not in found}}
 
 
-def _needs_inner(compared: Mapping[str, Strategy], auto: AutoStrategy) -> list[str]:
-    """Return the names of the strategies that `auto` compares only if it is told the ranks per node."""
+def _without_nodes(compared: Mapping[str, Strategy], auto: AutoStrategy) -> list[str]:
+    """Return the names of the strategies that `auto` ignores because it has no ranks per node."""
     if auto.ranks_per_node is not None:
         return []
     found = {strategy.name for strategy in compared.values()} | {"auto"}
@@ -90,9 +96,9 @@ def _costs(plan: Plan, hardware: HardwareSpec, ranks: tuple[int, ...]) -> Facts:
 
 
 def show_comparison(console: Console, facts: Facts) -> None:
-    """Print a row for each strategy, then what `auto` takes, and why the others cannot serve."""
-    columns = ("strategy", "sent, forward", "backward", "launches", "imbalance", "forward", "backward", "together")
-    rows = table(*columns, left=("strategy",), title="by predicted time; bytes and launches of the rank that has most")
+    """Print a row for each strategy, the choice of `auto`, and why other strategies do not support the call."""
+    columns = ("strategy", "sent, forward", "backward", "launches", "imbalance", "forward", "backward", "total")
+    rows = table(*columns, left=("strategy",), title="by predicted time; bytes and launches are the largest of a rank")
     for one in facts["strategies"]:
         forward, backward = (one["passes"][name] for name in PASSES)
         rows.add_row(
@@ -108,10 +114,10 @@ def show_comparison(console: Console, facts: Facts) -> None:
     for name, title in {one["strategy"]: one["title"] for one in facts["strategies"]}.items():
         titles.add_row(Text(name), Text(title))
     console.print(titles, "")
-    parts = facts["chosen"].split("; ")  # the times that it lists are those of the table
+    parts = facts["chosen"].split("; ")  # without the times, which the table has
     chosen = [part.partition(" (")[0] for part in parts if not part.startswith("not ")]
     console.print(labelled("auto", "; ".join(chosen[: 1 + chosen[0].startswith("layout ")])))
     if names := facts["not_compared"]:
         console.print(labelled("", f"not compared without --ranks-per-node: {', '.join(names)}"))
-    for label, reason in facts["refused"].items():
+    for label, reason in facts["unsupported"].items():
         console.print(labelled("not", f"{label}: {reason}"))

@@ -1,7 +1,7 @@
-"""Collect the facts of `burst-portable plan`: its JSON, from which its tables are made. Needs no torch.
+"""Build the JSON of `burst-portable plan`, from which its tables are made. Needs no torch. Keys:
 
 ==================  ==========================================================================================
-schema              "burst_portable.plan/3"; the number grows with a change that breaks readers
+schema              "burst_portable.plan/3"; a change that breaks readers raises the number
 problem             sizes of the call; names of mask and layout; `num_pairs`: visible (query, key) pairs per head;
                     `fully_masked_tokens`: tokens that see no key
 strategy, reason    the strategy of the plan, and the reason if `auto` chose it
@@ -18,7 +18,7 @@ passes              "forward" and "backward", each with
   max, mean         of one rank: flops, sent and received bytes, messages, launches, tiles
   max_message_bytes bytes of the largest message; null without messages
   imbalance         largest over mean FLOPs of a rank
-  memory            bytes: `shard` (the rank's own tensors), `in_flight` (remote blocks held or on their way)
+  memory            bytes: `shard` (the rank's local tensors), `in_flight` (remote blocks stored or in transit)
   seconds           predicted time of the slowest rank; `compute_seconds`: its FLOPs at the given rate
   efficiency        mean FLOPs of a rank at the given rate, over `seconds`
 notes               sentences about the limits of the predicted times
@@ -45,19 +45,19 @@ from burst_portable.planning.verify import verify
 
 SCHEMA = "burst_portable.plan/3"
 ALL_RANKS = 64
-"""Up to this many ranks are costed one by one, of more a sample: all would cost ranks² blocks."""
+"""Costs are computed for all ranks up to this number, and for a sample above: all would need ranks² blocks."""
 
 CHECKED_RANKS = 128
-"""Up to this many ranks are checked one by one, of more a sample that takes as long."""
-_NEIGHBOURS = 4
+"""All ranks are verified up to this number, and a sample that takes as long above."""
+_NEIGHBORS = 4
 
 Facts = dict[str, Any]
 
 
 def plan_facts(plan: Plan, hardware: HardwareSpec, rank: int) -> Facts:
-    """All but the check, with the steps of one rank."""
-    costed = sampled_ranks(plan.call.ranks, rank)
-    cost = plan_cost(plan, hardware, costed)
+    """Return the facts of a plan except `check`, with the steps of one rank."""
+    sampled = sampled_ranks(plan.call.ranks, rank)
+    cost = plan_cost(plan, hardware, sampled)
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -68,10 +68,10 @@ def plan_facts(plan: Plan, hardware: HardwareSpec, rank: int) -> Facts:
         "head_groups": plan.head_groups,
         "head_parallel_size": plan.head_parallel_size,
         "hardware": hardware_facts(hardware),
-        "sampled_ranks": list(costed),
+        "sampled_ranks": list(sampled),
         "passes": {
             name: {
-                **_pass(plan, name, pass_plan, cost.per_rank[name], costed, hardware),
+                **_pass(plan, name, pass_plan, cost.per_rank[name], sampled, hardware),
                 "imbalance": cost.imbalance(name),
             }
             for name, pass_plan in plan.passes()
@@ -79,44 +79,44 @@ def plan_facts(plan: Plan, hardware: HardwareSpec, rank: int) -> Facts:
         "seconds": cost.seconds,
         "steps": {
             "rank": rank,
-            **{name: _steps(plan, name, pass_plan, rank) for name, pass_plan in plan.passes()},
+            **{name: [_step(part, step) for step in plan.steps(name, rank)] for name, part in plan.passes()},
         },
     }
 
 
 def check(plan: Plan, ranks: Sequence[int], progress: Callable[[int], None]) -> Facts:
-    """The check's outcome over these ranks; `progress` hears how many of both passes are done."""
+    """Verify a plan for these ranks and return the outcome. `progress` gets the number of verified rank passes."""
     wrong = verify(plan, progress, ranks if len(ranks) < plan.call.ranks else None)
     return {"done": True, "ok": not wrong, "wrong": wrong, "ranks": len(ranks)}
 
 
-def checked_ranks(ranks: int, everyone: bool, head_parallel_size: int = 1) -> Sequence[int]:
-    """Return the ranks to check: all if few or `everyone` is set, else runs of neighbors spread over all.
+def checked_ranks(ranks: int, check_all: bool, head_parallel_size: int = 1) -> Sequence[int]:
+    """Return the ranks to verify: all if few or `check_all` is set, else groups of neighbors spread over all.
 
-    With head parallelism, the neighbors are those of a ring. Of many short rings, some are checked completely.
+    With head parallelism, neighbors are those of a ring. Of many short rings, some are verified completely.
     """
     nodes = ranks // head_parallel_size
-    if everyone or ranks <= CHECKED_RANKS:
+    if check_all or ranks <= CHECKED_RANKS:
         return range(ranks)
     if nodes <= CHECKED_RANKS:
         rings = min(head_parallel_size, CHECKED_RANKS // nodes)
         return sorted(
             node * head_parallel_size + i * head_parallel_size // rings for node in range(nodes) for i in range(rings)
         )
-    runs = max(2, CHECKED_RANKS**2 // nodes // _NEIGHBOURS)
-    starts = (i * (nodes - _NEIGHBOURS) // (runs - 1) for i in range(runs))
-    return sorted({(start + i) * head_parallel_size for start in starts for i in range(_NEIGHBOURS)})
+    groups = max(2, CHECKED_RANKS**2 // nodes // _NEIGHBORS)
+    starts = (i * (nodes - _NEIGHBORS) // (groups - 1) for i in range(groups))
+    return sorted({(start + i) * head_parallel_size for start in starts for i in range(_NEIGHBORS)})
 
 
-def sampled_ranks(ranks: int, shown: int) -> tuple[int, ...]:
-    """All ranks where they are few, else eight spread over them and the one that is shown."""
+def sampled_ranks(ranks: int, rank: int) -> tuple[int, ...]:
+    """Return all ranks if they are few, else eight spread over them and `rank`."""
     if ranks <= ALL_RANKS:
         return tuple(range(ranks))
-    return tuple(sorted({i * (ranks - 1) // 7 for i in range(8)} | {shown}))
+    return tuple(sorted({i * (ranks - 1) // 7 for i in range(8)} | {rank}))
 
 
 def hardware_facts(hardware: HardwareSpec) -> Facts:
-    """Return the rates that times are predicted with."""
+    """Return the rates from which times are predicted."""
     return {
         "tflops": hardware.tflops,
         "intra_node_bandwidth": hardware.intra_node_bandwidth,
@@ -128,7 +128,7 @@ def hardware_facts(hardware: HardwareSpec) -> Facts:
 
 
 def call_facts(problem: AttentionCall) -> Facts:
-    """Return the sizes that were asked for."""
+    """Return the sizes of the call."""
     return {
         "seq_len": problem.layout.length,
         "ranks": problem.ranks,
@@ -181,15 +181,15 @@ def _pass(
 
 
 def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
-    """Of the rank that holds most: of its rows, or of all rows, or those of its node, of its heads."""
-    p, head_parallel_size = plan.call, plan.head_parallel_size
-    heads, kv_heads = heads_per_rank(p.heads, p.kv_heads, head_parallel_size)
-    every = replace(pass_plan.call, heads=heads, kv_heads=kv_heads)  # not of a group
-    return max(shard_bytes(every, name, member) for member in {rank // head_parallel_size for rank in ranks})
+    """Return the bytes of local tensors of the rank that has most, after heads are resharded."""
+    call, head_parallel_size = plan.call, plan.head_parallel_size
+    heads, kv_heads = heads_per_rank(call.heads, call.kv_heads, head_parallel_size)
+    all_groups = replace(pass_plan.call, heads=heads, kv_heads=kv_heads)  # the pass plan has one head group
+    return max(shard_bytes(all_groups, name, member) for member in {rank // head_parallel_size for rank in ranks})
 
 
 def shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
-    """A rank's own tensors: Q, K, V, out, LSE; backward also dO, delta and the gradients, in wide accumulators."""
+    """Return the bytes of a rank's local tensors: Q, K, V, out, LSE; backward also dO, delta and gradients."""
     data, wide = problem.itemsize, max(problem.itemsize, 4)
     queries = problem.batch * problem.layout.count(rank) * problem.heads
     keys = problem.batch * problem.k_layout.count(rank) * problem.kv_heads
@@ -202,23 +202,19 @@ def shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
 
 
 def _largest_message(pass_plan: PassPlan, ranks: Sequence[int]) -> int:
-    """Bytes of the largest message that one of these ranks gets."""
+    """Return the bytes of the largest message that one of these ranks receives."""
     moves = (m for r in ranks for s in pass_plan.steps_of(r) for m in (*s.receives, *s.gradient_receives))
     return max(
         (message_size(pass_plan.call, move, rounds_gradients=pass_plan.rounds_gradients) for move in moves), default=0
     )
 
 
-def _steps(plan: Plan, name: PassName, pass_plan: PassPlan, rank: int) -> list[Facts]:
-    return [_step(pass_plan, step) for step in plan.steps(name, rank)]
-
-
 def _step(pass_plan: PassPlan, step: Step) -> Facts:
-    def moved(moves: Sequence[Move], other: str) -> list[Facts]:
+    def messages(moves: Sequence[Move], peer: str) -> list[Facts]:
         return [
             {
                 "what": m.label,
-                "rank": getattr(m, other),
+                "rank": getattr(m, peer),
                 "rows": list(m.rows),
                 "bytes": message_size(pass_plan.call, m, rounds_gradients=pass_plan.rounds_gradients),
             }
@@ -227,11 +223,11 @@ def _step(pass_plan: PassPlan, step: Step) -> Facts:
 
     return {
         "step": step.index,
-        "receives": moved(step.arrivals, "source"),
+        "receives": messages(step.arrivals, "source"),
         "compute": _compute(step),
-        "sends": moved(step.sends, "target"),
-        "gradient_receives": moved(step.gradient_arrivals, "source"),
-        "gradient_sends": moved(step.gradient_sends, "target"),
+        "sends": messages(step.sends, "target"),
+        "gradient_receives": messages(step.gradient_arrivals, "source"),
+        "gradient_sends": messages(step.gradient_sends, "target"),
     }
 
 

@@ -1,4 +1,4 @@
-"""The facts of a plan as tables and a picture, for people."""
+"""Print the facts of a plan as tables and a drawing of the score matrix."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_portable.cli.drawing import (
-    LABELS,
     SEVERAL,
     SHADES,
     Cell,
-    crowded,
-    holders,
-    owners,
+    cell_owners,
+    cell_ranks,
+    rank_label,
     ranks_text,
     score_matrix,
-    several,
+    use_shades,
 )
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
 from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text
 
-# Of middling lightness: to be read on a light and on a dark ground, and with white digits on them.
-_COLOURS = ("#2f6fde", "#c8690f", "#17855c", "#b5469e", "#0d8499", "#d2453f", "#8f7500", "#7a5fd0")
+# Of medium lightness: readable on light and dark backgrounds, and under white digits.
+_COLORS = ("#2f6fde", "#c8690f", "#17855c", "#b5469e", "#0d8499", "#d2453f", "#8f7500", "#7a5fd0")
 _SHARES = ("all pairs of the cell", "from 2/3", "from 1/3", "fewer")  # by shade
 
 
 def show(console: Console, plan: Plan, facts: Facts, *, steps: int) -> None:
-    """All of it, from what is planned to what it costs."""
+    """Print the call, the score matrix, at most `steps` steps of each pass, the costs and the predicted time."""
     _header(console, facts)
     _drawing(console, plan)
     for name in PASSES:
@@ -41,20 +40,22 @@ def show(console: Console, plan: Plan, facts: Facts, *, steps: int) -> None:
 
 
 def show_check(console: Console, facts: Facts) -> None:
-    """What the check found."""
+    """Print the outcome of the verification."""
     outcome = facts["check"]
     if not outcome["done"]:
-        told = Text.assemble(("skipped", "yellow"), ": --no-check was given, so nothing says that the plan is right")
-        console.print(labelled("check", told))
+        console.print(labelled("check", Text.assemble(("skipped", "yellow"), ": --no-check, the plan is not verified")))
     elif outcome["ok"]:
-        ranks, walked = facts["problem"]["ranks"], outcome["ranks"]
-        if walked == ranks:
-            right = "each pair is computed exactly once, each send meets its receive, each gradient gets home"
-            which = f"all {ranks:,} ranks" if ranks > 1 else "one rank"
+        ranks, verified = facts["problem"]["ranks"], outcome["ranks"]
+        if verified == ranks:
+            result = (
+                "every query-key pair computed exactly once, every send matched by a receive, "
+                "every gradient returned to its owner"
+            )
+            scope = f"all {ranks:,} ranks" if ranks > 1 else "one rank"
         else:
-            right = "each pair is computed exactly once, each send between them meets its receive"
-            which = f"a sample, {walked} of {ranks:,} ranks; --check-all takes all"
-        console.print(labelled("check", Text.assemble(("ok", "green"), f": {right} ({which})")))
+            result = "every query-key pair computed exactly once, every send between them matched by a receive"
+            scope = f"a sample, {verified} of {ranks:,} ranks; --check-all verifies all"
+        console.print(labelled("check", Text.assemble(("ok", "green"), f": {result} ({scope})")))
     else:
         console.print(labelled("check", Text.assemble(("FAILED", "red"), ":")))
         for problem in outcome["wrong"]:
@@ -66,17 +67,16 @@ def _header(console: Console, facts: Facts) -> None:
     share = p["num_pairs"] / p["seq_len"] ** 2
     sizes = f"batch {p['batch']}, {p['heads']} query and {p['kv_heads']} K/V heads of {p['head_dim']}"
     values = f" (values {p['v_head_dim']})" if p["v_head_dim"] != p["head_dim"] else ""
-    told = (
+    call = (
         f" over {p['ranks']:,} rank{'' if p['ranks'] == 1 else 's'}, layout {p['layout']}, {p['seq_len']:,} tokens, "
-        f"{sizes}{values}, {p['itemsize']} bytes a number"
+        f"{sizes}{values}, {p['itemsize']} bytes per element"
     )
-    console.print(labelled("plan", Text.assemble((facts["strategy"], "bold"), told)))
-    blind = f"; {p['fully_masked_tokens']:,} tokens see nothing, their output is 0" if p["fully_masked_tokens"] else ""
-    console.print(
-        labelled("mask", f"{p['mask']}: {p['num_pairs']:,} pairs per head, {100 * share:.3f} % of all{blind}")
-    )
+    console.print(labelled("plan", Text.assemble((facts["strategy"], "bold"), call)))
+    masked = p["fully_masked_tokens"]
+    note = f"; {masked:,} tokens are fully masked, their output is 0" if masked else ""
+    console.print(labelled("mask", f"{p['mask']}: {p['num_pairs']:,} pairs per head, {100 * share:.3f} % of all{note}"))
     if facts["reason"]:
-        console.print(labelled("why", facts["reason"]))
+        console.print(labelled("reason", facts["reason"]))
 
 
 # ------------------------------------------------------------------------------------------------- drawing
@@ -87,53 +87,50 @@ def _drawing(console: Console, plan: Plan) -> None:
     matrix = score_matrix(problem.mask, problem.layout)
     console.print()
     console.print("score matrix", style="bold")
-    if crowded(matrix):
-        for row, ranks in zip(matrix, holders(problem.layout), strict=True):
+    if use_shades(matrix):
+        for row, ranks in zip(matrix, cell_ranks(problem.layout), strict=True):
             console.print(Text.assemble("       ", *(_shade_text(cell) for cell in row), f"  {ranks_text(ranks)}"))
-        console.print("       queries down, keys to the right; behind a row, the ranks of its queries")
+        console.print("       rows are queries, columns are keys; each row ends with the ranks of its queries")
         shades = ", ".join(f"{shade * 2}: {part}" for shade, part in zip(SHADES[::-1], _SHARES, strict=True))
         console.print(f"       {shades}, ·: none\n")
         return
-    console.print(Text.assemble("  keys ", *(_owner_text(rank) for rank in owners(problem.k_layout))))
+    console.print(Text.assemble("  keys ", *(_owner_text(rank) for rank in cell_owners(problem.k_layout))))
     for row in matrix:
         console.print(Text.assemble("       ", *(_cell_text(cell) for cell in row)))
-    unsure = f"; {SEVERAL}: of several ranks" if several(matrix) else ""
-    console.print("       queries go down, keys to the right; digit and colour are their ranks")
-    console.print(f"       00: all pairs of the cell, 0: some, ·: none{unsure}\n")
+    has_several = any(rank_label(cell.rank) == SEVERAL for row in matrix for cell in row)
+    several = f"; {SEVERAL}: of several ranks" if has_several else ""
+    console.print("       rows are queries, columns are keys; digit and color are their ranks")
+    console.print(f"       00: all pairs of the cell, 0: some, ·: none{several}\n")
 
 
 def _shade_text(cell: Cell) -> Text:
-    return Text(cell.shade, style="" if cell.seen else "dim")
-
-
-def _label(rank: int | None) -> str:
-    return LABELS[rank] if rank is not None and rank < len(LABELS) else SEVERAL
+    return Text(cell.shade, style="" if cell.visible else "dim")
 
 
 def _owner_text(rank: int | None) -> Text:
-    return Text(f"{_label(rank)} ", style=_colour(rank))
+    return Text(f"{rank_label(rank)} ", style=_color(rank))
 
 
 def _cell_text(cell: Cell) -> Text:
-    if not cell.seen:
+    if not cell.visible:
         return Text(cell.text, style="dim")
-    colour = _colour(cell.rank)
-    return Text(cell.text, style=f"#ffffff on {colour}" if cell.seen == 1 else colour)
+    color = _color(cell.rank)
+    return Text(cell.text, style=f"#ffffff on {color}" if cell.visible == 1 else color)
 
 
-def _colour(rank: int | None) -> str:
-    return "grey50" if rank is None else _COLOURS[rank % len(_COLOURS)]
+def _color(rank: int | None) -> str:
+    return "grey50" if rank is None else _COLORS[rank % len(_COLORS)]
 
 
 # --------------------------------------------------------------------------------------------------- steps
 
 
-def _steps_table(facts: Facts, name: str, how: str, limit: int) -> Table:
+def _steps_table(facts: Facts, name: str, title: str, limit: int) -> Table:
     steps = facts["steps"][name]
     rank = facts["steps"]["rank"]
-    title = f"{name} on rank {rank}: {how}"
     columns = ("step", "receives", "computes", "tiles", "pairs", "sends", "sent")
-    rows = table(*columns, left=("receives", "computes", "tiles", "sends"), title=title)
+    left = ("receives", "computes", "tiles", "sends")
+    rows = table(*columns, left=left, title=f"{name} on rank {rank}: {title}")
     for column in rows.columns:
         if column.header not in ("receives", "sends"):
             column.no_wrap, column.overflow = True, "ellipsis"
@@ -145,14 +142,14 @@ def _steps_table(facts: Facts, name: str, how: str, limit: int) -> Table:
 
 
 def _step_row(step: Facts) -> tuple[str, ...]:
-    sent = [*step["sends"], *step["gradient_sends"]]
-    came = [*step["receives"], *step["gradient_receives"]]
+    sends = [*step["sends"], *step["gradient_sends"]]
+    receives = [*step["receives"], *step["gradient_receives"]]
     return (
         str(step["step"]),
-        ", ".join(f"{m['what']} ← {m['rank']}" for m in came),
+        ", ".join(f"{m['what']} ← {m['rank']}" for m in receives),
         *_compute_columns(step["compute"]),
-        _joined([f"{m['what']} → {m['rank']}" for m in sent]),
-        bytes_text(sum(m["bytes"] for m in sent)) if sent else "",
+        _joined([f"{m['what']} → {m['rank']}" for m in sends]),
+        bytes_text(sum(m["bytes"] for m in sends)) if sends else "",
     )
 
 
@@ -168,7 +165,7 @@ def _compute_columns(compute: Facts | None) -> tuple[str, str, str]:
 
 
 def _joined(parts: list[str]) -> str:
-    """A sender of a thousand blocks shows the first few."""
+    """Join the first few texts: a rank may send a thousand blocks in one step."""
     return ", ".join(parts) if len(parts) <= 4 else f"{', '.join(parts[:3])} and {len(parts) - 3:,} more"
 
 
@@ -184,10 +181,10 @@ def _costs_table(facts: Facts) -> Table:
 
 
 def _ranks_text(facts: Facts) -> str:
-    ranks, costed = facts["problem"]["ranks"], facts["sampled_ranks"]
-    if len(costed) == ranks:
+    ranks, sampled = facts["problem"]["ranks"], facts["sampled_ranks"]
+    if len(sampled) == ranks:
         return f"all {ranks:,} ranks" if ranks > 1 else "one rank"
-    return f"{len(costed)} of {ranks:,} ranks: {', '.join(map(str, costed))}"
+    return f"{len(sampled)} of {ranks:,} ranks: {', '.join(map(str, sampled))}"
 
 
 def _max_mean(key: str, text: Any) -> Any:
@@ -197,16 +194,16 @@ def _max_mean(key: str, text: Any) -> Any:
 _COST_ROWS = {
     "FLOPs per rank, max / mean": _max_mean("flops", lambda x: scaled(x, "FLOP")),
     "imbalance (max / mean)": lambda part: f"{part['imbalance']:.3f}",
-    "sent by a rank, max / mean": _max_mean("sent_bytes", bytes_text),
-    "received by a rank, max / mean": _max_mean("received_bytes", bytes_text),
+    "sent per rank, max / mean": _max_mean("sent_bytes", bytes_text),
+    "received per rank, max / mean": _max_mean("received_bytes", bytes_text),
     "largest message": lambda part: "-" if part["max_message_bytes"] is None else bytes_text(part["max_message_bytes"]),
     "messages per rank, max": lambda part: f"{part['max']['messages']:,}",
     "kernel launches, max": lambda part: f"{part['max']['launches']:,}",
-    "tiles of a rank, max": lambda part: f"{part['max']['tiles']:,}",
-    "memory: own tensors": lambda part: bytes_text(part["memory"]["shard"]),
-    "memory: blocks in flight": lambda part: bytes_text(part["memory"]["in_flight"]),
+    "tiles per rank, max": lambda part: f"{part['max']['tiles']:,}",
+    "memory: local tensors": lambda part: bytes_text(part["memory"]["shard"]),
+    "memory: remote blocks": lambda part: bytes_text(part["memory"]["in_flight"]),
     "predicted time": lambda part: seconds_text(part["seconds"]),
-    "computing alone": lambda part: seconds_text(part["compute_seconds"]),
+    "computation only": lambda part: seconds_text(part["compute_seconds"]),
     "predicted efficiency": lambda part: percent(part["efficiency"]),
 }
 
@@ -214,14 +211,14 @@ _COST_ROWS = {
 def _time_note(console: Console, facts: Facts) -> None:
     hardware = facts["hardware"]
     origin = f"{hardware['inter_node_source']} " if hardware["inter_node_source"] else ""
-    outer = (
+    between_nodes = (
         f"; {origin}{hardware['inter_node_bandwidth']:.4g} GB/s between nodes of {hardware['ranks_per_node']}"
         if hardware["ranks_per_node"]
         else ""
     )
     speeds = f"{hardware['tflops']:.4g} TFLOP/s and {hardware['intra_node_bandwidth']:.4g} GB/s per rank"
     predicted = f"forward and backward, predicted (not measured) for {speeds}"
-    source = f", at speeds {hardware['source']}" if hardware["source"] else ""
-    console.print(labelled("time", f"{seconds_text(facts['seconds'])} {predicted}{source}{outer}"))
+    source = f", {hardware['source']}" if hardware["source"] else ""
+    console.print(labelled("time", f"{seconds_text(facts['seconds'])} {predicted}{source}{between_nodes}"))
     for note in facts["notes"]:
         console.print(labelled("note", note))

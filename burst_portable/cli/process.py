@@ -1,4 +1,4 @@
-"""Signals that end the command: what it has begun is taken back first, as after Ctrl-C."""
+"""Handle signals and failing output streams: clean up first, then exit with the documented code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_INTERVAL = 1.0
-"""Default seconds in which several signals count as one; a later signal also ends the cleaning up."""
-_AGAIN = 0.01  # seconds after which a signal is repeated if Python could not raise its exception
+"""Default seconds in which several signals count as one. A later signal also interrupts the cleanup."""
+_RETRY = 0.01  # seconds after which a signal is repeated if Python could not raise its exception
 
 
 class Ended(BaseException):
-    """A signal asked this process to end; what it has begun is taken back on the way out."""
+    """A signal asked this process to end. Cleanup runs while the exception propagates."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -29,18 +29,21 @@ class Ended(BaseException):
 
 @contextmanager
 def ended_by_signals(*, last: bool, interval: float = SIGNAL_INTERVAL) -> Iterator[None]:
-    """What batch systems and closed terminals send ends as Ctrl-C does: ranks are ended, temporary folders removed.
+    """Raise `Ended` on SIGINT, SIGTERM and SIGHUP, so that ranks are ended and temporary folders removed.
 
-    Signals that this process was started deaf to, as by nohup, are left alone. If this command is the `last` thing that
-    the process does, Ctrl-C is not heard after a signal that ended it. Signals within `interval` seconds count as one.
+    Signals that were ignored when this process started, as by nohup, stay ignored.
+
+    Args:
+        last: Whether this command is the last work of the process. Ctrl-C is then ignored after `Ended`.
+        interval: Seconds in which several signals count as one.
     """
-    if threading.current_thread() is not threading.main_thread():  # the only one that may ask for signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
     raising = _Raising(interval)
-    sys.unraisablehook = raising.lost
-    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before: dict[int, Any] = {number: signal.signal(number, raising.end) for number in heard}
+    sys.unraisablehook = raising.on_unraisable
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before: dict[int, Any] = {number: signal.signal(number, raising.on_signal) for number in handled}
     try:
         yield
     except Ended:
@@ -57,79 +60,84 @@ def ended_by_signals(*, last: bool, interval: float = SIGNAL_INTERVAL) -> Iterat
 
 
 class _Raising:
-    """Turns signals into `Ended`, and repeats a signal whose exception was lost.
+    """Turn signals into `Ended`, and repeat a signal whose exception was lost.
 
-    A signal may come while Python runs what cannot raise, a `__del__` or a weak reference's callback: importing
-    transformers runs many. There the exception is printed and lost, and a single SIGTERM with it.
+    A signal may arrive while Python runs code that cannot raise: a `__del__` or a weak reference's callback. Importing
+    transformers runs many. Python prints and drops the exception there, and with it a single SIGTERM.
     """
 
     def __init__(self, interval: float) -> None:
         self.hook = sys.unraisablehook  # for all other exceptions that are lost
         self._interval = interval
-        self._asked = -interval
-        self._repeating: threading.Timer | None = None
-        self._noting = False  # while `lost` runs, where Python cannot raise either
+        self._last = -interval
+        self._timer: threading.Timer | None = None
+        self._in_hook = False  # Python cannot raise in the hook either
 
-    def end(self, number: int, frame: Any) -> None:
-        """The handler of the signals."""
-        if monotonic() - self._asked >= self._interval:  # else it is the same wish again, and cleaning up goes on
-            self._asked = monotonic()
+    def on_signal(self, number: int, frame: Any) -> None:
+        """Raise `Ended` unless the last signal arrived less than `interval` seconds ago."""
+        if monotonic() - self._last >= self._interval:
+            self._last = monotonic()
             raise Ended(number)
 
-    def lost(self, told: sys.UnraisableHookArgs) -> None:
-        """The `sys.unraisablehook`."""
-        if not isinstance(told.exc_value, Ended):
-            self.hook(told)
+    def on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Repeat the signal of a lost `Ended` after a moment (a `sys.unraisablehook`)."""
+        if not isinstance(unraisable.exc_value, Ended):
+            self.hook(unraisable)
             return
-        self._noting = True
+        self._in_hook = True
         try:
-            if self._repeating is not None:
-                self._repeating.cancel()
-            self._repeating = threading.Timer(_AGAIN, self._repeat, (told.exc_value.number,))
-            self._repeating.daemon = True
-            self._repeating.start()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = threading.Timer(_RETRY, self._repeat, (unraisable.exc_value.number,))
+            self._timer.daemon = True
+            self._timer.start()
         finally:
-            self._noting = False
+            self._in_hook = False
 
     def _repeat(self, number: int) -> None:
-        while self._noting:  # on a busy machine the timer may be over before `lost` is
-            sleep(_AGAIN)
-        self._asked = -self._interval  # only now: until then it is the same wish
+        while self._in_hook:  # on a busy machine the timer may fire before the hook has returned
+            sleep(_RETRY)
+        self._last = -self._interval  # only now: an earlier signal still counts as the same one
         main_thread = threading.main_thread().ident
         assert main_thread is not None, "it runs"
         signal.pthread_kill(main_thread, number)
 
     def stop(self) -> None:
-        """Repeat nothing any more."""
-        if self._repeating is not None:
-            self._repeating.cancel()
-            self._repeating.join()
+        """Cancel a pending repetition."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PLAIN = dict(zip("→←·…µ≤²━╸╺█▓▒░", "><.~u<2---#=+-", strict=True))
-_UNREAD = 128 + signal.SIGPIPE
+_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
-def told(run: Callable[[], int], fail: Callable[[str, int], int]) -> int:
-    """The exit code of `run`, or what comes of an output that fails: 141 where nobody reads it, else that of `fail`.
+def guard_output(run: Callable[[], int], fail: Callable[[str, int], int]) -> int:
+    """Return the exit code of `run`, or that of a standard output that fails.
 
-    `fail` is given what went wrong and its exit code, tells it, and returns the code.
+    Args:
+        run: The work.
+        fail: Prints a message and returns the exit code that it is given.
+
+    Returns:
+        The code of `run`; 141 if the reader of standard output has closed it; that of `fail` if the disk is full.
     """
     tolerate_encodings()
     try:
         code = run()
         if sys.stdout is not None:
-            sys.stdout.flush()  # while what goes wrong can still be told
+            sys.stdout.flush()  # an error can be reported only while this function runs
         return code
     except BrokenPipeError:
         silence(sys.stdout)
-        return _UNREAD
+        return _BROKEN_PIPE
     except SystemExit as ended:
         if not isinstance(ended.__context__, BrokenPipeError):
             raise
-        silence(sys.stdout)  # help is printed by a console of typer's own, which ends with 1 where nobody reads it
-        return _UNREAD
+        silence(sys.stdout)  # typer prints help on its own console, which exits with 1 on a broken pipe
+        return _BROKEN_PIPE
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -138,7 +146,7 @@ def told(run: Callable[[], int], fail: Callable[[str, int], int]) -> int:
 
 
 def tolerate_encodings() -> None:
-    """Show characters that a terminal's encoding lacks as similar ones, or as question marks."""
+    """Replace characters that a terminal's encoding lacks by similar ones, or by question marks."""
     codecs.register_error("burst_portable.plain", _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -151,10 +159,10 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def silence(stream: Any) -> None:
-    """Send what is left in a stream that failed to nowhere: the interpreter would complain of it when it ends."""
+    """Discard the buffered text of a failed stream. Otherwise the interpreter reports it at exit."""
     with suppress(OSError, ValueError, AttributeError):
-        stream.flush()  # it may have been a file that failed, and no stream
+        stream.flush()  # a file may have failed, and not the stream
     with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -1,4 +1,4 @@
-"""`burst-portable profile`, `compare` and `trace`: read what profilers wrote, and say where the time went."""
+"""Define `burst-portable profile`, `compare` and `trace`, which summarize files of profilers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_files, console, table, writing
+from burst_portable.cli.output import JSON_HELP, JsonOption, check_files, console, table, writing
 from burst_portable.errors import InputError
 from burst_portable.utils.files import write_text
 
 COMPARE_SCHEMA = "burst_portable.compare/1"
+TRACE_SCHEMA = "burst_portable.trace/1"
+_SUMMARY = ("schema", "verdict", "losses", "ranks", "ablation")
+"""Keys of a report that `profile --json` prints."""
 
 
 def profile(
-    report: Annotated[Path, typer.Argument(help="A report: profile.json of `run --profile`, or Report.write_json's.")],
-    html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
-    chrome: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
-    markdown: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write Markdown for a pull request to this file; -: to standard output, and nothing else there."
-        ),
+    report: Annotated[Path, typer.Argument(help="Report: profile.json of `run --profile`, or of Report.write_json.")],
+    html: Annotated[
+        Path | None, typer.Option(help="Write one self-contained HTML page to this file. Default: none.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
+    chrome: Annotated[
+        Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file. Default: none.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write Markdown to this file; with -, print only Markdown. Default: none.")
+    ] = None,
+    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> None:
-    """Say where the time of a profiled run went: verdict, ranks, steps; other forms of the report with options.
+    """Show where the time of a profiled run went: the largest loss, ranks, steps.
+
+    The options write the report in other formats.
 
     Examples:
 
@@ -35,10 +41,12 @@ def profile(
     """
     from burst_portable.profiling.report import Report
 
+    json_option = JsonOption(json_name, sources=(report,))
     to_stdout = str(markdown) == "-"
-    if to_stdout and as_json:
-        raise InputError("--json and --markdown - both want standard output", next_step="name a file for one")
-    check_files({"--html": html, "--chrome": chrome, "--markdown": None if to_stdout else markdown}, sources=(report,))
+    if to_stdout and json_option.stdout:
+        raise InputError("--json and --markdown - both use standard output", next_step="write one of them to a file")
+    outputs = {"--html": html, "--chrome": chrome, "--markdown": None if to_stdout else markdown}
+    check_files({**outputs, "--json": json_option.file}, sources=(report,))
     read = Report.load(report)
     if html is not None:
         with writing(html):
@@ -46,30 +54,27 @@ def profile(
     if chrome is not None:
         with writing(chrome):
             read.write_chrome(chrome)
-    if to_stdout:
-        typer.echo(read.markdown(), nl=False)
-        return
-    if markdown is not None:
+    if markdown is not None and not to_stdout:
         with writing(markdown):
             write_text(markdown, read.markdown())
-    if as_json:
-        told = ("schema", "verdict", "losses", "ranks", "ablation")
-        JsonOption("-").write({name: read.data[name] for name in told if name in read.data})
-    else:
+    json_option.write({name: read.data[name] for name in _SUMMARY if name in read.data})
+    if to_stdout:
+        typer.echo(read.markdown(), nl=False)
+    elif not json_option.stdout:
         read.print(console())
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(help="The report to hold against.")],
-    after: Annotated[Path, typer.Argument(help="The newer report.")],
-    threshold: Annotated[float, typer.Option(help="How much slower a part may become: 0.1 is a tenth.")] = 0.1,
-    as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
+    before: Annotated[Path, typer.Argument(help="Report of the earlier run.")],
+    after: Annotated[Path, typer.Argument(help="Report of the later run.")],
+    threshold: Annotated[float, typer.Option(help="Allowed relative slowdown of a part: 0.1 is 10 %.")] = 0.1,
+    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:
-    """Compare two reports of `run --profile`: which part of a training step became slower.
+    """Compare two reports of `run --profile`, and list the parts of a training step that became slower.
 
-    Exit code 1 where one did by more than the threshold, or the median step, where both reports have marked steps.
-    Times are of the slowest rank. Reports of other work, by
-    attention's FLOPs per step, are refused; what else differs (strategy, layout, level, device) is told.
+    Times are those of the slowest rank. Both reports must have the same attention FLOPs per step. Other differences
+    (strategy, layout, level, device) are printed. Exit code 1 if a part, or the median of marked steps, became slower
+    by more than the threshold.
 
     Examples:
 
@@ -83,24 +88,31 @@ def compare(
     from burst_portable.profiling.report.tables import NAMES
     from burst_portable.utils.text import time_text
 
+    json_option = JsonOption(json_name, sources=(before, after))
     old, new = Report.load(before).data, Report.load(after).data
     changes, other = changes_of(old, new, threshold), differences(old, new)
     worse = [NAMES.get(c.name, c.name) for c in changes if c.worse]
-    if as_json:
-        parts = [{"name": c.name, "before_ns": c.before, "after_ns": c.after, "worse": c.worse} for c in changes]
-        told = {"threshold": threshold, "ok": not worse, "parts": parts, "differs": [d._asdict() for d in other]}
-        JsonOption("-").write({"schema": COMPARE_SCHEMA, **told})
+    json_option.write(
+        {
+            "schema": COMPARE_SCHEMA,
+            "threshold": threshold,
+            "ok": not worse,
+            "parts": [{"name": c.name, "before_ns": c.before, "after_ns": c.after, "worse": c.worse} for c in changes],
+            "differs": [d._asdict() for d in other],
+        }
+    )
+    if json_option.stdout:
         return 1 if worse else 0
     say = console()
     if worse:
         say.print(f"[bold red]SLOWER[/]  {', '.join(worse)}: by more than {100 * threshold:g} %")
     else:
-        say.print(f"[bold green]OK[/]  nothing became slower by more than {100 * threshold:g} %")
+        say.print(f"[bold green]OK[/]  no part became slower by more than {100 * threshold:g} %")
     for d in other:
         caution = f": {CAUTIONS[d.name]}" if d.name in CAUTIONS else ""
         label = "[yellow]warning[/]" if caution else "differs"
         say.print(f"{label}  {d.name}: {escape(d.before)} before, {escape(d.after)} after{caution}")
-    rows = table("a training step, slowest rank", "before", "after", "after / before")
+    rows = table("per training step, slowest rank", "before", "after", "after / before")
     for c in changes:
         style = "red" if c.worse else ""
         ratio = f"{c.ratio:.2f}" if c.before else "-"
@@ -113,9 +125,9 @@ def trace(
     files: Annotated[
         list[Path], typer.Argument(help="Traces of torch.profiler or torch_npu.profiler, one per rank (JSON or .gz).")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
+    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> None:
-    """Say where the time went in traces that a profiler wrote on a device, and how much communication it hid.
+    """Show where the time of traced devices went, and how much communication overlapped with computation.
 
     Examples:
 
@@ -128,14 +140,31 @@ def trace(
     from burst_portable.profiling.tracing import read_trace
     from burst_portable.utils.text import percent, time_text
 
+    json_option = JsonOption(json_name, sources=files)
+    _check_no_trace(json_option.file)
     found = [read_trace(file) for file in files]
-    if as_json:
-        JsonOption("-").write([{"file": str(file), **one} for file, one in zip(files, found, strict=True)])
+    traces = [{"file": str(file), **one} for file, one in zip(files, found, strict=True)]
+    json_option.write({"schema": TRACE_SCHEMA, "traces": traces})
+    if json_option.stdout:
         return
     named = zip(files, found, strict=True)
     rows = table("", *(escape(file.name) if one["rank"] is None else f"rank {one['rank']}" for file, one in named))
     for name in FIELDS:
         rows.add_row(NAMES.get(name, name), *(time_text(one[name]) for one in found))
     hidden = (percent(one["overlap"] / one["comm"]) if one["comm"] else "-" for one in found)
-    rows.add_row("communication hidden", *hidden)
+    rows.add_row("communication overlapped", *hidden)
     console().print(rows)
+
+
+def _check_no_trace(file: Path | None) -> None:
+    """Raise `InputError` if `--json` would replace a trace, as in `trace --json rank0.json rank1.json`."""
+    if file is None or not file.is_file():
+        return
+    with file.open("rb") as opened:
+        start = opened.read(200)
+    if start and TRACE_SCHEMA.partition("/")[0].encode() not in start:
+        raise InputError(
+            "--json names an existing file of other content",
+            got=str(file),
+            next_step="write the traces before --json, or remove the file",
+        )

@@ -48,7 +48,7 @@ def test_unknown_names_suggest_similar_names(capsys, arguments, said):
     "option",
     [
         *("--seq-len", "--ranks", "--heads", "--kv-heads", "--head-dim", "--v-head-dim", "--batch", "--ranks-per-node"),
-        *("--tflops", "--intra-node-bandwidth", "--inter-node-bandwidth", "--steps"),
+        *("--tflops", "--intra-node-bandwidth", "--inter-node-bandwidth", "--show-steps"),
     ],
 )
 def test_sizes_below_one_are_rejected(capsys, option, value):
@@ -85,15 +85,15 @@ def test_sizes_below_one_are_rejected(capsys, option, value):
         ),
         (
             ("--strategy", "auto", "--transfer", "direct"),
-            ["'auto' takes no --transfer", "--strategy ring or burst or usp"],
+            ["'auto' has no --transfer", "--strategy ring or burst or usp"],
         ),
         (
             ("--strategy", "ulysses", "--backward-circulates", "kv"),
-            ["'ulysses' takes no --backward-circulates", "--strategy double_ring"],
+            ["'ulysses' has no --backward-circulates", "--strategy double_ring"],
         ),
         (
             ("--strategy", "ring", "--inter-node-bandwidth", "50"),
-            ["--inter-node-bandwidth is between nodes", "--ranks-per-node"],
+            ["--inter-node-bandwidth requires several nodes", "--ranks-per-node"],
         ),
         (("out.json",), ["unexpected extra argument", "out.json"]),
         (("--json", "/no/such/folder/plan.json"), ["--json cannot be written", "No such file"]),
@@ -101,7 +101,7 @@ def test_sizes_below_one_are_rejected(capsys, option, value):
         (("--json", "/"), ["--json names a folder"]),
         (("--json", ""), ["--json names no file"]),
         (("--check-all", "--no-check"), ["exclude each other"]),
-        (("--kv-heads", "3"), ["take a divisor"]),
+        (("--kv-heads", "3"), ["kv_heads a divisor"]),
         (("--head-dim", "1025"), ["head_dim is too large", "at most 1024"]),
         (("--v-head-dim", "1025"), ["v_head_dim is too large", "at most 1024"]),
         (("--seq-len", str(1 << 60)), ["seq_len is not a size", "below 2**48"]),
@@ -139,9 +139,9 @@ def test_mistyped_options_suggest_correct_option(capsys, arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("plan", "--seq-len", "64"), "`burst-portable plan --help` shows"),
-        (("trace",), "`burst-portable trace --help` shows"),
-        (("plann",), "Did you mean 'plan'? `burst-portable --help` shows"),
+        (("plan", "--seq-len", "64"), "see `burst-portable plan --help`"),
+        (("trace",), "see `burst-portable trace --help`"),
+        (("plann",), "Did you mean 'plan'? see `burst-portable --help`"),
     ],
 )
 def test_mistyped_option_names_help_of_command(capsys, arguments, said):

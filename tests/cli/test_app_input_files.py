@@ -81,8 +81,10 @@ def test_output_never_overwrites_input(tmp_path, capsys, option):
     report.write_bytes(SAMPLE.read_bytes())
     link.symlink_to(report)
     for name in (report, link):
-        assert f"{option} names the file that is read" in refused(capsys, "profile", str(report), option, str(name))
-    assert "names the file that is read" in refused(capsys, "run", "--text", str(report), "--json", str(link))
+        assert f"{option} names an input file of the command" in refused(
+            capsys, "profile", str(report), option, str(name)
+        )
+    assert "names an input file of the command" in refused(capsys, "run", "--text", str(report), "--json", str(link))
     assert report.read_bytes() == SAMPLE.read_bytes()
 
 

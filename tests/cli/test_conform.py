@@ -64,4 +64,4 @@ def test_conform_returns_1_on_failure(monkeypatch, capsys):
     printed, told = capsys.readouterr()
     assert "does not conform" in printed
     assert re.fullmatch(r"kernels: 1 check in \d+\.\d s, 1 failed\n", told)
-    assert "again:    burst-portable conform --backend planted --case kernels:reference:" in printed
+    assert "repeat:   burst-portable conform --backend planted --case kernels:reference:" in printed

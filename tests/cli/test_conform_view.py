@@ -31,7 +31,7 @@ def test_interrupted_conform_lists_findings(done, found, capsys):
     with pytest.raises(KeyboardInterrupt):
         _interrupted(done)
     name = "two" if done else "one"
-    assert capsys.readouterr().err == f"ended while trying kernels:{name}{found}\n"
+    assert capsys.readouterr().err == f"interrupted while testing kernels:{name}{found}\n"
 
 
 def _interrupted(done):

@@ -39,7 +39,7 @@ def examined(capsys) -> dict:
 
 def test_doctor_lists_versions_and_backend(capsys):
     facts = examined(capsys)
-    assert facts["schema"] == "burst_portable.doctor/1"
+    assert facts["schema"] == "burst_portable.doctor/2"
     assert torch.__version__.startswith(facts["packages"]["torch"])  # what is installed may not name its build
     cpu = facts["backends"]["cpu"]
     assert cpu["ok"]
@@ -65,7 +65,7 @@ def test_doctor_tables_equal_json(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "local kernel auto, transport gloo" in out
     assert torch.__version__ in out
-    assert "kernels of cpu, the preferred first" in out
+    assert "kernels of cpu, preferred first" in out
     assert "cpu_flash, softcap: it has no softcap" in out
 
 
@@ -101,7 +101,7 @@ def test_doctor_gives_reason_of_unavailable_backend(capsys, backends, source, re
     theirs = facts["backends"]["theirs"]
     assert not theirs["ok"]
     assert reason in theirs["reason"]
-    assert theirs["from"] == "theirs_backend:backend"
+    assert theirs["entry_point"] == "theirs_backend:backend"
     assert facts["backends"]["cpu"]["ok"]
     assert main(["doctor"]) == 0
     assert "theirs" in capsys.readouterr().out
@@ -146,7 +146,7 @@ def test_doctor_checks_hardware_spec_file(capsys, tmp_path, monkeypatch):
 def test_doctor_warns_of_unknown_names_in_settings(capsys, monkeypatch):
     monkeypatch.setenv("BURST_KERNEL", "cpu_flahs")
     monkeypatch.setenv("BURST_TRANSPORT", "pigeon")
-    kernel, transport = examined(capsys)["unknown"]
+    kernel, transport = examined(capsys)["unknown_settings"]
     assert kernel.startswith("unknown name in BURST_KERNEL; got 'cpu_flahs'; allowed: auto, ")
     assert kernel.endswith("did you mean 'cpu_flash'?")
     assert transport.startswith("unknown name in BURST_TRANSPORT; got 'pigeon'; allowed: auto, ")
@@ -154,4 +154,4 @@ def test_doctor_warns_of_unknown_names_in_settings(capsys, monkeypatch):
     assert "warning unknown name in BURST_KERNEL; got 'cpu_flahs'" in capsys.readouterr().out
     monkeypatch.setenv("BURST_KERNEL", "cpu_flash")
     monkeypatch.setenv("BURST_TRANSPORT", "gloo")
-    assert examined(capsys)["unknown"] == []
+    assert examined(capsys)["unknown_settings"] == []

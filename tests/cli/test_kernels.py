@@ -32,4 +32,4 @@ def test_kernels_suggests_nearest_head_sizes(capsys):
     assert main(["kernels", "--head-dim", "64", "--head-dim", "63"]) == 2
     said = capsys.readouterr().err
     assert "--head-dim is not a head size of the kernels; got 63; allowed: multiples of 16 from 16 to 256;" in said
-    assert "the nearest are 48 and 64" in said
+    assert "use 48 or 64" in said

@@ -26,7 +26,7 @@ def test_measure_of_two_processes_is_used_by_plan(capfd, tmp_path):
     assert "measuring cpu_flash, 64 tokens\nmeasuring memory\n" in told.err, "in a log, a line each"
     out = " ".join(told.out.split())
     assert "measured 2 ranks on " in out
-    assert f"BURST_HARDWARE_SPEC={path} is set on every rank" in out
+    assert f"auto uses them if BURST_HARDWARE_SPEC={path} is set on every rank" in out
     facts = json.loads(path.read_text())
     assert (facts["schema"], facts["ranks"], facts["kernel"]) == ("burst_portable.hardware_spec/3", 2, "cpu_flash")
     assert (facts["transport"], facts["direct_transport"], facts["lengths"]) == ("gloo", "", [16, 64])
@@ -63,11 +63,11 @@ def test_measure_joins_torchrun(tmp_path):
     ("arguments", "told"),
     [
         (("--ranks", "0"), "--ranks is not a size; got 0"),
-        (("--ranks", "9999"), "more ranks than this machine's cores can serve"),
+        (("--ranks", "9999"), "too many ranks for this machine's cores"),
         (("--heads", "5"), "query heads are not a multiple of K/V heads"),
         (("--head-dim", "4096"), "--head-dim is too large"),
-        (("--seq-len", "7"), "--seq-len is too short"),
-        (("--seq-len", "1048576", "--heads", "16384"), "does not fit this machine's memory; got 2 TiB"),
+        (("--seq-len", "7"), "--seq-len is too short for two lengths"),
+        (("--seq-len", "1048576", "--heads", "16384"), "do not fit this machine's memory; got 2 TiB"),
         (("--dtype", "int8"), "unknown dtype"),
         (("--kernel", "cpu_flsh"), "did you mean 'cpu_flash'"),
         (("--backend", "cpuu"), "unknown backend"),
@@ -110,12 +110,12 @@ def test_measure_warns_of_busy_machine(capsys):
         ("comm_slowdown_high_priority", None, "as comm_slowdown"),
         ("comm_slowdown_high_priority", [0.25, 0.5], "25.0 % forward, 50.0 % backward"),
         ("multi_launch_efficiency", 0.98, "98.0 %"),
-        ("long_kv_efficiency", [0, 1.0], "as few rows"),
-        ("long_kv_efficiency", [131072, 0.9], "90.0 % from 131,072 rows on"),
+        ("long_kv_efficiency", [0, 1.0], "as for fewer rows"),
+        ("long_kv_efficiency", [131072, 0.9], "90.0 % from 131,072 rows"),
         ("block", 1, "exact pairs"),
         ("block", 128, "128 x 128"),
-        ("ranks_per_node", 0, "one"),
-        ("ranks_per_node", 8, "of 8 ranks"),
+        ("ranks_per_node", 0, "all ranks in one node"),
+        ("ranks_per_node", 8, "8"),
     ],
 )
 def test_value_formats_rates_for_people(name, value, told):

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from burst_portable.cli import app, main, output
-from burst_portable.cli.app import with_json_value
+from burst_portable.cli.app import add_json_value
 from burst_portable.cli.output import JsonOption, check_file, check_files, check_folder
 from burst_portable.errors import InputError
 
@@ -30,14 +30,14 @@ PLAN = ("plan", "--seq-len", "64", "--ranks", "2", "--heads", "2")
         ("plan --json --rank 1", "plan --json - --rank 1"),
         ("plan --json plan.json --rank 1", "plan --json plan.json --rank 1"),
         ("run --json=out.json", "run --json=out.json"),
-        ("trace --json a.json b.json", "trace --json a.json b.json"),  # files to read, never one to write
-        ("trace --json - a.json", "trace --json a.json"),
-        ("profile a.json --json -", "profile a.json --json"),
+        ("trace a.json b.json --json", "trace a.json b.json --json -"),
+        ("profile a.json --json --html a.html", "profile a.json --json - --html a.html"),
+        ("profile a.json --json b.json", "profile a.json --json b.json"),
         ("", ""),
     ],
 )
 def test_json_option_may_omit_value(typed, meant):
-    assert with_json_value(typed.split()) == meant.split()
+    assert add_json_value(typed.split()) == meant.split()
 
 
 def test_narrow_table_truncates_no_name():
@@ -65,7 +65,7 @@ def test_every_command_has_json_and_lists_exit_codes(capsys):
         assert main([name, "--help"]) == 0
         said = capsys.readouterr().out
         assert "--json" in said, name
-        assert "Exit codes: 0 all is well" in said, name
+        assert "Exit codes: 0 success" in said, name
 
 
 def test_check_file_leaves_existing_file_unchanged(tmp_path):
@@ -84,7 +84,7 @@ def test_check_files_rejects_equal_paths(tmp_path):
     file, again = tmp_path / "new", tmp_path / "." / "new"
     check_files({"--html": file, "--chrome": None, "--markdown": tmp_path / "other"})
     check_files({"--html": Path("/dev/null"), "--markdown": Path("/dev/null")})
-    with pytest.raises(InputError, match="--html and --markdown name one file"):
+    with pytest.raises(InputError, match="--html and --markdown name the same file"):
         check_files({"--html": file, "--markdown": again})
 
 
@@ -191,5 +191,5 @@ def test_failed_write_names_file(monkeypatch, tmp_path, capsys, arguments, numbe
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "write_text", fails(number))
     assert main(arguments) == 1
-    told = f"burst-portable: out cannot be written; got {os.strerror(number)}; it is not whole, or not there\n"
+    told = f"burst-portable: out cannot be written; got {os.strerror(number)}; the file is incomplete or missing\n"
     assert capsys.readouterr().err.splitlines(keepends=True)[-1] == told

@@ -19,14 +19,15 @@ def test_doctor_prints_brackets_literally(capsys):
         "reason": f"pip install 'x{NAMED}'",
         "device_type": NAMED,
         "process_group": NAMED,
-        "from": NAMED,
+        "entry_point": NAMED,
         "facts": {"note": NAMED},
         "kernels": [{"name": NAMED, "supports": {NAMED: {"ok": False, "reason": f"no {NAMED}"}}}],
     }
     settings = {"timeout": 1.0, "kernel": NAMED, "transport": NAMED}
     doctor.show(
         {"version": "1", "python": "3", "platform": NAMED, "packages": {"p": NAMED}, "settings": settings,
-         "unknown": [NAMED], "passed_over": [NAMED], "hardware": {"file": NAMED, "ok": False, "reason": NAMED},
+         "unknown_settings": [NAMED], "ignored_packages": [NAMED],
+         "hardware": {"file": NAMED, "ok": False, "reason": NAMED},
          "backends": {NAMED: backend}}
     )  # fmt: skip
     printed = "".join(c for c in capsys.readouterr().out if not c.isspace())
@@ -58,7 +59,7 @@ def test_failed_run_prints_brackets_literally(capsys):
         "batch": 1, "mfu": None, "model_flops_per_step": None, "peak": {},
         "seq_len": 8, "notes": [NAMED],
     }  # fmt: skip
-    view.View().verdict(facts)
+    view.View().result(facts)
     assert capsys.readouterr().out.count(NAMED) == 2
 
 

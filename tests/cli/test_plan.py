@@ -40,8 +40,8 @@ def text(capsys, *arguments: str) -> str:
 def test_plan_reports_fully_masked_tokens(capsys):
     arguments = ("--seq-len", "16", "--ranks", "2", "--mask", "documents:0,5,13")
     assert plan(capsys, *arguments)["problem"]["fully_masked_tokens"] == 3
-    assert "3 tokens see nothing" in text(capsys, *arguments)
-    assert "see nothing" not in text(capsys, *TINY)
+    assert "3 tokens are fully masked" in text(capsys, *arguments)
+    assert "fully masked" not in text(capsys, *TINY)
 
 
 def test_plan_reports_pairs_flops_and_imbalance(capsys):
@@ -181,7 +181,7 @@ def test_plan_checks_a_sample_of_many_ranks(capsys, monkeypatch):
     many = ("--seq-len", "96", "--ranks", "48", "--strategy", "ring")
     facts = plan(capsys, *many)
     assert facts["check"] == {"done": True, "ok": True, "wrong": [], "ranks": 8}
-    assert "(a sample, 8 of 48 ranks; --check-all takes all)" in " ".join(text(capsys, *many).split())
+    assert "(a sample, 8 of 48 ranks; --check-all verifies all)" in " ".join(text(capsys, *many).split())
     assert "(all 48 ranks)" in text(capsys, *many, "--check-all")
 
 
@@ -225,7 +225,7 @@ def test_score_matrix_marks_cells_of_several_ranks(capsys):
 
 def picture(out: str) -> list[str]:
     """The rows of the score matrix, without what indents them."""
-    rows = out.partition("score matrix\n")[2].partition("       queries ")[0].splitlines()
+    rows = out.partition("score matrix\n")[2].partition("       rows are queries")[0].splitlines()
     return [row.removeprefix("  keys ").removeprefix(" " * 7).rstrip() for row in rows]
 
 
@@ -264,8 +264,8 @@ def test_plan_works_without_torch():
 @pytest.mark.parametrize(
     ("ranks", "more", "told"),
     [
-        (16, (), "16 ranks seldom share one node: --ranks-per-node 8 tells nodes apart"),
-        (12, (), "12 ranks seldom share one node: --ranks-per-node RANKS tells nodes apart"),
+        (16, (), "--ranks-per-node 8 predicts 16 ranks on several nodes"),
+        (12, (), "--ranks-per-node RANKS predicts 12 ranks on several nodes"),
         (8, (), ""),
         (16, ("--ranks-per-node", "8"), ""),
         (16, ("--intra-node-bandwidth", "20"), ""),
@@ -276,7 +276,7 @@ def test_plan_notes_unknown_node_size(capsys, ranks, more, told):
     arguments = ["plan", "--seq-len", "4096", "--ranks", str(ranks), "--strategy", "ring", "--no-check", *more]
     assert main(arguments) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    note = f"note all links are taken for equally fast, and {told}"
+    note = f"note all links have the same bandwidth; {told}"
     assert note in printed if told else "note" not in printed
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == ([note.removeprefix("note ")] if told else [])
@@ -306,7 +306,7 @@ def test_plan_uses_rates_of_hardware_spec(capsys, tmp_path):
     told = " ".join(
         text(capsys, "--seq-len", "1024", "--ranks", "2", "--heads", "8", "--hardware-spec", str(path)).split()
     )
-    assert "for 2 TFLOP/s and 7 GB/s per rank, at speeds measured on Abacus [9]" in told
+    assert "for 2 TFLOP/s and 7 GB/s per rank, measured on Abacus [9]" in told
     assert "on 1 rank and not 2" in told
     nodes = plan(
         capsys,
@@ -372,7 +372,7 @@ def test_plan_json_does_not_overwrite_hardware_spec(capsys, tmp_path):
     path = tmp_path / "hardware.json"
     path.write_text("{}")
     assert main(["plan", *TINY, "--hardware-spec", str(path), "--json", str(path)]) == 2
-    assert "names the file that is read" in capsys.readouterr().err
+    assert "names an input file of the command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -17,7 +17,7 @@ def facts_of(capsys, *arguments):
 
 def test_plan_all_lists_strategies_by_predicted_time(capsys):
     facts = facts_of(capsys)
-    assert facts["schema"] == "burst_portable.plans/2"
+    assert facts["schema"] == "burst_portable.plans/3"
     served = facts["strategies"]
     assert {one["strategy"] for one in served} == {*classes()} - {"auto"}
     assert [one["seconds"] for one in served] == sorted(one["seconds"] for one in served)
@@ -35,8 +35,8 @@ def test_plan_all_lists_strategies_by_predicted_time(capsys):
 
 def test_plan_all_gives_reason_of_unsuitable_strategy(capsys):
     facts = facts_of(capsys, "--heads", "6")
-    assert facts["refused"].keys() == {"ulysses"}
-    assert "cannot divide these heads" in facts["refused"]["ulysses"]
+    assert facts["unsupported"].keys() == {"ulysses"}
+    assert "cannot divide these heads" in facts["unsupported"]["ulysses"]
     assert main([*CALL, "--heads", "6"]) == 0
     shown = capsys.readouterr().out
     assert "not     ulysses: ulysses cannot divide these heads" in " ".join(shown.split("\n"))
@@ -60,4 +60,4 @@ def test_plan_all_accepts_layout_and_nodes(capsys):
 
 def test_plan_all_rejects_options_of_one_strategy(capsys):
     assert main([*CALL, "--transfer", "direct"]) == 2
-    assert "takes no options of a strategy; got --transfer direct" in capsys.readouterr().err
+    assert "excludes options of a strategy; got --transfer direct" in capsys.readouterr().err

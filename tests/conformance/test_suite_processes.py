@@ -131,7 +131,7 @@ def test_interrupt_while_processes_start_ends_all():
     finally:
         process.kill()
     assert (process.returncode, out) == (128 + signal.SIGINT, "")
-    assert err == "ended while trying claims:device\n"
+    assert err == "interrupted while testing claims:device\n"
     until = time.monotonic() + 5
     while any(map(_runs, found)):
         assert time.monotonic() < until

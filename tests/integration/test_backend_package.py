@@ -60,7 +60,7 @@ def test_conform_finds_backend_package(environment, tmp_path):
 def test_doctor_finds_backend_package(environment):
     doctor = json.loads(run(environment, "burst_portable", "doctor", "--json").stdout)
     assert doctor["backends"]["theirs"]["ok"]
-    assert doctor["backends"]["theirs"]["from"] == "their_attention:backend"
+    assert doctor["backends"]["theirs"]["entry_point"] == "their_attention:backend"
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def test_profile_writes_markdown_to_standard_output(report, tmp_path, capsys, mo
     assert main(["profile", "one.json", "--markdown", "-"]) == 0
     assert capsys.readouterr().out == report.markdown()
     assert main(["profile", "one.json", "--markdown", "-", "--json"]) == 2
-    assert "both want standard output" in capsys.readouterr().err
+    assert "both use standard output" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
 
 

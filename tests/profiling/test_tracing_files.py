@@ -87,7 +87,7 @@ def test_kind_of_classifies_events(category, name, kind):
 def test_trace_command_prints_partition(tmp_path, capsys):
     (tmp_path / "new.json").write_text(json.dumps(NEW))
     assert main(["trace", str(tmp_path / "new.json"), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(capsys.readouterr().out)["traces"]
     by_hand(found)
     assert main(["trace", str(tmp_path / "new.json")]) == 0
     assert "rank 3" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.cli import main
-from burst_portable.cli.flags import asked_strategy, flag, strategy_flags
+from burst_portable.cli.flags import flag, make_named_strategy, strategy_flags
 from burst_portable.cli.plan import plan as plan_command
 from burst_portable.cli.run.command import run as run_command
 from burst_portable.conformance import check_backend
@@ -282,7 +282,7 @@ def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, targ
     assert reason in told
     assert main(["plan", "--seq-len", "224", "--ranks", "4", "--heads", "4", "--strategy", "all", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert reason in facts["refused"]["theirs"]
+    assert reason in facts["unsupported"]["theirs"]
     assert "ring" in {one["label"] for one in facts["strategies"]}
 
 
@@ -361,7 +361,7 @@ def test_flag_accepts_word_or_integer(package):
     flags = strategy_flags()
     assert "--depth" in {flag(name) for name in flags}
     hardware = HardwareSpec(1.0, 1.0)
-    assert asked_strategy("theirs", None, {"depth": "3"}, hardware).depth == 3
-    assert asked_strategy("other", None, {"depth": "deep"}, hardware).depth == "deep"
+    assert make_named_strategy("theirs", None, {"depth": "3"}, hardware).depth == 3
+    assert make_named_strategy("other", None, {"depth": "deep"}, hardware).depth == "deep"
     with pytest.raises(InputError, match="depth is not a depth; got 'deep'"):
-        asked_strategy("theirs", None, {"depth": "deep"}, hardware)
+        make_named_strategy("theirs", None, {"depth": "deep"}, hardware)

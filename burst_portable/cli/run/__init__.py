@@ -1,8 +1,9 @@
-"""What `burst-portable run` runs: a job, the ranks that do it, the same on one device, and the comparison.
+"""Define `burst-portable run`: a job, its ranks, the same job on one device, and the comparison.
 
 ::
 
-    run.py -> Job -> launch.py -> worker.py (a process per rank) -> loop.py      losses, gradients, times
-                  -> reference.py                              -> loop.py      the same on one device
-                  -> outcome.py                                                the verdict and the JSON
+    command.py -> setup.py -> Job -> spawn.py -> worker.py (a process per rank) -> train.py    losses, gradients, times
+                                  -> torchrun.py (a launcher's ranks)           -> train.py
+                                  -> train.run_reference                                       the same on one device
+                                  -> outcome.py                                                status and JSON
 """

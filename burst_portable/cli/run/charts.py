@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Colours are classes of style.css, so that light, dark and print share one drawing."""
+"""Draw charts as inline SVG. Colors are classes of style.css, so that light, dark and print share one drawing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from burst_portable.cli.drawing import LABELS, Cell
+from burst_portable.cli.drawing import Cell
 
 _WIDTH, _HEIGHT = 720, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 40
-COLOURS = 8  # ranks take turns with this many colours
+COLORS = 8  # of ranks, which repeat
 
 
 class Series(NamedTuple):
-    """A line: its CSS class, its name, a value per step (None where there is no finite one)."""
+    """A line: CSS class, name, and one value per step (None if it is not finite)."""
 
     style: str
     name: str
@@ -24,7 +24,7 @@ class Series(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A piece of a bar: its CSS class, its name, its length."""
+    """A part of a bar: CSS class, name, length."""
 
     style: str
     name: str
@@ -32,11 +32,11 @@ class Part(NamedTuple):
 
 
 def lines(series: Sequence[Series], x_label: str, y_label: str) -> Markup:
-    """Values over steps, as lines with a dot a value."""
-    known = [v for s in series for v in s.values if v is not None and math.isfinite(v)]
-    if not known:
+    """Draw values over steps as lines with dots."""
+    finite = [v for s in series for v in s.values if v is not None and math.isfinite(v)]
+    if not finite:
         return Markup("")
-    ticks = _ticks(min(known), max(known))
+    ticks = _ticks(min(finite), max(finite))
     steps = max(len(s.values) for s in series)
     x, y = _x_scale(steps), _scale(ticks[0], ticks[-1], _HEIGHT - _BOTTOM, _TOP)
     parts = [_grid([(y(t), _number(t)) for t in ticks]), _steps_axis(steps, x, x_label), _y_label(y_label)]
@@ -51,10 +51,10 @@ def lines(series: Sequence[Series], x_label: str, y_label: str) -> Markup:
 
 
 def differences(values: Sequence[float], limit: float, x_label: str) -> Markup:
-    """Differences over steps on a logarithmic scale, below the limit that is allowed; 0 lies on the ground."""
-    shown = [v for v in values if v > 0 and math.isfinite(v)]
-    low = math.floor(math.log10(min([*shown, limit]))) - 1
-    high = math.ceil(math.log10(max([*shown, limit]))) + (1 if max([*shown, limit]) == limit else 0)
+    """Draw differences over steps and their limit on a logarithmic scale. 0 is drawn at the bottom."""
+    positive = [v for v in values if v > 0 and math.isfinite(v)]
+    low = math.floor(math.log10(min([*positive, limit]))) - 1
+    high = math.ceil(math.log10(max([*positive, limit]))) + (1 if max([*positive, limit]) == limit else 0)
     height = 190
     x, y = _x_scale(len(values)), _scale(low, high, height - _BOTTOM, _TOP)
     every = max(1, (high - low) // 5)
@@ -81,7 +81,7 @@ def differences(values: Sequence[float], limit: float, x_label: str) -> Markup:
 
 
 def bars(rows: Sequence[tuple[str, Sequence[Part]]], unit: str) -> Markup:
-    """A bar a row, made of parts, all on one scale."""
+    """Draw one bar per row, made of parts, on one scale."""
     longest = max(sum(p.value for p in parts) for _, parts in rows) or 1.0
     ticks = _ticks(0.0, longest)
     x = _scale(0.0, max(ticks[-1], longest), _LEFT + 10, _WIDTH - 30)
@@ -101,11 +101,11 @@ def bars(rows: Sequence[tuple[str, Sequence[Part]]], unit: str) -> Markup:
                 f'height="22" rx="2"><title>{escape(part.name)}: {part.value:.3f} {escape(unit)}</title></rect>'
             )
             at += part.value
-    return _svg(drawn, height, "seconds of a step")
+    return _svg(drawn, height, "seconds per step")
 
 
 def matrix(rows: Sequence[Sequence[Cell]]) -> Markup:
-    """The score matrix: queries down, keys to the right, coloured by the rank that holds the queries."""
+    """Draw the score matrix: rows are queries, columns are keys, colors are the ranks of the queries."""
     size, cell, edge = len(rows), 12, 20
     parts = [
         f'<text class="tick" x="{edge}" y="12">keys →</text>',
@@ -113,27 +113,22 @@ def matrix(rows: Sequence[Sequence[Cell]]) -> Markup:
     ]
     for r, row in enumerate(rows):
         for c, one in enumerate(row):
-            if not one.seen:
-                style, opacity = "unseen", 1.0
+            if not one.visible:
+                style, opacity = "masked", 1.0
             else:
-                style = "several" if one.rank is None else f"rank{one.rank % COLOURS}"
-                opacity = 1.0 if one.seen == 1 else 0.55
+                style = "several" if one.rank is None else f"rank{one.rank % COLORS}"
+                opacity = 1.0 if one.visible == 1 else 0.55
             parts.append(
                 f'<rect class="cell {style}" x="{edge + c * cell}" y="{edge + r * cell}" width="{cell - 1}" '
                 f'height="{cell - 1}" fill-opacity="{opacity}"/>'
             )
     side = edge + size * cell
-    name = "which pairs of queries and keys are computed, and by which rank's queries"
+    name = "visible query-key pairs, by the rank of the query"
     return Markup(
         f'<svg class="matrix" viewBox="0 0 {side} {side}" width="{side}" role="img" aria-label="{name}">'
         + "".join(parts)
         + "</svg>"
     )
-
-
-def rank_label(rank: int) -> str:
-    """The digit or letter of a rank."""
-    return LABELS[rank] if rank < len(LABELS) else "#"
 
 
 # ------------------------------------------------------------------------------------------------ axes and scales
@@ -149,7 +144,7 @@ def _x_scale(steps: int) -> Callable[[float], float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Four to seven round numbers around a range."""
+    """Return four to seven round numbers around a range."""
     span = (high - low) or abs(high) or 1.0
     power = 10 ** math.floor(math.log10(span / 4))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if span / (m * power) <= 5)

@@ -1,4 +1,4 @@
-"""`burst-portable run`: train a model or score a text, each sequence over ranks, and check that it is exact."""
+"""Define `burst-portable run`, which trains or scores with sharded sequences and compares with one device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from burst_portable.backends.selection import known
-from burst_portable.cli import PROGRAM
 from burst_portable.cli.flags import (
+    BACKEND,
+    DEFAULT_LAYOUT,
     LAYOUT,
     LENGTH,
     METAVAR,
     RANKS_PER_NODE,
     STRATEGY,
-    naming_rank,
-    ranks_asked,
+    add_rank_to_errors,
+    number_of_ranks,
     tokens,
     with_strategy_flags,
 )
@@ -40,43 +40,38 @@ _RANKS = 2
 def run(
     model: Annotated[
         str,
-        typer.Option(
-            help="tiny (3 million random weights over bytes), a config's JSON file, or a checkpoint's folder "
-            "(config.json and *.safetensors)."
-        ),
+        typer.Option(help="tiny, a JSON config file, or a checkpoint folder with config.json and *.safetensors."),
     ] = "tiny",
     text: Annotated[
-        str | None, typer.Option(help="A file of any kind; unless given, English that comes with Python.")
+        str | None, typer.Option(help="Text file of any kind. Default: English text that is part of Python.")
     ] = None,
     seq_len: Annotated[
-        int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of a whole sequence; {LENGTH}")
+        int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of the full sequence; {LENGTH}")
     ] = 4096,
     ranks: Annotated[
         int | None,
-        typer.Option(help=f"Start so many local processes, {_RANKS} unless given; torchrun's are joined."),
+        typer.Option(
+            help=f"Number of local processes to start. Default: {_RANKS}; under torchrun, WORLD_SIZE.",
+        ),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Training steps, or with --eval, batches to score; unless given, 10, or all of the text."),
+        typer.Option(help="Training steps, or batches to score. Default: 10; with --eval, the full text."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 1,
-    lr: Annotated[float | None, typer.Option(help="AdamW's learning rate, 0.001 unless given.")] = None,
-    seed: Annotated[int, typer.Option(help="Decides random weights.")] = 0,
-    scoring: Annotated[bool, typer.Option("--eval", help="Perplexity of the text instead of training.")] = False,
-    backend: Annotated[
-        str,
-        typer.Option(help=f"auto, {', '.join(known())}; `{PROGRAM} doctor` says which can run here, and why not."),
-    ] = "auto",
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 1,
+    lr: Annotated[float | None, typer.Option(help=f"Learning rate of AdamW. Default: {_LEARNING_RATE}.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    scoring: Annotated[
+        bool, typer.Option("--eval", help="Compute the perplexity of the text instead of training.")
+    ] = False,
+    backend: Annotated[str, typer.Option(help=BACKEND)] = "auto",
     strategy: Annotated[str, typer.Option(help=STRATEGY)] = "auto",
-    layout: Annotated[
-        str,
-        typer.Option(help=LAYOUT),
-    ] = "auto",
+    layout: Annotated[str, typer.Option(help=LAYOUT)] = DEFAULT_LAYOUT,
     ranks_per_node: Annotated[int | None, typer.Option(help=RANKS_PER_NODE)] = None,
     *,
     options: Mapping[str, object],
     dtype: Annotated[
-        str, typer.Option(help="float32, float64; bfloat16 and float16 are autocast's, over float32 weights.")
+        str, typer.Option(help="float32 or float64; bfloat16 and float16 use autocast with float32 weights.")
     ] = "float32",
     gradient_checkpointing: Annotated[
         bool,
@@ -86,30 +81,31 @@ def run(
         ),
     ] = False,
     checked: Annotated[
-        bool, typer.Option("--check/--no-check", help="Do the same on one device with plain attention, and compare.")
+        bool, typer.Option("--check/--no-check", help="Repeat the run on one device with plain attention, and compare.")
     ] = False,
     profiled: Annotated[
-        bool, typer.Option("--profile", help="Say where the time of attention went; profile.html in the report folder.")
+        bool, typer.Option("--profile", help="Print where the time of attention went; --report adds profile.html.")
     ] = False,
     deep: Annotated[
-        bool, typer.Option("--deep", help="--profile with torch's tracer beside it: which kernels ran at which step.")
+        bool, typer.Option("--deep", help="Like --profile, with torch's tracer: kernels of each step.")
     ] = False,
     ablated: Annotated[
         bool,
         typer.Option(
             "--ablate",
-            help="--profile, and at the end one step 13 times more, without learning: as it is, and without "
-            "attention's messages, its kernels, or both. Says what each adds; holds a second set of gradients.",
+            help="Like --profile, then time one step without communication, attention kernels, or both.",
         ),
     ] = False,
     report: Annotated[
-        str | None, typer.Option(help="A folder for report.html and report.json; made if absent.")
+        str | None, typer.Option(help="Folder for report.html and report.json; created if missing. Default: none.")
     ] = None,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:
-    """Train a model, or score a text, with each sequence spread over ranks; nobody edits the model.
+    """Train a Transformers model, or score a text, with each sequence sharded over ranks.
 
-    Local ranks are processes of this machine; under torchrun it joins the ranks that are there.
+    It starts local processes, or under torchrun uses its ranks. The default model, tiny, has 3 million random weights
+    and takes bytes as tokens. --ablate repeats one step 13 times without the optimizer, and needs memory for a second
+    set of gradients. Exit code 1 if --check finds a difference.
 
     Examples:
 
@@ -121,25 +117,25 @@ def run(
         raise BackendUnavailableError(
             "run needs the package transformers; in the clone, run: pip install '.[cli,transformers]'"
         )
-    from burst_portable.cli.run.job import without_collector
+    from burst_portable.cli.run.job import disable_garbage_collection
     from burst_portable.cli.run.view import View
     from burst_portable.config import launched
 
-    with without_collector():
+    with disable_garbage_collection():
         from burst_portable.cli.run.setup import prepare
 
-    place = launched()
-    first = place is None or place.rank == 0
-    with naming_rank(place):
-        json_option = JsonOption(json_name, writes=first, sources=(text, model))
-        folder = _folder(report, writes=first)
-        view = View(quiet=not first, stderr=json_option.stdout)
-        asked = ranks_asked(ranks, place)
+    launcher = launched()
+    is_first = launcher is None or launcher.rank == 0
+    with add_rank_to_errors(launcher):
+        json_option = JsonOption(json_name, writes=is_first, sources=(text, model))
+        folder = _folder(report, writes=is_first)
+        view = View(quiet=not is_first, stderr=json_option.stdout)
+        ranks = number_of_ranks(ranks, launcher)
         prepared = prepare(
             model=model,
             text=text,
             seq_len=seq_len,
-            ranks=_RANKS if asked is None else asked,
+            ranks=_RANKS if ranks is None else ranks,
             steps=steps,
             batch=batch,
             learning_rate=_learning_rate(lr, scoring),
@@ -154,13 +150,13 @@ def run(
             gradient_checkpointing=gradient_checkpointing,
             profiled="deep" if deep else "session" if profiled or ablated else "",
             ablated=ablated,
-            local=place is None,
+            local=launcher is None,
         )
         view.heading(prepared, checked)
-        facts, profile = _facts(prepared, place, checked, view)
+        facts, profile = _facts(prepared, launcher, checked, view)
     if facts is None:
         return 0
-    view.verdict(facts)
+    view.result(facts)
     json_option.write(facts)
     if folder is not None:
         _write_report(facts, profile, prepared, folder)
@@ -174,69 +170,64 @@ def _folder(report: str | None, *, writes: bool) -> Path | None:
     if report is None:
         return None
     if not report:
-        raise InputError("--report names no folder", got="''", allowed="a folder, made if absent")
+        raise InputError("--report names no folder", got="''", allowed="a folder, created if missing")
     if writes:
         check_folder(Path(report), "--report")
     return Path(report)
 
 
-def _learning_rate(asked: float | None, scoring: bool) -> float:
-    if scoring and asked is not None:
-        raise InputError(
-            "--lr has no meaning where nothing is learned", got="--eval", next_step="leave one of them out"
-        )
-    return _LEARNING_RATE if asked is None else asked
+def _learning_rate(rate: float | None, scoring: bool) -> float:
+    if scoring and rate is not None:
+        raise InputError("--lr requires training", got="--eval", next_step="omit one of them")
+    return _LEARNING_RATE if rate is None else rate
 
 
 def _facts(
-    prepared: Prepared, place: Launched | None, checked: bool, view: View
+    prepared: Prepared, launcher: Launched | None, checked: bool, view: View
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Run the ranks, then the reference; what is known then, and the profile if one was wanted.
-
-    None on ranks that have nothing to tell.
-    """
+    """Run the ranks, then the reference. Return the JSON and the profile, if any; None on other ranks of a launcher."""
     import torch
 
     from burst_portable.cli.run.job import cores
-    from burst_portable.cli.run.outcome import facts_of, gradient_differences
+    from burst_portable.cli.run.outcome import facts_of, gradient_error
     from burst_portable.cli.run.train import run_reference
     from burst_portable.cli.run.worker import device_of
 
     job = prepared.job
-    outcomes, gradients = _distributed(prepared, place, checked, view)
+    outcomes, gradients = _distributed(prepared, launcher, checked, view)
     if view.quiet:
         return None, None
     profile = outcomes[0].profile
     if not checked:
         return facts_of(prepared, outcomes, None, None), profile
-    device = device_of(job.device_type, place.local_rank if place else 0)
+    device = device_of(job.device_type, launcher.local_rank if launcher else 0)
     threads = torch.get_num_threads()
-    torch.set_num_threads(threads if place else cores())  # where no rank runs any more, all cores are free
+    torch.set_num_threads(threads if launcher else cores())  # local ranks have ended, all cores are free
     try:
         with view.progress("one device", job.steps) as step:
-            reference, expected = run_reference(job, device, lambda course: step(course.losses[-1]))
+            reference, expected = run_reference(job, device, lambda history: step(history.losses[-1]))
     finally:
         torch.set_num_threads(threads)
-    apart = None if job.scoring else gradient_differences(gradients, expected)
-    return facts_of(prepared, outcomes, reference, apart), profile
+    error = None if job.scoring else gradient_error(gradients, expected)
+    return facts_of(prepared, outcomes, reference, error), profile
 
 
 def _distributed(
-    prepared: Prepared, place: Launched | None, checked: bool, view: View
+    prepared: Prepared, launcher: Launched | None, checked: bool, view: View
 ) -> tuple[list[Outcome], Gradients]:
-    """Outcomes in rank order and, where they are to be checked, the gradients."""
+    """Run the ranks. Return their outcomes in rank order, and the gradients if they are compared."""
     import tempfile
 
     from burst_portable.cli.run.spawn import run_processes
-    from burst_portable.cli.run.torchrun import run_joined
+    from burst_portable.cli.run.torchrun import run_in_launcher
     from burst_portable.cli.run.train import Outcome, load_gradients
 
     job = prepared.job
     with view.progress(f"{job.ranks} rank{'s' if job.ranks > 1 else ''}", job.steps) as step:
-        if place is not None:
-            joined = run_joined(job, place, lambda course: step(course.losses[-1]))
-            assert joined is not None, "what goes wrong there is raised"
-            return joined
+        if launcher is not None:
+            result = run_in_launcher(job, launcher, lambda history: step(history.losses[-1]))
+            assert result is not None, "errors are raised"
+            return result
         with tempfile.TemporaryDirectory(prefix="burst-portable-") as name:
             folder = Path(name)
             done = run_processes(job, folder, lambda event: step(event["loss"]))

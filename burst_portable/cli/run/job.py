@@ -1,4 +1,4 @@
-"""A job: everything that a rank needs to know, as data that is written to a file and read by its process."""
+"""Define `Job`, the file from which a rank's process reads its work, and check the limits of this machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from burst_portable.backends.selection import hardware_of, supports_high_priorit
 from burst_portable.errors import InputError
 from burst_portable.utils.text import bytes_text
 
+if TYPE_CHECKING:
+    from burst_portable.backends.base import Backend
+    from burst_portable.planning.hardware import HardwareSpec
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 _LARGEST = 1 << 62  # fits the integers of the libraries below, also as a seed
-_RANKS_A_CORE = 8
-_RANKS_ANYWHERE = 16
+_RANKS_PER_CORE = 8
+_RANKS_ALWAYS_ALLOWED = 16
 
 
 def check_numbers(seq_len: int, ranks: int, steps: int | None, batch: int, rate: float, seed: int) -> None:
-    """Refuse numbers that mean nothing."""
+    """Raise `InputError` if a number is out of its range."""
     least = {"--seq-len": (seq_len, 2), "--ranks": (ranks, 1), "--batch": (batch, 1), "--seed": (seed, 0)}
     if steps is not None:
         least["--steps"] = (steps, 1)
@@ -38,14 +43,14 @@ def check_numbers(seq_len: int, ranks: int, steps: int | None, batch: int, rate:
 
 
 def check_processes(ranks: int, available_cores: int | None = None) -> None:
-    """Refuse more processes than the cores of this machine can serve in turns. Default: `cores()`."""
+    """Raise `InputError` for too many processes per core. `available_cores` defaults to `cores()`."""
     found = cores() if available_cores is None else available_cores
-    most = max(_RANKS_ANYWHERE, _RANKS_A_CORE * found)
-    if ranks > most:
+    limit = max(_RANKS_ALWAYS_ALLOWED, _RANKS_PER_CORE * found)
+    if ranks > limit:
         raise InputError(
-            "more ranks than this machine's cores can serve, and each is a process with what it holds",
+            "too many ranks for this machine's cores, as each rank is a process",
             got=f"--ranks {ranks}, {found} cores",
-            allowed=f"at most {most} ({_RANKS_A_CORE} a core, {_RANKS_ANYWHERE} anywhere)",
+            allowed=f"at most {limit} ({_RANKS_PER_CORE} per core, or {_RANKS_ALWAYS_ALLOWED})",
             next_step="`burst-portable plan` takes any number of ranks and needs no device",
         )
 
@@ -60,14 +65,15 @@ def check_memory(
     training: bool,
     available: float | None = None,
 ) -> None:
-    """Refuse what cannot fit this machine's memory: a lower bound, from weights and logits alone.
+    """Raise `InputError` if weights and logits alone, a lower bound, exceed this machine's memory.
 
     Args:
-        parameters, vocabulary: of the model.
-        tokens: of a step.
-        copies: processes that hold the model.
-        itemsize: bytes of a weight.
-        training: gradients, AdamW's two moments and the gradient of the logits come on top.
+        parameters: Number of parameters of the model.
+        vocabulary: Size of its vocabulary.
+        tokens: Tokens per step.
+        copies: Processes that have a copy of the model.
+        itemsize: Bytes per weight.
+        training: Whether to add gradients, AdamW's two moments and the gradient of the logits.
         available: Bytes of memory. Default: `memory()`.
     """
     available = memory() if available is None else available
@@ -79,23 +85,23 @@ def check_memory(
             got=f"{bytes_text(weights)} of weights{', gradients and moments' if training else ''} over all ranks "
             f"and {bytes_text(logits)} of logits",
             allowed=f"{bytes_text(available)} together",
-            next_step="take a smaller model, --seq-len, --batch or --ranks",
+            next_step="use a smaller model, --seq-len, --batch or --ranks",
         )
 
 
-def check_room(size: int, copies: int) -> None:
-    """Refuse tensors of `size` bytes in each of `copies` processes if this machine's memory cannot hold them."""
-    if size * copies > (there := memory()):
+def check_tensor_memory(size: int, copies: int) -> None:
+    """Raise `InputError` if tensors of `size` bytes in each of `copies` processes exceed this machine's memory."""
+    if size * copies > (available := memory()):
         raise InputError(
-            "what is measured does not fit this machine's memory",
+            "the measured tensors do not fit this machine's memory",
             got=f"{bytes_text(size)} of q, k, v and gradients per rank, {copies} rank{'' if copies == 1 else 's'}",
-            allowed=f"{bytes_text(there)} together",
-            next_step="take a smaller --seq-len, --heads, --head-dim or --ranks",
+            allowed=f"{bytes_text(available)} together",
+            next_step="use a smaller --seq-len, --heads, --head-dim or --ranks",
         )
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -109,30 +115,22 @@ def memory() -> float:
         return math.inf
 
 
-if TYPE_CHECKING:
-    from burst_portable.backends.base import Backend
-    from burst_portable.planning.hardware import HardwareSpec
-
-
 def hardware_of_run(backend: Backend, ranks: int, file: str, dtype: str, head_dim: int) -> HardwareSpec:
-    """Those of `registry.hardware_of`, over the process groups that `worker.join` makes."""
-    first = ranks > 1 and supports_high_priority(backend)
-    return hardware_of(backend, ranks, file=file, dtype=dtype, head_dim=head_dim, high_priority=first)
-
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+    """Return the rates from which `auto` predicts times, for the process groups that `worker.join` creates."""
+    high_priority = ranks > 1 and supports_high_priority(backend)
+    return hardware_of(backend, ranks, file=file, dtype=dtype, head_dim=head_dim, high_priority=high_priority)
 
 
 class Saved:
-    """A dataclass of plain values that another process reads."""
+    """Base of dataclasses of plain values that another process reads."""
 
     def save(self, path: Path) -> None:
-        """Write it where `load` finds it."""
+        """Write the values to a file for `load`."""
         path.write_text(json.dumps(vars(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The object that `save` wrote."""
+        """Return the object that `save` wrote."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -141,19 +139,26 @@ class Job(Saved):
     """One call of `burst-portable run`.
 
     Attributes:
-        model: "tiny", a config's JSON, or a checkpoint's folder.
-        text: a file, or None for the text that comes with Python.
-        steps: training steps, or sequences that are scored.
-        batch: sequences per step.
-        scoring: perplexity instead of training.
-        backend, device_type: the backend by name, and the type of its devices.
-        strategy: name of the strategy.
-        inner: ranks per node, or None.
-        options: the strategy's other options that were typed, by name.
+        model: "tiny", a config's JSON file, or a checkpoint folder.
+        text: A file, or None for text that is part of Python.
+        seq_len: Tokens of the full sequence.
+        ranks: Number of ranks.
+        steps: Training steps, or batches that are scored.
+        batch: Sequences per step.
+        learning_rate: Learning rate of AdamW.
+        seed: Seed of random weights.
+        scoring: Whether to compute the perplexity instead of training.
+        backend: Name of the backend.
+        device_type: torch's type of its devices.
+        strategy: Name of the strategy.
+        layout: Name of the layout.
+        dtype: Name of torch's dtype.
+        threads: CPU threads of torch per rank.
+        ranks_per_node: Ranks per node, or None.
+        options: Other options of the strategy, by name.
         gradient_checkpointing: Whether layers are recomputed in the backward pass.
-        profile: the level of profiling, "session" or "deep"; "" for none.
-        ablate: whether a step is run again with attention's messages off, its kernels off, and both.
-        threads: of torch's CPU operators, a rank.
+        profile: Level of profiling, "session" or "deep"; "" for none.
+        ablate: Whether one step is repeated without communication, attention kernels, or both.
     """
 
     model: str
@@ -179,8 +184,8 @@ class Job(Saved):
 
 
 @contextmanager
-def without_collector() -> Iterator[None]:
-    """Garbage is left until the end of the block."""
+def disable_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection in the block, which speeds up imports."""
     enabled = gc.isenabled()
     gc.disable()
     try:

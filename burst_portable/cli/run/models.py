@@ -1,4 +1,4 @@
-"""Models by what the command line names: tiny, a config, a checkpoint. Nothing in them is executed."""
+"""Load models and texts that the command line names. No code of a config or checkpoint is executed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 from burst_portable.errors import InputError, in_a_line, shown
 from burst_portable.integrations.transformers.layouts import check_one_size
 
-_LARGEST = 1 << 30  # bytes of a text: every rank holds it in memory
+_LARGEST_TEXT = 1 << 30  # bytes: every rank has it in memory
 
 
 def tokens_of(text: str | None, checkpoint: Path | None) -> tuple[Tensor, str]:
-    """All tokens of a text, int64 ``[n]``, and what they are.
+    """Return all tokens of a text, int64 ``[n]``, and a description.
 
     Args:
-        text: a file of any kind; None takes the English text that comes with Python (`pydoc_data.topics`).
-        checkpoint: a folder whose tokenizer.json is used if it has one; bytes are tokens otherwise.
+        text: A file of any kind, or None for the English text of Python's `pydoc_data.topics`.
+        checkpoint: A folder whose tokenizer.json is used if it exists. Otherwise bytes are tokens.
 
     Raises:
-        InputError: a file that is missing, empty, too large or unreadable; a tokenizer that is malformed.
+        InputError: If the file is missing, empty, too large or unreadable, or the tokenizer is malformed.
     """
     content, name = _content(text)
     tokenizer = checkpoint / "tokenizer.json" if checkpoint else None
@@ -38,15 +38,15 @@ def tokens_of(text: str | None, checkpoint: Path | None) -> tuple[Tensor, str]:
 def _content(text: str | None) -> tuple[bytes, str]:
     if text is None:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-        return "\n".join(topics[name] for name in sorted(topics)).encode(), "the help texts that come with Python"
+        return "\n".join(topics[name] for name in sorted(topics)).encode(), "help texts of Python"
     path = Path(text)
     try:
         if not text or not path.exists():
-            raise InputError("the text is not there", got=repr(text), next_step="--text takes a file's path")
+            raise InputError("the text does not exist", got=repr(text), next_step="pass the path of a file to --text")
         size = path.stat().st_size
-        if not path.is_file() or not 1 <= size <= _LARGEST:
-            kind = "a folder" if path.is_dir() else f"{size:,} bytes" if path.is_file() else "no regular file"
-            allowed = f"a file of 1 to {_LARGEST:,} bytes"
+        if not path.is_file() or not 1 <= size <= _LARGEST_TEXT:
+            kind = "a folder" if path.is_dir() else f"{size:,} bytes" if path.is_file() else "not a regular file"
+            allowed = f"a file of 1 to {_LARGEST_TEXT:,} bytes"
             raise InputError(f"the text {text} cannot be used", got=kind, allowed=allowed)
         return path.read_bytes(), path.name
     except OSError as error:
@@ -57,34 +57,34 @@ def _tokenized(content: bytes, tokenizer: Path) -> Tensor:
     from tokenizers import Tokenizer
 
     try:
-        made = Tokenizer.from_file(str(tokenizer))
-        return torch.tensor(made.encode(content.decode("utf-8", "replace")).ids, dtype=torch.int64)
-    # The library raises plain Exceptions of its own.
+        ids = Tokenizer.from_file(str(tokenizer)).encode(content.decode("utf-8", "replace")).ids
+        return torch.tensor(ids, dtype=torch.int64)
+    # The library raises plain exceptions.
     except Exception as error:
         raise InputError(f"{tokenizer} is not a tokenizer", got=in_a_line(error)) from error
 
 
 def check_tokens(tokens: Tensor, seq_len: int, vocabulary: int) -> None:
-    """Refuse a text that holds no whole sequence, or tokens that the model does not have."""
+    """Raise `InputError` if a text is shorter than a sequence, or has tokens outside the vocabulary."""
     if tokens.numel() < seq_len:
         raise InputError(
             "the text is shorter than one sequence",
             got=f"{tokens.numel()} tokens",
             allowed=f"at least --seq-len {seq_len}",
-            next_step="name a longer one with --text",
+            next_step="use a longer file as --text",
         )
     if (largest := int(tokens.max())) >= vocabulary:
         raise InputError(
-            "the text has tokens that the model does not know",
+            "the text has tokens outside the model's vocabulary",
             got=f"token {largest}",
             allowed=f"below its vocab_size {vocabulary}",
         )
 
 
 def batches(tokens: Tensor, seq_len: int, batch: int, steps: int) -> Iterator[Tensor]:
-    """`steps` batches ``[B, N]`` of whole sequences, one after the other, from the start again at the end."""
-    whole = tokens[: tokens.numel() // seq_len * seq_len].view(-1, seq_len)
-    return (whole[torch.arange(i * batch, (i + 1) * batch) % whole.shape[0]] for i in range(steps))
+    """Yield `steps` batches ``[B, N]`` of successive sequences. After the last sequence the first one follows."""
+    sequences = tokens[: tokens.numel() // seq_len * seq_len].view(-1, seq_len)
+    return (sequences[torch.arange(i * batch, (i + 1) * batch) % sequences.shape[0]] for i in range(steps))
 
 
 TINY = "tiny"
@@ -94,24 +94,25 @@ _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 14)),
     "sliding_window": (0, 1 << 40),
 }
-"""Fields of a config that we or its model compute with: the least and the most that makes sense."""
-_LISTED = {
+"""Smallest and largest values of the sizes in a config."""
+_LIST_LENGTHS = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), (1, 1 << 14)),
     "num_labels": (0, 1 << 20),
 }
-"""Fields that transformers makes a list or a dict of so many from, while it reads the config."""
+"""Smallest and largest values of fields from which transformers builds a list while it reads the config."""
 
 
 def checkpoint_of(name: str) -> Path | None:
-    """The folder, where a model's name is one."""
+    """Return a model's folder, or None if its name is not a folder."""
     return Path(name) if name not in ("", TINY) and Path(name).is_dir() else None
 
 
 def config_of(name: str, seq_len: int) -> Any:
-    """The transformers config of a model.
+    """Return the transformers config of a model.
 
-    Raises `InputError` for what is not a causal language model that transformers knows, or one for shorter sequences;
-    `UnsupportedError` for one whose attention has no one size.
+    Raises:
+        InputError: If it is not a causal language model of transformers, or supports only shorter sequences.
+        UnsupportedError: If its attention layers differ in size.
     """
     config = _tiny(seq_len) if name == TINY else _from_file(name)
     check_one_size(config)
@@ -127,10 +128,12 @@ def config_of(name: str, seq_len: int) -> Any:
 def build(
     name: str, config: Any, dtype: torch.dtype, seed: int, device: torch.device | str = "cpu"
 ) -> tuple[Any, list[str]]:
-    """The model with its weights, on a device, and what there is to say about them.
+    """Return a model on a device, and notes about its weights.
 
-    The weights are those of the checkpoint, or random ones, drawn on the device, that the seed decides; never a
-    mixture. Raises `InputError` for a checkpoint that cannot be loaded, or lacks some.
+    The weights are those of the checkpoint, or random ones that are drawn on the device from the seed.
+
+    Raises:
+        InputError: If a checkpoint cannot be loaded, or lacks weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -151,15 +154,15 @@ def build(
             dtype=dtype,
             output_loading_info=True,
         )
-    # Files that are cut off, weights of other shapes: each library on the way raises its own.
+    # Truncated files, weights of other shapes: several libraries are involved, and each raises its own errors.
     except Exception as error:
         raise InputError(f"the checkpoint {name} cannot be loaded", got=in_a_line(error)) from error
-    _check_kinds(checkpoint, model)
+    _check_dtypes(checkpoint, model)
     return _with_experts(model, dtype).to(device), _check_weights(name, information)
 
 
 def plain_attention(config: Any) -> str:
-    """One device's attention: torch's SDPA, or transformers' eager one, which alone has a softcap and sinks."""
+    """Return the attention for one device: torch's SDPA, or transformers' eager one for a softcap or sinks."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -167,18 +170,19 @@ def plain_attention(config: Any) -> str:
 
 
 def _with_experts(model: Any, dtype: torch.dtype) -> Any:
-    """The model; with experts that take float64, where it has some: transformers' fast ones do not."""
+    """Select transformers' eager experts for float64, which its fast experts do not support."""
     if dtype is torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     return model
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Keep of each layer its input alone, and compute the layer again in the backward pass.
+    """Save only the input of each layer, and recompute the layer in the backward pass.
 
-    Raises `InputError` for a model that cannot.
+    Raises:
+        InputError: If the model does not support it.
     """
-    # The name of releases of transformers before it was renamed.
+    # Releases of transformers differ in the name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -186,56 +190,54 @@ def enable_gradient_checkpointing(model: Any) -> None:
         raise InputError("the model does not support gradient checkpointing", got=in_a_line(error)) from error
 
 
-def _check_kinds(checkpoint: Path, model: Any) -> None:
-    """Refuse parameters that are stored as anything but floating-point numbers of 16 bits or more: transformers casts
-    them without a word."""
+def _check_dtypes(checkpoint: Path, model: Any) -> None:
+    """Raise `InputError` for parameters that are not 16-bit or wider floats, which transformers would cast silently."""
     from safetensors import safe_open
 
     parameters = {name for name, _ in model.named_parameters()}
     for path in sorted(Path(checkpoint).glob("*.safetensors")):
         with safe_open(path, framework="pt") as weights:
-            kinds = {name: weights.get_slice(name).get_dtype() for name in parameters.intersection(weights.keys())}
-        if packed := {name: kind for name, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")}:
+            dtypes = {name: weights.get_slice(name).get_dtype() for name in parameters.intersection(weights.keys())}
+        if packed := {name: dtype for name, dtype in dtypes.items() if dtype not in ("F64", "F32", "F16", "BF16")}:
             raise InputError(
-                f"{path} holds parameters that are not plain numbers",
-                got=f"{', '.join(sorted(set(packed.values())))}: {_few(sorted(packed))}",
+                f"{path} contains parameters that are not floats",
+                got=f"{', '.join(sorted(set(packed.values())))}: {_first_names(sorted(packed))}",
                 allowed="F64, F32, F16, BF16",
-                next_step="take the checkpoint that was not quantized",
+                next_step="use the checkpoint before quantization",
             )
 
 
 def _check_weights(name: str, information: dict[str, Any]) -> list[str]:
-    """Refuse a checkpoint without some of the model's weights, which transformers would draw at random; tell of those
-    that no part of the model takes."""
+    """Return a note about unused weights. Raise `InputError` for missing ones, which would be random."""
     missing, unused = sorted(information["missing_keys"]), sorted(information["unexpected_keys"])
-    extra = f"no part of the model takes {len(unused)} of its weights: {_few(unused)}" if unused else ""
+    extra = f"{len(unused)} of its weights are not in the model: {_first_names(unused)}" if unused else ""
     if missing:
         raise InputError(
             f"the checkpoint {name} lacks weights of the model",
-            got=f"{len(missing)} missing: {_few(missing)}" + (f"; {extra}" if extra else ""),
+            got=f"{len(missing)} missing: {_first_names(missing)}" + (f"; {extra}" if extra else ""),
             next_step="check that config.json and the weights belong together",
         )
     return [f"the checkpoint {name} is loaded, but {extra}"] if extra else []
 
 
-def _few(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def outline(config: Any) -> Any:
-    """The model without memory for its weights: for checks and sizes."""
+    """Return the model without memory for its weights, for checks and sizes."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, attn_implementation=plain_attention(config))
-    # Whatever a config's numbers break in a model that is built from them.
+    # A config's numbers may raise any exception in the constructor of a model.
     except Exception as error:
         raise InputError(f"no {config.model_type} model can be built from its config", got=in_a_line(error)) from error
 
 
-def quiet() -> None:
-    """Keep transformers' bars and notes out of ours."""
+def silence_transformers() -> None:
+    """Disable progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -243,7 +245,7 @@ def quiet() -> None:
 
 
 def _tiny(seq_len: int) -> Any:
-    """A Llama of bytes: 4 layers, 8 heads, 2 K/V heads, some 3 million parameters."""
+    """Return a Llama over bytes with 4 layers, 8 heads, 2 K/V heads and about 3 million parameters."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -262,68 +264,68 @@ def _tiny(seq_len: int) -> Any:
 def _from_file(name: str) -> Any:
     try:
         path = _config_file(name)
-    except OSError as error:  # a folder that may not be searched, a name that is too long
+    except OSError as error:  # a folder without permission, a name that is too long
         raise InputError("the model cannot be read", got=f"{shown(name)}: {error.strerror}") from error
-    return _made(path, _json(path))
+    return _parse_config(path, _json(path))
 
 
 def _config_file(name: str) -> Path:
-    """The file of a model's config, which exists. Raises OSError, and `InputError` if this is not a model."""
+    """Return the existing config file of a model. Raises OSError, and `InputError` if it is not a model."""
     path = Path(name)
     if name and path.is_dir():
         if not any(path.glob("*.safetensors")):
             raise InputError(
                 f"the checkpoint {name} has no weights that are safe to load",
                 allowed="*.safetensors",
-                next_step="pickled weights (*.bin, *.pt) can run code and are not read; convert them",
+                next_step="convert pickled weights (*.bin, *.pt), which can run code, to safetensors",
             )
         path = path / "config.json"
     if not name or not path.is_file():
         raise InputError(
             "no such model",
             got=repr(name),
-            allowed=f"{TINY}, a config's JSON file, or a folder with config.json and *.safetensors",
+            allowed=f"{TINY}, a JSON config file, or a folder with config.json and *.safetensors",
         )
     return path
 
 
-def _made(path: Path, fields: dict[str, Any]) -> Any:
-    """The config that a file's fields make."""
+def _parse_config(path: Path, fields: dict[str, Any]) -> Any:
+    """Return the config of a file's fields."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     if fields.get("quantization_config"):
         raise InputError(
-            f"the model of {path} is quantized, and would be trained or scored as if it were not",
+            f"the model of {path} is quantized, which is not supported",
             got="quantization_config",
-            next_step="take the checkpoint that was not quantized, or remove the entry if the weights are plain",
+            next_step="use the checkpoint before quantization, or remove the entry if the weights are floats",
         )
-    kind = fields.pop("model_type", None)
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING))
+    model_type = fields.pop("model_type", None)
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        matches = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING))
         raise InputError(
             f"{path} names no model of transformers",
-            got=f"model_type {kind!r}"[:60],
-            next_step=f"did you mean {' or '.join(near)}?" if near else 'such as "model_type": "llama"',
+            got=f"model_type {model_type!r}"[:60],
+            next_step=f"did you mean {' or '.join(matches)}?" if matches else 'such as "model_type": "llama"',
         )
-    _check_sizes(fields, _LISTED)
+    _check_sizes(fields, _LIST_LENGTHS)
     try:
-        config = AutoConfig.for_model(kind, **fields)
-    # transformers checks configs with several libraries, and each raises its own.
+        config = AutoConfig.for_model(model_type, **fields)
+    # transformers checks configs with several libraries, and each raises its own errors.
     except Exception as error:
         raise InputError(f"transformers cannot read the config {path}", got=in_a_line(error)) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError("the model is not a causal language model of transformers", got=kind)
+        raise InputError("the model is not a causal language model of transformers", got=model_type)
     return config
 
 
 def _check_sizes(fields: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> None:
-    """transformers takes numbers of any kind, and breaks on them later in ways of its own."""
-    for name, (least, most) in sizes.items():
+    """Raise `InputError` for sizes out of range, on which transformers fails later with unclear errors."""
+    for name, (smallest, largest) in sizes.items():
         size = fields.get(name)
-        whole = isinstance(size, int) and not isinstance(size, bool)
-        if size is not None and not (whole and least <= size <= most):
-            allowed = f"an int from {least} to {most:,}"
-            raise InputError(f"{name} of the config is not a size", got=repr(size)[:40], allowed=allowed)
+        is_int = isinstance(size, int) and not isinstance(size, bool)
+        if size is not None and not (is_int and smallest <= size <= largest):
+            allowed = f"an int from {smallest} to {largest:,}"
+            raise InputError(f"{name} of the config is out of range", got=repr(size)[:40], allowed=allowed)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -336,5 +338,5 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON", got=in_a_line(error)) from error
     if not isinstance(fields, dict):
-        raise InputError(f"{path} holds no config", got=type(fields).__name__, allowed="a JSON object")
+        raise InputError(f"{path} contains no config", got=type(fields).__name__, allowed="a JSON object")
     return fields

@@ -1,4 +1,4 @@
-"""All that can be refused is refused here, before a process starts: from what was typed to a job and its plan."""
+"""Validate the options of `burst-portable run` before a process starts, and build the job and its plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import Embedding
 
 from burst_portable.backends.base import Backend
 from burst_portable.cli.backends import choose_backend
-from burst_portable.cli.flags import asked_strategy
+from burst_portable.cli.flags import make_named_strategy
 from burst_portable.cli.run.job import DTYPES, Job, check_memory, check_numbers, check_processes, cores, hardware_of_run
 from burst_portable.cli.run.models import (
     check_tokens,
@@ -21,7 +21,7 @@ from burst_portable.cli.run.models import (
     config_of,
     enable_gradient_checkpointing,
     outline,
-    quiet,
+    silence_transformers,
     tokens_of,
 )
 from burst_portable.config import from_environment
@@ -36,29 +36,36 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 
 def model_flops(config: Any, model: Any, *, seq_len: int, batch: int, scoring: bool) -> int | None:
-    """FLOPs of a step over all ranks; None for mixtures of experts, where a token uses only some of the parameters.
+    """Return the FLOPs of a step over all ranks, or None for mixtures of experts.
+
+    A token of a mixture of experts uses only some of the parameters, and how many is not counted.
 
     Args:
-        model: with any weights, or none in memory.
+        config: Config of the model.
+        model: The model, with or without memory for its weights.
+        seq_len: Tokens per sequence.
+        batch: Sequences per step.
+        scoring: Whether there is no backward pass.
     """
     if any(getattr(config, name, None) for name in _EXPERTS):
         return None
     sizes = sizes_of(config)
     num_pairs = sum(mask.num_pairs(seq_len) for mask in masks_of_layers(config))
-    forward = 2 * seq_len * _multiplied(model) + 4 * num_pairs * sizes["heads"] * sizes["head_dim"]
+    forward = 2 * seq_len * _matmul_parameters(model) + 4 * num_pairs * sizes["heads"] * sizes["head_dim"]
     return batch * forward * (1 if scoring else 3)
 
 
-def _multiplied(model: Any) -> int:
-    """Parameters without tables that are looked up in (of tokens, positions), unless logits are made with them too."""
-    tables = {module.weight for module in model.modules() if isinstance(module, Embedding)}
+def _matmul_parameters(model: Any) -> int:
+    """Return the number of parameters without embeddings, except one that also computes the logits."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, Embedding)}
     head = model.get_output_embeddings()
-    looked_up = tables - {head.weight} if head is not None else tables
-    return sum(p.numel() for p in model.parameters() if p not in looked_up)
+    if head is not None:
+        embeddings -= {head.weight}
+    return sum(p.numel() for p in model.parameters() if p not in embeddings)
 
 
 def mfu(flops: int | None, seconds: float, ranks: int, peak: float | None) -> float | None:
-    """The share of the ranks' peak FLOP/s that a step of `seconds` reached; None if a part is unknown."""
+    """Return the model FLOP utilization of a step, or None if its FLOPs or the peak FLOP/s of a rank are unknown."""
     return flops / (seconds * ranks * peak) if flops and peak else None
 
 
@@ -67,14 +74,15 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that can run, and what is known about it beforehand.
+    """A validated job and facts about it.
 
     Attributes:
-        plan: of the layers whose attention is the most work.
-        text: what the tokens are.
-        model: facts about the model, for reports.
-        model_flops: that a step needs, see `mfu`.
-        backend_reason: why this backend, where it was chosen; empty where it was named.
+        job: The job.
+        plan: Plan of the layers whose attention has the most FLOPs.
+        text: Description of the tokens.
+        model: Facts about the model, for reports.
+        model_flops: FLOPs per step, see `model_flops`.
+        backend_reason: Why the backend was chosen; empty if it was named.
     """
 
     job: Job
@@ -107,26 +115,26 @@ def prepare(
     ablated: bool,
     local: bool,
 ) -> Prepared:
-    """A job from what was typed. `local`: all ranks run on this machine. Raises `BurstError`."""
-    quiet()
+    """Return the job of the options. `local`: all ranks run on this machine. Raises `BurstError`."""
+    silence_transformers()
     settings = from_environment()
     check_numbers(seq_len, ranks, steps, batch, learning_rate, seed)
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     chosen, reason = choose_backend(backend, ranks if local else 1)
-    on_cpu = local and not chosen.capabilities.streams  # all ranks share this machine's cores and memory
+    on_cpu = local and not chosen.capabilities.streams  # ranks share this machine's cores and memory
     if on_cpu:
         check_processes(ranks)
     _check_kernel(settings.kernel, chosen)
     config = config_of(model, seq_len)
     checkpoint = checkpoint_of(model)
-    sketch = _checked_outline(config, seq_len, scoring, gradient_checkpointing)
+    sketch = _check_model(config, seq_len, scoring, gradient_checkpointing)
     tokens, name = tokens_of(text, checkpoint)
     check_tokens(tokens, seq_len, config.vocab_size)
     hardware = hardware_of_run(chosen, ranks, settings.hardware_spec, dtype, sizes_of(config)["head_dim"])
-    planner = asked_strategy(strategy, ranks_per_node, options, hardware)
+    planner = make_named_strategy(strategy, ranks_per_node, options, hardware)
     plan = _plan(config, seq_len, ranks, batch, planner, layout, dtype)
-    about = _about(model, config, sketch)
+    model_facts = _model_facts(model, config, sketch)
     flops = model_flops(config, sketch, seq_len=seq_len, batch=batch, scoring=scoring)
     if steps is None:
         steps = math.ceil(tokens.numel() // seq_len / batch) if scoring else STEPS
@@ -153,8 +161,8 @@ def prepare(
         ablate=ablated,
     )
     if on_cpu:
-        _check_memory(job, about)
-    return Prepared(job, plan, name, about, flops, reason)
+        _check_memory(job, model_facts)
+    return Prepared(job, plan, name, model_facts, flops, reason)
 
 
 def _check_kernel(name: str, backend: Backend) -> None:
@@ -163,8 +171,8 @@ def _check_kernel(name: str, backend: Backend) -> None:
         raise unknown_name("kernel in BURST_KERNEL", name, kernels)
 
 
-def _checked_outline(config: Any, seq_len: int, scoring: bool, gradient_checkpointing: bool) -> Any:
-    """The model without its weights, once all that it cannot do is refused."""
+def _check_model(config: Any, seq_len: int, scoring: bool, gradient_checkpointing: bool) -> Any:
+    """Return the model without its weights. Raises `BurstError` if it is not supported."""
     sketch = outline(config)
     check_model(sketch)
     check_positions(config, seq_len)
@@ -175,12 +183,12 @@ def _checked_outline(config: Any, seq_len: int, scoring: bool, gradient_checkpoi
 
 
 def _check_dropout(config: Any, scoring: bool) -> None:
-    """Attention refuses dropout while training; other dropout would differ from the reference, draw by draw."""
-    heads_of_other_tasks = ("classifier", "summary")
+    """Raise `InputError` for dropout in training, which differs at random from the run on one device."""
+    other_tasks = ("classifier", "summary")  # their heads are not part of a language model
     found = {
         name: value
         for name, value in config.to_dict().items()
-        if ("dropout" in name or name.endswith("pdrop")) and value and not name.startswith(heads_of_other_tasks)
+        if ("dropout" in name or name.endswith("pdrop")) and value and not name.startswith(other_tasks)
     }
     if found and not scoring:
         raise InputError("dropout cannot be compared with one device", got=found, next_step="set it to 0 in the config")
@@ -189,15 +197,15 @@ def _check_dropout(config: Any, scoring: bool) -> None:
 def _check_gradient_checkpointing(sketch: Any, scoring: bool) -> None:
     if scoring:
         raise InputError(
-            "--gradient-checkpointing has no meaning without a backward pass",
+            "--gradient-checkpointing requires a backward pass",
             got="--eval",
-            next_step="leave one of them out",
+            next_step="omit one of them",
         )
     enable_gradient_checkpointing(sketch)
 
 
 def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy, layout: str, dtype: str) -> Plan:
-    """The plan of the layers with the most work; plans of the others are made too, so that they can refuse."""
+    """Return the plan of the layers with the most FLOPs, after planning all, as each may be unsupported."""
     plans = [
         make_plan(
             seq_len=seq_len,
@@ -214,10 +222,10 @@ def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy,
     return max(plans, key=lambda plan: plan.call.num_pairs)
 
 
-def _check_memory(job: Job, about: dict[str, Any]) -> None:
+def _check_memory(job: Job, model_facts: dict[str, Any]) -> None:
     check_memory(
-        about["parameters"],
-        about["vocabulary"],
+        model_facts["parameters"],
+        model_facts["vocabulary"],
         tokens=job.seq_len * job.batch,
         copies=job.ranks,
         itemsize=torch.promote_types(getattr(torch, job.dtype), torch.float32).itemsize,
@@ -225,7 +233,7 @@ def _check_memory(job: Job, about: dict[str, Any]) -> None:
     )
 
 
-def _about(name: str, config: Any, sketch: Any) -> dict[str, Any]:
+def _model_facts(name: str, config: Any, sketch: Any) -> dict[str, Any]:
     return {
         "name": name,
         "type": config.model_type,

@@ -1,6 +1,6 @@
-"""Starts a job's ranks as processes of this machine, listens to them, and ends them all when one fails.
+"""Start the ranks of a job as local processes, read their events, and end all ranks if one fails.
 
-Ranks meet through a file and talk over the loopback interface alone.
+Ranks find each other through a file and communicate over the loopback interface only.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from burst_portable.config import environment_of_children
 from burst_portable.errors import BurstError, CommunicationError, InputError, PeerLostError, format_error
 
 GRACE = 3.0
-"""Default seconds for other ranks to report their own reason, and then to end when asked."""
-_LAST_LINES = 12
+"""Default seconds for other ranks to report their errors, and then to terminate."""
+_LAST_LINES = 12  # of a rank's stderr that are printed
 
 Event = dict[str, Any]
 
 
 class Job(Protocol):
-    """What processes are started for."""
+    """The job of the processes."""
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """Number of processes."""
 
     def save(self, path: Path) -> None:
-        """Write it where they find it."""
+        """Write the job to a file that they read."""
 
 
 def run_processes(
@@ -45,16 +45,17 @@ def run_processes(
     *,
     grace: float = GRACE,
 ) -> list[Event]:
-    """Run every rank of a job to its end; what each said when it was done, in rank order.
+    """Run all ranks of a job, and return the "done" event of each in rank order.
 
     Args:
-        folder: an empty folder of ours: the job, the rendezvous, the ranks' output.
-        on_step: hears the "step" events of rank 0.
-        worker: the module that is a rank, see `worker.main`.
-        grace: Seconds for the other ranks to report their reason after one failed, and then to end.
+        job: The job.
+        folder: An empty folder for the job, the rendezvous file and the ranks' stderr.
+        on_step: Called with the "step" events of rank 0.
+        worker: The module that runs as a rank, see `worker.main`.
+        grace: Seconds for the other ranks to report their errors after one failed, and then to terminate.
 
     Raises:
-        BurstError: what the first failing rank raised, or `PeerLostError` with the last lines of one that died.
+        BurstError: The error of the rank that failed, or `PeerLostError` with the last lines of one that died.
     """
     path = folder / "job.json"
     job.save(path)
@@ -69,7 +70,7 @@ class _Ranks:
     def __init__(self, job: Path, count: int, worker: str, grace: float) -> None:
         self._grace = grace
         self._folder = folder = job.parent
-        self._said: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._listeners: list[threading.Thread] = []
         environment = environment_of_children(PYTHONUNBUFFERED="1")
@@ -81,32 +82,32 @@ class _Ranks:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     env=environment,
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which ends them quietly
+                    start_new_session=True,  # Ctrl-C reaches only this process, which terminates them
                 )
             self._processes.append(process)
-            listener = threading.Thread(target=self._hear, args=(rank, process), daemon=True)
+            listener = threading.Thread(target=self._read_events, args=(rank, process), daemon=True)
             listener.start()
             self._listeners.append(listener)
 
-    def _hear(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """One rank's events, then None for its end."""
+    def _read_events(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Queue the events of one rank, then None for its end."""
         assert process.stdout is not None
         for line in process.stdout:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # a library that prints to stdout
+                continue  # output of a library
             if isinstance(event, dict):
-                self._said.put((rank, event))
+                self._events.put((rank, event))
         process.wait()
-        self._said.put((rank, None))
+        self._events.put((rank, None))
 
     def listen(self, on_step: Callable[[Event], None]) -> list[Event]:
-        """Events until all ranks are done."""
+        """Process events until all ranks are done."""
         done: dict[int, Event] = {}
         ended = 0
         while ended < len(self._processes):
-            rank, event = self._said.get()
+            rank, event = self._events.get()
             if event is None:
                 ended += 1
                 if rank not in done:
@@ -120,48 +121,49 @@ class _Ranks:
         return [done[rank] for rank in range(len(self._processes))]
 
     def _failure(self, rank: int, event: Event | None) -> BurstError:
-        """The error of the rank that failed by itself: others only lose it, and may be heard first."""
-        heard: dict[int, Event | None] = {rank: event}
+        """Return the error of the rank that failed first. Other ranks lose it, and may report that earlier."""
+        failed: dict[int, Event | None] = {rank: event}
         until = monotonic() + self._grace
-        while len(heard) < len(self._processes) and (left := until - monotonic()) > 0:
+        while len(failed) < len(self._processes) and (seconds := until - monotonic()) > 0:
             try:
-                other, said = self._said.get(timeout=left)
+                other, report = self._events.get(timeout=seconds)
             except queue.Empty:
                 break
-            if said is None or said.get("event") == "error":
-                heard.setdefault(other, said)
-        rank, event = min(heard.items(), key=lambda one: self._order(*one))
-        for other, said in heard.items():
-            if other != rank and said is not None and (event is None or said["message"] != event["message"]):
-                message = said["message"].removeprefix(f"rank {other}").lstrip(":, ")
+            if report is None or report.get("event") == "error":
+                failed.setdefault(other, report)
+        rank, event = min(failed.items(), key=lambda one: self._order(*one))
+        for other, report in failed.items():
+            if other != rank and report is not None and (event is None or report["message"] != event["message"]):
+                message = report["message"].removeprefix(f"rank {other}").lstrip(":, ")
                 print(f"rank {other}: {message}", file=sys.stderr)
         if event is None:
-            return PeerLostError(self._last_words(rank))
+            return PeerLostError(self._describe_exit(rank))
         kind = InputError if event["kind"] == "input" else CommunicationError
         return kind(event["message"])
 
     def _order(self, rank: int, event: Event | None) -> int:
-        """A sort key: a rank's own mistake explains most, then a death by a signal, another death, a lost peer."""
+        """Return a sort key: first invalid input, then an end by a signal, another end, a lost peer."""
         if event is not None:
             return {"input": 0, "communication": 3}[event["kind"]]
         return 1 if self._processes[rank].wait() < 0 else 2
 
-    def _last_words(self, rank: int) -> str:
+    def _describe_exit(self, rank: int) -> str:
+        """Return the message for a rank that ended without an event, and print its last lines."""
         text = (self._folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
         for line in lines[-_LAST_LINES:]:
             print(f"rank {rank}: {line}", file=sys.stderr)
         code = self._processes[rank].wait()
         what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        memory = "the system ends processes so when memory runs out; take fewer tokens or ranks"
+        out_of_memory = "the system kills processes when memory runs out; use fewer tokens or ranks"
         return format_error(
             f"rank {rank} {what}",
-            got=lines[-1].strip() if lines else "no word on stderr",
-            next_step=memory if -code == signal.SIGKILL else None,
+            got=lines[-1].strip() if lines else "no output on stderr",
+            next_step=out_of_memory if -code == signal.SIGKILL else None,
         )
 
     def end(self) -> None:
-        """End what still runs, and wait for it."""
+        """Terminate running processes, and wait for them."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()

@@ -1,4 +1,4 @@
-"""Joining ranks that a launcher such as torchrun has started."""
+"""Run a job as one of the ranks that a launcher such as torchrun started."""
 
 from __future__ import annotations
 
@@ -17,27 +17,23 @@ from burst_portable.config import Launched
 from burst_portable.mesh import Mesh
 
 
-@record  # torchrun's last lines are then this rank's error
-def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome], Gradients]:
-    """This rank's part of a job, among the ranks that the launcher started.
-
-    Returns:
-        Every rank's outcome, in rank order, on every rank; and the gradients.
-    """
-    device = device_of(job.device_type, place.local_rank)
-    join_launched(job.backend, place)
+@record  # torchrun then prints this rank's error last
+def run_in_launcher(job: Job, launcher: Launched, on_step: OnStep) -> tuple[list[Outcome], Gradients]:
+    """Run this rank of a job, and return the outcomes of all ranks in rank order and this rank's gradients."""
+    device = device_of(job.device_type, launcher.local_rank)
+    join_launched(job.backend, launcher)
     try:
         mesh = Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend)
         outcome, gradients = run_rank(job, mesh, device, on_step)
-        return [Outcome(**one) for one in _gathered(asdict(outcome), mesh, device)], gradients
+        return [Outcome(**one) for one in _gather(asdict(outcome), mesh, device)], gradients
     finally:
         dist.destroy_process_group()
 
 
-def _gathered(mine: dict[str, Any], mesh: Mesh, device: torch.device) -> list[dict[str, Any]]:
-    """Everybody's data, in rank order, as JSON over the mesh's own transport."""
+def _gather(values: dict[str, Any], mesh: Mesh, device: torch.device) -> list[dict[str, Any]]:
+    """Return the values of all ranks in rank order, exchanged as JSON over the mesh's transport."""
     transport = mesh.transport(device.type)
-    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    data = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.empty(8, dtype=torch.uint8, device=device) for _ in range(mesh.size)]
     transport.all_gather(torch.tensor([data.numel()], device=device).view(torch.uint8), sizes, "outcome sizes")
     parts = [torch.empty(int(size.view(torch.int64)), dtype=torch.uint8, device=device) for size in sizes]

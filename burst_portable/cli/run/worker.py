@@ -1,7 +1,7 @@
-"""A rank as a process: python -m burst_portable.cli.run.worker JOB RANK
+"""Run one rank as a process: python -m burst_portable.cli.run.worker JOB RANK
 
-Started by `launch.py`, whose pipe to our stdin stays open as long as it lives: a rank never outlives its parent.
-Tells on stdout, a JSON object a line: {"event": "step", ...}, then "done", or "error" with its kind.
+`spawn.py` starts it and keeps a pipe to its stdin open, so that a rank ends with its parent. The process writes one
+JSON object per line to stdout: {"event": "step", ...}, then "done", or "error" with its kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burst_portable.cli.run.job import Job, without_collector
+from burst_portable.cli.run.job import Job, disable_garbage_collection
 from burst_portable.errors import BurstError, CommunicationError, CommunicationTimeoutError, InputError, in_a_line
 
 if TYPE_CHECKING:
@@ -26,45 +26,47 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str], work: Callable[[Path, int], None] | None = None) -> int:
-    """Runs the rank; exit code 0, or 1 with an "error" event or a traceback on stderr.
+    """Run a rank. Return 0, or 1 after an "error" event; other exceptions leave a traceback on stderr.
 
-    `work` is what it does, given the job's file and the rank: to train or score, unless given.
+    Args:
+        arguments: The job's file, and the rank.
+        work: The rank's work, which gets both. Default: train or score.
     """
     path, rank = Path(arguments[0]), int(arguments[1])
     threading.Thread(target=_end_with_parent, args=(path.parent,), daemon=True).start()
     try:
         (work or _run)(path, rank)
     except CommunicationError as error:
-        tell(event="error", kind="communication", message=str(error))
+        write_event(event="error", kind="communication", message=str(error))
         return 1
     except BurstError as error:
-        tell(event="error", kind="input", message=str(error))
+        write_event(event="error", kind="input", message=str(error))
         return 1
     return 0
 
 
-def tell(**event: Any) -> None:
-    """One line to the parent. A loss that is not a number is written as NaN, which Python reads back."""
+def write_event(**event: Any) -> None:
+    """Write one line for the parent. NaN losses are written as NaN, which Python's json can parse."""
     print(json.dumps(event), flush=True)
 
 
 def _end_with_parent(folder: Path) -> None:
-    """A parent that was killed cannot remove its folder."""
-    os.read(0, 1)  # not through sys.stdin, whose lock would make an end of this process by an exception an abort
+    """Remove the job's folder and exit when the parent ends, which cannot do so if it is killed."""
+    os.read(0, 1)  # not sys.stdin: its lock would turn an exit by an exception into an abort
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 def _run(path: Path, rank: int) -> None:
     job, folder = Job.load(path), path.parent
-    with without_collector():
+    with disable_garbage_collection():
         import torch
         import torch.distributed as dist
 
         from burst_portable.cli.run.train import run_rank, save_gradients
         from burst_portable.mesh import Mesh
 
-        gc.freeze()  # this process is a rank and nothing else: what it has imported stays to its end
+        gc.freeze()  # imported modules stay until the process ends
     torch.set_num_threads(job.threads)
     device = device_of(job.device_type, rank)
     join(job.backend, rank, job.ranks, folder)
@@ -73,29 +75,29 @@ def _run(path: Path, rank: int) -> None:
             job,
             Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend),
             device,
-            lambda course: tell(event="step", loss=course.losses[-1], seconds=course.seconds[-1]),
+            lambda history: write_event(event="step", loss=history.losses[-1], seconds=history.seconds[-1]),
         )
         if rank == 0 and gradients:
             save_gradients(gradients, folder)
-        tell(event="done", outcome=asdict(outcome))
+        write_event(event="done", outcome=asdict(outcome))
     finally:
         dist.destroy_process_group()
 
 
 def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
-    """Create the process group of all ranks, which meet in a file of `folder`.
+    """Create the process group of all ranks, through a file in `folder`.
 
     Raises:
-        CommunicationTimeoutError: a rank is missing.
+        CommunicationTimeoutError: If a rank does not start in time.
     """
     import torch.distributed as dist
 
     from burst_portable.backends.selection import group_options_of, load
     from burst_portable.config import from_environment, listen_on_loopback
 
-    serving, timeout = load(backend), from_environment().timeout
-    process_group = serving.capabilities.process_group
-    options = group_options_of(serving, timedelta(seconds=timeout))
+    loaded, timeout = load(backend), from_environment().timeout
+    process_group = loaded.capabilities.process_group
+    options = group_options_of(loaded, timedelta(seconds=timeout))
     listen_on_loopback(process_group)
     try:
         dist.init_process_group(
@@ -109,40 +111,43 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
         raise CommunicationTimeoutError(
             f"rank {rank}: the other ranks did not start within {timeout:g} s",
             got=in_a_line(error),
-            next_step="give them more time with BURST_TIMEOUT, in seconds",
+            next_step="set a larger BURST_TIMEOUT, in seconds",
         ) from error
 
 
-def join_launched(backend: str, place: Launched) -> None:
-    """Create the process group of the ranks that a launcher has started.
+def join_launched(backend: str, launcher: Launched) -> None:
+    """Create the process group of the ranks that a launcher started.
 
     Raises:
-        CommunicationTimeoutError: a rank is missing.
+        CommunicationTimeoutError: If a rank does not connect in time.
     """
     import torch.distributed as dist
 
     from burst_portable.backends.selection import group_options_of, load
     from burst_portable.config import from_environment
 
-    serving, timeout = load(backend), from_environment().timeout
-    options = group_options_of(serving, timedelta(seconds=timeout))
+    loaded, timeout = load(backend), from_environment().timeout
+    options = group_options_of(loaded, timedelta(seconds=timeout))
     try:
-        dist.init_process_group(serving.capabilities.process_group, **options)
-    # Names that do not resolve, ports that are taken, ranks that do not come: torch has an error for each.
+        dist.init_process_group(loaded.capabilities.process_group, **options)
+    # torch raises different errors for unknown host names, used ports and missing ranks.
     except (RuntimeError, ValueError) as error:
-        next_step = f"see that every rank starts, and that it reaches {place.meeting} (MASTER_ADDR, MASTER_PORT)"
+        address = launcher.meeting
+        next_step = f"check that every rank starts and can connect to {address} (MASTER_ADDR, MASTER_PORT)"
         raise CommunicationTimeoutError(
-            f"the ranks did not meet at {place.meeting} within {timeout:g} s",
+            f"the ranks did not connect at {address} within {timeout:g} s",
             got=in_a_line(error),
             next_step=next_step,
         ) from error
 
 
 def device_of(device_type: str, local_rank: int) -> Any:
-    """The device of a rank, made the current one where devices are numbered.
+    """Return the device of a rank, and make it current if devices have numbers.
 
-    Raises `InputError` for more ranks on this host than it has devices. One device is each rank's own: launchers may
-    show a rank no other.
+    If one device is visible, each rank uses it, because a launcher may hide the others.
+
+    Raises:
+        InputError: If there are more ranks on this host than devices.
     """
     import torch
 
@@ -154,7 +159,7 @@ def device_of(device_type: str, local_rank: int) -> Any:
             "this host has no device for the rank",
             got=f"local rank {local_rank}",
             allowed=f"0 to {count - 1}",
-            next_step="start as many ranks a host as it has devices",
+            next_step="start at most one rank per device on each host",
         )
     module.set_device(local_rank)
     return torch.device(device_type, local_rank)

@@ -102,7 +102,7 @@ def test_trace_command_reads_npu_trace(tmp_path, capsys):
     path = tmp_path / "trace_view.json"
     path.write_text(json.dumps(TRACE))
     assert main(["trace", str(path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(capsys.readouterr().out)["traces"]
     # All of the device counts here: the model's product from 200 to 700 too.
     assert (found["span"], found["compute"], found["comm"], found["idle"]) == (600_000, 600_000, 100_000, 0)
     path.write_text(json.dumps([*TRACE, {"ph": "X", "pid": []}]))

@@ -60,7 +60,7 @@ def test_run_on_two_processes_equals_one_device(config: Path, tmp_path: Path, ca
     assert len(facts["peak_memory_bytes"]) == 2
     assert min(facts["peak_memory_bytes"]) > 1 << 20
     said = capsys.readouterr()
-    assert "PASSED  2 steps equal one device's" in said.out
+    assert "PASSED  2 steps match one device" in said.out
     assert "model FLOP utilization" in said.out
     assert "a matrix product of" in said.out  # what the peak is
     assert said.err == ""
@@ -217,10 +217,10 @@ def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--text", "/no/such/text"], "the text is not there"),
-        (["--text", ""], "the text is not there"),
+        (["--text", "/no/such/text"], "the text does not exist"),
+        (["--text", ""], "the text does not exist"),
         (["--text", "{pickled}"], "a folder"),
-        (["--text", "/dev/zero"], "no regular file"),
+        (["--text", "/dev/zero"], "not a regular file"),
         (["--text", "/proc/self/mem"], "0 bytes"),
         (["--text", "x" * 5000], "cannot be read"),
         (["--text", "{short}"], "shorter than one sequence"),
@@ -232,12 +232,12 @@ def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
         (["--batch", "0"], "--batch"),
         (["--batch", "1" * 30], "--batch is too large"),
         (["--batch", "10000000"], "does not fit this machine's memory"),
-        (["--seq-len", "4096", "--ranks", "1000"], "cores can serve"),
+        (["--seq-len", "4096", "--ranks", "1000"], "too many ranks for this machine's cores"),
         (["--seed", "-1"], "--seed"),
         (["--seed", "1" * 30], "--seed is too large"),
         (["--lr", "1e400"], "--lr"),
         (["--strategy", "burst", "--transfer", "dirct"], "did you mean 'direct'"),
-        (["--strategy", "ring", "--ranks-per-node", "2"], "takes no --ranks-per-node; got 2; leave it out, or ask"),
+        (["--strategy", "ring", "--ranks-per-node", "2"], "has no --ranks-per-node; got 2; omit it, or use"),
         (["--strategy", "double_ring", "--backward-circulates", "v"], "unknown side to circulate"),
         (["--strategy", "double_ring", "--ranks-per-node", "3"], "does not divide"),
         (["--lr", "nan"], "--lr"),
@@ -246,12 +246,12 @@ def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
         (["--strategy", "usp", "--ranks-per-node", "3"], "does not divide"),
         (["--layout", "zag"], "zigzag"),
         (["--dtype", "int8"], "unknown dtype"),
-        (["--gradient-checkpointing", "--eval"], "without a backward pass"),
-        (["--lr", "0.1", "--eval"], "where nothing is learned"),
+        (["--gradient-checkpointing", "--eval"], "requires a backward pass"),
+        (["--lr", "0.1", "--eval"], "--lr requires training"),
         (["--backend", "gpu"], "unknown backend"),
         (["--model", "/no/such/model"], "no such model"),
         (["--model", "{broken}"], "cannot be read as JSON"),
-        (["--model", "{list}"], "holds no config"),
+        (["--model", "{list}"], "contains no config"),
         (["--model", "{unknown}"], "did you mean llama"),
         (["--model", ""], "no such model"),
         (["--model", "/dev/zero"], "no such model"),
@@ -272,7 +272,7 @@ def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
         (["--model", "{composite}"], "no one size of attention in a config of llama4; got several models"),
         (["--model", "{dropout}"], "dropout"),
         (["--model", "{pickled}"], "safetensors"),
-        (["--model", "{few}"], "tokens that the model does not know"),
+        (["--model", "{few}"], "tokens outside the model's vocabulary"),
         (["--json", "/no/such/folder/x.json"], "--json"),
         (["--json", "/dev/full"], "No space left"),
         (["--report", "/proc/report"], "report"),

@@ -14,25 +14,25 @@ from burst_portable import Mesh, run_threads
 from burst_portable.cli import main
 from burst_portable.cli.run.models import batches, build, config_of, outline, tokens_of
 from burst_portable.cli.run.outcome import relative_differences
-from burst_portable.cli.run.train import Course, Sharded, Where, fingerprint, score
+from burst_portable.cli.run.train import DeviceConfig, Sharded, StepHistory, fingerprint, score
 from burst_portable.integrations.transformers import parallelize
 from tests.support.models import SIZES, make
 
 
 def test_perplexity_does_not_depend_on_ranks():
     model = make("llama", torch.float32)
-    where = Where(torch.device("cpu"), torch.float32)
+    device_config = DeviceConfig(torch.device("cpu"), torch.float32)
     data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
 
-    def nothing(course: Course) -> None:
+    def nothing(history: StepHistory) -> None:
         pass
 
-    expected = score(model, data, where, None, nothing).losses
+    expected = score(model, data, device_config, None, nothing).losses
 
     def work(mesh: Mesh) -> list[float]:
         # Threads share the weights, which nobody changes, but not the hooks.
         mine = copy.deepcopy(model)
-        return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh), nothing).losses
+        return score(mine, data, device_config, Sharded(parallelize(mine, mesh), mesh), nothing).losses
 
     for ranks in (1, 2, 3):
         for losses in run_threads(ranks, work):
@@ -58,15 +58,15 @@ def test_models_without_sdpa_support_score_equally(
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     fields = {"model_type": kind, **SIZES, **rope, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    name, where = str(tmp_path / "config.json"), Where(torch.device("cpu"), dtype)
+    name, device_config = str(tmp_path / "config.json"), DeviceConfig(torch.device("cpu"), dtype)
     assert outline(config_of(name, 45)).device.type == "meta"
     data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
     whole, _ = build(name, config_of(name, 45), dtype, 0)
-    expected = score(whole, data, where, None, lambda course: None).losses
+    expected = score(whole, data, device_config, None, lambda history: None).losses
 
     def work(mesh: Mesh) -> list[float]:
         mine = copy.deepcopy(whole)
-        return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh), lambda course: None).losses
+        return score(mine, data, device_config, Sharded(parallelize(mine, mesh), mesh), lambda history: None).losses
 
     for losses in run_threads(2, work):
         assert max(relative_differences(losses, expected)) < 1e-6

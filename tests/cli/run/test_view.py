@@ -46,10 +46,10 @@ def test_view_wraps_long_verdict_in_narrow_terminal(capsys):
     }  # fmt: skip
     view = View()
     view._console = Console(force_terminal=True, width=60, soft_wrap=True, color_system=None)
-    view.verdict(facts)
+    view.result(facts)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:3] == [
-        "PASSED  3 steps equal one device's: losses within 8.4e-08,",
+        "PASSED  3 steps match one device: losses within 8.4e-08,",
         "        final gradients within 3.9e-07 (relative, float32)",
     ]
 
@@ -65,7 +65,7 @@ def test_log_line_is_not_wrapped(tmp_path, capsys):
     ("flops", "told"),
     [
         (10**12, "unknown: the device's peak in bfloat16 is not known (the backend 'theirs' does not tell)"),
-        (None, "unknown: of a mixture of experts a token meets some parameters only, and how many is not counted"),
+        (None, "unknown: FLOPs of a mixture of experts are not counted"),
     ],
 )
 def test_unknown_utilization_is_reported_as_unknown(flops, told):
