@@ -119,9 +119,16 @@ def _unsupported_reason(model: PreTrainedModel) -> str | None:
 
 def _has_tokenwise_head(model: PreTrainedModel) -> bool:
     """Return whether all layers after attention process each token independently."""
-    if model.base_model is model:
-        return getattr(model, "pooler", None) is None
-    return any(base.__name__.endswith(HEADS) for base in type(model).__mro__)
+    if _pools_tokens(model) or _pools_tokens(model.base_model):
+        return False
+    return model.base_model is model or any(base.__name__.endswith(HEADS) for base in type(model).__mro__)
+
+
+def _pools_tokens(model: nn.Module) -> bool:
+    """Return whether the output of a model has a `pooler_output`, unless the model was created without a pooler."""
+    if hasattr(model, "pooler"):
+        return model.pooler is not None
+    return "Pooling" in str(inspect.signature(type(model).forward).return_annotation)
 
 
 def _mixes_tokens(module: nn.Module) -> bool:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    CLIPTextConfig,
+    CLIPTextModel,
     FNetConfig,
     FNetForMaskedLM,
     Llama4ForCausalLM,
@@ -377,3 +380,36 @@ def test_read_mask_accepts_windows_only():
     for function in (custom, and_masks(causal_mask_function, custom), or_masks(causal_mask_function, custom)):
         with pytest.raises(UnsupportedError, match="mask function"):
             read_mask(function)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AlignText",
+        "CLIPSegText",
+        "CLIPText",
+        "ChineseCLIPText",
+        "MetaClip2Text",
+        "Siglip2Text",
+        "SiglipText",
+        "XCLIPText",
+    ],
+)
+def test_parallelize_rejects_text_towers_that_pool_tokens(name: str) -> None:
+    """Each rank pooled its own tokens: the end-of-text token is on one rank, and pooler_output was wrong on others."""
+    cls = getattr(transformers, f"{name}Model")
+    with torch.device("meta"):
+        model = cls(cls.config_class(num_hidden_layers=1))
+    with pytest.raises(UnsupportedError, match="a head or a pooler that reads single tokens"):
+        parallelize(model, Mesh.single())
+
+
+def test_pooled_output_of_a_shard_is_not_that_of_the_sequence() -> None:
+    """The number that the error of a text tower prevents."""
+    config = CLIPTextConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, eos_token_id=63)
+    model, ids = CLIPTextModel(config).eval(), torch.randint(0, 63, (1, 32))
+    ids[:, -1] = 63
+    hidden = model(ids).last_hidden_state
+    right, wrong = hidden[:, -1], hidden[:, :16][:, ids[:, :16].argmax(dim=-1)[0]]
+    assert torch.equal(model(ids).pooler_output, right)
+    assert (wrong - right).norm() > 0.1 * right.norm()
