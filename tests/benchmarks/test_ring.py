@@ -77,7 +77,7 @@ def test_ring_benchmark_runs_on_cpus(tmp_path):
 
 
 def test_settle_gives_auto_the_layout_that_it_chooses():
-    """The other contestants use the layout of the row, or one of their own."""
+    """The other contestants use the layout of the row, or a fixed one."""
 
     def work(mesh):
         links = Links(None, mesh.rank, 2, torch.device("cpu"), 10.0, {"local": mesh.transport("cpu")})

@@ -1,4 +1,4 @@
-"""On accelerators: attention in the graphs of torch.compile, with inductor's kernels beside ours.
+"""Test attention in graphs of torch.compile on accelerators, together with inductor's kernels.
 
 python -m pytest -m device tests/device/test_graph_ops.py
 """
@@ -40,7 +40,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def tensors(length: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v, the gradient of out, and sinks."""
+    """Return q, k, v, the gradient of out, and sinks."""
     found = torch.accelerator.current_accelerator()
     assert found is not None, "pytest -m device needs an accelerator"
     shapes = [(2, length, heads, 64) for heads in (4, 2, 2, 4)]
@@ -48,7 +48,7 @@ def tensors(length: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any) -> Tensor:
-    """Attention between operators that a compiler fuses, and whose memory it takes again."""
+    """Call attention between operators that a compiler fuses and whose memory it reuses."""
     out = bp.attention(q * 2, k.neg(), v + 1, sinks=sinks, **options)
     return out * 0.5
 

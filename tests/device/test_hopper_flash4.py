@@ -13,7 +13,7 @@ from tests.support.calls import kernel_call
 from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
 from tests.support.hopper_cases import gap, tiles_of
 
-# While it compiles, the package warns of arguments of its own and of what its own libraries gave up.
+# While it compiles, the package warns of its arguments and of deprecated functions of its libraries.
 pytestmark = [
     pytest.mark.device,
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -86,7 +86,7 @@ def test_flash4_strides(kernel, dim):
     compare_whole(kernel, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors), causal(300))
     for tiles in (causal(300), tiles_of("window:100", 300)):
         compare_whole(kernel, *torch.cat(tensors, 2).split(4, 2), tiles)
-    if dim == 64:  # at 128 the forward is ours, which refuses them
+    if dim == 64:  # at 128 our kernel computes the forward and rejects them
         compare_whole(kernel, *torch.cat(tensors, 3)[..., 1:].split(dim, 3)[:3], tensors[3], causal(300))
 
 

@@ -1,4 +1,4 @@
-"""On accelerators: the whole path of one rank, and ranks over several devices where there are several.
+"""Test attention on accelerators: one rank, and one rank per device if there are several.
 
 python -m pytest -m device tests/device
 """

@@ -21,7 +21,7 @@ TRANSPORTS = ["auto", "nccl", "peer_copy"]
 
 
 def play(folder: Path, what: str, transport: str, ranks: int) -> dict[int, dict]:
-    """What the ranks wrote, all but one that is to be late or killed."""
+    """Run a job on all ranks and return the JSON of each rank, except that of a late or killed rank."""
     command = [sys.executable, "-m", "tests.support.device_trouble", str(ranks), str(folder)]
     processes = [subprocess.Popen([*command, str(r), what, transport], cwd=ROOT) for r in range(ranks)]
     try:
@@ -39,7 +39,7 @@ def play(folder: Path, what: str, transport: str, ranks: int) -> dict[int, dict]
 
 
 def check_right(folder: Path, what: str, transport: str) -> None:
-    """On all devices; nothing is wrong on any rank."""
+    """Run a job on all devices and check that no rank reports a wrong result."""
     ranks = torch.accelerator.device_count()
     said = play(folder, what, transport, ranks)
     if any("absent" in one for one in said.values()):

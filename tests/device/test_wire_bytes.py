@@ -1,4 +1,4 @@
-"""Over several devices: the bytes that their own counters tell of are the plans', to 1 % and a few KiB a message.
+"""Compare the link counters of several devices with the plans, to 1 % and a few KiB per message.
 
 python -m pytest -m device tests/device/test_wire_bytes.py
 """
@@ -26,13 +26,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def read(one: dict) -> Measured:
-    """As a rank wrote it."""
+    """Convert the JSON of a rank to `Measured`."""
     return Measured(**{**one, "plan": [Planned(**plan) for plan in one["plan"]]})
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What all ranks say alike, one a device."""
+    """Run one rank per device and return the facts on which all ranks agree."""
     kind = torch.accelerator.current_accelerator()
     counters = open_or_reason(for_device(kind.type).link_counters, 0)
     if isinstance(counters, str):

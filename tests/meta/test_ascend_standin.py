@@ -1,4 +1,4 @@
-"""The stand-in for CANN by itself, without torch_npu: streams that wait for events, HCCL that waits for its peer."""
+"""Test the simulated CANN without torch_npu: streams wait for events, and HCCL waits for its peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix descriptors that ptxas takes from a path that did not run: a real case, cut short, and what is like it."""
+"""Test the search for matrix descriptors of paths that did not run, on a real case and variants of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from burst_portable.kernels.triton.machine_code import compiled_kernel
 from burst_portable.kernels.triton.tuning import Blocks
 
 WRONG = Path(__file__).with_name("wrong_descriptor.sass").read_text(encoding="utf-8")
-BRANCH = "        /*2f70*/              @!P0 BRA `(.L_x_7) ;\n"  # around the first loop and what is ahead of it
+BRANCH = "        /*2f70*/              @!P0 BRA `(.L_x_7) ;\n"  # around the first loop and the code before it
 READY = "        /*2ff0*/                   UMOV UR4, UR6 ;\n"  # UR4 and UR5 are Q's descriptor
 LOOP_2 = ".L_x_16:\n"
 PRODUCT_2 = "        /*5790*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;\n"
@@ -105,7 +105,7 @@ def test_check_reports_missing_disassembler(monkeypatch, tmp_path):
 
 
 def test_two_warps_use_no_descriptors():
-    """ptxas 12.8 makes the fault for values smaller than heads; on a GPU it addresses foreign memory."""
+    """ptxas 12.8 makes the fault for values smaller than heads; on a GPU it reads invalid addresses."""
     four, two = (compiled_kernel("sm_90", "forward", 24, Blocks(128, 64, warps, 3), value=12) for warps in (4, 2))
     assert check(four.asm["cubin"]) or "release 12.8" not in assembler()
     assert "wgmma" in four.asm["ptx"]
@@ -114,7 +114,7 @@ def test_two_warps_use_no_descriptors():
 
 
 def assembler():
-    """What Triton's ptxas says of its version."""
+    """Return the version text of Triton's ptxas."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"

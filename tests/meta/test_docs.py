@@ -1,15 +1,11 @@
-"""Every example of the documentation runs, and prints what the page says that it prints.
+"""Run every example of the documentation and compare its output with the page.
 
-========  ========================================================================================
-fence     what is done with it
-========  ========================================================================================
-python    run; the blocks of a page share their names
-output    what the python block before it prints, exactly
-console   `$ burst-portable ...` lines are run; the lines below stand in what they print, in order,
-          and `...` stands for any that are left out; how wide a space is does not count
-diff      its new half is run by test_migration.py
-others    nothing
-========  ========================================================================================
+- `python`: run. The blocks of a page share their names.
+- `output`: compared exactly with the output of the python block before it.
+- `console`: the lines `$ burst-portable ...` are run. The lines below must occur in the output, in order. `...`
+  replaces omitted lines, and the width of spaces does not count.
+- `diff`: its new half is run by test_migration.py.
+- Other fences are not run.
 """
 
 from __future__ import annotations
@@ -62,7 +58,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page: lower case, hyphens for spaces, a number behind what comes again."""
+    """Return GitHub's anchors of a page: lower case, hyphens for spaces, and a number for repeated headings."""
     found: list[str] = []
     for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
         name = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")

@@ -1,4 +1,4 @@
-"""What stands in backends/rocm: launches on a fake driver, evidence from machine code, the script for real devices."""
+"""Test backends/rocm: launches on a simulated driver, machine-code evidence, and the script for real devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDER = ROOT / "backends" / "rocm"
 
 @pytest.fixture
 def equipment(monkeypatch):
-    """The folder's modules by name."""
+    """Return a function that imports a module of the folder by name."""
     monkeypatch.syspath_prepend(str(FOLDER))
     names = ("fake_driver", "launches", "machine_code", "tune")
     yield lambda name: importlib.import_module(name)
@@ -55,7 +55,7 @@ def test_chip_report_compiles_and_launches_everything(equipment, chip):
 
 
 def launched(equipment, **given):
-    """A launch of a kernel that was compiled for a multiple of 16, a stride of 1 and a pointer to bfloat16."""
+    """Launch a kernel that was compiled for a multiple of 16, a stride of 1 and a pointer to bfloat16."""
     source = SimpleNamespace(
         fn=SimpleNamespace(__name__="some_kernel", arg_names=["q", "rows", "stride", "scale"]),
         signature={"q": "*bf16", "rows": "i32", "stride": "constexpr", "scale": "fp32"},

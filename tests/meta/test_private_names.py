@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 REPLACED = {
-    # The compiler cannot be asked for both guesses of what a graph keeps.
+    # The compiler makes only one of the two predictions of the saved tensors of a graph.
     ("runtime/test_graph_ops.py", "_keeps_copies"),
     # Counts the boxes that are computed, a cost that no result shows.
     ("planning/test_tiles.py", "_visible_box"),

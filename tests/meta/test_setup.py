@@ -1,4 +1,4 @@
-"""`make setup` refuses a Python that does not fit, in one line, before it has made anything."""
+"""Test that `make setup` rejects an unsuitable Python in one line, before it creates any file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that the tests of a module are where its path says: `tests/<folder>/test_<module>.py`."""
+"""Check that the tests of a module are in the mirrored path `tests/<folder>/test_<module>.py`."""
 
 from __future__ import annotations
 

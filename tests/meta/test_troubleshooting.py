@@ -1,4 +1,4 @@
-"""Check that docs/troubleshooting.md lists every error class, and says what else it is."""
+"""Check that docs/troubleshooting.md lists every error class and its base classes."""
 
 from __future__ import annotations
 

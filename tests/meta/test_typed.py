@@ -1,7 +1,7 @@
 """Check with strict mypy what users and implementers write, over the package as a wheel installs it.
 
-`assert_type` fails where a call is typed `Any` or `object`, or not at all; a line `# type: ignore` that is needed no
-more fails too, so misspelt names must be errors.
+`assert_type` fails if a call is typed `Any` or `object`, or not at all. An unneeded `# type: ignore` fails too, so
+misspelled names must be errors.
 """
 
 from __future__ import annotations
@@ -169,14 +169,14 @@ def code_of(page: Path) -> str:
 
 
 def every_name() -> str:
-    """A line for each public name: one that only `__getattr__` knows is an error."""
+    """Return a line for each public name. A name that only `__getattr__` resolves is an error."""
     lines = [f"bp.{name}" for name in burst_portable.__all__] + [f"conformance.{name}" for name in conformance.__all__]
     return "\n".join(["import burst_portable as bp", "import burst_portable.conformance as conformance", *lines])
 
 
 @pytest.fixture(scope="module")
 def installed(wheel) -> Path:
-    """Return a folder with the installed package, beside which type checks keep their cache."""
+    """Return a folder with the installed package; type checks keep their cache in it."""
     folder = wheel.parent / "installed"
     shutil.unpack_archive(wheel, folder, "zip")
     return folder

@@ -1,4 +1,4 @@
-"""A rank has an error of its own, somewhere in a call, and goes on to another. As a program it is pairs of gloo ranks.
+"""Make a call on a rank that had an error in the call before. As a program, run pairs of gloo ranks.
 
 python -m tests.support.after_errors FOLDER
 """
@@ -25,7 +25,7 @@ DEADLINE = 2.0
 
 
 class Planted(BaseException):
-    """As KeyboardInterrupt, which nobody tells the other ranks of."""
+    """Error that, like KeyboardInterrupt, is not reported to other ranks."""
 
 
 def attention(mesh: bp.Mesh) -> torch.Tensor:
@@ -49,7 +49,7 @@ def all_reduce_gradients(mesh: bp.Mesh) -> torch.Tensor:
 
 
 def refused(mesh: bp.Mesh) -> torch.Tensor:
-    """Refused on this rank alone, which tells the others."""
+    """Make a call that raises on this rank alone, which reports it to all ranks."""
     return bp.unshard(torch.ones(1, 3, 2, 8), mesh, seq_len=8)
 
 
@@ -68,9 +68,9 @@ class Waited:
 
 
 def plant(transport: Transport, at: int) -> None:
-    """Of the posts from now on, after the `at`-th the wait for what arrives ends with an error.
+    """Make the wait for received messages fail after the `at`-th post from now on.
 
-    Over gloo what ranks tell each other is posted as well.
+    Over gloo, the messages of the agreement check are posted as well.
     """
     name = "_post" if isinstance(transport, TorchDistTransport) else "post"
     post, left = getattr(transport, name), [at]
@@ -87,7 +87,7 @@ def plant(transport: Transport, at: int) -> None:
 
 
 def told(call: Callable[[bp.Mesh], torch.Tensor], mesh: bp.Mesh) -> str:
-    """What a call ends with: an error's name and text, or whether all its numbers are as if no rank had had one."""
+    """Make a call and return its error as text, or whether its numbers are right or wrong."""
     try:
         out = call(mesh)
     except (BurstError, Planted) as error:
@@ -97,7 +97,7 @@ def told(call: Callable[[bp.Mesh], torch.Tensor], mesh: bp.Mesh) -> str:
 
 
 def play(mesh: bp.Mesh, transport: Transport, before: str, at: int, after: str, then: bp.Mesh) -> list[str]:
-    """What both calls end with on this rank, the second by the mesh `then`, if rank 1 fails in the first."""
+    """Make two calls and return their outcomes, the second on mesh `then`. Rank 1 fails in the first."""
     if mesh.rank == 1:
         plant(transport, at)
     return [told(CALLS[before], mesh), told(CALLS[after], then)]

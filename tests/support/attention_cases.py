@@ -44,9 +44,9 @@ def on_one_rank(
     kernel: str = "auto",
     use: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Answer:
-    """What a user writes, with all results brought back whole. Sinks are a parameter: its gradients are summed.
+    """Compute a case as a user does and return the unsharded results. Sinks are a parameter with summed gradients.
 
-    use: what becomes of out before it gets its gradient.
+    use: applied to out before backward.
     """
     where = case.make_layout()
     q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
@@ -80,7 +80,7 @@ def on_one_rank(
 
 
 def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
-    """The oracle's answer in float64, and plain attention's in the case's dtype."""
+    """Return the oracle's answer in float64, and plain attention's in the dtype of the case."""
     seen = oracle.dense_mask(case.make_mask(), case.length)
     scale = case.sizes[2] ** -0.5
     exact, plain = (
@@ -93,9 +93,9 @@ def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
 def sent_and_planned(
     case: Case, watch: Callable[[LocalTransport], None] = lambda transport: None
 ) -> tuple[list[int], list[int]]:
-    """Bytes that each rank sends to others forward and backward, over threads, and those of the plan.
+    """Return the bytes that each rank sends over threads, forward and backward, and those of the plan.
 
-    watch: is given every rank's transport before the call.
+    watch: called with the transport of each rank before the call.
     """
     x, where, strategy = make_inputs(case), case.make_layout(), case.make_strategy()
 

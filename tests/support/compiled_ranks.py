@@ -1,4 +1,4 @@
-"""Which releases of torch can compile in one thread after another."""
+"""List the releases of torch that can compile in one thread after another."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Delayed:
 
 
 def compare(mesh: bp.Mesh, seed: int, steps: int) -> int:
-    """Some attentions with their gradients; how many are wrong."""
+    """Compute attention with gradients several times and return how many results are wrong."""
     wrong = 0
     for step in range(steps):
         strategy, mask = _CHOICES[step % len(_CHOICES)]
@@ -100,7 +100,7 @@ def compare(mesh: bp.Mesh, seed: int, steps: int) -> int:
 
 
 def at_once(work: Mapping[str, Callable[[], int]]) -> dict[str, int]:
-    """Each on a thread of its own."""
+    """Run each function in its own thread and return the results by name."""
     found: dict[str, int] = {}
 
     def run(name: str, one: Callable[[], int]) -> None:
@@ -116,7 +116,7 @@ def at_once(work: Mapping[str, Callable[[], int]]) -> dict[str, int]:
 
 
 def work_of(rank: int, groups: dict[str, dist.ProcessGroup], pool: Pool | None, steps: int) -> dict[str, partial[int]]:
-    """What this rank does in each of its groups, with a mesh of its own each."""
+    """Return the work of this rank in each of its groups, each with its own mesh."""
     work = {}
     for seed, (name, ranks) in enumerate(GROUPS.items()):
         if rank in ranks:

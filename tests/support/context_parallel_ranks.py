@@ -1,6 +1,6 @@
-"""One rank of the end-to-end benchmark on CPUs, where torch's context_parallel knows no attention operator.
+"""Run one rank of the end-to-end benchmark on CPUs, where torch's context_parallel supports no attention operator.
 
-Here it is told of the CPU's flash attention: its own ring calls that, so that everything else of it runs as on a GPU.
+This module registers the CPU's flash attention with torch's own ring, so everything else runs as on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 
 
 def ring(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor | None, ...]:
-    """As torch's `_sdpa_handler` serves the operators of GPUs; `[B, H, S, D]`, sharded in S."""
+    """Handle the operator as torch's `_sdpa_handler` does on GPUs. Tensors are [B, H, S, D], sharded in S."""
     mesh = args[0].device_mesh
     args = tuple(x.to_local() if isinstance(x, DTensor) else x for x in args)
     options = {"dropout_p": 0.0, "scale": kwargs.get("scale")}

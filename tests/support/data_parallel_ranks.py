@@ -38,7 +38,7 @@ DATA, SEQUENCE = 2, 2
 
 
 def batches() -> tuple[Tensor, Tensor]:
-    """ids and labels ``[data, 2, 47]``; the second of the data ranks has fewer labels."""
+    """Return ids and labels of shape [data, 2, 47]. The second data rank has fewer labels."""
     ids = torch.stack([tokens(seed=1), tokens(seed=2)])
     labels = ids.clone()
     labels[1, :, :30] = -100
@@ -46,7 +46,10 @@ def batches() -> tuple[Tensor, Tensor]:
 
 
 def backward(model: Any, handle: ShardedModel, data: DeviceMesh, averaged: int) -> None:
-    """As a trainer would: divided by the labels of all data ranks, times the ranks that gradients are averaged over."""
+    """Run backward as a trainer does.
+
+    The loss is divided by the labels of all data ranks and multiplied by the number of ranks that average gradients.
+    """
     ids, labels = (x[data.get_local_rank()] for x in batches())
     inputs = handle.shard(ids, labels)
     dist.all_reduce(inputs["num_items_in_batch"], group=data.get_group())
@@ -66,7 +69,7 @@ def under_ddp(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
 
 
 def under_fsdp(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
-    """Parameters over all ranks."""
+    """Return gradients if FSDP shards parameters over all ranks."""
     handle = parallelize(model, mesh)
     everybody = grid["data", "sequence"]._flatten()
     for layer in model.model.layers:
@@ -82,7 +85,7 @@ def under_fsdp(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
 
 
 def under_fsdp_over_data(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
-    """Parameters over the data axis alone; gradients are then summed over the sequence."""
+    """Return gradients if FSDP shards parameters over the data axis only, and they are summed over the sequence."""
     for layer in model.model.layers:
         fully_shard(layer, mesh=grid["data"])
     fully_shard(model, mesh=grid["data"])

@@ -42,7 +42,7 @@ def join(ranks: int, folder: Path, rank: int) -> torch.device:
 
 
 def shards(mesh: bp.Mesh, device: torch.device, length: int, seed: int, kv_heads: int) -> list[torch.Tensor]:
-    """This rank's q, k, v, dout; the same on every run."""
+    """Return this rank's q, k, v and dout, equal in every run."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, length, heads, DIM) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
     whole = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes]
@@ -52,12 +52,12 @@ def shards(mesh: bp.Mesh, device: torch.device, length: int, seed: int, kv_heads
 def train(
     mesh: bp.Mesh, device: torch.device, length: int, seed: int, strategy: str = "ring", kv_heads: int = KV_HEADS
 ) -> list[torch.Tensor]:
-    """(out, dq, dk, dv) of one call."""
+    """Return (out, dq, dk, dv) of one call."""
     return attend(mesh, shards(mesh, device, length, seed, kv_heads), seed, strategy)
 
 
 def attend(mesh: bp.Mesh, mine: list[torch.Tensor], seed: int = 0, strategy: str = "ring") -> list[torch.Tensor]:
-    """(out, dq, dk, dv) of these shards."""
+    """Return (out, dq, dk, dv) of the given shards."""
     *inputs, dout = mine
     leaves = [x.requires_grad_() for x in inputs]
     groups = 2 if HEADS // mesh.size > 1 else 1
@@ -71,7 +71,7 @@ def attend(mesh: bp.Mesh, mine: list[torch.Tensor], seed: int = 0, strategy: str
 
 
 def busy(device: torch.device, chance: random.Random) -> None:
-    """Work of random length on the current stream, and a host that comes late."""
+    """Run work of random length on the current stream and delay the host."""
     x = torch.ones(2048, 2048, device=device)
     for _ in range(chance.randrange(6)):
         x = x @ x * 1e-3
@@ -79,7 +79,10 @@ def busy(device: torch.device, chance: random.Random) -> None:
 
 
 def stress(rank: int, device: torch.device, config: Config, *, groups: bool = False) -> dict[str, object]:
-    """Two meshes, of one group or of two, each with memory of its own, on two streams; bits against a calm run."""
+    """Run two meshes on two streams and compare bitwise with an undisturbed run.
+
+    The meshes share a process group, or have one each; each has its own memory.
+    """
     other = dist.new_group() if groups else None
     meshes = [bp.Mesh.from_group(group, config=config) for group in (None, other)]
     jobs = [
@@ -104,11 +107,11 @@ def stress(rank: int, device: torch.device, config: Config, *, groups: bool = Fa
 
 
 def allocations(rank: int, device: torch.device, config: Config) -> dict[str, object]:
-    """How often the device was asked for memory by calls that were made before."""
+    """Check that repeated calls allocate no device memory."""
     mesh = bp.Mesh.from_group(config=config)
     asked: list[int] = []
-    # How much is under way at once depends on how far the host runs ahead: it takes some turns to see the most of it.
-    # What each call asked for anew, none of this many turns in a row would be without.
+    # The memory in use depends on how far the host runs ahead, so its maximum takes some turns.
+    # If each call allocated memory, no `steady` turns in a row would be without an allocation.
     steady = 10
     for _ in range(60):
         for seed, strategy in enumerate(("ring", "burst", "ulysses")):
@@ -137,7 +140,7 @@ def graph(rank: int, device: torch.device, config: Config) -> dict[str, object]:
                 step()
         stream.synchronize()
         captured = torch.cuda.CUDAGraph()
-        # Other threads (torch's own watchdog) look at events meanwhile.
+        # Other threads (torch's watchdog) query events at the same time.
         with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
             held = step()
         for seed in (1, 2):
@@ -156,7 +159,7 @@ def graph(rank: int, device: torch.device, config: Config) -> dict[str, object]:
 
 
 def fault(rank: int, device: torch.device, config: Config, what: str, folder: Path) -> dict[str, object]:
-    """Rank 1 is late or killed in its third step; the others say so and end."""
+    """Delay or kill rank 1 in its third step; the other ranks must raise and end."""
     mesh = bp.Mesh.from_group(config=config)
     for _ in range(2):
         train(mesh, device, 1024, 0)
@@ -204,7 +207,7 @@ def run_out_of_memory(rank: int, device: torch.device, config: Config) -> None:
 
 
 def raised(work: Callable[[], None]) -> dict[str, object]:
-    """What it raises, and after how long."""
+    """Run work and return its error, message and duration."""
     started = time.monotonic()
     try:
         work()

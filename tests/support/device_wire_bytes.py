@@ -25,7 +25,7 @@ from burst_portable.planning.plans import PASSES
 from tests.support.device_trouble import join
 
 DEADLINE, CALLS = 30.0, 10
-LENGTH = 32768  # with two to eight ranks, messages of MiB: flags are nothing beside them
+LENGTH = 32768  # with two to eight ranks, messages of MiB, much larger than flags
 CUTS = "0,5000,14000,14800,25000,32768"  # ranks need much of some blocks, little of others, and nothing of the rest
 ROWS = {
     "full": Row(LENGTH, (8, 8), mask="full", layout="contiguous"),
@@ -36,7 +36,7 @@ STRATEGIES = ("ring+fetch", "burst+fetch", "ulysses")
 
 
 def counted(wire: Wire, links: Links, name: str, strategy: str, transport: str) -> list[Measured]:
-    """Both passes."""
+    """Measure both passes of a case."""
     plan, calls = prepared(links, ROWS[name], strategy, transport, "triton")
     for call in calls:
         call()
@@ -49,7 +49,7 @@ def counted(wire: Wire, links: Links, name: str, strategy: str, transport: str) 
 
 
 def all_of(links: Links, wire: Wire, name: str) -> dict[str, Any]:
-    """Every case; and one whose messages all leave twice, which changes no result."""
+    """Measure all cases, and one that sends each message twice, which changes no result."""
     said: dict[str, Any] = {"idle": wire.during(lambda: time.sleep(0.5), 1)}
     cases = [(row, strategy) for row in ROWS for strategy in STRATEGIES]
     said["cases"] = [asdict(one) for case in cases for one in counted(wire, links, *case, name)]

@@ -1,4 +1,4 @@
-"""What rank 1 does otherwise, and what each rank then raises. Run as a program it is three ranks over gloo.
+"""Define how the call of rank 1 differs and what each rank then raises. As a program, run three ranks over gloo.
 
 python -m tests.support.disagreements FOLDER
 """
@@ -35,7 +35,7 @@ class Broken(Strategy):
 
 USUAL = {"heads": 4, "kv_heads": 2, "dim": 8, "rows": 8, "dtype": torch.float32, "batch": 1}
 
-# name -> (what rank 1 does otherwise, what every rank must be told)
+# name -> (changes of rank 1, text of the error on every rank)
 DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "heads": ({"heads": 8}, "heads: 4, 2 of K and V on rank 0, 2 but 8"),
     "kv_heads": ({"kv_heads": 4}, "heads: 4, 2 of K and V"),
@@ -78,14 +78,14 @@ def call(mesh: bp.Mesh, *, twice: bool = False, **changes) -> torch.Tensor:
         changes["sinks"] = torch.zeros(facts["heads"])
     options = {"mask": "causal", "strategy": "ring", "seq_len": 24, **changes}
     out = bp.attention(q.requires_grad_(), k, k, mesh=mesh, **options)
-    if twice:  # a second forward pass where the others go backward
+    if twice:  # a second forward pass while the other ranks run backward
         bp.attention(q, k, k, mesh=mesh, **options)
     out.sum().backward()
     return out
 
 
 def told_by(mesh: bp.Mesh, name: str) -> str:
-    """What this rank raised; empty if it got a number."""
+    """Return the error that this rank raised, or an empty text if the call returned."""
     changes, _ = DISAGREEMENTS[name]
     try:
         call(mesh, **(changes if mesh.rank == 1 else COMMON.get(name, {})))

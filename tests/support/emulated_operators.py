@@ -1,8 +1,8 @@
-"""Others' flash attention operators emulated on the CPU, from what their sources say; numbers of ours, not theirs.
+"""Emulate third-party flash attention operators on the CPU, following their sources. The numbers are computed here.
 
-They refuse what the real ones refuse and follow the conventions that differ in silence, so a kernel that strays into
-them fails here: causal is aligned bottom-right, a row that sees nothing has LSE +inf, a backward with a causal
-rectangle is refused, out and gradients come in 16 bits.
+The operators reject what the real ones reject and follow their silent conventions. A kernel that misuses them fails:
+causal is aligned bottom-right, a row without keys has LSE +inf, a backward with a causal rectangle raises, and out
+and gradients have 16 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_WINDOW: Window = (None, None)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: Window) -> Tensor:
-    """[B, Hq, Sq, Sk] in float64."""
+    """Return scores of shape [B, Hq, Sq, Sk] in float64."""
     keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), keys) * scale
     left, right = window[0], 0 if causal else window[1]
@@ -94,10 +94,10 @@ def attend_backward(
 def flash_4_package(
     monkeypatch: pytest.MonkeyPatch, installed: str | None = "4.0.0b36", obeys: bool = True
 ) -> list[str]:
-    """flash-attn-4 as if installed, as `flash_attn.cute.interface` of 4.0.0b36 takes what it is given; its calls.
+    """Install an emulated flash-attn-4 with the interface of 4.0.0b36, and return the list of its calls.
 
-    `installed`: the version that it says it is, None where it is on the path but not installed. `obeys`: whether it
-    does as it is told by a window.
+    installed: The version that it reports; None if it is on the path but not installed. obeys: Whether it applies
+    windows.
     """
     called: list[str] = []
 

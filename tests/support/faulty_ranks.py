@@ -99,7 +99,7 @@ class StrikingObserver(Observer):
 
 
 def train(meshes: list[bp.Mesh], strategy: str) -> None:
-    """More steps than any fault waits for."""
+    """Run more steps than any fault waits for."""
     for _ in range(40):
         for mesh in meshes:
             q, k, v = (torch.randn(1, 8, heads, 8, requires_grad=True) for heads in (6, 3, 3))
@@ -138,9 +138,9 @@ def run_rank(rank: int, scenario: Scenario) -> None:
 
 
 def play(scenarios: list[Scenario]) -> list[dict]:
-    """All at the same time, as most of it is waiting.
+    """Run all scenarios concurrently, because most of their time is waiting.
 
-    Exit codes of the ranks (None: it had to be killed), and what each rank said, of each scenario.
+    For each scenario, return the exit codes of the ranks (None if a rank had to be killed) and the JSON of each rank.
     """
     context = multiprocessing.get_context("fork")
     groups = [[context.Process(target=run_rank, args=(rank, one)) for rank in range(RANKS)] for one in scenarios]

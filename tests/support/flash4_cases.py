@@ -1,4 +1,4 @@
-"""What the Hopper kernel with flash-attn-4 must give, on a device and emulated: compared with the float64 reference."""
+"""Compare the Hopper kernel with flash-attn-4, on a device or emulated, with the float64 reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def causal(length):
 
 
 def inputs(rows, columns, heads, dim, device, dtype=torch.bfloat16, batch=2):
-    """(dout, q, k, v)"""
+    """Return (dout, q, k, v)."""
     sizes = ((rows, heads[0]), (rows, heads[0]), (columns, heads[1]), (columns, heads[1]))
     return tuple(randn(batch, s, h, dim, device=device, dtype=dtype, seed=i) for i, (s, h) in enumerate(sizes))
 

@@ -17,9 +17,9 @@ _LONGEST = 80.0  # seconds; who started this waits longer
 
 
 def run_forked(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
-    """`work(rank, *arguments)` in a process a rank, with poisoned memory; ends this one, with 0 if all ended with 0.
+    """Run `work(rank, *arguments)` in one process per rank, with NaN in fresh memory, and exit with 0 if all ranks did.
 
-    To be called by a program that has started no threads: torch has none before it computes.
+    The calling program must not have started threads; torch starts none before it computes.
     """
     context = multiprocessing.get_context("fork")
     gc.freeze()  # what is imported stays: no rank looks for garbage there

@@ -13,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
-import torch._dynamo  # what is refused imports it
+import torch._dynamo  # the rejected calls import it
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -58,7 +58,7 @@ def cases(ranks: int) -> list[Case]:
 
 
 def bytes_sent(ranks: int) -> tuple[int, int]:
-    """Measured and planned, over a forward and a backward pass."""
+    """Return the measured and planned bytes of a forward and a backward pass."""
     case = Case(strategy="burst", ranks=ranks, mask="causal", layout="contiguous")
     transport = Counting(None, "gloo", batched=False)
     mesh = bp.Mesh(transport.rank, ranks, lambda device_type: transport)
@@ -82,7 +82,7 @@ def bytes_sent(ranks: int) -> tuple[int, int]:
 
 
 def two_levels(ranks: int) -> dict[str, object]:
-    """Nodes of two: what is wrong, and which messages each of the transports was given."""
+    """Run cases on nodes of two ranks; return what is wrong, and the peers of each transport."""
     mesh = bp.Mesh.from_group(ranks_per_node=2, config=Config(timeout=60))
     plain = mesh.transport("cpu")
     every = [Case(strategy=s, ranks=ranks, heads="8x8x8x8") for s in ("double_ring", "ring", "ulysses", "usp")]
@@ -117,7 +117,7 @@ def late(rank: int) -> str:
 
 
 def told(function, *arguments) -> str:
-    """The error that a call ends with."""
+    """Return the error of a call as text."""
     try:
         function(*arguments)
     except BurstError as error:
@@ -126,7 +126,7 @@ def told(function, *arguments) -> str:
 
 
 def refused(mesh: bp.Mesh) -> dict[str, str]:
-    """What cannot be, tried on all ranks."""
+    """Make invalid calls on all ranks and return their errors."""
     x = torch.randn(1, 4, 2, 8)
 
     def tangent() -> None:
@@ -150,7 +150,7 @@ def refused(mesh: bp.Mesh) -> dict[str, str]:
 
 
 def summed(grid: DeviceMesh) -> list[float]:
-    """What sums over a sequence's ranks, and over all, come to: of 1, 10, 100, 1000, a digit for each rank."""
+    """Return sums of 1, 10, 100, 1000 over the ranks of a sequence and over all: one digit per rank."""
     mine = torch.tensor([10.0 ** dist.get_rank()])
     found = [bp.all_reduce(mine, mesh).item() for mesh in (grid["sequence"], grid.get_group("sequence"), None)]
     parameter = torch.nn.Parameter(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""What the Hopper kernel must give, on a device and on the emulator: compared with the float64 reference."""
+"""Compare the Hopper kernel, on a device or on the emulator, with the float64 reference."""
 
 from __future__ import annotations
 
@@ -58,45 +58,45 @@ def tall_where_it_can(monkeypatch):
 
 
 def one_program_for_all_heads_of_a_key(monkeypatch):
-    """Backward passes are cut as where there are many programs, however few there are."""
+    """Use the backward blocks of a call with many programs, however few there are."""
     monkeypatch.setattr(configs, "LATE", 0)
     new_kernel(monkeypatch)
 
 
 def long_blocks_where_they_can(monkeypatch):
-    """Key blocks that more queries see than others do are served apart, however short the sequence is."""
+    """Compute long key blocks in a second launch, however short the sequence is."""
     monkeypatch.setattr(block_tables, "SHORT", 0)
     new_kernel(monkeypatch)
 
 
 def small_l2(monkeypatch):
-    """Boxes of four key blocks and more are walked from other blocks on, as those that the L2 does not hold."""
+    """Make programs start at different blocks of boxes of four key blocks, as if these exceeded the L2 cache."""
     monkeypatch.setattr(block_tables, "ABREAST", 2)
     monkeypatch.setattr(configs, "blocks_per_mebibyte", lambda keys, dim: 1)
     new_kernel(monkeypatch)
 
 
 def making_way(monkeypatch, room):
-    """Programs that make way end after about so many key blocks of heads of 128."""
+    """Let yielding programs end after about `room` key blocks of heads of 128."""
     monkeypatch.setattr(configs, "ROOM", room)
     new_kernel(monkeypatch)
 
 
 def seen_by_all(first, last):
-    """Of 1030 keys, those [first, last) that the first 900 queries see, besides a window."""
+    """Return tiles in which the first 900 queries see keys [first, last) of 1030, and a window."""
     boxes = ((0, first, 0, 60), (first, last, -2000, 2000), (last, 1030, 0, 60))
     tiles = (make_tile(0, 900, *box) for box in boxes)
     return Tiles(tile for tile in tiles if tile is not None)
 
 
 def served_apart(q, k, tiles):
-    """[start, stop) of the keys that `gradients` serves by a launch of their own; None if there is none."""
+    """Return the keys [start, stop) that a second launch of `gradients` computes, or None."""
     cuts = [launch.cut for launch in LaunchTables().writing(q, k, tiles)]
     return cuts[1].keys if len(cuts) > 1 else None
 
 
 def compare_forward(q, k, v, tiles):
-    """A forward pass, and one merged into a state that nothing was added to, against float64."""
+    """Compare a forward pass, with and without an empty state, with float64."""
     options = settings(scale=1 / math.sqrt(q.shape[-1]))
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
     seen = exact[1] > -torch.inf
@@ -108,7 +108,7 @@ def compare_forward(q, k, v, tiles):
 
 
 def compare_making_way(q, k, v, tiles):
-    """A forward pass, and one merged into a state, by programs that make way: the same bits as by those that stay."""
+    """Check that yielding programs give bitwise equal results, with and without a state."""
     options = settings(scale=1 / math.sqrt(q.shape[-1]))
     for state in (lambda: None, lambda: KERNEL.attend(q, k, v, tiles, options)):
         stays = KERNEL.attend(q, k, v, tiles, options, state=state())
@@ -117,7 +117,7 @@ def compare_making_way(q, k, v, tiles):
 
 
 def compare_as_they_come(q, k, v, dout, tiles):
-    """Inputs as TMA cannot address them: odd steps between rows, an odd beginning, one batch for all."""
+    """Compare inputs that TMA cannot address: odd strides, an odd offset, one batch entry for all."""
 
     def odd_steps(x):
         wide = torch.full((*x.shape[:3], x.shape[3] + 1), torch.nan, device=x.device, dtype=x.dtype)
@@ -172,7 +172,7 @@ def compare(q, k, v, tiles, *, seed=0):
 
 
 def compare_rows_that_are_merged(dim, device):
-    """The first of two computations writes the rows that it completes in 16 bits; the second merges into others."""
+    """Check that the first step writes complete rows in 16 bits and the second merges the remaining rows."""
     length, others, options = 500, 90, settings(scale=0.1)
     sizes = ((length, 4), (length + others, 2), (length + others, 2))
     q, k, v = (randn(2, rows, heads, dim, device=device, seed=i) for i, (rows, heads) in enumerate(sizes))
@@ -191,7 +191,7 @@ def compare_rows_that_are_merged(dim, device):
 
 
 def compare_backward(q, k, v, tiles, *, seed=0, dout=None):
-    """With delta, with out, and of the whole."""
+    """Compare backward with delta, with out, and in a single call."""
     given = _given_to_backward(q, k, v, tiles, seed, dout)
     dout, exact_out, exact_lse, exact = given
     options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
@@ -205,12 +205,12 @@ def compare_backward(q, k, v, tiles, *, seed=0, dout=None):
 
 
 def compare_whole(q, k, v, tiles, *, seed=0):
-    """Of the whole alone: what `gradients` cuts in another way than `attend_backward`, and writes in 16 bits."""
+    """Compare the single-call gradients, which use other blocks than `attend_backward` and have 16 bits."""
     _compare_whole(q, k, v, tiles, _given_to_backward(q, k, v, tiles, seed, None), written=True)
 
 
 def _given_to_backward(q, k, v, tiles, seed, dout):
-    """dout, and in float64 out, LSE and the gradients."""
+    """Return dout, and out, LSE and the gradients in float64."""
     options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
     if dout is None:

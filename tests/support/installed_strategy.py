@@ -36,7 +36,7 @@ def wrong_cases() -> list[str]:
 
 
 def attend(mesh: bp.Mesh) -> str:
-    """Make a call, and return what `explain` says of it."""
+    """Make a call and return the text of `explain`."""
     q = torch.randn(1, 16, 4, 8, requires_grad=True)
     call = {"mesh": mesh, "strategy": NAME, "seq_len": 16 * mesh.size}
     bp.attention(q, q, q, **call).sum().backward()

@@ -18,7 +18,7 @@ SEQ = 700
 
 
 def painted(table: LaunchTable, outer: int, inner: int, *, peel: bool, length: int = SEQ) -> np.ndarray:
-    """What a kernel would see: outer x inner, with room for padding. The forward (peel) stores no row past a stop."""
+    """Return how often a kernel sees each pair, with padding. With peel (forward), no row past a stop is stored."""
     seen = np.zeros((length + outer, length + 2 * inner), dtype=np.int8)
     for w in range(table.blocks):
         row = table.numbers[16 * w : 16 * w + 16]
@@ -44,7 +44,7 @@ LISTS = 60
 
 
 def boxes(rng: random.Random, rows: tuple[int, int], columns: tuple[int, int], depth: int) -> Iterator[tuple[int, ...]]:
-    """Disjoint boxes: a box cut in two, and its parts again; some are left out."""
+    """Generate disjoint boxes by recursive bisection, omitting some."""
     if depth == 0:
         if rng.random() < 0.75:
             yield (*rows, *columns)
@@ -57,7 +57,7 @@ def boxes(rng: random.Random, rows: tuple[int, int], columns: tuple[int, int], d
 
 
 def random_tiles(seed: int) -> tuple[Tiles, np.ndarray]:
-    """Disjoint tiles, and how often they hold each pair of [rows, columns]."""
+    """Return random disjoint tiles and how often they contain each pair [rows, columns]."""
     rng = random.Random(seed)
     rows, columns = (
         rng.choice([1, 65, 256, rng.randint(2, 100), rng.randint(2, LENGTH), rng.randint(300, LENGTH)])

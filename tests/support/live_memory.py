@@ -16,10 +16,10 @@ RESULT_BYTES = 2 * Q_BYTES + KV_BYTES  # out and gradients
 
 
 class LiveMemory(TorchDispatchMode):
-    """Bytes of storages that this thread's operations made and that are still alive; and the largest of them.
+    """Count the bytes of live storages that operations of this thread made, and the largest of them.
 
-    A view, or what is written in place, is no new storage: a transfer copies into the other rank's buffer where this
-    rank comes second, and whether it does is chance.
+    Views and in-place writes make no new storage. A transfer may write into the buffer of the other rank, which depends
+    on timing.
     """
 
     def __init__(self) -> None:

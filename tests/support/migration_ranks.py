@@ -124,7 +124,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def hugging_face(batches: list[Any]) -> Callable[[], Example]:
-    """The weights after the loop are those that one device gets."""
+    """Return an example that compares the weights after the loop with those of one device."""
 
     def make() -> Example:
         model, single = llama(), llama()

@@ -54,14 +54,14 @@ MODELS: dict[str, Any] = {
     "qwen3_moe": lambda **o: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts=4, moe_intermediate_size=24, **o)
     ),
-    # A softcap, and layers that alternate between a window and the whole sequence.
+    # A softcap, and layers that alternate between a window and full attention.
     "gemma2": lambda **o: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=9, **o)),
 }
 LENGTH = 47  # neither 2, 3, 4 nor 6 divide it
 
 
 def one_of_two() -> Mesh:
-    """Rank 0 of 2, with nobody on the other side: a refusal must not need one."""
+    """Return the mesh of rank 0 of 2 without a second rank; errors must not wait for it."""
     transport = LocalTransport(Fabric(2, 1.0), 0)
     return Mesh(0, 2, lambda device_type: transport, config=Config(timeout=0.01))
 
@@ -74,7 +74,7 @@ class Answer:
 
 
 def make(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    """A model in training mode."""
+    """Return a model in training mode."""
     torch.manual_seed(0)
     return MODELS[kind](**options).to(dtype).train()
 
@@ -84,7 +84,7 @@ def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:
 
 
 def on_one_device(model: Any, ids: Tensor, labels: Tensor | None = None) -> Answer:
-    """Plain transformers, with what a softcap needs: SDPA has none, eager has."""
+    """Return the answer of plain transformers. A softcap needs eager attention, because SDPA has none."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager" if model.config.model_type == "gemma2" else "sdpa")
     out = model(input_ids=ids, labels=ids if labels is None else labels, use_cache=False)
@@ -102,7 +102,7 @@ def on_ranks(
     bucket_bytes: int = BUCKET_BYTES,
     **options: Any,
 ) -> list[Answer]:
-    """Each rank's answer, with logits brought back whole and loss and gradients summed. `wrap` is put around models."""
+    """Return the answer of each rank: unsharded logits, summed loss and gradients. `wrap` is applied to each model."""
     models = [copy.deepcopy(model) for _ in range(ranks)]
 
     def work(mesh: Mesh) -> Answer:
@@ -124,7 +124,7 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def assert_same(answer: Answer, expected: Answer, *, exact: float = 1e-12, gradients: float = 1e-7) -> None:
-    """Logits and every gradient; transformers computes the loss itself in float32."""
+    """Compare logits and all gradients. transformers computes the loss in float32."""
     torch.testing.assert_close(answer.logits, expected.logits, rtol=exact, atol=exact)
     assert abs(answer.loss - expected.loss) <= 1e-6 * abs(expected.loss)
     assert answer.gradients.keys() == expected.gradients.keys()

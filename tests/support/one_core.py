@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """This thread, and those that it starts meanwhile, stay on the core where it is; where Linux lets them be kept."""
+    """Pin this thread and the threads that it starts to its current core, if Linux allows it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

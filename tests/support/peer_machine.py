@@ -1,6 +1,6 @@
-"""Peer memory of the cuda backend on a machine that is not there: driver, streams and symmetric memory stood in for.
+"""Simulate driver, streams and symmetric memory for the peer memory of the cuda backend.
 
-Ranks are threads, and streams do at once what they are given.
+Ranks are threads, and streams run their work immediately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEVICE = torch.device("cpu", 0)
 
 class Event:
     def record(self, stream=None):
-        """Happens at once."""
+        """Do nothing: the event happens at once."""
 
     def query(self):
         return True
@@ -67,7 +67,7 @@ class Driver:
 
 
 def two_gpus(monkeypatch):
-    """One host whose GPUs are threads. By rank: `memory` that may be allocated, and the `hosts` that are named."""
+    """Simulate one host whose GPUs are threads. By rank: `memory` limits allocations, and `hosts` names the host."""
     here = threading.local()
     made: dict[int, torch.Tensor] = {}
     met = threading.Barrier(2)
@@ -101,14 +101,14 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(memory, "current_stream", lambda device: torch.cuda.current_stream().cuda_stream)
     monkeypatch.setattr(memory.dist, "get_rank", lambda group: here.rank)
     monkeypatch.setattr(memory.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(memory, "Watch", partial(Watch, threaded=False))  # stand-ins never hang
+    monkeypatch.setattr(memory, "Watch", partial(Watch, threaded=False))  # simulated memory never hangs
     monkeypatch.setattr(connection, "unavailable", lambda: "")
     monkeypatch.setattr(connection, "here", lambda: DEVICE)
     return machine
 
 
 def on_two(machine, work):
-    """`work(rank, other, connect)` on two ranks."""
+    """Run `work(rank, other, connect)` on two ranks."""
 
     def body(local):
         machine.here.rank = local.rank

@@ -41,7 +41,7 @@ class Around(Kernel):
 
 
 def changed_state(state: State, *, out: Tensor | None = None, lse: Tensor | None = None) -> State:
-    """The same kind of running state with other numbers."""
+    """Return a running state of the same type with other numbers."""
     new = state[0] if out is None else out, state[1] if lse is None else lse
     return Compensated(*new, state.lost) if isinstance(state, Compensated) else new
 
@@ -145,7 +145,7 @@ class Base2(Around):
 
 
 class EmptyRows(Around):
-    """Rows that see nothing get an LSE of their own."""
+    """Give rows without keys a wrong LSE."""
 
     value = 0.0
 
@@ -186,7 +186,7 @@ class SixteenBitsOf16(SixteenBits):
 
 
 class Coarse(Around):
-    """Multiplies numbers of so many bits of mantissa, and says that they have 10."""
+    """Multiply numbers with `bits` bits of mantissa and state a rounding of 10 bits."""
 
     bits, traits = 10, KernelTraits(rounding=2**-10)
 
@@ -232,7 +232,7 @@ class SwappedAsAWhole(Around):
 
 
 class WritesInParts(Around):
-    """Right, and writes where it is told."""
+    """Correct kernel that writes into the given outputs."""
 
     traits = KernelTraits(writes_into=True)
 
@@ -300,7 +300,7 @@ class NoReasons(Around):
 
 
 class CannotBeAsked(Around):
-    """Raises where it is to say whether it serves a problem."""
+    """Raise in `supports`."""
 
     def supports(self, call):
         raise KeyError(call.head_dim)
@@ -314,7 +314,7 @@ class SaysTrue(Around):
 
 
 class FewSizes(Around):
-    """Nothing is wrong with it: it serves what kernels for tensor cores often do, and refuses all else."""
+    """Correct kernel that supports only what kernels for tensor cores often support."""
 
     def supports(self, call):
         support = self.kernel.supports(call)
@@ -337,7 +337,7 @@ class Unsteady(Around):
 
 
 class SideStream(Around):
-    """On a stream of its own, which neither waits for the current one nor is waited for. For devices with streams."""
+    """Run on a separate stream that is not synchronized with the current one. For devices with streams."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         with torch.Stream(q.device):
@@ -377,5 +377,5 @@ class Planted(Backend):
 
 
 def planted_again(bug: Any, wire: Any, real: str, name: str, direct_transport: str) -> Planted:
-    """In another process."""
+    """Create a `Planted` in another process."""
     return Planted(bug, wire, load(real), name, direct_transport)

@@ -31,7 +31,7 @@ class Through(Transport):
 
 
 class DropsLastHop(Through):
-    """What comes in the last hop of a lap is taken off the wire and thrown away."""
+    """Discard the messages of the last step of a lap."""
 
     posts = 0
 
@@ -43,7 +43,7 @@ class DropsLastHop(Through):
 
 
 class ReusesBuffers(Through):
-    """One buffer for each size, handed out again while it is in use."""
+    """Return one buffer per size, even while it is in use."""
 
     def __init__(self, wrapped: Transport) -> None:
         super().__init__(wrapped)
@@ -59,7 +59,7 @@ class _Nothing:
 
 
 class DoesNotWait(Through):
-    """Receives are said to be there when they are only posted."""
+    """Report receives as complete when they are only posted."""
 
     def post(self, sends, receives, label=""):
         leaving, arriving = super().post(sends, receives, label)
@@ -67,11 +67,11 @@ class DoesNotWait(Through):
 
 
 class SentTooEarly(Through):
-    """Sends are said to be over when they are only posted."""
+    """Report sends as complete when they are only posted."""
 
     def post(self, sends, receives, label=""):
         leaving, arriving = super().post(sends, receives, label)
-        self.leaving = leaving  # torch would wait for a transfer that nobody holds
+        self.leaving = leaving  # torch would wait for a transfer without a reference
         return [_Nothing() for _ in leaving], arriving
 
 
@@ -97,14 +97,14 @@ class SendsOthersShares(Through):
 
 
 class HearsItself(Through):
-    """What this rank says is told as what all say: ranks that make different calls would never hear of it."""
+    """Return the data of this rank for all ranks, so that different calls are not detected."""
 
     def share(self, data, label="share", timeout=None):
         return [data] * self.size
 
 
 class TellsOfOthers(Through):
-    """What ranks say, in another order."""
+    """Return the shared data in another order of ranks."""
 
     def share(self, data, label="share", timeout=None):
         said = super().share(data, label, timeout)
@@ -115,4 +115,4 @@ class BeginsAnyhow(Through):
     """A pass begins though the last one has not ended."""
 
     def check_in_sync(self):
-        """Nothing is checked."""
+        """Check nothing."""

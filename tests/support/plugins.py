@@ -19,9 +19,9 @@ def install(folder: Path, package: str, points: dict[str, str], group: str, file
 
 
 def pip_install(package: Path, folder: Path) -> Path:
-    """Install a package of this repository as pip installs it; return the folder that belongs on the path.
+    """Install a package of this repository as pip does; return the folder that belongs on the path.
 
-    It is copied first: building leaves files beside the sources.
+    The package is copied first, because building writes files into the source folder.
     """
     source, site = folder / "source", folder / "site"
     for file in (f for f in package.rglob("*") if f.is_file() and f.suffix in (".py", ".toml")):

@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
-    """Tensors of empty, empty_like, new_empty, resize_ ... start as NaN, integers as their maximum."""
+    """Fill the memory of empty, empty_like, new_empty, resize_ ... with NaN, or the maximum of integers."""
     mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     # torch fills in deterministic mode only. Not by `use_deterministic_algorithms`, which loads torch's compiler: more

@@ -40,7 +40,7 @@ def delay() -> None:
 
 
 class SlowLink(TorchDistTransport):
-    """What comes from one peer is there a while after it has come."""
+    """Delay messages from one peer."""
 
     slow_source = -1
 
@@ -94,7 +94,7 @@ def profiled(mesh: bp.Mesh, path: Path, steps: int, *, gradients: bool) -> None:
 
 
 def ablated(mesh: bp.Mesh, path: Path) -> None:
-    """A step whose kernels sleep on one rank, timed again with either off."""
+    """Time a step whose kernels sleep on one rank, with communication or kernels removed."""
     q, k, v = (torch.randn(1, 64, 2, 16) for _ in range(3))
 
     def step() -> None:

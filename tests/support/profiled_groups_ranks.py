@@ -1,8 +1,9 @@
-"""The ranks of tests/profiling/test_session_groups.py: two sequence groups of two processes, beside data parallelism.
+"""Run the ranks of tests/profiling/test_session_groups.py: two sequence groups of two ranks under data parallelism.
 
 python -m tests.support.profiled_groups_ranks FOLDER
 
-Each process writes what its sessions told; kernels are slow on global rank 3, the second rank of the second group.
+Each process writes the results of its sessions. Kernels are slow on global rank 3, the second rank of the second
+group.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ def told(mesh: bp.Mesh) -> dict[str, object]:
 
 
 def missing(mesh: bp.Mesh) -> str:
-    """What a rank is told whose neighbour does not call report: rank 1 of the first group, rank 0 of the second.
+    """Return the error of a rank whose neighbor does not call report: rank 1 of group 1, rank 0 of group 2.
 
-    The last thing on its group, whose messages are out of step then.
+    This must be the last call on its group, whose messages are out of sync afterwards.
     """
     with bp.profile() as session:
         call(mesh)

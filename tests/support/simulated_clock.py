@@ -10,9 +10,9 @@ CPU = torch.device("cpu")
 
 
 class Machine:
-    """A rank whose time is a number: a kernel call takes so long, and a message so long over a link of its own.
+    """Simulate the time of a rank: of kernel calls, and of messages on a separate link.
 
-    A kernel beside messages is kept waiting for a share of their time.
+    A kernel that overlaps messages is delayed by a share of their time.
     """
 
     def __init__(self, *, kernel: float = 0.0, message: float = 0.0, per_byte: float = 0.0, share: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Records that are made up: a few with answers worked out by hand, and as many as anybody asks for."""
+"""Make synthetic records: a few with known answers, and any number of ranks and steps."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Maker:
         self._rows["copy"].append((self.iteration, self.call, backward, step, _ns(start), _ns(end)))
 
     def traced(self, step: int, start: float, end: float, backward: int = 0) -> None:
-        """What a tracer saw of the kernel of a step."""
+        """Add the traced kernel of a step."""
         self._kernels.append((self.iteration, self.call, backward, step, 0, 0, _ns(start), _ns(end)))
 
     def mark(self, start: float, end: float) -> None:
-        """A training step is over, and the next one begins."""
+        """End a training step and begin the next."""
         self.marked.append((self.iteration, _ns(start), _ns(end)))
         self.iteration += 1
 
@@ -78,7 +78,7 @@ def _ns(microseconds: float) -> int:
 
 
 def ring(ranks: int, steps: int, *, slow: Sequence[int] = ()) -> list[RankRecords]:
-    """A ring of so many ranks and steps: 100 µs kernels (300 on slow ranks), 30 µs late, 20 µs on the way."""
+    """Return records of a ring: 100 µs kernels (300 on slow ranks), 30 µs late, 20 µs of transfer."""
     makers = [Maker(rank) for rank in range(ranks)]
     for one in makers:
         at = 0.0
@@ -102,6 +102,6 @@ def ring(ranks: int, steps: int, *, slow: Sequence[int] = ()) -> list[RankRecord
 
 
 def ablated(records: Sequence[RankRecords]) -> list[RankRecords]:
-    """The same, with an ablation on every rank: 10 ms of the rest, 3 of messages, 5 of kernels, 2 of both at once."""
+    """Add an ablation to each rank: 10 ms rest, 3 ms messages, 5 ms kernels, 2 ms of both at once."""
     facts = Ablation(0.020, 0.017, 0.015, 0.010).facts()
     return [replace(one, facts={**one.facts, "ablation": facts}) for one in records]

@@ -24,7 +24,7 @@ from burst_portable.errors import CommunicationTimeoutError
 
 
 class World:
-    """What the ranks share."""
+    """State shared by the ranks."""
 
     def __init__(self, size: int, *, timeout: float = 20.0, delay: float = 0.0, seed: int = 0) -> None:
         self.size, self.timeout, self.delay, self.seed = size, timeout, delay, seed
@@ -76,10 +76,10 @@ class ThreadPeers:
         time.sleep(self._chance.random() * self.world.delay)
 
     def leave(self) -> None:
-        """One thread: in order already."""
+        """Do nothing: one thread runs all work in order."""
 
     def fork(self) -> None:
-        """What the thread has done so far is done."""
+        """Do nothing: the earlier work of the thread is complete."""
 
     def copy(self, leaving: Sequence[Parts | Strips], *, exclusive: bool) -> None:
         for one in leaving:
@@ -133,11 +133,11 @@ class ThreadPeers:
             raise self._failed
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 class Done:
-    """A handle of what the copy stream had been given."""
+    """Handle of the work given to the copy stream."""
 
     def __init__(self, memory: ThreadPeers) -> None:
         self._memory, self.event = memory, threading.Event()

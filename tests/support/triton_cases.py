@@ -1,8 +1,8 @@
-"""What the Triton kernels are held to, wherever they run: in the interpreter and on a device.
+"""Define cases for the Triton kernels, in the interpreter and on a device.
 
-A case is one attention over a whole sequence, computed as a ring would: every rank's queries meet every rank's
-keys, forward into a running state, backward with the row's global LSE into float32 buffers. It is compared with
-dense attention in float64, whose mask comes straight from the regions and knows neither layouts nor tiles.
+A case is one attention call over a sequence, computed as by a ring. The queries of each rank meet the keys of each
+rank: forward into a running state, backward with the global LSE of a row into float32 buffers. The reference is dense
+attention in float64, whose mask comes from the regions, without layouts or tiles.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Case:
 
 
 def masks(length: int) -> list[str]:
-    """Every form of mask, cut at uneven places."""
+    """Return all forms of masks, with uneven boundaries."""
     a, b, c = length // 5 + 1, length // 2 + 1, length - length // 8
     return [
         "full",
@@ -74,7 +74,7 @@ def masks(length: int) -> list[str]:
 
 
 def layouts(mask: str) -> list[tuple[str, int]]:
-    """(layout, ranks) that a mask is tried on."""
+    """Return the (layout, ranks) pairs for a mask."""
     chosen = [("contiguous", 1), ("contiguous", 2), ("zigzag", 2), ("striped", 2)]
     return [*chosen, ("document_zigzag", 2)] if "documents" in mask else chosen
 
@@ -98,7 +98,7 @@ SHAPES = [
 
 
 def cases(length: int, dtype: torch.dtype, heads: int = 2, **changes: object) -> list[Case]:
-    """The whole list: masks by layouts (with so many heads on one of K/V), and shapes."""
+    """Return all cases: masks by layouts (with `heads` query heads per K/V head), and shapes."""
     table = [
         Case(mask, length, layout, ranks, heads=heads, dtype=dtype)
         for mask in masks(length)
@@ -111,7 +111,7 @@ def cases(length: int, dtype: torch.dtype, heads: int = 2, **changes: object) ->
 
 
 def visible(mask: Mask, length: int) -> Tensor:
-    """[S, S] of bool, from the regions' definition."""
+    """Return the mask as bool [S, S], from the definition of regions."""
     q, k = torch.arange(length).unsqueeze(1), torch.arange(length).unsqueeze(0)
     keep = torch.zeros(length, length, dtype=torch.bool)
     for r in mask.regions:
@@ -121,7 +121,7 @@ def visible(mask: Mask, length: int) -> Tensor:
 
 
 def dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv) in float64, by torch's autograd over the whole score matrix."""
+    """Return (out, lse, dq, dk, dv) in float64, by torch's autograd over the full score matrix."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     group = q.shape[2] // k.shape[2]
     queries, keys, values = leaves[0], *(x.repeat_interleave(group, 2) for x in leaves[1:])
@@ -142,7 +142,7 @@ def dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Te
 
 
 def surrounded(x: Tensor, poison: bool) -> Tensor:
-    """The same numbers inside a larger tensor full of NaN; [B, S, H, D], its strides multiples of 16 bytes."""
+    """Copy x [B, S, H, D] into a larger tensor of NaN, with strides of multiples of 16 bytes."""
     if not poison:
         return x
     batch, rows, heads, size = x.shape
@@ -152,7 +152,7 @@ def surrounded(x: Tensor, poison: bool) -> Tensor:
 
 
 def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv) of the whole sequence: every rank's queries against every rank's keys in turn."""
+    """Return (out, lse, dq, dk, dv) of the sequence: queries of each rank against keys of each rank."""
     q, k, v = full[1:]
     options = settings(case.scale, case.softcap)
     where = [torch.tensor(layout.positions(r), device=q.device) for r in range(layout.ranks)]
@@ -186,7 +186,7 @@ def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tupl
 
 
 def at_once(kernel: Kernel, case: Case, full: list[Tensor]) -> tuple[Tensor, ...]:
-    """The same as one call that computes all: results in the dtype of the inputs, but for LSE."""
+    """Return the results of a single call, in the dtype of the inputs except for LSE."""
     dout, q, k, v = (surrounded(x, case.poison) for x in full)
     every = (Segment(0, case.length),)
     tiles, options = find_tiles(case.parsed, every, every), settings(case.scale, case.softcap)
@@ -198,7 +198,7 @@ def at_once(kernel: Kernel, case: Case, full: list[Tensor]) -> tuple[Tensor, ...
 
 
 def inputs(case: Case, device: str) -> list[Tensor]:
-    """dout, q, k, v; drawn on the CPU, so that every device sees the same."""
+    """Return dout, q, k, v, drawn on the CPU so that all devices get equal values."""
     shapes = [(case.heads, case.v_head_dim), (case.heads, case.head_dim)]
     shapes += [(case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim)]
     generator = torch.Generator().manual_seed(case.length)
@@ -207,7 +207,7 @@ def inputs(case: Case, device: str) -> list[Tensor]:
 
 
 def check(kernel: Kernel, case: Case, device: str) -> dict[str, float]:
-    """Run one case; the errors, or an AssertionError that says which is too large."""
+    """Run one case and return its errors. Raise AssertionError with the name of an error that is too large."""
     full = inputs(case, device)
     layout = make_layout(case.layout, case.length, case.ranks, case.parsed)
     expected = dense(*full, case)
@@ -218,7 +218,7 @@ def check(kernel: Kernel, case: Case, device: str) -> dict[str, float]:
 
 
 def judged(found: tuple[Tensor, ...], right: tuple[Tensor, ...], case: Case) -> dict[str, float]:
-    """The errors of (out, lse, dq, dk, dv), or an AssertionError that says which is too large."""
+    """Return the errors of (out, lse, dq, dk, dv). Raise AssertionError with the name of one that is too large."""
     got = dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True))
     expected = dict(zip(got, right, strict=True))
     assert torch.equal(got["lse"] == -torch.inf, expected["lse"] == -torch.inf), "other rows saw nothing"

@@ -1,6 +1,6 @@
-"""What the Triton kernels are held to beyond the cases of `triton_cases`, in the interpreter and on a device alike.
+"""Define checks of the Triton kernels beyond `triton_cases`, in the interpreter and on a device.
 
-A check takes a kernel and a device. The names in `CHECKS` are those by which tests ask for one.
+A check takes a kernel and a device. Tests select a check by its name in `CHECKS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.triton_cases import Case, dense, inputs
 
 
 def check_untouched(kernel: Kernel, device: str) -> None:
-    """A running state keeps, to the bit, every row that no tile touches."""
+    """Check that a running state keeps each row outside of tiles, bitwise."""
     case = Case("documents:0,20,40", length=40)
     _, q, k, v = inputs(case, device)
     options = settings(0.25)
@@ -42,7 +42,7 @@ def check_untouched(kernel: Kernel, device: str) -> None:
 
 
 def check_unseen(kernel: Kernel, device: str) -> None:
-    """Where one call computes all, rows and keys of blocks that no tile touches get 0, not what memory held."""
+    """Check that a single call writes 0 to rows and keys of blocks outside of tiles."""
     case = Case("full", length=400)
     dout, q, k, v = inputs(case, device)
     tiles, options, seen = Tiles([Tile(150, 160, 150, 160, 0, 9)]), settings(case.scale), slice(150, 160)
@@ -57,13 +57,13 @@ def check_unseen(kernel: Kernel, device: str) -> None:
 
 
 def check_delta(kernel: Kernel, device: str) -> None:
-    """The one-pass delta is that of numerics."""
+    """Check that the one-pass delta equals that of numerics."""
     dout, out = torch.randn(2, 70, 3, 40, device=device), torch.randn(2, 70, 3, 40, device=device)
     torch.testing.assert_close(kernel.row_delta(dout, out), row_delta(dout, out))
 
 
 def check_flat(kernel: Kernel, device: str) -> None:
-    """Merging many blocks costs float32 no more than merging two: what a merge rounds must not add up."""
+    """Check that merging many float32 blocks is as accurate as merging two."""
     case = Case("full", length=96, scale=0.7)
     _, q, k, v = full = inputs(case, device)
     rows = 16
@@ -83,14 +83,14 @@ def check_flat(kernel: Kernel, device: str) -> None:
 
 
 def check_far(kernel: Kernel, device: str, *, far_lse: bool = True) -> None:
-    """Whatever a kernel reads or writes may lie further from its tensor's start than 32 bits can count."""
+    """Check reads and writes at offsets beyond 32 bits from the start of a tensor."""
     # A long tensor; and rows so long that those of one block of 128 (in the interpreter 32) span as much.
     for stride in (1 << 16, 1 << 27 if device == "cpu" else 1 << 25):
         _check_far(kernel, device, stride, far_lse)
 
 
 def _room(size: int, dtype: torch.dtype, device: str) -> Tensor:
-    """So many zeros. On a CPU, memory that is only there once it is written: there are few other numbers."""
+    """Return zeros. On a CPU, use memory that is only allocated when written, because few values are written."""
     if device != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     without_reserve = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
@@ -106,7 +106,7 @@ def _check_far(kernel: Kernel, device: str, stride: int, far_lse: bool) -> None:
     rooms = {kind: _room(rows * stride, kind, device) for kind in (torch.float16, torch.float32)}
 
     def far(x: Tensor, at: int) -> Tensor:
-        """The same numbers in the last rows of a tensor; `at` places share a row's memory."""
+        """Copy x to the last rows of a tensor. The tensors with different `at` share the memory of a row."""
         shape, steps = ((1, rows, 1, d), (stride, stride, d, 1)) if x.dim() == 4 else ((1, 1, rows), (1, 1, stride))
         made = rooms[x.dtype].as_strided(shape, steps, 2 * at * d)
         made[(slice(None), slice(first, None)) if x.dim() == 4 else (..., slice(first, None))] = x
@@ -133,7 +133,7 @@ def _check_far(kernel: Kernel, device: str, stride: int, far_lse: bool) -> None:
 
 
 def check_merging(kernel: Kernel, device: str) -> None:
-    """The merge in one pass is that of numerics in float64, and touches only the rows of its state."""
+    """Check that the one-pass merge equals numerics in float64 and changes only rows of its state."""
     from burst_portable.kernels.triton.merging import OnePass
 
     merge, (batch, rows, heads, size) = OnePass(), (2, 70, 3, 40)
@@ -167,7 +167,7 @@ def check_merging(kernel: Kernel, device: str) -> None:
 
 
 def check_push(kernel: Kernel, device: str) -> None:
-    """Every line of every message of a launch lands where it belongs, and nothing beside it."""
+    """Check that a launch copies each line of each message and writes nothing else."""
     from burst_portable.backends.cuda.peers.push import AT_ONCE
     from burst_portable.backends.cuda.peers.push_kernel import push_kernel
 

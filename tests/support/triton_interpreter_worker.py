@@ -1,6 +1,6 @@
-"""Runs cases in Triton's interpreter, in a process of its own: the switch must be set before kernels are imported.
+"""Run cases in Triton's interpreter, in a separate process, because the mode must be set before kernels are imported.
 
-Reads one JSON line a case from standard input and answers each with one line.
+It reads one JSON line per case from standard input and answers each with one line.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from tests.support.triton_checks import CHECKS
 
 
 def patch_once_a_launch() -> None:
-    """Triton looks through all of its language for every function that a kernel calls: a third of the time here.
+    """Patch Triton's language once per launch, not once per function call, which saves 1/3 of the time.
 
-    What it puts there is the same each time, and stays until the launch ends. A release that does it otherwise is left
-    as it is.
+    The patches are equal each time and stay until the launch ends. Other implementations are not changed.
     """
     from triton.runtime import interpreter
 
@@ -47,9 +46,9 @@ def patch_once_a_launch() -> None:
 
 
 def skip_sums_that_nobody_asserts() -> None:
-    """Of every sum and product of integers Triton works out whether it overflows: two fifths of the time here.
+    """Skip the overflow computation of integer sums and products, which saves 2/5 of the time.
 
-    It asserts that only in debug mode, which the interpreter is not in; a release in which it is is left as it is.
+    Triton asserts it in debug mode only. If the interpreter is in debug mode, nothing is changed.
     """
     from triton.runtime import interpreter
 

@@ -28,7 +28,7 @@ class Counters:
         return self.transport.crossed
 
     def close(self):
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""`launch.Compiled` on a `Machine`: so the Hopper kernel's host side runs as it stands."""
+"""Emulate `launch.Compiled` on a `Machine`, so that the host side of the Hopper kernel runs unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROCESSORS = 3
 
 
 class EmulatedKernels:
-    """Launches run on the machine at once; descriptors and counters are made anew each time."""
+    """Kernels that run on the machine at once. Each launch creates its descriptors and counters."""
 
     def __init__(
         self, machine: Machine, forward: ModuleType = hopper_forward, backward: ModuleType = hopper_backward
@@ -59,7 +59,7 @@ class EmulatedKernels:
 
 
 def emulate(monkeypatch: Any, kernels: EmulatedKernels) -> None:
-    """From now on, and until the test ends, the Hopper kernel launches them."""
+    """Replace the compiled Hopper kernels by the emulated ones until the test ends."""
     monkeypatch.setattr(hopper_kernel, "compiled_kernels", lambda: kernels)
     monkeypatch.setattr(launch_tables, "processors", lambda device: _PROCESSORS)
     monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 0)

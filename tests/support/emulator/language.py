@@ -1,4 +1,4 @@
-"""What the names of Gluon, and of Triton where its prepare kernel has them, mean on a `Machine`."""
+"""Define the names of Gluon on a `Machine`, and those of Triton that the prepare kernel uses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def language_of(machine: Machine) -> dict[str, Any]:
-    """Names as the kernels import them."""
+    """Return the names that the kernels import."""
     language = _Language(machine)
     return {
         "gl": language,
@@ -52,7 +52,7 @@ class _OnMachine:
 
 
 def _no_layout(*_: Any, **__: Any) -> None:
-    """Layouts are not seen."""
+    """Ignore layouts."""
 
 
 def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:

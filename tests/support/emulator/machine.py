@@ -2,17 +2,17 @@
 
     Machine(seed=0, eager=0.5).launch(kernel, grid, *arguments)    # tensors, Descriptors, numbers
 
-A kernel's Python runs as it stands; only the language's names mean what `language` says. Each partition of
-gl.warp_specialize is a thread, of which one runs at a time. What the hardware does on its own, TMA copies and wgmma,
-is done somewhere between its start and the wait for it: as soon as possible with eager=1, only when no thread can go
-on with eager=0. So a wait too few does not hide::
+The Python of a kernel runs unchanged; `language` defines the names of the language. Each partition of
+gl.warp_specialize is a thread, of which one runs at a time. TMA copies and wgmma run between their start and the wait
+for them: as early as possible with eager=1, and only when no thread can continue with eager=0. A missing wait is
+therefore detected::
 
     a slot        holds NaN from the start of a TMA load into it to its end
     a store       of a thread into shared memory is NaN to TMA and wgmma until fence_async_shared
     a product     has no value before warpgroup_mma_wait
-    a barrier     that is waited for for ever is an error, which says where everybody stands
+    a barrier     that is never reached raises an error with the state of all threads
 
-Not seen: layouts and registers, order between the warps of one warpgroup, and what a compiler makes of it all.
+Not emulated: layouts and registers, order between the warps of one warpgroup, and compiler optimizations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.one_core import one_core
 
 
 class Deadlock(AssertionError):
-    """Nobody can go on."""
+    """Error: no thread can continue."""
 
 
 class _Stopped(BaseException):
@@ -44,7 +44,7 @@ class _Stopped(BaseException):
 
 
 def closed() -> threading.Lock:
-    """Whoever acquires it waits until somebody else releases it, once: a semaphore of 0 and 1, and in C."""
+    """Return an acquired lock. Acquiring it again blocks until another thread releases it once."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -52,7 +52,7 @@ def closed() -> threading.Lock:
 
 @dataclass(eq=False)
 class Thread:
-    """A partition of a program, and what the hardware is doing for it."""
+    """A partition of a program, and its pending hardware operations."""
 
     name: str
     program: tuple[int, ...]
@@ -110,12 +110,12 @@ class Machine:
             raise self._failure
 
     def start(self, thread: Thread, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """It begins when its turn comes."""
+        """Add a thread. It begins at its first turn."""
         self._threads.append(thread)
         threading.Thread(target=self._body, args=(thread, function, arguments), daemon=True).start()
 
     def turn(self, ready: Callable[[], bool] = lambda: True, waits_for: str = "") -> None:
-        """Other threads and engines may go on, until this one's turn comes again; not before it is ready."""
+        """Let other threads and engines run until the next turn of this thread, which requires `ready`."""
         me = self.me
         me.ready, me.waits_for = ready, waits_for
         following = self._next()
@@ -148,7 +148,7 @@ class Machine:
         thread.go.release()
 
     def _next(self) -> Thread | None:
-        """Who runs now; engines do their work on the way. None when all are over."""
+        """Return the next thread to run, or None if all are over. Engines may run in between."""
         alive = [one for one in self._threads if not one.over]
         while alive and self._failure is None:
             able = [one for one in alive if one.ready()]
@@ -163,7 +163,7 @@ class Machine:
         return alive[0] if alive else None
 
     def _work(self, busy: list[deque[Product]]) -> None:
-        """One product or copy; a thread's products in order, copies in any."""
+        """Run one product or copy. The products of a thread run in order, copies in any order."""
         which = self._random.randrange(len(busy) + len(self.copies))
         if which < len(busy):
             busy[which].popleft().run()
@@ -171,7 +171,7 @@ class Machine:
             self.copies.pop(which - len(busy))()
 
     def _bound(self, function: JITFunction) -> FunctionType:
-        """The Python of a jit function, with this machine's language."""
+        """Return the Python function of a jit function, bound to this machine's language."""
         python = function.fn
         if python not in self._functions:
             names = {name: self._meaning(name, value) for name, value in python.__globals__.items()}

@@ -1,4 +1,4 @@
-"""What a kernel holds: tiles in registers, pointers, descriptors, shared memory, barriers, products under way."""
+"""Define the values of a kernel: register tiles, pointers, descriptors, shared memory, barriers, pending products."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Pointer:
 
     @classmethod
     def to(cls, x: Tensor) -> Pointer:
-        """From its first element on, to the end of what it is a part of."""
+        """Return a pointer to the first element of a tensor, up to the end of its storage."""
         size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
         return cls(x.as_strided((size,), (1,)))
 
@@ -140,9 +140,9 @@ class Descriptor:
 
 
 class Shared:
-    """Shared memory as threads see it, and as TMA and wgmma do.
+    """Shared memory as threads see it, and as TMA and wgmma see it.
 
-    `fence` is told of what a thread has stored, which engines do not see before its fence.
+    `fence` is called after each store of a thread. Engines do not see the store before the thread's fence.
     """
 
     def __init__(self, threads: Tensor, engines: Tensor, fence: Callable[[Shared], None]) -> None:
@@ -163,7 +163,7 @@ class Shared:
         self._fence(self)
 
     def start_load(self) -> None:
-        """From now on, and until `end_load`, it holds nothing."""
+        """Fill the memory with NaN until `end_load`."""
         _poison(self.threads)
         _poison(self.engines)
 
@@ -218,7 +218,7 @@ class Turned:
 
 @cache
 def rows_of_lines(bases: tuple[tuple[int, int], ...]) -> list[int]:
-    """Which row every line of 128 bytes holds, by a linear layout of rows and columns that keeps TMA's swizzle."""
+    """Return the row in each line of 128 bytes, for a linear layout that keeps the swizzle of TMA."""
     width = 1 << sum(row == 0 for row, _ in bases[: next(i for i, (row, _) in enumerate(bases) if row)])
     lines = [(row, column) for row, column in bases[width.bit_length() - 1 :] if row]
     chunk = min(column for _, column in lines[:3])
@@ -262,7 +262,7 @@ class Barriers:
 
 
 class Product:
-    """What wgmma is at, or has made."""
+    """A pending or completed wgmma."""
 
     def __init__(self, a: Any, b: Shared, acc: Any) -> None:
         self._a, self._b, self._acc = a, b, acc
@@ -275,7 +275,7 @@ class Product:
 
     @staticmethod
     def value_of(x: Any) -> Any:
-        """Of a product its result, which must be there; of anything else itself."""
+        """Return the result of a completed product, or any other value unchanged."""
         if not isinstance(x, Product):
             return x
         assert x._made is not None, "a product is read before warpgroup_mma_wait"
