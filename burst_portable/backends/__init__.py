@@ -1,1 +1,4 @@
-"""Backends, one folder per vendor. `base` is the contract, `selection` chooses. See docs/writing_a_backend.md."""
+"""Define backends, one folder per vendor. `base` is the contract, `selection` finds and chooses backends.
+
+See docs/writing_a_backend.md.
+"""

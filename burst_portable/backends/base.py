@@ -1,6 +1,6 @@
 """Define `Backend`, the contract between a vendor's device, kernels and transports and all other code.
 
-Code outside a vendor's folder never queries a vendor's name, but a capability.
+Code outside a vendor's folder queries capabilities, never a vendor's name.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Capabilities:
 
     Attributes:
         device_type: the torch device type of its tensors.
-        process_group: the process-group backend that moves them.
+        process_group: the process-group backend that sends and receives them.
         streams: whether work is asynchronous and ordered by streams.
-        rates: rates for predictions if nothing was measured.
-        direct_transport: name of the backend's transport for plans whose messages go straight to where they are used
-            (`Plan.direct`); empty if it has none.
+        hardware: rates for predictions if nothing was measured.
+        direct_transport: name of the backend's transport for plans whose messages go directly to the rank that uses
+            them (`Plan.direct`); empty if it has none.
     """
 
     device_type: str
@@ -47,7 +47,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The answer of a probe: whether a backend can run on this machine, the reason if not, and facts."""
+    """Result of a probe: whether a backend can run on this machine, the reason if not, and facts."""
 
     ok: bool
     reason: str = ""
@@ -63,8 +63,8 @@ class Peaks:
         dtype: dtype of `flops`, torch's name without "torch.".
         flops: peak FLOP/s of dense matrix products in that dtype, accumulated at least in float32.
         bandwidth: bytes/s of its memory, reads and writes together.
-        source: source of the numbers, in words, or why they are unknown.
-        measured: whether they were measured on this machine. If not, they are the vendor's.
+        source: source of the numbers, as text, or why they are unknown.
+        measured: whether they were measured on this machine. False: the vendor states them.
     """
 
     device: str
@@ -76,11 +76,13 @@ class Peaks:
 
 
 class Meter(Protocol):
-    """The sensors of one device. A read takes the host at most a millisecond or two, and the device no time."""
+    """Sensors of one device. A read takes at most one or two milliseconds of the host, and no time of the device."""
 
     def read(self) -> dict[str, float]:
-        """Return the available readings: "watts", "megahertz" of the compute clock, "celsius", and "joules" since some
-        moment in the past."""
+        """Return the available readings.
+
+        Keys: "watts", "megahertz" of the compute clock, "celsius", and "joules" since a fixed time in the past.
+        """
 
     def close(self) -> None:
         """Release the sensors."""
@@ -90,7 +92,7 @@ class LinkCounters(Protocol):
     """Counters of one device for the bytes on its links to other devices of its kind."""
 
     def read(self) -> tuple[int, int]:
-        """Return (sent, received) bytes since some moment in the past.
+        """Return (sent, received) bytes since a fixed time in the past.
 
         Counts messages and all other writes and reads over a link, without the overhead of the link's protocol. Active
         transfers may be counted in part. Raises `BackendUnavailableError` if the counters can no longer be read.
@@ -101,7 +103,7 @@ class LinkCounters(Protocol):
 
 
 class Tracer(Protocol):
-    """A vendor's own tracer of all that this process runs, with `torch.profiler.record_function` as annotations."""
+    """A vendor's tracer of this process. Its annotations are those of `torch.profiler.record_function`."""
 
     def start(self) -> None:
         """Start tracing. Raises `UnsupportedError` if that is not possible."""
@@ -113,7 +115,7 @@ class Tracer(Protocol):
 class Backend(ABC):
     """The device, the kernels and the transports of one vendor.
 
-    A backend must define what is abstract. Every other method has a default that says that the backend has none.
+    A backend must define the abstract methods. The default of every other method reports that the feature is missing.
     """
 
     @property
@@ -124,7 +126,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """Return the facts that other code may ask for."""
+        """Return the facts that other code may query."""
 
     @abstractmethod
     def probe(self) -> Probe:
@@ -137,7 +139,7 @@ class Backend(ABC):
     def transport(self, group: Any, timeout: float) -> Transport:
         """Connect the ranks of a torch process group (None: the default one).
 
-        Raises `UnsupportedError` unless overridden: a backend without transports serves one rank.
+        Default: raise `UnsupportedError`, so the backend serves one rank.
         """
         raise UnsupportedError(f"the backend {self.name!r} has no transport, so it serves one rank only")
 
@@ -145,16 +147,19 @@ class Backend(ABC):
         """Connect the `direct_transport` of the capabilities. Collective.
 
         Args:
-            other: a transport of the same ranks, which moves messages between passes.
+            other: a transport of the same ranks, for the messages between passes.
+            group: the process group of the ranks.
+            timeout: seconds that a pass may wait for its next message.
 
-        Raises `UnsupportedError`, on every rank alike, if these ranks cannot have it.
+        Raises:
+            UnsupportedError: on all ranks, if one of them cannot use the transport.
         """
         raise UnsupportedError(f"the backend {self.name!r} has no direct transport")
 
     def group_options(self, timeout: timedelta) -> Any:
         """Return `pg_options` of torch process groups with this timeout, whose messages have high priority.
 
-        Return None if torch's own options will do. See `comm.base.Transport.high_priority`.
+        Return None for torch's default options. See `comm.base.Transport.high_priority`.
         """
         return None
 
@@ -166,8 +171,8 @@ class Backend(ABC):
         return None
 
     def peaks(self, dtype: str) -> Peaks:
-        """Return the most that the current device can do in matrix products of a dtype ("bfloat16")."""
-        return Peaks("", dtype, None, None, f"the backend {self.name!r} does not tell")
+        """Return the peak rates of the current device for matrix products of a dtype ("bfloat16")."""
+        return Peaks("", dtype, None, None, f"the backend {self.name!r} states none")
 
     def meter(self, index: int) -> Meter:
         """Open the sensors of a device, by torch's index.
@@ -184,28 +189,28 @@ class Backend(ABC):
         raise BackendUnavailableError(f"the backend {self.name!r} does not count what crosses links between devices")
 
     def tracer(self) -> Tracer | None:
-        """Return the vendor's own tracer, for profiles of kernels; None if torch.profiler sees the devices."""
+        """Return the vendor's tracer, for profiles of kernels; None if torch.profiler traces the devices."""
         return None
 
     def kineto(self, events: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Convert the events of the own tracer's file to what Kineto writes; None for the file of another tracer.
+        """Convert the events of the vendor's trace to the form that Kineto writes; None for a trace of another tracer.
 
-        Annotations and operators of the host stay as they are. What ran on a device becomes "kernel" or "gpu_memcpy"
-        with the correlation of the launching call.
+        Annotations and operators of the host stay unchanged. Events of a device get the category "kernel" or
+        "gpu_memcpy" and the correlation of the call that launched them.
         """
         return None
 
 
 def package_error(package: str, at_least: str, *, module: str | None = None, install: str | None = None) -> str:
-    """Return what is wrong with a vendor's package here, and the next step; "" if nothing is. For a `probe`.
+    """Return why a vendor's package cannot be used, and the next step; "" if it can. For a `probe`.
 
-    Absent, too old and broken packages have different messages.
+    Absent, old and broken packages have different messages.
 
     Args:
         package: pip's name of the distribution.
         at_least: the lowest supported version, such as "2.13".
-        module: module that is imported as a test. Default: none.
-        install: the next step. Default: ``pip install``.
+        module: a module to import as a test. Default: none.
+        install: the next step. Default: a ``pip install`` command.
     """
     step = install or f"pip install '{package}>={at_least}'"
     try:
@@ -220,10 +225,7 @@ def package_error(package: str, at_least: str, *, module: str | None = None, ins
 
 
 def require_package(package: str, at_least: str, install: str | None = None) -> None:
-    """Raise `BackendUnavailableError` if a package is absent or too old. For the top of a vendor's module.
-
-    The message is that of `package_error`.
-    """
+    """Raise `BackendUnavailableError` with the text of `package_error` if a package is absent or too old."""
     if reason := package_error(package, at_least, install=install):
         raise BackendUnavailableError(reason)
 
@@ -254,12 +256,12 @@ TORCH = "2.11"
 class AcceleratorBackend(Backend):
     """A backend of devices that torch drives as `torch.<type>`, with streams.
 
-    A vendor defines why devices cannot be used, which kernels there are, and what reports say of its devices.
+    A vendor defines the reason why devices cannot be used, the kernels, and the facts for reports.
     """
 
     @abstractmethod
     def unavailable_reason(self) -> str:
-        """Return why it cannot run on this machine and, after a semicolon, the next step; or "". Never raises."""
+        """Return why it cannot run on this machine and, after a semicolon, the next step; "" if it can. Never raise."""
 
     @abstractmethod
     def make_kernels(self) -> Iterable[Kernel | LazyKernel]:
@@ -267,11 +269,11 @@ class AcceleratorBackend(Backend):
 
     @abstractmethod
     def describe(self, properties: Any) -> Facts:
-        """Return facts from torch's properties of a device, besides name and memory; called if devices can be used."""
+        """Return facts from torch's properties of a usable device, in addition to name and memory."""
 
     @abstractmethod
     def libraries(self) -> Facts:
-        """Return versions of libraries and the driver, and the links; called if devices can be used."""
+        """Return versions of libraries and the driver, and the links. Called only if devices can be used."""
 
     def probe(self) -> Probe:
         if reason := package_error("torch", TORCH) or self.unavailable_reason():
@@ -289,17 +291,18 @@ class AcceleratorBackend(Backend):
         return TorchDistTransport(group, self.capabilities.process_group, batched=True, timeout=timeout)
 
     def no_device_reason(self, missing: str, look_at: str) -> str:
-        """Return the reason for no device, with torch's message when it starts the driver: absent, too old ..."""
+        """Return why no device is usable, with torch's error when it starts the driver (absent, too old)."""
         try:
             torch.get_device_module(self.capabilities.device_type).init()
-            said = "a driver that starts and shows no device"
+            result = "a driver that starts and shows no device"
         except (RuntimeError, AssertionError) as error:
-            said = in_a_line(error)
-        return format_error(missing, got=said, next_step=f"look at {look_at}")
+            result = in_a_line(error)
+        return format_error(missing, got=result, next_step=f"look at {look_at}")
 
     def _devices(self) -> list[Facts]:
         module = torch.get_device_module(self.capabilities.device_type)
-        every = [module.get_device_properties(index) for index in range(module.device_count())]
+        devices = [module.get_device_properties(index) for index in range(module.device_count())]
         return [
-            {"name": one.name, "memory_gib": round(one.total_memory / 2**30, 1), **self.describe(one)} for one in every
+            {"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1), **self.describe(device)}
+            for device in devices
         ]

@@ -1,7 +1,7 @@
-"""Find, load and choose backends by name, from entry points: in this tree or in a third-party package.
+"""Find, load and choose backends by name, from the entry points of this and of third-party packages.
 
-Nothing is imported before it is needed. The backends of this tree are also listed here, so that they are found in a
-checkout that is not installed.
+A backend is imported when it is first needed. The backends of this package are also listed here, so that an
+uninstalled checkout finds them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from burst_portable.errors import (
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.hardware import read_hardware_spec
 
-if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
+if TYPE_CHECKING:  # a help text lists the names without importing torch
     from burst_portable.backends.base import Backend, HardwareSpec, Probe
     from burst_portable.kernels.base import Kernel, LazyKernel
 
@@ -35,31 +35,31 @@ _OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cu
 
 
 def known() -> dict[str, str]:
-    """Return the name of each backend and its target (``module:attribute``). No package can replace our names."""
-    return {name: homes[0] for name, homes in _registered().items()}
+    """Return each backend's name and target (``module:attribute``). No package can replace our names."""
+    return {name: targets[0] for name, targets in _registered().items()}
 
 
 def passed_over() -> list[str]:
-    """Describe the packages that registered one of our names. They are never used."""
+    """Return a message for each package that registered one of our names. These packages are never used."""
     return [
         format_error(
-            f"the backend {name!r} (from {home}) is not used",
+            f"the backend {name!r} (from {target}) is not used",
             got="a name that burst_portable has itself",
             next_step=f"register another name than {', '.join(_OURS)}",
         )
         for name in _OURS
-        for home in _registered()[name][1:]
+        for target in _registered()[name][1:]
     ]
 
 
 def _registered() -> dict[str, list[str]]:
     """Return each name with all targets that are registered under it, ours first."""
-    homes = {name: [home] for name, home in _OURS.items()}
+    targets = {name: [target] for name, target in _OURS.items()}
     for point in entry_points(group=GROUP):
-        found = homes.setdefault(point.name, [])
+        found = targets.setdefault(point.name, [])
         if point.value not in found:
             found.append(point.value)
-    return homes
+    return targets
 
 
 @lru_cache(maxsize=32)
@@ -73,20 +73,20 @@ def load(name: str) -> Backend:
     table = _registered()
     if name not in table:
         raise unknown_name("backend", name, table)
-    homes = table[name]
-    if name not in _OURS and len(homes) > 1:
-        what = f"packages register the name {name!r} at once"
-        raise BackendUnavailableError(what, got=", ".join(sorted(homes)), next_step="uninstall all but one")
-    return _imported(name, homes[0])
+    targets = table[name]
+    if name not in _OURS and len(targets) > 1:
+        what = f"several packages register the name {name!r}"
+        raise BackendUnavailableError(what, got=", ".join(sorted(targets)), next_step="uninstall all but one")
+    return _import_backend(name, targets[0])
 
 
-def _imported(name: str, home: str) -> Backend:
+def _import_backend(name: str, target: str) -> Backend:
     """Import a backend and check it. Each error of a third-party package has its own message."""
-    module, _, attribute = home.partition(":")
-    what = f"the backend {name!r} (from {home})"
+    module, _, attribute = target.partition(":")
+    what = f"the backend {name!r} (from {target})"
     try:
         backend: object = getattr(import_module(module), attribute)
-    except BackendUnavailableError as error:  # it says itself what is absent or too old
+    except BackendUnavailableError as error:  # its message names the absent or old package
         raise BackendUnavailableError(f"{what} cannot be used: {error}") from error
     except ModuleNotFoundError as error:
         missing = error.name or "a module"
@@ -100,7 +100,7 @@ def _imported(name: str, home: str) -> Backend:
         raise BackendUnavailableError(
             f"{what} is broken: it fails to import", got=in_a_line(error), next_step=next_step
         ) from error
-    from burst_portable.backends.base import Backend  # a module that was imported has torch
+    from burst_portable.backends.base import Backend  # needs torch, which the imported module has loaded
 
     if isinstance(backend, type):
         reason = f"it is a class; register an object of it, backend = {backend.__name__}()"
@@ -110,16 +110,16 @@ def _imported(name: str, home: str) -> Backend:
         raise BackendUnavailableError(f"{what} is not a backend: {reason}", next_step=next_step)
     elif not (reason := _contract_violation(backend, name)):
         return backend
-    next_step = "docs/writing_a_backend.md says what a backend is, step by step"
+    next_step = "see docs/writing_a_backend.md"
     raise BackendUnavailableError(f"{what} is not a backend: {reason}", next_step=next_step)
 
 
 def _contract_violation(backend: Backend, name: str) -> str:
-    """Return what the types of a backend's parts violate, or "". Does not call any of its methods."""
+    """Return how a backend violates the contract, or "". Do not call any of its methods."""
     from burst_portable.backends.base import Capabilities, HardwareSpec
 
     if backend.name != name or name == "auto":
-        return f"it calls itself {backend.name!r}; the name that is registered must be its own, and not 'auto'"
+        return f"its name is {backend.name!r}; it must be the registered name, and not 'auto'"
     if missing := [method for method in ("probe", "kernels") if not callable(getattr(backend, method))]:
         return f"its {' and '.join(missing)} must be methods"
     capabilities = backend.capabilities
@@ -131,12 +131,12 @@ def _contract_violation(backend: Backend, name: str) -> str:
 
 
 def probed(backend: Backend) -> Probe:
-    """Return the backend's probe. If the probe violates its contract, the answer is no, with the violation."""
+    """Return the backend's probe. A probe that violates its contract counts as a failure with that reason."""
     from burst_portable.backends.base import Probe
 
     try:
         probe = backend.probe()
-    # It must not raise. One that does must only affect users who name this backend.
+    # A probe must not raise. If it does, only users who name this backend get an error.
     except Exception as error:  # noqa: BLE001
         return Probe(False, f"it is broken: its probe raised {in_a_line(error)}")
     if not isinstance(probe, Probe):
@@ -148,11 +148,11 @@ def unavailable_reason(name: str, device_type: str | None = None) -> str:
     """Return why that backend cannot run here, or cannot take tensors of a device type; "" if it can."""
     try:
         backend = load(name)
-    except BackendUnavailableError as error:  # no user named it: a reason, like a probe's
+    except BackendUnavailableError as error:  # the caller may not have named it: return a reason, as for a failed probe
         return str(error)
-    own = backend.capabilities.device_type
-    if device_type not in (None, own):
-        return f"it takes tensors on {own}"
+    supported = backend.capabilities.device_type
+    if device_type not in (None, supported):
+        return f"it takes tensors on {supported}"
     probe = probed(backend)
     return "" if probe.ok else probe.reason
 
@@ -160,7 +160,9 @@ def unavailable_reason(name: str, device_type: str | None = None) -> str:
 def runnable(name: str) -> Backend:
     """Return the backend that a user named.
 
-    Raises `UnknownNameError`, or `BackendUnavailableError` if it cannot run; the message lists those that can.
+    Raises:
+        UnknownNameError: no backend has that name.
+        BackendUnavailableError: it cannot run on this machine. The message lists the backends that can.
     """
     backend = load(name)
     if reason := unavailable_reason(name):
@@ -175,7 +177,9 @@ def runnable(name: str) -> Backend:
 def for_device(device_type: str, named: str = "auto") -> Backend:
     """Return the backend for tensors of a device type: the named one, or the first that can run here.
 
-    Raises `UnsupportedError` if there is none, or if the named one takes other tensors. Also raises as `runnable`.
+    Raises:
+        UnsupportedError: there is none, or the named one takes tensors of another device type.
+        UnknownNameError, BackendUnavailableError: see `runnable`.
     """
     if named == "auto":
         return _first_for(device_type)
@@ -219,12 +223,16 @@ def hardware_of(
     They are measured on a machine like this one if the backend has such rates, else the backend's estimates.
 
     Args:
+        backend: the backend of the tensors.
+        ranks: number of ranks.
         kernel: the kernel that will compute, if known.
-        file: a hardware spec file that were measured here, which replace all others; see `planning.hardware`.
-        dtype, head_dim: of the call, if known. The source of a file's rates says if they were measured with others.
+        file: path of a hardware spec (`planning.hardware`), which replaces all other rates. Default: none.
+        dtype: dtype of the call, if known. If the file was measured with another one, `source` notes it.
+        head_dim: head size of the call, if known. As `dtype`.
         high_priority: whether messages have high priority: see `comm.base.Transport`.
 
-    Raises `InputError` for a file that cannot be used.
+    Raises:
+        InputError: the file cannot be used.
     """
     name, traits = (kernel.name, kernel.traits) if kernel else ("", KernelTraits())
     if file:
@@ -238,25 +246,28 @@ def hardware_of(
 def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
     """Return arguments of `init_process_group` and `new_group`: the timeout, and options for messages of high priority.
 
-    Options are left out if the backend has none. Raises `BackendUnavailableError` if the backend fails to make them.
+    Without options of the backend, the timeout is the only argument.
+
+    Raises:
+        BackendUnavailableError: the backend fails to make the options.
     """
     try:
         options = backend.group_options(timeout)
-    # Caught here, so that it is not mistaken for an error of the group, which absent ranks also cause.
+    # Caught here: an error from creating the group would look as if ranks were absent.
     except Exception as error:
         what = f"the backend {backend.name!r} is broken: it fails to make options of a process group"
-        next_step = "upgrade or mend it: group_options(timeout) gives torch's pg_options, or None"
+        next_step = "upgrade or fix it: group_options(timeout) returns torch's pg_options, or None"
         raise BackendUnavailableError(what, got=in_a_line(error), next_step=next_step) from error
     return {"timeout": timeout} if options is None else {"timeout": timeout, "pg_options": options}
 
 
 def supports_high_priority(backend: Backend) -> bool:
-    """Return whether messages have high priority in groups that are made with the backend's options."""
+    """Return whether messages have high priority in groups that are created with the backend's options."""
     return "pg_options" in group_options_of(backend, timedelta(seconds=1))
 
 
 def open_or_reason(make: Callable[[int], T], index: int) -> T | str:
-    """Return `make(index)`, such as `backend.meter(0)`, or the reason why it cannot be had."""
+    """Return `make(index)`, for example `backend.meter(0)`, or the reason why it is unavailable."""
     try:
         return make(index)
     except BackendUnavailableError as error:
@@ -264,12 +275,12 @@ def open_or_reason(make: Callable[[int], T], index: int) -> T | str:
 
 
 def as_kineto(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert a trace's events to what Kineto would have written, by the backend whose tracer wrote them."""
+    """Convert a trace's events to the form that Kineto writes, with the backend whose tracer wrote them."""
     for name in known():
         try:
             backend = load(name)
         except BackendUnavailableError:
-            continue  # doctor says what is wrong with it
+            continue  # `burst-portable doctor` reports the reason
         if (converted := backend.kineto(events)) is not None:
             return converted
     return events
@@ -286,14 +297,16 @@ def kernels_of(backend: Backend) -> tuple[Kernel | LazyKernel, ...]:
     what = f"the backend {backend.name!r} is broken"
     try:
         kernels = tuple(backend.kernels())
-    # Code of a vendor may raise anything; the user must hear which backend it was.
+    # Code of a vendor may raise anything. The message must name the backend.
     except Exception as error:
-        next_step = "upgrade or mend it: docs/writing_a_backend.md says what kernels() returns"
+        next_step = "upgrade or fix it; docs/writing_a_backend.md describes kernels()"
         raise BackendUnavailableError(f"{what}: kernels() failed", got=in_a_line(error), next_step=next_step) from error
     for kernel in kernels:
         if not isinstance(kernel, Kernel | LazyKernel):
             allowed = "objects whose classes derive from burst_portable.kernels.base.Kernel"
-            raise BackendUnavailableError(f"{what}: kernels() gave no kernel", got=shown(kernel), allowed=allowed)
+            raise BackendUnavailableError(
+                f"{what}: kernels() returned an object that is no kernel", got=shown(kernel), allowed=allowed
+            )
     return kernels
 
 

@@ -50,7 +50,7 @@ def test_guide_lists_required_methods_of_class(cls):
     [
         (lambda: 1 / 0, "kernels() failed; got ZeroDivisionError"),
         (lambda: ReferenceKernel(), "kernels() failed; got TypeError"),
-        (lambda: (object(),), "gave no kernel; got <object"),
+        (lambda: (object(),), "returned an object that is no kernel; got <object"),
     ],
     ids=["raises", "no tuple", "no kernel"],
 )

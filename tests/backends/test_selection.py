@@ -81,8 +81,8 @@ WRONG = {
     "a class": (BACKEND + "backend = Theirs\n", "it is a class; register an object", "backend = Theirs()"),
     "another name": (
         BACKEND + "Theirs.name = 'other'\nbackend = Theirs()\n",
-        "it calls itself 'other'",
-        "writing_a_backend.md",
+        "its name is 'other'; it must be",
+        "docs/writing_a_backend.md",
     ),
     "too little": (
         "from burst_portable.backends.base import Backend\nclass Theirs(Backend):\n    name = 'theirs'\n"
@@ -93,17 +93,17 @@ WRONG = {
     "no methods": (
         BACKEND + "Theirs.kernels = ()\nbackend = Theirs()\n",
         "its kernels must be methods",
-        "writing_a_backend.md",
+        "docs/writing_a_backend.md",
     ),
     "no capabilities": (
         BACKEND + "Theirs.capabilities = {}\nbackend = Theirs()\n",
         "are a dict, not a C",
-        "writing_a_backend.md",
+        "docs/writing_a_backend.md",
     ),
     "no rates": (
         BACKEND + "Theirs.capabilities = Capabilities('cpu', 'gloo', False, None)\nbackend = Theirs()\n",
         "the rates of its capabilities are a NoneType, not a HardwareSpec",
-        "writing_a_backend.md",
+        "docs/writing_a_backend.md",
     ),
     "leaves": ("import sys\nsys.exit(3)\n", "is broken: it fails to import; got SystemExit: 3", "reinstall"),
     "nothing of that name": ("", "is broken", "AttributeError"),

@@ -93,7 +93,7 @@ def test_nvml_meter_reads_available_sensors(nvml):
     )
     meter.close()
     assert nvml.open == 0
-    with pytest.raises(BackendUnavailableError, match="NVML does not know GPU-other: Not Found"):
+    with pytest.raises(BackendUnavailableError, match="NVML does not find GPU-other: Not Found"):
         NvmlMeter("other")
     assert nvml.open == 0
 

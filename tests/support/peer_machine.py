@@ -103,7 +103,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(memory.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(memory, "Watch", partial(Watch, threaded=False))  # simulated memory never hangs
     monkeypatch.setattr(connection, "unavailable", lambda: "")
-    monkeypatch.setattr(connection, "here", lambda: DEVICE)
+    monkeypatch.setattr(connection, "current_device", lambda: DEVICE)
     return machine
 
 

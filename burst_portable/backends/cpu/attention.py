@@ -3,10 +3,10 @@
 The operator supports boxes, top-left causal boxes, and masks as floating tensors. So a tile becomes::
 
     full               ■       one box
-    causal             ■◣      a box of the columns that every row sees, and an aligned causal box
-    anything else              strips of rows, each a box, with a small mask where the band cuts it
+    causal             ■◣      a box of the columns that are visible to every row, and an aligned causal box
+    anything else              strips of rows, each a box, with a small mask if it is not full
 
-Tiles have no empty rows, so its convention for them (LSE 0) never comes up. 16-bit inputs are computed in float32:
+Tiles have no empty rows, so its convention for them (LSE 0) does not matter. 16-bit inputs are computed in float32:
 the operator is several times slower in 16 bits.
 """
 
@@ -28,7 +28,7 @@ STRIP = 256
 """Rows of a strip: its mask holds STRIP x (STRIP + window) numbers."""
 
 _LANES = 16
-"""Numbers in the widest vector of a CPU: for fewer columns the operator looks for the largest score in another way."""
+"""Numbers in the widest vector of a CPU. With fewer columns, the operator finds the largest score in another way."""
 
 
 _FORWARD: Any = torch._scaled_dot_product_flash_attention_for_cpu
@@ -36,7 +36,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class CpuCall(NamedTuple):
-    """One call of the operator: a box, and how it is masked."""
+    """One call of the operator: a box and its mask."""
 
     rows: slice
     columns: slice
@@ -49,7 +49,7 @@ class CpuCall(NamedTuple):
             return None
         tile = self.cut_by
         ends = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)
-        rows, columns = (torch.arange(*each, device="cpu") for each in ends)  # the operator reads whatever it is given
+        rows, columns = (torch.arange(*each, device="cpu") for each in ends)  # the operator also reads hidden pairs
         distance = rows.unsqueeze(1) - columns
         hidden = (distance < tile.lo) | (distance > tile.hi)
         return hidden.new_zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
@@ -96,7 +96,7 @@ class CpuFlashKernel(OperatorKernel[CpuCall]):
         return split_tile(tile)
 
     def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the tensors in the dtype that is computed in."""
+        """Return the tensors in the dtype of the computation."""
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         for x in tensors:
             if x.dtype is not wide:
@@ -117,19 +117,19 @@ class CpuFlashKernel(OperatorKernel[CpuCall]):
     ) -> Gradients:
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         mask = None if part.cut_by is None else part.mask(q.dtype)
-        parts = _BACKWARD(*heads_first, _as_it_makes_it(lse), 0.0, part.causal, attn_mask=mask, scale=scale)
+        parts = _BACKWARD(*heads_first, _heads_innermost(lse), 0.0, part.causal, attn_mask=mask, scale=scale)
         dq, dk, dv = (x.transpose(1, 2) for x in parts)
         return dq, dk, dv
 
 
 def _show_nan(out: Tensor, lse: Tensor, q: Tensor, k: Tensor) -> None:
-    """Correct rows of NaN scores alone. With few columns, the operator takes them for empty rows: out 0, LSE 0."""
+    """Set rows with NaN scores to NaN. With few columns, the operator takes such rows for empty: out 0, LSE 0."""
     scores = torch.einsum("bshgd,bchd->bhgsc", q.unflatten(2, (k.shape[2], -1)), k).flatten(1, 2)
     lost = (lse == 0) & scores.isnan().any(-1)
     lse.masked_fill_(lost, torch.nan)
     out.masked_fill_(lost.unsqueeze(-1), torch.nan)
 
 
-def _as_it_makes_it(lse: Tensor) -> Tensor:
-    """Return [B, H, S] with heads innermost in memory."""
+def _heads_innermost(lse: Tensor) -> Tensor:
+    """Return [B, H, S] with heads innermost in memory, as the forward operator returns it."""
     return lse.transpose(1, 2).contiguous().transpose(1, 2)

@@ -24,7 +24,7 @@ _SECONDS = 0.02  # for each measurement
 
 
 def peaks(dtype: str) -> Peaks:
-    """Return the peaks of torch's present threads, measured once per process and number of threads in about 50 ms."""
+    """Return the peaks with torch's current number of threads, measured once per process and number in about 50 ms."""
     return _measured(dtype, torch.get_num_threads())
 
 
@@ -32,20 +32,20 @@ def peaks(dtype: str) -> Peaks:
 def _measured(dtype: str, threads: int) -> Peaks:
     a, b = (torch.full((_SIZE, _SIZE), 0.5, dtype=getattr(torch, dtype)) for _ in range(2))
     product = torch.empty_like(a)
-    source = torch.ones(_COPIED // 4)
-    target = torch.empty_like(source)
+    original = torch.ones(_COPIED // 4)
+    copy = torch.empty_like(original)
     with torch.no_grad():
         flops = 2 * _SIZE**3 / _shortest(lambda: torch.mm(a, b, out=product))
-        bandwidth = 2 * _COPIED / _shortest(lambda: target.copy_(source))  # read, and written
+        bandwidth = 2 * _COPIED / _shortest(lambda: copy.copy_(original))  # read, and written
     name = platform.processor() or platform.machine()
-    told = (
+    source = (
         f"a matrix product of {_SIZE} x {_SIZE} and a copy of {_COPIED >> 20} MiB on this machine, threads: {threads}"
     )
-    return Peaks(name, dtype, flops, bandwidth, told, measured=True)
+    return Peaks(name, dtype, flops, bandwidth, source, measured=True)
 
 
 def _shortest(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of some calls, in time of this thread, so that other processes count little."""
+    """Return the seconds of the fastest of some calls, in CPU time of this thread: other processes affect it little."""
     work()
     times: list[float] = []
     until = time.perf_counter() + _SECONDS

@@ -1,4 +1,4 @@
-"""NVIDIA: NCCL, kernels of our own (Gluon on Hopper, portable Triton everywhere), NVML."""
+"""Define the NVIDIA backend: NCCL, peer copies, our kernels (Gluon on Hopper, portable Triton elsewhere), NVML."""
 
 from burst_portable.backends.cuda.backend import CudaBackend
 

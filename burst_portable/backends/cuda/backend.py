@@ -35,16 +35,16 @@ def high_priority_options(timeout: timedelta) -> Any:
     if not (dist.is_available() and dist.is_nccl_available()):
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # torch warns if it is not that of the group
+    options._timeout = timeout  # torch warns if it differs from the group's timeout
     return options
 
 
 def has_high_priority(group: Any) -> bool:
-    """Return whether the stream of a group (None: the default one) has high priority; false if it is not NCCL's."""
+    """Return whether the NCCL stream of a group (None: the default group) has high priority."""
     found: Any = dist.group.WORLD if group is None else group
     try:
         options = getattr(found._get_backend(torch.device("cuda")), "options", None)
-    except RuntimeError:  # the group has nothing for this device; its first message says so
+    except RuntimeError:  # the group has no backend for this device; its first message raises that error
         return False
     return bool(getattr(options, "is_high_priority_stream", False))
 
@@ -53,7 +53,7 @@ class CudaBackend(AcceleratorBackend):
     """See `backends.base.Backend`."""
 
     name = "cuda"
-    # What plans are predicted with: bf16 attention on one H100 in this project's benchmarks, and NCCL on one node.
+    # Rates for predicted times: bf16 attention on one H100 in this project's benchmarks, and NCCL on one node.
     capabilities = Capabilities(
         device_type="cuda",
         process_group="nccl",
@@ -72,10 +72,10 @@ class CudaBackend(AcceleratorBackend):
         return ""
 
     def make_kernels(self) -> Iterable[Kernel | LazyKernel]:
-        # Our own first: on one H100 hopper led every row of benchmarks/results but one (0.99 of cuDNN), and takes any
-        # mask in one launch that merges in its epilogue, where the others take a call for every box and triangle. Only
-        # flash-attn-4 was faster, on boxes, causal squares and some windows. On other devices nothing was measured
-        # against triton, so foreign kernels must be named.
+        # Our kernels come first. On one H100, hopper led every row of benchmarks/results but one (0.99 of cuDNN). It
+        # computes any mask in one launch that merges in its epilogue; library kernels need a call per box and causal
+        # square. Only flash-attn-4 was faster, on boxes, causal squares and some windows. On other devices nothing was
+        # measured against triton, so library kernels must be named.
         flash_4 = LazyKernel(
             "flash-attn-4",
             "burst_portable.backends.cuda.library_kernels:Flash4Kernel",
@@ -147,5 +147,5 @@ class CudaBackend(AcceleratorBackend):
 
 
 def _uuid(index: int) -> str:
-    """Return the UUID of a GPU, which all libraries know, by torch's index."""
+    """Return the UUID of the GPU with torch's index. Other libraries number GPUs differently."""
     return str(torch.cuda.get_device_properties(index).uuid)

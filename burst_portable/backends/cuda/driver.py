@@ -1,17 +1,17 @@
-"""The calls of NVIDIA's driver that torch has no function for: stream flags, raw copies, launches, tensor maps.
+"""Call NVIDIA's driver where torch has no function: stream flags, raw copies, launches, tensor maps.
 
-Addresses and streams are plain ints, so that a call costs little host time. Launches and tensor maps go through
-cuda.bindings, which takes 2 microseconds less a launch than ctypes. Flags and copies keep ctypes: two flags in one call
-take 2.2 to 3.8 microseconds by it and 7.7 to 12.6 by cuda.bindings, which wants an object for each (one H200, driver
-580.159, cuda-bindings 13.3.1, 2026-11-24).
+Addresses and streams are plain ints, so that a call takes little host time. Launches and tensor maps use cuda.bindings,
+which takes 2 microseconds less per launch than ctypes. Flags and copies use ctypes: two flags in one call take 2.2 to
+3.8 microseconds, and 7.7 to 12.6 with cuda.bindings, which needs an object for each (one H200, driver 580.159,
+cuda-bindings 13.3.1, 2026-11-24).
 
-Triton encodes every tensor map anew at each launch and builds a list of all that belongs to it, which for the nine of
-a backward costs the host more than the rest of the call. Here a launch packs its parameters into one buffer::
+Triton encodes every tensor map again at each launch. For the nine maps of a backward, that takes the host longer than
+the rest of the call. Here a launch packs its parameters into one buffer::
 
     tensor map 128 | extents 4 each | strides 8 each | ... | pointer 8 | number 4 or 8 | ... | two pointers, unused
 
-Where each one lies the driver says (`cuFuncGetParamInfo`). A kernel whose parameters are not these, or a driver
-that cannot say, is launched by Triton: nothing but the host's time differs.
+The driver reports the offset of each parameter (`cuFuncGetParamInfo`). If it cannot, or if a kernel has other
+parameters, Triton launches the kernel; only the host time differs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ _CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
-_OPERATION = struct.Struct("=I4xQI4xI20x")  # CUstreamBatchMemOpParams: what, address, value, flags; 48 bytes
+_OPERATION = struct.Struct("=I4xQI4xI20x")  # CUstreamBatchMemOpParams: operation, address, value, flags; 48 bytes
 # CUDA_MEMCPY2D, of the source and of the target: x, y, kind, host, address, array, pitch; then width and height.
 _LINES = struct.Struct("=16xI12xQ8xQ16xI12xQ8xQQQ")
 
 
 class Driver:
-    """libcuda, for one device.
+    """The stream functions of libcuda for one device.
 
-    Raises `UnsupportedError` where the library or one of the functions is missing.
+    Args:
+        device: torch's index of the device.
+
+    Raises:
+        UnsupportedError: the library or one of its functions is missing.
     """
 
     def __init__(self, device: int) -> None:
@@ -65,41 +69,41 @@ class Driver:
         self._copy_lines.argtypes = (ctypes.c_char_p, stream)
         can = ctypes.c_int(0)
         self._checked(library.cuDeviceGetAttribute(ctypes.byref(can), _CAN_FLUSH, device))
-        self._how = _WAIT_EQUAL | (_WAIT_FLUSH if can.value else 0)
+        self._wait_mode = _WAIT_EQUAL | (_WAIT_FLUSH if can.value else 0)
 
     def set_flags(self, stream: int, addresses: Sequence[int], value: int) -> None:
-        """Write 32 bits at each address once all before it on the stream is done and seen by every device."""
+        """Write 32 bits to each address when earlier work of the stream is complete and visible to every device."""
         if len(addresses) == 1:
             self._checked(self._set(stream, addresses[0], value, 0))
         else:
             self._batch(stream, _WRITE, addresses, value, 0)
 
     def wait_flags(self, stream: int, addresses: Sequence[int], value: int) -> None:
-        """The stream goes on when these 32 bits all have the value."""
+        """Make the stream wait until the 32 bits at each address have the value."""
         if len(addresses) == 1:
-            self._checked(self._wait(stream, addresses[0], value, self._how))
+            self._checked(self._wait(stream, addresses[0], value, self._wait_mode))
         else:
-            self._batch(stream, _WAIT, addresses, value, self._how)
+            self._batch(stream, _WAIT, addresses, value, self._wait_mode)
 
-    def _batch(self, stream: int, operation: int, addresses: Sequence[int], value: int, how: int) -> None:
-        """One call for all of them."""
+    def _batch(self, stream: int, operation: int, addresses: Sequence[int], value: int, mode: int) -> None:
+        """Write or wait for several flags in one call."""
         if not addresses:
             return
-        packed = b"".join([_OPERATION.pack(operation, address, value, how) for address in addresses])
+        packed = b"".join([_OPERATION.pack(operation, address, value, mode) for address in addresses])
         self._checked(self._operate(stream, len(addresses), packed, 0))
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
-        """Bytes between devices, by a copy engine."""
+        """Copy bytes between devices with a copy engine."""
         self._checked(self._copy(target, source, size, stream))
 
     def copy_lines(self, stream: int, target: int, source: int, strip: Strip) -> None:
-        """The same of lines that lie apart."""
+        """Copy the lines of a strip between devices with a copy engine."""
         _, _, _, lines, width, step, jump = strip
         packed = _LINES.pack(_ON_DEVICE, source, step, _ON_DEVICE, target, jump, width, lines)
         self._checked(self._copy_lines(packed, stream))
 
     def leave_captures_alone(self) -> None:
-        """What the calling thread does no longer breaks a graph that another thread captures."""
+        """Keep calls of this thread from invalidating a graph capture of another thread."""
         mode = ctypes.c_int(_RELAXED)
         self._checked(self._exchange(ctypes.byref(mode)))
 
@@ -109,7 +113,7 @@ class Driver:
 
 
 def error_text(library: ctypes.CDLL, code: int) -> str:
-    """What libcuda says of an error."""
+    """Return libcuda's description of an error code."""
     text = ctypes.c_char_p()
     library.cuGetErrorString(code, ctypes.byref(text))
     return text.value.decode() if text.value else f"code {code}"
@@ -117,23 +121,23 @@ def error_text(library: ctypes.CDLL, code: int) -> str:
 
 @cache
 def driver(device: int) -> Driver:
-    """The driver of a device; made once."""
+    """Return the driver of a device, which is created once."""
     return Driver(device)
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """The device made the current one; where it is already, without what torch's own way of it costs."""
+    """Return a context that makes a device current. It takes no time if the device is current already."""
     return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def current_stream(device: torch.device) -> int:
-    """torch's, by its handle: a `torch.cuda.Stream` made for it alone costs more than a launch."""
+    """Return the handle of torch's current stream. Creating a `torch.cuda.Stream` takes longer than a launch."""
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
 
 
 def leave_captures_alone() -> None:
-    """See `Driver.leave_captures_alone`; for threads that only look at events."""
+    """See `Driver.leave_captures_alone`. For threads that only query events."""
     driver(0).leave_captures_alone()
 
 
@@ -142,24 +146,24 @@ MAP = 128
 
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by bytes
 _BUFFER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
-# Up to this version the driver encodes tensors below so many bytes with a bit that must not be set.
+# Up to this version, the driver sets a bit that must be 0 in the maps of tensors that are smaller than this size.
 _WRONG_UNTIL, _WRONG_BELOW, _WRONG_BYTE, _WRONG_BIT = 13010, 128 << 10, 10, 1 << 5
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor as a kernel with TMA takes it."""
+    """A tensor as an argument of a kernel that loads it with TMA."""
 
     triton: Any
     """Triton's descriptor, from which a kernel is compiled."""
     box: tuple[int, ...]
     swizzle: int
     packed: bytes
-    """The tensor map, extents and strides; empty if the driver cannot be asked."""
+    """The tensor map, extents and strides; empty without a `KernelDriver`."""
 
 
 class _Extra(ctypes.Structure):
-    """What cuLaunchKernel takes instead of a pointer for each parameter."""
+    """The argument of cuLaunchKernel that replaces a pointer for each parameter."""
 
     _fields_ = (
         ("buffer", ctypes.c_void_p),
@@ -171,7 +175,7 @@ class _Extra(ctypes.Structure):
 
 
 class KernelDriver:
-    """libcuda's calls that a launch needs.
+    """The functions of libcuda that a launch needs.
 
     Args:
         library: `cuda.bindings.driver`.
@@ -183,7 +187,7 @@ class KernelDriver:
         (self._version,) = self._checked(library.cuDriverGetVersion())
 
     def parameters(self, function: int) -> list[tuple[int, int]]:
-        """Offset and size of each, in bytes."""
+        """Return the offset and the size of each parameter of a kernel, in bytes."""
         found: list[tuple[int, int]] = []
         while True:
             code, offset, size = self._library.cuFuncGetParamInfo(function, len(found))
@@ -196,12 +200,13 @@ class KernelDriver:
 
         Args:
             what: function, grid, threads and shared memory.
+            stream: handle of the stream.
             extra: address of an `_Extra`.
         """
         (code,) = self._launch(*what, stream, 0, extra)
         if code is self._success:
             return
-        if code is self._no_context:  # a thread that has asked nothing of the device yet
+        if code is self._no_context:  # this thread has not used the device yet
             self._enter(torch.cuda.current_device())
             (code,) = self._launch(*what, stream, 0, extra)
         self._checked((code,))
@@ -216,7 +221,7 @@ class KernelDriver:
         self, address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
         swizzle: int,
     ) -> bytes:  # fmt: skip
-        """Return what cuTensorMapEncodeTiled makes; strides in elements, the last one 1; the swizzle in bytes."""
+        """Return a tensor map. Strides are in elements, and the last one is 1; the swizzle is in bytes."""
         cuda, rank, size = self._library, len(shape), dtype.itemsize
         kinds = cuda.CUtensorMapDataType
         kind = {
@@ -247,11 +252,11 @@ class KernelDriver:
         return bytes(packed)
 
     def _checked(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what a call gave besides its code."""
+        """Return the results of a call, or raise if its code is an error."""
         code, *values = result
         if code is not self._success:
             raise DeviceError(
-                "the CUDA driver refused a kernel or a tensor map",
+                "the CUDA driver rejected a kernel or a tensor map",
                 got=code.name,
                 next_step="an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which",
             )
@@ -260,18 +265,18 @@ class KernelDriver:
 
 @cache
 def kernel_driver() -> KernelDriver | None:
-    """Return the one for all devices; None without cuda-bindings, which torch for CUDA brings, or without libcuda."""
+    """Return the driver for launches on all devices; None without libcuda or cuda-bindings (part of torch for CUDA)."""
     try:
         from cuda.bindings import driver as library
 
         library.cuDriverGetVersion()
-    except (ImportError, RuntimeError):  # the latter where it finds no libcuda
+    except (ImportError, RuntimeError):  # RuntimeError: no libcuda
         return None
     return KernelDriver(library)
 
 
 class Bound:
-    """A launch whose parameters stay as they are."""
+    """A launch with fixed parameters."""
 
     __slots__ = ("_address", "_count", "_driver", "_extra", "_what")
 
@@ -288,7 +293,7 @@ class Bound:
 
 
 class Ready:
-    """A compiled kernel whose parameters are packed here."""
+    """A compiled kernel whose parameters this module packs."""
 
     def __init__(self, driver: KernelDriver, kernel: Any, form: struct.Struct, args: Sequence[Any]) -> None:
         self._driver = driver
@@ -300,12 +305,12 @@ class Ready:
         self._tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
 
     def bound(self, grid: tuple[int, int, int], args: Sequence[Any]) -> Bound:
-        """A launch of it with these numbers, addresses and packed descriptions."""
+        """Return a launch with these numbers, addresses and packed descriptions."""
         packed = self._form.pack(*args, 0, 0)
         return Bound(self._driver, self._function, grid, self._threads, self._shared, packed)
 
     def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
-        """Its parameters but the constants, of the types that it was compiled for."""
+        """Launch with arguments of the types for which the kernel was compiled, without constants."""
         values = list(args)
         for i in self._described:
             values[i] = values[i].packed
@@ -315,14 +320,14 @@ class Ready:
 
 
 def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any]) -> Ready | None:
-    """The kernel that Triton compiled for these arguments; None if its parameters are not the ones packed here."""
-    about = kernel.metadata
-    if driver is None or about.num_ctas != 1 or about.launch_pdl or about.launch_cooperative_grid:
+    """Return a kernel that Triton compiled for these arguments; None if this module cannot pack its parameters."""
+    metadata = kernel.metadata
+    if driver is None or metadata.num_ctas != 1 or metadata.launch_pdl or metadata.launch_cooperative_grid:
         return None
-    if about.global_scratch_size or about.profile_scratch_size:
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
     described = [a for a in args if isinstance(a, Described)]
-    maps = getattr(about, "tensordesc_meta", None) or []
+    maps = getattr(metadata, "tensordesc_meta", None) or []
     if [(tuple(m["block_size"]), m["swizzle"]) for m in maps] != [(d.box, _SWIZZLES[d.swizzle]) for d in described]:
         return None
     form = packing(args, driver.parameters(kernel.function))
@@ -330,7 +335,7 @@ def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any]) -> Read
 
 
 def packing(args: Sequence[Any], parameters: Sequence[tuple[int, int]]) -> struct.Struct | None:
-    """How the arguments lie in a launch's buffer, with the two pointers that Triton appends; None if they cannot."""
+    """Return the layout of a launch's buffer, with Triton's two last pointers; None if the parameters do not fit."""
     form, at, rest = "=", 0, list(parameters)
     for arg in (*args, None, None):
         if not rest:
@@ -346,7 +351,7 @@ def packing(args: Sequence[Any], parameters: Sequence[tuple[int, int]]) -> struc
 
 
 def _parts(arg: Any, size: int) -> tuple[str, list[tuple[int, int]]]:
-    """Its letter for `struct`, and the parameters that it becomes: offset from the first one, and size."""
+    """Return the format of an argument for `struct`, and the offset and size of each parameter that it becomes."""
     if isinstance(arg, Described):
         rank = len(arg.box)
         strides = len(arg.packed) - 8 * rank
@@ -360,7 +365,7 @@ def _parts(arg: Any, size: int) -> tuple[str, list[tuple[int, int]]]:
 
 
 def pack_described(tensor_map: bytes, shape: Sequence[int], strides: Sequence[int]) -> bytes:
-    """A tensor map and what follows it among a kernel's parameters."""
+    """Return a tensor map, followed by the extents and strides, as a kernel's parameters contain them."""
     rank = len(shape)
     gap = -(MAP + 4 * rank) % 8
     return tensor_map + struct.pack(f"={rank}i{gap}x{rank}q", *shape, *strides)

@@ -2,7 +2,7 @@
 
 All three support boxes and causal masks. They are called only for boxes and causal squares (`operator_kernel`). So it
 does not matter that flash aligns a causal rectangle bottom-right and cuDNN top-left, nor that flash returns +inf for a
-row that sees nothing. Their 16-bit results, out and gradients, are summed in float32. One exception: versions of
+fully masked row. Their 16-bit results, out and gradients, are summed in float32. One exception: versions of
 flash-attn-4 that are known to compute windows are called for a causal window if one call computes everything.
 """
 
@@ -57,7 +57,7 @@ def _older_than(first: tuple[int, int]) -> str:
 
 
 class CudaFlashKernel(aten_flash.AtenFlashKernel):
-    """torch's flash attention (FlashAttention-2)."""
+    """Call torch's flash attention (FlashAttention-2)."""
 
     def supports(self, call: AttentionCall) -> Support:
         reason = declined(call, 256) or _older_than((8, 0))
@@ -67,7 +67,7 @@ class CudaFlashKernel(aten_flash.AtenFlashKernel):
 
 
 class CudnnKernel(CudaFlashKernel):
-    """cuDNN's attention, as torch calls it. It cannot take sequences of one row: those calls go to flash attention."""
+    """Call cuDNN's attention through torch. It cannot take sequences of one row: flash attention computes those."""
 
     name = "cudnn"
 
@@ -93,7 +93,7 @@ class CudnnKernel(CudaFlashKernel):
         if _one_row(q, k):
             return super().operate_backward(dout, q, k, v, out, lse, causal, scale)
         operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
         # torch keys cuDNN's plans by the sizes and strides of q, k and v only: other strides of dout and out would be
         # read as those of the call that made the plan.
         dout, out = dout.contiguous(), out.contiguous()
@@ -128,8 +128,8 @@ class Flash4Kernel(AcceleratorKernel):
         if self._interface is None:
             return Support(False, "the package flash_attn that is installed is not flash-attn-4")
         reason = declined(call, 128)
-        if not reason and (others := sorted(set(capabilities()).difference(_FLASH_4))):
-            reason = f"it has no backward for sm_{others[0][0]}{others[0][1]}"
+        if not reason and (unsupported := sorted(set(capabilities()).difference(_FLASH_4))):
+            reason = f"it has no backward for sm_{unsupported[0][0]}{unsupported[0][1]}"
         return Support(not reason, reason)
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **window: int) -> State:
@@ -165,17 +165,17 @@ class Flash4Kernel(AcceleratorKernel):
         return out, lse.contiguous()
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
-        """Compute a causal window in one call, too."""
+        """Compute the gradients of a causal window in one call."""
         window = self._window(x.q, x.k, tiles)
         if not window:
             return super().backward_single_call(x, tiles, call)
-        assert x.out is not None, "a backward pass in a single call is given out"
+        assert x.out is not None, "a backward pass in a single call has out"
         dout, q, k, v, out = self.prepare_operands(x.q.dtype, x.dout, x.q, x.k, x.v, x.out)
         lse = x.lse.to(accumulation_dtype(q.dtype)).contiguous()
         return self.operate_backward(dout, q, k, v, out, lse, True, call.scale, **window)
 
     def _window(self, q: Tensor, k: Tensor, tiles: Tiles) -> dict[str, int]:
-        """Return the window arguments, if the tiles are a causal window and the package computes it; else none."""
+        """Return the window arguments if the tiles are a causal window that the package computes, else no arguments."""
         left = causal_window(tiles, q.shape[1], k.shape[1]) if self._windows else None
         return {} if left is None else {"window_size_left": left, "window_size_right": 0}
 

@@ -1,4 +1,4 @@
-"""NVML, NVIDIA's library of facts about its GPUs: opened, and what more than one of this folder asks it."""
+"""Read facts, sensors and link counters of NVIDIA GPUs from NVML."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from burst_portable.backends.cuda.peers.connection import unavailable
 from burst_portable.errors import BackendUnavailableError
 
 
-def opened(uuid: str) -> tuple[Any, Any]:
-    """The module, and its handle of a device. Who is done with it calls `nvmlShutdown`: NVML counts.
+def open_device(uuid: str) -> tuple[Any, Any]:
+    """Return NVML's module and its handle of a device. The caller must call `nvmlShutdown` once per handle.
 
-    `uuid` is torch's, of the device: NVML counts devices in an order of its own. Raises `BackendUnavailableError`.
+    Args:
+        uuid: torch's UUID of the device. NVML and torch number devices differently.
+
+    Raises:
+        BackendUnavailableError: NVML is absent, cannot start, or does not find the device.
     """
     try:
         nvml = import_module("pynvml")
@@ -30,11 +34,11 @@ def opened(uuid: str) -> tuple[Any, Any]:
         return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except nvml.NVMLError as error:
         nvml.nvmlShutdown()
-        raise BackendUnavailableError(f"NVML does not know GPU-{uuid}: {error}") from error
+        raise BackendUnavailableError(f"NVML does not find GPU-{uuid}: {error}") from error
 
 
 def active_links(nvml: Any, device: Any) -> list[int]:
-    """The NVLinks of a device that are up; none where it has none."""
+    """Return the numbers of the NVLinks of a device that are up."""
     active = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -46,18 +50,18 @@ def active_links(nvml: Any, device: Any) -> list[int]:
 
 
 def libraries() -> dict[str, Any]:
-    """Libraries as torch sees them; driver and links where NVML can be asked."""
+    """Return the versions of libraries that torch uses, and the driver and links if NVML works."""
     return {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "peer_copy": unavailable() or "taken where messages go straight to where they are used",
+        "peer_copy": unavailable() or "used for plans whose messages go directly to the rank that uses them",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "absent",
         **_nvml_facts(),
     }
 
 
 def _nvml_facts() -> dict[str, Any]:
-    """Driver and NVLink from NVML; the reason where it cannot be asked: absent, too old or broken."""
+    """Return the driver and the NVLinks from NVML, or the reason why it is unavailable."""
     if reason := package_error("nvidia-ml-py", "12.560", module="pynvml"):
         return {"nvml": reason}
     nvml = import_module("pynvml")
@@ -76,10 +80,14 @@ def _nvml_facts() -> dict[str, Any]:
 
 
 class NvmlMeter:
-    """See `backends.base.Meter`. `uuid` is torch's, of the device."""
+    """See `backends.base.Meter`.
+
+    Args:
+        uuid: torch's UUID of the device.
+    """
 
     def __init__(self, uuid: str) -> None:
-        nvml, device = opened(uuid)
+        nvml, device = open_device(uuid)
         self._nvml = nvml
         self._sensors: dict[str, Callable[[], float]] = {
             "watts": lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000,
@@ -105,18 +113,22 @@ _KIB = 1024
 
 
 class NvlinkCounters:
-    """See `backends.base.LinkCounters`. Each link counts whole KiB, since the driver was loaded.
+    """See `backends.base.LinkCounters`. Each link counts whole KiB since the driver was loaded.
 
-    Raises `BackendUnavailableError` where the GPU has no link that is up, or its counters cannot be read.
+    Args:
+        uuid: torch's UUID of the device.
+
+    Raises:
+        BackendUnavailableError: no NVLink of the GPU is up, or its counters cannot be read.
     """
 
     def __init__(self, uuid: str) -> None:
-        self._nvml, self._device = opened(uuid)
+        self._nvml, self._device = open_device(uuid)
         self._links = active_links(self._nvml, self._device)
         try:
             if not self._links:
                 raise BackendUnavailableError(
-                    "this GPU has no NVLink that is up", next_step="`nvidia-smi nvlink --status` tells of them"
+                    "no NVLink of this GPU is up", next_step="run `nvidia-smi nvlink --status`"
                 )
             self.read()
         except BackendUnavailableError:
@@ -125,16 +137,16 @@ class NvlinkCounters:
 
     def read(self) -> tuple[int, int]:
         nvml, links = self._nvml, self._links
-        ways = nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX
-        asked = [(way, link) for way in ways for link in links]  # a field without its link would be that of link 0
+        directions = nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX
+        fields = [(direction, link) for direction in directions for link in links]  # without a link, NVML reads link 0
         try:
-            values = nvml.nvmlDeviceGetFieldValues(self._device, asked)
+            values = nvml.nvmlDeviceGetFieldValues(self._device, fields)
         except nvml.NVMLError as error:
-            raise BackendUnavailableError(f"NVML tells no bytes of this GPU's NVLinks: {error}") from error
-        for (_, link), value in zip(asked, values, strict=True):
+            raise BackendUnavailableError(f"NVML does not report the bytes of this GPU's NVLinks: {error}") from error
+        for (_, link), value in zip(fields, values, strict=True):
             if value.nvmlReturn != nvml.NVML_SUCCESS:
-                why = nvml.nvmlErrorString(value.nvmlReturn)
-                raise BackendUnavailableError(f"NVML tells no bytes of this GPU's NVLink {link}: {why}")
+                reason = nvml.nvmlErrorString(value.nvmlReturn)
+                raise BackendUnavailableError(f"NVML does not report the bytes of this GPU's NVLink {link}: {reason}")
         counted = [_KIB * int(value.value.ullVal) for value in values]
         return sum(counted[: len(links)]), sum(counted[len(links) :])
 

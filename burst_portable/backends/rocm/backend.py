@@ -1,6 +1,6 @@
 """Define the backend of AMD GPUs. Triton, AITER and amdsmi are imported only when they are needed.
 
-torch for ROCm calls its devices ``cuda`` and RCCL ``nccl``; `torch.version.hip` tells the two builds apart.
+torch for ROCm calls its devices ``cuda`` and RCCL ``nccl``. Only `torch.version.hip` distinguishes the two builds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class RocmBackend(AcceleratorBackend):
     """See `backends.base.Backend`."""
 
     name = "rocm"
-    # What plans are predicted with. Nothing here was measured: a quarter of the matrix rate that AMD publishes for
-    # one MI300X, and half of what its seven links carry.
+    # Rates for predicted times, not measured: a quarter of the matrix rate that AMD publishes for one MI300X, and half
+    # of the bandwidth of its seven links.
     capabilities = Capabilities(
         device_type="cuda",
         process_group="nccl",
@@ -38,15 +38,16 @@ class RocmBackend(AcceleratorBackend):
                 "PyTorch's own package index has them, PyPI does not"
             )
         if not torch.cuda.is_available():
-            where = (
-                "rocminfo, at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and whether /dev/kfd and /dev/dri may be"
+            look_at = (
+                "rocminfo, at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and whether /dev/kfd and /dev/dri may be "
+                "opened (groups video and render)"
             )
-            return self.no_device_reason("no AMD GPU is visible", f"{where} opened (groups video and render)")
+            return self.no_device_reason("no AMD GPU is visible", look_at)
         return ""
 
     def make_kernels(self) -> Iterable[Kernel | LazyKernel]:
-        # The order was not measured. Triton comes first because it takes every mask in one launch, merges in its
-        # epilogue and is deterministic; the others take a call for every box and triangle.
+        # The order was not measured. Triton comes first because it computes every mask in one launch, merges in its
+        # epilogue and is deterministic. AITER and torch's flash attention need a call per box and causal square.
         yield LazyKernel(
             "triton",
             "burst_portable.kernels.triton.triton_kernel:TritonKernel",
@@ -58,7 +59,7 @@ class RocmBackend(AcceleratorBackend):
             "aiter",
             "burst_portable.backends.rocm.flash_kernels:AiterKernel",
             needs="aiter",
-            install="AMD's images have it, and its repository says how to build it",
+            install="AMD's container images include it; its repository describes how to build it",
         )
         yield RocmFlashKernel()
         yield ReferenceKernel()
@@ -70,11 +71,11 @@ class RocmBackend(AcceleratorBackend):
         return libraries()
 
     def meter(self, index: int) -> Meter:
-        one: Any = torch.cuda.get_device_properties(index)  # releases of torch differ in what it tells
-        if not hasattr(one, "pci_bus_id"):
-            raise BackendUnavailableError("this torch does not tell a device's PCI address, by which amdsmi knows it")
-        return AmdsmiMeter(f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0")
+        device: Any = torch.cuda.get_device_properties(index)
+        if not hasattr(device, "pci_bus_id"):  # depends on the release of torch
+            raise BackendUnavailableError("this torch does not report PCI addresses, by which amdsmi finds a device")
+        return AmdsmiMeter(f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0")
 
     def peaks(self, dtype: str) -> Peaks:
-        one = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return peaks(one.name, architecture(one), one.multi_processor_count, dtype)
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return peaks(device.name, architecture(device), device.multi_processor_count, dtype)

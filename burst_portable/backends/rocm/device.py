@@ -1,4 +1,4 @@
-"""What is there: architecture, versions, driver, links."""
+"""Read the facts, sensors and peak rates of AMD GPUs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from burst_portable.errors import BackendUnavailableError, in_a_line
 
 
 def architecture(properties: Any) -> str:
-    """gfx942:sramecc+:xnack- -> gfx942."""
+    """Return the architecture of a device without its features: gfx942:sramecc+:xnack- -> gfx942."""
     return str(properties.gcnArchName).partition(":")[0]
 
 
-NO_PEER_COPIES = "no: HIP documents stream waits for its own signal memory alone, not for what a peer writes"
-"""As of ROCm 7.0 (hipStreamWaitValue32). A flag would cost a kernel, which peer copies are there to spare."""
+NO_PEER_COPIES = "no: HIP documents stream waits only on its signal memory, not on memory that a peer writes"
+"""ROCm 7.0, hipStreamWaitValue32. Waiting by a kernel instead would occupy a compute unit."""
 
 
 def libraries() -> dict[str, Any]:
-    """Libraries as torch sees them; driver and links where amdsmi can be asked."""
+    """Return the versions of libraries that torch uses, and the driver and links if amdsmi works."""
     return {
         "hip": torch.version.hip,
         "miopen": torch.backends.cudnn.version(),
@@ -35,9 +35,9 @@ def libraries() -> dict[str, Any]:
 
 
 def amdsmi_facts() -> dict[str, Any]:
-    """Driver and xGMI links from amdsmi; the reason where it cannot be asked: absent, too old or broken.
+    """Return the driver and the xGMI links from amdsmi, or the reason why it is unavailable.
 
-    Broken is mostly bindings without ROCm's libamd_smi.so: they raise KeyError, OSError or AttributeError.
+    Bindings without ROCm's libamd_smi.so raise KeyError, OSError or AttributeError on import.
     """
     install = "pip install the amdsmi of the installed ROCm: /opt/rocm/share/amd_smi has it"
     if reason := package_error("amdsmi", "6.3", module="amdsmi", install=install):
@@ -54,18 +54,22 @@ def amdsmi_facts() -> dict[str, Any]:
             "xgmi_peers": [sum(_linked(smi, one, other) for other in devices if other is not one) for one in devices],
         }
     except (smi.AmdSmiException, IndexError) as error:  # a virtual machine may hide the topology
-        return {"amdsmi": f"tells nothing: {' '.join(str(error).split())}"}
+        return {"amdsmi": f"reports no devices: {' '.join(str(error).split())}"}
     finally:
         smi.amdsmi_shut_down()
 
 
 def _linked(smi: Any, one: Any, other: Any) -> bool:
-    """Whether two devices talk over xGMI, not PCIe."""
+    """Return whether xGMI, not PCIe, connects two devices."""
     return bool(smi.amdsmi_topo_get_link_type(one, other)["type"] == smi.AmdSmiLinkType.AMDSMI_LINK_TYPE_XGMI)
 
 
 class AmdsmiMeter:
-    """See `backends.base.Meter`. `address` is the device's on the PCI bus: "0000:c1:00.0"."""
+    """See `backends.base.Meter`.
+
+    Args:
+        address: PCI address of the device, for example "0000:c1:00.0".
+    """
 
     def __init__(self, address: str) -> None:
         if find_spec("amdsmi") is None:
@@ -74,7 +78,7 @@ class AmdsmiMeter:
             )
         try:
             self._smi = smi = import_module("amdsmi")
-        # The bindings are there and libamd_smi.so is not: they raise KeyError, OSError, AttributeError.
+        # Bindings without libamd_smi.so raise KeyError, OSError or AttributeError.
         except Exception as error:
             raise BackendUnavailableError(f"amdsmi is broken: {in_a_line(error)}") from error
         try:
@@ -96,7 +100,7 @@ class AmdsmiMeter:
             try:
                 found[name] = float(sensor())
             except (self._smi.AmdSmiException, KeyError, TypeError, ValueError):
-                continue  # no such sensor here ("N/A"), or another name in this release
+                continue  # the device lacks this sensor ("N/A"), or this release names it differently
         return found
 
     def close(self) -> None:
@@ -104,20 +108,20 @@ class AmdsmiMeter:
 
 
 def _watts(power: dict[str, Any]) -> float:
-    """MI300 tell the current power, older chips the average; the other one is "N/A"."""
+    """Return the current power, as MI300 reports it, or the average, as older chips do. The other one is "N/A"."""
     current = power.get("current_socket_power")
     return float(current if isinstance(current, int | float) else power["average_socket_power"])
 
 
 def _joules(count: dict[str, Any]) -> float:
-    """Joules from a counter whose unit is in microjoules; releases use two names for it."""
+    """Return joules from a counter whose resolution is in microjoules. Its name depends on the release."""
     counted = count["energy_accumulator"] if "energy_accumulator" in count else count["power"]
     return float(counted * count["counter_resolution"]) / 1e6
 
 
-# (chip, compute units, in the name): (TFLOP/s, GB/s, who says so). Compared, in November 2026, with public copies of
-# these sheets, and with units x clock x FLOPs per clock: 1024 a unit for MI200, 2048 for MI300, 4096 for MI355X. Copies
-# differ on MI350X, which is not here.
+# (chip, compute units, part of the name): (TFLOP/s, GB/s, source). Compared in November 2026 with public copies of
+# these sheets, and with units x clock x FLOPs per clock and unit: 1024 for MI200, 2048 for MI300, 4096 for MI355X. The
+# copies differ on MI350X, which is therefore left out.
 _MI200 = "AMD Instinct MI200 series data sheet"
 _BY_DEVICE = {
     ("gfx90a", 110, "MI250X"): (191.5, 1638.4, _MI200),
@@ -131,15 +135,15 @@ _DTYPES = ("bfloat16", "float16")
 
 
 def peaks(name: str, chip: str, units: int, dtype: str) -> Peaks:
-    """Of a device by what torch tells of it; unknown where the table has none."""
+    """Return the peaks of a device by its name, chip and compute units; unknown if the table lacks it."""
     found = [
-        hardware
-        for (one, count, part), hardware in _BY_DEVICE.items()
-        if (one, count) == (chip, units) and part in name
+        sheet
+        for (known_chip, known_units, part), sheet in _BY_DEVICE.items()
+        if (known_chip, known_units) == (chip, units) and part in name
     ]
     if not found:
         return Peaks(name, dtype, None, None, "this device is not in the table of data sheets")
     tflops, memory_bandwidth, sheet = found[0]
     if dtype not in _DTYPES:
-        return Peaks(name, dtype, None, memory_bandwidth * 1e9, f"{sheet}; no peak is told for {dtype}")
+        return Peaks(name, dtype, None, memory_bandwidth * 1e9, f"{sheet}; no peak is stated for {dtype}")
     return Peaks(name, dtype, tflops * 1e12, memory_bandwidth * 1e9, f"{sheet}, dense")

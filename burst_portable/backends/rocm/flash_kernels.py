@@ -33,22 +33,22 @@ def declined(call: AttentionCall) -> str:
     if reason := aten_flash.declined(call, LARGEST_HEAD):
         return reason
     if call.deterministic:
-        return "nobody promises that its backward adds in the same order every time; it serves deterministic=False only"
+        return "the order of additions in its backward is not documented; it serves deterministic=False only"
     return device_reason(call.device)
 
 
 @lru_cache(maxsize=8)
 def device_reason(device: str) -> str:
-    """Return why a device is not served: each must be a chip for which AMD's libraries have code."""
+    """Return why a device is unsupported: all GPUs must be chips for which AMD's libraries have code."""
     if torch.version.hip is None or device != "cuda":
         return f"it runs on AMD GPUs with torch for ROCm, not on {device}"
     chips = [architecture(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
-    others = sorted(set(chips).difference(ARCHITECTURES))
-    return f"it is known to be built for {', '.join(ARCHITECTURES)}, not for {', '.join(others)}" if others else ""
+    unsupported = sorted(set(chips).difference(ARCHITECTURES))
+    return f"it supports {', '.join(ARCHITECTURES)}, not {', '.join(unsupported)}" if unsupported else ""
 
 
 class RocmFlashKernel(aten_flash.AtenFlashKernel):
-    """torch's flash attention for ROCm."""
+    """Call torch's flash attention for ROCm."""
 
     def supports(self, call: AttentionCall) -> Support:
         if reason := declined(call):
@@ -65,7 +65,7 @@ _NOTHING: dict[str, Any] = {
     "alibi_slopes": None,
     "bias": None,
 }
-"""Of forward and backward; older releases have no bias."""
+"""Arguments of forward and backward that switch features off. Older releases have no bias."""
 _FORWARD = {**_NOTHING, "return_lse": True, "return_softmax": False}
 _BACKWARD = {**_NOTHING, "dbias": None, "deterministic": False, "rng_state": None}
 _NEEDED = {
@@ -76,16 +76,16 @@ _NEEDED = {
 
 
 class AiterKernel(AcceleratorKernel):
-    """AITER's flash attention."""
+    """Call AITER's flash attention."""
 
     name = "aiter"
 
     def __init__(self) -> None:
         self._module = import_module("aiter.ops.mha")
-        self._lacking = self._what_is_lacking()
+        self._missing = self._missing_parameters()
 
     def supports(self, call: AttentionCall) -> Support:
-        reason = declined(call) or self._lacking
+        reason = declined(call) or self._missing
         return Support(not reason, reason)
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
@@ -104,14 +104,15 @@ class AiterKernel(AcceleratorKernel):
         )  # fmt: skip
         return dq, dk, dv
 
-    def _what_is_lacking(self) -> str:
+    def _missing_parameters(self) -> str:
+        """Return which function or parameters the installed release lacks; "" if none."""
         for name, needed in _NEEDED.items():
             function = getattr(self._module, name, None)
-            lacking = (
+            missing = (
                 sorted(needed.difference(signature(function).parameters)) if callable(function) else ["the function"]
             )
-            if lacking:
-                return f"this release of AITER is not known: aiter.ops.mha.{name} lacks {', '.join(lacking)}"
+            if missing:
+                return f"this release of AITER is not supported: aiter.ops.mha.{name} lacks {', '.join(missing)}"
         return ""
 
 

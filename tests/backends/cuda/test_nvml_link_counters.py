@@ -82,8 +82,8 @@ def test_link_counters_sum_active_links(nvml):
 @pytest.mark.parametrize(
     ("refused", "told"),
     [
-        ((RX, 2), "NVML tells no bytes of this GPU's NVLink 2: Not Supported"),
-        ("all", "NVML tells no bytes of this GPU's NVLinks: GPU is lost"),
+        ((RX, 2), "NVML does not report the bytes of this GPU's NVLink 2: Not Supported"),
+        ("all", "NVML does not report the bytes of this GPU's NVLinks: GPU is lost"),
     ],
 )
 def test_unreadable_link_counters_raise(nvml, refused, told):
@@ -101,13 +101,13 @@ def test_unreadable_link_counters_raise(nvml, refused, told):
 @pytest.mark.parametrize("up", [[], [0, 0]])
 def test_link_counters_need_an_active_link(nvml, up):
     nvml.up = up
-    with pytest.raises(BackendUnavailableError, match="no NVLink that is up"):
+    with pytest.raises(BackendUnavailableError, match="no NVLink of this GPU is up"):
         NvlinkCounters("1234")
     assert nvml.open == 0
 
 
 def test_link_counters_reject_unknown_gpu(nvml):
-    with pytest.raises(BackendUnavailableError, match="NVML does not know GPU-none: Not Found"):
+    with pytest.raises(BackendUnavailableError, match="NVML does not find GPU-none: Not Found"):
         NvlinkCounters("none")
     assert nvml.open == 0
 
@@ -121,7 +121,7 @@ def test_cuda_backend_offers_link_counters(nvml, monkeypatch):
     assert found.read()[1] == 18 * 1024
     found.close()
     nvml.up = []
-    assert "no NVLink that is up" in selection.open_or_reason(cuda.link_counters, 1)
+    assert "no NVLink of this GPU is up" in selection.open_or_reason(cuda.link_counters, 1)
 
 
 def test_cpu_backend_counts_no_links():

@@ -123,7 +123,7 @@ def test_amdsmi_facts_report_driver_error(smi, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(smi, "amdsmi_topo_get_link_type", no_driver)
-        assert probe.amdsmi_facts() == {"amdsmi": "tells nothing: no driver is loaded"}
+        assert probe.amdsmi_facts() == {"amdsmi": "reports no devices: no driver is loaded"}
         assert smi.open == 0
     with monkeypatch.context() as patched:
         patched.setattr(smi, "amdsmi_init", no_driver)

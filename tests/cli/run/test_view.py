@@ -64,13 +64,13 @@ def test_log_line_is_not_wrapped(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flops", "told"),
     [
-        (10**12, "unknown: the device's peak in bfloat16 is not known (the backend 'theirs' does not tell)"),
+        (10**12, "unknown: the device's peak in bfloat16 is not known (the backend 'theirs' states none)"),
         (None, "unknown: FLOPs of a mixture of experts are not counted"),
     ],
 )
 def test_unknown_utilization_is_reported_as_unknown(flops, told):
     """A backend without peaks: docs/writing_a_backend.md promises "unknown"."""
-    peak = {"flops": None, "dtype": "bfloat16", "source": "the backend 'theirs' does not tell"}
+    peak = {"flops": None, "dtype": "bfloat16", "source": "the backend 'theirs' states none"}
     facts = {
         "mfu": None, "peak": peak, "model_flops_per_step": flops, "mode": "train", "world_size": 2,
         "losses": [1.0], "reference_losses": None, "tokens_per_second": 1.0, "reference_tokens_per_second": None,

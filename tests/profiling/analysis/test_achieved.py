@@ -205,7 +205,7 @@ def test_backend_without_peaks_reports_unknown():
         name = "silent"
         peaks = Backend.peaks
 
-    assert Silent().peaks("float32") == Peaks("", "float32", None, None, "the backend 'silent' does not tell")
+    assert Silent().peaks("float32") == Peaks("", "float32", None, None, "the backend 'silent' states none")
     assert all(type(load(name)).peaks is not Backend.peaks for name in ("cpu", "cuda", "rocm", "ascend"))
 
 

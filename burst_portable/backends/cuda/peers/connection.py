@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can have peer copies, and the transport if they can. Settled by all ranks together."""
+"""Connect the ranks of a group with peer copies, if all of them support these. All ranks take the same decision."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from burst_portable.comm.base import Message, Part, Parts, Strip, Strips, Transp
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.errors import BurstError, MismatchError, UnsupportedError, first_line
 
-_PROOF = 1 << 20  # bytes that every rank sends to every other, to see that they arrive
+_PROOF = 1 << 20  # bytes of the trial message that every rank sends to every other rank
 _PROOF_SECONDS = 20.0
 
 Trial = Callable[[PeerCopyTransport, Tensor], dict[int, Tensor]]
-"""Sends these bytes to all ranks; returns what has arrived from each."""
+"""Sends these bytes to all ranks and returns the bytes that arrived from each."""
 
 
 def unavailable() -> str:
-    """Why this machine cannot have peer copies, as far as one process can tell; "" if nothing rules them out."""
+    """Return why this machine has no peer copies; "" if no reason is visible to a single process."""
     try:
         from torch.distributed import _symmetric_memory as symmetric_memory
     except ImportError as error:
         return f"this torch has no symmetric memory: {error}"
-    device = here()
+    device = current_device()
     kind = symmetric_memory.get_backend(device) if hasattr(symmetric_memory, "get_backend") else "CUDA"
     if kind not in ("CUDA", None):  # None: nothing was chosen yet
         return f"torch's symmetric memory is set to {kind}, not to CUDA"
@@ -40,71 +40,74 @@ def unavailable() -> str:
     except BurstError as error:
         return str(error)
     count = torch.cuda.device_count()
-    apart = [(a, b) for a in range(count) for b in range(count) if a != b and not _reaches(a, b)]
-    return f"GPU {apart[0][0]} cannot address the memory of GPU {apart[0][1]}" if apart else ""
+    for a in range(count):
+        for b in range(count):
+            if a != b and not torch.cuda.can_device_access_peer(a, b):
+                return f"GPU {a} cannot address the memory of GPU {b}"
+    return ""
 
 
-def here() -> torch.device:
-    """The current GPU, by its number."""
+def current_device() -> torch.device:
+    """Return the current GPU with its index."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _reaches(a: int, b: int) -> bool:
-    return torch.cuda.can_device_access_peer(a, b)
-
-
 def connect(other: Transport, group: Any, timeout: float, *, host: str | None = None) -> Transport:
-    """Peer copies among the ranks of `other`, each on its current device. Collective.
+    """Return a transport of peer copies between the ranks of `other`, each on its current device. Collective.
 
     Args:
         other: The transport over which the ranks agree.
         group: The process group of the ranks.
         timeout: Seconds that a pass may wait for its next message.
-        host: Names the host of this rank. Default: `this_host()`.
+        host: Name of this rank's host. Default: `this_host()`.
 
     Raises:
-        UnsupportedError: On all ranks alike, with the reasons of the ranks that cannot have peer copies.
+        UnsupportedError: On all ranks, with the reasons of the ranks that do not support peer copies.
     """
-    device = here()
+    device = current_device()
     facts = {
         "reason": unavailable(),
         "host": this_host() if host is None else host,
         "gpu": str(torch.cuda.get_device_properties(device).uuid),
     }
-    told = share_facts(other, facts, "asking for peer copies")
-    reasons = [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]
-    if len({one["host"] for one in told}) > 1:
+    facts_of_ranks = share_facts(other, facts, "asking for peer copies")
+    reasons = _reasons(facts_of_ranks)
+    if len({facts["host"] for facts in facts_of_ranks}) > 1:
         reasons.append("the ranks are on several hosts")
-    if len({one["gpu"] for one in told}) < other.size:
+    if len({facts["gpu"] for facts in facts_of_ranks}) < other.size:
         reasons.append("two ranks share a GPU")
     if reasons:
         raise UnsupportedError("; ".join(reasons))
     from burst_portable.backends.cuda.peers.memory import CudaPeerMemory
 
-    for by_copies in (False, True):  # the fast way first, then one that needs less of the driver
+    for by_copies in (False, True):  # by copies: slower, and works with every driver
         memory = CudaPeerMemory(group, device, other.share, min(timeout, _PROOF_SECONDS), by_copies=by_copies)
         transport = PeerCopyTransport(memory, other)
-        told = share_facts(other, {"reason": _proof(transport, device)}, "trying peer copies")
-        reasons += [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]
-        if not any(one["reason"] for one in told):
+        failures = _reasons(share_facts(other, {"reason": _run_trials(transport, device)}, "trying peer copies"))
+        if not failures:
             memory.watch.timeout = timeout
             return transport
+        reasons += failures
     raise UnsupportedError(f"peer copies were tried and failed: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def _reasons(facts_of_ranks: list[dict[str, str]]) -> list[str]:
+    return [f"rank {rank}: {facts['reason']}" for rank, facts in enumerate(facts_of_ranks) if facts["reason"]]
 
 
 def share_facts(other: Transport, facts: dict[str, str], what: str) -> list[dict[str, str]]:
     """Return the facts of every rank, in rank order.
 
     Raises:
-        MismatchError: Another rank shares something else, because it makes another call.
+        MismatchError: Another rank makes another call.
     """
-    said = other.share(json.dumps(facts).encode(), what)
+    replies = other.share(json.dumps(facts).encode(), what)
     try:
-        return [json.loads(one) for one in said]
-    except ValueError as error:  # another rank was sharing something else: it refused its call
+        return [json.loads(reply) for reply in replies]
+    except ValueError as error:  # another rank shared something else, for example an error of its call
         raise MismatchError(
             f"rank {other.rank}, {what}: the ranks do not make the same call",
-            got=", ".join(repr(one[:100]) for one in said),
+            got=", ".join(repr(reply[:100]) for reply in replies),
             next_step="look at the other ranks' errors",
         ) from error
 
@@ -115,66 +118,66 @@ def this_host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
-    """What is wrong with messages between all ranks in a few trial passes; "" if all is well."""
-    # By a kernel, and by engines.
+def _run_trials(transport: PeerCopyTransport, device: torch.device) -> str:
+    """Send messages between all ranks in a few trial passes, and return the error; "" if there is none."""
+    # The strips go once by a kernel and once by copy engines.
     trials: list[Trial] = [_messages, _parts, partial(_lines, exclusive=True), partial(_lines, exclusive=False)]
     try:
         for turn, trial in enumerate(trials, 1):
-            if wrong := _tried(transport, device, turn, trial):
-                return wrong
-    except Exception as error:  # noqa: BLE001  (a compiler's too: NCCL can still be had, and others wait to be told)
-        transport.state.pass_active = False  # the ranks go on by the other transport, which had no message of the trial
-        return f"{type(error).__name__}: {first_line(error)}"
+            if error := _run_trial(transport, device, turn, trial):
+                return error
+    # Errors of a compiler count too: NCCL still works, and the other ranks wait for this rank's result.
+    except Exception as caught:  # noqa: BLE001
+        transport.state.pass_active = False  # the ranks continue with the other transport, which the trial did not use
+        return f"{type(caught).__name__}: {first_line(caught)}"
     return ""
 
 
-def _tried(transport: PeerCopyTransport, device: torch.device, turn: int, trial: Trial) -> str:
+def _run_trial(transport: PeerCopyTransport, device: torch.device, turn: int, trial: Trial) -> str:
     rank = transport.rank
     transport.begin(b"proof", _PROOF)
-    came = trial(transport, torch.full((_PROOF,), 16 * turn + rank % 16, dtype=torch.uint8, device=device))
-    found = torch.stack([place.min() for place in came.values()] + [place.max() for place in came.values()])
+    received = trial(transport, torch.full((_PROOF,), 16 * turn + rank % 16, dtype=torch.uint8, device=device))
+    found = torch.stack([block.min() for block in received.values()] + [block.max() for block in received.values()])
     transport.end()
     done = torch.cuda.Event()
     done.record()
-    while not done.query():  # the watch makes sure that it ends
+    while not done.query():  # the watch ends it at the timeout
         time.sleep(0.001)
     transport.memory.check()
-    expected = [16 * turn + peer % 16 for peer in came] * 2
-    return "" if found.tolist() == expected else f"other bytes came than were sent: {found.tolist()}"
+    expected = [16 * turn + peer % 16 for peer in received] * 2
+    return "" if found.tolist() == expected else f"received other bytes than were sent: {found.tolist()}"
 
 
-def _messages(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
-    """Messages one by one."""
-    others = transport.others
-    places = [transport.inbox(_PROOF, mine.device, peer) for peer in others]
+def _messages(transport: PeerCopyTransport, block: Tensor) -> dict[int, Tensor]:
+    """Send one message to each other rank."""
+    inboxes = {peer: transport.inbox(_PROOF, block.device, peer) for peer in transport.others}
     sent, received = transport.post(
-        [Message(mine, peer) for peer in others],
-        [Message(place, peer) for place, peer in zip(places, others, strict=True)],
+        [Message(block, peer) for peer in inboxes],
+        [Message(inbox, peer) for peer, inbox in inboxes.items()],
         "trying peer copies",
     )
     for handle in (*received, *sent):
         handle.wait()
-    return dict(zip(others, places, strict=True))
+    return inboxes
 
 
-def _parts(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
-    """Messages all at once, this rank's own among them."""
+def _parts(transport: PeerCopyTransport, block: Tensor) -> dict[int, Tensor]:
+    """Send to all ranks, this rank included, in one exchange."""
     ranks = (*transport.others, transport.rank)
     offset = transport.rank * _PROOF
-    return _exchanged(transport, Parts(mine, tuple(Part(r, 0, _PROOF, offset) for r in ranks)), _PROOF)
+    return _exchange(transport, Parts(block, tuple(Part(r, 0, _PROOF, offset) for r in ranks)), _PROOF)
 
 
-def _lines(transport: PeerCopyTransport, mine: Tensor, exclusive: bool) -> dict[int, Tensor]:
-    """The same for lines that lie apart."""
+def _lines(transport: PeerCopyTransport, block: Tensor, exclusive: bool) -> dict[int, Tensor]:
+    """Send strips of several lines to all ranks in one exchange."""
     width, step = 1024, 4096
     lines = _PROOF // step
     ranks = (*transport.others, transport.rank)
     strips = tuple(Strip(r, 0, transport.rank * _PROOF, lines, width, step, width) for r in ranks)
-    return _exchanged(transport, Strips(mine, strips), lines * width, exclusive)
+    return _exchange(transport, Strips(block, strips), lines * width, exclusive)
 
 
-def _exchanged(
+def _exchange(
     transport: PeerCopyTransport, leaving: Parts | Strips, size: int, exclusive: bool = True
 ) -> dict[int, Tensor]:
     inbox = transport.inbox(transport.size * _PROOF, leaving.buffer.device, transport.rank, 0)

@@ -1,8 +1,7 @@
-"""Peer memory on NVIDIA GPUs of one host: torch's symmetric memory, copy engines, flags of the driver.
+"""Define peer memory on NVIDIA GPUs of one host: torch's symmetric memory, copy engines, flags of the driver.
 
-The stream itself waits for a flag, without a kernel, so a message that a copy engine moves needs no multiprocessor
-while attention occupies them all; `push` says which messages need some. Streams cannot give up, so a thread watches the
-timeout (see `watch`).
+The stream waits for a flag without a kernel, so a message of a copy engine needs no multiprocessor while attention
+occupies all of them. Only the messages of `push` need some. A stream has no timeout, so a thread has one (see `watch`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from burst_portable.comm.peer_copy import Watched, flags
 from burst_portable.errors import SAME_CALLS, CommunicationError, MismatchError, UnsupportedError, first_line
 
 _PAGE = 4096
-_VIEWS = 4096  # the most that are kept
+_VIEWS = 4096  # kept at most
 
 Share = Callable[[bytes, str], list[bytes]]
 """A few bytes of every rank, in rank order: `comm.base.Transport.share`."""
@@ -35,10 +34,11 @@ class CudaPeerMemory:
 
     Args:
         group: the process group of the ranks.
+        device: the device of this rank.
         share: shares a few bytes of every rank.
         timeout: seconds that a pass may wait for its next message.
-        by_copies: set the flags of peers by copies too, wait for flags on a separate stream, and push nothing by a
-            kernel: every driver can do that, with two more calls per message.
+        by_copies: also set the flags of peers by copies, wait for flags on a separate stream, and send nothing by a
+            kernel. Every driver supports this; it takes two more calls per message.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CudaPeerMemory:
         _refuse_capture()
         torch.cuda.synchronize(self._device)
         self.check()
-        self.watch.forget()  # next, all ranks agree that nothing that uses the old memory is under way
+        self.watch.forget()  # then all ranks agree that no pass still uses the old memory
         self._agree({"inbox": inbox}, "giving up memory")
         self._views.clear()
         self._push = self._pusher()
@@ -74,16 +74,16 @@ class CudaPeerMemory:
         failed = ""
         try:
             self._heap = self._allocate(self._base + inbox)
-        except RuntimeError as error:  # torch's out-of-memory error is one, and so is what the driver says
+        except RuntimeError as error:  # includes torch's out-of-memory error and errors of the driver
             failed = first_line(error)
-        self._all_well(failed, f"{inbox} bytes of peer memory")
+        self._check_all(failed, f"{inbox} bytes of peer memory")
         assert self._heap is not None
         self._mapping = symmetric_memory.rendezvous(self._heap, self._group)
         self._heap[: self._base].zero_()
         torch.cuda.synchronize(self._device)
         self._agree({"inbox": inbox}, "mapping memory")
         starts = self._mapping.buffer_ptrs
-        within = self._heap.data_ptr() - starts[self.rank]  # the tensor may begin within what is mapped
+        within = self._heap.data_ptr() - starts[self.rank]  # the tensor may start inside the mapped range
         self._starts = [start + within for start in starts]
 
     def inbox(self, offset: int, size: int) -> Tensor:
@@ -105,7 +105,7 @@ class CudaPeerMemory:
         self.watch.begin(self._compute_stream)
 
     def now(self) -> torch.cuda.Stream:
-        """The current stream. torch makes a new object for it on each call, which costs more than a launch."""
+        """Return the current stream. torch would create a new object per call, which takes longer than a launch."""
         same = current_stream(self._device) == self._compute_handle
         return self._compute_stream if same else torch.cuda.current_stream(self._device)
 
@@ -127,7 +127,7 @@ class CudaPeerMemory:
                 self._by_driver(self._compute_handle, leaving)
 
     def _pushed(self, stream: int, leaving: Sequence[Parts | Strips]) -> bool:
-        """Copy by a kernel if possible; returns whether it was."""
+        """Copy by a kernel if possible, and return whether it was."""
         if self._push is None:
             return False
         with on(self._device):  # a kernel starts in the current device's context
@@ -145,7 +145,7 @@ class CudaPeerMemory:
                     self._driver.copy_lines(stream, target, source + part.start, part)
 
     def _address(self, part: Part | Strip) -> int:
-        """The address of a part in its rank's memory."""
+        """Return the address of a part in its rank's memory."""
         assert part.offset is not None, "parts that are copied have offsets"
         return self._starts[part.peer] + self._base + part.offset
 
@@ -155,7 +155,7 @@ class CudaPeerMemory:
     def signal(self, flags: Sequence[tuple[int, int]], mark: int, *, copying: bool) -> None:
         stream = self._copy_handle if copying else self._compute_handle
         addresses = [self._starts[peer] + 4 * flag for peer, flag in flags]
-        with on(self._device):  # a default stream's handle is 0 on every device: the current one's is meant
+        with on(self._device):  # a default stream has the handle 0 on every device, so the device must be current
             if self._marks is None:
                 self._driver.set_flags(stream, addresses, mark)
                 return
@@ -169,7 +169,7 @@ class CudaPeerMemory:
         start = self._starts[self.rank]
         addresses = [start + 4 * flag for flag in flags]
         stream = self._copy_handle if copying else current_stream(self._device)
-        if copying or self._wait_stream is None or stream != self._compute_handle:  # other streams wait themselves
+        if copying or self._wait_stream is None or stream != self._compute_handle:  # other streams wait directly
             with on(self._device):  # as in `signal`
                 self._driver.wait_flags(stream, addresses, mark)
             return
@@ -193,29 +193,30 @@ class CudaPeerMemory:
     # ------------------------------------------------------------------------------- memory, and the watch
 
     def _pusher(self) -> Pusher | None:
-        """A pusher is for one set of addresses, so new memory needs a new one."""
+        """Return a pusher for the current addresses; new memory needs a new one. None if flags go by copies."""
         return pusher() if self._wait_stream is None else None
 
     def _allocate(self, size: int) -> Tensor:
-        # Not `symmetric_memory.empty`: that one keeps freed memory in a pool, and an inbox that grew never comes back.
+        # Not `symmetric_memory.empty`: it keeps freed memory in a pool, and an inbox that has grown is never reused.
         allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
-        with torch.inference_mode(False):  # outlives the call, and else the watch could not write to it
+        with torch.inference_mode(False):  # the watch writes to it after the call, outside of inference mode
             heap: Tensor = allocate((size,), (1,), torch.uint8, self._device)
         return heap
 
     def _agree(self, facts: dict[str, Any], what: str) -> None:
-        said = self._share(json.dumps(facts).encode(), what)
-        if any(one != said[0] for one in said):
-            told = ", ".join(f"{one[:200].decode(errors='replace')} on rank {r}" for r, one in enumerate(said))
+        replies = self._share(json.dumps(facts).encode(), what)
+        if any(reply != replies[0] for reply in replies):
+            found = ", ".join(f"{reply[:200].decode(errors='replace')} on rank {r}" for r, reply in enumerate(replies))
             raise MismatchError(
                 f"rank {self.rank}, {what}: the ranks do not make the same call",
-                got=told,
+                got=found,
                 next_step=SAME_CALLS,
             )
 
-    def _all_well(self, failed: str, what: str) -> None:
-        said = self._share(failed.encode(), f"allocating {what}")
-        if bad := [f"rank {r}: {one.decode(errors='replace')[:300]}" for r, one in enumerate(said) if one]:
+    def _check_all(self, failed: str, what: str) -> None:
+        """Raise on all ranks if the allocation of one of them has failed."""
+        replies = self._share(failed.encode(), f"allocating {what}")
+        if bad := [f"rank {r}: {reply.decode(errors='replace')[:300]}" for r, reply in enumerate(replies) if reply]:
             raise CommunicationError(
                 f"rank {self.rank}: not every rank has {what}",
                 got="; ".join(bad),
@@ -223,13 +224,13 @@ class CudaPeerMemory:
             )
 
     def _read_flags(self) -> list[int]:
-        """This rank's flags; the watch reads them on its own stream."""
+        """Return this rank's flags. The watch reads them on a separate stream."""
         assert self._heap is not None, "a pass has memory"
         numbers: list[int] = self._heap[: 4 * flags(self.size)].view(torch.int32).tolist()
         return numbers
 
     def _release(self, missing: list[tuple[int, int]]) -> None:
-        """Let streams continue that wait for flags in vain; in the inbox they find NaN, whatever the dtype."""
+        """Set the flags for which streams wait, and fill the inbox with NaN of any dtype."""
         assert self._heap is not None, "a pass has memory"
         self._heap[self._base :].fill_(255)
         stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -240,20 +241,20 @@ class CudaPeerMemory:
 def _refuse_capture() -> None:
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "peer copies number their passes on the host, so a CUDA graph cannot hold them",
-            next_step="name the transport 'nccl' where graphs are captured (BURST_TRANSPORT)",
+            "a CUDA graph cannot contain peer copies, which number their passes on the host",
+            next_step="set the transport to 'nccl' when capturing graphs (BURST_TRANSPORT)",
         )
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event after everything that a stream has been given so far."""
+    """Return an event after the work that a stream has been given so far."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
 
 
 class _Sent:
-    """A handle for everything that the copy stream had been given when this was made."""
+    """Handle of the work that the copy stream has been given so far."""
 
     __slots__ = ("_event", "_memory")
 

@@ -1,4 +1,4 @@
-"""The kernel of `push`: program (i, m) writes each so many-th block of message m into its rank's memory."""
+"""Define the kernel of `push`: program (i, m) writes the blocks i, i + n, i + 2n, ... of message m, for n programs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def push_kernel(messages, BLOCK: tl.constexpr = 1024):
     """Copy lines of 16-byte pieces.
 
     Args:
-        messages: a tuple, with addresses of source and target, which 16 divides, and four numbers, in pieces, for
-            each: size in all, width of a line, and from one line to the next, here and there. Its numbers are
-            parameters of the kernel: a program picks those of its message, and loads no table.
+        messages: a tuple of (source, target, size, width, step, jump). The addresses of source and target are divisible
+            by 16. The other numbers are in pieces of 16 bytes: total size, width of a line, and the distance from one
+            line to the next in source and target. All are parameters of the kernel, so that a program loads no table.
     """
     source, target, size, width, step, jump = messages[0]
     for i in tl.static_range(1, len(messages)):

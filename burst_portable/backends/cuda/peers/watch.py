@@ -1,8 +1,8 @@
-"""A thread that notices when messages stop coming, since a stream that waits for a flag cannot give up by itself.
+"""Define a thread that detects missing messages, since a stream that waits for a flag has no timeout.
 
-It counts from when the device begins a pass, and again from whenever a message arrives. At the timeout it prints rank,
-step and peer to standard error, fills the inbox with NaN and lets the streams continue: nothing hangs, nothing looks
-right, and the next call of the transport on this rank raises the error.
+The time starts when the device begins a pass, and again when a message arrives. At the timeout, the thread prints rank,
+step and peer to standard error, fills the inbox with NaN and lets the streams continue. So no rank hangs, the results
+are NaN, and the next call of the transport on this rank raises the error.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from burst_portable.errors import LATE, SAME_CALLS, CommunicationError, Communic
 from burst_portable.utils.threads import Background
 
 EVERY = 0.2
-"""Default seconds between looks."""
+"""Default seconds between two checks."""
 QUIET = 1.0
-"""Default seconds that a pass may take before its flags are looked at."""
-_RUNNING_OUT = 5.0  # seconds for the streams of a pass to finish once its flags are set
+"""Default seconds of a pass before its flags are read."""
+_RELEASE_SECONDS = 5.0  # seconds for the streams of a pass to finish once its flags are set
 _NUMBER = 16  # bits of a mark below the number of its pass
-_FAR = 1 << 10  # passes that a peer may be ahead; a flag further ahead is taken for that of an old pass
+_MOST_AHEAD = 1 << 10  # passes by which a peer may be ahead; a flag further ahead belongs to an old pass
 
 Missing = list[tuple[int, int]]
 """(flag, mark) of messages that have not arrived."""
@@ -42,20 +42,21 @@ class WatchedPass:
     expected: list[tuple[int, int, Watched]] = field(default_factory=list)
 
     def over(self) -> bool:
-        """Whether the device has reached its end."""
+        """Return whether the device has completed it."""
         return self.left is not None and self.left.query()
 
 
 class Watch:
-    """Watches over the passes of one rank.
+    """Watch the passes of one rank.
 
     Args:
-        timeout: seconds without a message.
-        read: returns this rank's flags as they are now; may wait for the current stream, which is the watch's own.
+        device: device of the passes.
+        timeout: seconds without a message after which a pass fails.
+        read: returns this rank's current flags. It may synchronize the current stream, which only the watch uses.
         release: lets streams continue that wait for these flags.
-        every: Seconds between looks.
-        quiet: Seconds that a pass may take before its flags are looked at.
-        threaded: Whether a thread watches. Without it, passes are noted and nothing else happens.
+        every: seconds between two checks.
+        quiet: seconds of a pass before its flags are read.
+        threaded: whether a thread watches. Without it, passes are only recorded.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class Watch:
         self._device, self.timeout, self._read, self._release = device, timeout, read, release
         self._every, self._quiet, self._threaded = every, quiet, threaded
         self._passes: deque[WatchedPass] = deque()
-        self._current: WatchedPass | None = None  # the pass that the host is in; the thread may have given it up
+        self._current: WatchedPass | None = None  # the pass of the host; the thread may have dropped it
         self._looking = threading.Lock()  # held while flags are read, and while passes are dropped
         self._thread: Background[Watch] | None = None
         self._ready = False
 
     def begin(self, stream: torch.cuda.Stream) -> None:
-        """A pass begins on a stream."""
+        """Record that a pass begins on a stream."""
         entered = torch.cuda.Event()
         entered.record(stream)
         self._current = WatchedPass(entered)
@@ -92,12 +93,12 @@ class Watch:
             self._thread.wake(self)
 
     def expect(self, flags: Sequence[int], mark: int, what: Watched) -> None:
-        """The pass waits for flags."""
+        """Record that the pass waits for flags."""
         assert self._current is not None, "a pass has begun"
         self._current.expected += [(flag, mark, what) for flag in flags]
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Everything of the pass is on its stream; returns the event of its end."""
+        """Record that the stream has all work of the pass, and return the event of its end."""
         left = torch.cuda.Event()
         left.record(stream)
         assert self._current is not None, "a pass has begun"
@@ -105,7 +106,7 @@ class Watch:
         return left
 
     def forget(self) -> None:
-        """All passes are over, and their flags are about to be freed: marks then start again."""
+        """Drop all passes, which are over, before their flags are freed. Marks then start again."""
         with self._looking:
             self._passes.clear()
 
@@ -123,22 +124,22 @@ class Watch:
             self._ready = True
         while self._passes and self.failed is None and self._pause(self._every):
             if (one := self._oldest()) is not None and one.entered.query():
-                self._stay_with(one)
+                self._watch_pass(one)
 
     def _oldest(self) -> WatchedPass | None:
-        """The first pass that is not over."""
+        """Return the first pass that is not over."""
         with self._looking:
             while self._passes and self._passes[0].over():
                 self._passes.popleft()
             return self._passes[0] if self._passes else None
 
     def _next(self) -> WatchedPass | None:
-        """Take out the first pass, which is then no longer watched."""
+        """Remove and return the first pass."""
         with self._looking:
             return self._passes.popleft() if self._passes else None
 
     def _prepare(self) -> None:
-        """Give the thread a stream of its own, and keep it from invalidating captures of graphs."""
+        """Give the thread a separate stream, and keep it from invalidating graph captures."""
         torch.cuda.set_device(self._device)
         leave_captures_alone()
         torch.cuda.set_stream(torch.cuda.Stream(self._device))
@@ -147,8 +148,8 @@ class Watch:
         assert self._thread is not None, "this is the thread"
         return self._thread.pause(seconds)
 
-    def _stay_with(self, one: WatchedPass) -> None:
-        """Watch a pass that the device has begun until it is over, or nothing arrives for too long."""
+    def _watch_pass(self, one: WatchedPass) -> None:
+        """Watch a pass that the device has begun until it is over or fails."""
         since, seen = time.monotonic(), None
         while not one.over() and self._pause(min(self._every, self.timeout / 4)):
             if time.monotonic() - since < min(self._quiet, self.timeout / 2):
@@ -168,7 +169,7 @@ class Watch:
                 return
 
     def _flags_of(self, one: WatchedPass) -> list[int] | None:
-        """This rank's flags while a pass is under way; None if it is over, since another may have begun."""
+        """Return this rank's flags during a pass; None if the pass is over, since the next one may set them."""
         with self._looking:
             return self._read() if one in self._passes and not one.over() else None
 
@@ -179,23 +180,23 @@ class Watch:
         )
 
     def _fail(self, error: CommunicationError) -> None:
-        """Report it, and let the streams finish: those of this pass, and of the passes queued behind it."""
+        """Report an error, and let the streams of this pass and of all queued passes finish."""
         self.failed = error
         print(f"burst_portable: {error}", file=sys.stderr, flush=True)
         while (one := self._next()) is not None:
             self._release([(flag, mark) for flag, mark, _ in one.expected])
-            until = time.monotonic() + _RUNNING_OUT
+            until = time.monotonic() + _RELEASE_SECONDS
             while not one.over() and time.monotonic() < until and self._pause(self._every / 10):
                 self._release([(flag, mark) for flag, mark, _ in one.expected])  # the host may still be adding flags
 
 
 def _ahead(found: int, mark: int) -> bool:
-    """Whether a flag shows a later pass than the mark: its peer has done its part and gone on."""
-    return found > 0 and 0 < ((found >> _NUMBER) - (mark >> _NUMBER)) % (MARKS - 1) < _FAR
+    """Return whether a flag belongs to a later pass than the mark: its peer has completed this pass."""
+    return found > 0 and 0 < ((found >> _NUMBER) - (mark >> _NUMBER)) % (MARKS - 1) < _MOST_AHEAD
 
 
 def _mismatch(what: str) -> MismatchError:
     return MismatchError(
-        f"{what}: what arrived instead belongs to another call",
+        f"{what}: a message of another call arrived instead",
         next_step=SAME_CALLS,
     )

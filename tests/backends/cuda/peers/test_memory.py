@@ -129,7 +129,7 @@ def test_different_inbox_sizes_raise_mismatch_error(machine):
         ),
         (
             lambda m, monkeypatch: monkeypatch.setattr(Driver, "copy", lambda *a: None),
-            "tried and failed: rank 0: other bytes came",
+            "tried and failed: rank 0: received other bytes",
         ),
     ],
 )
@@ -189,7 +189,7 @@ def test_begin_rejects_graph_capture(machine, monkeypatch):
         other.share(b"here", "meeting")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for inbox in (0, 64 << 20):  # for which memory would have to grow, too
-            with pytest.raises(UnsupportedError, match=r"'nccl' where graphs are captured \(BURST_TRANSPORT"):
+            with pytest.raises(UnsupportedError, match=r"'nccl' when capturing graphs \(BURST_TRANSPORT"):
                 transport.begin(b"call", inbox)
         other.share(b"here", "meeting")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

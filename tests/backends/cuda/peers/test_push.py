@@ -113,7 +113,9 @@ def test_connect_raises_if_engines_cannot_copy_lines(machine, pushes, monkeypatc
     monkeypatch.setattr(Driver, "copy_lines", copy_lines)
 
     def work(rank, other, connect):
-        with pytest.raises(UnsupportedError, match=r"tried and failed: rank 0: .*(invalid argument|other bytes came)"):
+        with pytest.raises(
+            UnsupportedError, match=r"tried and failed: rank 0: .*(invalid argument|received other bytes)"
+        ):
             connect()
 
     on_two(machine, work)

@@ -61,7 +61,7 @@ def test_watch_reports_missing_message_and_releases_passes(capsys):
     watch, one = watched(device, 0.1, [(0, PASS | CALL), (2, PASS | CALL)])
     later = WatchedPass(Event(lambda: True), device.ended([(1, 8 << 16, None)]), [(1, 8 << 16, None)])
     watch._passes.append(later)  # put behind it before anybody noticed
-    watch._stay_with(one)
+    watch._watch_pass(one)
     assert isinstance(watch.failed, CommunicationTimeoutError)
     assert "rank 0, step 2: rank 2 has not sent in 0.1 s" in str(watch.failed)
     assert "rank 2 has not sent" in capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_watch_releases_pass_that_host_has_not_finished(monkeypatch):
         happened[0] = device.flags == [PASS | CALL] * 2
 
     pause(watch, sleep)
-    watch._stay_with(one)
+    watch._watch_pass(one)
     assert "rank 0 has not sent" in str(watch.failed)
     assert one.over(), "nothing waits for what is not going to come"
 
@@ -97,7 +97,7 @@ def test_watch_releases_pass_that_host_has_not_finished(monkeypatch):
 def test_watch_reports_message_of_other_call_at_once(capsys):
     device = Device([PASS | 0xCD])
     watch, one = watched(device, 600.0, [(0, PASS | CALL)])
-    watch._stay_with(one)
+    watch._watch_pass(one)
     assert isinstance(watch.failed, MismatchError)
     assert "another call" in capsys.readouterr().err
 
@@ -107,7 +107,7 @@ def test_watch_does_not_report_peer_in_next_pass_as_late(mine, next_, capsys):
     """Rank 0 has entered the next pass, so the error names rank 1."""
     device = Device([next_ << 16 | CALL, (mine - 1) << 16 | CALL])
     watch, one = watched(device, 0.1, [(0, mine << 16 | CALL), (1, mine << 16 | CALL)])
-    watch._stay_with(one)
+    watch._watch_pass(one)
     assert "rank 1 has not sent" in str(watch.failed)
 
 
@@ -125,7 +125,7 @@ def test_watch_accepts_slow_messages_within_timeout(left_over, monkeypatch):
 
     monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now))
     pause(watch, sleep)
-    watch._stay_with(one)
+    watch._watch_pass(one)
     assert watch.failed is None
     assert device.released == []
     assert now > 0.4, "longer than the timeout in all"
@@ -153,7 +153,7 @@ def test_watch_ignores_flags_after_end_of_pass(forgotten):
         device.flags[0] = PASS | 0xCD
 
     pause(watch, sleep)
-    watch._stay_with(one)
+    watch._watch_pass(one)
     assert watch.failed is None
     assert not reads, "its memory may be gone"
 
@@ -176,7 +176,7 @@ def test_forget_waits_while_watch_reads_flags():
         return list(device.flags)
 
     watch, one = watched(device, 600.0, [(0, PASS | CALL)], quiet=0.0, read=read)
-    watch._stay_with(one)
+    watch._watch_pass(one)
     giving.join(5)
     assert order == ["read", "given up"]
     assert watch.failed is None
