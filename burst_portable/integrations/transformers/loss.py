@@ -195,10 +195,23 @@ def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh) -> Tens
     return experts * (share * probability).sum() / rows
 
 
-def check_router(config: Any, kwargs: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for a router loss that could not be found in the output."""
+def check_router(config: Any, kwargs: dict[str, Any], *, is_inner: bool = False) -> None:
+    """Raise `UnsupportedError` for a router loss that could not be replaced in the output.
+
+    Args:
+        config: the model's.
+        kwargs: arguments of the call.
+        is_inner: whether an inner model was called instead of the parallelized one, as `model.forward(...)` does.
+            The outer model then computes its router loss from the tokens of a shard, after all hooks.
+    """
     requested = kwargs.get("output_router_logits")
     requested = getattr(config, "output_router_logits", False) if requested is None else requested
+    if requested and is_inner:
+        raise UnsupportedError(
+            "router logits of an inner model are those of a shard",
+            got="output_router_logits=True",
+            next_step="call the parallelized model itself, not its forward(); else pass output_router_logits=False",
+        )
     if requested and not kwargs.get("return_dict", getattr(config, "return_dict", True)):
         raise UnsupportedError("a router loss needs a dictionary output", got="return_dict=False", allowed=True)
 

@@ -335,7 +335,7 @@ class ShardedModel:
         if self.mesh.size > 1:
             if self._drops_layers:
                 check_layerdrop(module)
-            check_router(module.config, kwargs)
+            check_router(module.config, kwargs, is_inner=module is not self.model)
             self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)

@@ -12,7 +12,7 @@ import torch
 
 from burst_portable import Mesh, run_threads
 from burst_portable.config import environment_of_children
-from burst_portable.errors import InputError, MismatchError
+from burst_portable.errors import InputError, MismatchError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.batch_check import checksum
 from tests.support.models import make, tokens
@@ -167,5 +167,19 @@ def test_training_without_adding_gradients_raises_at_the_next_call(kind: str, su
             model(**handle.shard(ids))  # the result of this comparison is read at the next call
         with pytest.raises(MismatchError, match=r"values of the parameters.*call all_reduce_gradients before each"):
             model(**handle.shard(ids))
+
+    run_threads(2, work)
+
+
+def test_router_loss_by_a_direct_call_of_forward_raises() -> None:
+    """forward() runs no hooks of its own module, so each rank returned the router loss of its own tokens."""
+    whole, ids = make("mixtral", output_router_logits=True), tokens(1, 32)
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        with pytest.raises(UnsupportedError, match="call the parallelized model itself, not its forward"):
+            model.forward(**handle.shard(ids))
+        assert model(**handle.shard(ids)).aux_loss.isfinite()
 
     run_threads(2, work)
