@@ -156,10 +156,10 @@ def _while_compiling(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Put the call into the graph that is being made, or run it between two graphs."""
     # Importing it makes operators of torch.
-    from burst_portable.runtime.graph_ops import as_text, attention_in_graph, fits
+    from burst_portable.runtime.graph_ops import as_text, attention_in_graph, can_trace
 
     request = as_text(request)
-    if fits(mesh, request):
+    if can_trace(mesh, request):
         made: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, request)
         return made
     return _between_graphs(q, k, v, sinks, mesh, request)

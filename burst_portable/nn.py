@@ -19,7 +19,7 @@ from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import MeshLike, as_mesh
-from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, whole_length
+from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, global_length
 from burst_portable.sharding import local_position_ids
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import layout_of, mask_of, no_mask
@@ -175,11 +175,11 @@ class SelfAttention(nn.Module):
         wanted = self.theta is not None and position_ids is None
         if torch.compiler.is_compiling() and isinstance(x, Tensor) and self._takes(x):
             # Importing them makes operators of torch.
-            from burst_portable.runtime.graph_ops import as_text, fits, positions_in_graph
+            from burst_portable.runtime.graph_ops import as_text, can_trace, positions_in_graph
             from burst_portable.runtime.prepare import Request
 
             request = as_text(Request(mask, self.strategy, self.layout, seq_len))
-            if fits(self.mesh, request):  # the operators check the rest, when all ranks run
+            if can_trace(self.mesh, request):  # the operators check the rest, when all ranks run
                 length = x.shape[1] * self.mesh.size if seq_len is None else seq_len
                 if wanted:
                     position_ids = positions_in_graph(
@@ -202,7 +202,7 @@ class SelfAttention(nn.Module):
             allowed = f"[batch, rows, {self.q.in_features}]"
             raise ShapeError("x cannot be an input of this module", got=tuple(x.shape), allowed=allowed)
         said = None if seq_len is None else size("seq_len", seq_len)
-        length = whole_length(self.layout, said, x.shape[1], self.mesh)
+        length = global_length(self.layout, said, x.shape[1], self.mesh)
         check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(mask, length)), x.shape[1], self.mesh)
         return length
 

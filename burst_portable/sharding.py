@@ -13,7 +13,7 @@ from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError,
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask, checked_cu_seqlens
 from burst_portable.mesh import Mesh, MeshLike, as_mesh, position_ids
-from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, device_here
+from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, usable_device
 from burst_portable.strategies.planner import layout_of, mask_of
 from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import as_int, size
@@ -40,7 +40,7 @@ def local_position_ids(
     Raises `InputError` for sizes, names, masks and layouts that do not go together, and for a device that is not here.
     """
     mesh = as_mesh(mesh)
-    where, device = _layout(layout, size("seq_len", seq_len), mesh, mask), device_here(device)
+    where, device = _layout(layout, size("seq_len", seq_len), mesh, mask), usable_device(device)
     return position_ids(where, mesh.rank, device)
 
 

@@ -1,4 +1,4 @@
-"""Run a prepared call, differentiably: the one `torch.autograd.Function`, and how a pass begins."""
+"""Run a prepared call with gradients: the only `torch.autograd.Function`, and the begin of a pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOTHING = nullcontext()
 def run(
     prepared: PreparedCall, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (out, LSE or None): see `Executor.forward`. Tensors are kept only if a gradient is needed."""
+    """Return (out, LSE or None): see `Executor.forward`. Tensors are saved only if a gradient is needed."""
     prepared = observed(prepared, mesh)
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -40,7 +40,7 @@ def run(
 
 
 class Attention(torch.autograd.Function):
-    """Distributed attention with its gradients. Differentiable once."""
+    """Distributed attention with gradients. It has no second derivatives."""
 
     @staticmethod
     def forward(
@@ -59,26 +59,26 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            _refuse_twice(ctx.prepared)
-        # Read once: recomputing checkpoints hand out each tensor a single time.
+            _raise_second_derivative(ctx.prepared)
+        # Read once: recomputing checkpoints return each tensor a single time.
         return *run_backward(ctx.prepared, ctx.number, ctx.saved_tensors, dout), None
 
 
 def run_backward(
     prepared: PreparedCall, number: int, saved: Sequence[Tensor | None], dout: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Run a whole backward pass, and return (dq, dk, dv, dsinks).
+    """Run a backward pass, and return (dq, dk, dv, dsinks).
 
     Args:
         prepared: The call.
         number: Number of its forward pass.
-        saved: What `Executor.forward` returned, and the sinks.
+        saved: The saved tensors of `Executor.forward`, and the sinks.
         dout: Gradient of out; None if this rank's result was not used.
     """
     tensors: list[Any] = []
-    for x in saved:  # hooks on saved tensors may change strides, which kernels do not take
+    for x in saved:  # hooks on saved tensors may change strides to ones that kernels do not take
         if x is not None and (type(x) is not Tensor or not x.is_contiguous()):
-            x = as_kernels_take(x) if x.dim() == 4 else x.contiguous()  # LSE in one piece
+            x = as_kernels_take(x) if x.dim() == 4 else x.contiguous()  # contiguous LSE
         tensors.append(x)
     sinks = tensors.pop()
     with own_precision(tensors[0].device):
@@ -89,24 +89,24 @@ def run_backward(
     return gradients
 
 
-def _refuse_twice(prepared: PreparedCall) -> NoReturn:
+def _raise_second_derivative(prepared: PreparedCall) -> NoReturn:
     """Raise `UnsupportedError` for a backward pass that is itself to be differentiated.
 
-    torch's `once_differentiable` raises only once that happens, and not always: if autograd.grad is asked for some
-    inputs only, second derivatives that pass through attention would silently be left out.
+    torch's `once_differentiable` raises only in the second backward pass, and not always: if autograd.grad gets only
+    some inputs, second derivatives through attention would be left out silently.
     """
-    refusal = UnsupportedError(
+    error = UnsupportedError(
         "attention is differentiable once",
         got="a backward pass with create_graph=True",
         next_step="leave create_graph out, or use torch's own attention for second derivatives",
     )
     if prepared.transport.size > 1:
-        share_error(prepared.transport, refusal)
-    raise refusal
+        share_error(prepared.transport, error)
+    raise error
 
 
 def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0) -> None:
-    """Compare the call with all ranks, and begin one of its passes.
+    """Check that all ranks make this call, and begin one of its passes.
 
     Args:
         prepared: The call.
@@ -131,6 +131,6 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def observed(prepared: PreparedCall, mesh: Mesh) -> PreparedCall:
-    """Return the call as the profiler wants it, if one is installed."""
+    """Return the call with the profiler's observer, if a profiler is installed."""
     observe = installed.get()
     return prepared if observe is None else observe(prepared, mesh)

@@ -1,4 +1,4 @@
-"""What a call would run, and why: the choices of `attention`, described instead of run."""
+"""Explain what a call of `attention` would run, and why, without running it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ from burst_portable.utils.torch_modes import as_autocast_would
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is chosen and why; for each of the others, why not."""
+    """The chosen name and the reason; for each other name, the reason why it was not chosen."""
 
     name: str
     why: str
     others: Mapping[str, str]
 
     def lines(self) -> list[str]:
-        """As text, one line for each."""
+        """Return one line for the chosen name, and one for each other."""
         return [f"{self.name}: {self.why}", *(f"not {name}: {reason}" for name, reason in self.others.items())]
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `attention` runs for a call. As text, it has a line or more for each attribute.
+    """The choices of `attention` for a call. As text, it has at least one line for each attribute.
 
     Attributes:
-        backend, strategy, kernel: what is chosen, and why.
-        layout: its name, and what this rank holds.
-        mask: its name, how many pairs per head it lets through, how many tokens see nothing.
-        moves: what travels in "forward" and "backward", and along which route.
-        transport: what moves blocks. Whether these ranks can have a backend's own, they find out in their first call.
+        backend: The backend, and the reasons.
+        strategy: The strategy, and the reason.
+        layout: Name of the layout, and the tokens of this rank.
+        mask: Name of the mask, its visible pairs per head and its fully masked tokens.
+        moves: Tensors that are sent in "forward" and "backward", and how.
+        transport: The transport of blocks. The ranks connect a backend's own transport only in their first call.
+        kernel: The kernel, and the reasons.
     """
 
     backend: Choice
@@ -78,26 +80,26 @@ def explain(
     sinks: Tensor | None = None,
     **options: Unpack[RequestOptions],
 ) -> Explanation:
-    """Return which backend, strategy, layout, messages and kernel `attention` takes, and why no others.
+    """Return which backend, strategy, layout, messages and kernel `attention` uses, and why no others.
 
-    One rank may call this alone: nothing is sent, and only shapes and dtypes of the tensors are read, so they may be on
-    the "meta" device if `device` says which device is meant.
+    A single rank may call this: it sends nothing. It reads only the shapes and dtypes of the tensors, so they may be on
+    the "meta" device if `device` is given.
 
     Args:
         q: As for `attention`.
         k: As for `attention`.
         v: As for `attention`.
-        device: Device of the tensors that are meant. Default: that of q.
+        device: Device for which the call is explained. Default: that of q.
         mesh: As for `attention`.
         sinks: As for `attention`.
         **options: As for `attention`: mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic.
 
-    Raises what `attention` raises before a byte is sent, such as why something that was named cannot serve.
+    Raises the errors that `attention` raises before it sends anything.
     """
     mesh = as_mesh(mesh)
     request = Request(**options).checked()
-    meant = checked_device(device)
-    device_type = None if meant is None else meant.type
+    target = checked_device(device)
+    device_type = None if target is None else target.type
     q, k, v = as_autocast_would(q, k, v, device_type)
     call = describe(q, k, v, sinks, mesh, request, device_type)
     plan, backend, kernel, why_kernel = choose(call, mesh, request)
@@ -125,7 +127,7 @@ def _backend(chosen: Backend, mesh: Mesh, device: str) -> Choice:
 
 
 def _passed_over(*, named: bool) -> str:
-    """Why an alternative that could serve was not chosen."""
+    """Return why an alternative that could serve was not chosen."""
     return "it can serve too, and was not named" if named else "it can serve too, and comes later"
 
 
@@ -138,19 +140,19 @@ def _layout(plan: Plan, mesh: Mesh) -> str:
 
 def _mask(plan: Plan) -> str:
     mask, length = plan.call.mask, plan.call.layout.length
-    blind = mask.fully_masked_tokens(length)
-    return f"{mask}: {plan.call.num_pairs} pairs per head" + (f"; {blind} tokens see nothing" if blind else "")
+    masked = mask.fully_masked_tokens(length)
+    return f"{mask}: {plan.call.num_pairs} pairs per head" + (f"; {masked} fully masked tokens" if masked else "")
 
 
 def _moves(plan: Plan) -> dict[str, str]:
     def what(name: PassName) -> str:
         if plan.call.ranks == 1:
-            return "nothing, one rank holds all"
+            return "nothing, one rank holds all tokens"
         how = plan.transfer(name)
         if plan.heads and plan.ring_size > 1:
             how += f", nodes of {plan.head_parallel_size} ranks"
         if plan.head_groups > 1:
-            how += f", {plan.head_groups} groups of heads"
+            how += f", {plan.head_groups} head groups"
         if name == "backward" and plan.backward.rounds_gradients:
             how += ", gradients in the dtype of the inputs"
         return f"{plan.describe_traffic(name)} ({how})"

@@ -1,18 +1,18 @@
-"""Attention inside the graphs of torch.compile: two operators of torch, which the compiler takes as they are.
+"""Run attention inside graphs of torch.compile: as two torch operators, which the compiler does not look into.
 
 ::
 
-    attention        ->   _in_graph, while a graph is made        the operator `attend`, and what it is called with
+    attention        ->   _in_graph, during tracing               puts the operator `attend` into the graph
     graph, forward   ->   attend           out, LSE, ticket       agree, plan, send, compute: as without a graph
-    graph, backward  ->   attend_backward  dq, dk, dv, dsinks     the same, by the ticket
+    graph, backward  ->   attend_backward  dq, dk, dv, dsinks     the same, with the saved state of the ticket
 
-An operator is given tensors, numbers and text alone. What else a call was given (its mesh, mask, strategy ...) stays
-here under a name, which stands in the graph. What only a backward pass of that call can use stays here too, as long as
-its ticket: a tensor of one number, kept by the graph among what it keeps for backward.
+Operators take only tensors, numbers and text. All other arguments (mesh, mask, strategy ...) are stored in this module
+under a name, and the graph contains the name. State that only the backward pass needs is stored here too, as long as
+its ticket exists: a tensor with one number, which the graph saves for backward.
 
-A compiler may reorder what does not depend on each other, as the sizes of a rank suggest. Ranks would then meet in
-different calls. So each call of a graph is given the turn of the one before it, a tensor without numbers: passes keep
-the order of the program, which is also that of a rank that runs it uncompiled.
+A compiler may reorder operators that do not depend on each other, differently on ranks of different sizes. Ranks would
+then wait for each other in different calls. So each call of a graph takes the turn of the call before it, an empty
+tensor. Passes then keep the order of the program, which is also the order of a rank that runs it uncompiled.
 
 Importing this module registers the operators, so `api` imports it when it is first compiled.
 """
@@ -39,21 +39,21 @@ from burst_portable.numerics import accumulation_dtype
 from burst_portable.runtime.autograd import begin, observed, run_backward
 from burst_portable.runtime.prepare import Request, choose, describe, prepare
 from burst_portable.runtime.prepared_call import PreparedCall
-from burst_portable.runtime.validation import broadcast_error, check_rows, device_here
+from burst_portable.runtime.validation import broadcast_error, check_rows, usable_device
 from burst_portable.strategies.planner import layout_of, mask_of
 from burst_portable.utils.torch_modes import as_autocast_would, hidden_from_checkpoints, own_precision
 from burst_portable.utils.values import size
 
 
-class Given(NamedTuple):
-    """What a call was given besides tensors. The sequence length is not in the request: it may be a symbol."""
+class CallArguments(NamedTuple):
+    """Arguments of a call that are no tensors. The sequence length is not in the request: it may be a symbol."""
 
     mesh: Any  # as `attention` takes it
     request: Request
 
 
-class Kept(NamedTuple):
-    """Of a forward pass, for its backward pass: its number, and tensors that no graph knows of."""
+class SavedPass(NamedTuple):
+    """State of a forward pass for its backward pass: its number, and tensors that are not in the graph."""
 
     prepared: PreparedCall
     number: int
@@ -61,7 +61,7 @@ class Kept(NamedTuple):
 
 
 class _Nothing:
-    """Stands for None, which a function that is not traced cannot be given."""
+    """Placeholder for None, which cannot be passed to a function that is not traced."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Nothing)
@@ -71,12 +71,12 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-# Of the process, as torch's operators are. What a graph names lasts as long; what it keeps, as long as its ticket.
-_given: dict[str, Given] = {}
-_kept: dict[int, Kept] = {}
+# These belong to the process, as torch's operators do. Arguments are never deleted, saved passes with their tickets.
+_arguments: dict[str, CallArguments] = {}
+_saved_passes: dict[int, SavedPass] = {}
 _tickets = itertools.count(1)
 _lock = threading.Lock()
-# Of each graph that is being made: the turns of its last call, and of its last backward pass.
+# For each graph that is being traced: the turns of its last call and of its last backward pass.
 _turns: weakref.WeakKeyDictionary[Any, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 
 pytree.register_constant(_Nothing)
@@ -84,15 +84,15 @@ pytree.register_constant(Mesh)
 
 
 def as_text(request: Request) -> Request:
-    """Return the request with a mask's short form in place of a `Mask` that has one."""
+    """Return the request with the short form of its mask, if it has one."""
     return request._replace(mask=request.mask.text or request.mask) if isinstance(request.mask, Mask) else request
 
 
-def fits(mesh: Any, request: Request) -> bool:
-    """Whether a call can stand in the graph that is being made.
+def can_trace(mesh: Any, request: Request) -> bool:
+    """Return whether a call can be part of the graph that is being traced.
 
-    Layouts as objects, and masks that list positions, are many, one for each batch's documents: each would be a graph
-    of its own. Numbers are read while a graph is made, where tensors hold none.
+    There may be a new layout object or a new mask of positions for each batch of documents, and each would need a new
+    graph. Numbers are read during tracing, when tensors have no data.
     """
     mask, strategy, layout, seq_len, scale, softcap, kernel, _, _ = request
     return (
@@ -106,16 +106,16 @@ def fits(mesh: Any, request: Request) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def _exporting_or_transformed() -> bool:
-    """Whether other processes may run the graph, or a transform that attention refuses looks at what is in it.
+    """Return whether other processes may run the graph, or an unsupported transform traces it.
 
-    Dynamo of torch 2.11 believes that `is_exporting` is always true, so it does not read this function.
+    Dynamo of torch 2.11 takes `is_exporting` as always true, so it does not trace this function.
     """
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return transformed or torch.compiler.is_exporting()
 
 
 def attention_in_graph(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Any, request: Request) -> Any:
-    """`attention` while the compiler looks: it reads this function, and not what `_in_graph` calls."""
+    """Run `attention` during tracing. The compiler traces this function, but not the body of `_in_graph`."""
     mask, strategy, layout, seq_len, *numbers = request
     rest = [_NOTHING if x is None else x for x in (seq_len, mesh, mask, strategy, layout, *numbers)]
     if sinks is None:
@@ -136,16 +136,18 @@ def _in_graph_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *rest: 
 
 
 def _traced(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Puts `attend` into the graph. Refuses nothing: the operator does, when all ranks run, in words of its own."""
+    """Put `attend` into the graph. Raises no errors: the operator does when all ranks run it."""
     seq_len = None if seq_len == _NOTHING else seq_len  # maybe a symbol: one graph for all lengths
-    mesh, mask, strategy, layout, *numbers = map(_settled, rest)
-    given = Given(mesh, Request(mask, strategy, layout, None, *numbers))
+    mesh, mask, strategy, layout, *numbers = map(_as_value, rest)
+    arguments = CallArguments(mesh, Request(mask, strategy, layout, None, *numbers))
     q, k, v = as_autocast_would(q, k, v)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    lean = keep and _keeps_copies(q, k, v, sinks, seq_len, given)
+    lean = keep and _keeps_copies(q, k, v, sinks, seq_len, arguments)
     turns = _turns_of_graph()
     operator = torch.ops.burst_portable.attend
-    out, lse, _, turns["forward"] = operator(q, k, v, sinks, turns.get("forward"), seq_len, named(given), keep, lean)
+    out, lse, _, turns["forward"] = operator(
+        q, k, v, sinks, turns.get("forward"), seq_len, named(arguments), keep, lean
+    )
     return out, lse.detach()
 
 
@@ -154,8 +156,8 @@ def _turns_of_graph() -> dict[str, Tensor]:
     return {} if mode is None else _turns.setdefault(mode.tracer, {})
 
 
-def _settled(x: Any) -> Any:
-    """What an argument was. A number that changed from call to call is a symbol: here each has a graph of its own."""
+def _as_value(x: Any) -> Any:
+    """Convert a traced argument to a Python value. A symbolic number becomes a constant, with its own graph."""
     if isinstance(x, torch.SymInt):
         return int(x)
     if isinstance(x, torch.SymFloat):
@@ -163,40 +165,43 @@ def _settled(x: Any) -> Any:
     return None if x == _NOTHING else x
 
 
-def _keeps_copies(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len: int | None, given: Given) -> bool:
-    """Whether a forward pass keeps rows that it brought here, so that the graph need not keep q, k, v and out."""
+def _keeps_copies(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len: int | None, arguments: CallArguments
+) -> bool:
+    """Return whether a forward pass saves the rows that it received. The graph then need not save q, k, v and out."""
     if any(isinstance(n, torch.SymInt) for n in (seq_len, *q.shape, *k.shape, *v.shape)):
         return False
     try:
-        mesh, request = as_mesh(given.mesh), given.request._replace(seq_len=seq_len).checked()
+        mesh, request = as_mesh(arguments.mesh), arguments.request._replace(seq_len=seq_len).checked()
         plan, *_ = choose(describe(q, k, v, sinks, mesh, request), mesh, request)
         return plan.heads is not None
     except BurstError:
         return False
 
 
-def named(given: Given) -> str:
-    """The same text for the same arguments in every process, so that graphs that are kept on disk are found again."""
+def named(arguments: CallArguments) -> str:
+    """Store arguments, and return their name. It is equal in every process, so that graphs cached on disk are found."""
     with _lock:
-        meshes = list({id(one.mesh): None for one in (*_given.values(), given)})
-        name = sha256(repr((meshes.index(id(given.mesh)), given)).encode()).hexdigest()[:16]
-        _given[name] = given
+        meshes = list({id(one.mesh): None for one in (*_arguments.values(), arguments)})
+        name = sha256(repr((meshes.index(id(arguments.mesh)), arguments)).encode()).hexdigest()[:16]
+        _arguments[name] = arguments
     return name
 
 
-def given_as(name: str) -> Given:
-    if name not in _given:
+def find_arguments(name: str) -> CallArguments:
+    """Return the arguments of a name."""
+    if name not in _arguments:
         raise UnsupportedError(
-            "a graph calls attention as nobody did in this process",
+            "a graph calls attention with arguments that this process did not trace",
             got=name,
             next_step="let the process that runs a graph compile it",
         )
-    return _given[name]
+    return _arguments[name]
 
 
 # ---------------------------------------------------------------------------------------- the operators
 
-# By mode="reduce-overhead": a recording would miss what ranks tell each other; plans keep tensors from call to call.
+# CUDA graphs (mode="reduce-overhead") would not record the checks between ranks, and plans hold tensors between calls.
 NOT_RECORDED = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -212,17 +217,22 @@ def attend(
     keep: bool,
     lean: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A forward pass: (out, LSE, ticket, turn).
+    """Run a forward pass, and return (out, LSE, ticket, turn).
 
     Args:
-        after: the turn of the pass before this one.
-        seq_len: as `attention` takes it.
-        keep: whether a backward pass may come; else the ticket is 0, and LSE means nothing unless asked for.
-        lean: whether the graph keeps nothing for it but the ticket.
+        q: Queries of shape [B, S, Hq, D].
+        k: Keys of shape [B, S, Hkv, D].
+        v: Values of shape [B, S, Hkv, Dv].
+        sinks: Logits of shape [Hq], or None.
+        after: The turn of the pass before this one.
+        seq_len: As for `attention`.
+        name: The name of the other arguments: see `named`.
+        keep: Whether a backward pass may follow. If not, the ticket is 0, and LSE is valid only if requested.
+        lean: Whether the graph saves only the ticket for backward.
     """
-    given = given_as(name)
-    mesh = as_mesh(given.mesh)
-    prepared, q_, k_, v_ = prepare(q, k, v, sinks, mesh, given.request._replace(seq_len=seq_len))
+    arguments = find_arguments(name)
+    mesh = as_mesh(arguments.mesh)
+    prepared, q_, k_, v_ = prepare(q, k, v, sinks, mesh, arguments.request._replace(seq_len=seq_len))
     prepared = observed(prepared, mesh)
     with own_precision(q.device), hidden_from_checkpoints():
         begin(prepared, q.device)
@@ -232,18 +242,18 @@ def attend(
         saved = ()
     elif not prepared.plan.heads:
         lse, saved = saved[-1], saved if lean else ()
-    out, lse = _apart((out, _lse_like(q) if lse is None else lse), (q, k, v))
+    out, lse = _separate((out, _lse_like(q) if lse is None else lse), (q, k, v))
     ticket = torch.zeros(1, dtype=torch.int64, device="cpu")
     if keep:
-        saved = _not_of(saved, (q, k, v, out, lse))
-        _keep(ticket, Kept(prepared, prepared.transport.state.passes, saved))
+        saved = _without_aliases(saved, (q, k, v, out, lse))
+        _keep(ticket, SavedPass(prepared, prepared.transport.state.passes, saved))
     return out, lse, ticket, _turn()
 
 
 @attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ticket = torch.empty(1, dtype=torch.int64, device="cpu")
-    if q.dim() != 4 or v.dim() != 4:  # which will be refused
+    if q.dim() != 4 or v.dim() != 4:  # the operator will raise an error
         return q.new_empty(0), q.new_empty(0), ticket, _turn()
     return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q), ticket, _turn()
 
@@ -258,21 +268,21 @@ def attend_backward(
     kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A backward pass: (dq, dk, dv, dsinks, turn), dsinks empty without sinks.
+    """Run a backward pass, and return (dq, dk, dv, dsinks, turn). dsinks is empty without sinks.
 
-    kept: q, k, v, out and LSE, or nothing.
+    `kept`: q, k, v, out and LSE, or an empty list.
     """
     number = int(ticket[0])
-    if number not in _kept:
+    if number not in _saved_passes:
         raise UnsupportedError(
-            "what a forward pass kept for its backward pass is gone",
+            "the saved state of a forward pass no longer exists",
             got=f"ticket {number}",
-            next_step="let hooks on saved tensors give back the tensors that they were given, not copies",
+            next_step="let hooks on saved tensors return the tensors that they received, not copies",
         )
-    prepared, forward_pass, saved = _kept[number]
+    prepared, forward_pass, saved = _saved_passes[number]
     gradients = run_backward(prepared, forward_pass, (*(saved or kept), sinks), dout)
     empty = dout.new_empty(0)
-    dq, dk, dv, dsinks = _apart([empty if x is None else x for x in gradients], (dout, *kept))
+    dq, dk, dv, dsinks = _separate([empty if x is None else x for x in gradients], (dout, *kept))
     return dq, dk, dv, dsinks, _turn()
 
 
@@ -312,11 +322,11 @@ def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 attend.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
-def _keep(ticket: Tensor, kept: Kept) -> None:
+def _keep(ticket: Tensor, kept: SavedPass) -> None:
     number = next(_tickets)
-    _kept[number] = kept
+    _saved_passes[number] = kept
     ticket[0] = number
-    weakref.finalize(ticket, _kept.pop, number, None)
+    weakref.finalize(ticket, _saved_passes.pop, number, None)
 
 
 def _turn() -> Tensor:
@@ -328,43 +338,43 @@ def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
 
 
-def _apart(made: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What was made, each contiguous and in memory of its own, as operators of torch have to give it."""
+def _separate(made: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return contiguous tensors with separate memory, as torch operators must return them."""
     found: list[Tensor] = []
     for x in made:
-        found += _not_of([x.contiguous()], (*others, *found))
+        found += _without_aliases([x.contiguous()], (*others, *found))
     return tuple(found)
 
 
-def _not_of(kept: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same numbers outside of the memory of other tensors, which a graph uses again when it needs them no more."""
-    taken = {x.untyped_storage().data_ptr() for x in others}
-    return tuple(x.clone() if x.untyped_storage().data_ptr() in taken else x for x in kept)
+def _without_aliases(kept: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors that share no memory with `others`, whose memory a graph may reuse. Copies those that do."""
+    used = {x.untyped_storage().data_ptr() for x in others}
+    return tuple(x.clone() if x.untyped_storage().data_ptr() in used else x for x in kept)
 
 
 def positions_in_graph(rows: int, seq_len: int, mesh: Mesh, layout: str, mask: str, device: torch.device) -> Tensor:
-    """`positions` of a rank that holds `rows` rows, while the compiler looks; it reads this function."""
+    """Return `local_position_ids` of a rank with `rows` rows during tracing. The compiler traces this function."""
     found: Tensor = torch.ops.burst_portable.positions(rows, seq_len, device, _name(mesh, layout, mask))
     return found
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def _name(mesh: Mesh, layout: str, mask: str) -> str:
-    return named(Given(mesh, Request(mask=mask, layout=layout)))
+    return named(CallArguments(mesh, Request(mask=mask, layout=layout)))
 
 
 @torch.library.custom_op("burst_portable::positions", mutates_args=(), tags=NOT_RECORDED)
 def positions_(rows: int, seq_len: int, device: torch.device, name: str) -> Tensor:
-    """The global positions of this rank's rows: int64 ``[rows]``."""
-    given = given_as(name)
-    mesh, mask, layout = as_mesh(given.mesh), given.request.mask, given.request.layout
+    """Return the global positions of this rank's rows: int64 of shape [rows]."""
+    arguments = find_arguments(name)
+    mesh, mask, layout = as_mesh(arguments.mesh), arguments.request.mask, arguments.request.layout
     try:
         seq_len = size("seq_len", seq_len)
-        where = layout_of(layout, seq_len, mesh.size, mask_of(mask, seq_len))
-        check_rows(where, rows, mesh)
-        return position_ids(where, mesh.rank, device_here(device))
-    except Exception as refusal:
-        broadcast_error(mesh, refusal, torch.empty(0, device=device))
+        made_layout = layout_of(layout, seq_len, mesh.size, mask_of(mask, seq_len))
+        check_rows(made_layout, rows, mesh)
+        return position_ids(made_layout, mesh.rank, usable_device(device))
+    except Exception as error:
+        broadcast_error(mesh, error, torch.empty(0, device=device))
         raise
 
 

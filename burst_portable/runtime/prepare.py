@@ -1,7 +1,11 @@
-"""Prepare a call of `attention`: check it, plan it, choose what runs it, and remember the result.
+"""Prepare a call of `attention`: check it, plan it, choose its backend and kernel, and cache the result.
 
-One call has three moments: `Request` (as asked), `planning.call.AttentionCall` (what is meant) and
-`runtime.prepared_call.PreparedCall` (what runs).
+A call has three forms: `Request` (the arguments), `planning.call.AttentionCall` (the attention as data) and
+`runtime.prepared_call.PreparedCall` (everything that runs it). `prepare` makes the last from the first::
+
+    describe    Request and tensors -> AttentionCall    checks shapes, dtypes, mask and layout
+    choose      AttentionCall -> Plan, Backend, Kernel  strategies/planner.py plans
+    _prepare    all of these -> PreparedCall            a mesh caches it for equal calls: `_key`
 """
 
 from __future__ import annotations
@@ -34,17 +38,17 @@ from burst_portable.runtime.validation import (
     as_number,
     broadcast_error,
     check_data,
-    check_kept,
     check_no_transforms,
     check_rows,
+    check_saveable,
     check_sinks,
     check_tensor,
     check_tensors,
     checked_device,
     checked_scale,
     checked_softcap,
-    not_to_be_kept,
-    whole_length,
+    global_length,
+    unsaveable,
 )
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
@@ -55,7 +59,7 @@ from burst_portable.utils.values import size
 
 
 class RequestOptions(TypedDict, total=False):
-    """The keywords of `attention` that say what is computed and by what."""
+    """Keywords of `attention` that define the computation, the plan and the kernel."""
 
     mask: Mask | str
     strategy: Strategy | str
@@ -68,17 +72,16 @@ class RequestOptions(TypedDict, total=False):
 
 
 class AttentionOptions(RequestOptions, total=False):
-    """The keywords of `attention` besides `return_lse`."""
+    """Keywords of `attention` except `return_lse`."""
 
     mesh: MeshLike
     sinks: Tensor | None
 
 
 class Request(NamedTuple):
-    """What was asked: the keywords of `attention` besides its mesh and tensors.
+    """The keywords of `attention` except its mesh and tensors.
 
-    It is half of the key under which a mesh remembers a call. A remembered call neither parses a mask nor makes a
-    layout.
+    Part of the key under which a mesh caches a prepared call. A cached call neither parses a mask nor makes a layout.
     """
 
     mask: Mask | str = "causal"
@@ -109,27 +112,27 @@ class Request(NamedTuple):
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         elif not isinstance(deterministic, bool):
-            raise _no_flag(deterministic)
+            raise _not_a_flag(deterministic)
         if not isinstance(return_lse, bool):
             raise InputError("return_lse must be a bool", got=shown(return_lse), allowed="True or False")
         return Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse)
 
 
-def _no_flag(given: object) -> InputError:
-    """Return the error for a `deterministic` that is no flag."""
-    allowed = "True, False, or None to do as torch does"
+def _not_a_flag(given: object) -> InputError:
+    """Return the error for a `deterministic` of another type."""
+    allowed = "True, False, or None for torch's setting"
     return InputError("deterministic must be a bool or None", got=shown(given), allowed=allowed)
 
 
-# ------------------------------------------------------------------------------------------ the three moments
+# ------------------------------------------------------------------------------------------ prepare a call
 
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request
 ) -> tuple[PreparedCall, Tensor, Tensor, Tensor]:
-    """Return what a call runs, and q, k and v as its kernel takes them.
+    """Return the prepared call, and q, k and v as its kernel takes them.
 
-    Raises what `attention` raises before a block is sent, and tells the other ranks.
+    Raises the errors that `attention` raises before a block is sent, and sends them to the other ranks.
     """
     try:
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or forward_ad._current_level >= 0:
@@ -143,20 +146,20 @@ def prepare(
             k = as_kernels_take(k)
         if type(v) is not Tensor or v.stride(-1) != 1 or v.is_neg():
             v = as_kernels_take(v)
-    except Exception as refusal:
-        broadcast_error(mesh, refusal, q, k, v)
+    except Exception as error:
+        broadcast_error(mesh, error, q, k, v)
         raise
     return prepared, q, k, v
 
 
 def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
-    """Return everything a call depends on: a call with an equal key runs like the remembered one, unchecked."""
+    """Return everything on which a prepared call depends. A call with an equal key runs the cached one, unchecked."""
     try:
         inference = q.is_inference() or k.is_inference() or v.is_inference()
         inference = inference or (sinks is not None and sinks.is_inference())
         return (
             request,
-            not_to_be_kept(q, k, v, sinks) if inference else (),
+            unsaveable(q, k, v, sinks) if inference else (),
             type(q), q.shape, q.dtype, q.device, q.layout,
             type(k), k.shape, k.dtype, k.device, k.layout,
             type(v), v.shape, v.dtype, v.device, v.layout,
@@ -172,16 +175,16 @@ def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 def describe(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request, device: str | None = None
 ) -> AttentionCall:
-    """Return what a request means for these tensors, or for tensors like them on another type of device.
+    """Return the call of a request for these tensors, or for tensors like them on another type of device.
 
-    Raises what `attention` raises for tensors, masks and layouts that do not fit together.
+    Raises the errors of `attention` for tensors, masks and layouts that do not fit together.
     """
     check_tensors(q, k, v)
     if sinks is not None:
         check_sinks(sinks, q)
-    check_kept(q, k, v, sinks)
+    check_saveable(q, k, v, sinks)
     scale, softcap = checked_scale(request.scale, q.shape[3]), checked_softcap(request.softcap)
-    length = whole_length(request.layout, request.seq_len, q.shape[1], mesh)
+    length = global_length(request.layout, request.seq_len, q.shape[1], mesh)
     mask = mask_of(request.mask, length)
     layout = layout_of(request.layout, length, mesh.size, mask)
     check_rows(layout, q.shape[1], mesh)
@@ -200,33 +203,33 @@ def describe(
 
 
 def choose(call: AttentionCall, mesh: Mesh, request: Request) -> tuple[Plan, Backend, Kernel, str]:
-    """Return the plan, the backend and the kernel of a call, and why this kernel. Nothing is sent.
+    """Return the plan, the backend and the kernel of a call, and the reason for this kernel. Sends nothing.
 
-    Raises what `attention` raises if something that was named cannot serve the call.
+    Raises the errors of `attention` if a named backend, strategy or kernel cannot serve the call.
     """
     backend = mesh.backend_for(call.device)
     by_setting = request.kernel == "auto" and mesh.config.kernel != "auto"
     name = mesh.config.kernel if by_setting else request.kernel
     strategy = _strategy(request.strategy, mesh, call, backend, lambda: choose_kernel(backend, call, name)[0])
-    made = planned(strategy, call)
-    kernel, _ = choose_kernel(backend, made.forward.call, name)  # of fewer heads, if the plan is head-parallel
-    suited = plan_for_kernel(made, kernel)
-    suited.forward.steps_of(mesh.rank)  # raises if segments of the layout cannot meet: here, and not inside a pass
-    why = "the first of the backend's that serves it" if name == "auto" else "named"
-    return suited, backend, kernel, "named by the settings (BURST_KERNEL)" if by_setting else why
+    plan = planned(strategy, call)
+    kernel, _ = choose_kernel(backend, plan.forward.call, name)  # of fewer heads, if the plan is head-parallel
+    plan = plan_for_kernel(plan, kernel)
+    plan.forward.steps_of(mesh.rank)  # raises before the pass if segments of the layout have different steps
+    reason = "the first of the backend's that serves it" if name == "auto" else "named"
+    return plan, backend, kernel, "named by the settings (BURST_KERNEL)" if by_setting else reason
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request) -> PreparedCall:
-    """Return what a call runs. Everything that planning can refuse is refused here, before a block is sent."""
+    """Return the prepared call. Raises all errors of planning, before a block is sent."""
     check_data(mesh, q, k, v)
     call = describe(q, k, v, sinks, mesh, request)
-    plan, backend, kernel, why = choose(call, mesh, request)
+    plan, backend, kernel, reason = choose(call, mesh, request)
     transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     if plan.direct and not transport.direct:
-        # `auto` may have counted on a direct transport, which the ranks have just found out they cannot have.
-        plan, backend, kernel, why = choose(call, mesh, request)
+        # `auto` may have assumed a direct transport, but the ranks could not connect one.
+        plan, backend, kernel, reason = choose(call, mesh, request)
         transport, _ = mesh.transport_for(call.device, direct=plan.direct)
-    stated = _call_signature(plan, backend, kernel, transport, with_lse=request.return_lse)
+    signature = _call_signature(plan, backend, kernel, transport, with_lse=request.return_lse)
     inbox = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
     return PreparedCall(
         plan,
@@ -235,38 +238,38 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         kernel,
         transport,
         executor_of(plan),
-        PreparedPass.of(plan.forward, mesh.rank, stated.of_pass("forward"), inbox.forward),
-        PreparedPass.of(plan.backward, mesh.rank, stated.of_pass("backward"), inbox.backward),
+        PreparedPass.of(plan.forward, mesh.rank, signature.of_pass("forward"), inbox.forward),
+        PreparedPass.of(plan.backward, mesh.rank, signature.of_pass("backward"), inbox.backward),
         offsets=inbox.offsets,
         yields_to_comm=transport.high_priority and plan.overlaps_communication,
         backward_takes_out=plan.backward.side == "kv" and kernel.traits.splits_tiles,
         with_lse=request.return_lse,
-        reason=why,
+        reason=reason,
     )
 
 
 def executor_of(plan: Plan) -> Executor:
-    """Return what runs a plan."""
+    """Return the executor of a plan."""
     return HeadExecutor() if plan.heads else StepExecutor()
 
 
 def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
-    """Return the plan as it suits a kernel: rows of head shards stay as they arrive if it takes any tiles at once."""
+    """Return the plan with rows of head shards in rank order if that is faster for the kernel."""
     if not plan.heads or kernel.traits.splits_tiles:
         return plan
     return with_rank_order(plan, kernel.traits)
 
 
 def _strategy(
-    asked: Strategy | str, mesh: Mesh, call: AttentionCall, backend: Backend, kernel: Callable[[], Kernel]
+    strategy: Strategy | str, mesh: Mesh, call: AttentionCall, backend: Backend, kernel: Callable[[], Kernel]
 ) -> Strategy:
-    """Return the strategy that a user passed.
+    """Return the strategy that a caller passed.
 
-    "auto" predicts with the hardware spec file of the settings, or with speeds measured on devices of this
-    name. `kernel` chooses the kernel for all heads; it is called only if `auto` compares plans.
+    "auto" predicts with the hardware spec file of the settings, or with speeds measured on devices of this name.
+    `kernel` chooses the kernel for all heads; it is called only if `auto` compares plans.
     """
-    if not isinstance(asked, str) or asked != "auto":  # an array would be compared element by element
-        return strategy_of(asked, mesh.ranks_per_node)
+    if not isinstance(strategy, str) or strategy != "auto":  # an array would be compared element by element
+        return strategy_of(strategy, mesh.ranks_per_node)
     high_priority = mesh.size > 1 and mesh.transport(call.device).high_priority
     file = mesh.config.hardware_spec
     hardware = hardware_of(backend, mesh.size, kernel(), file, call.dtype, call.head_dim, high_priority=high_priority)
@@ -278,14 +281,15 @@ def _strategy(
 def _call_signature(
     plan: Plan, backend: Backend, kernel: Kernel, transport: Transport, *, with_lse: bool
 ) -> CallSignature:
-    """Return what every rank must state alike. Vendors must not differ: their partial results would be mixed.
+    """Return the facts that must be equal on all ranks. Vendors must not differ: their partial results would be mixed.
 
     Kernels may differ if they take rows in the same order.
     """
     p, forward, backward = plan.call, plan.forward, plan.backward
-    narrow = ", narrow gradients" if plan.backward.rounds_gradients else ""
+    rounded = ", rounded gradients" if plan.backward.rounds_gradients else ""
     inside = f" in nodes of {plan.head_parallel_size}" if plan.heads and plan.ring_size > 1 else ""
-    moves = f"{plan.strategy}{inside} by {plan.transfer('forward')} with {plan.circulates('backward')} backward{narrow}"
+    sent = plan.circulates("backward")
+    strategy = f"{plan.strategy}{inside} by {plan.transfer('forward')} with {sent} backward{rounded}"
     routes = (
         plan.heads,
         plan.head_parallel_size,
@@ -300,7 +304,7 @@ def _call_signature(
         {
             "backend": backend.name,
             "process group": backend.capabilities.process_group,
-            "ranks per node": str(transport.ranks_per_node or "not told"),
+            "ranks per node": str(transport.ranks_per_node or "not given"),
             "batch": str(p.batch),
             "heads": f"{p.heads}, {p.kv_heads} of K and V",
             "head sizes": f"{p.head_dim}, {p.v_head_dim} of V",
@@ -308,7 +312,7 @@ def _call_signature(
             "dtype": p.dtype,
             "mask": hashed_value(str(p.mask), p.mask.regions),
             "layout": hashed_value(p.layout.name, p.layout.shards),
-            "strategy": hashed_value(moves, (*routes, plan.backward.rounds_gradients)),
+            "strategy": hashed_value(strategy, (*routes, plan.backward.rounds_gradients)),
             "rows that cross nodes": _order_of_rows(plan, kernel),
             "scale": repr(p.scale),
             "softcap": repr(p.softcap),
@@ -319,14 +323,14 @@ def _call_signature(
 
 
 def _order_of_rows(plan: Plan, kernel: Kernel) -> HashedValue:
-    """Return the order in which a node's rows go to other nodes: kernels differ in the order that they want."""
+    """Return the order in which a node's rows are sent to other nodes, which depends on the kernel."""
     if not plan.heads or plan.ring_size == 1:
-        return hashed_value("none are put together", ())
+        return hashed_value("none", ())
     layout = plan.forward.call.layout
     return hashed_value(f"in the order that the kernel {kernel.name!r} takes", layout.shards)
 
 
-# --------------------------------------------------------------------------------- plans before there are tensors
+# --------------------------------------------------------------------------------- plan without tensors
 
 
 def plan_for_mesh(
@@ -346,20 +350,30 @@ def plan_for_mesh(
     kernel: str = "auto",
     deterministic: bool | None = None,
 ) -> Plan:
-    """What `attention` would do on this mesh, before there are tensors; above all, which layout is fastest.
+    """Return the plan that `attention` would run on this mesh, before there are tensors, with the fastest layout.
 
-    Like `plan`, but it knows this machine, its links and the kernel that will compute. Pass its `.layout` to `shard`
-    and `attention`; `.reason` says why. The same question has the same answer on every rank.
+    Like `plan`, but with the speeds of this machine, its links and the kernel that will compute. Pass its `.layout` to
+    `shard` and `attention`; `.reason` explains the choice. Equal arguments give equal plans on every rank.
 
     Args:
-        mesh, mask, strategy, kernel, deterministic: as `attention` takes them.
-        seq_len, heads, kv_heads, head_dim, v_head_dim, layout, batch: as `plan` takes them.
-        dtype: of q, k and v.
-        device: of q, k and v; None for torch's default.
+        mesh: As for `attention`.
+        seq_len: As for `plan`.
+        heads: As for `plan`.
+        kv_heads: As for `plan`.
+        head_dim: As for `plan`.
+        v_head_dim: As for `plan`.
+        mask: As for `attention`.
+        strategy: As for `attention`.
+        layout: As for `plan`. Default: "auto", the layout whose plan has the least predicted time.
+        batch: As for `plan`.
+        dtype: Dtype of q, k and v.
+        device: Device of q, k and v. Default: torch's default device.
+        kernel: As for `attention`.
+        deterministic: As for `attention`.
 
     Raises:
-        InputError: as `plan`, and a dtype or device that torch does not know.
-        UnsupportedError: no kernel, or not the named one, serves such a call; or as `plan`.
+        InputError: As for `plan`, or torch does not know the dtype or device.
+        UnsupportedError: As for `plan`, or no kernel, or not the named one, serves such a call.
     """
     mesh = as_mesh(mesh)
     planner, call = _on_this_machine(
@@ -385,7 +399,7 @@ def strategy_on(
     dtype: torch.dtype,
     kernel: str = "auto",
 ) -> Strategy:
-    """Return the strategy that a user passed; "auto" with the rates of this machine: see `plan_for_mesh`."""
+    """Return the strategy that a caller passed; "auto" with the speeds of this machine: see `plan_for_mesh`."""
     return _on_this_machine(mesh, strategy, device, heads, kv_heads, head_dim, v_head_dim, dtype, kernel, None)[0]
 
 
@@ -401,13 +415,15 @@ def _on_this_machine(
     kernel: str,
     deterministic: bool | None,
 ) -> tuple[Strategy, AttentionCall]:
-    """Return the strategy for such calls here, and a call of these heads on this device. See `plan_for_mesh`."""
+    """Return the strategy for calls of these sizes on this machine, and such a call. See `plan_for_mesh`."""
     if not isinstance(dtype, torch.dtype):
-        raise InputError("dtype is not one of torch's", got=shown(dtype), allowed="such as torch.bfloat16")
+        raise InputError(
+            "dtype is not one of torch's", got=shown(dtype), allowed="a torch.dtype, for example torch.bfloat16"
+        )
     heads, kv_heads, head_dim = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)
     v_head_dim = head_dim if v_head_dim is None else size("v_head_dim", v_head_dim)
     if deterministic is not None and not isinstance(deterministic, bool):
-        raise _no_flag(deterministic)
+        raise _not_a_flag(deterministic)
     call = AttentionCall(
         Mask.full(), contiguous(mesh.size, mesh.size), heads, kv_heads, head_dim, v_head_dim,
         itemsize=dtype.itemsize, dtype=str(dtype).removeprefix("torch."),
@@ -416,5 +432,5 @@ def _on_this_machine(
     )  # fmt: skip
     backend = mesh.backend_for(call.device)
     name = mesh.config.kernel if kernel == "auto" else kernel
-    chosen, _ = choose_kernel(backend, call, name)  # refused now, even if the strategy does not need it
+    chosen, _ = choose_kernel(backend, call, name)  # raises now, even if the strategy does not need the kernel
     return _strategy(strategy, mesh, call, backend, lambda: chosen), call

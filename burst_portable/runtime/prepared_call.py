@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 Sent = tuple[Move, Tensor]
-"""A message: what the plan says of it, and its buffer."""
+"""A message: its move in the plan, and its buffer."""
 
 
 class Observer:
-    """Watches a pass. This one does nothing; the profiler derives from it."""
+    """Observe a pass. This class does nothing; the profiler derives from it."""
 
     def computes(self, compute: Compute, like: Tensor, *, backward: bool) -> AbstractContextManager[object]:
         """Return a context around one launch of the kernel.
 
         Args:
-            compute: What the plan computes in this launch.
-            like: A tensor of the launch: its device, and the dtype of q, k and v.
+            compute: The computation of this launch in the plan.
+            like: A tensor on the device of the launch, with the dtype of q, k and v.
             backward: Whether the launch is of a backward pass.
         """
         return _NOTHING
@@ -49,11 +49,11 @@ class Observer:
 
     def posts(self, sends: Sequence[Sent], receives: Sequence[Sent], step: int, *, backward: bool) -> Posting:
         """Return a context around the start of one step's messages."""
-        return NOT_WATCHED
+        return NO_POSTING
 
 
 class Posting:
-    """A context around the start of one step's messages. This one does nothing."""
+    """Context around the start of one step's messages. This class does nothing."""
 
     def __enter__(self) -> Posting:
         return self
@@ -61,12 +61,12 @@ class Posting:
     def __exit__(self, *_: object) -> None:
         """Record nothing."""
 
-    def wrap(self, leaving: list[Handle], arriving: list[Handle]) -> tuple[list[Handle], list[Handle]]:
+    def wrap(self, sends: list[Handle], receives: list[Handle]) -> tuple[list[Handle], list[Handle]]:
         """Return the handles of the sends and of the receives, in order."""
-        return leaving, arriving
+        return sends, receives
 
 
-NOT_WATCHED = Posting()
+NO_POSTING = Posting()
 NO_OBSERVER = Observer()
 
 
@@ -75,7 +75,7 @@ class PreparedPass(NamedTuple):
 
     Attributes:
         plan: The schedule of all ranks.
-        signature: What all ranks must state alike before the pass begins.
+        signature: Facts that must be equal on all ranks when the pass begins.
         single: The computation, if the pass of this rank is one launch without messages; else None.
         messages: The steps of this rank and their messages.
         inbox: Bytes per sender: see `planning.messages.Inboxes`.
@@ -89,7 +89,7 @@ class PreparedPass(NamedTuple):
 
     @classmethod
     def of(cls, plan: PassPlan, rank: int, signature: CallSignature, inbox: int = 0) -> PreparedPass:
-        """Work out the pass of a rank."""
+        """Return the prepared pass of a rank."""
         return cls(plan, signature, plan.single_compute(rank), PassMessages(plan, rank), inbox)
 
 
@@ -99,18 +99,18 @@ class PreparedCall:
 
     Attributes:
         plan: The complete schedule.
-        part: What a kernel is given: the call of one rank's heads. `plan.call` is the whole call.
+        part: The call that the kernel computes, of one rank's heads. `plan.call` has all heads.
         backend: The backend of the tensors' device.
-        kernel: What computes.
-        transport: What moves blocks.
-        executor: What runs the plan.
+        kernel: The kernel.
+        transport: The transport of blocks.
+        executor: The executor of the plan.
         forward: The forward pass.
         backward: The backward pass.
-        offsets: Byte at which each message begins in its receiver's inbox, if senders write there.
-        yields_to_comm: Whether kernels should make room for kernels that move messages.
-        backward_takes_out: Whether the backward kernel is given out in place of delta.
-        with_lse: Whether the caller asked for LSE, which a head-parallel plan then sends back.
-        reason: Why this kernel was chosen, in words.
+        offsets: Offset in bytes of each message in its receiver's inbox, if senders write there.
+        yields_to_comm: Whether kernels leave multiprocessors to kernels that send messages.
+        backward_takes_out: Whether the backward kernel takes out instead of delta.
+        with_lse: Whether the caller requests LSE, which a head-parallel plan then sends back.
+        reason: Why this kernel was chosen.
         observer: The profiler, if one is installed.
     """
 
@@ -131,7 +131,7 @@ class PreparedCall:
 
 
 class Executor(ABC):
-    """Runs the passes of a plan on one rank. It holds no state."""
+    """Run the passes of a plan on one rank. It has no state."""
 
     @abstractmethod
     def forward(
@@ -149,7 +149,7 @@ class Executor(ABC):
 
         Returns:
             out of shape [B, S, Hq, Dv] in the dtype of q; LSE of shape [B, Hq, S] in the accumulation dtype, or None if
-            the caller did not ask for it; what `backward` needs besides the sinks.
+            the caller does not request it; the tensors that `backward` needs, without the sinks.
         """
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Executor(ABC):
 
         Args:
             prepared: The call.
-            saved: What `forward` returned.
+            saved: The tensors that `forward` returned for it.
             sinks: Logits of shape [Hq], or None.
             dout: Gradient of out; None if this rank's result was not used.
 

@@ -1,4 +1,4 @@
-"""What `attention` refuses, and how it says so: checked when planning, the same on every rank."""
+"""Check the arguments of `attention` before it sends anything, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -34,35 +34,36 @@ _HEADS_FIRST = "if they are [batch, heads, rows, head size], as torch's attentio
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def whole_length(layout: object, seq_len: int | None, rows: int, mesh: Mesh) -> int:
-    """Tokens of the whole sequence: `seq_len`, or the length of a `Layout`, or `rows` on every rank."""
+def global_length(layout: object, seq_len: int | None, rows: int, mesh: Mesh) -> int:
+    """Return the tokens of the unsharded sequence: `seq_len`, the length of a `Layout`, or `rows` on every rank."""
     if seq_len is not None:
         return seq_len
     return layout.length if isinstance(layout, Layout) else rows * mesh.size
 
 
 def check_rows(layout: Layout, rows: int, mesh: Mesh) -> None:
+    """Raise `LayoutError` if this rank does not have the number of rows that the layout gives it."""
     if layout.count(mesh.rank) != rows:
         raise LayoutError(
             f"rank {mesh.rank} holds a different number of rows than the layout {layout.name!r} gives it",
             got=f"{rows} rows",
             allowed=f"{layout.count(mesh.rank)} of {layout.length} tokens on {mesh.size} ranks",
-            next_step="cut tensors with shard(), or pass seq_len where ranks hold different lengths",
+            next_step="cut tensors with shard(), or pass seq_len if ranks hold different lengths",
         )
 
 
 def check_no_transforms(*tensors: object) -> None:
-    """Refuse a call from inside torch.func: buffers that are sent and merged into hold one tensor, not a batch.
+    """Raise `UnsupportedError` inside torch.func: buffers that are sent and merged hold one tensor, not a batch.
 
     Tangents of forward-mode differentiation would not be sent, and some kernels would silently drop them.
     """
-    if torch._C._are_functorch_transforms_active():  # what torch's own autograd.Function checks
+    if torch._C._are_functorch_transforms_active():  # the check of torch's own autograd.Function
         raise UnsupportedError(
             "attention cannot be transformed by torch.func",
             got="a call from inside vmap, grad, vjp, jvp or jacrev",
             next_step="put what vmap maps over into the batch, and take gradients with backward()",
         )
-    if torch._C._is_tracing():  # sizes are tensors then, and messages would not be in the trace
+    if torch._C._is_tracing():  # sizes are tensors there, and messages would not be in the trace
         next_step = "compile the model with torch.compile"
         raise UnsupportedError("attention cannot be traced", got="torch.jit.trace", next_step=next_step)
     if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors):
@@ -78,7 +79,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def check_data(mesh: Mesh, *tensors: Tensor) -> None:
-    """Refuse to send tensors without data, from FakeTensorMode or torch.export. A mesh of one rank accepts them."""
+    """Raise `UnsupportedError` for tensors without data (FakeTensorMode, torch.export) on more than one rank."""
     if mesh.size > 1 and any(isinstance(x, FakeTensor) for x in tensors):
         raise UnsupportedError(
             "tensors without data cannot be sent to other ranks",
@@ -88,7 +89,7 @@ def check_data(mesh: Mesh, *tensors: Tensor) -> None:
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Refuse what is not a dense tensor of this process."""
+    """Raise an error unless `x` is a dense tensor of this process."""
     if not isinstance(x, Tensor):
         advice = "pass a tensor; torch.as_tensor makes one of numbers"
         raise ShapeError(f"{name} is not a tensor", got=shown(x), next_step=advice)
@@ -101,25 +102,26 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def checked_device(device: Any) -> torch.device | None:
-    """A device as torch takes it; None for torch's default."""
+    """Return a `torch.device`; None for torch's default."""
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError("this is not a device", got=shown(device), allowed="such as 'cpu' or 'cuda'") from error
 
 
-def device_here(device: Any) -> torch.device | None:
-    """The same, of a device that this process can use. Raises `InputError` for others."""
+def usable_device(device: Any) -> torch.device | None:
+    """Return a `torch.device` that this process can use. Raises `InputError` for others."""
     found = checked_device(device)
     try:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:  # an assertion: torch is built for other devices
         got = f"{found}: {first_line(error)}"
-        raise InputError("this device cannot be used", got=got, next_step="name one that is here") from error
+        raise InputError("this device cannot be used", got=got, next_step="pass a device of this machine") from error
     return found
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) -> None:
+    """Raise an error unless q, k and v have fitting shapes, one supported dtype and one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         if x.dim() != 4 or 0 in x.shape:
@@ -140,13 +142,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
         raise DtypeError("no attention in this dtype", got=q.dtype, allowed=allowed)
     if not q.device == k.device == v.device:
         got = f"{q.device}, {k.device}, {v.device}"
-        raise InputError("q, k and v lie on different devices", got=got, next_step="move them to one")
+        raise InputError("q, k and v are on different devices", got=got, next_step="move them to one")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or (same_rows and q.shape[1] != k.shape[1]):
         heads_first = q.shape[2] == k.shape[2] and q.shape[1] > k.shape[1] and q.shape[1] % k.shape[1] == 0
-        advice = _HEADS_FIRST if heads_first else None
+        next_step = _HEADS_FIRST if heads_first else None
         allowed = "equal batch and rows"
-        raise ShapeError("q, k and v do not go together", got=shapes, allowed=allowed, next_step=advice)
+        raise ShapeError(
+            "the shapes of q, k and v do not fit together", got=shapes, allowed=allowed, next_step=next_step
+        )
     if q.shape[3] != k.shape[3]:
         raise ShapeError("q and k have different head sizes", got=shapes, allowed="one for both; v may have another")
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
@@ -154,25 +158,26 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
     check_heads(q.shape[2], k.shape[2])
 
 
-def not_to_be_kept(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[str, ...]:
-    """Names of the tensors that backward needs and autograd refuses to keep: those made under inference_mode."""
+def unsaveable(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[str, ...]:
+    """Return the names of tensors that autograd cannot save for backward: those made under inference_mode."""
     tensors = {"q": q, "k": k, "v": v} if sinks is None else {"q": q, "k": k, "v": v, "sinks": sinks}
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors.values()):
         return ()
     return tuple(name for name, x in tensors.items() if x.is_inference())
 
 
-def check_kept(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """Refuse tensors that autograd cannot keep for backward."""
-    if made := not_to_be_kept(q, k, v, sinks):
+def check_saveable(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """Raise `InputError` for tensors that autograd cannot save for backward."""
+    if names := unsaveable(q, k, v, sinks):
         raise InputError(
-            "autograd cannot keep tensors that were made under torch.inference_mode",
-            got=", ".join(made),
+            "autograd cannot save tensors that were made under torch.inference_mode",
+            got=", ".join(names),
             next_step="clone them outside of it, or call under torch.no_grad",
         )
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raise `ShapeError` unless sinks are one floating-point logit per query head on the device of q."""
     check_tensor("sinks", sinks)
     if sinks.shape != (q.shape[2],) or not sinks.is_floating_point() or sinks.device != q.device:
         raise ShapeError(
@@ -183,17 +188,18 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def as_number(name: str, value: Any) -> float:
-    """A float from a number, or from a tensor that holds one. It is read now, since plans are looked up by numbers."""
+    """Return a number, or the number in a tensor, as a float. Plans are cached by numbers, so it is read here."""
     if isinstance(value, Tensor) and value.requires_grad:
-        next_step = f"pass {name}.item(), or multiply q by it where that means the same"
-        raise InputError(f"{name} is a tensor that requires a gradient, and has none", next_step=next_step)
+        next_step = f"pass {name}.item(), or multiply q by it if that is equivalent"
+        raise InputError(f"{name} is a tensor that requires a gradient, but gets none", next_step=next_step)
     number = as_float(value)
     if number is None:
-        raise InputError(f"{name} is not a number", got=shown(value), allowed="a float, or a tensor of one")
+        raise InputError(f"{name} is not a number", got=shown(value), allowed="a float, or a tensor with one element")
     return number
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
+    """Return a finite scale. Default: 1/sqrt(head_dim)."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     number = as_number("scale", scale)
@@ -203,27 +209,28 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
 
 
 def checked_softcap(softcap: float | None) -> float | None:
+    """Return a positive softcap, or None."""
     if softcap is None:
         return None
     number = as_number("softcap", softcap)
     if not (math.isfinite(number) and number > 0):
-        raise InputError("softcap must be positive", got=softcap, next_step="pass None for none")
+        raise InputError("softcap must be positive", got=softcap, next_step="pass None for no softcap")
     return number
 
 
-def broadcast_error(mesh: Mesh, refusal: Exception, *tensors: object) -> None:
-    """Tell the other ranks that this one refuses its call: the reason may be this rank's alone, and they would wait."""
-    if mesh.size == 1 or isinstance(refusal, CommunicationError):
+def broadcast_error(mesh: Mesh, error: Exception, *tensors: object) -> None:
+    """Send an error to the other ranks, which may have none and would wait for this rank."""
+    if mesh.size == 1 or isinstance(error, CommunicationError):
         return
-    if (transport := _transport_to_tell(mesh, tensors)) is not None:
-        share_error(transport, refusal, mesh.config.timeout)
+    if (transport := _error_transport(mesh, tensors)) is not None:
+        share_error(transport, error, mesh.config.timeout)
 
 
-def _transport_to_tell(mesh: Mesh, tensors: Sequence[object]) -> Transport | None:
-    """The transport of the tensors' device; where none of them is a tensor, another that the ranks have, if any."""
+def _error_transport(mesh: Mesh, tensors: Sequence[object]) -> Transport | None:
+    """Return the transport of the tensors' device, else one that the ranks have connected, else None."""
     for device_type in [x.device.type for x in tensors if isinstance(x, Tensor)]:
         try:
             return mesh.transport(device_type)
-        except BurstError:  # no backend for such tensors, which may be the reason for the refusal
+        except BurstError:  # no backend for such tensors, which may be the error itself
             continue
     return mesh.connected()

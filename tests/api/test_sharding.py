@@ -131,7 +131,7 @@ def test_shard_batch_accepts_tensor_cu_seqlens_and_shared_ids():
         ({"layout": "document_zigzag"}, "needs a mask of documents"),
         ({"mask": 7}, "mask is not a mask"),
         ({"mesh": 7}, "not a mesh"),
-        ({"device": "cuda:99"}, "this device cannot be used; got cuda:99: .*; name one that is here"),
+        ({"device": "cuda:99"}, "this device cannot be used; got cuda:99: .*; pass a device of this machine"),
         ({"device": "cube"}, "this is not a device"),
     ],
 )

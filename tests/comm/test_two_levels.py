@@ -111,7 +111,7 @@ def test_different_node_sizes_raise_before_connecting():
         levels = TwoLevelTransport(plain, never, 1) if mesh.rank else plain
         own = bp.Mesh(mesh.rank, 2, lambda _: levels)
         q = torch.ones(1, 8, 2, 4)
-        with pytest.raises(MismatchError, match="ranks per node: not told on rank 0 but 1 on rank 1"):
+        with pytest.raises(MismatchError, match="ranks per node: not given on rank 0 but 1 on rank 1"):
             bp.attention(q, q, q, mesh=own, strategy="ring")
 
     bp.run_threads(2, work)

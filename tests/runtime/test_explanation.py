@@ -58,9 +58,12 @@ def test_explain_gives_every_reason():
     assert (told.backend.name, told.backend.why) == ("cpu", "named by the mesh")
     assert told.backend.others["cuda"] == "it takes tensors on cuda"
     assert told.kernel.others == {"cpu_flash": "it has no softcap"}
-    assert told.moves == {"forward": "nothing, one rank holds all", "backward": "nothing, one rank holds all"}
+    assert told.moves == {
+        "forward": "nothing, one rank holds all tokens",
+        "backward": "nothing, one rank holds all tokens",
+    }
     assert told.strategy.why == "one rank: no communication, so nothing to choose"
-    assert told.mask == "documents(2): 43 pairs per head; 4 tokens see nothing"
+    assert told.mask == "documents(2): 43 pairs per head; 4 fully masked tokens"
     text = str(told).splitlines()
     assert "kernel    reference: the first of the backend's that serves it" in text
     assert "          not cpu_flash: it has no softcap" in text

@@ -34,7 +34,7 @@ def fresh_compiler() -> Iterator[None]:
     yield
     torch.compiler.reset()
     gc.collect()
-    assert not graph_ops._kept, "what backward passes needed is let go of with their tickets"
+    assert not graph_ops._saved_passes, "what backward passes needed is let go of with their tickets"
     assert not graph_ops._turns, "and turns with the graphs that are made"
 
 
@@ -308,17 +308,17 @@ def test_exported_program_contains_no_custom_operator():
 
 
 def test_names_identify_mesh_and_arguments():
-    one = graph_ops.Given(MESH, Request())
+    one = graph_ops.CallArguments(MESH, Request())
     others = [
-        graph_ops.Given(bp.Mesh.single(), Request()),
-        graph_ops.Given(MESH, Request(return_lse=True)),
-        graph_ops.Given(MESH, Request(mask="full")),
-        graph_ops.Given(MESH, Request(scale=0.5)),
+        graph_ops.CallArguments(bp.Mesh.single(), Request()),
+        graph_ops.CallArguments(MESH, Request(return_lse=True)),
+        graph_ops.CallArguments(MESH, Request(mask="full")),
+        graph_ops.CallArguments(MESH, Request(scale=0.5)),
     ]
     names = [graph_ops.named(given) for given in (one, *others)]
     assert len(set(names)) == 5
-    assert names[0] == graph_ops.named(graph_ops.Given(MESH, Request()))
-    assert [graph_ops.given_as(name) for name in names] == [one, *others]
+    assert names[0] == graph_ops.named(graph_ops.CallArguments(MESH, Request()))
+    assert [graph_ops.find_arguments(name) for name in names] == [one, *others]
 
 
 @on_threads
@@ -369,7 +369,7 @@ def test_graph_of_another_process_raises():
     q = torch.randn(1, 8, 2, 8)
     with pytest.raises(UnsupportedError, match="as nobody did in this process"):
         torch.ops.burst_portable.attend(q, q, q, None, None, None, "0123456789abcdef", False, False)
-    with pytest.raises(UnsupportedError, match="kept for its backward pass is gone"):
+    with pytest.raises(UnsupportedError, match="saved state of a forward pass no longer exists"):
         torch.ops.burst_portable.attend_backward(q, torch.zeros(1, dtype=torch.int64), None, None, [q] * 5, 2, 8)
 
 

@@ -47,7 +47,7 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "moves": ({"strategy": bp.make_strategy("ring", transfer="direct")}, "by direct"),
     "gradients": (
         {"strategy": bp.make_strategy("ring", gradient_comm_dtype="input"), "dtype": torch.bfloat16},
-        "narrow gradients on rank 1",
+        "rounded gradients on rank 1",
     ),
     "layout": ({"layout": "striped"}, "layout: zigzag on rank 0, 2 but striped on rank 1"),
     "scale": ({"scale": 0.5}, "scale: 0.35"),
