@@ -103,7 +103,7 @@ def test_attention_rejects_mismatched_tensors(tensors, error, message):
         ({"mesh": "here"}, InputError, "not a mesh"),
         ({"mask": None}, InputError, "mask is not a mask; got None"),
         ({"mask": ["causal"]}, InputError, "mask is not a mask"),
-        ({"mask": torch.tensor([0, 5, 16])}, InputError, r"shape \(3,\).*pass cu_seqlens as Mask\.documents\(cu_seqlens\)"),
+        ({"mask": torch.tensor([0, 5, 16])}, InputError, r"pass cu_seqlens as Mask\.documents\(cu_seqlens\)"),
         ({"strategy": ["ring"]}, UnknownNameError, "unknown strategy"),
         ({"strategy": type(bp.make_strategy("ring"))}, UnknownNameError, "unknown strategy"),
         ({"strategy": SimpleNamespace(plan=len)}, UnknownNameError, "unknown strategy"),
