@@ -99,7 +99,7 @@ def _options(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Exact attention over a sequence that is sharded over several devices.
+    """Compute exact attention over a sequence that is sharded over several devices.
 
     To start, `burst-portable doctor` lists what can run on this machine. `burst-portable run --check` trains a small
     model over two ranks and compares it with one device. `burst-portable COMMAND --help` lists options and examples.

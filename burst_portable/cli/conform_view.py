@@ -136,7 +136,7 @@ def _show_skipped(out: Console, report: Report) -> None:
 
 
 def show_groups(json_option: JsonOption) -> None:
-    """Print the names of the test groups and what they test."""
+    """Print the name and title of each test group."""
     from burst_portable.conformance.checks import CHECKS
 
     json_option.write({check.name: check.title for check in CHECKS.values()})

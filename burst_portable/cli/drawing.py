@@ -93,7 +93,7 @@ def cell_owners(layout: Layout) -> list[int | None]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as ``0-5, 60-63``. After two ranges, dots stand for the others."""
+    """Return ascending ranks as ``0-5, 60-63``. Only the first two ranges are written out."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -114,7 +114,7 @@ def score_matrix(mask: Mask, layout: Layout) -> list[list[Cell]]:
 
 
 def use_shades(matrix: Sequence[Sequence[Cell]]) -> bool:
-    """Return whether most rows have no digit of their own, so that shades show more."""
+    """Return whether most rows have several ranks, so that digits would be useless."""
     return sum(rank_label(row[0].rank) == SEVERAL for row in matrix) > len(matrix) / 2
 
 

@@ -179,7 +179,7 @@ def number_of_ranks(ranks: int | None, launcher: Launched | None) -> int | None:
 
 @contextmanager
 def add_rank_to_errors(launcher: Launched | None) -> Iterator[None]:
-    """Prefix errors with the rank under a launcher, where every rank prints, and one host alone may be wrong."""
+    """Add the rank to errors under a launcher, where all ranks print and only one host may be wrong."""
     try:
         yield
     except BurstError as error:

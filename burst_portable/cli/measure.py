@@ -67,9 +67,9 @@ def measure(
 ) -> int:
     """Measure this machine's kernels and links, from which strategy "auto" predicts times.
 
-    All ranks measure at once, and the slowest rank counts: the local kernel, forward and backward, at two lengths
-    (--seq-len and a quarter of it); messages by size to the next rank and to all; memory; the slowdown of kernels by
-    messages. Nothing else should run on the machine. --json FILE writes the file that BURST_HARDWARE_SPEC and
+    All ranks measure at once, and the slowest rank counts. Measured are the local kernel at two lengths (--seq-len
+    and a quarter of it), messages by size to the next rank and to all, memory, and the slowdown of kernels by messages.
+    Nothing else should run on the machine. --json FILE writes the file that BURST_HARDWARE_SPEC and
     `plan --hardware-spec` read.
 
     Examples:

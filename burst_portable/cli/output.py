@@ -47,7 +47,7 @@ def table(*columns: str, left: Iterable[str] = (), title: str | None = None) -> 
     Cells wrap, because a truncated name or number could be mistaken for another one.
 
     Args:
-        *columns: Headers. The first column is aligned left, the others right.
+        *columns: Headers. The first column is aligned left, all further ones right.
         left: Headers of further columns that are aligned left.
         title: Line above the table.
     """

@@ -24,7 +24,7 @@ from burst_portable.cli.flags import (
 )
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_comparison
-from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
+from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, checked_ranks, plan_facts, verification_facts
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.planning.hardware import HardwareSpec, read_hardware_spec
@@ -84,7 +84,7 @@ def plan(
     ] = None,
     rank: Annotated[int, typer.Option(help="Rank whose steps are printed.")] = 0,
     show_steps: Annotated[int, typer.Option(help="Largest number of steps to print per pass.")] = 16,
-    checked: Annotated[
+    check: Annotated[
         bool,
         typer.Option("--check/--no-check", help=f"Verify the plan; above {CHECKED_RANKS} ranks, for a sample of them."),
     ] = True,
@@ -107,7 +107,7 @@ def plan(
     burst-portable plan --seq-len 131072 --ranks 8 --strategy all
     """
     json_option = JsonOption(json_name, sources=(hardware_file,))
-    if check_all and not checked:
+    if check_all and not check:
         raise InputError("--check-all and --no-check exclude each other")
     _positive(
         tflops=tflops,
@@ -164,7 +164,7 @@ def plan(
 
     if not json_option.stdout:
         show(console(), made, facts, steps=show_steps)
-    facts["check"] = _check(made, check_all) if checked else {"done": False}
+    facts["check"] = _check(made, check_all) if check else {"done": False}
     json_option.write(facts)
     if not json_option.stdout:
         show_check(console(), facts)
@@ -206,9 +206,9 @@ def _positive(**numbers: float | None) -> None:
 def _check(plan: Plan, check_all: bool) -> Facts:
     ranks = checked_ranks(plan.call.ranks, check_all, plan.head_parallel_size)
     if plan.call.ranks <= _PROGRESS_RANKS:
-        return check(plan, ranks, lambda done: None)
+        return verification_facts(plan, ranks, lambda done: None)
     with _bar("verifying", 2 * len(ranks)) as progress:
-        return check(plan, ranks, progress)
+        return verification_facts(plan, ranks, progress)
 
 
 @contextmanager

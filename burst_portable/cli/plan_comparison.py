@@ -68,7 +68,7 @@ def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Fa
 
 
 def _all_strategies(compared: Mapping[str, Strategy], unsupported: Iterable[str]) -> dict[str, Strategy]:
-    """Return the strategies that `auto` compares and the others with default options, by label."""
+    """Return the strategies that `auto` compares, and all remaining ones with default options, by label."""
     found = {strategy.name for strategy in compared.values()} | {"auto", *unsupported}
     return {**compared, **{name: strategy() for name, strategy in classes().items() if name not in found}}
 

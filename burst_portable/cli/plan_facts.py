@@ -84,7 +84,7 @@ def plan_facts(plan: Plan, hardware: HardwareSpec, rank: int) -> Facts:
     }
 
 
-def check(plan: Plan, ranks: Sequence[int], progress: Callable[[int], None]) -> Facts:
+def verification_facts(plan: Plan, ranks: Sequence[int], progress: Callable[[int], None]) -> Facts:
     """Verify a plan for these ranks and return the outcome. `progress` gets the number of verified rank passes."""
     wrong = verify(plan, progress, ranks if len(ranks) < plan.call.ranks else None)
     return {"done": True, "ok": not wrong, "wrong": wrong, "ranks": len(ranks)}

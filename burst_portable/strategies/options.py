@@ -25,10 +25,10 @@ GradientCommDtype = Literal["float32", "input"]
 LocalBlockOrder = Literal["first", "last", "split"]
 """When a rank computes with its local block: before all remote blocks, after them, or one part before and one after."""
 RESERVED_FLAGS = frozenset((
-    "ablate", "ablated", "backend", "batch", "check", "check_all", "checked", "deep", "dtype", "eval",
+    "ablate", "backend", "batch", "check", "check_all", "deep", "dtype", "eval",
     "gradient_checkpointing", "hardware_file", "hardware_spec", "head_dim", "heads", "help", "inter_node_bandwidth",
     "intra_node_bandwidth", "json", "json_name", "kv_heads", "layout", "lr", "mask", "model", "no_check", "options",
-    "profile", "profiled", "rank", "ranks", "ranks_per_node", "report", "scoring", "seed", "seq_len", "show_steps",
+    "profile", "rank", "ranks", "ranks_per_node", "report", "scoring", "seed", "seq_len", "show_steps",
     "steps", "strategy", "text", "tflops", "v_head_dim",
 ))  # fmt: skip
 """Names that an option with a flag cannot have, because `plan` or `run` has a parameter or flag of that name."""

@@ -1,4 +1,4 @@
-"""What cannot be used is refused in one line on stderr, with exit code 2 and no traceback."""
+"""Test that invalid usage prints one line on stderr, without a traceback, and exits with 2."""
 
 from __future__ import annotations
 

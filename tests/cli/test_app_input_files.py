@@ -1,4 +1,4 @@
-"""Files that users give: what is malformed, huge, deep or hostile is one line and exit code 2; nothing in it runs."""
+"""Test malformed, huge, deep and hostile input files: one line, exit code 2, and no code of the file runs."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def test_compare_rejects_invalid_threshold(capsys, threshold):
 
 
 def places(value: object, place: tuple = ()) -> list[tuple]:
-    """Every key and the first element of every list."""
+    """Return the paths of all keys and of the first element of each list."""
     inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     return [p for key, one in inner for p in ((*place, key), *places(one, (*place, key)))]
 
 
 def planted(data: dict, place: tuple, value: object) -> dict:
-    """The data with something else at a place; without it where the value is `planted` itself."""
+    """Return the data with another value at a path, or without the path if the value is `planted` itself."""
     other = copy.deepcopy(data)
     at = other
     for key in place[:-1]:
@@ -117,7 +117,7 @@ VALUES = [planted, None, {}, [], -1, 1 << 70, "[/bold]", "\x1b]0;gone\x07", [[[]
 
 
 def small() -> dict:
-    """The sample with few events."""
+    """Return the sample with few events."""
     data = json.loads(SAMPLE.read_text(encoding="utf-8"))
     for rank in data["events"]["ranks"]:
         for name, column in rank.items():
@@ -126,7 +126,7 @@ def small() -> dict:
 
 
 def is_refused(report: dict, folder: Path) -> bool:
-    """Refused in one line, or shown in every form: nothing else may come of a report."""
+    """Return whether a report raises one line. Otherwise every output format must accept it."""
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
     refusal = ""
     try:

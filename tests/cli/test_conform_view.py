@@ -1,4 +1,4 @@
-"""How far `burst-portable conform` is, told in a log."""
+"""Test the progress of `burst-portable conform` in a log."""
 
 from __future__ import annotations
 

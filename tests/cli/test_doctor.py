@@ -1,4 +1,4 @@
-"""`burst-portable doctor` says what runs, and a broken backend is a row of its table and not its end."""
+"""Test `burst-portable doctor`, also with broken backends, which are rows of its table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from burst_portable.cli import doctor, main
 
 @pytest.fixture
 def backends(tmp_path, monkeypatch):
-    """Installs somebody else's package with a backend in a file of this source."""
+    """Return a function that installs a package with a backend of this source."""
 
     def install(name: str, source: str) -> None:
         (tmp_path / f"{name}_backend.py").write_text(source)

@@ -1,4 +1,4 @@
-"""`burst-portable measure`: real ranks over gloo, the file that it writes, what it refuses."""
+"""Test `burst-portable measure` with ranks over gloo: the file that it writes, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where output goes: JSON alone on standard output, streams that fail, and what is left when a signal ends it all."""
+"""Test outputs: JSON on standard output, failing streams, files."""
 
 from __future__ import annotations
 
@@ -165,8 +165,29 @@ def test_long_label_is_printed_in_full(capsys):
     assert capsys.readouterr().out.split() == ["another_vendor", "no:", "[not]", "here"]
 
 
+def test_trace_json_does_not_replace_a_trace(tmp_path, capsys):
+    """`trace --json a b` would write its JSON over the trace a."""
+    first, second = tmp_path / "rank0.json", tmp_path / "rank1.json"
+    for file in (first, second):
+        file.write_text('{"traceEvents": []}')
+    assert main(["trace", "--json", str(first), str(second)]) == 2
+    assert "--json names an existing file of other content" in capsys.readouterr().err
+    assert first.read_text() == '{"traceEvents": []}'
+
+
+@pytest.mark.parametrize("command", [["profile", str(SAMPLE)], ["compare", str(SAMPLE), str(SAMPLE)]])
+def test_readers_write_json_to_file_and_print_tables(tmp_path, capsys, command):
+    file = tmp_path / "out.json"
+    assert main([*command, "--json", str(file)]) == 0
+    tables = capsys.readouterr().out
+    assert tables
+    assert not tables.startswith("{")
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(file.read_text())
+
+
 def fails(number: int):
-    """Stands in for `Path.write_text` on a disk that has filled up since the command began."""
+    """Return a `Path.write_text` that fails like a disk that has filled up during the command."""
 
     def write_text(self, *ignored, **named):
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""Square brackets in what others say (reasons, names, files) are shown: rich would take them for its own."""
+"""Test that square brackets in names, reasons and files are printed, and not parsed by rich."""
 
 from __future__ import annotations
 

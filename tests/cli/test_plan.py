@@ -60,7 +60,7 @@ def test_plan_reports_bytes_of_ring(capsys):
     facts = plan(capsys, *TINY, "--strategy", "ring")
     kv = 4 * 2 * (16 + 8) * 4  # rows · K/V heads · (D + Dv) · bytes
     forward, backward = facts["passes"]["forward"], facts["passes"]["backward"]
-    # Rank 0 sends its K and V to rank 1; nobody needs those of rank 1.
+    # Rank 0 sends its K and V to rank 1; no rank needs those of rank 1.
     assert (forward["max"]["sent_bytes"], forward["mean"]["sent_bytes"]) == (kv, kv / 2)
     assert (forward["max_message_bytes"], forward["max"]["messages"]) == (kv, 1)
     # Rank 0 sends K and V, rank 1 sends their gradients back: 4 bytes a number each.
@@ -75,7 +75,7 @@ def test_plan_reports_bytes_of_burst(capsys):
     block = 4 * 4 * 16 * 4 + 4 * 4 * 8 * 4 + rows + rows
     assert backward["circulates"] == "q"
     assert backward["max_message_bytes"] == backward["max"]["sent_bytes"] == block
-    assert backward["mean"]["sent_bytes"] == (block + 4 * 4 * 16 * 4) / 2  # dQ comes home
+    assert backward["mean"]["sent_bytes"] == (block + 4 * 4 * 16 * 4) / 2  # dQ is returned
 
 
 def test_plan_reports_memory(capsys):
@@ -224,7 +224,7 @@ def test_score_matrix_marks_cells_of_several_ranks(capsys):
 
 
 def picture(out: str) -> list[str]:
-    """The rows of the score matrix, without what indents them."""
+    """Return the rows of the score matrix without indentation."""
     rows = out.partition("score matrix\n")[2].partition("       rows are queries")[0].splitlines()
     return [row.removeprefix("  keys ").removeprefix(" " * 7).rstrip() for row in rows]
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP, once and again: what was begun is taken back in silence, the exit code says which."""
+"""Test Ctrl-C, SIGTERM and SIGHUP, also repeated: silent cleanup, and the exit code of the signal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 @pytest.fixture(autouse=True)
 def heard():
-    """What starts the tests may be deaf to these signals."""
+    """Restore the default handlers, which the parent of the tests may have disabled."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -77,7 +77,7 @@ def test_signal_ignored_by_nohup_stays_ignored():
 
 
 class Deaf:
-    """What is raised in its `__del__`, Python prints and forgets."""
+    """Send a signal in `__del__`, where Python drops exceptions."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -141,7 +141,7 @@ def test_other_unraisable_exceptions_are_reported(monkeypatch):
 
 SLOW_TO_END = """
 import atexit, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs deaf to Ctrl-C
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with Ctrl-C ignored
 from burst_portable.cli import main
 
 def work():
@@ -173,7 +173,7 @@ def test_repeated_interrupts_do_not_break_cleanup():
 
 
 def _ask(command: subprocess.Popen[str]) -> None:
-    """Ctrl-C every hundredth of a second."""
+    """Send Ctrl-C every hundredth of a second."""
     while command.poll() is None:
         command.send_signal(signal.SIGINT)
         time.sleep(0.01)

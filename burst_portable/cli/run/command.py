@@ -80,16 +80,16 @@ def run(
             help="Recompute layers in the backward pass: less memory, about 1/3 more FLOPs.",
         ),
     ] = False,
-    checked: Annotated[
+    check: Annotated[
         bool, typer.Option("--check/--no-check", help="Repeat the run on one device with plain attention, and compare.")
     ] = False,
-    profiled: Annotated[
+    profile: Annotated[
         bool, typer.Option("--profile", help="Print where the time of attention went; --report adds profile.html.")
     ] = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Like --profile, with torch's tracer: kernels of each step.")
     ] = False,
-    ablated: Annotated[
+    ablate: Annotated[
         bool,
         typer.Option(
             "--ablate",
@@ -148,21 +148,21 @@ def run(
             layout=layout,
             dtype=dtype,
             gradient_checkpointing=gradient_checkpointing,
-            profiled="deep" if deep else "session" if profiled or ablated else "",
-            ablated=ablated,
+            profile="deep" if deep else "session" if profile or ablate else "",
+            ablate=ablate,
             local=launcher is None,
         )
-        view.heading(prepared, checked)
-        facts, profile = _facts(prepared, launcher, checked, view)
+        view.heading(prepared, check)
+        facts, profile_data = _facts(prepared, launcher, check, view)
     if facts is None:
         return 0
     view.result(facts)
     json_option.write(facts)
     if folder is not None:
-        _write_report(facts, profile, prepared, folder)
+        _write_report(facts, profile_data, prepared, folder)
         view.report(folder)
-    if profile is not None:
-        view.profile(profile, folder)
+    if profile_data is not None:
+        view.profile(profile_data, folder)
     return 1 if facts["failures"] else 0
 
 
@@ -183,7 +183,7 @@ def _learning_rate(rate: float | None, scoring: bool) -> float:
 
 
 def _facts(
-    prepared: Prepared, launcher: Launched | None, checked: bool, view: View
+    prepared: Prepared, launcher: Launched | None, check: bool, view: View
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Run the ranks, then the reference. Return the JSON and the profile, if any; None on other ranks of a launcher."""
     import torch
@@ -194,11 +194,11 @@ def _facts(
     from burst_portable.cli.run.worker import device_of
 
     job = prepared.job
-    outcomes, gradients = _distributed(prepared, launcher, checked, view)
+    outcomes, gradients = _distributed(prepared, launcher, check, view)
     if view.quiet:
         return None, None
     profile = outcomes[0].profile
-    if not checked:
+    if not check:
         return facts_of(prepared, outcomes, None, None), profile
     device = device_of(job.device_type, launcher.local_rank if launcher else 0)
     threads = torch.get_num_threads()
@@ -213,7 +213,7 @@ def _facts(
 
 
 def _distributed(
-    prepared: Prepared, launcher: Launched | None, checked: bool, view: View
+    prepared: Prepared, launcher: Launched | None, check: bool, view: View
 ) -> tuple[list[Outcome], Gradients]:
     """Run the ranks. Return their outcomes in rank order, and the gradients if they are compared."""
     import tempfile
@@ -231,7 +231,7 @@ def _distributed(
         with tempfile.TemporaryDirectory(prefix="burst-portable-") as name:
             folder = Path(name)
             done = run_processes(job, folder, lambda event: step(event["loss"]))
-            gradients = load_gradients(folder) if checked and not job.scoring else {}
+            gradients = load_gradients(folder) if check and not job.scoring else {}
             return [Outcome(**event["outcome"]) for event in done], gradients
 
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 # direction, and the steps accumulate more error than attention has. `gradient` is the error of all parameters together.
 # It would hide a wrong dK, whose norm may be a thousandth of the total, so `parameter` is the largest error of one.
 # Measured in float32: 2e-7, 2e-5, 3e-4; float64: 2e-7, 1e-8; bfloat16: 7e-5, 6e-3; float16: 3e-5, 2e-3. The error of
-# one parameter was measured in float32 only; other dtypes use the same ratio to the others.
+# one parameter was measured in float32 only; other dtypes use the same ratio to `gradient`.
 TOLERANCES: dict[str, dict[str, float]] = {
     "float64": {"loss": 2e-6, "gradient": 1e-7, "parameter": 1e-6},
     "float32": {"loss": 2e-6, "gradient": 2e-4, "parameter": 3e-3},

@@ -111,8 +111,8 @@ def prepare(
     layout: str,
     dtype: str,
     gradient_checkpointing: bool,
-    profiled: str,
-    ablated: bool,
+    profile: str,
+    ablate: bool,
     local: bool,
 ) -> Prepared:
     """Return the job of the options. `local`: all ranks run on this machine. Raises `BurstError`."""
@@ -157,8 +157,8 @@ def prepare(
         dtype=dtype,
         threads=max(1, cores() // ranks) if local else torch.get_num_threads(),
         gradient_checkpointing=gradient_checkpointing,
-        profile=profiled,
-        ablate=ablated,
+        profile=profile,
+        ablate=ablate,
     )
     if on_cpu:
         _check_memory(job, model_facts)

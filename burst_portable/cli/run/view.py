@@ -34,7 +34,7 @@ class View:
         self.quiet = quiet
         self._console = console(stderr=stderr, quiet=quiet, soft_wrap=True)
 
-    def heading(self, prepared: Prepared, checked: bool) -> None:
+    def heading(self, prepared: Prepared, check: bool) -> None:
         """Print the settings of the run."""
         job, model, plan = prepared.job, prepared.model, prepared.plan
         work = f"{'score' if job.scoring else 'train'} {_count(job.steps, _unit(job.scoring))}"
@@ -54,8 +54,8 @@ class View:
         self._line("plan", settings, indent=2)
         if plan.reason:
             self._line("", plan.reason, indent=2, style="dim")
-        check = "compare with one device, plain attention" if checked else "off (--check compares with one device)"
-        self._line("check", check, indent=2)
+        text = "compare with one device, plain attention" if check else "off (--check compares with one device)"
+        self._line("check", text, indent=2)
 
     @contextmanager
     def progress(self, description: str, steps: int) -> Iterator[Callable[[float], None]]:

@@ -90,29 +90,18 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
     Raises:
         CommunicationTimeoutError: If a rank does not start in time.
     """
-    import torch.distributed as dist
+    from burst_portable.backends.selection import load
+    from burst_portable.config import listen_on_loopback
 
-    from burst_portable.backends.selection import group_options_of, load
-    from burst_portable.config import from_environment, listen_on_loopback
-
-    loaded, timeout = load(backend), from_environment().timeout
-    process_group = loaded.capabilities.process_group
-    options = group_options_of(loaded, timedelta(seconds=timeout))
-    listen_on_loopback(process_group)
-    try:
-        dist.init_process_group(
-            process_group,
-            init_method=f"file://{folder / 'rendezvous'}",
-            rank=rank,
-            world_size=ranks,
-            **options,
-        )
-    except RuntimeError as error:
-        raise CommunicationTimeoutError(
-            f"rank {rank}: the other ranks did not start within {timeout:g} s",
-            got=in_a_line(error),
-            next_step="set a larger BURST_TIMEOUT, in seconds",
-        ) from error
+    listen_on_loopback(load(backend).capabilities.process_group)
+    _create_process_group(
+        backend,
+        f"rank {rank}: the other ranks did not start",
+        "set a larger BURST_TIMEOUT, in seconds",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=ranks,
+    )
 
 
 def join_launched(backend: str, launcher: Launched) -> None:
@@ -121,6 +110,12 @@ def join_launched(backend: str, launcher: Launched) -> None:
     Raises:
         CommunicationTimeoutError: If a rank does not connect in time.
     """
+    address = launcher.meeting
+    next_step = f"check that every rank starts and can connect to {address} (MASTER_ADDR, MASTER_PORT)"
+    _create_process_group(backend, f"the ranks did not connect at {address}", next_step)
+
+
+def _create_process_group(backend: str, failure: str, next_step: str, **rendezvous: Any) -> None:
     import torch.distributed as dist
 
     from burst_portable.backends.selection import group_options_of, load
@@ -129,22 +124,18 @@ def join_launched(backend: str, launcher: Launched) -> None:
     loaded, timeout = load(backend), from_environment().timeout
     options = group_options_of(loaded, timedelta(seconds=timeout))
     try:
-        dist.init_process_group(loaded.capabilities.process_group, **options)
+        dist.init_process_group(loaded.capabilities.process_group, **rendezvous, **options)
     # torch raises different errors for unknown host names, used ports and missing ranks.
     except (RuntimeError, ValueError) as error:
-        address = launcher.meeting
-        next_step = f"check that every rank starts and can connect to {address} (MASTER_ADDR, MASTER_PORT)"
         raise CommunicationTimeoutError(
-            f"the ranks did not connect at {address} within {timeout:g} s",
-            got=in_a_line(error),
-            next_step=next_step,
+            f"{failure} within {timeout:g} s", got=in_a_line(error), next_step=next_step
         ) from error
 
 
 def device_of(device_type: str, local_rank: int) -> Any:
     """Return the device of a rank, and make it current if devices have numbers.
 
-    If one device is visible, each rank uses it, because a launcher may hide the others.
+    If one device is visible, each rank uses it, because a launcher may hide all other devices.
 
     Raises:
         InputError: If there are more ranks on this host than devices.

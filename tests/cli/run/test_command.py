@@ -1,4 +1,4 @@
-"""The command `burst-portable run`: real processes over gloo, its JSON, its exit codes, what it refuses."""
+"""Test `burst-portable run` with processes over gloo: its JSON, exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = ["run", "--seq-len", "101", "--ranks", "2", "--steps", "2"]
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A smaller model than tiny."""
+    """Write the config of a model that is smaller than tiny."""
     path = tmp_path / "config.json"
     sizes = {**SIZES, "vocab_size": 256}
     path.write_text(json.dumps({"model_type": "llama", **sizes}), encoding="utf-8")
@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def plant(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sitecustomize.py that every rank, being a process of its own, runs first."""
+    """Write a sitecustomize.py, which every rank runs first."""
     (folder / "sitecustomize.py").write_text(source, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
@@ -67,7 +67,7 @@ def test_run_on_two_processes_equals_one_device(config: Path, tmp_path: Path, ca
     assert json.loads((report / "report.json").read_text(encoding="utf-8")) == facts
     page = (report / "report.html").read_text(encoding="utf-8")
     assert "PASSED" in page
-    # A backend of somebody's own that tells no peak.
+    # A backend without a known peak.
     unknown = {**facts, "mfu": None, "peak": {**facts["peak"], "flops": None}}
     write_html(unknown, plan(seq_len=101, ranks=2, heads=4), tmp_path / "unknown.html")
     page = (tmp_path / "unknown.html").read_text(encoding="utf-8")
@@ -194,14 +194,14 @@ def test_interrupted_run_leaves_no_process(config: Path, tmp_path: Path, again: 
 
 LISTENING = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs deaf to Ctrl-C
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with Ctrl-C ignored
 from burst_portable.cli import main
 sys.exit(main())
 """
 
 
 def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-    """The ranks of a run, once all are there."""
+    """Return the ranks of a run after all have started."""
     until = monotonic() + 60
     while len(found := psutil.Process(process.pid).children()) < count:
         assert process.poll() is None, process.communicate()
@@ -268,8 +268,8 @@ def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
         (["--model", "{no_heads}"], "cannot read the config"),
         (["--model", "{quantized}"], "quantized"),
         (["--model", "{mistyped}"], "cannot read the config"),
-        (["--model", "{recurrent}"], "MambaForCausalLM cannot be sharded; got a state"),
-        (["--model", "{composite}"], "no one size of attention in a config of llama4; got several models"),
+        (["--model", "{recurrent}"], "MambaForCausalLM cannot be sharded; got a recurrent state"),
+        (["--model", "{composite}"], "the config of llama4 has no single attention size; got several models"),
         (["--model", "{dropout}"], "dropout"),
         (["--model", "{pickled}"], "safetensors"),
         (["--model", "{few}"], "tokens outside the model's vocabulary"),

@@ -1,4 +1,4 @@
-"""`burst-portable run` when a rank fails or somebody interrupts: exit code, last lines, and nothing left behind."""
+"""Test `burst-portable run` when a rank fails or a signal arrives: exit code, last lines, no remains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def strike():
         time.sleep(60)
     raise torch.OutOfMemoryError("planted: out of memory")
 
-def odd():  # the last argument of our own worker, or what torchrun says
+def odd():  # RANK of torchrun, or the last argument of a worker
     return os.environ.get("RANK", sys.argv[-1]) == "1"
 
 if FAULT:
@@ -52,7 +52,7 @@ if FAULT:
 
 @dataclass
 class Run:
-    """A command line of its own, with its temporary files apart and its processes marked."""
+    """A run as a process, with a separate folder for temporary files and marked processes."""
 
     folder: Path
     program: tuple[str, ...] = OWN
@@ -85,12 +85,12 @@ class Run:
         return self.process
 
     def processes(self) -> list[int]:
-        """All that were started by it, however often they forked."""
-        every = psutil.process_iter(["environ"])  # None of what has ended, or is another user's
+        """Return all processes that the run started, directly or indirectly."""
+        every = psutil.process_iter(["environ"])  # environ is None for ended processes and those of other users
         return [one.pid for one in every if (one.info["environ"] or {}).get(MARK) == self.mark]
 
     def wait_for_ranks(self) -> list[int]:
-        """The processes, when the ranks have connected to each other."""
+        """Return the rank processes after they have connected to each other."""
         until = time.monotonic() + 60
         while time.monotonic() < until:
             ranks = [pid for pid in self.processes() if connections(pid)[1]]
@@ -113,7 +113,7 @@ class Run:
         assert not {name for name in os.listdir("/dev/shm") if name not in self.shared and "torch" in name}
 
     def files(self) -> list[str]:
-        """Temporary files; torchrun's folders of its own are not ours."""
+        """Return temporary files, without the folders of torchrun."""
         return [name for name in os.listdir(self.temporary) if not name.startswith("torchelastic")]
 
 

@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def changed(checkpoint: Path, tmp_path: Path, change) -> str:
-    """A copy of a checkpoint with other weights; `change` gets them by name."""
+    """Return a copy of a checkpoint after `change` has changed its weights."""
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     weights = load_file(checkpoint / "model.safetensors")
     change(weights)

@@ -1,4 +1,4 @@
-"""Who is told to have failed when ranks end: real processes of `run`, which end before they import anything large."""
+"""Test which rank is reported when ranks end: processes of `run` that end before large imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from burst_portable.cli.run import spawn
 from burst_portable.errors import InputError, PeerLostError
 
-# What a rank does instead of its work, as the first thing in its process.
+# Actions of a rank, which replace its work.
 DEEDS = """
 import json, os, signal, sys, time
 
@@ -70,7 +70,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def command(process: Path) -> bytes:
     try:
         return (process / "cmdline").read_bytes()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended
         return b""
 
 

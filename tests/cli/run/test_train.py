@@ -30,7 +30,7 @@ def test_perplexity_does_not_depend_on_ranks():
     expected = score(model, data, device_config, None, nothing).losses
 
     def work(mesh: Mesh) -> list[float]:
-        # Threads share the weights, which nobody changes, but not the hooks.
+        # Threads share the constant weights, but not the hooks.
         mine = copy.deepcopy(model)
         return score(mine, data, device_config, Sharded(parallelize(mine, mesh), mesh), nothing).losses
 

@@ -1,4 +1,4 @@
-"""What `burst-portable run` shows on a narrow terminal."""
+"""Test the output of `burst-portable run` on a narrow terminal."""
 
 from __future__ import annotations
 
