@@ -186,7 +186,7 @@ def share_error(transport: Transport, error: Exception, timeout: float = _ERROR_
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Suspend torch.jit.trace, in which a process group raises. Without a trace, no state may be set."""
+    """Stop torch.jit.trace for this context: a process group raises in it. Without a trace, no state may be set."""
     if not torch._C._is_tracing():
         yield
         return

@@ -192,7 +192,7 @@ class Transport(ABC):
             )
 
     def unfinished(self) -> str:
-        """Return the name of what has begun and not ended: "pass" or "exchange between passes"; "" if nothing."""
+        """Return "pass" or "exchange between passes", whichever has begun and not ended; "" if none has."""
         if self.state.pass_active:
             return "pass"
         return "exchange between passes" if self.state.exchange_active else ""

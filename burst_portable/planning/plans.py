@@ -303,7 +303,7 @@ _make_pass_plan = lru_cache(maxsize=64)(PassPlan)
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """How heads are divided: sequence shards are exchanged for head shards before a pass, and back after it.
+    """The division of heads: sequence shards are exchanged for head shards before a pass, and back after it.
 
     Attributes:
         ranks: Number of ranks that divide the heads among themselves: all ranks, or those of a node.

@@ -67,7 +67,7 @@ def to_pack(sends: Iterable[Move], packed: Iterable[tuple[int, int]]) -> list[Mo
 
 
 class BlockDependencies:
-    """Which rank needs which block: the mask has a visible pair of the block and the rank's own shard."""
+    """The blocks that each rank needs: those with a visible pair between the block and the rank's shard."""
 
     def __init__(self, pairs: BlockPairs, side: Side) -> None:
         self._pairs, self._side = pairs, side
@@ -82,7 +82,7 @@ class BlockDependencies:
 
 
 class Route(Protocol):
-    """How blocks and gradients are sent between ranks: a frozen dataclass with the same answers on every rank.
+    """The paths of blocks and gradients between ranks: a frozen dataclass with the same answers on every rank.
 
     A rank calls the methods for itself and for the ranks that it sends to, so that both ends post the same moves.
     Therefore `block_source` must agree with `targets`, and `gradient_target` with `gradient_source`.

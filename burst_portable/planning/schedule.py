@@ -94,7 +94,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a rank does at one step, in this order.
+    """The work of a rank at one step, in this order.
 
     1. Wait for `arrivals`.
     2. Post `sends` and `receives`.

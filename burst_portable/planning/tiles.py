@@ -1,16 +1,15 @@
-"""Tiles: the one place where tiles are made of a mask and a layout.
+"""Make tiles from a mask and a layout. No other module does.
 
-The mask says which global positions see each other; the layout says which positions a block holds. A `Tile` is a box
-of *local* rows and columns of one pair of blocks, with a band across it in local indices; a kernel is launched on a
-list of tiles. The tiles of a pair are disjoint, no row or column of a tile is empty, and neighbours whose union is
-again one banded box are fused: causal work under zigzag and striped layouts is one tile per step, as in code written by
-hand for it::
+The mask defines which pairs of global positions are visible, the layout which positions a block has. A `Tile` is a box
+of *local* rows and columns of one pair of blocks, with a diagonal band in local indices. A kernel is launched on a list
+of tiles. The tiles of a pair are disjoint, and no row or column of a tile is empty. Tiles whose union is again a banded
+box are fused: causal attention under zigzag and striped layouts has one tile per step, as in code written for it::
 
     zigzag, rank 1 of 2 against itself: chunks 1 and 2 of 4        keys    1   2
                                                             queries 1      ◣          three tiles, fused
                                                                     2      ■   ◣      into one ◣
 
-Nothing here grows with the number of tokens: positions are never listed, regions are found by bisection.
+The cost does not grow with the number of tokens: positions are never listed, and regions are found by bisection.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from burst_portable.utils.values import as_int
 
 Box = tuple[int, int, int, int, int, int]
 """q_start, q_stop, k_start, k_stop, lo, hi: see `planning.tiles.Tile`."""
-_Piece = tuple[Box, int]
-"""A box and its area."""
-_FUSE_PAIRWISE = 16  # with more, only neighbours are tried: hundreds of documents do not fuse anyway
+_CountedBox = tuple[Box, int]
+"""A box and its number of visible pairs."""
+_FUSE_PAIRWISE = 16  # with more boxes, only neighbors are tried: hundreds of documents do not fuse anyway
 
 
 def make_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Box | None:
-    """The part of a box that a band lets through, without empty rows and columns; None if nothing is seen.
+    """Return the part of a box that a band covers, without empty rows and columns; None if there is none.
 
-    `make_tile` returns the same as a `Tile`: boxes are tuples while there are many, since those are made faster.
+    `make_tile` returns the same as a `Tile`. While there are many, boxes are tuples, which are made faster.
     """
-    # Comparisons, where min and max would be calls: this runs for every region of every pair of blocks.
+    # Comparisons instead of calls of min and max: this runs for every region of every pair of blocks.
     least, most = q_start - k_stop + 1, q_stop - 1 - k_start
     if lo < least:
         lo = least
@@ -58,78 +57,78 @@ def make_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: 
     )
 
 
-def box_area(box: Box) -> int:
-    """Pairs that it holds."""
+def count_pairs(box: Box) -> int:
+    """Return the number of visible pairs in a box."""
     q_start, q_stop, k_start, k_stop, lo, hi = box
     offset = q_start - k_start
     return band_area(q_stop - q_start, k_stop - k_start, lo - offset, hi - offset)
 
 
-def fused(boxes: Sequence[Box]) -> list[Box]:
-    """The same pairs in fewer boxes, where the union of some is itself a banded box.
+def fuse(boxes: Sequence[Box]) -> list[Box]:
+    """Return the same pairs in fewer boxes, by fusing boxes whose union is a banded box.
 
-    Boxes are disjoint, so if the smallest banded box around some has the sum of their areas, it is their union.
+    Boxes are disjoint, so the smallest banded box around some is their union if it has as many pairs as they have.
     """
-    pieces = [(box, box_area(box)) for box in boxes]
-    if len(pieces) < 2:
+    counted = [(box, count_pairs(box)) for box in boxes]
+    if len(counted) < 2:
         return list(boxes)
-    if whole := _union(boxes, sum(num_pairs for _, num_pairs in pieces)):
+    if whole := _union(boxes, sum(num_pairs for _, num_pairs in counted)):
         return [whole[0]]
-    pieces.sort(key=_corner)
-    if len(pieces) > _FUSE_PAIRWISE:
-        return list(_fused_neighbours(pieces))
+    counted.sort(key=_corner)
+    if len(counted) > _FUSE_PAIRWISE:
+        return list(_fuse_neighbors(counted))
     index = 0
-    while index < len(pieces):
-        for other in range(index + 1, len(pieces)):
-            if joined := _union_of_two(pieces[index], pieces[other]):
-                del pieces[other]
-                pieces[index] = joined
-                index = -1  # a larger one may fit what was tried before
+    while index < len(counted):
+        for other in range(index + 1, len(counted)):
+            if joined := _union_of_two(counted[index], counted[other]):
+                del counted[other]
+                counted[index] = joined
+                index = -1  # a larger box may fuse with boxes that were tried before
                 break
         index += 1
-    return [box for box, _ in pieces]
+    return [box for box, _ in counted]
 
 
-def _fused_neighbours(pieces: Sequence[_Piece]) -> Iterator[Box]:
-    """Each box fused with the ones right after it, as long as they fit."""
-    last = pieces[0]
-    for piece in pieces[1:]:
-        if joined := _union_of_two(last, piece):
+def _fuse_neighbors(counted: Sequence[_CountedBox]) -> Iterator[Box]:
+    """Yield the boxes, each fused with the boxes right after it while their union is a banded box."""
+    last = counted[0]
+    for one in counted[1:]:
+        if joined := _union_of_two(last, one):
             last = joined
         else:
             yield last[0]
-            last = piece
+            last = one
     yield last[0]
 
 
-def _union_of_two(piece: _Piece, later: _Piece) -> _Piece | None:
-    """The union of two boxes sorted by rows. Most pairs, such as two documents, are ruled out by one comparison."""
-    (_, q_stop, _, k_stop, _, _), (q_start, _, k_start, _, _, hi) = piece[0], later[0]
+def _union_of_two(one: _CountedBox, later: _CountedBox) -> _CountedBox | None:
+    """Return the union of two boxes sorted by rows, or None. One comparison excludes most pairs, such as documents."""
+    (_, q_stop, _, k_stop, _, _), (q_start, _, k_start, _, _, hi) = one[0], later[0]
     if q_start >= q_stop and k_start >= k_stop and q_start - k_start < hi:
-        return None  # left of the later one's first pair is a pair of neither, which a box around both would hold
-    return _union((piece[0], later[0]), piece[1] + later[1])
+        return None  # a box around both would contain the pair left of the later box's first pair
+    return _union((one[0], later[0]), one[1] + later[1])
 
 
-def _union(boxes: Sequence[Box], num_pairs: int) -> _Piece | None:
-    """The banded box that is exactly the union of these disjoint ones, which hold `area` pairs in all; or None."""
+def _union(boxes: Sequence[Box], num_pairs: int) -> _CountedBox | None:
+    """Return the banded box that is the union of these disjoint boxes with `num_pairs` pairs in total, or None."""
     q_starts, q_stops, k_starts, k_stops, los, his = zip(*boxes, strict=True)
     box = make_box(min(q_starts), max(q_stops), min(k_starts), max(k_stops), min(los), max(his))
     assert box is not None, "none of them is empty"
-    return (box, num_pairs) if box_area(box) == num_pairs else None
+    return (box, num_pairs) if count_pairs(box) == num_pairs else None
 
 
-def _corner(piece: _Piece) -> tuple[int, int]:
-    return piece[0][0], piece[0][2]
+def _corner(one: _CountedBox) -> tuple[int, int]:
+    return one[0][0], one[0][2]
 
 
-_COUNTED = 64  # blocks of rows; above this, `visited` is estimated
-_PAIRS_KEPT = 1 << 14  # pairs of blocks whose tiles are kept
-_SEARCHED = 4  # segments; up to this many, looking at each is faster than bisection
+_COUNTED_BLOCKS = 64  # blocks of rows; above this, `visited` is estimated
+_CACHED_PAIRS = 1 << 14  # pairs of blocks whose tiles are cached
+_LINEAR_SEARCH = 4  # segments; up to this many, a linear search is faster than bisection
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows [q_start, q_stop) see columns [k_start, k_stop) where lo <= row - column <= hi, all local."""
+    """Rows [q_start, q_stop) see columns [k_start, k_stop) if lo <= row - column <= hi, in local indices."""
 
     q_start: int
     q_stop: int
@@ -148,16 +147,16 @@ class Tile:
 
     @property
     def num_pairs(self) -> int:
-        """The number of pairs in it."""
-        return box_area((self.q_start, self.q_stop, self.k_start, self.k_stop, self.lo, self.hi))
+        """Number of visible pairs."""
+        return count_pairs((self.q_start, self.q_stop, self.k_start, self.k_stop, self.lo, self.hi))
 
     @property
     def full(self) -> bool:
-        """Whether the band hides nothing of the box."""
+        """Whether all pairs of the box are visible."""
         return self.lo <= self.q_start - self.k_stop + 1 and self.hi >= self.q_stop - 1 - self.k_start
 
     def shifted(self, rows: int, columns: int) -> Tile:
-        """The same pairs, with all row and column indices shifted."""
+        """Return the tile with all row and column indices shifted."""
         return Tile(
             self.q_start + rows,
             self.q_stop + rows,
@@ -168,7 +167,7 @@ class Tile:
         )
 
     def clipped(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Tile | None:
-        """The part of it inside a box, without empty rows and columns; None if there is none."""
+        """Return the part of the tile inside a box, without empty rows and columns; None if there is none."""
         return make_tile(
             max(self.q_start, q_start),
             min(self.q_stop, q_stop),
@@ -179,16 +178,16 @@ class Tile:
         )
 
     def visited(self, block: int, down: int = 0) -> int:
-        """Pairs, including hidden ones, that a kernel computes if it takes `block` rows and columns at once.
+        """Return the pairs, including hidden ones, that a kernel computes in blocks of `block` rows and columns.
 
         Blocks of rows begin at multiples of `block`, blocks of columns at the first column that their rows see.
-        `down`: rows by which the tile is shifted first.
+        `down`: rows by which the tile is shifted before.
         """
         if block == 1:
             return self.num_pairs
         first, past = (self.q_start + down) // block, -(-(self.q_stop + down) // block)
         slanted = (self.lo > self.q_start - self.k_stop + 1) + (self.hi < self.q_stop - 1 - self.k_start)
-        if past - first > _COUNTED:  # the last block of a row hides little
+        if past - first > _COUNTED_BLOCKS:  # little is hidden in the last block of a row
             return self.num_pairs + slanted * self.rows * block // 2
         if not slanted:
             return (past - first) * -(-self.columns // block) * block * block
@@ -201,7 +200,7 @@ class Tile:
 
 
 class Tiles(tuple[Tile, ...]):
-    """The disjoint tiles of one pair of blocks. Their common properties, and their hash, are computed once."""
+    """The disjoint tiles of one pair of blocks. Properties of all tiles, and their hash, are computed once."""
 
     _visited: dict[tuple[int, int], int]
     _in_rows: dict[tuple[int, int], Tiles]
@@ -215,28 +214,28 @@ class Tiles(tuple[Tile, ...]):
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # kernels look their launch tables up by it
+    def _hash(self) -> int:  # kernels cache launch tables by it
         return tuple.__hash__(self)
 
     @cached_property
     def num_pairs(self) -> int:
-        """The number of pairs in all of them."""
+        """Visible pairs of all tiles."""
         return sum([t.num_pairs for t in self])
 
     @cached_property
     def heights(self) -> tuple[int, int]:
-        """(rows of all of them together, rows of the tallest one); a row in several tiles counts in each."""
+        """(rows of all tiles, rows of the tallest tile). A row in several tiles counts once per tile."""
         rows = [t.q_stop - t.q_start for t in self]
         return sum(rows), max(rows, default=0)
 
     @cached_property
     def columns(self) -> int:
-        """Columns of all of them together; a column in several tiles counts in each."""
+        """Columns of all tiles. A column in several tiles counts once per tile."""
         return sum(t.k_stop - t.k_start for t in self)
 
     @cached_property
     def box(self) -> tuple[int, int, int, int]:
-        """(q_start, q_stop, k_start, k_stop) of the smallest box around them; there must be at least one tile."""
+        """(q_start, q_stop, k_start, k_stop) of the smallest box around all tiles, of which there must be one."""
         return (
             min([t.q_start for t in self]),
             max([t.q_stop for t in self]),
@@ -246,18 +245,18 @@ class Tiles(tuple[Tile, ...]):
 
     @cached_property
     def covered(self) -> tuple[int, int]:
-        """(rows, columns) that are in any of them, each counted once."""
+        """(rows, columns) that are in at least one tile, each counted once."""
         return covered([(t.q_start, t.q_stop) for t in self]), covered([(t.k_start, t.k_stop) for t in self])
 
     def in_rows(self, start: int, stop: int) -> Tiles:
-        """Their parts in rows [start, stop), with rows counted from there on; kept."""
+        """Return the parts of the tiles in rows [start, stop), with row indices counted from `start`. Cached."""
         if (found := self._in_rows.get((start, stop))) is None:
             parts = (tile.clipped(start, stop, tile.k_start, tile.k_stop) for tile in self)
             found = self._in_rows[start, stop] = Tiles(part.shifted(-start, 0) for part in parts if part)
         return found
 
     def visited(self, block: int, down: int = 0) -> int:
-        """`Tile.visited` of all of them."""
+        """Return the sum of `Tile.visited`."""
         key = block, down % block
         if key not in self._visited:
             self._visited[key] = sum(t.visited(*key) for t in self)
@@ -265,32 +264,37 @@ class Tiles(tuple[Tile, ...]):
 
 
 def covered(ranges: Iterable[tuple[int, int]]) -> int:
-    """How many indices are in any of these ranges."""
-    held = end = 0
+    """Return the number of indices in at least one of these ranges."""
+    count = end = 0
     for start, stop in sorted(ranges):
         if stop > end:
-            held += stop - max(start, end)
+            count += stop - max(start, end)
             end = stop
-    return held
+    return count
 
 
 def make_tile(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Tile | None:
-    """The tile of a box and a band; None if the band leaves nothing of the box.
+    """Return the tile of a box and a band, without empty rows and columns; None if no pair is visible.
+
+    Row i sees column j if lo <= i - j <= hi.
 
     Args:
-        q_start, q_stop: rows of the block of queries, [start, stop).
-        k_start, k_stop: columns, that is rows of the block of keys.
-        lo, hi: row i sees column j where lo <= i - j <= hi; causal is lo = 0, and `mask.UNBOUNDED` is no bound.
+        q_start: First row, an index in the block of queries.
+        q_stop: End of the rows.
+        k_start: First column, an index in the block of keys.
+        k_stop: End of the columns.
+        lo: Lower bound of the band; 0 for a causal mask, ``-mask.UNBOUNDED`` for none.
+        hi: Upper bound of the band; `mask.UNBOUNDED` for none.
     """
     box = make_box(q_start, q_stop, k_start, k_stop, lo, hi)
     return Tile(*box) if box else None
 
 
 def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
-    """Tiles that a user made for a block of this size, trimmed of empty rows and columns.
+    """Check tiles that a caller made for a block of this size, and return them without empty rows and columns.
 
-    Raises `ShapeError` for anything but a tile, for a tile that is empty or reaches past its block, and for two that
-    overlap.
+    Raises:
+        ShapeError: A value is no tile, a tile is empty or exceeds its block, or two tiles overlap.
     """
     allowed = f"ints; starts below stops, within {rows} rows and {columns} columns; lo <= hi"
     made: list[Tile] = []
@@ -304,9 +308,9 @@ def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
             raise ShapeError("this is not a tile", got=shown(tile), allowed=allowed)
         t = Tile(*(n for n in numbers if n is not None))
         if not (0 <= t.q_start < t.q_stop <= rows and 0 <= t.k_start < t.k_stop <= columns and t.lo <= t.hi):
-            raise ShapeError("a tile is empty or reaches past its block", got=t, allowed=allowed)
-        if seen := make_tile(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi):
-            made.append(seen)
+            raise ShapeError("a tile is empty or exceeds its block", got=t, allowed=allowed)
+        if visible := make_tile(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi):
+            made.append(visible)
     boxes = [Region(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi) for t in made]
     if pair := first_overlap(sorted(boxes, key=lambda r: r.q_start)):
         got = f"{pair[0]} and {pair[1]}"
@@ -316,46 +320,47 @@ def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
 
 
 def find_tiles(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> Tiles:
-    """All tiles of a block of queries against a block of keys, fused.
+    """Return the fused tiles of a block of queries and a block of keys.
 
-    Raises `LayoutError` when segments of different steps meet: their band would not be a band of indices.
+    Raises:
+        LayoutError: Segments have different steps, so that their band is no band of local indices.
     """
     return BlockPairs(mask, (queries,), (keys,)).tiles(0, 0)
 
 
 class BlockPairs:
-    """A mask between the blocks of all ranks. A pair's tiles are computed once, for every plan made with it."""
+    """A mask between the blocks of all ranks. The tiles of a pair are computed once, for all plans that use them."""
 
     def __init__(self, mask: Mask, queries: Sequence[Sequence[Segment]], keys: Sequence[Sequence[Segment]]) -> None:
         self._mask, self._queries, self._keys = mask, queries, keys
         self._rows: dict[int, list[_RegionRows]] = {}
         self._searches: dict[int, _KeySearch] = {}
-        self._seen: dict[tuple[int, int], bool] = {}
+        self._sees: dict[tuple[int, int], bool] = {}
         self._tiles: dict[tuple[int, int], Tiles] = {}
 
     def sees(self, q_owner: int, k_owner: int) -> bool:
-        """Whether any query of one rank sees any key of the other."""
+        """Return whether a query of one rank sees a key of the other."""
         pair = q_owner, k_owner
-        if pair not in self._seen:
-            self._seen[pair] = next(self._pair_boxes(q_owner, k_owner), None) is not None
-        return self._seen[pair]
+        if pair not in self._sees:
+            self._sees[pair] = next(self._pair_boxes(q_owner, k_owner), None) is not None
+        return self._sees[pair]
 
     def tiles(self, q_owner: int, k_owner: int) -> Tiles:
-        """The tiles of one rank's queries against the other's keys; kept for a few thousand pairs."""
+        """Return the tiles of one rank's queries and the other's keys; cached for a few thousand pairs."""
         pair = q_owner, k_owner
         found = self._tiles.get(pair)
         if found is None:  # read once: another thread, planning for another rank, may clear the dict
-            if len(self._tiles) >= _PAIRS_KEPT:
+            if len(self._tiles) >= _CACHED_PAIRS:
                 self._tiles.clear()
-            self._tiles[pair] = found = Tiles(Tile(*box) for box in fused(list(self._pair_boxes(q_owner, k_owner))))
+            self._tiles[pair] = found = Tiles(Tile(*box) for box in fuse(list(self._pair_boxes(q_owner, k_owner))))
         return found
 
     def num_pairs(self, q_owner: int, k_owner: int) -> int:
-        """How many (query, key) pairs of two blocks the mask lets through, without making tiles."""
-        return sum(map(box_area, self._pair_boxes(q_owner, k_owner)))
+        """Return the number of visible (query, key) pairs of two blocks, without making tiles."""
+        return sum(map(count_pairs, self._pair_boxes(q_owner, k_owner)))
 
     def _pair_boxes(self, q_owner: int, k_owner: int) -> Iterator[Box]:
-        """The boxes of one rank's queries against the other's keys, before they are fused."""
+        """Yield the boxes of one rank's queries and the other's keys, before they are fused."""
         if q_owner not in self._rows:
             self._rows[q_owner] = list(_region_rows(self._mask, self._queries[q_owner]))
         if k_owner not in self._searches:
@@ -364,7 +369,7 @@ class BlockPairs:
 
 
 class _RegionRows(NamedTuple):
-    """The rows of a segment of queries that lie in a region, and the positions of the keys that they may see."""
+    """Rows of a segment of queries that are in a region, and the positions of the keys that they may see."""
 
     region: Region
     segment: Segment
@@ -376,7 +381,7 @@ class _RegionRows(NamedTuple):
 
 
 def _region_rows(mask: Mask, queries: Sequence[Segment]) -> Iterator[_RegionRows]:
-    """The rows of a block of queries, once for each region in which they lie."""
+    """Yield the rows of a block of queries for each region that contains some."""
     offset = 0
     for q in queries:
         first, last = q.start, q.last
@@ -388,7 +393,7 @@ def _region_rows(mask: Mask, queries: Sequence[Segment]) -> Iterator[_RegionRows
 
 
 def _visible_boxes(rows: Iterable[_RegionRows], keys: _KeySearch) -> Iterator[Box]:
-    """The boxes in which rows see a block of keys: at most one for each region and each segment of keys."""
+    """Yield the boxes in which rows see a block of keys: at most one per region and segment of keys."""
     for some in rows:
         for k, k_offset in keys.between(some.first_key, some.last_key):
             if box := _visible_box(some, k, k_offset):
@@ -396,26 +401,26 @@ def _visible_boxes(rows: Iterable[_RegionRows], keys: _KeySearch) -> Iterator[Bo
 
 
 class _KeySearch:
-    """Finds the segments of a block of keys that may hold positions of a range; by bisection if there are many."""
+    """Find the segments of a block of keys that may contain positions of a range, by bisection if there are many."""
 
     def __init__(self, keys: Sequence[Segment]) -> None:
         self._pairs = list(zip(keys, accumulate((k.count for k in keys), initial=0), strict=False))
         self._starts: list[int] = []
-        if len(keys) > _SEARCHED:
+        if len(keys) > _LINEAR_SEARCH:
             rising = sorted(self._pairs, key=lambda pair: pair[0].start)
             if all(a.last < b.start for (a, _), (b, _) in pairwise(rising)):
                 self._pairs = rising
                 self._starts, self._lasts = [k.start for k, _ in rising], [k.last for k, _ in rising]
 
     def between(self, first: int, last: int) -> Sequence[tuple[Segment, int]]:
-        """Segments that may hold a position of [first, last], each with the local index of its first row."""
+        """Return the segments that may overlap [first, last], each with the local index of its first row."""
         if not self._starts:
             return self._pairs
         return self._pairs[bisect_left(self._lasts, first) : bisect_right(self._starts, last)]
 
 
 def _visible_box(rows: _RegionRows, k: Segment, k_offset: int) -> Box | None:
-    """The box in which rows of one region see one segment of keys; None if they see nothing of it."""
+    """Return the box in which rows of one region see one segment of keys; None if no pair is visible."""
     region, q, q_offset, q_start, q_stop, _, _ = rows
     if region.k_start > k.last or region.k_stop <= k.start:
         return None

@@ -121,9 +121,9 @@ class Reshard:
         """Start an exchange that sends results back to the ranks of their rows.
 
         Args:
-            parts: For each tensor of shape [B, S_all, h, D]: the tensor, the result of shape [B, S_rank, H, D] into
-                which it is written, and its range of this rank's heads. Contributions of several ranks to a shared
-                head are summed.
+            parts: (tensor, result, heads) of each tensor of shape [B, S_all, h, D]. It is written into the result, of
+                shape [B, S_rank, H, D], at the range `heads` of this rank's heads. Contributions of several ranks to a
+                shared head are summed.
             exclusive: Whether no kernel computes after it.
         """
         size, local_rows = self.size, self.rows[self.index]

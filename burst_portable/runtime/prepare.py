@@ -372,7 +372,7 @@ def plan_for_mesh(
         deterministic: As for `attention`.
 
     Raises:
-        InputError: As for `plan`, or torch does not know the dtype or device.
+        InputError: As for `plan`, or the dtype or device is not one of torch's.
         UnsupportedError: As for `plan`, or no kernel, or not the named one, serves such a call.
     """
     mesh = as_mesh(mesh)

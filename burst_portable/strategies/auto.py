@@ -1,7 +1,7 @@
 """Choose the strategy whose plan has the least predicted time.
 
-Byte counts of the ring family, per token with 16-bit inputs: K and V with their float32 gradients are 12·Hkv·D bytes,
-Q with dO, LSE, delta and float32 dQ 8·Hq·D + 8·Hq. So burst's backward pass sends less than the ring's if Hq/Hkv is
+Bytes per token of the ring family, with 16-bit inputs: K and V with their float32 gradients are 12·Hkv·D bytes. Q with
+dO, LSE, delta and float32 dQ are 8·Hq·D + 8·Hq bytes. So burst's backward pass sends less than the ring's if Hq/Hkv is
 below about 1.5. Windows and documents favor `transfer="direct"`, which sends only the rows that are needed. Ulysses is
 fastest if the heads allow it.
 """

@@ -102,7 +102,7 @@ class DoubleRingRoute:
 
     A node receives a block if one of its ranks needs it. Gradients are summed along a node's ring, and each node sends
     them to the owner once. The round of the owner's node is split: `first_steps` steps come before the blocks of other
-    nodes, and the rest after them, while the last gradients reach their owners. The rest is a ring of its own that
+    nodes, and the rest after them, while the last gradients reach their owners. The rest is a separate ring that
     begins at the owner, so no block is held in between.
 
     Attributes:

@@ -117,20 +117,20 @@ def make_strategy(name: str, /, **options: object) -> Strategy:
 
 
 @contextmanager
-def collect_reason(name: str, label: str, refused: dict[str, str]) -> Iterator[None]:
-    """Catch an error of a strategy that is compared with others, and store its text in `refused` under `label`.
+def collect_reason(name: str, label: str, reasons: dict[str, str]) -> Iterator[None]:
+    """Suppress an error of a strategy that is compared with others, and store its text in `reasons` under `label`.
 
     `InputError` and `UnsupportedError` mean that the strategy cannot serve the call. Any other error is a bug: that of
-    another package's strategy is stored as well, so that the other strategies still serve; that of ours is raised.
+    another package's strategy is stored as well, so that other strategies still serve; that of a built-in one is raised.
     """
     try:
         yield
     except (InputError, UnsupportedError) as error:
-        refused[label] = str(error)
+        reasons[label] = str(error)
     except Exception as error:
         if name in _OURS:
             raise
-        refused[label] = f"it is broken: {in_a_line(error)}"
+        reasons[label] = f"it is broken: {in_a_line(error)}"
 
 
 def has_option(name: str, option: str) -> bool:

@@ -1,7 +1,7 @@
 """RingAttention (arXiv 2310.01889): K and V circulate, and in the backward pass dK and dV follow them.
 
-Each rank holds one shard of q, k and v, and the output of its own queries stays on it. `RingStrategy.plan` only lists
-the messages and computations. What then runs on every rank, and the file that does it::
+Each rank holds one shard of q, k and v, and computes the output of its queries. `RingStrategy.plan` only lists messages
+and computations. This loop then runs on every rank; on the right, the file and function that does it::
 
     forward                                             planning/routes.py, RingRoute: who sends what, at which step
         block = local k, v

@@ -19,7 +19,7 @@ from burst_portable.errors import LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Segment, make_layout
 from burst_portable.mask import UNBOUNDED, Mask
 from burst_portable.planning import tiles
-from burst_portable.planning.tiles import BlockPairs, Tile, Tiles, find_tiles, fused, make_box, make_tile
+from burst_portable.planning.tiles import BlockPairs, Tile, Tiles, find_tiles, fuse, make_box, make_tile
 
 sizes = st.integers(1, 9)
 bounds = st.integers(-12, 14)
@@ -125,7 +125,7 @@ def test_find_tiles_gives_one_causal_tile_for_zigzag_and_striped():
 )
 def test_fused_keeps_visible_pairs(corners, size):
     made = [make_tile(a * size, (a + 1) * size, b * size, (b + 1) * size, -99, 99) for a, b in corners]
-    larger = [Tile(*box) for box in fused([astuple(tile) for tile in made])]
+    larger = [Tile(*box) for box in fuse([astuple(tile) for tile in made])]
     assert len(larger) <= len(made)
     assert sorted(c for t in larger for c in cells(t)) == sorted(c for t in made for c in cells(t))
 
@@ -150,7 +150,7 @@ def test_fused_merges_adjacent_boxes(corners, boxes):
     made = [(4 * row, 4 * row + 4, 4 * at, 4 * (at + sum(wide or [1])), -999, 999) for row, at, *wide in corners]
     expected = [tuple(4 * edge for edge in box) for box in boxes]
     for some in (made, made[::-1], random.sample(made, len(made))):
-        assert sorted(box[:4] for box in fused([make_box(*box) for box in some])) == expected
+        assert sorted(box[:4] for box in fuse([make_box(*box) for box in some])) == expected
 
 
 def test_find_tiles_rejects_different_steps():

@@ -52,8 +52,8 @@ def test_launch_summary_equals_its_tiles(mask):
 def test_tiles_are_found_once_per_layout_and_block_pair(monkeypatch):
     """A mask that changes with each batch is planned before each step."""
     made = []
-    fused = tiles.fused
-    monkeypatch.setattr(tiles, "fused", lambda found: made.append(len(found)) or fused(found))
+    fuse = tiles.fuse
+    monkeypatch.setattr(tiles, "fuse", lambda found: made.append(len(found)) or fuse(found))
     mask = Mask.documents((0, *range(100, 3000, 70), 3001))
     plan = bp.plan(seq_len=3001, ranks=4, heads=12, mask=mask, layout="auto", strategy=AutoStrategy(hardware=HARDWARE))
     assert "document_zigzag" in plan.reason
@@ -80,7 +80,7 @@ def test_plan_part_survives_cache_clear_by_other_thread():
 @given(st.lists(st.tuples(*[st.integers(0, 12)] * 2, *[st.integers(1, 5)] * 2, *[st.integers(-6, 6)] * 2), max_size=30))
 def test_disjoint_pieces_have_no_union(drawn):
     made = [make_box(q, q + rows, k, k + columns, min(a, b), max(a, b)) for q, k, rows, columns, a, b in drawn]
-    pieces = sorted(((box, tiles.box_area(box)) for box in made if box), key=tiles._corner)
+    pieces = sorted(((box, tiles.count_pairs(box)) for box in made if box), key=tiles._corner)
     for index, piece in enumerate(pieces):
         for later in pieces[index + 1 :]:
             if not set(cells(piece[0])) & set(cells(later[0])):
