@@ -121,7 +121,7 @@ def collect_reason(name: str, label: str, reasons: dict[str, str]) -> Iterator[N
     """Suppress an error of a strategy that is compared with others, and store its text in `reasons` under `label`.
 
     `InputError` and `UnsupportedError` mean that the strategy cannot serve the call. Any other error is a bug: that of
-    another package's strategy is stored as well, so that other strategies still serve; that of a built-in one is raised.
+    another package's strategy is stored as well, so that others still serve; that of a built-in one is raised.
     """
     try:
         yield
