@@ -1,11 +1,11 @@
-"""Exact attention over a sequence that no single device can hold, on every vendor's devices.
+"""Exact attention over sequences that are sharded over ranks, on CUDA, ROCm, Ascend and CPU.
 
 >>> import torch, burst_portable as bp
 >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
 >>> bp.attention(q, k, v, mask="causal").shape
 torch.Size([1, 128, 8, 64])
 
-Importing this package imports nothing else: names load what they need when they are first used.
+Importing this package does not import torch. A name imports its module at its first use.
 """
 
 from importlib import import_module
@@ -67,14 +67,14 @@ if TYPE_CHECKING:
     from burst_portable.strategies.planner import plan as plan
     from burst_portable.strategies.registry import make_strategy as make_strategy
 
-else:  # hidden from type checkers, for which __getattr__ would make every misspelt name valid
+else:  # hidden from type checkers: __getattr__ would make every name valid
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:
             return import_module(f"burst_portable.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'burst_portable' has no attribute {name!r}")
-        # Kept as a global, so that Python does not ask here again.
+        # A global is found without another call of this function.
         found = globals()[name] = getattr(import_module(f"burst_portable.{_HOMES[name]}"), name)
         return found
 

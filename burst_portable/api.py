@@ -1,6 +1,6 @@
-"""`attention` and `partial_attention`: what users call.
+"""Define the public functions `attention` and `partial_attention`.
 
-Shapes: B batch, S rows of this rank, Hq query heads, Hkv key/value heads, D head size, Dv value size.
+Shapes: B batch, S tokens of this rank, Hq query heads, Hkv key/value heads, D head size, Dv value size.
 """
 
 from __future__ import annotations
@@ -65,41 +65,43 @@ def attention(
     return_lse: bool = False,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention over a sequence whose rows are spread over the ranks of a mesh; differentiable once.
+    """Compute exact attention over a sequence that is sharded over the ranks of a mesh.
 
-    Every rank makes the same call with its own rows, in the order of the layout (`positions` lists them, `shard`
-    cuts them out).
+    Every rank makes the same call with its own tokens, in the order of the layout (see `local_position_ids` and
+    `shard`). The result is differentiable once.
 
     Args:
-        q: ``[B, S, Hq, D]``, float32, bfloat16, float16 or float64; the last stride is 1. Under autocast, all
-            three are cast to its dtype first, float64 excepted, as torch's scaled_dot_product_attention does.
-        k, v: ``[B, S, Hkv, D]`` and ``[B, S, Hkv, Dv]``; Hq is a multiple of Hkv; they are never repeated.
-        mask: a `Mask`, or its short form (see `Mask.parse`), in global positions.
-        mesh: a `Mesh` (keep it: it remembers plans), a DeviceMesh of one axis, a process group, or None for the
-            default group or, without one, this process alone.
-        strategy: "auto" or one of the registry's names, or a strategy object with its options.
-        layout: which rows a rank holds: "contiguous", "zigzag", "striped", or a `Layout`; for masks of documents also
-            "whole_documents" and "document_zigzag". `plan_for_mesh` tells which is fastest.
-        seq_len: tokens of the whole sequence. None takes the length of a `Layout`, or assumes that all ranks hold
-            equally many rows.
-        scale: factor of the scores; 1/sqrt(D) unless given.
-        softcap: scores become softcap·tanh(scores / softcap).
-        sinks: one logit per query head, ``[Hq]``, that takes part in every row's softmax without a value; -inf is
-            no sink. As with q, k and v, numbers are not read, so none is refused: +inf and NaN have NaN gradients.
-        kernel: "auto", or the name of one of the backend's kernels.
-        deterministic: whether gradients must be bit-identical every time, which rules out the fastest kernels.
-            None follows `torch.use_deterministic_algorithms`.
-        return_lse: also return LSE ``[B, Hq, S]``, float32 (float64 for float64), with no gradient.
+        q: Queries of shape ``[B, S, Hq, D]`` in float32, bfloat16, float16 or float64, with a last stride of 1. Under
+            autocast, q, k and v are cast to its dtype, except float64, as in torch's scaled_dot_product_attention.
+        k: Keys of shape ``[B, S, Hkv, D]``. Hq is a multiple of Hkv; heads are never repeated in memory.
+        v: Values of shape ``[B, S, Hkv, Dv]``.
+        mask: A `Mask` in global positions, or its short form (see `Mask.parse`). Default: "causal".
+        mesh: A `Mesh` (reuse it: it caches plans), a DeviceMesh of one dimension, a process group, or None for the
+            default group. Without a default group, None is a mesh of one rank.
+        strategy: "auto", the name of a strategy, or a strategy object with its options. "auto" selects the one with the
+            shortest predicted time.
+        layout: Order of tokens over ranks: "contiguous", "zigzag", "striped" or a `Layout`; for masks of documents also
+            "whole_documents" and "document_zigzag". `plan_for_mesh` predicts the fastest.
+        seq_len: Tokens of the unsharded sequence. Default: the length of a `Layout`, else S * ranks.
+        scale: Factor of the scores. Default: 1 / sqrt(D).
+        softcap: Scores become ``softcap * tanh(score / softcap)``. Default: no softcap.
+        sinks: Attention sinks of shape ``[Hq]``: one logit per query head, which takes part in the softmax of every row
+            without a value. -inf means no sink. Values are not checked: +inf and NaN give NaN gradients.
+        kernel: Name of a kernel of the backend. "auto" selects one.
+        deterministic: Whether gradients must be bitwise reproducible, which excludes the fastest kernels. Default:
+            follow `torch.use_deterministic_algorithms`.
+        return_lse: Whether to return the LSE too, of shape ``[B, Hq, S]`` in float32 (float64 for float64). It has no
+            gradient.
 
     Returns:
-        ``[B, S, Hq, Dv]`` in q's dtype, or autocast's; rows that see nothing are 0 (and their LSE -inf).
+        Output of shape ``[B, S, Hq, Dv]`` in the dtype of q, or of autocast. Fully masked rows are 0, with LSE -inf.
 
     Raises:
-        InputError: shapes, names, a mask or a layout that do not fit together (a ValueError).
-        UnknownArgumentError: an argument of another library; the message names ours (a TypeError).
-        DtypeError: dtypes that differ, or that no kernel takes (a TypeError).
-        UnsupportedError: a strategy, kernel, backend or transport that was named cannot serve this call.
-        CommunicationError: something went wrong between ranks.
+        InputError: If shapes, names, the mask or the layout are invalid or contradict each other (a ValueError).
+        UnknownArgumentError: For an argument of another library; the message names ours (a TypeError).
+        DtypeError: If dtypes differ, or no kernel supports them (a TypeError).
+        UnsupportedError: If the named strategy, kernel, backend or transport does not support this call.
+        CommunicationError: If the communication between ranks fails.
     """
     if unknown:
         raise _unknown_argument(*next(iter(unknown.items())))
@@ -142,33 +144,34 @@ _OTHER_NAMES = {
 
 
 def _unknown_argument(name: str, value: object) -> UnknownArgumentError:
+    """Return the error for an argument that `attention` does not have, with the name to use instead."""
     if name in ("dropout_p", "dropout"):
         hint = "leave it out; attention has no dropout"
     elif not (hint := _OTHER_NAMES.get(name, "")):
         known = inspect.signature(attention).parameters
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(list(known)[3:-1])}"
+        similar = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {similar[0]!r}?" if similar else f"allowed: {', '.join(list(known)[3:-1])}"
     return UnknownArgumentError(f"attention() has no argument {name!r}", got=shown(value), next_step=hint)
 
 
 def _while_compiling(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: MeshLike, request: Request
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Put the call into the graph that is being made, or run it between two graphs."""
-    # Importing it makes operators of torch.
+    """Add the call to the graph that is being traced, or run it between two graphs."""
+    # The import registers operators of torch.
     from burst_portable.runtime.graph_ops import as_text, attention_in_graph, can_trace
 
     request = as_text(request)
     if can_trace(mesh, request):
-        made: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, request)
-        return made
+        result: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, request)
+        return result
     return _between_graphs(q, k, v, sinks, mesh, request)
 
 
 def _uncompiled(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: MeshLike, request: Request
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what `attention` returns, without asking whether a compiler looks."""
+    """Return the result of `attention`, outside of a graph."""
     mesh = as_mesh(mesh)
     prepared, q, k, v = prepare(q, k, v, sinks, mesh, request)
     out, lse = run(prepared, mesh, q, k, v, sinks)
@@ -177,9 +180,9 @@ def _uncompiled(
 
 _between_graphs = outside_graphs(
     _uncompiled,
-    "burst_portable runs attention outside of graphs where its mask lists positions, strategy or layout is no text, "
-    "mesh is no Mesh, a number is in a tensor or an array, torch.func transforms the function, or torch.export makes "
-    "the graph (which strict=False can without gradients)",
+    "burst_portable runs attention outside of graphs if its mask lists positions, strategy or layout is not a string, "
+    "mesh is not a Mesh, a number is in a tensor or an array, torch.func transforms the function, or torch.export "
+    "traces the graph (without gradients, use strict=False)",
 )
 
 
@@ -196,32 +199,36 @@ def partial_attention(
     softcap: float | None = None,
     kernel: str = "auto",
 ) -> State:
-    """Attention of q over the pairs of the given tiles alone: a partial result for `merge`. No gradients.
+    """Compute attention of q over the pairs of the given tiles only: a partial result for `merge_attention_states`.
+
+    It has no gradient.
 
     Args:
-        q: ``[B, Sq, Hq, D]``, dtypes and strides as in `attention`.
-        k, v: ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``; Sk may differ from Sq.
-        tiles: which rows see which columns, in local indices (see `planning.tiles.make_tile`); disjoint. Rows of a
-            tile may see nothing.
-        scale, softcap, kernel: as in `attention`.
+        q: Queries of shape ``[B, Sq, Hq, D]``, with the dtypes and strides of `attention`.
+        k: Keys of shape ``[B, Sk, Hkv, D]``. Sk may differ from Sq.
+        v: Values of shape ``[B, Sk, Hkv, Dv]``.
+        tiles: Disjoint tiles in local indices, which define the visible pairs (see `planning.tiles.make_tile`).
+        scale: Factor of the scores. Default: 1 / sqrt(D).
+        softcap: Scores become ``softcap * tanh(score / softcap)``. Default: no softcap.
+        kernel: Name of a kernel of the backend. "auto" selects one.
 
     Returns:
-        (out ``[B, Sq, Hq, Dv]``, LSE ``[B, Hq, Sq]``) in the accumulation dtype; rows outside every tile: 0, -inf.
+        (out, LSE) of shapes ``[B, Sq, Hq, Dv]`` and ``[B, Hq, Sq]``, in the accumulation dtype. Rows without visible
+        keys have out 0 and LSE -inf.
 
     Raises:
-        InputError, DtypeError, UnsupportedError: as `attention`; also for tiles that overlap or reach past their block,
-            and for tensors that require gradients.
+        InputError: If tiles overlap or exceed their block, or if a tensor requires gradients; and as `attention`.
+        DtypeError: As `attention`.
+        UnsupportedError: If the named kernel does not support the call.
     """
     q, k, v = as_autocast_would(q, k, v)
     check_tensors(q, k, v, same_rows=False)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise InputError(
-            "partial_attention has no gradient: detach its tensors first, or call attention(), which has one"
-        )
+        raise InputError("partial_attention has no gradient; detach its tensors, or call attention()")
     tiles = checked_tiles(tiles, q.shape[1], k.shape[1])
     backend = for_device(q.device.type)
     call = AttentionCall.of(q, k, v, scale=checked_scale(scale, q.shape[3]), softcap=checked_softcap(softcap))
-    chosen, _ = choose_kernel(backend, call, kernel)
+    selected, _ = choose_kernel(backend, call, kernel)
     q, k, v = map(as_kernels_take, (q, k, v))
     with torch.no_grad(), own_precision(q.device):
-        return finished(chosen.attend(q, k, v, tiles, call), q.dtype)
+        return finished(selected.attend(q, k, v, tiles, call), q.dtype)

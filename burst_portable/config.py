@@ -1,4 +1,4 @@
-"""Frozen settings, and the one place that reads ``BURST_*`` variables."""
+"""Define the frozen settings of a process. No other module reads ``BURST_*`` variables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SETTINGS = ("BURST_TIMEOUT", "BURST_KERNEL", "BURST_TRANSPORT", "BURST_HARDWARE
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings of a process; made once with the mesh, and passed on from there.
+    """Frozen settings of a process, created with the mesh.
 
     Attributes:
-        timeout: seconds that a hop may take before it is an error (``BURST_TIMEOUT``).
-        kernel: the local kernel, or "auto" (``BURST_KERNEL``).
-        transport: what moves blocks, or "auto" (``BURST_TRANSPORT``).
-        hardware_spec: file that `burst-portable measure` wrote on this machine, by which `auto` chooses
-            (``BURST_HARDWARE_SPEC``). It is read when a choice is made. Default: "", the backend's own numbers.
+        timeout: Seconds until an unfinished transfer between ranks raises an error (``BURST_TIMEOUT``).
+        kernel: Name of the local kernel, or "auto" (``BURST_KERNEL``).
+        transport: Name of the transport, or "auto" (``BURST_TRANSPORT``).
+        hardware_spec: Path of a file that `burst-portable measure` wrote on this machine; "auto" selects with its
+            numbers (``BURST_HARDWARE_SPEC``). It is read at each selection. Default: "", the backend's own numbers.
     """
 
     timeout: float = 600.0
@@ -50,17 +50,21 @@ class Config:
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
-    """The settings in the environment, or in `environment` (for tests). Empty means not set.
+    """Return the settings of the environment variables. Empty variables count as unset.
 
-    Raises `InputError` for a value that cannot be used.
+    Args:
+        environment: Variables to read instead, for tests.
+
+    Raises:
+        InputError: If a value is invalid.
     """
     environment = os.environ if environment is None else environment
-    return _asked_for(*[environment.get(name) or "" for name in _SETTINGS])
+    return _parse_settings(*[environment.get(name) or "" for name in _SETTINGS])
 
 
 @lru_cache(maxsize=16)
-def _asked_for(timeout: str, kernel: str, transport: str, hardware_spec: str) -> Config:
-    """Cached, because every call without a mesh needs it."""
+def _parse_settings(timeout: str, kernel: str, transport: str, hardware_spec: str) -> Config:
+    """Return the settings. Cached, because every call without a mesh needs them."""
     try:
         seconds = float(timeout or "600")
     except ValueError:
@@ -71,25 +75,27 @@ def _asked_for(timeout: str, kernel: str, transport: str, hardware_spec: str) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """What a launcher such as torchrun tells a process through the environment.
+class LauncherEnv:
+    """The environment variables that a launcher such as torchrun sets for a process.
 
     Attributes:
-        rank, world_size: this rank's number, and how many ranks there are.
-        local_rank: its number on this host.
-        meeting: where the ranks meet, ``host:port``.
+        rank: Number of this process.
+        world_size: Number of processes.
+        local_rank: Number of this process on its host.
+        address: Address of the rendezvous, ``host:port``.
     """
 
     rank: int
     world_size: int
     local_rank: int
-    meeting: str
+    address: str
 
 
-def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
-    """What a launcher has set; None without one, that is without ``RANK`` and ``WORLD_SIZE``.
+def read_launcher_env(environment: Mapping[str, str] | None = None) -> LauncherEnv | None:
+    """Return the launcher's variables. None without a launcher, that is without ``RANK`` and ``WORLD_SIZE``.
 
-    Raises `InputError` if variables are missing, or are not valid ranks or ports.
+    Raises:
+        InputError: If variables are missing, or are not valid ranks or ports.
     """
     environment = os.environ if environment is None else environment
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
@@ -106,9 +112,9 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     if not (0 <= rank < size and local >= 0 and 0 < port < 1 << 16):
         allowed = "0 <= RANK < WORLD_SIZE, LOCAL_RANK at least 0, MASTER_PORT 1 to 65535"
         raise InputError(
-            "the launcher's variables make no sense", got=_listed(found), allowed=allowed, next_step=next_step
+            "the launcher's variables are invalid", got=_listed(found), allowed=allowed, next_step=next_step
         )
-    return Launched(rank, size, local, f"{found['MASTER_ADDR']}:{port}")
+    return LauncherEnv(rank, size, local, f"{found['MASTER_ADDR']}:{port}")
 
 
 def launched_processes() -> int:
@@ -117,7 +123,7 @@ def launched_processes() -> int:
 
 
 def _count(text: str) -> int:
-    """The number in a text, or -1 if it holds none."""
+    """Return the number in a text, or -1 if it is not a number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
 
@@ -126,15 +132,14 @@ def _listed(found: Mapping[str, str]) -> str:
 
 
 def environment_of_children(**changes: str) -> dict[str, str]:
-    """This process's environment with a few changes, for processes that it starts."""
+    """Return the environment of this process with some changes, for processes that it starts."""
     return {**os.environ, **changes}
 
 
 def listen_on_loopback(process_group: str) -> None:
     """Make process groups of this kind ("gloo", "nccl" ...) listen on the loopback interface only.
 
-    For processes that are ranks of one machine: by default a group listens on an address that the network can reach.
-    Each kind of group in torch has a variable of this name.
+    Use it if all ranks run on one machine. By default a group listens on an address that other hosts can reach.
     """
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]  # "lo", or "lo0" where BSD named it
     os.environ[f"{process_group.upper()}_SOCKET_IFNAME"] = min(names, key=len, default="lo")

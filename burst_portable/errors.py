@@ -1,24 +1,24 @@
-"""Every error that this library raises on purpose.
+"""Define every error that this library raises on purpose.
 
 ::
 
     BurstError
-    ├── InputError (ValueError)              something that the caller passed
+    ├── InputError (ValueError)              an invalid argument
     │   ├── MaskError                        overlapping regions, a mask longer than the sequence ...
-    │   ├── LayoutError                      shards that do not fit the ranks
-    │   ├── ShapeError                       tensors that do not go together
-    │   └── UnknownNameError                 a name that no registry holds; lists the near ones
-    ├── DtypeError (TypeError)               a dtype that no kernel takes, or dtypes that disagree
-    ├── UnsupportedError (NotImplementedError)   valid, but what was named cannot do it
-    ├── BackendUnavailableError (ImportError)    a backend that was named and cannot run here
-    ├── DeviceError (RuntimeError)           a device's driver refused a call
-    └── CommunicationError (RuntimeError)    between ranks
-        ├── MismatchError                    ranks that disagree about the call
-        ├── PeerLostError (ConnectionError)  a peer that is gone
-        └── CommunicationTimeoutError (TimeoutError)     a hop that came too late
+    │   ├── LayoutError                      shards that do not fit the sequence or the ranks
+    │   ├── ShapeError                       tensors with shapes that do not match
+    │   └── UnknownNameError                 a name that is not registered; lists similar ones
+    ├── DtypeError (TypeError)               an unsupported dtype, or dtypes that differ
+    ├── UnknownArgumentError (TypeError)     an argument that the function does not have
+    ├── UnsupportedError (NotImplementedError)   valid, but not supported by the named object
+    ├── BackendUnavailableError (ImportError)    a named backend that cannot run on this machine
+    ├── DeviceError (RuntimeError)           a failed call of a device's driver
+    └── CommunicationError (RuntimeError)    a failure between ranks
+        ├── MismatchError                    ranks that make different calls
+        ├── PeerLostError (ConnectionError)  a rank whose process or connection ended
+        └── CommunicationTimeoutError (TimeoutError)     a transfer that exceeded its timeout
 
-A message says what is wrong, what was given, what is allowed and what to do next. Each class composes it from these
-parts.
+A message states what is wrong, what was given, what is allowed and what to do next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from itertools import accumulate
 
 
 class BurstError(Exception):
-    """The root: ``except BurstError`` catches everything that this library raises on purpose.
+    """The base class: ``except BurstError`` catches every error that this library raises on purpose.
 
     Args:
         what: What is wrong.
@@ -46,11 +46,11 @@ class BurstError(Exception):
 
 
 class InputError(BurstError, ValueError):
-    """A value that the caller passed cannot be used."""
+    """An invalid argument."""
 
 
 class MaskError(InputError):
-    """A mask that contradicts itself or the sequence that it is used on."""
+    """A mask that is invalid, or does not fit its sequence."""
 
 
 class LayoutError(InputError):
@@ -58,15 +58,15 @@ class LayoutError(InputError):
 
 
 class ShapeError(InputError):
-    """Tensors whose shapes do not go together."""
+    """Tensors with shapes that do not match."""
 
 
 class UnknownNameError(InputError):
-    """A name that no registry holds."""
+    """A name that is not registered."""
 
 
 class DtypeError(BurstError, TypeError):
-    """A dtype that cannot be used, or dtypes that disagree."""
+    """An unsupported dtype, or dtypes that differ."""
 
 
 class UnknownArgumentError(BurstError, TypeError):
@@ -74,37 +74,37 @@ class UnknownArgumentError(BurstError, TypeError):
 
 
 class UnsupportedError(BurstError, NotImplementedError):
-    """A valid request that the named strategy, kernel or backend cannot serve."""
+    """A valid request that the named strategy, kernel or backend does not support."""
 
 
 class BackendUnavailableError(BurstError, ImportError):
-    """A backend that was named, but cannot run on this machine."""
+    """A named backend that cannot run on this machine."""
 
 
 class DeviceError(BurstError, RuntimeError):
-    """A device's driver refused a call."""
+    """A failed call of a device's driver."""
 
 
 class CommunicationError(BurstError, RuntimeError):
-    """Something went wrong between ranks."""
+    """A failure between ranks."""
 
 
 class MismatchError(CommunicationError):
-    """Ranks disagree about the call that they are making together."""
+    """Ranks that make different calls."""
 
 
 class PeerLostError(CommunicationError, ConnectionError):
-    """A peer is gone."""
+    """A rank whose process or connection ended."""
 
 
 class CommunicationTimeoutError(CommunicationError, TimeoutError):
-    """A hop took longer than its timeout."""
+    """A transfer that exceeded its timeout."""
 
 
-LATE = "find out what that rank is doing, or raise the timeout"
-"""What to do about a rank that is late."""
+LATE = "check what that rank is doing, or increase the timeout"
+"""Next step for a rank that is late."""
 SAME_CALLS = "all ranks of a mesh must make the same calls in the same order"
-"""What ranks that disagree did not do."""
+"""Next step for ranks that make different calls."""
 
 
 def format_error(what: str, *, got: object = None, allowed: object = None, next_step: str | None = None) -> str:
@@ -119,38 +119,38 @@ def format_error(what: str, *, got: object = None, allowed: object = None, next_
     return "; ".join(parts)
 
 
-_BITS = 256  # of the longest int that is printed
+_MAX_BITS = 256  # of an int that is printed
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value in one short line; a tensor or array by its type and shape."""
+    """Return a value in one short line; a tensor or array by its type and shape."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and shape:
         return f"{type(value).__name__} of shape {tuple(shape)}"
-    if isinstance(value, int) and value.bit_length() > _BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return f"an int of {value.bit_length():,} bits"
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # a container of an int with more digits than Python prints
+    except ValueError:  # it contains an int with more digits than Python prints
         text = type(value).__name__
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; its type if it has none."""
+    """Return the first line of an error's text, or its type if it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def in_a_line(error: BaseException, most: int = 400) -> str:
-    """An error of other code in one line, with its type: the text of a KeyError alone is only a key."""
+    """Return an error of other code in one line, with its type: the text of a KeyError is only a key."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:most]
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that no registry holds, with similar names as a hint."""
+    """Return the error for a name that is not registered, with similar names as a hint."""
     known = sorted(known)
-    near = difflib.get_close_matches(name[:99], known, n=3, cutoff=0.5) if isinstance(name, str) else []
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else None
+    similar = difflib.get_close_matches(name[:99], known, n=3, cutoff=0.5) if isinstance(name, str) else []
+    hint = f"did you mean {' or '.join(map(repr, similar))}?" if similar else None
     return UnknownNameError(
         f"unknown {kind}",
         got=shown(name),
@@ -160,7 +160,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameEr
 
 
 def _listed(names: Sequence[str], most: int = 500) -> str:
-    """Names in a line of at most `most` characters, and how many others there are."""
+    """Return names in a line of at most `most` characters, and the number of omitted names."""
     ends = list(accumulate(len(name) + 2 for name in names))
     fit = bisect_right(ends, most)
     return ", ".join(names[:fit]) + (f" and {len(names) - fit} more" if fit < len(names) else "")

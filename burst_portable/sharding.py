@@ -1,4 +1,4 @@
-"""From whole tensors to this rank's rows, and back."""
+"""Shard tensors over the ranks of a mesh, and gather them."""
 
 from __future__ import annotations
 
@@ -28,35 +28,40 @@ def local_position_ids(
     mask: Mask | str | None = None,
     device: torch.device | str | int | None = None,
 ) -> Tensor:
-    """The global positions of this rank's rows, in order: int64 ``[S]``.
+    """Return the global positions of this rank's tokens, in order: int64 ``[S]``.
 
     Args:
-        mesh: as `attention` takes it.
-        seq_len: tokens of the whole sequence.
-        layout: as `attention` takes it.
-        mask: the mask of the attention, for layouts that read documents from it; other layouts ignore it.
-        device: where the result lies; None for torch's default.
+        mesh: The ranks, as in `attention`.
+        seq_len: Tokens of the unsharded sequence.
+        layout: A `Layout` or its name, as in `attention`.
+        mask: Mask of the attention, for layouts that depend on its documents. Other layouts ignore it.
+        device: Device of the result. Default: torch's default device.
 
-    Raises `InputError` for sizes, names, masks and layouts that do not go together, and for a device that is not here.
+    Raises:
+        InputError: If arguments are invalid or contradict each other, or the device does not exist.
     """
     mesh = as_mesh(mesh)
-    where, device = _layout(layout, size("seq_len", seq_len), mesh, mask), usable_device(device)
-    return position_ids(where, mesh.rank, device)
+    layout, device = _layout(layout, size("seq_len", seq_len), mesh, mask), usable_device(device)
+    return position_ids(layout, mesh.rank, device)
 
 
 def shard(
     x: Tensor, mesh: MeshLike = None, *, dim: int = 1, layout: Layout | str = "zigzag", mask: Mask | str | None = None
 ) -> Tensor:
-    """This rank's rows of a tensor that every rank holds as a whole. Differentiable; nothing is sent.
+    """Return this rank's tokens of an unsharded tensor that every rank has. Differentiable; sends nothing.
 
     Args:
-        x: any tensor, the whole sequence along `dim`.
-        mesh, layout, mask: as `local_position_ids` takes them.
+        x: Any tensor, unsharded along `dim`.
+        mesh: The ranks, as in `attention`.
+        dim: Sequence dimension of x.
+        layout: A `Layout` or its name, as in `attention`.
+        mask: Mask of the attention, for layouts that depend on its documents.
 
     Returns:
-        A copy with this rank's S rows along `dim`, in the layout's order.
+        A copy with this rank's S tokens along `dim`, in the order of the layout.
 
-    Raises `InputError`: for an x that is not a tensor or has no such dimension, and as `local_position_ids`.
+    Raises:
+        InputError: If x is not a tensor or has no such dimension; and as `local_position_ids`.
     """
     dim = _dimension(x, dim)
     index = local_position_ids(mesh, seq_len=x.shape[dim], layout=layout, mask=mask, device=x.device)
@@ -68,7 +73,7 @@ def _layout(layout: Layout | str, seq_len: int, mesh: Mesh, mask: Mask | str | N
 
 
 def _dimension(x: Tensor, dim: int) -> int:
-    """Which dimension of x is cut."""
+    """Return the dimension as a number. Raise `ShapeError` if x does not have it."""
     check_tensor("x", x)
     number = as_int(dim)
     if number is None or not -x.dim() <= number < x.dim():
@@ -86,58 +91,62 @@ def unshard(
     layout: Layout | str = "zigzag",
     mask: Mask | str | None = None,
 ) -> Tensor:
-    """The whole tensor on every rank, from the ranks' shards; every rank must call it.
+    """Gather the unsharded tensor on every rank. Every rank must call it.
 
     Args:
-        x: this rank's S rows along `dim`, as `shard` cuts them.
-        mesh, seq_len, layout, mask: as `local_position_ids` takes them.
+        x: This rank's S tokens along `dim`, as `shard` returns them.
+        mesh: The ranks, as in `attention`.
+        seq_len: Tokens of the unsharded sequence.
+        dim: Sequence dimension of x.
+        layout: A `Layout` or its name, as in `attention`.
+        mask: Mask of the attention, for layouts that depend on its documents.
 
     Returns:
-        A new tensor with `seq_len` rows along `dim`.
+        A new tensor with `seq_len` tokens along `dim`.
 
     Raises:
-        InputError: a tensor that requires gradients (whose meaning would depend on the loss), or as `shard`.
-        LayoutError: a different number of rows than the layout gives this rank.
-        MismatchError: ranks that differ in dtype, shape, dim or layout; on every rank, if the transport can tell.
-        CommunicationError: something else went wrong between ranks.
+        InputError: If x requires gradients (their meaning would depend on the loss); and as `shard`.
+        LayoutError: If x has another number of tokens than this rank has in the layout.
+        MismatchError: If ranks differ in dtype, shape, dim or layout; on every rank, if the transport can compare them.
+        CommunicationError: If the communication fails otherwise.
     """
     mesh = as_mesh(mesh)
     try:
         dim, seq_len = _dimension(x, dim), size("seq_len", seq_len)
         if x.requires_grad and torch.is_grad_enabled():
-            raise InputError("unshard has no gradient: detach the tensor first, or compute the loss on shards")
-        where = _layout(layout, seq_len, mesh, mask)
-        check_rows(where, x.shape[dim], mesh)
+            raise InputError("unshard has no gradient; detach the tensor, or compute the loss on shards")
+        layout = _layout(layout, seq_len, mesh, mask)
+        check_rows(layout, x.shape[dim], mesh)
         transport = mesh.transport(x.device.type)
         # Lazy conjugation and negation are not in the bytes that are sent.
-        mine = x.resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
-    except Exception as refusal:
-        broadcast_error(mesh, refusal, x)
+        local = x.resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
+    except Exception as error:
+        broadcast_error(mesh, error, x)
         raise
-    agree(transport, _call_signature(mine, dim % x.dim(), where))
+    agree(transport, _call_signature(local, dim % x.dim(), layout))
     with transport.between_passes():
-        parts = [mine.new_empty(where.count(r), *mine.shape[1:]) for r in range(mesh.size)]
+        parts = [local.new_empty(layout.count(r), *local.shape[1:]) for r in range(mesh.size)]
         flat = [part.view(-1).view(torch.uint8) for part in parts]
-        transport.all_gather(mine.view(-1).view(torch.uint8), flat, "unshard")
-    whole = mine.new_empty(seq_len, *mine.shape[1:])
-    for part, segments in zip(parts, where.shards, strict=True):
+        transport.all_gather(local.view(-1).view(torch.uint8), flat, "unshard")
+    full = local.new_empty(seq_len, *local.shape[1:])
+    for part, segments in zip(parts, layout.shards, strict=True):
         row = 0
         for s in segments:
-            whole[s.start : s.last + 1 : s.step] = part[row : row + s.count]
+            full[s.start : s.last + 1 : s.step] = part[row : row + s.count]
             row += s.count
-    return whole.movedim(0, dim)
+    return full.movedim(0, dim)
 
 
-def _call_signature(mine: Tensor, dim: int, where: Layout) -> CallSignature:
-    """What ranks must state alike before they unshard; `mine` has its rows first."""
+def _call_signature(local: Tensor, dim: int, layout: Layout) -> CallSignature:
+    """Return the facts that must be equal on all ranks. Dimension 0 of `local` is the sequence."""
     return call_signature(
         {
             "pass": "unshard",
-            "dtype": str(mine.dtype).removeprefix("torch."),
-            "shape of a row": str(tuple(mine.shape[1:])),
+            "dtype": str(local.dtype).removeprefix("torch."),
+            "shape of a row": str(tuple(local.shape[1:])),
             "dim": str(dim),
-            "tokens": str(where.length),
-            "layout": hashed_value(where.name, where.shards),
+            "tokens": str(layout.length),
+            "layout": hashed_value(layout.name, layout.shards),
         }
     )
 
@@ -152,58 +161,61 @@ def shard_batch(
     layout: Layout | str = "zigzag",
     ignore_index: int = -100,
 ) -> dict[str, Tensor]:
-    """This rank's part of a batch of a causal language model.
+    """Return this rank's part of a batch of a causal language model.
 
-    Labels are shifted *before* they are cut, so that the last token of a shard predicts the first of the next.
+    Labels are shifted *before* sharding, so that the last token of a shard predicts the first token of the next one.
 
     Args:
-        input_ids: ``[B, N]``, the same on every rank.
-        labels: ``[B, N]`` unshifted, as transformers takes them; None uses `input_ids`.
-        position_ids: ``[B, N]`` or ``[1, N]``; None counts up, from 0 at each document.
-        cu_seqlens: cumulative lengths of packed documents, (0, ..., N); no token predicts one of the next document.
+        input_ids: Token ids of shape ``[B, N]``, equal on every rank.
+        labels: Unshifted labels of shape ``[B, N]``, as Transformers takes them. Default: `input_ids`.
+        position_ids: Shape ``[B, N]`` or ``[1, N]``. Default: they count up, from 0 in each document.
+        cu_seqlens: Cumulative lengths of packed documents, (0, ..., N). No token predicts one of the next document.
+        mesh: The ranks, as in `attention`.
+        layout: A `Layout` or its name, as in `attention`.
+        ignore_index: Label of tokens without a label.
 
     Returns:
-        input_ids, position_ids and labels (already shifted, `ignore_index` where there is none), each ``[B, S]``.
+        input_ids, position_ids and the shifted labels, each of shape ``[B, S]``.
 
     Raises:
-        InputError: tensors whose shapes differ, documents that do not fill the sequence, and as `attention`.
-        DtypeError: ids that are not integers.
+        InputError: If shapes differ or documents do not fill the sequence; and as `attention`.
+        DtypeError: If ids are not integers.
     """
     _check_ids("input_ids", input_ids)
     length = input_ids.shape[1]
     labels = input_ids if labels is None else _check_ids("labels", labels, input_ids)
-    ends = [0, length] if cu_seqlens is None else checked_cu_seqlens("cu_seqlens", cu_seqlens)
-    if ends[-1] != length:
+    offsets = [0, length] if cu_seqlens is None else checked_cu_seqlens("cu_seqlens", cu_seqlens)
+    if offsets[-1] != length:
         raise MaskError(
             "the documents do not fill the sequence",
-            got=f"documents up to {ends[-1]}, and {length} tokens",
-            next_step="make what is left over, padding too, a document of its own",
+            got=f"documents up to {offsets[-1]}, and {length} tokens",
+            next_step="add one document for the remaining tokens, including padding",
         )
     missing = as_int(ignore_index)
-    held = torch.iinfo(labels.dtype)
-    if missing is None or not held.min <= missing <= held.max:
-        allowed = f"an int that {labels.dtype} holds"
+    limits = torch.iinfo(labels.dtype)
+    if missing is None or not limits.min <= missing <= limits.max:
+        allowed = f"a value of {labels.dtype}"
         raise InputError("ignore_index cannot be a label", got=shown(ignore_index), allowed=allowed)
     shifted = torch.full_like(labels, missing)
     shifted[:, :-1] = labels[:, 1:]
     count = torch.arange(length, device=input_ids.device)
-    for start, stop in pairwise(ends):
+    for start, stop in pairwise(offsets):
         count[start:stop] -= start
         shifted[:, stop - 1] = missing
-    where = count.unsqueeze(0) if position_ids is None else _check_ids("position_ids", position_ids, input_ids)
-    whole = {"input_ids": input_ids, "position_ids": where.expand_as(input_ids), "labels": shifted}
-    mask = None if cu_seqlens is None else Mask.documents(ends)
-    return {name: shard(x, mesh, layout=layout, mask=mask) for name, x in whole.items()}
+    positions = count.unsqueeze(0) if position_ids is None else _check_ids("position_ids", position_ids, input_ids)
+    batch = {"input_ids": input_ids, "position_ids": positions.expand_as(input_ids), "labels": shifted}
+    mask = None if cu_seqlens is None else Mask.documents(offsets)
+    return {name: shard(x, mesh, layout=layout, mask=mask) for name, x in batch.items()}
 
 
 def _check_ids(name: str, ids: Tensor, like: Tensor | None = None) -> Tensor:
-    """Refuse anything but integers ``[B, N]`` of the same shape as `like`."""
+    """Raise an error if `ids` are not integers of shape ``[B, N]``, equal to that of `like`."""
     check_tensor(name, ids)
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
-        raise DtypeError(f"{name} are integers", got=ids.dtype, next_step="pass token ids, not embeddings")
+        raise DtypeError(f"{name} must be integers", got=ids.dtype, next_step="pass token ids, not embeddings")
     if ids.dim() != 2 or 0 in ids.shape:
-        raise ShapeError(f"{name} must be [batch, tokens], none 0", got=tuple(ids.shape))
-    one_for_all = name == "position_ids" and ids.shape[0] == 1
-    if like is not None and ids.shape != like.shape and not (one_for_all and ids.shape[1] == like.shape[1]):
-        raise ShapeError(f"{name} differ from input_ids", got=tuple(ids.shape), allowed=tuple(like.shape))
+        raise ShapeError(f"{name} must be [batch, tokens] and not empty", got=tuple(ids.shape))
+    is_shared = name == "position_ids" and ids.shape[0] == 1
+    if like is not None and ids.shape != like.shape and not (is_shared and ids.shape[1] == like.shape[1]):
+        raise ShapeError(f"{name} and input_ids have different shapes", got=tuple(ids.shape), allowed=tuple(like.shape))
     return ids

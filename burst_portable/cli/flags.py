@@ -12,7 +12,7 @@ import typer
 
 from burst_portable.backends.selection import known as known_backends
 from burst_portable.cli import PROGRAM
-from burst_portable.config import Launched
+from burst_portable.config import LauncherEnv
 from burst_portable.errors import BurstError, InputError, format_error, shown
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
@@ -162,7 +162,7 @@ def _convert(value: object, declared: Option) -> object:
         return value
 
 
-def number_of_ranks(ranks: int | None, launcher: Launched | None) -> int | None:
+def number_of_ranks(ranks: int | None, launcher: LauncherEnv | None) -> int | None:
     """Return the number of ranks of `--ranks` or of the launcher, or None if neither is given.
 
     Raises:
@@ -178,7 +178,7 @@ def number_of_ranks(ranks: int | None, launcher: Launched | None) -> int | None:
 
 
 @contextmanager
-def add_rank_to_errors(launcher: Launched | None) -> Iterator[None]:
+def add_rank_to_errors(launcher: LauncherEnv | None) -> Iterator[None]:
     """Add the rank to errors under a launcher, where all ranks print and only one host may be wrong."""
     try:
         yield

@@ -25,7 +25,7 @@ from burst_portable.cli.flags import (
 )
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, table
 from burst_portable.cli.run.job import DTYPES
-from burst_portable.config import Launched, launched
+from burst_portable.config import LauncherEnv, read_launcher_env
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text
 from burst_portable.utils.values import size
@@ -79,7 +79,7 @@ def measure(
     """
     from burst_portable.cli.measure_worker import measure_local, measure_rank
 
-    launcher = launched()
+    launcher = read_launcher_env()
     is_first = launcher is None or launcher.rank == 0
     with add_rank_to_errors(launcher):
         json_option = JsonOption(json_name, writes=is_first)
@@ -97,7 +97,7 @@ def measure(
 
 def _job(
     ranks: int | None, backend: str, kernel: str, heads: int, kv_heads: int, head_dim: int, dtype: str | None,
-    seq_len: int | None, ranks_per_node: int | None, launcher: Launched | None,
+    seq_len: int | None, ranks_per_node: int | None, launcher: LauncherEnv | None,
 ) -> MeasureJob:  # fmt: skip
     """Validate the options and return the job. Raises `BurstError` before a process starts."""
     import torch

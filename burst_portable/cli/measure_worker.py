@@ -15,7 +15,7 @@ from typing import Any
 from burst_portable.cli.run.job import Saved
 from burst_portable.cli.run.spawn import run_processes
 from burst_portable.cli.run.worker import device_of, join, join_launched, main, write_event
-from burst_portable.config import Launched
+from burst_portable.config import LauncherEnv
 
 Facts = dict[str, Any]
 
@@ -47,7 +47,7 @@ def measure_local(job: MeasureJob, on_progress: Callable[[str], None]) -> Facts:
     return facts
 
 
-def measure_rank(job: MeasureJob, launcher: Launched, on_progress: Callable[[str], None]) -> Facts:
+def measure_rank(job: MeasureJob, launcher: LauncherEnv, on_progress: Callable[[str], None]) -> Facts:
     """Measure as one rank of a launcher, and return the measurement of all ranks."""
     import torch.distributed as dist
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from burst_portable.config import Launched, launched
+from burst_portable.config import LauncherEnv, read_launcher_env
 from burst_portable.errors import InputError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
 
 def test_launched_detects_launcher():
-    assert launched({}) is None
-    assert launched({"MASTER_ADDR": "host", "MASTER_PORT": "x", "LOCAL_RANK": "0"}) is None  # of a cluster, no launcher
-    assert launched(TORCHRUN) == Launched(1, 2, 1, "host:29500")
-    assert launched({k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}) == Launched(1, 2, 1, "host:29500")
+    assert read_launcher_env({}) is None
+    assert (
+        read_launcher_env({"MASTER_ADDR": "host", "MASTER_PORT": "x", "LOCAL_RANK": "0"}) is None
+    )  # of a cluster, no launcher
+    assert read_launcher_env(TORCHRUN) == LauncherEnv(1, 2, 1, "host:29500")
+    assert read_launcher_env({k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}) == LauncherEnv(
+        1, 2, 1, "host:29500"
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,5 +38,5 @@ def test_launched_detects_launcher():
 def test_launched_rejects_incomplete_variables(changes, said):
     environment = {k: v for k, v in {**TORCHRUN, **changes}.items() if v is not None}
     with pytest.raises(InputError, match="start with torchrun, or unset RANK") as error:
-        launched(environment)
+        read_launcher_env(environment)
     assert said in str(error.value)

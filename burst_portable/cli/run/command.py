@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from burst_portable.cli.run.setup import Prepared
     from burst_portable.cli.run.train import Gradients, Outcome
     from burst_portable.cli.run.view import View
-    from burst_portable.config import Launched
+    from burst_portable.config import LauncherEnv
 
 
 _LEARNING_RATE = 1e-3
@@ -119,12 +119,12 @@ def run(
         )
     from burst_portable.cli.run.job import disable_garbage_collection
     from burst_portable.cli.run.view import View
-    from burst_portable.config import launched
+    from burst_portable.config import read_launcher_env
 
     with disable_garbage_collection():
         from burst_portable.cli.run.setup import prepare
 
-    launcher = launched()
+    launcher = read_launcher_env()
     is_first = launcher is None or launcher.rank == 0
     with add_rank_to_errors(launcher):
         json_option = JsonOption(json_name, writes=is_first, sources=(text, model))
@@ -183,7 +183,7 @@ def _learning_rate(rate: float | None, scoring: bool) -> float:
 
 
 def _facts(
-    prepared: Prepared, launcher: Launched | None, check: bool, view: View
+    prepared: Prepared, launcher: LauncherEnv | None, check: bool, view: View
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Run the ranks, then the reference. Return the JSON and the profile, if any; None on other ranks of a launcher."""
     import torch
@@ -213,7 +213,7 @@ def _facts(
 
 
 def _distributed(
-    prepared: Prepared, launcher: Launched | None, check: bool, view: View
+    prepared: Prepared, launcher: LauncherEnv | None, check: bool, view: View
 ) -> tuple[list[Outcome], Gradients]:
     """Run the ranks. Return their outcomes in rank order, and the gradients if they are compared."""
     import tempfile

@@ -13,12 +13,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from burst_portable.cli.run.job import Job
 from burst_portable.cli.run.train import Gradients, OnStep, Outcome, run_rank
 from burst_portable.cli.run.worker import device_of, join_launched
-from burst_portable.config import Launched
+from burst_portable.config import LauncherEnv
 from burst_portable.mesh import Mesh
 
 
 @record  # torchrun then prints this rank's error last
-def run_in_launcher(job: Job, launcher: Launched, on_step: OnStep) -> tuple[list[Outcome], Gradients]:
+def run_in_launcher(job: Job, launcher: LauncherEnv, on_step: OnStep) -> tuple[list[Outcome], Gradients]:
     """Run this rank of a job, and return the outcomes of all ranks in rank order and this rank's gradients."""
     device = device_of(job.device_type, launcher.local_rank)
     join_launched(job.backend, launcher)

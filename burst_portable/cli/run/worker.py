@@ -22,7 +22,7 @@ from burst_portable.cli.run.job import Job, disable_garbage_collection
 from burst_portable.errors import BurstError, CommunicationError, CommunicationTimeoutError, InputError, in_a_line
 
 if TYPE_CHECKING:
-    from burst_portable.config import Launched
+    from burst_portable.config import LauncherEnv
 
 
 def main(arguments: list[str], work: Callable[[Path, int], None] | None = None) -> int:
@@ -104,13 +104,13 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
     )
 
 
-def join_launched(backend: str, launcher: Launched) -> None:
+def join_launched(backend: str, launcher: LauncherEnv) -> None:
     """Create the process group of the ranks that a launcher started.
 
     Raises:
         CommunicationTimeoutError: If a rank does not connect in time.
     """
-    address = launcher.meeting
+    address = launcher.address
     next_step = f"check that every rank starts and can connect to {address} (MASTER_ADDR, MASTER_PORT)"
     _create_process_group(backend, f"the ranks did not connect at {address}", next_step)
 
