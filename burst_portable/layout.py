@@ -1,4 +1,4 @@
-"""Layouts: which global positions a rank holds, as arithmetic progressions."""
+"""Define layouts: the global positions of each rank, as arithmetic progressions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burst_portable.mask import Mask
 from burst_portable.utils.values import as_int, opaque, size
 
 MOST_RANKS = 1 << 14
-"""Planning one rank looks at every other; with more ranks it takes minutes, see docs/plans.md."""
+"""Planning one rank visits every other: with more ranks it takes minutes, see docs/plans.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,20 @@ class Segment:
                     raise LayoutError(f"{name} of a segment must be an int", got=shown(getattr(self, name)))
                 object.__setattr__(self, name, number)
         if self.start < 0 or self.count < 0 or self.step < 1:
-            raise LayoutError("this is not a segment", got=self, allowed="start and count >= 0, step >= 1")
+            raise LayoutError("invalid segment", got=self, allowed="start and count >= 0, step >= 1")
 
     @property
     def last(self) -> int:
-        """The last position that it holds."""
+        """Last position of the segment."""
         return self.start + (self.count - 1) * self.step
 
     def positions(self) -> range:
-        """Its positions, in order."""
+        """Return the positions, in order."""
         return range(self.start, self.start + self.count * self.step, self.step)
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
-        """The local indices [first, past) whose positions lie in [start, stop)."""
-        if self.step == 1:  # the usual case, and called often
+        """Return the range [first, past) of local indices whose positions are in [start, stop)."""
+        if self.step == 1:  # the usual case, called often
             first, past = start - self.start, stop - self.start
             first, past = first if first > 0 else 0, past if past < self.count else self.count
             return first, past if past > first else first
@@ -56,24 +56,30 @@ class Segment:
         return first, max(first, past)
 
     def meets(self, other: Segment) -> bool:
-        """Whether both hold some position, in closed form (the Chinese remainder theorem)."""
+        """Return whether both contain a position, in closed form (Chinese remainder theorem)."""
         common = gcd(self.step, other.step)
-        apart, unfit = divmod(other.start - self.start, common)
-        if unfit:
+        distance, rest = divmod(other.start - self.start, common)
+        if rest:
             return False
         turns = other.step // common
-        position = self.start + self.step * (apart * pow(self.step // common, -1, turns) % turns)
-        both = self.step * turns  # from one shared position to the next, if both were endless
-        position += -((position - max(self.start, other.start)) // both) * both
+        position = self.start + self.step * (distance * pow(self.step // common, -1, turns) % turns)
+        period = self.step * turns  # distance of shared positions, if both were endless
+        position += -((position - max(self.start, other.start)) // period) * period
         return position <= min(self.last, other.last)
 
 
 @opaque
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """The segments of every rank, in the order in which the rank's rows lie in memory.
+    """The segments of every rank, in the order of the rank's tokens in memory.
 
-    Raises `LayoutError` unless each position from 0 to length - 1 lies on one rank, and each rank holds at least one.
+    Attributes:
+        name: Name of the layout.
+        length: Tokens of the unsharded sequence.
+        shards: The segments of each rank.
+
+    Raises:
+        LayoutError: Unless each position from 0 to length - 1 is on exactly one rank, and each rank has at least one.
     """
 
     name: str
@@ -99,31 +105,31 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the sequence."""
+        """Number of ranks that share the sequence."""
         return len(self.shards)
 
     def count(self, rank: int) -> int:
-        """How many positions a rank holds."""
+        """Return the number of tokens of a rank."""
         return self._counts[rank]
 
     def positions(self, rank: int) -> list[int]:
-        """A rank's global positions, in the order of its rows."""
+        """Return a rank's global positions, in the order of its tokens."""
         return [p for s in self.shards[rank] for p in s.positions()]
 
     def joined(self, each: int | None = None) -> Layout:
-        """Each `each` consecutive shards (by default all) joined into one rank's, one after the other."""
+        """Concatenate each `each` consecutive shards (default: all) into the shard of one rank."""
         each = each or self.ranks
         groups = (self.shards[first : first + each] for first in range(0, self.ranks, each))
         return Layout(f"joined {self.name}", self.length, tuple(tuple(chain.from_iterable(group)) for group in groups))
 
     def sorted(self) -> Layout:
-        """The same positions on every rank, with segments sorted by their start and adjacent ones merged."""
+        """Return a layout with equal positions per rank, segments sorted by start, and adjacent ones merged."""
         shards = (sorted(shard, key=lambda s: s.start) for shard in self.shards)
         return Layout(f"sorted {self.name}", self.length, tuple(map(merged, shards)))
 
 
 def merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Segments without empty ones, and with neighbours joined if one continues the other."""
+    """Return the segments without empty ones. Neighbors are joined if one continues the other."""
     found: list[Segment] = []
     for s in segments:
         if not s.count:
@@ -136,25 +142,25 @@ def merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def _listed(shards: Iterable[Iterable[Segment]]) -> tuple[tuple[Segment, ...], ...]:
-    """The shards as tuples, without empty segments."""
+    """Return the shards as tuples, without empty segments."""
     try:
         listed = [tuple(shard) for shard in shards]
     except TypeError:
-        raise LayoutError("a layout takes a list of segments for every rank", got=shown(shards)) from None
+        raise LayoutError("a layout needs a list of segments for every rank", got=shown(shards)) from None
     for s in chain.from_iterable(listed):
         if not isinstance(s, Segment):
-            raise LayoutError("a layout is made of segments", got=shown(s), allowed="Segment")
+            raise LayoutError("a layout needs segments", got=shown(s), allowed="Segment")
     return tuple(tuple(s for s in shard if s.count) for shard in listed)
 
 
 def check_ranks(name: str, ranks: int) -> None:
-    """Raises `LayoutError` for more than `MOST_RANKS`."""
+    """Raise `LayoutError` for more than `MOST_RANKS`."""
     if ranks > MOST_RANKS:
         raise LayoutError(f"the layout {name!r} has too many ranks", got=ranks, allowed=f"at most {MOST_RANKS}")
 
 
 def _check_partition(layout: Layout) -> None:
-    """Refuse a layout unless every position is on one rank and every rank has one. Positions are never listed."""
+    """Raise `LayoutError` unless each position is on one rank and each rank has one. Positions are never listed."""
     what = f"the layout {layout.name!r}"
     if not isinstance(layout.length, int) or layout.length < 1 or not layout.shards:
         raise LayoutError(f"{what} needs ranks and tokens", got=f"{layout.ranks} ranks, {layout.length} tokens")
@@ -166,20 +172,20 @@ def _check_partition(layout: Layout) -> None:
             next_step="use fewer ranks, or another layout",
         )
     segments = list(chain.from_iterable(layout.shards))
-    held, last = sum(s.count for s in segments), max(s.last for s in segments)
+    count, last = sum(s.count for s in segments), max(s.last for s in segments)
     if last >= layout.length:
-        raise LayoutError(f"{what} goes past its sequence", got=f"position {last}", allowed=f"0 to {layout.length - 1}")
+        raise LayoutError(f"{what} exceeds its sequence", got=f"position {last}", allowed=f"0 to {layout.length - 1}")
     if pair := _shared(segments):
         raise LayoutError(
-            f"{what} holds a position twice", got=f"{pair[0]} and {pair[1]}", allowed="every position once"
+            f"{what} contains a position twice", got=f"{pair[0]} and {pair[1]}", allowed="every position once"
         )
-    if held != layout.length:
-        raise LayoutError(f"{what} leaves positions out", got=f"{held} of {layout.length}", allowed="all")
+    if count != layout.length:
+        raise LayoutError(f"{what} omits positions", got=f"{count} of {layout.length}", allowed="all")
 
 
 def _shared(segments: Sequence[Segment]) -> tuple[Segment, Segment] | None:
-    """Two segments that share a position, if any do."""
-    tracks: dict[tuple[int, int], list[Segment]] = defaultdict(list)  # on one track, segments are intervals
+    """Return two segments that share a position, or None."""
+    tracks: dict[tuple[int, int], list[Segment]] = defaultdict(list)  # segments of one track are intervals
     for s in segments:
         tracks[s.step, s.start % s.step].append(s)
     for track in tracks.values():
@@ -200,17 +206,17 @@ def _shared(segments: Sequence[Segment]) -> tuple[Segment, Segment] | None:
     return None
 
 
-_BLOCK = 128  # rows that kernels take at once: chunks of whole blocks leave none half empty
-_UNEVEN = 1.03  # the load of the busiest rank over the mean, above which another document is cut
+_BLOCK = 128  # rows per block of kernels: chunks of full blocks leave no block partly empty
+_UNEVEN = 1.03  # ratio of the busiest rank's load to the mean, above which another document is split
 
 
 def contiguous(length: int, ranks: int) -> Layout:
-    """Rank r holds the r-th of `ranks` pieces."""
+    """Give rank r the r-th of `ranks` chunks."""
     return Layout("contiguous", length, tuple(merged([_chunk(length, ranks, r)]) for r in range(ranks)))
 
 
 def zigzag(length: int, ranks: int) -> Layout:
-    """Rank r holds chunks r and 2W-1-r of 2W (Zhu, ring-flash-attention; Llama 3, section 3.3.2)."""
+    """Give rank r chunks r and 2W-1-r of 2W (Zhu, ring-flash-attention; Llama 3, section 3.3.2)."""
     pieces = 2 * ranks
     return Layout(
         "zigzag",
@@ -220,31 +226,31 @@ def zigzag(length: int, ranks: int) -> Layout:
 
 
 def striped(length: int, ranks: int) -> Layout:
-    """Rank r holds every W-th position from r (Striped Attention, arXiv 2311.09431)."""
+    """Give rank r every W-th position from r (Striped Attention, arXiv 2311.09431)."""
     return Layout("striped", length, tuple((Segment(r, len(range(r, length, ranks)), ranks),) for r in range(ranks)))
 
 
 def document_zigzag(cu_seqlens: Sequence[int], ranks: int) -> Layout:
-    """A zigzag of its own for every document, so that packed causal work is even."""
+    """Split every document in a zigzag, so that packed causal work is balanced."""
     pieces = 2 * ranks
     shards = []
     for rank in range(ranks):
-        mine = []
+        segments = []
         for start, stop in pairwise(cu_seqlens):
             for piece in (rank, pieces - 1 - rank):
                 chunk = _chunk(stop - start, pieces, piece)
-                mine.append(Segment(start + chunk.start, chunk.count))
-        shards.append(merged(mine))
+                segments.append(Segment(start + chunk.start, chunk.count))
+        shards.append(merged(segments))
     return Layout("document_zigzag", cu_seqlens[-1], tuple(shards))
 
 
 def whole_documents(cu_seqlens: Sequence[int], ranks: int) -> Layout:
-    """Documents dealt out whole, so that little is sent; as few of the longest as evenness needs are cut into zigzags.
+    """Assign unsplit documents to ranks, so that little is sent, and split the longest in zigzags to balance the load.
 
-    Documents are cut until the busiest rank has at most 3 % more than the mean, both of the pairs of a causal mask and
-    of the rows, as far as some are long enough: the chunks of a cut document are whole blocks of kernels, in short
-    sequences at least a sixteenth of a rank's rows. Blocks are not cut, so where ranks have less than some 8,000 rows
-    more may remain. Chunks come first on their rank, side by side: what others need is one range.
+    Documents are split until the busiest rank has at most 3 % more than the mean of both the pairs of a causal mask and
+    the tokens, if enough documents are long enough. The chunks of a split document are full blocks of kernels, in short
+    sequences at least a sixteenth of a rank's tokens. The imbalance may be larger for ranks of less than some 8,000
+    tokens, because blocks are not split. Chunks come first on their rank, so that other ranks need one range.
     """
     longest = sorted(pairwise(cu_seqlens), key=lambda d: (d[0] - d[1], d))
     chunk = max(1, min(_BLOCK, cu_seqlens[-1] // (16 * ranks)))
@@ -255,7 +261,7 @@ def whole_documents(cu_seqlens: Sequence[int], ranks: int) -> Layout:
 
 
 def _evenest(documents: Sequence[tuple[int, int]], ranks: int, shortest: int) -> _Dealt:
-    """The most even way found to deal out documents; those that are cut have at least `shortest` rows."""
+    """Return the most balanced assignment found. Split documents have at least `shortest` tokens."""
     most = sum(stop - start >= shortest for start, stop in documents)
     cut, best = 0, _Dealt(documents, 0, ranks)
     while best.uneven > _UNEVEN and cut < most:
@@ -265,13 +271,13 @@ def _evenest(documents: Sequence[tuple[int, int]], ranks: int, shortest: int) ->
 
 
 class _Dealt:
-    """Documents dealt out to ranks: the first `cut` of them as zigzags, each of the others to the least loaded rank."""
+    """Documents assigned to ranks: the first `cut` in zigzags, each of the others to the least loaded rank."""
 
     def __init__(self, documents: Sequence[tuple[int, int]], cut: int, ranks: int) -> None:
         self._pairs, self._rows = [0] * ranks, [0] * ranks
         self._all = sum((b - a) ** 2 for a, b in documents), sum(b - a for a, b in documents)
         chunks: list[list[Segment]] = [[] for _ in range(ranks)]
-        rests: list[tuple[int, int, int]] = []  # rows past the last whole block: (start of their document, first, stop)
+        rests: list[tuple[int, int, int]] = []  # past the last full block: (start of the document, first, stop)
         for index, (start, stop) in enumerate(documents[:cut]):
             block = min(_BLOCK, (stop - start) // (2 * ranks))
             blocks = (stop - start) // block
@@ -297,13 +303,13 @@ class _Dealt:
         self.idle = not all(self._rows)
 
     def _give(self, rank: int, start: int, first: int, past: int) -> Segment:
-        """Give a rank the rows [first, past) of a document that begins at `start`; returns them."""
+        """Give a rank the tokens [first, past) of a document that begins at `start`, and return them."""
         self._pairs[rank] += (past - start) ** 2 - (first - start) ** 2
         self._rows[rank] += past - first
         return Segment(first, past - first)
 
     def _load(self, rank: int) -> int:
-        """The larger of its shares of all pairs and of all rows."""
+        """Return the larger of a rank's shares of all pairs and of all tokens."""
         return max(self._pairs[rank] * self._all[1], self._rows[rank] * self._all[0])
 
 
@@ -320,22 +326,30 @@ NAMES = (*LAYOUTS, *OF_DOCUMENTS)
 
 
 def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) -> Layout:
-    """The layout of that name; `OF_DOCUMENTS` read the documents from the mask.
+    """Return the layout of a name. `OF_DOCUMENTS` depend on the documents of the mask.
 
-    Raises `UnknownNameError` for a name that is not in `NAMES`, `InputError` for a length or a number of ranks that is
-    not a size, `LayoutError` if they do not fit together or the mask lacks documents that the layout needs.
+    Args:
+        name: One of `NAMES`.
+        length: Tokens of the unsharded sequence.
+        ranks: Number of ranks.
+        mask: Mask with the documents.
+
+    Raises:
+        UnknownNameError: If the name is not in `NAMES`.
+        InputError: If `length` or `ranks` is not a positive integer.
+        LayoutError: If they do not match, or the mask has no documents that the layout needs.
     """
-    # Checked outside the cache, whose keys do not tell 1, 1.0 and True apart.
+    # Checked outside of the cache, in which 1, 1.0 and True are equal keys.
     length, ranks = size("length", length), size("ranks", ranks)
     if not isinstance(name, str) or name not in NAMES:
         raise unknown_name("layout", name, NAMES)
     if not isinstance(mask, Mask | None):
-        raise LayoutError("a layout reads documents from a Mask", got=shown(mask))
-    return _made(name, length, ranks, mask)
+        raise LayoutError("mask must be a Mask", got=shown(mask))
+    return _make(name, length, ranks, mask)
 
 
 def suited(mask: Mask, length: int, ranks: int) -> Iterator[Layout]:
-    """Layouts that may be the fastest for a mask; among equally fast ones, the first is taken."""
+    """Yield layouts that may be the fastest for a mask. Among equally fast ones, the first is selected."""
     yield make_layout("zigzag", length, ranks)
     if ranks > 1:
         yield make_layout("contiguous", length, ranks)
@@ -348,7 +362,7 @@ def suited(mask: Mask, length: int, ranks: int) -> Iterator[Layout]:
 
 
 @lru_cache(maxsize=256)
-def _made(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
+def _make(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
     check_ranks(name, ranks)
     if length < ranks:
         raise LayoutError(
@@ -357,27 +371,27 @@ def _made(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
             allowed=f"at most {length} ranks",
         )
     if name in OF_DOCUMENTS:
-        return OF_DOCUMENTS[name](_document_bounds(name, mask, length), ranks)
+        return OF_DOCUMENTS[name](_document_cu_seqlens(name, mask, length), ranks)
     return LAYOUTS[name](length, ranks)
 
 
-def _document_bounds(name: str, mask: Mask | None, length: int) -> tuple[int, ...]:
-    """Where documents begin and end: the squares on the diagonal that tile the sequence."""
-    bounds = [0]
+def _document_cu_seqlens(name: str, mask: Mask | None, length: int) -> tuple[int, ...]:
+    """Return the cumulative lengths of documents: the squares on the diagonal that tile the sequence."""
+    cu_seqlens = [0]
     for region in mask.regions if mask is not None else ():
-        if (region.q_start, region.q_stop) != (region.k_start, region.k_stop) or region.q_start != bounds[-1]:
+        if (region.q_start, region.q_stop) != (region.k_start, region.k_stop) or region.q_start != cu_seqlens[-1]:
             break
-        bounds.append(min(region.q_stop, length))
-    if bounds[-1] != length:
+        cu_seqlens.append(min(region.q_stop, length))
+    if cu_seqlens[-1] != length:
         raise LayoutError(
             f"the layout {name!r} needs a mask of documents that fill the sequence",
             got=f"the mask {str(mask)!r} and {length} tokens",
             next_step="pass Mask.documents(...), or use the layout 'zigzag'",
         )
-    return tuple(bounds)
+    return tuple(cu_seqlens)
 
 
 def _chunk(length: int, pieces: int, index: int) -> Segment:
-    """Piece `index` of a length; the first `length mod pieces` are one longer, so that no rank is empty."""
+    """Return chunk `index` of a length. The first `length mod pieces` are one longer, so that no rank is empty."""
     size, longer = divmod(length, pieces)
     return Segment(index * size + min(index, longer), size + (index < longer))

@@ -1,11 +1,11 @@
-"""Masks: which query sees which key, as disjoint regions of global positions.
+"""Define masks: the pairs of visible queries and keys, as disjoint regions of global positions.
 
-A `Mask` is a tuple of regions that do not overlap, the same for every head and batch row, so that an attention over it
-is a sum over regions and nothing is counted twice. Positions are global: `layout` says which of them a rank holds, and
-`planning.tiles` alone makes tiles of both. A region is a box, and a band across it along the diagonal::
+A `Mask` is a tuple of regions that do not overlap, the same for every head and batch row. An attention is a sum over
+regions, in which no pair counts twice. Positions are global: `layout` assigns them to ranks, and only `planning.tiles`
+combines both. A region is a box, and a band across it along the diagonal::
 
     q_start 2, q_stop 7             k 0 1 2 3 4 5 6
-    k_start 1, k_stop 6         q 2     # # . . .          # is visible, where lo <= q - k <= hi
+    k_start 1, k_stop 6         q 2     # # . . .          # is visible: lo <= q - k <= hi
     lo 0, hi 2                    3     # # # . .
                                   4     . # # # .
                                   5     . . # # #
@@ -24,28 +24,28 @@ from burst_portable.errors import MaskError, shown, unknown_name
 from burst_portable.utils.values import as_int, opaque, size
 
 UNBOUNDED = 1 << 60
-"""Stands for "as far as the sequence goes", in ranges and, also negated, in bands."""
+"""End of an unlimited range; also, with either sign, the bound of an unlimited band."""
 
 
 def band_area(rows: int, columns: int, lo: int, hi: int) -> int:
-    """Cells (i, j) of a rows x columns box with lo <= i - j <= hi, in closed form."""
+    """Return the number of cells (i, j) of a rows x columns box with lo <= i - j <= hi, in closed form."""
     return _up_to(rows, columns, hi) - _up_to(rows, columns, lo - 1) if lo <= hi else 0
 
 
 def _up_to(rows: int, columns: int, bound: int) -> int:
-    """Cells with i - j <= bound."""
+    """Return the number of cells with i - j <= bound."""
     if bound <= -columns:
         return 0
     if bound >= rows - 1:
         return rows * columns
-    # Column j holds clamp(bound + j + 1, 0, rows) cells: nothing, then a ramp, then all rows.
+    # Column j has clamp(bound + j + 1, 0, rows) cells: none, then a ramp, then all rows.
     start, stop = max(0, -bound - 1), min(columns, rows - bound - 1)
     return (stop - start) * (2 * bound + start + 1 + stop) // 2 + rows * (columns - stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Queries [q_start, q_stop) see keys [k_start, k_stop) where lo <= q - k <= hi; all positions are global."""
+    """Queries [q_start, q_stop) see keys [k_start, k_stop) if lo <= q - k <= hi. All positions are global."""
 
     q_start: int
     q_stop: int
@@ -65,7 +65,7 @@ class Region:
             raise MaskError("a region is empty or starts before 0", got=self, allowed="0 <= start < stop and lo <= hi")
 
     def overlaps(self, other: Region) -> bool:
-        """Whether some pair (q, k) lies in both, in closed form."""
+        """Return whether any pair (q, k) is in both regions, in closed form."""
         q_start, q_stop = max(self.q_start, other.q_start), min(self.q_stop, other.q_stop)
         k_start, k_stop = max(self.k_start, other.k_start), min(self.k_stop, other.k_stop)
         if q_start >= q_stop or k_start >= k_stop:
@@ -74,13 +74,13 @@ class Region:
         return lo <= hi
 
     def num_pairs(self, q_length: int, k_length: int) -> int:
-        """How many pairs it holds in a sequence of these lengths."""
+        """Return the number of visible pairs in a sequence of these lengths."""
         rows, columns = min(self.q_stop, q_length) - self.q_start, min(self.k_stop, k_length) - self.k_start
         offset = self.q_start - self.k_start
         return band_area(rows, columns, self.lo - offset, self.hi - offset) if rows > 0 and columns > 0 else 0
 
     def rows(self, length: int) -> tuple[int, int]:
-        """[start, stop) of the queries that see one of its keys, in a sequence of this length."""
+        """Return the range [start, stop) of queries that see one of its keys, in a sequence of `length` tokens."""
         if self.k_start >= length:
             return 0, 0
         past = min(self.q_stop, min(self.k_stop, length) + self.hi, length)
@@ -95,7 +95,7 @@ class Region:
 
 
 def first_overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
-    """The first overlapping pair, if any, of regions sorted by q_start: a sweep over q, bisection over k."""
+    """Return the first overlapping pair of regions sorted by q_start, or None: a sweep over q, bisection over k."""
     open_: list[Region] = []  # regions that may share a query with later ones, sorted by k_start
     for q_start, row in groupby(regions, key=lambda r: r.q_start):
         open_ = [r for r in open_ if r.q_stop > q_start]
@@ -118,11 +118,15 @@ def _k_start(region: Region) -> int:
 @opaque
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask:
-    """Disjoint regions. Build one with a constructor below, or from your own regions.
+    """Disjoint regions. Create one with a constructor below, or from regions.
 
-    `text` is the short form that `parse` takes, of masks that list no positions; empty for others.
+    Attributes:
+        regions: The regions, sorted.
+        name: Name for messages.
+        text: Short form that `parse` takes; "" for masks that list positions.
 
-    Raises `MaskError`, naming the pair, when two regions overlap.
+    Raises:
+        MaskError: If two regions overlap; the message contains both.
     """
 
     regions: tuple[Region, ...]
@@ -140,20 +144,20 @@ class Mask:
         except TypeError:
             regions = (None,)
         if not all(isinstance(r, Region) for r in regions):
-            raise MaskError("a mask is made of regions", got=shown(self.regions), allowed="a list of Region")
+            raise MaskError("a mask needs regions", got=shown(self.regions), allowed="a list of Region")
         object.__setattr__(self, "regions", tuple(sorted(regions, key=lambda r: (r.q_start, r.k_start, r.lo))))
         object.__setattr__(self, "_hash", hash(self.regions))
-        # For bisection: where regions start, and the furthest stop up to each.
+        # For bisection: the starts of regions, and the largest stop so far.
         object.__setattr__(self, "_starts", tuple(r.q_start for r in self.regions))
         object.__setattr__(self, "_furthest", tuple(accumulate((r.q_stop for r in self.regions), max)))
         if pair := first_overlap(self.regions):
             raise MaskError(
                 "two regions of a mask overlap, so their pairs would count twice",
                 got=f"{pair[0]} and {pair[1]}",
-                next_step="cut one of them so that they are disjoint",
+                next_step="split one of them so that they are disjoint",
             )
 
-    # A mask is part of every plan's cache key, so its hash is kept; equal masks are mostly the same object.
+    # A mask is part of every plan's cache key, so its hash is cached. Equal masks are usually the same object.
     def __hash__(self) -> int:
         return self._hash
 
@@ -169,7 +173,7 @@ class Mask:
         return f"Mask({self.name!r}, regions={len(self.regions)})"
 
     def check_lengths(self, q_length: int, k_length: int) -> None:
-        """Refuse a mask that names positions past the end of the sequence."""
+        """Raise `MaskError` if the mask contains positions past the end of the sequence."""
         for region in self.regions:
             for side, stop, length in (("q", region.q_stop, q_length), ("k", region.k_stop, k_length)):
                 if length < stop < UNBOUNDED:
@@ -180,19 +184,19 @@ class Mask:
                     )
 
     def regions_of_rows(self, start: int, stop: int) -> tuple[Region, ...]:
-        """The regions that may hold a query of [start, stop), found by bisection."""
+        """Return the regions that may contain a query of [start, stop), found by bisection."""
         if len(self.regions) <= 2:
             return self.regions
         return self.regions[bisect_right(self._furthest, start) : bisect_left(self._starts, stop)]
 
     def num_pairs(self, q_length: int, k_length: int | None = None) -> int:
-        """How many (q, k) pairs it lets through; FLOPs are counted from this."""
+        """Return the number of visible (q, k) pairs per head, which determines the FLOPs."""
         rows = size("q_length", q_length)
         columns = rows if k_length is None else size("k_length", k_length)
         return sum(r.num_pairs(rows, columns) for r in self.regions)
 
     def fully_masked_tokens(self, length: int) -> int:
-        """How many tokens of a sequence see nothing: their attention is 0."""
+        """Return the number of tokens that see no key. Their attention is 0."""
         length = size("length", length)
         seen = reached = 0
         for start, stop in sorted(r.rows(length) for r in self.regions):
@@ -204,33 +208,36 @@ class Mask:
 
     @classmethod
     def _of_text(cls, text: str, *regions: Region) -> Mask:
-        made = cls(regions, text)
-        object.__setattr__(made, "text", text)
-        return made
+        mask = cls(regions, text)
+        object.__setattr__(mask, "text", text)
+        return mask
 
     @classmethod
     def full(cls) -> Mask:
-        """Every query sees every key."""
+        """Return the mask in which every query sees every key."""
         return cls._of_text("full", Region(0, UNBOUNDED, 0, UNBOUNDED))
 
     @classmethod
     def causal(cls) -> Mask:
-        """A query sees itself and what came before."""
+        """Return the mask in which a query sees itself and all earlier tokens."""
         return cls._of_text("causal", Region(0, UNBOUNDED, 0, UNBOUNDED, lo=0))
 
     @classmethod
     def window(cls, left: int, right: int = 0) -> Mask:
-        """A query sees `left` tokens back, itself, and `right` tokens ahead."""
+        """Return the mask in which a query sees `left` earlier tokens, itself and `right` later tokens."""
         left, right = _at_least(0, left=left, right=right)
         return cls._of_text(f"window:{left}:{right}", Region(0, UNBOUNDED, 0, UNBOUNDED, lo=-right, hi=left))
 
     @classmethod
     def documents(cls, cu_seqlens: Sequence[int], *, causal: bool = True, window: int | None = None) -> Mask:
-        """Packed sequences: cu_seqlens = (0, end of the first, ..., length). No token sees another document.
+        """Return the mask of packed sequences, called documents. No token sees another document.
 
-        `cu_seqlens` is a sequence of ints, a NumPy array or an integer tensor (``cu_seqlens``); a tensor on a device is
-        copied. Tokens after the last document see nothing: padding. `window` is how many tokens back (and ahead, if not
-        causal) a token sees within its document.
+        Args:
+            cu_seqlens: Cumulative lengths (0, end of the first, ..., length): a sequence of ints, a NumPy array or an
+                integer tensor. A tensor on a device is copied to the host. Tokens after the last document see nothing
+                (padding).
+            causal: Whether documents are causal.
+            window: Number of earlier (and later, if not causal) tokens of its document that a token sees. Default: all.
         """
         cu_seqlens = checked_cu_seqlens("documents", cu_seqlens)
         if not isinstance(causal, bool):
@@ -247,7 +254,7 @@ class Mask:
 
     @classmethod
     def prefix_lm(cls, prefix: int) -> Mask:
-        """The first `prefix` tokens are seen by all; the rest is causal."""
+        """Return the mask in which all queries see the first `prefix` tokens; the rest is causal."""
         (prefix,) = _at_least(1, prefix=prefix)
         return cls._of_text(
             f"prefix:{prefix}",
@@ -267,7 +274,7 @@ class Mask:
 
     @classmethod
     def global_window(cls, num_global_tokens: int, left: int, right: int) -> Mask:
-        """The first `num_global_tokens` tokens see all and are seen by all; the rest sees a window (both ways)."""
+        """Return a window mask in which the first `num_global_tokens` tokens see all tokens and all tokens see them."""
         (num_global_tokens,), (left, right) = (
             _at_least(1, num_global_tokens=num_global_tokens),
             _at_least(0, left=left, right=right),
@@ -281,15 +288,15 @@ class Mask:
 
     @classmethod
     def block_causal(cls, cu_seqlens: Sequence[int]) -> Mask:
-        """A query sees its whole block and every block before it. cu_seqlens = (0, end of the first, ...)."""
+        """Return the mask of causal blocks: a query sees its block and all earlier ones (see `documents`)."""
         cu_seqlens = checked_cu_seqlens("block_causal", cu_seqlens)
         return cls(tuple(Region(a, b, 0, b) for a, b in pairwise(cu_seqlens)), f"block_causal({len(cu_seqlens) - 1})")
 
     @classmethod
     def share_question(cls, seqlens: Sequence[int]) -> Mask:
-        """One question and several answers to it, packed: seqlens = (question, answer, answer, ...).
+        """Return the mask of a question and its answers, packed: seqlens = (question, answer, answer, ...).
 
-        Each answer is causal and sees the question, and no other answer.
+        Each answer is causal, and sees the question but no other answer.
         """
         listed = _listed("share_question", seqlens)
         if len(listed) < 2 or min(listed) < 1:
@@ -304,11 +311,18 @@ class Mask:
 
     @classmethod
     def parse(cls, text: str, length: int | None = None) -> Mask:
-        """A mask from its short form, as the command line takes it.
+        """Return the mask of a short form, as the command line takes it.
 
         ``full``, ``causal``, ``window:LEFT[:RIGHT]``, ``documents:0,A,B,...``, ``full_documents:0,A,...``,
         ``prefix:N``, ``sink:N:LEFT``, ``global:N:LEFT:RIGHT``, ``block_causal:SIZE`` (needs `length`),
         ``share_question:Q,A,A,...``.
+
+        Args:
+            text: The short form.
+            length: Tokens of the sequence.
+
+        Raises:
+            MaskError: If the text is not a mask.
         """
         if not isinstance(text, str):
             raise MaskError("this is not the short form of a mask", got=shown(text), allowed="a string")
@@ -327,7 +341,7 @@ class Mask:
 
 
 def _number(text: str) -> int:
-    """Plain decimal digits only: Python's `int` also takes 1_0 and digits of other scripts."""
+    """Return the number of plain decimal digits. Python's `int` also accepts 1_0 and digits of other scripts."""
     if not (text.isascii() and text.removeprefix("-").isdecimal()):
         raise ValueError(f"{text!r} is not a whole number")
     return int(text)
@@ -340,11 +354,11 @@ def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:
         raise MaskError("block_causal:SIZE needs the length of the sequence")
     if length > blocks * _MOST_BLOCKS:
         got = f"{-(-length // blocks):,} blocks of {blocks}"
-        raise MaskError("block_causal:SIZE cuts the sequence too small", got=got, allowed=f"{_MOST_BLOCKS:,}")
+        raise MaskError("block_causal:SIZE gives too many blocks", got=got, allowed=f"{_MOST_BLOCKS:,}")
     return Mask.block_causal([*range(0, length, blocks), length])
 
 
-_MOST_BLOCKS = 1 << 20  # of a short form: each is a region in memory
+_MOST_BLOCKS = 1 << 20  # each is a region in memory
 
 
 _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
@@ -362,7 +376,7 @@ _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
 
 
 def _at_least(least: int, **values: object) -> list[int]:
-    """The values as ints, none below `least`."""
+    """Return the values as ints. Raise `MaskError` if one is below `least`."""
     numbers = []
     for name, value in values.items():
         number = as_int(value)
@@ -373,14 +387,14 @@ def _at_least(least: int, **values: object) -> list[int]:
 
 
 def checked_cu_seqlens(what: str, value: object) -> list[int]:
-    """(0, end of the first, ..., length) as ints. Raises `MaskError`, in the name of `what`, for anything else."""
+    """Return (0, end of the first, ..., length) as ints. Raise `MaskError`, with the name `what`, if they are not."""
     listed = _listed(what, value)
     if len(listed) < 2 or listed[0] != 0 or any(a >= b for a, b in pairwise(listed)):
-        allowed, advice = "0 first, then strictly rising ends", None
+        allowed, advice = "0, then strictly increasing ends", None
         if listed and listed[0] > 0:
             advice = f"if these are lengths, pass {shown([0, *accumulate(listed)])}"
         elif len(set(listed)) > 1 and listed == sorted(listed):
-            advice = "leave out what has no tokens: cu_seqlens.unique_consecutive()"
+            advice = "remove empty documents: cu_seqlens.unique_consecutive()"
         raise MaskError(f"{what} takes cumulative lengths", got=shown(listed), allowed=allowed, next_step=advice)
     if listed[-1] >= UNBOUNDED:
         raise MaskError(f"{what} ends past every sequence", got=shown(listed[-1]), allowed="below 2**60")
@@ -388,11 +402,11 @@ def checked_cu_seqlens(what: str, value: object) -> list[int]:
 
 
 def _listed(what: str, values: Any) -> list[int]:
-    """Ints from a sequence of them, an array or a tensor."""
+    """Return the ints of a sequence, an array or a tensor."""
     try:
         many = values.tolist() if hasattr(values, "tolist") else values
         listed = [as_int(value) for value in many]
-    except (TypeError, RuntimeError):  # not iterable, or a tensor that holds no list of numbers
+    except (TypeError, RuntimeError):  # not iterable, or a tensor without a list of numbers
         listed = [None]
     numbers = [value for value in listed if value is not None]
     if len(numbers) < len(listed) or isinstance(values, str | bytes):

@@ -1,7 +1,6 @@
-"""The ranks that share one sequence, as seen from one of them: a `Mesh`, made once and passed on.
+"""Define `Mesh`: the ranks that share one sequence, as seen from one of them.
 
-Where a caller passes a process group or nothing, the mesh made of that is kept here (`as_mesh`): by its group until
-that is destroyed, or by its thread.
+`as_mesh` caches the mesh of a process group until the group is destroyed, and the mesh of one rank per thread.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from burst_portable.utils.values import as_int, check_divides, size
 
 
 def checked_rank(rank: object, ranks: object) -> tuple[int, int]:
-    """A rank and how many there are."""
+    """Return a rank and the number of ranks as ints. Raise `InputError` if the rank does not exist."""
     number, count = as_int(rank), size("the size of a mesh", ranks)
     if number is None or not 0 <= number < count:
         raise InputError("no such rank", got=shown(rank), allowed=f"0 to {count - 1}")
@@ -37,7 +36,7 @@ def checked_rank(rank: object, ranks: object) -> tuple[int, int]:
 
 
 def checked_ranks_per_node(ranks_per_node: object, ranks: int) -> int | None:
-    """Ranks a node, which divide all; None for a single node."""
+    """Return the number of ranks per node, which must divide all ranks. None: a single node."""
     if ranks_per_node is None:
         return None
     number = size("ranks_per_node", ranks_per_node)
@@ -46,7 +45,7 @@ def checked_ranks_per_node(ranks_per_node: object, ranks: int) -> int | None:
 
 
 def checked_backend(name: object) -> str:
-    """The name of a backend that can run here, or "auto"."""
+    """Return the name of a backend that can run here, or "auto"."""
     if not isinstance(name, str):
         raise unknown_name("backend", name, ("auto", *known()))
     if name != "auto":
@@ -55,7 +54,7 @@ def checked_backend(name: object) -> str:
 
 
 def checked_config(config: object) -> Config:
-    """The settings; None for those of the environment."""
+    """Return the settings. None: those of the environment."""
     if config is None:
         return from_environment()
     if not isinstance(config, Config):
@@ -63,17 +62,17 @@ def checked_config(config: object) -> Config:
     return config
 
 
-def place_in(group: Any) -> tuple[int, int]:
-    """(rank, ranks) of this process in a process group."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those that it leaves out
+def rank_in(group: Any) -> tuple[int, int]:
+    """Return (rank, ranks) of this process in a process group."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it to ranks outside of the group
         raise _no_member()
     if not isinstance(group, dist.ProcessGroup):
-        raise InputError("this is not a process group", got=shown(group), next_step="dist.new_group makes one")
+        raise InputError("not a process group", got=shown(group), next_step="create one with dist.new_group")
     try:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    except ValueError as error:  # made by hand, or destroyed
+    except ValueError as error:  # created without torch.distributed, or destroyed
         raise InputError(
-            "torch.distributed does not know this process group", got=error, next_step="dist.new_group makes one"
+            "torch.distributed has no such process group", got=error, next_step="create one with dist.new_group"
         ) from error
     if rank < 0:
         raise _no_member()
@@ -84,28 +83,26 @@ def _no_member() -> InputError:
     return InputError(
         "this rank is not a member of the group",
         got=f"global rank {dist.get_rank()}",
-        next_step="let the members alone make the call",
+        next_step="make the call only on members of the group",
     )
 
 
 def axis_group(device_mesh: Any, axis: object) -> Any:
-    """The process group of one axis of a DeviceMesh."""
+    """Return the process group of one dimension of a DeviceMesh."""
     if not hasattr(device_mesh, "get_group"):
-        raise InputError("this is not a DeviceMesh", got=shown(device_mesh), next_step="init_device_mesh makes one")
+        raise InputError("not a DeviceMesh", got=shown(device_mesh), next_step="create one with init_device_mesh")
     names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
-    told = f"a DeviceMesh of {axes} axes ({', '.join(names) or 'without names'})"
+    text = f"a {axes}-D DeviceMesh ({', '.join(names) or 'without names'})"
     if axis is None and axes > 1:
         example = f"mesh[{names[-1]!r}]" if names else "Mesh.from_device_mesh(mesh, axis)"
-        raise InputError(
-            "the sequence lies along one axis, and none is named", got=told, next_step=f"pass one: {example}"
-        )
+        raise InputError("no sequence axis given", got=text, next_step=f"pass a 1-D submesh: {example}")
     if isinstance(axis, str):
         if axis not in names:
             raise unknown_name("axis of the DeviceMesh", axis, names)
         return device_mesh.get_group(axis)
     number = 0 if axis is None else as_int(axis)
     if number is None or not 0 <= number < axes:
-        raise InputError("no such axis", got=shown(axis), allowed=f"one of {told}")
+        raise InputError("no such axis", got=shown(axis), allowed=f"one of {text}")
     return device_mesh.get_group(number)
 
 
@@ -113,25 +110,27 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-_CALLS_KEPT = 512
+_MAX_CALLS = 512
 
 
 class Mesh:
-    """The ranks of one sequence axis.
+    """The ranks that share one sequence.
 
-    Make one with `Mesh.single`, `Mesh.from_group`, `Mesh.from_device_mesh` or, for threads, `run_threads`. Keep it:
-    it holds the transports and the plans of earlier calls.
+    Create it with `Mesh.single`, `Mesh.from_group`, `Mesh.from_device_mesh` or, for threads, `run_threads`. Reuse it:
+    it caches transports and the plans of earlier calls.
 
     Attributes:
-        rank, size: this rank's number, and how many ranks share the sequence.
-        inner: ranks per node, where there are several nodes. Lets `auto` consider strategies for nodes, which also
-            use it where they are named, and gives messages between nodes their own connections, made in the first pass.
-        backend: the name of the backend to use, or "auto": the first that can serve the tensors' device.
-        config: settings, from the environment unless given.
+        rank: Number of this rank.
+        size: Number of ranks that share the sequence.
+        group: The process group, or None.
+        ranks_per_node: Ranks per node if there are several nodes, else None. "auto" then considers strategies for
+            nodes, and messages between nodes use separate connections, created in the first pass.
+        backend: Name of the backend. "auto" selects the first that supports the device of the tensors.
+        config: The settings. Default: those of the environment.
 
     Raises:
-        InputError: a rank that is not below `size`, an `ranks_per_node` that does not divide it, an unknown backend.
-        BackendUnavailableError: the named backend cannot run here.
+        InputError: If the rank is not below `size`, if `ranks_per_node` does not divide it, or if a name is unknown.
+        BackendUnavailableError: If the named backend cannot run on this machine.
     """
 
     def __init__(
@@ -153,9 +152,11 @@ class Mesh:
         )
         self.config = checked_config(config)
         if not isinstance(group, dist.ProcessGroup | None):
-            raise InputError("this is not a process group", got=shown(group), allowed="one of dist's, or None")
+            raise InputError(
+                "not a process group", got=shown(group), allowed="a torch.distributed.ProcessGroup, or None"
+            )
         if not callable(connect):
-            raise InputError("a mesh connects by a function of the device type", got=shown(connect))
+            raise InputError("connect must be a function of the device type", got=shown(connect))
         self._connect = connect
         self._transports: dict[str, Transport] = {}
         self._direct: dict[str, Transport | str] = {}
@@ -166,30 +167,35 @@ class Mesh:
         return f"Mesh(rank={self.rank}, size={self.size}{node})"
 
     def __eq__(self, other: object) -> bool:
-        """Equal to itself alone. Said, since torch.compile takes objects as constants only if their class says so."""
+        """Compare by identity. torch.compile treats an object as a constant only if its class defines `__eq__`."""
         return self is other
 
     def __hash__(self) -> int:
         return id(self)
 
     def __deepcopy__(self, memo: object) -> Mesh:
-        """Itself: a copied module uses the same ranks, and connections cannot be copied."""
+        """Return the same object: connections cannot be copied."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Mesh], tuple[()]]:
-        """A mesh of one rank can be pickled; connections to other ranks cannot."""
+        """Pickle a mesh of one rank. Raise `UnsupportedError` for several: connections cannot be pickled."""
         if self.size > 1:
             raise UnsupportedError(
-                "a mesh of several ranks cannot be pickled: it holds connections",
+                "a mesh of several ranks cannot be pickled: it has connections",
                 got=self,
-                next_step="save the module's state_dict() and make mesh and module again; let a data loader fork "
-                "its workers, or cut batches outside of them",
+                next_step="save the module's state_dict() and create mesh and module again; let a data loader fork "
+                "its workers, or shard batches outside of them",
             )
         return partial(Mesh.single, config=self.config, backend=self.backend), ()
 
     @classmethod
     def single(cls, *, backend: str = "auto", config: Config | None = None) -> Mesh:
-        """One rank: no sequence is shared."""
+        """Return a mesh of one rank.
+
+        Args:
+            backend: Name of a backend, or "auto".
+            config: The settings. Default: those of the environment.
+        """
         transport = LocalTransport(Fabric(1, 1.0), 0)
         return cls(0, 1, lambda device_type: transport, backend=backend, config=config)
 
@@ -202,35 +208,42 @@ class Mesh:
         backend: str = "auto",
         config: Config | None = None,
     ) -> Mesh:
-        """The ranks of a process group; None for the default one.
+        """Return the mesh of a process group.
 
-        Raises `InputError` if torch.distributed is not initialised, or this rank is not in the group.
+        Args:
+            group: The process group. Default: the default group.
+            ranks_per_node: Ranks per node if there are several nodes.
+            backend: Name of a backend, or "auto".
+            config: The settings. Default: those of the environment.
+
+        Raises:
+            InputError: If torch.distributed is not initialized, or this rank is not in the group.
         """
         if not dist.is_initialized():
             raise InputError(
-                "torch.distributed is not initialised; start with torchrun and call init_process_group, "
+                "torch.distributed is not initialized; start with torchrun and call init_process_group, "
                 "or use run_threads for ranks as threads"
             )
         process_group: Any = dist.group.WORLD if group is None else group
-        rank, ranks = place_in(process_group)
+        rank, ranks = rank_in(process_group)
         settings = checked_config(config)
         timeout = settings.timeout
 
-        def transport(group: Any, device_type: str) -> Transport:
-            serving = for_device(device_type, backend)
-            made = serving.transport(group, timeout)
-            if (made.rank, made.size) != place_in(group):  # its messages would go to other ranks
-                what = f"the transport of the backend {serving.name!r} is of another process group"
-                got, (place, size) = f"rank {made.rank} of {made.size}", place_in(group)
-                next_step = "mend its transport(group, timeout): ranks are numbers within `group`"
-                raise BackendUnavailableError(what, got=got, allowed=f"rank {place} of {size}", next_step=next_step)
-            return made
+        def connect_group(group: Any, device_type: str) -> Transport:
+            selected = for_device(device_type, backend)
+            transport = selected.transport(group, timeout)
+            if (transport.rank, transport.size) != rank_in(group):  # its messages would go to other ranks
+                what = f"the transport of the backend {selected.name!r} belongs to another process group"
+                got, (rank, size) = f"rank {transport.rank} of {transport.size}", rank_in(group)
+                next_step = "fix its transport(group, timeout): ranks are numbers within `group`"
+                raise BackendUnavailableError(what, got=got, allowed=f"rank {rank} of {size}", next_step=next_step)
+            return transport
 
         def connect(device_type: str) -> Transport:
-            place_in(process_group)  # it may have been destroyed since
+            rank_in(process_group)  # it may have been destroyed since
             if ranks_per_node in (None, 1, ranks):
-                return transport(process_group, device_type)
-            connected = partial(transport, device_type=device_type)
+                return connect_group(process_group, device_type)
+            connected = partial(connect_group, device_type=device_type)
             options = partial(group_options_of, for_device(device_type, backend))
             return with_two_levels(connected, process_group, ranks_per_node, timeout, options)
 
@@ -248,9 +261,14 @@ class Mesh:
         backend: str = "auto",
         config: Config | None = None,
     ) -> Mesh:
-        """The ranks along one axis of a torch DeviceMesh; other axes are left to data or tensor parallelism.
+        """Return the mesh of one dimension of a torch DeviceMesh. Other dimensions are for data or tensor parallelism.
 
-        `axis` is its name or number, and may be left out where there is only one.
+        Args:
+            device_mesh: The DeviceMesh.
+            axis: Name or number of the dimension. May be omitted if there is only one.
+            ranks_per_node: Ranks per node if there are several nodes.
+            backend: Name of a backend, or "auto".
+            config: The settings. Default: those of the environment.
         """
         return cls.from_group(
             axis_group(device_mesh, axis), ranks_per_node=ranks_per_node, backend=backend, config=config
@@ -258,30 +276,33 @@ class Mesh:
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """Its ranks, by their numbers in the default process group, or in the mesh if it has no group."""
+        """Numbers of the ranks in the default process group, or in the mesh if it has no group."""
         return tuple(range(self.size) if self.group is None else dist.get_process_group_ranks(self.group))
 
     def backend_for(self, device_type: str) -> Backend:
-        """The backend for tensors of a device type: the one that this mesh names, or the first that can serve them."""
+        """Return the backend for tensors of a device type: the named one, or the first that supports them."""
         return for_device(device_type, self.backend)
 
     def transport(self, device_type: str) -> Transport:
-        """The transport for tensors of a device type; connected once."""
+        """Return the transport for tensors of a device type. Connects once."""
         if device_type not in self._transports:
             self._transports[device_type] = self._connect(device_type)
         return self._transports[device_type]
 
     def connected(self) -> Transport | None:
-        """A transport that this mesh has used already, if any."""
+        """Return a transport that is already connected, or None."""
         return next(iter(self._transports.values()), None)
 
     def transport_for(self, device_type: str, *, direct: bool) -> tuple[Transport, str]:
-        """The transport of a plan, and why: the one that the settings name, or else the fastest that serves the plan.
+        """Return the transport of a plan, and the reason: the configured one, else the fastest that supports the plan.
 
         Args:
-            direct: whether all messages go straight to where they are used: see `Plan.direct`.
+            device_type: Type of the tensors' device.
+            direct: Whether each message goes directly to the rank that uses it: see `Plan.direct`.
 
-        Raises `UnknownNameError`, or `UnsupportedError` if the named one cannot serve, with the reason.
+        Raises:
+            UnknownNameError: If the configured transport is unknown.
+            UnsupportedError: If it does not support the plan; the message contains the reason.
         """
         name, why = self.expected_transport(device_type, direct=direct)
         plain = self.transport(device_type)
@@ -290,13 +311,20 @@ class Mesh:
         found = self._direct_transport(device_type, name)
         if isinstance(found, Transport):
             return found, why
-        return plain, self.expected_transport(device_type, direct=direct)[1]  # raises, if it was named
+        return plain, self.expected_transport(device_type, direct=direct)[1]  # raises if it is configured
 
     def expected_transport(self, device_type: str, *, direct: bool) -> tuple[str, str]:
-        """The name of the transport that `transport_for` would give, and why, as far as one rank alone can tell.
+        """Return the name of the transport that `transport_for` would return, and the reason, without communication.
 
-        Raises as `transport_for`. Whether the ranks can have the backend's own transport, they find out together when
-        it is first needed.
+        Whether the backend's own transport can connect, all ranks determine together at its first use.
+
+        Args:
+            device_type: Type of the tensors' device.
+            direct: Whether each message goes directly to the rank that uses it: see `Plan.direct`.
+
+        Raises:
+            UnknownNameError: If the configured transport is unknown.
+            UnsupportedError: If it does not support the plan; the message contains the reason.
         """
         plain, named = self.transport(device_type).name, self.config.transport
         if self.size == 1 or named == plain:
@@ -320,17 +348,17 @@ class Mesh:
         return plain, f"not {name}: {found}"
 
     def may_be_direct(self, device_type: str) -> bool:
-        """Whether plans may count on the backend's own transport: it is connected, or has not been tried."""
+        """Return whether plans may use the backend's own transport: it is connected, or was not tried yet."""
         if self.group is None or isinstance(self._direct.get(device_type), str):
             return False
         return self.config.transport in ("auto", self.backend_for(device_type).capabilities.direct_transport)
 
     def _direct_transport(self, device_type: str, name: str) -> Transport | str:
-        """The backend's own transport, or why these ranks cannot have it. All ranks settle this together, once."""
+        """Return the backend's own transport, or why it cannot connect. All ranks determine this together, once."""
         if device_type not in self._direct:
             backend = self.backend_for(device_type)
             plain = self.transport(device_type)
-            # `agree` also hears from a rank that refuses its call, so nobody waits for that rank.
+            # `agree` also receives the error of a rank that fails before this point, so no rank waits for it.
             agree(plain, call_signature({"pass": f"connecting the transport {name!r}"}))
             try:
                 self._direct[device_type] = backend.connect_direct(plain, self.group, self.config.timeout)
@@ -338,10 +366,10 @@ class Mesh:
                 self._direct[device_type] = str(error)
         return self._direct[device_type]
 
-    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned for this key; the least recently used results are forgotten.
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result of `make` for this key, from a cache of the most recently used ones.
 
-        A key that cannot be hashed is not looked up: `make` then says what is wrong with it.
+        A key without a hash is not cached: `make` then raises an error about it.
         """
         try:
             found: T | None = self._calls.get(key)
@@ -350,10 +378,10 @@ class Mesh:
         if found is not None:
             self._calls.move_to_end(key)
             return found
-        made = self._calls[key] = make()
-        if len(self._calls) > _CALLS_KEPT:
+        result = self._calls[key] = make()
+        if len(self._calls) > _MAX_CALLS:
             self._calls.popitem(last=False)
-        return made
+        return result
 
 
 if TYPE_CHECKING:
@@ -363,33 +391,33 @@ else:  # a torch without torch.distributed has no such classes
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """A mesh from what the caller passed: a Mesh, a DeviceMesh of one axis, a process group, or None.
+    """Return the mesh for a Mesh, a DeviceMesh of one dimension, a process group, or None.
 
-    None is the default process group where torch.distributed is initialised, and one rank elsewhere.
+    None is the default process group if torch.distributed is initialized, else a mesh of one rank.
     """
     if isinstance(mesh, Mesh):
         return mesh
     if mesh is None:
         if dist.is_available() and dist.is_initialized():
             return _of_group(dist.group.WORLD)
-        return _alone(from_environment(), get_ident())
+        return _single(from_environment(), get_ident())
     if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
         return _of_group(mesh)
     if hasattr(mesh, "get_group"):
         return _of_group(axis_group(mesh, None))
     raise InputError(
-        "this is not a mesh",
+        "not a mesh",
         got=shown(mesh),
-        allowed="Mesh, torch DeviceMesh with one axis, process group, or None",
+        allowed="Mesh, 1-D torch DeviceMesh, process group, or None",
     )
 
 
 @lru_cache(maxsize=64)
-def _alone(config: Config, thread: int) -> Mesh:
-    """Return the mesh of one rank for a thread, the same one each time, because a mesh keeps plans.
+def _single(config: Config, thread: int) -> Mesh:
+    """Return the mesh of one rank for a thread, the same one each time, because a mesh caches plans.
 
     Raises:
-        InputError: a launcher started several processes, and none has joined a process group.
+        InputError: If a launcher started several processes, but there is no process group.
     """
     if (ranks := launched_processes()) > 1:
         raise InputError(
@@ -401,26 +429,26 @@ def _alone(config: Config, thread: int) -> Mesh:
 
 
 def _of_group(group: Any) -> Mesh:
-    """The mesh of a process group: the same one each time, because its transport counts passes."""
-    kept = _of_groups()
-    if (found := kept.get(group)) is not None:
+    """Return the mesh of a process group: the same one each time, because its transport counts passes."""
+    meshes = _of_groups()
+    if (found := meshes.get(group)) is not None:
         return found
-    made = Mesh.from_group(group)
-    for gone in [other for other in kept if _destroyed(other)]:
-        kept.pop(gone, None)
-    return kept.setdefault(group, made)
+    mesh = Mesh.from_group(group)
+    for destroyed in [other for other in meshes if _is_destroyed(other)]:
+        meshes.pop(destroyed, None)
+    return meshes.setdefault(group, mesh)
 
 
 @lru_cache(maxsize=1)
 def _of_groups() -> dict[Any, Mesh]:
-    """By process group. A mesh holds threads, connections and buffers of its group: destroyed ones are let go."""
+    """Return the meshes by process group. Those of destroyed groups are removed, with their threads and buffers."""
     return {}
 
 
-def _destroyed(group: Any) -> bool:
+def _is_destroyed(group: Any) -> bool:
     try:
         return dist.get_rank(group) < 0
-    except ValueError:  # torch knows it no more
+    except ValueError:  # torch has removed it
         return True
 
 
@@ -435,30 +463,31 @@ def run_threads(
     ranks_per_node: int | None = None,
     backend: str = "auto",
 ) -> list[T]:
-    """Run `work(mesh)` on this many ranks, as threads of this process; returns the results in rank order.
+    """Run `work(mesh)` on `ranks` ranks that are threads of this process, and return the results in rank order.
 
-    They share all that a process shares, torch's global random numbers too: who draws which is left to chance, and
-    `torch.manual_seed` in one sets them for all. Give each rank a generator of its own::
+    The threads share torch's global random state, so its numbers depend on timing, and `torch.manual_seed` in one
+    thread sets it for all. Use a generator per rank::
 
         def work(mesh):
             generator = torch.Generator().manual_seed(mesh.rank)
             q, k, v = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
             return attention(q, k, v, mesh=mesh)
 
-    On one accelerator gradients need processes: torch's autograd has one worker per device.
+    On one accelerator, gradients need processes: torch's autograd has one worker thread per device.
 
     Args:
-        ranks: how many, up to 1024.
-        work: called once per rank, with that rank's mesh.
-        timeout: seconds that a rank waits for another before that is an error.
-        inner, backend: see `Mesh`.
+        ranks: Number of ranks, at most 1024.
+        work: Function that is called once per rank, with the rank's mesh.
+        timeout: Seconds until a waiting rank raises `CommunicationTimeoutError`.
+        ranks_per_node: See `Mesh`.
+        backend: See `Mesh`.
 
-    Raises what the first failing rank raised.
+    Raises:
+        Exception: The error of the first failed rank.
     """
     ranks = size("ranks", ranks)
     if ranks > _MOST_RANKS:
-        most = f"up to {_MOST_RANKS}: each is a thread"
-        raise InputError("too many ranks for one process", got=ranks, allowed=most)
+        raise InputError("too many ranks for one process", got=ranks, allowed=f"at most {_MOST_RANKS} threads")
     if not callable(work):
         raise InputError("work must be a function of a mesh", got=shown(work), allowed="such as work(mesh)")
     seconds = Config(timeout=timeout).timeout

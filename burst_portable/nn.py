@@ -1,7 +1,7 @@
-"""Modules for models that you write yourself: attention whose sequence lies on several ranks.
+"""Attention modules for custom models whose sequence is sharded over ranks.
 
-A module sees its rank's rows alone. What depends on where a row stands in the sequence, rotary positions and the
-mask, is taken from the layout, so the same model runs on one rank and on many.
+A module processes only its rank's tokens. Rotary positions and the mask follow from the layout, so the same model runs
+on one rank and on many.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import as_float, size
 
 _BETWEEN_GRAPHS = (
-    "burst_portable runs SelfAttention between graphs where its mask lists positions, its strategy or layout is no "
-    "text, or it refuses its input"
+    "burst_portable runs SelfAttention between graphs if its mask lists positions, its strategy or layout is not a "
+    "string, or its input is invalid"
 )
 
 
 def apply_rotary_embedding(x: Tensor, position_ids: Tensor, theta: float = 10000.0) -> Tensor:
-    """Rotary position embedding (RoFormer, arXiv 2104.09864), halves paired as in Llama.
+    """Apply rotary position embedding (RoFormer, arXiv 2104.09864), with halves paired as in Llama.
 
     Args:
-        x: ``[B, S, H, D]``, D even, floating.
-        where: the rows' positions in the whole sequence, ``[S]``, ``[1, S]`` or ``[B, S]``.
-        theta: base of the frequencies, above 0.
+        x: Queries or keys of shape ``[B, S, H, D]`` in a floating dtype. D must be even.
+        position_ids: Global positions of shape ``[S]``, ``[1, S]`` or ``[B, S]``.
+        theta: Base of the frequencies, above 0.
 
     Returns:
-        As x; angles and products are computed in float32, for float64 in float64.
+        A tensor like x. Angles and products are computed in float32, or float64 for float64.
 
     Raises:
-        InputError: shapes that do not go together, a base that is none.
-        DtypeError: x is not floating, or positions are complex or booleans.
+        InputError: If shapes do not match, or theta is invalid.
+        DtypeError: If x is not floating, or position_ids are complex or boolean.
     """
     check_tensor("x", x)
     check_tensor("position_ids", position_ids)
     if not x.is_floating_point() or position_ids.is_complex() or position_ids.dtype is torch.bool:
-        raise DtypeError("rotary positions turn floats by numbers", got=f"{x.dtype} by {position_ids.dtype}")
+        raise DtypeError(
+            "rotary embedding needs floating x and real position_ids", got=f"{x.dtype} by {position_ids.dtype}"
+        )
     _check_head_size(x.shape[-1] if x.dim() == 4 else 0, tuple(x.shape))
     # Each size by itself: torch.compile does not find sizes in tuples.
     batches = position_ids.shape[0] if position_ids.dim() == 2 else 1
@@ -61,7 +63,7 @@ def apply_rotary_embedding(x: Tensor, position_ids: Tensor, theta: float = 10000
         or (batches != 1 and batches != x.shape[0])
     ):
         allowed = f"({x.shape[1]},) or {tuple(x.shape[:2])}"
-        raise ShapeError("positions do not fit the rows", got=tuple(position_ids.shape), allowed=allowed)
+        raise ShapeError("position_ids and x have different shapes", got=tuple(position_ids.shape), allowed=allowed)
     half, dtype = x.shape[-1] // 2, torch.float64 if x.dtype is torch.float64 else torch.float32
     frequency = _checked_theta(theta) ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
     angle = position_ids.to(device=x.device, dtype=dtype).unsqueeze(-1) * frequency  # [S, D / 2]
@@ -73,31 +75,35 @@ def apply_rotary_embedding(x: Tensor, position_ids: Tensor, theta: float = 10000
 def _checked_theta(theta: float) -> float:
     number = as_float(theta)
     if number is None or not (math.isfinite(number) and number > 0):
-        raise InputError("theta cannot be the base of frequencies", got=shown(theta), allowed="above 0")
+        raise InputError("theta must be a finite number", got=shown(theta), allowed="above 0")
     return number
 
 
 def _check_head_size(head_dim: int, got: object) -> None:
     if head_dim < 2 or head_dim % 2:
         allowed = "[batch, rows, heads, head size], the last even"
-        raise ShapeError("rotary positions need an even head size", got=got, allowed=allowed)
+        raise ShapeError("rotary embedding needs an even head size", got=got, allowed=allowed)
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with grouped K/V heads and rotary positions, over a sequence that is spread over a mesh.
+    """Self-attention with grouped K/V heads and rotary embedding, over a sequence that is sharded over a mesh.
 
-    Its weights do not depend on the mesh: a `state_dict` fits the same module on any other. A deep copy stands on the
-    same mesh; the whole module can be pickled where its mesh is one rank.
+    Weights do not depend on the mesh: a `state_dict` fits the same module on any other mesh. A deep copy has the same
+    mesh. The module can be pickled if its mesh has one rank.
 
     Args:
-        dim: size of a row of the input and the output.
-        heads, kv_heads: query heads and K/V heads; the head size is dim / heads.
-        mesh, mask, strategy, layout: as `burst_portable.attention` takes them.
-        theta: base of the rotary frequencies; None leaves queries and keys as they are.
+        dim: Size of a row of the input and the output.
+        heads: Number of query heads. The head size is dim / heads.
+        kv_heads: Number of K/V heads. Default: `heads`.
+        mesh: The ranks, as in `burst_portable.attention`.
+        mask: Mask or short form, as in `burst_portable.attention`.
+        strategy: Strategy or name, as in `burst_portable.attention`.
+        layout: Layout or name, as in `burst_portable.attention`.
+        theta: Base of the rotary frequencies. None: no rotary embedding.
 
     Raises:
-        InputError: heads that do not divide `dim`, K/V heads that do not divide heads, an odd head size with rotary
-            positions, and a mesh, mask, strategy or layout that is none.
+        InputError: If heads do not divide `dim`, if K/V heads do not divide heads, if the head size is odd with rotary
+            embedding, or if the mesh, mask, strategy or layout is invalid.
     """
 
     def __init__(
@@ -117,7 +123,7 @@ class SelfAttention(nn.Module):
         kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
         if dim % heads or heads % kv_heads:
             raise InputError(
-                "these heads do not go together",
+                "these numbers of heads do not match",
                 got=f"dim {dim}, {heads} heads, {kv_heads} K/V heads",
                 allowed="heads divide dim, K/V heads divide heads",
             )
@@ -125,13 +131,13 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
         if theta is not None:
             theta = _checked_theta(theta)
-            _check_head_size(self.head_dim, f"{dim} / {heads} = {self.head_dim}; theta=None turns nothing")
+            _check_head_size(self.head_dim, f"{dim} / {heads} = {self.head_dim}; theta=None disables it")
         self.mesh, self.mask, self.strategy, self.layout, self.theta = as_mesh(mesh), mask, strategy, layout, theta
         self.q = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.kv = nn.Linear(dim, 2 * kv_heads * self.head_dim, bias=False)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=False)
 
-    if TYPE_CHECKING:  # torch's own takes and gives anything
+    if TYPE_CHECKING:  # torch's own has no types
 
         def __call__(
             self,
@@ -150,64 +156,68 @@ class SelfAttention(nn.Module):
         position_ids: Tensor | None = None,
         mask: Mask | str | None = None,
     ) -> Tensor:
-        """``[B, S, dim]`` -> ``[B, S, dim]``, S the rows of this rank.
+        """Compute attention over the sequence from this rank's tokens.
 
         Args:
-            seq_len: tokens of the whole sequence; None means those of a `Layout`, or that all ranks hold equally many.
-            position_ids: ``[S]`` or ``[B, S]``, for rotary positions that count otherwise (packed documents).
-            mask: of this call, as of a batch's own documents; None is the module's.
+            x: This rank's tokens, ``[B, S, dim]``.
+            seq_len: Tokens of the unsharded sequence. Default: the length of a `Layout`, else S * ranks.
+            position_ids: Shape ``[S]`` or ``[B, S]``. Default: global positions. Pass them for packed documents.
+            mask: Mask of this call, for example of the batch's documents. Default: the module's.
+
+        Returns:
+            Output of shape ``[B, S, dim]``.
         """
         mask = self.mask if mask is None else mask
         try:
-            length, position_ids = self._placed(x, seq_len, mask, position_ids)
-            q, k, v = self._projected(x, position_ids)
-        except Exception as refusal:
-            broadcast_error(self.mesh, refusal, x)
+            length, position_ids = self._locate(x, seq_len, mask, position_ids)
+            q, k, v = self._project(x, position_ids)
+        except Exception as error:
+            broadcast_error(self.mesh, error, x)
             raise
         out = attention(q, k, v, mask=mask, mesh=self.mesh, strategy=self.strategy, layout=self.layout, seq_len=length)
         projected: Tensor = self.out(out.flatten(-2))
         return projected
 
-    def _placed(
+    def _locate(
         self, x: Tensor, seq_len: int | None, mask: Mask | str, position_ids: Tensor | None
     ) -> tuple[int, Tensor | None]:
-        """Tokens of the whole sequence, and where the rows of x stand in it; None where nothing is turned."""
-        wanted = self.theta is not None and position_ids is None
-        if torch.compiler.is_compiling() and isinstance(x, Tensor) and self._takes(x):
-            # Importing them makes operators of torch.
+        """Return the tokens of the unsharded sequence, and the positions of x. None: no rotary embedding."""
+        needs_positions = self.theta is not None and position_ids is None
+        if torch.compiler.is_compiling() and isinstance(x, Tensor) and self._accepts(x):
+            # The import registers operators of torch.
             from burst_portable.runtime.graph_ops import as_text, can_trace, positions_in_graph
             from burst_portable.runtime.prepare import Request
 
             request = as_text(Request(mask, self.strategy, self.layout, seq_len))
             if can_trace(self.mesh, request):  # the operators check the rest, when all ranks run
                 length = x.shape[1] * self.mesh.size if seq_len is None else seq_len
-                if wanted:
+                if needs_positions:
                     position_ids = positions_in_graph(
                         x.shape[1], length, self.mesh, str(self.layout), str(request.mask), x.device
                     )
                 return length, position_ids
         length = self._whole_length(x, seq_len, mask)
-        if wanted:
+        if needs_positions:
             position_ids = local_position_ids(self.mesh, seq_len=length, layout=self.layout, mask=mask, device=x.device)
         return length, position_ids
 
-    def _takes(self, x: Tensor) -> bool:
+    def _accepts(self, x: Tensor) -> bool:
         return x.dim() == 3 and x.shape[-1] == self.q.in_features
 
     @partial(outside_graphs, reason=_BETWEEN_GRAPHS)
     def _whole_length(self, x: Tensor, seq_len: int | None, mask: Mask | str) -> int:
-        """Tokens of the whole sequence, of which x holds as many as the layout gives to this rank."""
+        """Return the tokens of the unsharded sequence. Raise if x does not have this rank's number of tokens."""
         check_tensor("x", x)
-        if not self._takes(x):
+        if not self._accepts(x):
             allowed = f"[batch, rows, {self.q.in_features}]"
-            raise ShapeError("x cannot be an input of this module", got=tuple(x.shape), allowed=allowed)
-        said = None if seq_len is None else size("seq_len", seq_len)
-        length = global_length(self.layout, said, x.shape[1], self.mesh)
+            raise ShapeError("x has the wrong shape for this module", got=tuple(x.shape), allowed=allowed)
+        seq_len = None if seq_len is None else size("seq_len", seq_len)
+        length = global_length(self.layout, seq_len, x.shape[1], self.mesh)
         check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(mask, length)), x.shape[1], self.mesh)
         return length
 
-    def _projected(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V, with their positions in Q and K."""
+    def _project(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Q, K and V, with rotary embedding in Q and K."""
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
         k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
         if self.theta is None or position_ids is None:
@@ -220,7 +230,7 @@ class SelfAttention(nn.Module):
 
 
 def _check_names(mask: object, strategy: Any, layout: object) -> None:
-    """What can be refused before there is a sequence: short forms are read once for nothing."""
+    """Raise an error for arguments that are invalid for any sequence."""
     if isinstance(mask, str):
         Mask.parse(mask, 1)
     elif not isinstance(mask, Mask):

@@ -5,8 +5,8 @@ Kernels may implement these operations themselves, as Triton kernels merge in th
 Conventions, everywhere in this library:
 
 - LSE is the natural logarithm of the sum of exp(scores), float32 (float64 for float64), ``[B, H, S]``.
-- A row that sees nothing has out 0, LSE -inf and gradient 0, and contributes gradient 0. No other value is ever merged:
-  results of foreign kernels that answer 0 or +inf there are corrected before they come here.
+- A fully masked row has out 0, LSE -inf and gradient 0, and contributes gradient 0. No other value is ever merged:
+  results of third-party kernels that return 0 or +inf there are corrected first.
 - Nothing is summed in 16 bits: partial outs are merged one step wider than their parts (see `running_dtype`), and
   gradients in the accumulation dtype (see `accumulation_dtype`).
 
@@ -23,21 +23,21 @@ from torch import Tensor
 from burst_portable.errors import DtypeError, InputError, ShapeError, shown
 
 State = tuple[Tensor, Tensor]
-"""A partial result (out, LSE). While parts are merged into it, its kernel decides on its dtypes; see `finished`."""
+"""A partial result (out, LSE). While parts are merged into it, its kernel determines its dtypes; see `finished`."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for all other dtypes."""
+    """Return float64 for float64, float32 for all other dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in this dtype. torch's own `to` takes time even if there is nothing to do."""
+    """Convert x to a dtype. `Tensor.to` takes time even if x has the dtype."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
 def running_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of an out that many parts are merged into: one step wider than the parts.
+    """Return the dtype of an out into which parts are merged: one step wider than the parts.
 
     float32 for 16-bit tensors, float64 for float32: otherwise the rounding of every merge adds up, and the error
     of float32 attention doubles from 2 to 64 ranks. For devices where float64 is slow, see `Compensated`.
@@ -46,7 +46,7 @@ def running_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_state(q: Tensor, v_head_dim: int) -> State:
-    """The running state before any part: out 0, LSE -inf. LSE, one number per row, is float64."""
+    """Return the running state before any part: out 0, LSE -inf. LSE, one number per row, is float64."""
     batch, rows, heads, _ = q.shape
     out = torch.zeros(batch, rows, heads, v_head_dim, dtype=running_dtype(q.dtype), device=q.device)
     lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float64, device=q.device)
@@ -54,12 +54,12 @@ def empty_state(q: Tensor, v_head_dim: int) -> State:
 
 
 def per_row(x: Tensor) -> Tensor:
-    """``[B, H, S]`` as a factor of ``[B, S, H, D]``."""
+    """Reshape ``[B, H, S]`` to a factor of ``[B, S, H, D]``."""
     return x.transpose(1, 2).unsqueeze(-1)
 
 
 def anchored(lse: Tensor) -> Tensor:
-    """What to subtract in exponents: LSE, or 0 for a row that saw nothing, where -inf - -inf would be NaN."""
+    """Return the number to subtract in exponents: LSE, or 0 for an empty row, where -inf - -inf would be NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
@@ -79,15 +79,14 @@ def merge_into(state: State, out: Tensor, lse: Tensor) -> None:
 
 
 def widened(state: State, dtype: torch.dtype) -> State:
-    """A state for tensors of `dtype`, in the dtypes of `empty_state`, before parts are merged into it."""
+    """Convert a state for tensors of `dtype` to the dtypes of `empty_state`, before parts are merged into it."""
     return state[0].to(running_dtype(dtype)), state[1].double()
 
 
 class Compensated(tuple[Tensor, Tensor]):
-    """A running state in float32, for devices where float64 is slow: (out, LSE), and what rounding took from them.
+    """A running state in float32, for devices with slow float64: (out, LSE), and their rounding errors in `lost`.
 
-    Two tensors of rounding errors are carried along (Kahan summation), so here, too, the error does not grow with the
-    number of parts.
+    The errors are compensated (Kahan summation), so that the total error does not grow with the number of parts.
     """
 
     lost: State
@@ -99,30 +98,30 @@ class Compensated(tuple[Tensor, Tensor]):
 
     @classmethod
     def empty(cls, q: Tensor, v_head_dim: int) -> Compensated:
-        """Nothing seen yet."""
+        """Return the state before any part."""
         batch, rows, heads, _ = q.shape
         out = torch.zeros(batch, rows, heads, v_head_dim, dtype=torch.float32, device=q.device)
         lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
         return cls(out, lse, (torch.zeros_like(out), torch.zeros_like(lse)))
 
     def merge(self, out: Tensor, lse: Tensor, lost: Tensor | None = None) -> None:
-        """Merge one partial result, in place; `lost` is what rounding took from its LSE.
+        """Merge one partial result, in place. `lost` is the rounding error of its LSE.
 
-        The same as `merge_into`, as a step towards the part: with d = LSE' - LSE,
+        Equal to `merge_into`, written as a step towards the part: with d = LSE' - LSE,
         out += sigmoid(d)·(out' - out) and LSE += log(1 + exp(d)).
         """
-        blind = self[1] == -torch.inf  # takes the part as it is: there is nothing to step from
+        is_empty = self[1] == -torch.inf  # such a row becomes the part
         lost = torch.zeros_like(lse) if lost is None else lost
         distance = lse - anchored(self[1]) + (lost - self.lost[1])
-        weight = torch.where(blind, 1.0, torch.sigmoid(distance))
+        weight = torch.where(is_empty, 1.0, torch.sigmoid(distance))
         _add_compensated(self[0], self.lost[0], (out - self[0]) * per_row(weight))
-        _add_compensated(self[1], self.lost[1], torch.where(blind, 0.0, torch.nn.functional.softplus(distance)))
-        self[1].copy_(torch.where(blind, lse, self[1]))
-        self.lost[1].copy_(torch.where(blind, lost, self.lost[1]))
+        _add_compensated(self[1], self.lost[1], torch.where(is_empty, 0.0, torch.nn.functional.softplus(distance)))
+        self[1].copy_(torch.where(is_empty, lse, self[1]))
+        self.lost[1].copy_(torch.where(is_empty, lost, self.lost[1]))
 
 
 def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:
-    """total += part; `lost` is what rounding has taken from total so far."""
+    """Add `part` to `total`. `lost` is the rounding error of `total` so far."""
     part = part + lost
     summed = total + part
     lost.copy_(torch.where(summed.isfinite(), part - (summed - total), 0.0))
@@ -130,76 +129,78 @@ def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:
 
 
 def finished(state: State, dtype: torch.dtype) -> State:
-    """A running state for tensors of `dtype` as a result: both tensors in the accumulation dtype."""
+    """Convert a running state for tensors of `dtype` to a result, in the accumulation dtype."""
     wide = accumulation_dtype(dtype)
     return as_dtype(state[0], wide), as_dtype(state[1], wide)
 
 
 def merge_attention_states(parts: Sequence[State]) -> State:
-    """Exact attention over the union of disjoint key sets, from partial results (out, LSE) over each.
+    """Merge partial results (out, LSE) over disjoint key sets into the exact attention over their union.
 
     Args:
-        parts: (out ``[B, S, H, D]`` any floating dtype, LSE ``[B, H, S]``), at least one.
+        parts: At least one pair (out, LSE): out of shape ``[B, S, H, D]`` in any floating dtype, LSE ``[B, H, S]``.
 
     Returns:
-        (out, LSE) in the accumulation dtype. Rows that saw nothing: 0 and -inf, whatever their out was.
+        (out, LSE) in the accumulation dtype. Fully masked rows are 0 and -inf, whatever their out was.
 
     Raises:
-        InputError: no part, or one that is not a pair of tensors; parts on different devices, or requiring gradients.
-        ShapeError, DtypeError: parts whose shapes or dtypes do not fit together.
+        InputError: If there is no part, a part is not a pair of tensors, devices differ, or a tensor requires
+            gradients.
+        ShapeError: If shapes do not match.
+        DtypeError: If dtypes differ or are not floating.
     """
     _check_parts(parts)
     out, lse = parts[0]
-    state = (_seen(out, lse).to(running_dtype(out.dtype), copy=True), lse.to(torch.float64, copy=True))
+    state = (_clear_empty_rows(out, lse).to(running_dtype(out.dtype), copy=True), lse.to(torch.float64, copy=True))
     for part_out, part_lse in parts[1:]:
-        merge_into(state, _seen(part_out, part_lse), part_lse)
+        merge_into(state, _clear_empty_rows(part_out, part_lse), part_lse)
     return finished(state, out.dtype)
 
 
-def _seen(out: Tensor, lse: Tensor) -> Tensor:
-    """`out`, with 0 in rows that saw nothing: other libraries leave NaN there, which a weight of 0 would not remove."""
+def _clear_empty_rows(out: Tensor, lse: Tensor) -> Tensor:
+    """Set fully masked rows of `out` to 0: other libraries leave NaN there, which a weight of 0 does not remove."""
     return out.masked_fill(per_row(lse == -torch.inf), 0.0)
 
 
 def _check_parts(parts: Sequence[State]) -> None:
-    """Refuse what is not a partial result, and parts that do not fit together."""
+    """Raise an error if a part is not a partial result, or parts do not match."""
     if not isinstance(parts, list | tuple) or not parts:
-        raise InputError("merge needs a list of at least one partial result (out, LSE)", got=shown(parts))
+        raise InputError("merge_attention_states needs a list of at least one pair (out, LSE)", got=shown(parts))
     for part in parts:
         if not (isinstance(part, tuple | list) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)):
-            raise InputError("merge takes pairs (out, LSE)", got=type(part).__name__)
+            raise InputError("merge_attention_states needs pairs (out, LSE)", got=type(part).__name__)
         if torch.is_grad_enabled() and any(x.requires_grad for x in part):
-            raise InputError("merge has no gradient: detach the parts first, or let attention() do the whole")
+            raise InputError("merge_attention_states has no gradient; detach the parts, or call attention()")
     first = parts[0][0]
     for out, lse in parts:
         if out.dim() != 4 or out.shape != first.shape or lse.shape != (out.shape[0], out.shape[2], out.shape[1]):
             raise ShapeError(
-                "partial results do not go together",
+                "shapes of partial results do not match",
                 got=f"out {tuple(out.shape)} with LSE {tuple(lse.shape)}; the first out has {tuple(first.shape)}",
                 allowed="out [B, S, H, D] and LSE [B, H, S], the same for all",
             )
         if not (out.is_floating_point() and lse.is_floating_point()) or out.dtype != first.dtype:
             raise DtypeError(
-                "partial results have other dtypes than floating ones, or different ones",
+                "dtypes of partial results differ or are not floating",
                 got=f"out {out.dtype} with LSE {lse.dtype}; the first out has {first.dtype}",
                 next_step="cast them",
             )
         if not out.device == lse.device == first.device:
             got = f"out on {out.device}, LSE on {lse.device}, the first out on {first.device}"
-            raise InputError("partial results lie on different devices", got=got, next_step="move them to one")
+            raise InputError("partial results are on different devices", got=got, next_step="move them to one")
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """delta = rowsum(dO * O), the accumulation dtype, ``[B, H, S]`` (FlashAttention-2, section 3.1.2)."""
+    """Return delta = rowsum(dO * O) ``[B, H, S]`` in the accumulation dtype (FlashAttention-2, section 3.1.2)."""
     dtype = accumulation_dtype(dout.dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
 
 
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
-    """An out* whose rowsum with dO is delta, for foreign kernels that require `out` where only delta travels.
+    """Return an out* whose rowsum with dO is delta, for kernels that require `out` if only delta was sent.
 
-    out* = dO·delta/|dO|², 0 where dO is 0 (there delta is 0 as well). Rows are scaled to a largest entry of 1 before
-    they are squared: gradients of mean losses over long sequences are so small that their squares underflow.
+    out* = dO·delta/|dO|², and 0 where dO is 0 (delta is 0 there). Rows are scaled to a largest entry of 1 before they
+    are squared: gradients of mean losses over long sequences are so small that their squares underflow.
     """
     wide = dout.to(accumulation_dtype(dout.dtype))
     largest = wide.abs().amax(-1, keepdim=True)
@@ -210,10 +211,10 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
 
 
 def add_sinks(state: State, sinks: Tensor) -> None:
-    """Merge attention sinks, one logit per head ``[H]``, into a finished state: (out 0, LSE sink), in place.
+    """Merge attention sinks, one logit per head ``[H]``, into a finished state in place, as a part (out 0, LSE sink).
 
-    Call it once, last: in a ring, a kernel would count them once per hop. -inf is no sink. Beside +inf nothing else
-    counts: out is 0, LSE +inf, and the sink's gradient NaN.
+    Call it once, at the end: a kernel would count them once per ring step. -inf means no sink. With +inf, out is 0, LSE
+    is +inf, and the sink's gradient is NaN.
     """
     out, lse = state
     sink = sinks.to(lse.dtype).view(1, -1, 1).expand_as(lse)
@@ -223,7 +224,7 @@ def add_sinks(state: State, sinks: Tensor) -> None:
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """dsink = -sum over rows of exp(sink - LSE)·delta, ``[H]``, where LSE includes the sink."""
+    """Return dsink = -sum over rows of exp(sink - LSE)·delta, ``[H]``. LSE includes the sink."""
     weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - anchored(lse))
     return -(weight * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
@@ -239,14 +240,14 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def _is_wide(x: Tensor) -> bool:
-    """Whether it can be viewed as elements of 8 bytes."""
+    """Return whether x can be viewed as elements of 8 bytes."""
     if x.dim() == 0 or x.stride(-1) != 1:
         return False
-    # Memory of other packages need not be aligned to 8 bytes, which a GPU requires of such elements.
+    # Memory of other packages may not be aligned to 8 bytes, which a GPU requires for such elements.
     if x.data_ptr() % 8:
         return False
     count = 8 // x.itemsize
-    for number in (*x.stride()[:-1], x.shape[-1], x.storage_offset()):  # noqa: SIM110  (a generator takes thrice as long)
+    for number in (*x.stride()[:-1], x.shape[-1], x.storage_offset()):  # noqa: SIM110  (a generator is slower)
         if number % count:
             return False
     return True

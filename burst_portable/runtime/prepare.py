@@ -139,7 +139,7 @@ def prepare(
             check_no_transforms(q, k, v, sinks)
         request = request.checked()
         q, k, v = as_autocast_would(q, k, v)
-        prepared = mesh.remembered(_key(request, q, k, v, sinks), lambda: _prepare(q, k, v, sinks, mesh, request))
+        prepared = mesh.cached(_key(request, q, k, v, sinks), lambda: _prepare(q, k, v, sinks, mesh, request))
         if type(q) is not Tensor or q.stride(-1) != 1 or q.is_neg():
             q = as_kernels_take(q)
         if type(k) is not Tensor or k.stride(-1) != 1 or k.is_neg():

@@ -292,7 +292,7 @@ def test_partial_attention_rejects_gradients():
 
 def test_merge_attention_states_rejects_gradients():
     out, lse = torch.ones(1, 4, 2, 8, requires_grad=True), torch.zeros(1, 2, 4)
-    with pytest.raises(InputError, match="merge has no gradient"):
+    with pytest.raises(InputError, match="merge_attention_states has no gradient"):
         bp.merge_attention_states([(out, lse), (out, lse)])
     with torch.no_grad():
         assert bool(bp.merge_attention_states([(out, lse), (out, lse)])[0].eq(1).all())

@@ -155,7 +155,7 @@ def test_segments_meet_if_they_share_a_position(a, b):
         (8, [[Segment(0, 8)], [Segment(0, 8)]], "a position twice"),
         (8, [[Segment(0, 4)], [Segment(4, 5)]], "position 8; allowed: 0 to 7"),
         (8, [[Segment(0, 8)], []], r"without a token; got ranks \[1\]"),
-        (8, [[(0, 8)]], "made of segments"),
+        (8, [[(0, 8)]], "needs segments"),
         (8, [Segment(0, 8)], "a list of segments for every rank"),
         (8.0, [[Segment(0, 8)]], "ranks and tokens"),
         (8, [], "ranks and tokens"),

@@ -55,7 +55,7 @@ def one_process():
             "that node size does not divide the ranks; got ranks_per_node=3, 2 ranks; allowed: 1, 2",
         ),
         ({"ranks_per_node": 1.0}, "ranks_per_node is not a size"),
-        ({"connect": None}, "connects by a function"),
+        ({"connect": None}, "must be a function of the device type"),
         ({"config": {"timeout": 3}}, "config is not a Config"),
         ({"backend": "cpo"}, "did you mean 'cpu'"),
         ({"backend": None}, "unknown backend; got None"),
@@ -142,7 +142,9 @@ def test_named_backend_that_cannot_run_raises():
 def test_device_mesh_needs_one_axis(one_process):
     grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "sequence"))
     for whole in (lambda: as_mesh(grid), lambda: bp.Mesh.from_device_mesh(grid)):
-        with pytest.raises(InputError, match=r"2 axes \(data, sequence\); pass one: mesh\['sequence'\]"):
+        with pytest.raises(
+            InputError, match=r"2-D DeviceMesh \(data, sequence\); pass a 1-D submesh: mesh\['sequence'\]"
+        ):
             whole()
     for one in (as_mesh(grid["sequence"]), *(bp.Mesh.from_device_mesh(grid, axis) for axis in ("data", 0, -0, 1))):
         assert (one.rank, one.size) == (0, 1)
@@ -165,7 +167,7 @@ def test_mesh_rejects_invalid_process_groups(one_process):
     gone = dist.new_group([0])
     assert as_mesh(gone).size == 1
     dist.destroy_process_group(gone)
-    with pytest.raises(InputError, match="does not know this process group"):
+    with pytest.raises(InputError, match="has no such process group"):
         bp.Mesh.from_group(gone)
 
 
@@ -173,10 +175,10 @@ def test_mesh_of_destroyed_group_raises(one_process):
     x, group = torch.randn(1, 4, 2, 8), dist.group.WORLD
     mesh = bp.Mesh.from_group()
     dist.destroy_process_group()
-    with pytest.raises(InputError, match=r"does not know this process group; .*has not been initialized"):
+    with pytest.raises(InputError, match=r"has no such process group; .*has not been initialized"):
         bp.attention(x, x, x, mesh=mesh)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(InputError, match=r"does not know this process group; .*not registered"):
+    with pytest.raises(InputError, match=r"has no such process group; .*not registered"):
         bp.attention(x, x, x, mesh=mesh)
     assert "this rank has destroyed the process group: make a new Mesh" in exchange_error_notes(group, "waiting")
     assert bp.attention(x, x, x).shape == x.shape  # the new group has a mesh of its own
@@ -208,13 +210,13 @@ def test_destroyed_groups_are_released(one_process):
 def test_mesh_drops_least_recently_used_call():
     mesh = bp.Mesh.single()
     for number in range(512):
-        mesh.remembered(number, lambda: object())
-    kept, lost = mesh.remembered(0, object), mesh.remembered(1, object)
-    mesh.remembered(0, object)
+        mesh.cached(number, lambda: object())
+    kept, lost = mesh.cached(0, object), mesh.cached(1, object)
+    mesh.cached(0, object)
     for number in range(512, 1023):
-        mesh.remembered(number, object)
-    assert mesh.remembered(0, object) is kept
-    assert mesh.remembered(1, object) is not lost
+        mesh.cached(number, object)
+    assert mesh.cached(0, object) is kept
+    assert mesh.cached(1, object) is not lost
 
 
 def test_mesh_of_one_rank_can_be_pickled():

@@ -162,9 +162,9 @@ def part(rows=5, heads=3, dtype=torch.float32):
     [
         ([], InputError, "at least one"),
         ([part()[0]], InputError, "pairs"),
-        ([part(), part(rows=6)], ShapeError, "do not go together"),
-        ([part(), part(heads=1)], ShapeError, "do not go together"),
-        ([(part()[0], part(rows=1)[1])], ShapeError, "do not go together"),
+        ([part(), part(rows=6)], ShapeError, "do not match"),
+        ([part(), part(heads=1)], ShapeError, "do not match"),
+        ([(part()[0], part(rows=1)[1])], ShapeError, "do not match"),
         ([part(), part(dtype=torch.bfloat16)], DtypeError, "bfloat16"),
         ([(part()[0].int(), part()[1])], DtypeError, "int32"),
     ],

@@ -66,7 +66,7 @@ def test_sizes_below_one_are_rejected(capsys, option, value):
         (("--kv-heads", "3"), ["not a multiple", "4 and 3"]),
         (("--ranks", "65"), ["more ranks than tokens", "at most 64"]),
         (("--mask", "documents:0,40,80"), ["longer than the sequence", "up to 80", "64 tokens"]),
-        (("--mask", "documents:0,40,30"), ["cumulative", "strictly rising"]),
+        (("--mask", "documents:0,40,30"), ["cumulative", "strictly increasing"]),
         (("--mask", "window:many"), ["cannot be read", "window:LEFT[:RIGHT]"]),
         (("--mask", "window:-1"), ["out of range", ">= 0"]),
         (("--layout", "document_zigzag", "--mask", "sink:4:8"), ["needs a mask of documents"]),
@@ -107,7 +107,7 @@ def test_sizes_below_one_are_rejected(capsys, option, value):
         (("--seq-len", str(1 << 60)), ["seq_len is not a size", "below 2**48"]),
         (("--seq-len", "1000000", "--ranks", "16385"), ["too many ranks", "16384"]),
         (("--heads", "9" * 400), ["heads is not a size"]),
-        (("--seq-len", "1000000000", "--mask", "block_causal:1"), ["cuts the sequence too small"]),
+        (("--seq-len", "1000000000", "--mask", "block_causal:1"), ["gives too many blocks"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
