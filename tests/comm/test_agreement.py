@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def check(name: str, said: list[str]) -> None:
-    """Every rank has raised; the odd one names itself or is named, and what differs is told."""
+    """Check that every rank raised an error that names the different rank and the fact that differs."""
     _, fact = DISAGREEMENTS[name]
     assert all(said), f"{name}: a rank computed in silence: {said}"
     for rank, message in enumerate(said):

@@ -120,7 +120,7 @@ def test_exchange_that_omits_local_part_is_detected():
 
 
 def lap(mesh, transport, number: int, read_late: float) -> bool:
-    """One pass: each rank sends a block on, and looks at what came late. Whether it was this pass's."""
+    """Run one pass in which each rank sends a block. Return whether the block received late was of this pass."""
     size, there, back = 4096, (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
     transport.begin(b"lap", size)
     came = transport.inbox(size, torch.device("cpu"), back)
@@ -327,7 +327,7 @@ def test_transport_can_be_named():
 
 
 def _laid(x: torch.Tensor, how: str) -> torch.Tensor:
-    """The same numbers, NaN around them."""
+    """Return the same numbers in a larger tensor of NaN."""
     batch, rows, heads, dim = x.shape
     if how == "heads first":
         return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)

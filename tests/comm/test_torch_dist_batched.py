@@ -39,7 +39,7 @@ class Batched(TorchDistTransport):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The ranks' batches; the first of each rank waits for all others'."""
+    """Record the batches of the ranks. The first batch of a rank waits for those of all other ranks."""
     connected, batches = threading.Barrier(RANKS), []
 
     def batch(ops):

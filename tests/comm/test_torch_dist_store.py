@@ -1,4 +1,4 @@
-"""What ranks say to each other through a store, and calls that are compared when they are new."""
+"""Exchanges of bytes between ranks through a store, and calls that are compared when they are new."""
 
 from __future__ import annotations
 

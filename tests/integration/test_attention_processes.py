@@ -16,7 +16,7 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """What every rank found wrong, by case."""
+    """Return the errors of every rank, by case."""
     folder = tmp_path_factory.mktemp("gloo")
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.gloo_ranks", str(RANKS), str(folder)],

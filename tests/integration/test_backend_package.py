@@ -20,7 +20,7 @@ EXAMPLE = ROOT / "examples" / "backend_package"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Variables of a process that has the package installed."""
+    """Return the environment of a process in which the package is installed."""
     site = pip_install(EXAMPLE, tmp_path_factory.mktemp("example"))
     return environment_of_children(PYTHONPATH=f"{site}:{ROOT}")
 
@@ -34,7 +34,7 @@ def started(environment, *arguments):
 
 
 def ended(process):
-    """Its exit code and what it said."""
+    """Return the exit code and the output."""
     stdout, stderr = process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 

@@ -19,7 +19,7 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, by case."""
+    """Return the results of each rank, by case."""
     folder = tmp_path_factory.mktemp("data_parallel")
     command = [sys.executable, "-m", "tests.support.data_parallel_ranks", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

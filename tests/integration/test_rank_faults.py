@@ -61,13 +61,13 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def played(play, tmp_path_factory):
-    """Scenario and outcome of each case, by its fault."""
+    """Return the scenario and the outcome of each case, by fault."""
     scenarios = [Scenario(str(tmp_path_factory.mktemp(fault)), fault, *how) for fault, *how in CASES]
     return {one.fault: (one, found) for one, found in zip(scenarios, play(*scenarios), strict=True)}
 
 
 def check(scenario: Scenario, outcome: dict) -> None:
-    """All ranks but the faulty one raised in time, each naming rank, step and peer, and ended."""
+    """Check that all other ranks raised in time, each with rank, step and peer in the error, and ended."""
     assert outcome["struck"] > 0, (scenario, outcome)
     for rank in (0, 2):
         assert outcome["codes"][rank] == GAVE_UP, (scenario, outcome)

@@ -19,7 +19,7 @@ CALL = ("--seq-len", "4096", "--ranks", "4", "--heads", "8")
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Variables of a process that has the package installed."""
+    """Return the environment of a process in which the package is installed."""
     site = pip_install(EXAMPLE, tmp_path_factory.mktemp("example"))
     return environment_of_children(PYTHONPATH=f"{site}:{ROOT}")
 

@@ -15,7 +15,7 @@ USUAL = {"heads": 6, "kv_heads": 6, "head_dim": 64, "mask": "full", "layout": "c
 
 
 def seconds(made, pass_name, rank=0, **changes):
-    """A byte a second, and all else at once."""
+    """Return the seconds at one byte per second of memory bandwidth, all else instantaneous."""
     return rank_cost(made, pass_name, rank, HardwareSpec(1e9, 1e9, 0.0, 0.0, memory_bandwidth=1e-9, **changes)).seconds
 
 

@@ -35,7 +35,7 @@ def of_a_call(dtype: object = "float32", head_dim: object = 128) -> dict:
 
 
 def data(**changes) -> dict:
-    """What a file holds; changes to its rates by name."""
+    """Return the contents of a hardware spec file, with these fields changed."""
     return {**ABOUT, "hardware": {**as_json(ALL), **changes}}
 
 

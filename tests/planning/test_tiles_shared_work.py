@@ -57,7 +57,7 @@ def test_tiles_are_found_once_per_layout_and_block_pair(monkeypatch):
     mask = Mask.documents((0, *range(100, 3000, 70), 3001))
     plan = bp.plan(seq_len=3001, ranks=4, heads=12, mask=mask, layout="auto", strategy=AutoStrategy(hardware=HARDWARE))
     assert "document_zigzag" in plan.reason
-    assert len(made) <= 4 * 4 * 4 + 1  # four layouts, and the whole sequence for Ulysses
+    assert len(made) <= 4 * 4 * 4 + 1  # four layouts, and all tokens for Ulysses
 
 
 class ClearedAtOnce(dict):

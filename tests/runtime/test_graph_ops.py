@@ -43,14 +43,14 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options
 
 
 def whole() -> list[Tensor]:
-    """q, k, v and sinks of a whole sequence."""
+    """Return q, k, v and sinks of all tokens."""
     sizes = ((2, LENGTH, 4, 16), (2, LENGTH, 2, 16), (2, LENGTH, 2, 8), (4,))
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(size, generator=generator) for size in sizes]
 
 
 def results(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """What it gives, and the gradients of its inputs."""
+    """Return the results, and the gradients of the inputs."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     out = function(*leaves)
     out.float().square().sum().backward()

@@ -32,7 +32,7 @@ def problem(
 
 
 def called(label: str, ranks: int, node: int) -> object:
-    """The strategy that a label means, by its words."""
+    """Return the strategy of a label, from its words."""
     words = {
         "fetch": {"transfer": "direct"},
         "all ahead": {"prefetch_steps": ranks},

@@ -194,7 +194,7 @@ def forget():
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A function that installs a package with these entry points."""
+    """Return a function that installs a package with these entry points."""
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
