@@ -22,7 +22,7 @@ from burst_portable.config import Config
 from burst_portable.errors import BurstError, CommunicationError, LayoutError, MismatchError
 from burst_portable.layout import Layout, Segment
 from burst_portable.profiling.session import profile
-from tests.support.disagreements import DISAGREEMENTS, RANKS, told_by
+from tests.support.disagreements import DISAGREEMENTS, RANKS, error_of_rank
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def check(name: str, said: list[str]) -> None:
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_different_calls_of_threads_raise_mismatch_error(name):
-    check(name, bp.run_threads(3, lambda mesh: told_by(mesh, name)))
+    check(name, bp.run_threads(3, lambda mesh: error_of_rank(mesh, name)))
 
 
 def test_different_default_lengths_suggest_seq_len():
@@ -223,7 +223,7 @@ def test_skipped_agreement_check_misses_mismatch():
 
     def work(mesh):
         mesh.transport("cpu").share = lambda data, *_: [data] * mesh.size  # everybody is heard to say the same
-        return told_by(mesh, "scale")
+        return error_of_rank(mesh, "scale")
 
     assert not all(bp.run_threads(3, work))
 

@@ -49,7 +49,7 @@ def check(found: list[list[str]], says: str) -> None:
     assert second not in ("", "right")
 
 
-@pytest.mark.parametrize("after", [name for name in CALLS if name != "refused"])
+@pytest.mark.parametrize("after", [name for name in CALLS if name != "unshard_wrong_rows"])
 @pytest.mark.parametrize(("before", "at"), [*product(CALLS, (1, 2))][:8])
 def test_call_after_error_raises(before, at, after):
     check(on_threads(before, at, after), IN_PASS if (before, at) == ("attention", 2) else BETWEEN)
@@ -112,7 +112,7 @@ def test_pass_that_fails_while_connecting_is_unfinished():
 
 def test_rejected_call_after_error_raises_own_error():
     """The other rank would mistake the error for messages of the pass."""
-    _, (failed, refused) = on_threads("attention", 2, "refused")
+    _, (failed, refused) = on_threads("attention", 2, "unshard_wrong_rows")
     assert failed == "Planted: "
     assert refused.startswith("LayoutError: rank 1 holds a different number of rows")
 

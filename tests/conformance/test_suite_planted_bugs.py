@@ -31,8 +31,8 @@ from burst_portable.profiling.intervals import Timeline
 from burst_portable.profiling.recorder import RecordingObserver
 from burst_portable.profiling.session import Session
 from tests.support import planted_bugs, planted_transports
-from tests.support.planted_bugs import Around, Planted
-from tests.support.planted_transports import DoesNotWait, DropsLastHop, SentTooEarly
+from tests.support.planted_bugs import KernelWrapper, Planted
+from tests.support.planted_transports import DropsLastHop, SkipsReceiveWait, SkipsSendWait
 
 # Bug: the groups that each find it, by themselves, in a quick look.
 KERNELS = {
@@ -56,7 +56,7 @@ KERNELS = {
     planted_bugs.ForgetsRows: ("kernels", "fully_masked"),
     planted_bugs.ClaimsTooMuch: ("claims",),
     planted_bugs.NoReasons: ("claims",),
-    planted_bugs.CannotBeAsked: ("claims", "kernels"),
+    planted_bugs.RaisesInSupports: ("claims", "kernels"),
     planted_bugs.SaysTrue: ("claims", "kernels"),
     planted_bugs.Unsteady: ("kernels", "determinism"),
     planted_bugs.SideStream: ("memory",),
@@ -66,11 +66,11 @@ DECLINED = (planted_bugs.ClaimsTooMuch, planted_bugs.NoReasons)
 TRANSPORTS = {
     DropsLastHop: ("transport", "attention"),
     planted_transports.ReusesBuffers: ("transport", "attention"),
-    DoesNotWait: ("transport", "memory"),
-    SentTooEarly: ("transport",),
+    SkipsReceiveWait: ("transport", "memory"),
+    SkipsSendWait: ("transport",),
     planted_transports.SendsOthersShares: ("transport",),
-    planted_transports.HearsItself: ("transport",),
-    planted_transports.TellsOfOthers: ("transport",),
+    planted_transports.SharesOwnDataOnly: ("transport",),
+    planted_transports.SharesInWrongOrder: ("transport",),
     planted_transports.BeginsAnyhow: ("transport",),
 }
 
@@ -116,7 +116,7 @@ class ServesAll(Planted):
     """A vendor whose only kernel declines nothing."""
 
     def kernels(self):
-        return (Around(ReferenceKernel()),)
+        return (KernelWrapper(ReferenceKernel()),)
 
 
 @pytest.mark.parametrize("bug", DECLINED)
@@ -143,7 +143,7 @@ def test_group_skips_backend_without_transport():
     assert reasons == {"the backend 'no_transport' has no transport, so it supports one rank only"}
 
 
-class Labelled(planted_transports.Through):
+class Labelled(planted_transports.TransportWrapper):
     """Refuses messages that errors could not name."""
 
     def post(self, sends, receives, label=""):
@@ -157,7 +157,7 @@ def test_transport_trials_label_all_messages(real):
 
 
 def test_kernel_that_writes_into_outputs_passes(real):
-    report = examine(Planted(planted_bugs.WritesInParts, real=real), "kernels")
+    report = examine(Planted(planted_bugs.WritesIntoOutputs, real=real), "kernels")
     assert report.ok, report.failures[0].message
 
 
@@ -203,7 +203,7 @@ def test_claimed_streams_of_cpu_are_detected():
     assert "torch records no event on cpu" in report.failures[0].message
 
 
-class ToldBy(Planted):
+class WithProbeFacts(Planted):
     """Says these facts of its machine."""
 
     facts: ClassVar[dict[str, object]] = {}
@@ -213,17 +213,17 @@ class ToldBy(Planted):
 
 
 def test_probe_facts_that_are_not_json_are_named():
-    ToldBy.facts = {"chips": 2, "memory": torch.ones(2)}
-    report = check_backend(ToldBy(), cases=["claims:probe"])
+    WithProbeFacts.facts = {"chips": 2, "memory": torch.ones(2)}
+    report = check_backend(WithProbeFacts(), cases=["claims:probe"])
     assert "'memory' is a Tensor" in report.failures[0].message
 
 
 def test_check_backend_rejects_unknown_evidence_level():
-    ToldBy.facts = {"evidence_level": "gold"}
+    WithProbeFacts.facts = {"evidence_level": "gold"}
     with pytest.raises(InputError, match=r"evidence level in the probe of the backend 'planted'; got 'gold'"):
-        check_backend(ToldBy(), cases=["claims:probe"])
-    ToldBy.facts = {"evidence_level": "simulated"}
-    assert check_backend(ToldBy(), cases=["claims:probe"]).evidence_level == "simulated"
+        check_backend(WithProbeFacts(), cases=["claims:probe"])
+    WithProbeFacts.facts = {"evidence_level": "simulated"}
+    assert check_backend(WithProbeFacts(), cases=["claims:probe"]).evidence_level == "simulated"
 
 
 @pytest.mark.parametrize(
@@ -238,10 +238,10 @@ def test_full_coverage_finds_bug_that_needs_large_input(bug, much, real):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bug", [DropsLastHop, DoesNotWait, SentTooEarly, None])
+@pytest.mark.parametrize("bug", [DropsLastHop, SkipsReceiveWait, SkipsSendWait, None])
 def test_process_bug_is_detected(bug, real):
     """`None` wraps the transport without a bug and must pass."""
-    report = examine(Planted(wire=bug or planted_transports.Through, real=real), "group")
+    report = examine(Planted(wire=bug or planted_transports.TransportWrapper, real=real), "group")
     assert report.ok is (bug is None), report.markdown()
     # What a rank found, or ended with: not that none could be started.
     assert all(re.search(r"\brank \d", failure.message) for failure in report.failures), report.markdown()
@@ -249,7 +249,7 @@ def test_process_bug_is_detected(bug, real):
 
 @pytest.mark.full
 def test_conformance_finds_transport_that_uses_global_ranks():
-    backend = Planted(wire=planted_transports.TakesPeersAsGlobalRanks)
+    backend = Planted(wire=planted_transports.UsesGlobalRanks)
     everyone, some = check_backend(backend, cases=["group:messages-2ranks", "group:messages-2ranks-of-3"]).results
     assert everyone.ok
     assert not some.ok
@@ -272,7 +272,9 @@ def test_sinks_added_in_each_step_are_detected(monkeypatch, real):
 
 @pytest.mark.parametrize("group", [group for group in CHECKS if group != "group"])
 def test_wrapped_transport_without_bug_passes(group, real):
-    report = check_backend(Planted(real=real), ranks=4, only=[group], coverage="quick", wrap=planted_transports.Through)
+    report = check_backend(
+        Planted(real=real), ranks=4, only=[group], coverage="quick", wrap=planted_transports.TransportWrapper
+    )
     assert report.ok, report.markdown()
 
 

@@ -15,10 +15,10 @@ import pytest
 from burst_portable.conformance import check_backend
 from burst_portable.errors import InputError
 from tests.support import planted_bugs
-from tests.support.planted_bugs import Around, Planted
+from tests.support.planted_bugs import KernelWrapper, Planted
 
 
-class DiesOfSoftcap(Around):
+class DiesOfSoftcap(KernelWrapper):
     """As a kernel's driver may, it takes the process with it."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
@@ -27,7 +27,7 @@ class DiesOfSoftcap(Around):
         return super().attend(q, k, v, tiles, call, state=state)
 
 
-class HangsInSoftcap(Around):
+class HangsInSoftcap(KernelWrapper):
     """As a kernel does that waits for a flag which nobody sets."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
@@ -36,7 +36,7 @@ class HangsInSoftcap(Around):
         return super().attend(q, k, v, tiles, call, state=state)
 
 
-class FailsForGood(Around):
+class FailsForGood(KernelWrapper):
     """As CUDA after an illegal address: the process's every later call fails too."""
 
     def __init__(self, kernel):

@@ -23,21 +23,21 @@ from tests.support.hopper_cases import (
     ORACLE,
     TOLERANCE,
     compare,
-    compare_as_they_come,
     compare_backward,
     compare_forward,
-    compare_making_way,
-    compare_rows_that_are_merged,
+    compare_merged_rows,
+    compare_unaligned,
+    compare_yielding,
     fresh_state,
     gap,
-    long_blocks_where_they_can,
-    making_way,
-    one_program_for_all_heads_of_a_key,
-    seen_by_all,
-    served_apart,
-    small_l2,
-    tall_where_it_can,
+    second_launch_keys,
+    split_long_blocks,
     tiles_of,
+    tiles_with_long_block,
+    use_one_program_per_kv_head,
+    use_small_l2,
+    use_tall_blocks,
+    use_yielding_programs,
     wide,
 )
 from tests.support.triton_checks import check_far
@@ -80,7 +80,7 @@ def test_hopper_documents_at_block_boundaries(mask, dim):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_hopper_forward_masks_in_tall_blocks(mask, monkeypatch):
-    tall_where_it_can(monkeypatch)
+    use_tall_blocks(monkeypatch)
     q, k, v = (randn(2, 600, h, 64, seed=i) for i, h in enumerate((4, 2, 2)))
     compare_forward(q, k, v, tiles_of(mask, 600))
 
@@ -88,7 +88,7 @@ def test_hopper_forward_masks_in_tall_blocks(mask, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [1, 63, 193, 1000, 1900])
 def test_hopper_forward_lengths_in_tall_blocks(length, dtype, monkeypatch):
-    tall_where_it_can(monkeypatch)
+    use_tall_blocks(monkeypatch)
     q, k, v = (randn(2, length, h, 64, dtype=dtype, seed=i) for i, h in enumerate((6, 2, 2)))
     compare_forward(q, k, v, tiles_of("causal", length))
     if length == 1900:
@@ -99,7 +99,7 @@ def test_hopper_forward_lengths_in_tall_blocks(length, dtype, monkeypatch):
 @pytest.mark.parametrize("mask", MASKS)
 def test_hopper_backward_one_program_per_kv_head(mask, dim, monkeypatch):
     """As with many programs; with this few, the last program would finish late."""
-    one_program_for_all_heads_of_a_key(monkeypatch)
+    use_one_program_per_kv_head(monkeypatch)
     q, k, v = (randn(2, 600, h, dim, seed=i) for i, h in enumerate((6, 2, 2)))
     compare(q, k, v, tiles_of(mask, 600))
 
@@ -110,20 +110,20 @@ def test_hopper_adds_sink_gradients_in_second_launch(mask, dtype):
     """The first launch writes all other gradients; elements that no launch writes would be NaN."""
     q, k, v = (randn(1, 8600, 2, 128, dtype=dtype, seed=i) for i in range(3))
     tiles = tiles_of(mask, 8600)
-    assert served_apart(q, k, tiles) == (0, 200 if mask == "sink:200:300" else 64)
+    assert second_launch_keys(q, k, tiles) == (0, 200 if mask == "sink:200:300" else 64)
     compare_backward(q, k, v, tiles)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_hopper_adds_long_block_gradients_in_second_launch(dim, monkeypatch):
     """One head per program or a group of heads; the long block is in the middle or at the end."""
-    long_blocks_where_they_can(monkeypatch)
+    split_long_blocks(monkeypatch)
     monkeypatch.setattr(configs, "LATE", 1)  # or a group of heads would need hundreds
     for heads, kv_heads in ((3, 3), (24, 12)):
         q, k, v = (randn(2, 1030, h, dim, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
         for first, last, apart in ((0, 9, (0, 9)), (300, 310, (256, 310)), (1025, 1029, (1024, 1030))):
-            tiles = seen_by_all(first, last)
-            assert served_apart(q, k, tiles) == apart
+            tiles = tiles_with_long_block(first, last)
+            assert second_launch_keys(q, k, tiles) == apart
             compare_backward(q, k, v, tiles)
 
 
@@ -146,7 +146,7 @@ def test_hopper_different_query_and_key_lengths(dim):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_hopper_long_boxes_start_at_different_blocks(dim, monkeypatch):
-    small_l2(monkeypatch)
+    use_small_l2(monkeypatch)
     q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
     compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
     compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
@@ -154,7 +154,7 @@ def test_hopper_long_boxes_start_at_different_blocks(dim, monkeypatch):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_hopper_merges_rows(dim):
-    compare_rows_that_are_merged(dim, "cuda")
+    compare_merged_rows(dim, "cuda")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -197,15 +197,15 @@ def test_hopper_strided_inputs_and_state():
 def test_hopper_yielding_programs(dim, monkeypatch):
     """Many more programs than multiprocessors, or a single one."""
     for room, length in ((1, 6000), (64, 6000), (1 << 30, 300)):
-        making_way(monkeypatch, room)
+        use_yielding_programs(monkeypatch, room)
         q, k, v = (randn(1, length, h, dim, seed=i) for i, h in enumerate((8, 2, 2)))
-        compare_making_way(q, k, v, tiles_of("causal", length))
+        compare_yielding(q, k, v, tiles_of("causal", length))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_hopper_accepts_inputs_without_tma_alignment(dim):
     q, k, v, dout = (randn(2, 300, h, dim, seed=i) for i, h in enumerate((4, 2, 2, 4)))
-    compare_as_they_come(q, k, v, dout, tiles_of("causal", 300))
+    compare_unaligned(q, k, v, dout, tiles_of("causal", 300))
 
 
 def test_hopper_converts_state_to_float32():

@@ -31,7 +31,7 @@ def read(one: dict) -> Measured:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def facts(tmp_path_factory):
     """Run one rank per device and return the facts on which all ranks agree."""
     kind = torch.accelerator.current_accelerator()
     counters = open_or_reason(for_device(kind.type).link_counters, 0)
@@ -54,32 +54,32 @@ def told(tmp_path_factory):
     return {"idle": every[0]["idle"], "cases": found, "twice": [read(one) for one in every[0]["twice"]]}
 
 
-def test_idle_links_carry_no_bytes(told):
+def test_idle_links_carry_no_bytes(facts):
     """Other traffic would invalidate the tests below."""
-    assert max(bytes_ for ways in told["idle"] for bytes_ in ways) < 64 << 10, told["idle"]
+    assert max(bytes_ for ways in facts["idle"] for bytes_ in ways) < 64 << 10, facts["idle"]
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("row", ROWS)
-def test_wire_bytes_equal_plan(told, row, strategy, which):
-    one = told["cases"][row, strategy, which]
+def test_wire_bytes_equal_plan(facts, row, strategy, which):
+    one = facts["cases"][row, strategy, which]
     assert max(plan.sent for plan in one.plan) > 4 << 20, "flags are nothing beside the messages"
     assert one.unexplained() == {}, (one.counted, one.plan)
 
 
-def test_skipped_messages_are_not_on_the_wire(told):
+def test_skipped_messages_are_not_on_the_wire(facts):
     """Under a window, rank 0 receives no block and the last rank sends none."""
-    window = told["cases"]["window", "ring+fetch", "forward"]
+    window = facts["cases"]["window", "ring+fetch", "forward"]
     assert window.plan[0].received == window.plan[-1].sent == 0
-    full = told["cases"]["full", "ring+fetch", "forward"]
+    full = facts["cases"]["full", "ring+fetch", "forward"]
     assert all(one.sent > 2 * less.sent for one, less in zip(full.plan, window.plan, strict=True))
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_wire_bytes_detect_messages_sent_twice(told, which):
+def test_wire_bytes_detect_messages_sent_twice(facts, which):
     """The counters of every rank show the planted bug in both directions."""
-    one = told["twice"][which]
+    one = facts["twice"][which]
     assert one.unexplained().keys() == {
         f"rank {r}, {way}" for r in range(len(one.plan)) for way in ("sent", "received")
     }
@@ -89,6 +89,6 @@ def test_wire_bytes_detect_messages_sent_twice(told, which):
 
 
 @pytest.mark.parametrize(("row", "other"), [("full", "window"), ("window", "documents"), ("documents", "full")])
-def test_wire_bytes_detect_plan_of_another_mask(told, row, other):
-    one, wrong = (told["cases"][name, "ring+fetch", "forward"] for name in (row, other))
+def test_wire_bytes_detect_plan_of_another_mask(facts, row, other):
+    one, wrong = (facts["cases"][name, "ring+fetch", "forward"] for name in (row, other))
     assert Measured(**{**vars(one), "plan": wrong.plan}).unexplained() != {}

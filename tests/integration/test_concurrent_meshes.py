@@ -12,14 +12,14 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.comm.local import LocalTransport, run_transports
-from tests.support.concurrent_meshes import GROUPS, RANKS, Delaying, Pool, at_once, compare
+from tests.support.concurrent_meshes import GROUPS, RANKS, Delaying, Pool, compare, run_concurrently
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def over_gloo(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("at_once")
+    folder = tmp_path_factory.mktemp("run_concurrently")
     command = [sys.executable, "-m", "tests.support.concurrent_meshes", str(folder)]
     assert subprocess.run(command, cwd=ROOT, timeout=110).returncode == 0
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
@@ -52,11 +52,13 @@ def on_threads(ranks: int, seed: int, pool: Pool | None) -> int:
 @pytest.mark.parametrize("seed", range(2))
 def test_concurrent_thread_meshes_are_correct(seed):
     work = {str(n): partial(on_threads, ranks, seed + n, None) for n, ranks in enumerate((2, 3, 2))}
-    assert set(at_once(work).values()) == {0}
+    assert set(run_concurrently(work).values()) == {0}
 
 
 def test_buffer_pool_shared_by_threads_is_detected():
     assert on_threads(2, 0, Pool(2)) == 0
     pool = Pool(2)
-    tries = (at_once({str(n): partial(on_threads, 2, seed + n, pool) for n in range(3)}) for seed in range(0, 15, 3))
+    tries = (
+        run_concurrently({str(n): partial(on_threads, 2, seed + n, pool) for n in range(3)}) for seed in range(0, 15, 3)
+    )
     assert any(sum(wrong.values()) for wrong in tries)  # threads meet at random: a few tries

@@ -30,7 +30,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-@pytest.mark.parametrize("case", ["under_ddp", "under_fsdp", "under_fsdp_over_data"])
+@pytest.mark.parametrize("case", ["ddp_gradients", "fsdp_gradients", "fsdp_over_data_gradients"])
 def test_data_parallel_gradients_equal_one_device(case: str, answers: list[dict[str, Any]]):
     assert max(found[case] for found in answers) < 1e-7
 

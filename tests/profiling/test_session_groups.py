@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What each of four processes was told, two groups of two."""
+def results(tmp_path_factory):
+    """Run four processes in two groups and return the results of each process."""
     folder = tmp_path_factory.mktemp("groups")
     command = [sys.executable, "-m", "tests.support.profiled_groups_ranks", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -29,8 +29,8 @@ def told(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_each_sequence_group_has_its_own_report(told):
-    reports = [one["report"] for one in told]
+def test_each_sequence_group_has_its_own_report(results):
+    reports = [one["report"] for one in results]
     assert [report is None for report in reports] == [False, True, False, True]
     for report in (reports[0], reports[2]):
         assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
@@ -38,8 +38,8 @@ def test_each_sequence_group_has_its_own_report(told):
     assert (reports[2]["verdict"]["kind"], reports[2]["verdict"]["rank"]) == ("slow rank", 1)
 
 
-def test_ambiguous_mesh_raises_and_names_argument(told):
-    for rank, one in enumerate(told):
+def test_ambiguous_mesh_raises_and_names_argument(results):
+    for rank, one in enumerate(results):
         group = "0, 1" if rank < 2 else "2, 3"
         assert "no call of this mesh was recorded" in one["everybody"]
         assert f"mesh= of ranks 0, 1, 2, 3, calls of ranks {group}" in one["everybody"]
@@ -49,15 +49,15 @@ def test_ambiguous_mesh_raises_and_names_argument(told):
         assert "pass mesh= to profile()" in one["empty"]
 
 
-def test_report_with_mesh_covers_its_calls_only(told):
-    for one in (told[0]["one of several"], told[2]["one of several"]):
+def test_report_with_mesh_covers_its_calls_only(results):
+    for one in (results[0]["one of several"], results[2]["one of several"]):
         assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
         assert [(plan["ranks"], plan["calls"]) for plan in one["plans"]] == [(2, 1)]
 
 
-def test_rank_missing_from_report_is_named(told):
-    assert [bool(one["missing"]) for one in told] == [True, False, False, True]
-    for one, absent in ((told[0], 1), (told[3], 0)):
+def test_rank_missing_from_report_is_named(results):
+    assert [bool(one["missing"]) for one in results] == [True, False, False, True]
+    for one, absent in ((results[0], 1), (results[3], 0)):
         assert (
             f"whether all ranks call session.report() or gather(): receiving from rank {absent} took too long"
             in one["missing"]

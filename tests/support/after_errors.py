@@ -48,12 +48,12 @@ def all_reduce_gradients(mesh: bp.Mesh) -> torch.Tensor:
     return parameter.grad / 2
 
 
-def refused(mesh: bp.Mesh) -> torch.Tensor:
+def unshard_wrong_rows(mesh: bp.Mesh) -> torch.Tensor:
     """Make a call that raises on this rank alone, which reports it to all ranks."""
     return bp.unshard(torch.ones(1, 3, 2, 8), mesh, seq_len=8)
 
 
-CALLS = {one.__name__: one for one in (attention, unshard, all_reduce, all_reduce_gradients, refused)}
+CALLS = {one.__name__: one for one in (attention, unshard, all_reduce, all_reduce_gradients, unshard_wrong_rows)}
 
 
 class Waited:
@@ -86,7 +86,7 @@ def plant(transport: Transport, at: int) -> None:
     setattr(transport, name, planted)
 
 
-def told(call: Callable[[bp.Mesh], torch.Tensor], mesh: bp.Mesh) -> str:
+def outcome_of(call: Callable[[bp.Mesh], torch.Tensor], mesh: bp.Mesh) -> str:
     """Make a call and return its error as text, or whether its numbers are right or wrong."""
     try:
         out = call(mesh)
@@ -100,7 +100,7 @@ def play(mesh: bp.Mesh, transport: Transport, before: str, at: int, after: str, 
     """Make two calls and return their outcomes, the second on mesh `then`. Rank 1 fails in the first."""
     if mesh.rank == 1:
         plant(transport, at)
-    return [told(CALLS[before], mesh), told(CALLS[after], then)]
+    return [outcome_of(CALLS[before], mesh), outcome_of(CALLS[after], then)]
 
 
 GLOO = (
@@ -119,7 +119,9 @@ def main(process: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     transport = TorchDistTransport(None, "gloo", batched=False, timeout=DEADLINE)
     mesh = bp.Mesh(rank, RANKS, lambda _: transport, config=Config(timeout=DEADLINE))
-    assert [told(CALLS[name], mesh) for name in GLOO[number][::2]] == ["right"] * 2  # connected, and values compared
+    assert [outcome_of(CALLS[name], mesh) for name in GLOO[number][::2]] == [
+        "right"
+    ] * 2  # connected, and values compared
     other = bp.Mesh.from_group(config=Config(timeout=DEADLINE))
     found = play(mesh, transport, *GLOO[number], mesh if number < 2 else other)
     (folder / f"{number}rank{rank}.json").write_text(json.dumps(found))

@@ -99,7 +99,7 @@ def compare(mesh: bp.Mesh, seed: int, steps: int) -> int:
     return wrong
 
 
-def at_once(work: Mapping[str, Callable[[], int]]) -> dict[str, int]:
+def run_concurrently(work: Mapping[str, Callable[[], int]]) -> dict[str, int]:
     """Run each function in its own thread and return the results by name."""
     found: dict[str, int] = {}
 
@@ -131,10 +131,10 @@ def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     groups = {name: dist.new_group(list(ranks)) for name, ranks in GROUPS.items()}
-    found: dict[str, object] = {"right": at_once(work_of(rank, groups, None, 3))}
+    found: dict[str, object] = {"right": run_concurrently(work_of(rank, groups, None, 3))}
     alone = work_of(rank, groups, Pool(RANKS), 3)
     found["pool, one at a time"] = {name: one() for name, one in alone.items() if name == "model"}
-    found["pool, at once"] = [at_once(work_of(rank, groups, Pool(RANKS), 3)) for _ in range(3)]
+    found["pool, at once"] = [run_concurrently(work_of(rank, groups, Pool(RANKS), 3)) for _ in range(3)]
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

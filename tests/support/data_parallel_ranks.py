@@ -61,14 +61,14 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
 
 
-def under_ddp(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
+def ddp_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
     handle = parallelize(model, mesh)
     wrapped = DistributedDataParallel(model)
     backward(wrapped, handle, grid["data"], averaged=grid.size())
     return gradients(model)
 
 
-def under_fsdp(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
+def fsdp_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
     """Return gradients if FSDP shards parameters over all ranks."""
     handle = parallelize(model, mesh)
     everybody = grid["data", "sequence"]._flatten()
@@ -84,7 +84,7 @@ def under_fsdp(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
     return gradients(model)
 
 
-def under_fsdp_over_data(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
+def fsdp_over_data_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
     """Return gradients if FSDP shards parameters over the data axis only, and they are summed over the sequence."""
     for layer in model.model.layers:
         fully_shard(layer, mesh=grid["data"])
@@ -110,7 +110,7 @@ def main(rank: int, folder: Path) -> None:
     ids, labels = (x.flatten(0, 1) for x in batches())
     expected = on_one_device(model, ids, labels).gradients
     found: dict[str, Any] = {}
-    for case in (under_ddp, under_fsdp, under_fsdp_over_data):
+    for case in (ddp_gradients, fsdp_gradients, fsdp_over_data_gradients):
         got = case(copy.deepcopy(model), mesh, grid)
         assert got.keys() == expected.keys()
         apart = {name: ((got[name] - g).norm() / g.norm()).item() for name, g in expected.items()}

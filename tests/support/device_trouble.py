@@ -179,7 +179,7 @@ def fault(rank: int, device: torch.device, config: Config, what: str, folder: Pa
             train(mesh, device, 1024, 0)
             torch.accelerator.synchronize()
 
-    return raised(until_it_is_noticed)
+    return outcome_of(until_it_is_noticed)
 
 
 def disagree(rank: int, device: torch.device, config: Config) -> None:
@@ -206,7 +206,7 @@ def run_out_of_memory(rank: int, device: torch.device, config: Config) -> None:
     torch.accelerator.synchronize()
 
 
-def raised(work: Callable[[], None]) -> dict[str, object]:
+def outcome_of(work: Callable[[], None]) -> dict[str, object]:
     """Run work and return its error, message and duration."""
     started = time.monotonic()
     try:
@@ -224,8 +224,8 @@ PLAYS: dict[str, Callable[[int, torch.device, Config, Path], dict[str, object]]]
     "graph": lambda rank, device, config, _: graph(rank, device, config),
     "late": lambda rank, device, config, folder: fault(rank, device, config, "late", folder),
     "killed": lambda rank, device, config, folder: fault(rank, device, config, "killed", folder),
-    "shapes": lambda rank, device, config, _: raised(lambda: disagree(rank, device, config)),
-    "memory": lambda rank, device, config, _: raised(lambda: run_out_of_memory(rank, device, config)),
+    "shapes": lambda rank, device, config, _: outcome_of(lambda: disagree(rank, device, config)),
+    "memory": lambda rank, device, config, _: outcome_of(lambda: run_out_of_memory(rank, device, config)),
 }
 
 

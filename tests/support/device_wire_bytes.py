@@ -35,7 +35,7 @@ ROWS = {
 STRATEGIES = ("ring+fetch", "burst+fetch", "ulysses")
 
 
-def counted(wire: Wire, links: Links, name: str, strategy: str, transport: str) -> list[Measured]:
+def measure_case(wire: Wire, links: Links, name: str, strategy: str, transport: str) -> list[Measured]:
     """Measure both passes of a case."""
     plan, calls = prepared(links, ROWS[name], strategy, transport, "triton")
     for call in calls:
@@ -48,11 +48,11 @@ def counted(wire: Wire, links: Links, name: str, strategy: str, transport: str) 
     return found
 
 
-def all_of(links: Links, wire: Wire, name: str) -> dict[str, Any]:
+def measure_all(links: Links, wire: Wire, name: str) -> dict[str, Any]:
     """Measure all cases, and one that sends each message twice, which changes no result."""
     said: dict[str, Any] = {"idle": wire.during(lambda: time.sleep(0.5), 1)}
     cases = [(row, strategy) for row in ROWS for strategy in STRATEGIES]
-    said["cases"] = [asdict(one) for case in cases for one in counted(wire, links, *case, name)]
+    said["cases"] = [asdict(one) for case in cases for one in measure_case(wire, links, *case, name)]
     memory: Any = links.transports[name].memory  # type: ignore[union-attr]
     once = memory.copy
 
@@ -61,7 +61,7 @@ def all_of(links: Links, wire: Wire, name: str) -> dict[str, Any]:
         once(*what, **how)
 
     memory.copy = twice
-    said["twice"] = [asdict(one) for one in counted(wire, links, "full", "ring+fetch", name)]
+    said["twice"] = [asdict(one) for one in measure_case(wire, links, "full", "ring+fetch", name)]
     memory.copy = once
     return said
 
@@ -77,7 +77,7 @@ def main(ranks: int, folder: Path, rank: int) -> None:
         said: dict[str, Any] = {"absent": counters if isinstance(counters, str) else transport}
     else:
         meeting = backend.transport(links.group, DEADLINE)
-        said = all_of(links, Wire(counters, meeting, torch.accelerator.synchronize), name)
+        said = measure_all(links, Wire(counters, meeting, torch.accelerator.synchronize), name)
         counters.close()
     (folder / f"rank{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()

@@ -84,7 +84,7 @@ def call(mesh: bp.Mesh, *, twice: bool = False, **changes) -> torch.Tensor:
     return out
 
 
-def told_by(mesh: bp.Mesh, name: str) -> str:
+def error_of_rank(mesh: bp.Mesh, name: str) -> str:
     """Return the error that this rank raised, or an empty text if the call returned."""
     changes, _ = DISAGREEMENTS[name]
     try:
@@ -94,7 +94,7 @@ def told_by(mesh: bp.Mesh, name: str) -> str:
     return ""
 
 
-def told_when_swapped(rank: int) -> str:
+def error_if_swapped(rank: int) -> str:
     """Rank 1 goes backward in another order, of calls that name no mesh: its passes are counted by the group."""
     q = torch.randn(1, 8, 2, 4, requires_grad=True)
     outs = [bp.attention(q, q, q, strategy="ring") for _ in range(2)]
@@ -110,9 +110,9 @@ def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     mesh = bp.Mesh.from_group(config=Config(timeout=20))
     call(mesh)  # so that all have a plan of the usual call cached
-    found = {name: told_by(mesh, name) for name in DISAGREEMENTS}
-    found["cached"] = {name: told_by(mesh, name) for name in DISAGREEMENTS}  # by now all have these plans too
-    found["swapped"] = told_when_swapped(rank)
+    found = {name: error_of_rank(mesh, name) for name in DISAGREEMENTS}
+    found["cached"] = {name: error_of_rank(mesh, name) for name in DISAGREEMENTS}  # by now all have these plans too
+    found["swapped"] = error_if_swapped(rank)
     found["afterwards"] = "right" if bool(call(mesh).isfinite().all()) else "wrong"
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

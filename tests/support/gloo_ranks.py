@@ -116,7 +116,7 @@ def late(rank: int) -> str:
     return message
 
 
-def told(function, *arguments) -> str:
+def error_text(function, *arguments) -> str:
     """Return the error of a call as text."""
     try:
         function(*arguments)
@@ -125,7 +125,7 @@ def told(function, *arguments) -> str:
     return ""
 
 
-def refused(mesh: bp.Mesh) -> dict[str, str]:
+def errors_of_invalid_calls(mesh: bp.Mesh) -> dict[str, str]:
     """Make invalid calls on all ranks and return their errors."""
     x = torch.randn(1, 4, 2, 8)
 
@@ -139,17 +139,17 @@ def refused(mesh: bp.Mesh) -> dict[str, str]:
 
     module, rows = SelfAttention(16, 2, mesh=mesh), torch.randn(1, 4, 16)
     return {
-        "fake": told(fake),
-        "export": told(torch.export.export, module, (rows,)),
-        "trace": told(torch.jit.trace, module, (rows,)),
-        "grad": told(torch.func.grad(lambda q: bp.attention(q, x, x, mesh=mesh).sum()), x),
-        "vmap": told(torch.vmap(lambda q: bp.attention(q, x, x, mesh=mesh)), torch.stack([x, x])),
-        "tangent": told(tangent),
-        "sums": told(bp.all_reduce, torch.ones(mesh.rank + 1), mesh),
+        "fake": error_text(fake),
+        "export": error_text(torch.export.export, module, (rows,)),
+        "trace": error_text(torch.jit.trace, module, (rows,)),
+        "grad": error_text(torch.func.grad(lambda q: bp.attention(q, x, x, mesh=mesh).sum()), x),
+        "vmap": error_text(torch.vmap(lambda q: bp.attention(q, x, x, mesh=mesh)), torch.stack([x, x])),
+        "tangent": error_text(tangent),
+        "sums": error_text(bp.all_reduce, torch.ones(mesh.rank + 1), mesh),
     }
 
 
-def summed(grid: DeviceMesh) -> list[float]:
+def sums_over_ranks(grid: DeviceMesh) -> list[float]:
     """Return sums of 1, 10, 100, 1000 over the ranks of a sequence and over all: one digit per rank."""
     mine = torch.tensor([10.0 ** dist.get_rank()])
     found = [bp.all_reduce(mine, mesh).item() for mesh in (grid["sequence"], grid.get_group("sequence"), None)]
@@ -171,10 +171,10 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     inputs = make_inputs(own, seed=rank // 2)
     found["sub_groups"] = find_violations(on_one_rank(pair, own, inputs), *expected(own, inputs), own.dtype)
     found["sub_groups"] |= wrong(pair, replace(own, strategy="ulysses", mask="full"))
-    found["summed"] = summed(grid)
+    found["summed"] = sums_over_ranks(grid)
     found["two_levels"] = two_levels(ranks)
     found["sent"], found["planned"] = bytes_sent(ranks)
-    found["refused"] = refused(mesh)
+    found["refused"] = errors_of_invalid_calls(mesh)
     found["cases"] |= {"after refusals": wrong(mesh, cases(ranks)[0])}
     dist.barrier()
     found["late"] = late(rank)

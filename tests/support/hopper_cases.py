@@ -50,46 +50,46 @@ def new_kernel(monkeypatch):
     monkeypatch.setattr(f"{__name__}.KERNEL", type(KERNEL)())
 
 
-def tall_where_it_can(monkeypatch):
+def use_tall_blocks(monkeypatch):
     """Forward passes at head size 64 are cut as those of long rows, however short they are."""
     monkeypatch.setattr(configs, "TALL_BLOCKS", 0)
     monkeypatch.setattr(configs, "TALL_ITEMS", 0)
     new_kernel(monkeypatch)
 
 
-def one_program_for_all_heads_of_a_key(monkeypatch):
+def use_one_program_per_kv_head(monkeypatch):
     """Use the backward blocks of a call with many programs, however few there are."""
     monkeypatch.setattr(configs, "LATE", 0)
     new_kernel(monkeypatch)
 
 
-def long_blocks_where_they_can(monkeypatch):
+def split_long_blocks(monkeypatch):
     """Compute long key blocks in a second launch, however short the sequence is."""
     monkeypatch.setattr(block_tables, "SHORT", 0)
     new_kernel(monkeypatch)
 
 
-def small_l2(monkeypatch):
+def use_small_l2(monkeypatch):
     """Make programs start at different blocks of boxes of four key blocks, as if these exceeded the L2 cache."""
     monkeypatch.setattr(block_tables, "ABREAST", 2)
     monkeypatch.setattr(configs, "blocks_per_mebibyte", lambda keys, dim: 1)
     new_kernel(monkeypatch)
 
 
-def making_way(monkeypatch, room):
+def use_yielding_programs(monkeypatch, room):
     """Let yielding programs end after about `room` key blocks of heads of 128."""
     monkeypatch.setattr(configs, "ROOM", room)
     new_kernel(monkeypatch)
 
 
-def seen_by_all(first, last):
+def tiles_with_long_block(first, last):
     """Return tiles in which the first 900 queries see keys [first, last) of 1030, and a window."""
     boxes = ((0, first, 0, 60), (first, last, -2000, 2000), (last, 1030, 0, 60))
     tiles = (make_tile(0, 900, *box) for box in boxes)
     return Tiles(tile for tile in tiles if tile is not None)
 
 
-def served_apart(q, k, tiles):
+def second_launch_keys(q, k, tiles):
     """Return the keys [start, stop) that a second launch of `gradients` computes, or None."""
     cuts = [launch.cut for launch in LaunchTables().writing(q, k, tiles)]
     return cuts[1].keys if len(cuts) > 1 else None
@@ -107,7 +107,7 @@ def compare_forward(q, k, v, tiles):
         assert (lse[~seen] == -torch.inf).all()
 
 
-def compare_making_way(q, k, v, tiles):
+def compare_yielding(q, k, v, tiles):
     """Check that yielding programs give bitwise equal results, with and without a state."""
     options = settings(scale=1 / math.sqrt(q.shape[-1]))
     for state in (lambda: None, lambda: KERNEL.attend(q, k, v, tiles, options)):
@@ -116,7 +116,7 @@ def compare_making_way(q, k, v, tiles):
         assert all(map(torch.equal, stays, yielding))
 
 
-def compare_as_they_come(q, k, v, dout, tiles):
+def compare_unaligned(q, k, v, dout, tiles):
     """Compare inputs that TMA cannot address: odd strides, an odd offset, one batch entry for all."""
 
     def odd_steps(x):
@@ -171,7 +171,7 @@ def compare(q, k, v, tiles, *, seed=0):
     compare_backward(q, k, v, tiles, seed=seed)
 
 
-def compare_rows_that_are_merged(dim, device):
+def compare_merged_rows(dim, device):
     """Check that the first step writes complete rows in 16 bits and the second merges the remaining rows."""
     length, others, options = 500, 90, settings(scale=0.1)
     sizes = ((length, 4), (length + others, 2), (length + others, 2))

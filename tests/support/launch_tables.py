@@ -17,7 +17,7 @@ from burst_portable.planning.tiles import make_tile
 SEQ = 700
 
 
-def painted(table: LaunchTable, outer: int, inner: int, *, peel: bool, length: int = SEQ) -> np.ndarray:
+def count_visits(table: LaunchTable, outer: int, inner: int, *, peel: bool, length: int = SEQ) -> np.ndarray:
     """Return how often a kernel sees each pair, with padding. With peel (forward), no row past a stop is stored."""
     seen = np.zeros((length + outer, length + 2 * inner), dtype=np.int8)
     for w in range(table.blocks):

@@ -60,7 +60,7 @@ MODELS: dict[str, Any] = {
 LENGTH = 47  # neither 2, 3, 4 nor 6 divide it
 
 
-def one_of_two() -> Mesh:
+def mesh_without_peer() -> Mesh:
     """Return the mesh of rank 0 of 2 without a second rank; errors must not wait for it."""
     transport = LocalTransport(Fabric(2, 1.0), 0)
     return Mesh(0, 2, lambda device_type: transport, config=Config(timeout=0.01))

@@ -107,7 +107,7 @@ def two_gpus(monkeypatch):
     return machine
 
 
-def on_two(machine, work):
+def run_two_ranks(machine, work):
     """Run `work(rank, other, connect)` on two ranks."""
 
     def body(local):
@@ -127,5 +127,5 @@ def attention_is_right(machine, strategy):
         config = Config(timeout=5.0, transport="peer_copy")
         return on_one_rank(bp.Mesh(rank, 2, lambda device_type: transport, config=config), case, inputs)
 
-    for answer in on_two(machine, work):
+    for answer in run_two_ranks(machine, work):
         assert find_violations(answer, exact, plain, case.dtype) == {}

@@ -19,10 +19,10 @@ from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.numerics import Compensated, State
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles, make_tile
-from tests.support.planted_transports import Through
+from tests.support.planted_transports import TransportWrapper
 
 
-class Around(Kernel):
+class KernelWrapper(Kernel):
     """A kernel that does what the real one does; a bug overrides a part. It has no traits."""
 
     name = ""
@@ -46,14 +46,14 @@ def changed_state(state: State, *, out: Tensor | None = None, lse: Tensor | None
     return Compensated(*new, state.lost) if isinstance(state, Compensated) else new
 
 
-class WrongScale(Around):
+class WrongScale(KernelWrapper):
     """1/D in place of 1/sqrt(D)."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         return super().attend(q, k, v, tiles, replace(call, scale=call.scale**2), state=state)
 
 
-class OwnScale(Around):
+class OwnScale(KernelWrapper):
     """1/sqrt(D), forward and backward, whatever scale is given."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
@@ -63,7 +63,7 @@ class OwnScale(Around):
         super().attend_backward(x, tiles, replace(call, scale=x.q.shape[-1] ** -0.5), into=into)
 
 
-class OtherTiles(Around):
+class OtherTiles(KernelWrapper):
     """Other pairs than asked for, forward and backward alike."""
 
     def changed(self, tile: Tile) -> Tile | None:
@@ -96,7 +96,7 @@ class FewBlocks(OtherTiles):
         return make_tile(tile.q_start, tile.q_stop, tile.k_start, stop, tile.lo, tile.hi)
 
 
-class FewHeads(Around):
+class FewHeads(KernelWrapper):
     """Of many heads, those past the first 32 are left at 0."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
@@ -108,7 +108,7 @@ class FewSequences(FewHeads):
     """The same of a batch, past the first 8."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
-        state = Around.attend(self, q, k, v, tiles, call, state=state)
+        state = KernelWrapper.attend(self, q, k, v, tiles, call, state=state)
         return changed_state(state, out=torch.cat([state[0][:8], torch.zeros_like(state[0][8:])]))
 
 
@@ -122,7 +122,7 @@ class BottomRight(OtherTiles):
         return make_tile(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo + shift, tile.hi)
 
 
-class StaleKeys(Around):
+class StaleKeys(KernelWrapper):
     """The backward pass keeps the first K and V of a shape that it was ever given (by a thread)."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -135,7 +135,7 @@ class StaleKeys(Around):
         super().attend_backward(x._replace(k=k, v=v), tiles, call, into=into)
 
 
-class Base2(Around):
+class Base2(KernelWrapper):
     """LSE as a logarithm to base 2; the kernel understands itself."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
@@ -144,7 +144,7 @@ class Base2(Around):
         return changed_state(state, lse=state[1] / math.log(2))
 
 
-class EmptyRows(Around):
+class EmptyRows(KernelWrapper):
     """Give rows without keys a wrong LSE."""
 
     value = 0.0
@@ -160,7 +160,7 @@ class EmptyRowsInfinite(EmptyRows):
     value = math.inf
 
 
-class SixteenBits(Around):
+class SixteenBits(KernelWrapper):
     """Sums in bfloat16: the running out, and the gradients."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
@@ -177,15 +177,15 @@ class SixteenBitsOf16(SixteenBits):
     """The same where inputs have 16 bits, and right elsewhere: one rounding is hidden, thirty are not."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
-        way = SixteenBits if q.dtype.itemsize == 2 else Around
+        way = SixteenBits if q.dtype.itemsize == 2 else KernelWrapper
         return way.attend(self, q, k, v, tiles, call, state=state)
 
     def attend_backward(self, x, tiles, call, *, into):
-        way = SixteenBits if x.q.dtype.itemsize == 2 else Around
+        way = SixteenBits if x.q.dtype.itemsize == 2 else KernelWrapper
         way.attend_backward(self, x, tiles, call, into=into)
 
 
-class Coarse(Around):
+class Coarse(KernelWrapper):
     """Multiply numbers with `bits` bits of mantissa and state a rounding of 10 bits."""
 
     bits, traits = 10, KernelTraits(rounding=2**-10)
@@ -214,7 +214,7 @@ class SaysNothingOfIt(Coarse):
     traits = KernelTraits()
 
 
-class SwappedGradients(Around):
+class SwappedGradients(KernelWrapper):
     """dK where dV belongs, where shapes allow."""
 
     def attend_backward(self, x, tiles, call, *, into):
@@ -223,7 +223,7 @@ class SwappedGradients(Around):
         super().attend_backward(x, tiles, call, into=into)
 
 
-class SwappedAsAWhole(Around):
+class SwappedAsAWhole(KernelWrapper):
     """dk and dv in each other's place, where all gradients are asked for at once."""
 
     def backward_single_call(self, x, tiles, call):
@@ -231,7 +231,7 @@ class SwappedAsAWhole(Around):
         return dq, dv, dk
 
 
-class WritesInParts(Around):
+class WritesIntoOutputs(KernelWrapper):
     """Correct kernel that writes into the given outputs."""
 
     traits = KernelTraits(writes_into=True)
@@ -241,7 +241,7 @@ class WritesInParts(Around):
             told.copy_(made)
 
 
-class WritesItsLseElsewhere(WritesInParts):
+class WritesItsLseElsewhere(WritesIntoOutputs):
     """Of parts of the rows, LSE goes to the first rows of all."""
 
     def attend_into(self, q, k, v, tiles, call, out, lse, *, yields_to_comm=False):
@@ -249,7 +249,7 @@ class WritesItsLseElsewhere(WritesInParts):
         super().attend_into(q, k, v, tiles, call, out, start)
 
 
-class Overwrites(Around):
+class Overwrites(KernelWrapper):
     """Gradients written, not added."""
 
     def attend_backward(self, x, tiles, call, *, into):
@@ -258,7 +258,7 @@ class Overwrites(Around):
         super().attend_backward(x, tiles, call, into=into)
 
 
-class ForgetsRows(Around):
+class ForgetsRows(KernelWrapper):
     """Rows outside every tile are left as memory was."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
@@ -267,7 +267,7 @@ class ForgetsRows(Around):
         return changed_state(state, out=torch.where(blind, torch.empty_like(state[0]), state[0]))
 
 
-class SinksEveryHop(Around):
+class SinksEveryHop(KernelWrapper):
     """Counts the calls of a pass, so that a test can have `add_sinks` merge the sinks once for each of them."""
 
     calls = threading.local()
@@ -277,7 +277,7 @@ class SinksEveryHop(Around):
         return super().attend(q, k, v, tiles, call, state=state)
 
 
-class ClaimsTooMuch(Around):
+class ClaimsTooMuch(KernelWrapper):
     """Claims every call. `changed`: whether the kernel declined one, so that this is a bug."""
 
     changed = False
@@ -288,7 +288,7 @@ class ClaimsTooMuch(Around):
         return type(support)(True)
 
 
-class NoReasons(Around):
+class NoReasons(KernelWrapper):
     """Declines without a reason. `changed` as above."""
 
     changed = False
@@ -299,21 +299,21 @@ class NoReasons(Around):
         return type(support)(support.ok)
 
 
-class CannotBeAsked(Around):
+class RaisesInSupports(KernelWrapper):
     """Raise in `supports`."""
 
     def supports(self, call):
         raise KeyError(call.head_dim)
 
 
-class SaysTrue(Around):
+class SaysTrue(KernelWrapper):
     """A bool where a `Support` is due."""
 
     def supports(self, call):
         return True
 
 
-class FewSizes(Around):
+class FewSizes(KernelWrapper):
     """Correct kernel that supports only what kernels for tensor cores often support."""
 
     def supports(self, call):
@@ -328,7 +328,7 @@ class FewSizes(Around):
         super().attend_backward(x, tiles, call, into=into)
 
 
-class Unsteady(Around):
+class Unsteady(KernelWrapper):
     """Other bits every time."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
@@ -336,7 +336,7 @@ class Unsteady(Around):
         return changed_state(state, out=state[0] * (1 + float(torch.rand(())) * 4e-7))
 
 
-class SideStream(Around):
+class SideStream(KernelWrapper):
     """Run on a separate stream that is not synchronized with the current one. For devices with streams."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
@@ -352,15 +352,15 @@ class SideStream(Around):
 class Planted(Backend):
     """A backend with a bug around each of its kernels, or around its own transport between processes."""
 
-    bug: Callable[[Kernel | LazyKernel], Kernel] = Around
-    wire: Callable[[Transport], Transport] = Through
+    bug: Callable[[Kernel | LazyKernel], Kernel] = KernelWrapper
+    wire: Callable[[Transport], Transport] = TransportWrapper
     real: Any = field(default_factory=lambda: load("cpu"))
     name: str = "planted"
     direct_transport: str = ""  # named, and not there
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By name: kernels may keep tensors of a device, and those are no other process's."""
-        return planted_again, (self.bug, self.wire, self.real.name, self.name, self.direct_transport)
+        return recreate_planted, (self.bug, self.wire, self.real.name, self.name, self.direct_transport)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -376,6 +376,6 @@ class Planted(Backend):
         return self.wire(self.real.transport(group, timeout))
 
 
-def planted_again(bug: Any, wire: Any, real: str, name: str, direct_transport: str) -> Planted:
+def recreate_planted(bug: Any, wire: Any, real: str, name: str, direct_transport: str) -> Planted:
     """Create a `Planted` in another process."""
     return Planted(bug, wire, load(real), name, direct_transport)

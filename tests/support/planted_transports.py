@@ -11,7 +11,7 @@ from torch import Tensor
 from burst_portable.comm.base import Handle, Message, Transport
 
 
-class Through(Transport):
+class TransportWrapper(Transport):
     """A transport that does what the real one does."""
 
     def __init__(self, wrapped: Transport) -> None:
@@ -30,7 +30,7 @@ class Through(Transport):
         return self.wrapped.buffer(size, device)
 
 
-class DropsLastHop(Through):
+class DropsLastHop(TransportWrapper):
     """Discard the messages of the last step of a lap."""
 
     posts = 0
@@ -42,7 +42,7 @@ class DropsLastHop(Through):
         return super().post(sends, receives, label)
 
 
-class ReusesBuffers(Through):
+class ReusesBuffers(TransportWrapper):
     """Return one buffer per size, even while it is in use."""
 
     def __init__(self, wrapped: Transport) -> None:
@@ -58,7 +58,7 @@ class _Nothing:
         """Does not wait."""
 
 
-class DoesNotWait(Through):
+class SkipsReceiveWait(TransportWrapper):
     """Report receives as complete when they are only posted."""
 
     def post(self, sends, receives, label=""):
@@ -66,7 +66,7 @@ class DoesNotWait(Through):
         return leaving, [_Nothing() for _ in arriving]
 
 
-class SentTooEarly(Through):
+class SkipsSendWait(TransportWrapper):
     """Report sends as complete when they are only posted."""
 
     def post(self, sends, receives, label=""):
@@ -75,7 +75,7 @@ class SentTooEarly(Through):
         return [_Nothing() for _ in leaving], arriving
 
 
-class TakesPeersAsGlobalRanks(Through):
+class UsesGlobalRanks(TransportWrapper):
     """Passes on the numbers of ranks in the group as those of processes. In the default group these are the same."""
 
     def post(self, sends, receives, label=""):
@@ -84,7 +84,7 @@ class TakesPeersAsGlobalRanks(Through):
         return [dist.isend(m.buffer, dst=m.peer, group=group) for m in sends], arriving
 
 
-class SendsOthersShares(Through):
+class SendsOthersShares(TransportWrapper):
     """Of what all ranks exchange at once, each gets what is meant for the one before it."""
 
     def exchange(self, sends, receives, label, *, exclusive=False):
@@ -96,14 +96,14 @@ class SendsOthersShares(Through):
         return super().exchange([turned], receives, label, exclusive=exclusive)
 
 
-class HearsItself(Through):
+class SharesOwnDataOnly(TransportWrapper):
     """Return the data of this rank for all ranks, so that different calls are not detected."""
 
     def share(self, data, label="share", timeout=None):
         return [data] * self.size
 
 
-class TellsOfOthers(Through):
+class SharesInWrongOrder(TransportWrapper):
     """Return the shared data in another order of ranks."""
 
     def share(self, data, label="share", timeout=None):
@@ -111,7 +111,7 @@ class TellsOfOthers(Through):
         return said[1:] + said[:1]
 
 
-class BeginsAnyhow(Through):
+class BeginsAnyhow(TransportWrapper):
     """A pass begins though the last one has not ended."""
 
     def check_in_sync(self):

@@ -93,7 +93,7 @@ def profiled(mesh: bp.Mesh, path: Path, steps: int, *, gradients: bool) -> None:
         report.write_json(path)
 
 
-def ablated(mesh: bp.Mesh, path: Path) -> None:
+def run_ablation(mesh: bp.Mesh, path: Path) -> None:
     """Time a step whose kernels sleep on one rank, with communication or kernels removed."""
     q, k, v = (torch.randn(1, 64, 2, 16) for _ in range(3))
 
@@ -128,7 +128,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         (folder / "compute.delays").write_text(json.dumps(slept))
     if ranks == 2:
         slept.clear()
-        ablated(mesh, folder / "ablated.json")
+        run_ablation(mesh, folder / "ablated.json")
         if rank == SLOW_RANK:
             (folder / "ablated.delays").write_text(json.dumps(slept))
     slept.clear()

@@ -42,7 +42,7 @@ def call(mesh: bp.Mesh) -> None:
     bp.attention(*(torch.randn(1, 64, 2, 16) for _ in range(3)), mesh=mesh, mask="full", strategy="ring")
 
 
-def refusal(work: Callable[[], object]) -> str:
+def error_text(work: Callable[[], object]) -> str:
     try:
         work()
     except BurstError as error:
@@ -50,27 +50,27 @@ def refusal(work: Callable[[], object]) -> str:
     return ""
 
 
-def told(mesh: bp.Mesh) -> dict[str, object]:
+def run_sessions(mesh: bp.Mesh) -> dict[str, object]:
     call(mesh)
     with bp.profile() as session:
         for _ in range(3):
             call(mesh)
     report = session.report()
     found: dict[str, object] = {"report": report and report.data}
-    found["everybody"] = refusal(lambda: session.report(bp.Mesh.from_group()))
+    found["everybody"] = error_text(lambda: session.report(bp.Mesh.from_group()))
     with bp.profile() as several:
         call(mesh)
         call(bp.Mesh.single())
-    found["several"] = refusal(several.report)
+    found["several"] = error_text(several.report)
     one = several.report(mesh)
     found["one of several"] = one and one.data
     with bp.profile() as empty:
         pass
-    found["empty"] = refusal(empty.report)
+    found["empty"] = error_text(empty.report)
     return found
 
 
-def missing(mesh: bp.Mesh) -> str:
+def error_without_peer(mesh: bp.Mesh) -> str:
     """Return the error of a rank whose neighbor does not call report: rank 1 of group 1, rank 0 of group 2.
 
     This must be the last call on its group, whose messages are out of sync afterwards.
@@ -79,7 +79,7 @@ def missing(mesh: bp.Mesh) -> str:
         call(mesh)
     if mesh.rank == 1 - mesh.global_ranks[0] // 2:
         return ""
-    return refusal(session.report)
+    return error_text(session.report)
 
 
 def main(rank: int, folder: Path) -> None:
@@ -89,8 +89,8 @@ def main(rank: int, folder: Path) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     if rank == SLOW_RANK:
         slow_kernel()
-    found = told(bp.Mesh.from_device_mesh(grid, "sequence"))
-    found["missing"] = missing(bp.Mesh.from_device_mesh(grid, "sequence", config=Config(timeout=MISSED)))
+    found = run_sessions(bp.Mesh.from_device_mesh(grid, "sequence"))
+    found["missing"] = error_without_peer(bp.Mesh.from_device_mesh(grid, "sequence", config=Config(timeout=MISSED)))
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
 

@@ -101,7 +101,7 @@ def ring(ranks: int, steps: int, *, slow: Sequence[int] = ()) -> list[RankRecord
     return [one.records(plan) for one in makers]
 
 
-def ablated(records: Sequence[RankRecords]) -> list[RankRecords]:
+def with_ablation(records: Sequence[RankRecords]) -> list[RankRecords]:
     """Add an ablation to each rank: 10 ms rest, 3 ms messages, 5 ms kernels, 2 ms of both at once."""
     facts = Ablation(0.020, 0.017, 0.015, 0.010).facts()
     return [replace(one, facts={**one.facts, "ablation": facts}) for one in records]

@@ -141,7 +141,7 @@ def dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Te
 # ------------------------------------------------------------------------------------------------ body
 
 
-def surrounded(x: Tensor, poison: bool) -> Tensor:
+def with_nan_margins(x: Tensor, poison: bool) -> Tensor:
     """Copy x [B, S, H, D] into a larger tensor of NaN, with strides of multiples of 16 bytes."""
     if not poison:
         return x
@@ -156,7 +156,7 @@ def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tupl
     q, k, v = full[1:]
     options = settings(case.scale, case.softcap)
     where = [torch.tensor(layout.positions(r), device=q.device) for r in range(layout.ranks)]
-    blocks = [[surrounded(x[:, at], case.poison) for x in full] for at in where]
+    blocks = [[with_nan_margins(x[:, at], case.poison) for x in full] for at in where]
     sums = [[torch.zeros_like(x, dtype=torch.float32) for x in block[1:]] for block in blocks]
     tiles = [[find_tiles(case.parsed, a, b) for b in layout.shards] for a in layout.shards]
     out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=torch.float32, device=q.device)
@@ -185,9 +185,9 @@ def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tupl
     return out, lse, *joined
 
 
-def at_once(kernel: Kernel, case: Case, full: list[Tensor]) -> tuple[Tensor, ...]:
+def single_call(kernel: Kernel, case: Case, full: list[Tensor]) -> tuple[Tensor, ...]:
     """Return the results of a single call, in the dtype of the inputs except for LSE."""
-    dout, q, k, v = (surrounded(x, case.poison) for x in full)
+    dout, q, k, v = (with_nan_margins(x, case.poison) for x in full)
     every = (Segment(0, case.length),)
     tiles, options = find_tiles(case.parsed, every, every), settings(case.scale, case.softcap)
     out, lse = kernel.forward_single_call(q, k, v, tiles, options)
@@ -211,13 +211,13 @@ def check(kernel: Kernel, case: Case, device: str) -> dict[str, float]:
     full = inputs(case, device)
     layout = make_layout(case.layout, case.length, case.ranks, case.parsed)
     expected = dense(*full, case)
-    errors = judged(ring(kernel, case, layout, full), expected, case)
+    errors = check_errors(ring(kernel, case, layout, full), expected, case)
     if case.ranks == 1 and kernel.traits.writes_gradients:
-        judged(at_once(kernel, case, full), expected, case)
+        check_errors(single_call(kernel, case, full), expected, case)
     return errors
 
 
-def judged(found: tuple[Tensor, ...], right: tuple[Tensor, ...], case: Case) -> dict[str, float]:
+def check_errors(found: tuple[Tensor, ...], right: tuple[Tensor, ...], case: Case) -> dict[str, float]:
     """Return the errors of (out, lse, dq, dk, dv). Raise AssertionError with the name of one that is too large."""
     got = dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True))
     expected = dict(zip(got, right, strict=True))

@@ -19,7 +19,7 @@ from tests.support.triton_cases import Case, check
 from tests.support.triton_checks import CHECKS
 
 
-def patch_once_a_launch() -> None:
+def patch_once_per_launch() -> None:
     """Patch Triton's language once per launch, not once per function call, which saves 1/3 of the time.
 
     The patches are equal each time and stay until the launch ends. Other implementations are not changed.
@@ -45,7 +45,7 @@ def patch_once_a_launch() -> None:
     interpreter._LangPatchScope, interpreter._patch_lang = Scope, once
 
 
-def skip_sums_that_nobody_asserts() -> None:
+def skip_overflow_checks() -> None:
     """Skip the overflow computation of integer sums and products, which saves 2/5 of the time.
 
     Triton asserts it in debug mode only. If the interpreter is in debug mode, nothing is changed.
@@ -62,8 +62,8 @@ def main() -> None:
     from burst_portable.kernels.triton.triton_kernel import TritonKernel
     from burst_portable.kernels.triton.tuning import HALF, Blocks, Tuning
 
-    patch_once_a_launch()
-    skip_sums_that_nobody_asserts()
+    patch_once_per_launch()
+    skip_overflow_checks()
     gc.freeze()  # what is imported stays
     torch.set_num_threads(1)
     warnings.simplefilter("error")

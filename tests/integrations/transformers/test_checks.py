@@ -50,7 +50,7 @@ from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.checks import check_positions
 from burst_portable.integrations.transformers.loss import ShardedLoss
 from burst_portable.integrations.transformers.masks import Band, DeferredMask, read_mask
-from tests.support.models import SIZES, make, one_of_two, tokens
+from tests.support.models import SIZES, make, mesh_without_peer, tokens
 
 ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
@@ -79,7 +79,7 @@ ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, at
 )
 def test_call_rejects_invalid_arguments(change: dict[str, Any], error: type[BurstError], told: str):
     model = make("llama")
-    with parallelize(model, one_of_two()) as handle:
+    with parallelize(model, mesh_without_peer()) as handle:
         inputs = handle.shard(tokens(1, 47)) | change
         with pytest.raises(error, match=told):
             model(**inputs)
@@ -248,7 +248,7 @@ def test_generate_raises():
 def test_dynamic_rope_raises_for_long_sequences():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = make("llama", rope_parameters=rope)
-    with parallelize(model, one_of_two()) as handle, pytest.raises(UnsupportedError, match="dynamic"):
+    with parallelize(model, mesh_without_peer()) as handle, pytest.raises(UnsupportedError, match="dynamic"):
         model(**handle.shard(tokens(1, 200)))
 
 
@@ -317,7 +317,7 @@ def test_attention_outside_transformers_raises():
 
 def test_temperature_by_row_number_raises():
     config = Llama4TextConfig(**SIZES, num_local_experts=2, floor_scale=40, attention_chunk_size=8, pad_token=0)
-    handle = parallelize(Llama4ForCausalLM(config), one_of_two())
+    handle = parallelize(Llama4ForCausalLM(config), mesh_without_peer())
     with pytest.raises(UnsupportedError, match="temperature"):
         handle.model(**handle.shard(tokens(1, 47)))
 
@@ -364,7 +364,7 @@ def test_shard_rejects_lists(name: str):
 
 def test_shard_after_undo_raises():
     """The model would compute the loss of the shard as that of the full sequence."""
-    with parallelize(make("llama"), one_of_two()) as handle:
+    with parallelize(make("llama"), mesh_without_peer()) as handle:
         assert handle.shard(tokens())["input_ids"].shape == (2, 23)
     with pytest.raises(InputError, match=r"undo\(\) has restored the model.*parallelize it again"):
         handle.shard(tokens())

@@ -13,7 +13,7 @@ from burst_portable import Mesh, run_threads
 from burst_portable.errors import MismatchError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, parallelize
 from burst_portable.integrations.transformers.loss import router_loss, with_router_loss
-from tests.support.models import SIZES, assert_same, make, on_one_device, on_ranks, one_of_two, tokens
+from tests.support.models import SIZES, assert_same, make, mesh_without_peer, on_one_device, on_ranks, tokens
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -72,9 +72,9 @@ def test_unsupported_router_losses_raise():
     output = SimpleNamespace(aux_loss=torch.tensor(9.0), router_logits=logits, loss=None)
     for model in ({"num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}, {"router_aux_loss_coef": 0.1}, {}):
         with pytest.raises(UnsupportedError, match=r"router loss of .*; got (9\.0|a model without a known weight)"):
-            with_router_loss(SimpleNamespace(**model), output, one_of_two())
+            with_router_loss(SimpleNamespace(**model), output, mesh_without_peer())
     model = make("mixtral")
-    with parallelize(model, one_of_two()) as handle, pytest.raises(UnsupportedError, match="return_dict"):
+    with parallelize(model, mesh_without_peer()) as handle, pytest.raises(UnsupportedError, match="return_dict"):
         model(**handle.shard(tokens(1, 47)), output_router_logits=True, return_dict=False)
 
 

@@ -14,7 +14,7 @@ from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.html import keep_units_together, page
 from burst_portable.utils.text import bytes_text, percent, scaled, time_text
 from tests.support import chromium
-from tests.support.synthetic_records import Maker, ablated, ring
+from tests.support.synthetic_records import Maker, ring, with_ablation
 
 SAMPLE = Path(__file__).parents[3] / "profiling" / "sample" / "slow_link.json"
 UNITS = {
@@ -34,7 +34,7 @@ PIXEL = """(() => {
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return Report.of(ablated(ring(4, 12, slow=[2])))
+    return Report.of(with_ablation(ring(4, 12, slow=[2])))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from burst_portable.cli import main
 from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.tables import ablation_text
-from tests.support.synthetic_records import Maker, ablated, ring
+from tests.support.synthetic_records import Maker, ring, with_ablation
 
 
 def test_report_without_transfer_times_round_trips(tmp_path):
@@ -68,7 +68,7 @@ def test_profile_writes_other_formats(files, capsys):
 
 
 def test_ablation_is_in_every_format(tmp_path, capsys):
-    report = Report.of(ablated(ring(2, 3)))
+    report = Report.of(with_ablation(ring(2, 3)))
     report.write_json(tmp_path / "a.json")
     wanted = ["--html", str(tmp_path / "a.html"), "--markdown", str(tmp_path / "a.md")]
     assert main(["profile", str(tmp_path / "a.json"), *wanted]) == 0

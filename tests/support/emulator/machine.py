@@ -43,7 +43,7 @@ class _Stopped(BaseException):
     """Another thread has failed."""
 
 
-def closed() -> threading.Lock:
+def acquired_lock() -> threading.Lock:
     """Return an acquired lock. Acquiring it again blocks until another thread releases it once."""
     lock = threading.Lock()
     lock.acquire()
@@ -57,7 +57,7 @@ class Thread:
     name: str
     program: tuple[int, ...]
     grid: tuple[int, ...]
-    go: threading.Lock = field(default_factory=closed)
+    go: threading.Lock = field(default_factory=acquired_lock)
     ready: Callable[[], bool] = lambda: True
     waits_for: str = ""
     over: bool = False
@@ -80,7 +80,7 @@ class Machine:
         self._random = random.Random(seed)
         self._eager, self._together = eager, together
         self._threads: list[Thread] = []
-        self._host = closed()
+        self._host = acquired_lock()
         self._functions: dict[Any, FunctionType] = {}
         self._failure: BaseException | None = None
         self._language = language_of(self)

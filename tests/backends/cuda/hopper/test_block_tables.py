@@ -12,7 +12,7 @@ from burst_portable.backends.cuda.hopper.configs import Pass, forward_cut, turns
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles
-from tests.support.launch_tables import LENGTH, LISTS, SEQ, painted, random_tiles
+from tests.support.launch_tables import LENGTH, LISTS, SEQ, count_visits, random_tiles
 
 pytest.importorskip("triton")
 
@@ -45,7 +45,7 @@ def test_forward_table_equals_mask(name):
     tiles = Tiles(CASES[name])
     table = forward_table(tiles, SEQ, 128, 128, every_block=True)
     assert table.blocks == (7 if name == "short rows" else 6)
-    seen = painted(table, 128, 128, peel=True)
+    seen = count_visits(table, 128, 128, peel=True)
     assert (seen[:SEQ, :SEQ] == dense(tiles)).all()
     assert (seen[:SEQ, SEQ:] == 0).all(), "keys past the end must be hidden"
 
@@ -53,7 +53,7 @@ def test_forward_table_equals_mask(name):
 @pytest.mark.parametrize("name", CASES)
 def test_backward_table_equals_mask(name):
     tiles = Tiles(CASES[name])
-    seen = painted(backward_table(tiles, SEQ, 64, 128), 128, 64, peel=False)
+    seen = count_visits(backward_table(tiles, SEQ, 64, 128), 128, 64, peel=False)
     assert (seen[:SEQ, :SEQ] == dense(tiles).T).all()
     assert (seen[SEQ:] == 0).all(), "keys past the end must be hidden: their P is not finite"
 
@@ -131,9 +131,9 @@ def test_writing_cuts_computes_long_blocks_in_second_launch(tiles, length, apart
     spans = sorted((*(tuple(rest.numbers[16 * w : 16 * w + 7 : 6]) for w in range(rest.blocks)), apart))
     assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])], "each key in one block"
     assert spans[-1][1] == length
-    seen = painted(rest, 128, 64, peel=False, length=length)
+    seen = count_visits(rest, 128, 64, peel=False, length=length)
     assert (seen[slice(*apart)] == 0).all()
-    added = painted(divided, 128, 64, peel=False, length=length)
+    added = count_visits(divided, 128, 64, peel=False, length=length)
     assert (added[apart[1] - apart[0] :] == 0).all(), "beyond the keys that it knows"
     seen[slice(*apart)] = added[: apart[1] - apart[0]]
     assert (seen[:length, :length] == dense(tiles, length).T).all()
@@ -193,10 +193,10 @@ def test_forward_table_staggers_starts_in_long_boxes(columns):
     rows = 700
     tiles = Tiles([Tile(0, rows, 0, columns, -columns, rows), Tile(0, 300, columns, columns + 1000, -columns - 500, 0)])
     table, plain = (forward_table(tiles, rows, 16, 16, True, *mebibyte) for mebibyte in ((1,), ()))
-    seen = painted(table, 16, 16, peel=True, length=4000)
+    seen = count_visits(table, 16, 16, peel=True, length=4000)
     assert (seen[:rows, : columns + 1000] == dense(tiles, 4000)[:rows, : columns + 1000]).all()
     assert (seen[:rows, columns + 1000 :] == 0).all()
-    assert (seen == painted(plain, 16, 16, peel=True, length=4000)).all()
+    assert (seen == count_visits(plain, 16, 16, peel=True, length=4000)).all()
     first = [table.numbers[table.numbers[16 * w + 1]] for w in range(table.blocks)]
     at = [table.numbers[16 * w] // 16 for w in range(table.blocks)]
     peeled = 16 * (columns == 2048)  # the first block of a box that needs no mask
@@ -270,7 +270,7 @@ def test_forward_tables_equal_random_masks(size: tuple[int, int]) -> None:
         rows, columns = seen.shape
         for every_block in (False, True):
             table = forward_table(tiles, rows, *size, every_block)
-            found = painted(table, *size, peel=True, length=LENGTH)
+            found = count_visits(table, *size, peel=True, length=LENGTH)
             assert (found[:rows, :columns] == seen).all(), seed
             assert not found[:rows, columns:].any(), seed
 
@@ -284,6 +284,6 @@ def test_backward_tables_equal_random_masks(size: tuple[int, int]) -> None:
             table = backward_table(tiles, rows, *size, every_block_of)
             runs = [table.numbers[16 * w + 1 : 16 * w + 3] for w in range(table.blocks)]
             assert not any(table.numbers[at + 2 * n] % 4 for at, count in runs for n in range(count)), "as TMA reads"
-            found = painted(table, *reversed(size), peel=False, length=LENGTH)
+            found = count_visits(table, *reversed(size), peel=False, length=LENGTH)
             assert (found[:columns, :rows] == seen.T).all(), seed
             assert not found[columns:, :rows].any(), seed

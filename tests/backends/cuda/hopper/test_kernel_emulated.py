@@ -27,22 +27,22 @@ from tests.support.hopper_cases import (
     ORACLE,
     TOLERANCE,
     compare,
-    compare_as_they_come,
     compare_backward,
     compare_forward,
-    compare_making_way,
-    compare_rows_that_are_merged,
+    compare_merged_rows,
+    compare_unaligned,
     compare_whole,
+    compare_yielding,
     fresh_state,
     gap,
-    long_blocks_where_they_can,
-    making_way,
-    one_program_for_all_heads_of_a_key,
-    seen_by_all,
-    served_apart,
-    small_l2,
-    tall_where_it_can,
+    second_launch_keys,
+    split_long_blocks,
     tiles_of,
+    tiles_with_long_block,
+    use_one_program_per_kv_head,
+    use_small_l2,
+    use_tall_blocks,
+    use_yielding_programs,
     wide,
 )
 
@@ -74,13 +74,13 @@ def test_emulated_masks(mask, dim, machine):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_emulated_masks_in_tall_blocks(mask, machine, monkeypatch):
-    tall_where_it_can(monkeypatch)
+    use_tall_blocks(monkeypatch)
     compare_forward(*inputs(1, 301, 2, 1, 64), tiles_of(mask, 301))
 
 
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
 def test_emulated_documents_in_tall_blocks(machine, monkeypatch):
-    tall_where_it_can(monkeypatch)
+    use_tall_blocks(monkeypatch)
     compare_forward(*inputs(1, 1000, 1, 1, 64), tiles_of("documents:0,90,890,950", 1000))
 
 
@@ -139,7 +139,7 @@ def test_emulated_smallest_scale(dtype, machine):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_emulated_long_boxes_start_at_different_blocks(dim, machine, monkeypatch):
-    small_l2(monkeypatch)
+    use_small_l2(monkeypatch)
     q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
     compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
     compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
@@ -148,23 +148,23 @@ def test_emulated_long_boxes_start_at_different_blocks(dim, machine, monkeypatch
 @pytest.mark.parametrize(("room", "programs"), [(1, 15), (3, 8), (1 << 20, 3)])
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
 def test_emulated_yielding_programs(room, programs, machine, monkeypatch):
-    making_way(monkeypatch, room)
+    use_yielding_programs(monkeypatch, room)
     q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, of 45 key blocks half as wide
     tiles = tiles_of("causal", 600)
     table = LaunchTables().forward(q, k, tiles, every_block=True, yields_to_comm=True)
     assert table.grid == (programs, 1, 1)
-    compare_making_way(q, k, v, tiles)
+    compare_yielding(q, k, v, tiles)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_emulated_inputs_without_tma_alignment(dim, machine):
-    compare_as_they_come(*inputs(2, 129, 2, 1, dim), randn(2, 129, 2, dim, seed=7), tiles_of("causal", 129))
+    compare_unaligned(*inputs(2, 129, 2, 1, dim), randn(2, 129, 2, dim, seed=7), tiles_of("causal", 129))
 
 
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_emulated_merge_of_rows(dim, machine):
-    compare_rows_that_are_merged(dim, "cpu")
+    compare_merged_rows(dim, "cpu")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -202,19 +202,19 @@ def test_emulated_documents_at_block_boundaries(mask, dim, machine):
 )
 def test_emulated_backward_one_program_per_kv_head(mask, dim, machine, monkeypatch):
     """As with many programs; with this few, the last program would finish late."""
-    one_program_for_all_heads_of_a_key(monkeypatch)
+    use_one_program_per_kv_head(monkeypatch)
     q, k, v = inputs(2, 301, 3, 1, dim)
     compare_backward(q, k, v, tiles_of(mask, 301))
 
 
-def served_apart_inputs(monkeypatch, batch, heads, kv_heads, dim, tiles, apart):
+def second_launch_inputs(monkeypatch, batch, heads, kv_heads, dim, tiles, apart):
     """Of 1030 rows, few enough for the emulator; `gradients` serves keys [start, stop) by a launch of their own.
 
     `attend_backward` knows no such launch, so `compare_whole` sees all of it.
     """
-    long_blocks_where_they_can(monkeypatch)
+    split_long_blocks(monkeypatch)
     q, k, v = inputs(batch, 1030, heads, kv_heads, dim)
-    assert served_apart(q, k, tiles) == apart
+    assert second_launch_keys(q, k, tiles) == apart
     return q, k, v, tiles
 
 
@@ -222,17 +222,17 @@ def served_apart_inputs(monkeypatch, batch, heads, kv_heads, dim, tiles, apart):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_emulated_sink_gradients_in_second_launch(dim, machine, monkeypatch):
     """The first launch writes all other gradients; elements that no launch writes would be NaN."""
-    compare_whole(*served_apart_inputs(monkeypatch, 1, 1, 1, dim, tiles_of("sink:5:60", 1030), (0, 5)))
+    compare_whole(*second_launch_inputs(monkeypatch, 1, 1, 1, dim, tiles_of("sink:5:60", 1030), (0, 5)))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_emulated_sink_gradients_with_few_kv_heads(dim, machine, monkeypatch):
-    compare_whole(*served_apart_inputs(monkeypatch, 2, 4, 2, dim, tiles_of("sink:5:30", 1030), (0, 5)))
+    compare_whole(*second_launch_inputs(monkeypatch, 2, 4, 2, dim, tiles_of("sink:5:30", 1030), (0, 5)))
 
 
 @pytest.mark.parametrize(("first", "last", "apart"), [(300, 310, (256, 310)), (1025, 1029, (1024, 1030))])
 def test_emulated_gradients_of_keys_seen_by_all_queries(first, last, apart, machine, monkeypatch):
-    compare_backward(*served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(first, last), apart))
+    compare_backward(*second_launch_inputs(monkeypatch, 2, 1, 1, 128, tiles_with_long_block(first, last), apart))
 
 
 FORWARD_BUGS = {
@@ -330,9 +330,9 @@ WAY_BUGS = {
 @pytest.mark.parametrize("bug", WAY_BUGS)
 def test_emulation_finds_bug_of_yielding_programs(bug, tmp_path, monkeypatch):
     module = planted(hopper_forward, WAY_BUGS[bug], tmp_path)
-    making_way(monkeypatch, 3)
+    use_yielding_programs(monkeypatch, 3)
     q, k, v = inputs(1, 600, 3, 1, 64)
-    work = functools.partial(compare_making_way, q, k, v, tiles_of("causal", 600))
+    work = functools.partial(compare_yielding, q, k, v, tiles_of("causal", 600))
     assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
 
 
@@ -386,6 +386,6 @@ def test_emulation_finds_bug_of_second_launch(bug, tmp_path, machine, monkeypatc
         for name in ("compiled_kernels", "current_stream", "on"):  # as emulated
             monkeypatch.setattr(module, name, getattr(kernel, name))
         monkeypatch.setattr(hopper_cases, "KERNEL", module.HopperKernel())
-    given = served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(300, 310), (256, 310))
+    given = second_launch_inputs(monkeypatch, 2, 1, 1, 128, tiles_with_long_block(300, 310), (256, 310))
     with pytest.raises(AssertionError):
         compare_whole(*given)

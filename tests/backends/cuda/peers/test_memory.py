@@ -17,7 +17,7 @@ from burst_portable.backends.cuda.peers import memory as peer_memory
 from burst_portable.comm.base import Message, Part, Parts
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.errors import CommunicationError, CommunicationTimeoutError, MismatchError, UnsupportedError
-from tests.support.peer_machine import DEVICE, Driver, Stream, attention_is_right, on_two, two_gpus
+from tests.support.peer_machine import DEVICE, Driver, Stream, attention_is_right, run_two_ranks, two_gpus
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_peer_memory_is_allocated_once_per_size(machine):
             transport.end()
         transport.close()
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
     assert len(machine.allocated) == 2 * 2  # the trial's, and that of the first call
 
 
@@ -75,7 +75,7 @@ def test_failed_inbox_allocation_raises_on_both_ranks(machine):
         with pytest.raises(CommunicationError, match=r"not every rank has .* rank 1: CUDA out of memory"):
             transport.begin(b"call", 64 << 20)
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
 
 
 def test_transport_recovers_after_failed_inbox_allocation(machine):
@@ -94,7 +94,7 @@ def test_transport_recovers_after_failed_inbox_allocation(machine):
             assert _swapped(transport) == 1 - rank
             transport.end()
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
 
 
 def _swapped(transport):
@@ -113,7 +113,7 @@ def test_different_inbox_sizes_raise_mismatch_error(machine):
         with pytest.raises(MismatchError, match="inbox"):
             transport.begin(b"call", (8 + rank) << 20)
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_connect_raises_with_reason(machine, monkeypatch, change, reason):
         with pytest.raises(UnsupportedError, match=reason):
             connect()
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
 
 
 def test_connect_raises_if_peer_rejected_its_call(machine):
@@ -153,7 +153,7 @@ def test_connect_raises_if_peer_rejected_its_call(machine):
             with pytest.raises(MismatchError, match="do not make the same call"):
                 connect()
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
 
 
 def test_begin_raises_failure_found_by_watch(machine):
@@ -166,7 +166,7 @@ def test_begin_raises_failure_found_by_watch(machine):
         with pytest.raises(CommunicationTimeoutError, match="forward step 1"):
             transport.begin(b"call", 0)
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
 
 
 def test_watch_releases_call_in_inference_mode(machine):
@@ -180,7 +180,7 @@ def test_watch_releases_call_in_inference_mode(machine):
         flags = transport.memory._read_flags()
         return flags[3], set(transport.memory.inbox(0, 4096).tolist())
 
-    assert on_two(machine, work) == [(7, {255})] * 2
+    assert run_two_ranks(machine, work) == [(7, {255})] * 2
 
 
 def test_begin_rejects_graph_capture(machine, monkeypatch):
@@ -197,7 +197,7 @@ def test_begin_rejects_graph_capture(machine, monkeypatch):
         assert _swapped(transport) == 1 - rank
         transport.end()
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
 
 
 def test_local_copies_run_on_device_of_memory(machine, monkeypatch):

@@ -18,7 +18,7 @@ from burst_portable.backends.cuda.peers import memory as peer_memory
 from burst_portable.backends.cuda.peers import push
 from burst_portable.comm.base import Part, Parts, Strip
 from burst_portable.errors import CommunicationError, UnsupportedError
-from tests.support.peer_machine import DEVICE, Driver, attention_is_right, on_two, two_gpus
+from tests.support.peer_machine import DEVICE, Driver, attention_is_right, run_two_ranks, two_gpus
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_connect_raises_if_engines_cannot_copy_lines(machine, pushes, monkeypatc
         ):
             connect()
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
 
 
 def test_push_and_flags_use_device_of_memory(machine, pushes, monkeypatch):
@@ -186,7 +186,7 @@ def test_push_moves_only_aligned_exchanges_without_kernel(machine, pushes, size,
             transport.end()
         return before
 
-    on_two(machine, work)
+    run_two_ranks(machine, work)
     assert pushes.launches.count(2) == 4 + 2 * pushed  # the trial's, and these
     assert pushes.launches.count(1) == 0
 
