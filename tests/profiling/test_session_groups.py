@@ -59,7 +59,7 @@ def test_rank_missing_from_report_is_named(results):
     assert [bool(one["missing"]) for one in results] == [True, False, False, True]
     for one, absent in ((results[0], 1), (results[3], 0)):
         assert (
-            f"whether all ranks call session.report() or gather(): receiving from rank {absent} took too long"
+            f"checking that all ranks call session.report() or gather(): receiving from rank {absent} took too long"
             in one["missing"]
         )
         assert one["missing"].endswith("; every rank of the mesh must call session.report() or gather()")
