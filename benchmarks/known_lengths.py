@@ -122,7 +122,7 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
     arriving: list[Callable[[], None]] = []
 
     prepared: Any = SimpleNamespace(transport=transport, plan=plan, observer=NO_OBSERVER)
-    ranks = [RecordingObserver(prepared, Recorder(rank, "host", light=False)) for rank in (0, 1)]
+    ranks = [RecordingObserver(prepared, Recorder(rank, "host")) for rank in (0, 1)]
     q = torch.empty(1, device=device.device)
     first, second = plan.forward.steps_of(0)
     assert first.compute is not None, "each step of this ring computes"
@@ -150,7 +150,7 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
         return None
     device.settle()
     found: Found = analyze([one.recorder.records() for one in ranks])["ranks"][0]
-    return {name: found[name] / 1e9 for name in ("span", "compute", "exposed_comm", "overlap")}
+    return {name: found[f"{name}_ns"] / 1e9 for name in ("span", "compute", "exposed_comm", "overlap")}
 
 
 def overlap(device: torch.device) -> list[Found]:

@@ -7,7 +7,7 @@
 `overlap` runs a kernel and a copy of known lengths at the same time on one device, and compares the partition with the
 expected one. The device is held until the host has queued everything, so that both begin together.
 
-`ring` profiles a few steps at the deep level, and compares exposed communication and span with the tracer's events,
+`ring` profiles a few steps at level "kernels", and compares exposed communication and span with the tracer's events,
 from a rank's first attention kernel to its last.
 
 `cost` runs steps without a profiler and at the three levels, in turns.
@@ -46,8 +46,8 @@ from benchmarks.script import count, current_device, end, file, names
 from burst_portable.backends.selection import for_device
 from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.analysis.matching import match
+from burst_portable.profiling.event_tables import KernelTrace, RankRecords
 from burst_portable.profiling.intervals import Timeline
-from burst_portable.profiling.records import RankRecords, Traced
 from burst_portable.runtime.prepared_call import installed
 
 WITHIN = 0.02  # of the span
@@ -80,32 +80,32 @@ def by_marks(one: RankRecords, every: list[RankRecords]) -> Found:
     """Return the partition from the first to the last kernel, by the profiler. Host-only waits are left out."""
     messages = match(every)
     compute, message, collective = (one.tables[kind] for kind in ("compute", "message", "collective"))
-    mine = (messages.target == one.rank) & messages.known
+    mine = (messages.target == one.rank) & messages.is_observed
     moved = np.stack((messages.ready[mine], messages.arrived[mine]), axis=1)
-    waits = np.concatenate((message.waits(), collective.where(collective["agreement"] == 0).spans()))
+    waits = np.concatenate((message.waits(), collective.select(collective["agreement"] == 0).spans()))
     return _between(Timeline.of(compute.spans(), np.concatenate((waits, moved))))
 
 
-def by_trace(traced: Traced) -> Found:
+def by_trace(traced: KernelTrace) -> Found:
     """Return the same partition by the tracer's events."""
     rows = traced.rows
-    compute, comm, wait, _ = (rows[rows[:, 4] == kind, 6:] for kind in range(len(Traced.KINDS)))
+    compute, comm, wait, _ = (rows[rows[:, 4] == kind, 6:] for kind in range(len(KernelTrace.KINDS)))
     return _between(Timeline.of(compute, np.concatenate((comm, wait))))
 
 
 def _between(timeline: Timeline) -> Found:
     window = np.array([[timeline.compute[0, 0], timeline.compute[-1, 1]]])
-    return {name: int(timeline.measured(window)[name][0]) for name in COMPARED}
+    return {name: int(timeline.measure(window)[name][0]) for name in COMPARED}
 
 
 def ring(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, steps: int) -> Found | None:
-    """Profile some steps at the deep level. Returns the numbers of profiler and trace on rank 0."""
+    """Profile some steps at level "kernels". Returns the numbers of profiler and trace on rank 0."""
     step = steps_of(row, mesh, device, strategy)
     for _ in range(2):
         step()
-    with bp.profile("deep", mesh=mesh):  # its first start takes long, and not equally long everywhere
+    with bp.profile("kernels", mesh=mesh):  # its first start takes long, and not equally long everywhere
         step()
-    with bp.profile("deep", mesh=mesh) as session:
+    with bp.profile("kernels", mesh=mesh) as session:
         dist.barrier()
         for _ in range(steps):
             step()
@@ -115,15 +115,15 @@ def ring(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, steps: in
         return None
     ranks = []
     for one in gathered:
-        assert one.traced is not None, "the deep level traces"
-        marks, trace = by_marks(one, gathered), by_trace(one.traced)
+        assert one.kernel_trace is not None, "this level records a trace"
+        marks, trace = by_marks(one, gathered), by_trace(one.kernel_trace)
         apart = {name: apart_of(marks[name], trace[name], trace["span"]) for name in COMPARED}
         ranks.append({"rank": one.rank, "marks": marks, "trace": trace, "apart": apart})
     data = analyze(gathered)
-    on_device = all(one.traced.on_device for one in gathered if one.traced)
-    told = {"row": row, "steps": steps, "on_device": on_device, "verdict": data["verdict"]["text"], "ranks": ranks}
-    traced = [one["contention"] for one in data["traced"]]
-    return {**told, "achieved": data["achieved"], "contention": {"traced": traced, "marked": data["contention"]}}
+    on_device = all(one.kernel_trace.on_device for one in gathered if one.kernel_trace)
+    told = {"row": row, "steps": steps, "on_device": on_device, "verdict": data["summary"]["text"], "ranks": ranks}
+    traced = [one["contention"] for one in data["kernel_trace"]]
+    return {**told, "achieved": data["efficiency"], "contention": {"traced": traced, "marked": data["contention"]}}
 
 
 # ----------------------------------------------------------------------------------------- what watching costs
@@ -135,9 +135,9 @@ def cost(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, clock: Cl
     The extra of a level is the median of paired differences.
     """
     step = steps_of(row, mesh, device, strategy)
-    levels = (None, "light", "session", "deep")
+    levels = (None, "basic", "standard", "kernels")
     seen: dict[str, list[float]] = {str(level): [] for level in levels}
-    with bp.profile("light", mesh=mesh) as always:  # as a training that is always watched: one session for all of it
+    with bp.profile("basic", mesh=mesh) as always:  # as a training that is always watched: one session for all of it
         for index in range(-2, rounds):
             for level in levels if index % 2 else levels[::-1]:
                 took = _timed(step, level, mesh, always, clock)
@@ -150,9 +150,9 @@ def cost(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, clock: Cl
 
 
 def _timed(step: Callable[[], None], level: str | None, mesh: bp.Mesh, always: Any, clock: Clock) -> float:
-    token = installed.set(None) if level != "light" else None
+    token = installed.set(None) if level != "basic" else None
     try:
-        with bp.profile(level, mesh=mesh) if level in ("session", "deep") else nullcontext():
+        with bp.profile(level, mesh=mesh) if level in ("standard", "kernels") else nullcontext():
             for _ in range(_SETTLING):
                 step()
             return clock.time(step, 3)

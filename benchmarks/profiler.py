@@ -1,4 +1,4 @@
-"""Measure the cost of profiling on CPUs: off, light, session and deep in turns, in one process.
+"""Measure the cost of profiling on CPUs: off, basic, standard and kernels in turns, in one process.
 
     python -m benchmarks.profiler [--rounds 40] [--out profiler.json]
 
@@ -23,7 +23,7 @@ from benchmarks.script import count, end, file
 from burst_portable.runtime.prepared_call import installed
 
 RANKS, CALLS = 4, 10
-LEVELS = (None, "light", "session", "deep")
+LEVELS = (None, "basic", "standard", "kernels")
 
 
 def one_round(level: str | None) -> tuple[float, int]:

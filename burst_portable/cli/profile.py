@@ -11,9 +11,9 @@ from burst_portable.cli.output import JSON_HELP, JsonOption, check_files, consol
 from burst_portable.errors import InputError
 from burst_portable.utils.files import write_text
 
-COMPARE_SCHEMA = "burst_portable.compare/1"
-TRACE_SCHEMA = "burst_portable.trace/1"
-_SUMMARY = ("schema", "verdict", "losses", "ranks", "ablation")
+COMPARE_SCHEMA = "burst_portable.compare/2"
+TRACE_SCHEMA = "burst_portable.trace/2"
+_SUMMARY = ("schema", "summary", "bottlenecks", "ranks", "ablation")
 """Keys of a report that `profile --json` prints."""
 
 
@@ -98,7 +98,7 @@ def compare(
             "threshold": threshold,
             "ok": not worse,
             "parts": [{"name": c.name, "before_ns": c.before, "after_ns": c.after, "worse": c.worse} for c in changes],
-            "differs": [d._asdict() for d in other],
+            "differences": [d._asdict() for d in other],
         }
     )
     if json_option.stdout:
@@ -150,8 +150,8 @@ def trace(
     named = zip(files, found, strict=True)
     rows = table("", *(escape(file.name) if one["rank"] is None else f"rank {one['rank']}" for file, one in named))
     for name in FIELDS:
-        rows.add_row(NAMES.get(name, name), *(time_text(one[name]) for one in found))
-    hidden = (percent(one["overlap"] / one["comm"]) if one["comm"] else "-" for one in found)
+        rows.add_row(NAMES.get(name, name), *(time_text(one[f"{name}_ns"]) for one in found))
+    hidden = (percent(one["overlap_ns"] / one["comm_ns"]) if one["comm_ns"] else "-" for one in found)
     rows.add_row("communication overlapped", *hidden)
     console().print(rows)
 

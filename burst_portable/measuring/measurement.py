@@ -1,4 +1,4 @@
-"""All that is measured of the ranks of a mesh, as what a hardware spec file holds: see `planning.hardware`."""
+"""Measure the ranks of a mesh for a hardware spec file: see `planning.hardware`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from burst_portable.measuring.timing import (
     Peers,
     Speed,
     TransportClock,
-    curve,
-    hop,
+    fit_speed,
     lap,
-    memory_rate,
-    share_held_up,
-    speed,
-    under_way,
+    measure_curve,
+    memory_bandwidth,
+    message_latency,
+    messages_in_flight,
+    slowdown_share,
 )
 from burst_portable.mesh import Mesh
 from burst_portable.planning.call import AttentionCall
@@ -44,36 +44,36 @@ from burst_portable.utils.torch_modes import own_precision
 _KIB, _MIB = 1 << 10, 1 << 20
 _NAME = 200  # bytes of a device's name
 _SHORTER = 4  # the shorter of the two lengths is 1/_SHORTER of the longer
-# Messages beside a kernel: their share of its time; how many of each at most.
-_FILLED, _MESSAGES, _REPEATS = 0.7, 32, 16
+# Messages during a kernel: their share of its time, and the largest numbers of messages and kernels.
+_FILLED, _MAX_MESSAGES, _MAX_KERNELS = 0.7, 32, 16
 
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured with.
+    """Sizes of the measured operations.
 
     Attributes:
-        length: tokens of the longer call.
-        messages: bytes, ascending.
-        beside: bytes of a message that runs beside a kernel.
-        memory: bytes of a tensor that is added.
+        length: Tokens of the longer kernel call.
+        message_bytes: Bytes of messages, ascending.
+        overlap_bytes: Bytes of a message during a kernel.
+        memory_bytes: Bytes of an added tensor.
     """
 
     length: int
-    messages: tuple[int, ...]
-    beside: int
-    memory: int
+    message_bytes: tuple[int, ...]
+    overlap_bytes: int
+    memory_bytes: int
 
 
 ACCELERATOR = Sizes(16384, (1 * _MIB, 8 * _MIB, 64 * _MIB, 256 * _MIB), 64 * _MIB, 256 * _MIB)
-HOST = Sizes(512, (64 * _KIB, 1 * _MIB, 8 * _MIB), 8 * _MIB, 32 * _MIB)  # so that two cores are done in seconds
+HOST = Sizes(512, (64 * _KIB, 1 * _MIB, 8 * _MIB), 8 * _MIB, 32 * _MIB)  # takes seconds on two cores
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention that is measured; None as `dtype` or `length` takes the backend's usual one."""
+    """The measured attention. None as `dtype` or `length` selects the default of the backend."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -83,17 +83,24 @@ class Shape:
 
 
 def measure(
-    mesh: Mesh, device: torch.device, shape: Shape, kernel: str, told: Told = lambda what: None
+    mesh: Mesh, device: torch.device, shape: Shape, kernel: str, on_progress: Progress = lambda what: None
 ) -> dict[str, Any]:
-    """What a hardware spec file holds; the same on every rank. All ranks of the mesh must call it.
+    """Measure kernels, memory and links. All ranks of the mesh must call it.
 
     Args:
-        device: this rank's.
-        kernel: the local kernel by name, or "auto".
-        told: hears what is measured next.
+        mesh: Ranks whose links are measured.
+        device: Device of this rank.
+        shape: Measured attention.
+        kernel: Name of the local kernel, or "auto".
+        on_progress: Called with the name of each measurement before it starts. Default: none.
 
-    Raises `UnsupportedError` where no kernel serves the shape, `DeviceError` where the device's memory does not hold
-    it, and what transports raise.
+    Returns:
+        The contents of a hardware spec file, equal on every rank.
+
+    Raises:
+        UnsupportedError: If no kernel supports the shape.
+        DeviceError: If the measurement does not fit the device's memory.
+        CommunicationError: If the transport fails.
     """
     backend = mesh.backend_for(device.type)
     dtype = shape.dtype or (torch.bfloat16 if backend.capabilities.streams else torch.float32)
@@ -103,17 +110,17 @@ def measure(
     chosen, _ = choose_kernel(backend, call, named)
     try:
         with torch.no_grad(), own_precision(device):
-            return _Measurement(mesh, device, backend, chosen, call, told).facts()
+            return _Measurement(mesh, device, backend, chosen, call, on_progress).facts()
     except torch.OutOfMemoryError as error:
         raise DeviceError(
-            "what is measured does not fit the device's memory",
+            "the measurement does not fit the device's memory",
             got=str(error).split(".")[0],
             next_step="take fewer heads or tokens",
         ) from error
 
 
 def measured_call(shape: Shape, dtype: torch.dtype, device: str, length: int) -> AttentionCall:
-    """Return the causal attention of one rank that is measured."""
+    """Return the measured causal attention of one rank."""
     return AttentionCall(
         Mask.causal(),
         make_layout("contiguous", length, 1),
@@ -131,13 +138,13 @@ def measured_call(shape: Shape, dtype: torch.dtype, device: str, length: int) ->
 
 @dataclass(frozen=True)
 class Measured:
-    """One field of `HardwareSpec`.
+    """The measurement of one field of `HardwareSpec`.
 
     Attributes:
-        value: None if it could not be measured; the field then keeps its value.
-        method: how it was measured, or why not.
-        max_over_min: the longest of its rounds over the shortest; None if there were no rounds.
-        is_measured: False also for a value that was taken from another field.
+        value: New value; None if it could not be measured, so that the field keeps its value.
+        method: How it was measured, or why not.
+        max_over_min: Longest of its rounds over the shortest; None without rounds.
+        is_measured: Whether the value was measured; False also if it was taken from another field.
     """
 
     value: Any
@@ -146,7 +153,7 @@ class Measured:
     is_measured: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a file says besides the value."""
+        """Return the description of the measurement for a file."""
         if self.max_over_min is None:
             return {"measured": self.is_measured, "method": self.method, "max_over_min": None}
         rounds = f"{self.method}; rounds within {self.max_over_min:.2f} times the shortest"
@@ -154,10 +161,16 @@ class Measured:
 
 
 class _Measurement:
-    """Measure one field of `HardwareSpec` after the other, into `found`."""
+    """Measure the fields of `HardwareSpec` one after the other."""
 
     def __init__(
-        self, mesh: Mesh, device: torch.device, backend: Backend, kernel: Kernel, call: AttentionCall, told: Told
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        backend: Backend,
+        kernel: Kernel,
+        call: AttentionCall,
+        on_progress: Progress,
     ) -> None:
         self.mesh, self.device, self.backend, self.kernel, self.call = mesh, device, backend, kernel, call
         streams = backend.capabilities.streams
@@ -165,17 +178,17 @@ class _Measurement:
         self.length = call.layout.length
         self.transport = mesh.transport(device.type)
         self.clock: Clock = TransportClock(self.transport, device, streams=streams)
-        self.told, self.found = told, dict[str, Measured]()
+        self.on_progress, self.found = on_progress, dict[str, Measured]()
         self.node = mesh.ranks_per_node if mesh.ranks_per_node and 1 < mesh.ranks_per_node < mesh.size else 0
         self.direct = ""
 
     def facts(self) -> dict[str, Any]:
-        """All of it."""
+        """Run all measurements; return the contents of a hardware spec file."""
         block = self._kernel()
         self._memory()
         if self.mesh.size > 1:
             self._links()
-            self._held_up(block)
+            self._slowdown(block)
         del block
         before = hardware_of(self.backend, self.mesh.size, self.kernel)
         call = self.call
@@ -205,18 +218,18 @@ class _Measurement:
         if found and found.value is not None:
             return found
         if name == "kernel":
-            return Measured(None, f"what the kernel {self.kernel.name} says of itself", is_measured=False)
-        alone = self.mesh.size == 1 and name in _OF_LINKS
-        why = found.method if found else "one rank has no links" if alone else "not measured"
+            return Measured(None, f"declared by the kernel {self.kernel.name}", is_measured=False)
+        has_no_links = self.mesh.size == 1 and name in _LINK_FIELDS
+        reason = found.method if found else "one rank has no links" if has_no_links else "not measured"
         source = f"known {before.source}" if before.source else f"the guess of the backend {self.backend.name}"
-        return Measured(None, f"{why}; kept as it was: {source}", is_measured=False)
+        return Measured(None, f"{reason}; unchanged: {source}", is_measured=False)
 
     def _device(self) -> str:
-        """The devices of all ranks by name."""
+        """Return the names of the devices of all ranks."""
         module = torch.get_device_module(self.device)
         name = module.get_device_name() if hasattr(module, "get_device_name") else platform.processor()
-        mine = (name or platform.machine()).encode()[:_NAME].ljust(_NAME)
-        names = [one.decode(errors="replace").strip() for one in self.transport.share(mine, "names of devices")]
+        local = (name or platform.machine()).encode()[:_NAME].ljust(_NAME)
+        names = [one.decode(errors="replace").strip() for one in self.transport.share(local, "names of devices")]
         return ", ".join(dict.fromkeys(names))[:_NAME]
 
     # ------------------------------------------------------------------------------------------------- kernel, memory
@@ -225,111 +238,108 @@ class _Measurement:
         return max(1, self.length // _SHORTER), self.length
 
     def _kernel(self) -> Block:
-        """The longer of the two blocks, whose calls then run beside messages."""
-        lengths, seconds, varied = self._lengths(), [], []
+        """Measure two blocks; return the longer one, whose calls later run during messages."""
+        lengths, seconds, ratios = self._lengths(), [], []
         for length in lengths:
-            self.told(f"{self.kernel.name}, {length:,} tokens")
+            self.on_progress(f"{self.kernel.name}, {length:,} tokens")
             block = Block(self.kernel, self.call, length, self.device, yields_to_comm=self.transport.high_priority)
             seconds.append((block.flops, block.seconds(self.clock)))
-            varied.append(block.varied)
+            ratios.append(block.max_over_min)
         names = {"forward": ("tflops", "launch_latency"), "backward": ("backward_tflops", "backward_launch_latency")}
         for one in PASSES:
             points = [(float(flops[one]), took[one]) for flops, took in seconds]
-            made: Speed = speed(*points)
+            speed: Speed = fit_speed(*points)
             rate, latency = names[one]
             took = ", ".join(
                 f"{length:,} tokens {seconds_text(time)}" for length, (_, time) in zip(lengths, points, strict=True)
             )
-            told = f"{one} of {self.kernel.name}, causal: {took}"
-            most = max(of_length[one] for of_length in varied)
-            self.found[rate] = Measured(made.tflops, f"{told}; by exact area", most)
-            how = told if made.apart else f"{told}; too near to tell a latency, taken for none"
-            self.found[latency] = Measured(made.latency, how)
+            method = f"{one} of {self.kernel.name}, causal: {took}"
+            ratio = max(of_length[one] for of_length in ratios)
+            self.found[rate] = Measured(speed.tflops, f"{method}; by the exact number of pairs", ratio)
+            method += "" if speed.is_resolved else "; no latency can be derived, so it is taken as none"
+            self.found[latency] = Measured(speed.latency, method)
         return block
 
     def _memory(self) -> None:
-        self.told("memory")
-        self.clock.varied()
-        rate = memory_rate(self.clock, self.sizes.memory)
-        how = f"an elementwise add of tensors of {bytes_text(self.sizes.memory)}, read twice, written once"
-        self.found["memory_bandwidth"] = Measured(rate, how, self.clock.varied())
+        self.on_progress("memory")
+        self.clock.pop_max_over_min()
+        size = self.sizes.memory_bytes
+        rate = memory_bandwidth(self.clock, size)
+        method = f"an elementwise add of tensors of {bytes_text(size)}, which reads two and writes one"
+        self.found["memory_bandwidth"] = Measured(rate, method, self.clock.pop_max_over_min())
 
     # ---------------------------------------------------------------------------------------------------------- links
 
     def _links(self) -> None:
         rank, ranks, name = self.mesh.rank, self.mesh.size, self.transport.name
-        sizes, several = self.sizes.messages, f"up to {CALLS} messages back to back"
-        near = Peers.next(rank, ranks, self.node)
-        self.told(f"{name} to the next rank")
+        sizes, repeats = self.sizes.message_bytes, f"up to {CALLS} messages back to back"
+        neighbors = Peers.next(rank, ranks, self.node)
+        self.on_progress(f"{name} to the next rank")
         found = self.found
-        how = f"to the next rank and from the last, {several}"
-        link = found["p2p_bandwidth"] = self._curve(self.transport, near, sizes, how)
-        found["intra_node_bandwidth"] = Measured(
-            max(intra_node_bandwidth for _, intra_node_bandwidth in link.value), "the most of `p2p_bandwidth`"
-        )
-        latency = hop(self.clock, self.transport, near)
+        method = f"to the next rank and from the previous one, {repeats}"
+        link = found["p2p_bandwidth"] = self._curve(self.transport, neighbors, sizes, method)
+        found["intra_node_bandwidth"] = Measured(max(rate for _, rate in link.value), "the maximum of `p2p_bandwidth`")
+        latency = message_latency(self.clock, self.transport, neighbors)
         found["message_latency"] = Measured(latency, f"{name}: a message of a few bytes, of many back to back")
-        self._spread(several)
-        self._direct(near, several)
+        self._all_to_all(repeats)
+        self._direct(neighbors, repeats)
         if self.node:
-            self.told(f"{name} to the next node")
-            there = Peers.next_node(rank, ranks, self.node)
-            beyond = self._curve(self.transport, there, sizes[-1:], "")
-            how = f"{name}: all ranks to the same place of the next node, {bytes_text(sizes[-1])}"
-            found["inter_node_bandwidth"] = Measured(beyond.value[-1][1], how, beyond.max_over_min)
-            found["ranks_per_node"] = Measured(self.node, "named by --ranks-per-node")
+            self.on_progress(f"{name} to the next node")
+            peers = Peers.next_node(rank, ranks, self.node)
+            between = self._curve(self.transport, peers, sizes[-1:], "")
+            method = f"{name}: each rank to the same local rank of the next node, {bytes_text(sizes[-1])}"
+            found["inter_node_bandwidth"] = Measured(between.value[-1][1], method, between.max_over_min)
+            found["ranks_per_node"] = Measured(self.node, "set by --ranks-per-node")
 
-    def _curve(self, transport: Transport, peers: Peers, sizes: Sequence[int], how: str) -> Measured:
-        """Measure a `Curve`; `how` follows the name of the transport."""
-        self.clock.varied()
-        points: Curve = curve(self.clock, transport, peers, sizes)
-        return Measured(points, f"{transport.name} {how}", self.clock.varied())
+    def _curve(self, transport: Transport, peers: Peers, sizes: Sequence[int], method: str) -> Measured:
+        """Measure a `Curve`; `method` follows the name of the transport."""
+        self.clock.pop_max_over_min()
+        points: Curve = measure_curve(self.clock, transport, peers, sizes)
+        return Measured(points, f"{transport.name} {method}", self.clock.pop_max_over_min())
 
-    def _spread(self, several: str) -> None:
-        everybody = Peers.others(self.mesh.rank, self.mesh.size, self.node)
-        if len(everybody.there) < 2:
-            self.found["all_to_all_bandwidth"] = Measured(
-                (), "two ranks: the other one is the next, see `p2p_bandwidth`"
-            )
+    def _all_to_all(self, repeats: str) -> None:
+        peers = Peers.all_in_node(self.mesh.rank, self.mesh.size, self.node)
+        if len(peers.targets) < 2:
+            self.found["all_to_all_bandwidth"] = Measured((), "with two ranks, this is `p2p_bandwidth`")
             return
-        self.told(f"{self.transport.name} to all others")
-        how = f"to all others and from all at once, {several}; bytes of all together"
-        self.found["all_to_all_bandwidth"] = self._curve(self.transport, everybody, self.sizes.messages, how)
+        self.on_progress(f"{self.transport.name} to all other ranks")
+        method = f"to all other ranks and from all at once, {repeats}; total bytes"
+        self.found["all_to_all_bandwidth"] = self._curve(self.transport, peers, self.sizes.message_bytes, method)
 
-    def _direct(self, near: Peers, several: str) -> None:
-        """Over the backend's own transport, if it has one and these ranks can have it; else nothing is direct."""
-        direct, why = self.mesh.transport_for(self.device.type, direct=True)
+    def _direct(self, neighbors: Peers, repeats: str) -> None:
+        """Measure the backend's own transport, if it has one that these ranks can use."""
+        direct, reason = self.mesh.transport_for(self.device.type, direct=True)
         if direct is self.transport:
-            self.found["peer_copy_bandwidth"] = Measured((), f"no transport of its own for it: {why}")
+            self.found["peer_copy_bandwidth"] = Measured((), f"no direct transport: {reason}")
             return
-        self.told(f"{direct.name} to the next rank")
+        self.on_progress(f"{direct.name} to the next rank")
         self.direct = direct.name
-        how = f"to the next rank and from the last, {several}"
-        self.found["peer_copy_bandwidth"] = self._curve(direct, near, self.sizes.messages, how)
+        method = f"to the next rank and from the previous one, {repeats}"
+        self.found["peer_copy_bandwidth"] = self._curve(direct, neighbors, self.sizes.message_bytes, method)
 
-    def _held_up(self, block: Block) -> None:
-        """Kernels alone, messages alone, both: of either pass."""
-        near = Peers.next(self.mesh.rank, self.mesh.size, self.node)
-        data = torch.ones(self.sizes.beside, dtype=torch.uint8, device=self.device)
+    def _slowdown(self, block: Block) -> None:
+        """Measure kernels alone, messages alone, and both, for each pass."""
+        neighbors = Peers.next(self.mesh.rank, self.mesh.size, self.node)
+        data = torch.ones(self.sizes.overlap_bytes, dtype=torch.uint8, device=self.device)
         name = "comm_slowdown_high_priority" if self.transport.high_priority else "comm_slowdown"
         known = hardware_of(self.backend, self.mesh.size, self.kernel)
         before = getattr(known, name) or known.comm_slowdown
-        shares, tellings = [], []
+        shares, methods = [], []
         for one in PASSES:
-            self.told(f"{one} of {self.kernel.name} beside messages")
-            calls = block.passes[one], block.beside[one]
-            share, tale = held_up(self.clock, self.transport, *calls, data, near)
+            self.on_progress(f"{one} of {self.kernel.name} during messages")
+            calls = block.passes[one], block.overlapped[one]
+            share, method = measure_slowdown(self.clock, self.transport, *calls, data, neighbors)
             shares.append(share)
-            tellings.append(f"{one}: {tale}")
+            methods.append(f"{one}: {method}")
         forward, backward = (old if share is None else share for old, share in zip(before, shares, strict=True))
-        told = "; ".join(tellings)
-        self.found[name] = Measured(None if shares == [None, None] else (forward, backward), told)
-        if self.transport.high_priority and not any(known.comm_slowdown):  # else 0 would be said of messages that wait
-            how = "not measured, messages went first; taken from comm_slowdown_high_priority"
-            self.found["comm_slowdown"] = Measured((forward, backward), how, is_measured=False)
+        value = None if shares == [None, None] else (forward, backward)
+        self.found[name] = Measured(value, "; ".join(methods))
+        if self.transport.high_priority and not any(known.comm_slowdown):  # otherwise the field would stay 0
+            method = "not measured, messages had high priority; taken from comm_slowdown_high_priority"
+            self.found["comm_slowdown"] = Measured((forward, backward), method, is_measured=False)
 
 
-_OF_LINKS = (
+_LINK_FIELDS = (
     "intra_node_bandwidth",
     "message_latency",
     "p2p_bandwidth",
@@ -340,35 +350,44 @@ _OF_LINKS = (
 )
 
 
-def held_up(
+def measure_slowdown(
     clock: Clock,
     transport: Transport,
     call: Callable[[], object],
-    beside: Callable[[], object],
+    overlapped: Callable[[], object],
     data: torch.Tensor,
     peers: Peers,
 ) -> tuple[float | None, str]:
-    """The share of their time that messages keep a kernel waiting (None where it cannot be told), and how it was found.
+    """Measure the share of the time of messages by which they delay a kernel; see `timing.slowdown_share`.
 
-    As many messages as take most of the kernel's time; or as many kernels as take longer than one message.
+    It sends as many messages as take most of the kernel's time, or runs as many kernels as take longer than a message.
 
-    call, beside: the kernel as it is called alone, and beside messages.
+    Args:
+        clock: Clock of the ranks.
+        transport: Transport of the messages.
+        call: Kernel call as it runs alone.
+        overlapped: Kernel call as it runs during messages.
+        data: Message.
+        peers: Ranks of the messages.
+
+    Returns:
+        The share (None if it cannot be determined), and a text about the measured times.
     """
     one = clock.median(lap(transport, data, peers, 1))
     kernel = clock.median(call)
-    count = max(1, min(_MESSAGES, int(_FILLED * kernel / one)))
-    repeats = max(1, min(_REPEATS, ceil(one / (_FILLED * kernel))))
+    count = max(1, min(_MAX_MESSAGES, int(_FILLED * kernel / one)))
+    repeats = max(1, min(_MAX_KERNELS, ceil(one / (_FILLED * kernel))))
 
     def compute(call: Callable[[], object]) -> None:
         for _ in range(repeats):
             call()
 
-    def together() -> None:
-        with under_way(transport, data, peers, count):
-            compute(beside)
+    def overlap() -> None:
+        with messages_in_flight(transport, data, peers, count):
+            compute(overlapped)
 
-    together()
-    alone, messages, both = clock.medians([partial(compute, call), lap(transport, data, peers, count), together])
-    share = share_held_up(alone, messages, both)
-    took = f"kernels {seconds_text(alone)}, messages {seconds_text(messages)}, both {seconds_text(both)}"
-    return share, took if share is not None else f"{took}: the kernels end too soon to tell"
+    overlap()
+    kernels, messages, both = clock.medians([partial(compute, call), lap(transport, data, peers, count), overlap])
+    share = slowdown_share(kernels, messages, both)
+    took = f"kernels {seconds_text(kernels)}, messages {seconds_text(messages)}, both {seconds_text(both)}"
+    return share, took if share is not None else f"{took}: the kernels end too early to measure a slowdown"

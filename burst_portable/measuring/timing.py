@@ -1,4 +1,4 @@
-"""Seconds of work that all ranks do: the slowest rank's, so that all ranks read the same."""
+"""Time kernels and messages on all ranks. The slowest rank counts, so that all ranks get the same result."""
 
 from __future__ import annotations
 
@@ -24,74 +24,87 @@ from burst_portable.planning.hardware import Curve
 from burst_portable.planning.plans import PASSES, PassName
 from burst_portable.planning.tiles import find_tiles
 
-_LEAST_LATENCY = 1e-7  # seconds: less is noise, and 0 would mean that nothing is known
+_MIN_LATENCY = 1e-7  # seconds: less is noise, and 0 would mean unknown
 
 
 class Speed(NamedTuple):
-    """TFLOP/s, and seconds of latency per call; `apart`: whether the two lengths could tell these apart."""
+    """Rate and latency of kernel calls.
+
+    Attributes:
+        tflops: TFLOP/s.
+        latency: Seconds per call.
+        is_resolved: Whether two lengths were enough to separate rate and latency.
+    """
 
     tflops: float
     latency: float
-    apart: bool
+    is_resolved: bool
 
 
-def speed(short: tuple[float, float], long: tuple[float, float]) -> Speed:
-    """From (FLOPs, seconds) of a short call and of a long one: time is latency + FLOPs / rate.
+def fit_speed(short: tuple[float, float], long: tuple[float, float]) -> Speed:
+    """Fit seconds = latency + FLOPs / rate to (FLOPs, seconds) of a short and of a long call.
 
-    Where that would be no latency, or no rate, all of the long call's time counts as computing: its own rate.
+    If the fit has no positive latency or rate, all time of the long call counts as computing.
     """
     (few, fast), (many, slow) = short, long
-    if slow > fast and (latency := fast - few * (slow - fast) / (many - few)) >= _LEAST_LATENCY:
+    if slow > fast and (latency := fast - few * (slow - fast) / (many - few)) >= _MIN_LATENCY:
         return Speed((many - few) / (slow - fast) / 1e12, latency, True)
-    return Speed(many / slow / 1e12, _LEAST_LATENCY, False)
+    return Speed(many / slow / 1e12, _MIN_LATENCY, False)
 
 
-def share_held_up(kernel: float, messages: float, both: float) -> float | None:
-    """The share of their time that messages keep kernels waiting which run beside them, from seconds of each alone and
-    of both together; None where messages take longer than the kernels, which then may or may not be why both do.
+def slowdown_share(kernel: float, messages: float, both: float) -> float | None:
+    """Return the share of the time of messages by which they delay concurrent kernels.
 
-    That of `planning.hardware.HardwareSpec.comm_slowdown`: both take kernel + share * messages.
+    See `planning.hardware.HardwareSpec.comm_slowdown`: together, both take kernel + share * messages.
+
+    Args:
+        kernel: Seconds of the kernels alone.
+        messages: Seconds of the messages alone.
+        both: Seconds of both together.
+
+    Returns:
+        A share from 0 to 1; None if messages take longer than the kernels, so that the cause of a delay is unknown.
     """
     if messages > kernel:
         return None
     return min(1.0, max(0.0, (both - kernel) / messages))
 
 
-def gigabytes_a_second(size: float, seconds: float) -> float:
-    """GB/s."""
+def gb_per_second(size: float, seconds: float) -> float:
+    """Return the rate of `size` bytes in GB/s (1e9)."""
     return size / seconds / 1e9
 
 
-ROUNDS, LEAST_ROUNDS = 5, 3
-_HELD = 100  # passes over HELD_BYTES: 2 to 10 ms
-_HELD_AT_MOST = 8 * _HELD
-HELD_BYTES = 64 << 20
-"""Default bytes that a device adds to while it is held until its host is ahead."""
-_ENOUGH = 1.5  # seconds, after which `LEAST_ROUNDS` rounds are enough
+ROUNDS, MIN_ROUNDS = 5, 3
+_DELAY_PASSES = 100  # over DELAY_BYTES: 2 to 10 ms
+_MAX_DELAY_PASSES = 8 * _DELAY_PASSES
+DELAY_BYTES = 64 << 20
+"""Default size of the tensor that a device adds to while it waits for its host."""
+_ENOUGH_SECONDS = 1.5  # after this time, `MIN_ROUNDS` rounds are enough
 
 
 class Clock(ABC):
-    """Times calls on this rank's device; how ranks meet and compare is left open.
+    """Time calls on this rank's device. Subclasses define how ranks synchronize and compare.
 
     Attributes:
-        device: what calls work on.
-        streams: whether they return before their work is done.
+        device: Device of the calls.
+        streams: Whether calls return before their work is done.
     """
 
     def __init__(self, device: torch.device, *, streams: bool) -> None:
         self.device, self.streams = device, streams
-        self._varied = 1.0
+        self._max_over_min = 1.0
 
     @abstractmethod
     def meet(self) -> None:
-        """Return, or let the device go on, when all ranks have come here."""
+        """Wait for all ranks, on the host or on the device."""
 
     @abstractmethod
     def slowest(self, value: float) -> float:
-        """The largest of all ranks."""
+        """Return the largest value of all ranks."""
 
     def time(self, call: Callable[[], object], calls: int) -> float:
-        """Seconds per call, over `calls` calls back to back, after all ranks have met."""
+        """Return the seconds per call of `calls` calls back to back, after all ranks have arrived."""
         self.begin()
         if not self.streams:
             started = time.perf_counter()
@@ -105,100 +118,101 @@ class Clock(ABC):
         in_time = not before.query()
         after.record()
         self.settle()
-        if self.counts(in_time):
+        if self.is_valid(in_time):
             return self.slowest(before.elapsed_time(after) / 1e3 / calls)
         return self.time(call, calls)
 
     def begin(self) -> None:
-        """Wait until nothing is under way and all ranks have come here."""
+        """Wait until the device is idle and all ranks have arrived."""
         self.settle()
         self.meet()
         self.settle()
 
-    def counts(self, in_time: bool) -> bool:
-        """Whether a measurement is valid; `in_time`: the host had given the device everything before it began."""
+    def is_valid(self, in_time: bool) -> bool:
+        """Return whether a measurement is valid. `in_time`: the host queued all calls before the device began."""
         return True
 
     def settle(self) -> None:
-        """Wait until nothing is under way any more."""
+        """Wait until the device is idle."""
         if self.streams:
             torch.accelerator.synchronize()
 
     def median(self, call: Callable[[], object], calls: int = 1) -> float:
-        """Seconds per call: the median of several rounds, fewer for long calls. Warm up before."""
+        """Return the seconds per call: the median of several rounds, fewer for long calls. Warm up first."""
         return self.medians([call], calls)[0]
 
     def medians(self, several: Sequence[Callable[[], object]], calls: int = 1) -> list[float]:
-        """The same for several calls in turn, so that a machine that slows down affects all of them."""
+        """Return the same for several calls in turn, so that a slower machine affects all of them."""
         rounds: list[list[float]] = []
-        while len(rounds) < LEAST_ROUNDS or (len(rounds) < ROUNDS and calls * sum(map(sum, rounds)) < _ENOUGH):
+        while len(rounds) < MIN_ROUNDS or (len(rounds) < ROUNDS and calls * sum(map(sum, rounds)) < _ENOUGH_SECONDS):
             rounds.append([self.time(call, calls) for call in several])
         found = list(zip(*rounds, strict=True))
-        self._varied = max(self._varied, *(max(times) / min(times) for times in found if min(times) > 0), 1.0)
+        self._max_over_min = max(
+            self._max_over_min, *(max(times) / min(times) for times in found if min(times) > 0), 1.0
+        )
         return [median_high(times) for times in found]
 
-    def varied(self) -> float:
-        """The longest round of any call over its shortest, among calls measured since this was last asked."""
-        most, self._varied = self._varied, 1.0
-        return most
+    def pop_max_over_min(self) -> float:
+        """Return the longest round of a call over its shortest, the largest of all calls since the last query."""
+        ratio, self._max_over_min = self._max_over_min, 1.0
+        return ratio
 
 
 class TransportClock(Clock):
-    """The ranks of a transport, which meet and compare over it.
+    """Clock that synchronizes and compares ranks over their transport.
 
-    Times what devices do: a host that posts ten messages takes longer than a fast link. So devices are held until
-    their hosts have given them everything. Where a host cannot be ahead, because something waits for the device, its
-    time counts after all.
+    It measures the time of devices: posting ten messages on the host takes longer than a fast link. So each device is
+    delayed until its host has queued everything. If a call waits for the device, the time of the host is included.
     """
 
     def __init__(
-        self, transport: Transport, device: torch.device, *, streams: bool, held_bytes: int = HELD_BYTES
+        self, transport: Transport, device: torch.device, *, streams: bool, delay_bytes: int = DELAY_BYTES
     ) -> None:
         super().__init__(device, streams=streams)
         self._transport = transport
-        self._passes = _HELD
-        self._held = torch.zeros(held_bytes // 4 if streams else 1, device=device)
-        self._mine = torch.zeros(1, dtype=torch.uint8, device=device)
-        self._all = [torch.empty_like(self._mine) for _ in range(transport.size)]
+        self._passes = _DELAY_PASSES
+        self._delay = torch.zeros(delay_bytes // 4 if streams else 1, device=device)
+        self._token = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._all = [torch.empty_like(self._token) for _ in range(transport.size)]
 
     def meet(self) -> None:
-        self._transport.all_gather(self._mine, self._all, "meeting to be timed")
+        self._transport.all_gather(self._token, self._all, "barrier before timing")
 
     def begin(self) -> None:
-        """Give each device something to do first, then let them meet; what is timed comes next."""
+        """Delay each device with other work, then let the devices wait for each other."""
         if not self.streams or not self._passes:
             super().begin()
             return
         self.settle()
         for _ in range(self._passes):
-            self._held.add_(1.0)
+            self._delay.add_(1.0)
         self.meet()
 
-    def counts(self, in_time: bool) -> bool:
-        """The same on all ranks. If some host was late, devices are held for longer, and in the end not at all."""
+    def is_valid(self, in_time: bool) -> bool:
+        """Return the same result on all ranks. After a late host, delay devices for longer, and finally not at all."""
         late = self._passes > 0 and self.slowest(float(not in_time)) > 0
         if late:
-            self._passes = 2 * self._passes if self._passes < _HELD_AT_MOST else 0
+            self._passes = 2 * self._passes if self._passes < _MAX_DELAY_PASSES else 0
         return not late
 
     def slowest(self, value: float) -> float:
-        told = self._transport.share(struct.pack("<d", value), "the slowest rank's time")
-        return max(float(struct.unpack("<d", one)[0]) for one in told)
+        values = self._transport.share(struct.pack("<d", value), "the slowest rank's time")
+        return max(float(struct.unpack("<d", one)[0]) for one in values)
 
 
-_AT_ONCE, _CALLS = 0.1, 10  # seconds that calls back to back should take together; the most calls
+_BATCH_SECONDS, _MAX_CALLS = 0.1, 10  # of calls back to back
 
 Passes = dict[PassName, Callable[[], object]]
 
 
 class Block:
-    """One sequence on one rank, causal: its kernel calls are those of a plan's own block.
+    """The kernel calls of one causal sequence on one rank, as for the local block of a plan.
 
     Attributes:
-        passes: a kernel call each.
-        beside: the same as called beside messages.
-        flops: of each, by exact mask area.
-        varied: of each, what `Clock.varied` told when it was timed.
+        passes: Kernel call of each pass.
+        overlapped: The same calls as they run during messages.
+        flops: FLOPs of each pass, by the exact number of pairs.
+        max_over_min: Longest over shortest round of each pass, set by `seconds`.
     """
 
     def __init__(
@@ -226,11 +240,11 @@ class Block:
             kernel.attend_backward(x, tiles, call, into=(dq, dk, dv))
 
         self.passes: Passes = {"forward": lambda: kernel.attend(q, k, v, tiles, call), "backward": backward}
-        self.beside: Passes = {
+        self.overlapped: Passes = {
             "forward": lambda: kernel.attend(q, k, v, tiles, call, yields_to_comm=yields_to_comm),
             "backward": backward,
         }
-        self.varied: dict[PassName, float] = {}
+        self.max_over_min: dict[PassName, float] = {}
         pairs = 2 * mask.num_pairs(length, length) * call.heads
         self.flops: dict[PassName, int] = {
             "forward": pairs * (call.head_dim + call.v_head_dim),
@@ -238,77 +252,77 @@ class Block:
         }
 
     def seconds(self, clock: Clock) -> dict[PassName, float]:
-        """Seconds of a call of each pass; short calls are timed back to back."""
+        """Return the seconds of a call of each pass; short calls are timed back to back."""
         found: dict[PassName, float] = {}
         for name in PASSES:
             call = self.passes[name]
             call()
             one = clock.time(call, 1)
-            clock.varied()
-            found[name] = clock.median(call, max(1, min(_CALLS, round(_AT_ONCE / one))))
-            self.varied[name] = clock.varied()
+            clock.pop_max_over_min()
+            found[name] = clock.median(call, max(1, min(_MAX_CALLS, round(_BATCH_SECONDS / one))))
+            self.max_over_min[name] = clock.pop_max_over_min()
         return found
 
 
-def memory_rate(clock: Clock, size: int) -> float:
-    """GB/s of an elementwise add: two tensors of `size` bytes are read, and one is written."""
+def memory_bandwidth(clock: Clock, size: int) -> float:
+    """Return the GB/s of an elementwise add, which reads two tensors of `size` bytes and writes one."""
     a, b, out = (torch.ones(size // 4, device=clock.device) for _ in range(3))
 
     def add() -> None:
         torch.add(a, b, out=out)
 
     add()
-    return gigabytes_a_second(3 * size, clock.median(add, _CALLS))
+    return gb_per_second(3 * size, clock.median(add, _MAX_CALLS))
 
 
-CALLS = 10  # messages back to back
+CALLS = 10  # messages back to back, a lap
 LAP_BYTES = 640 << 20
-"""Default bytes of a lap: two long messages are enough, and peer memory must hold a lap of every rank."""
-_LONG = 2.0  # seconds of a lap, after which larger messages are left out
-_SMALL = 256  # bytes of a message that is all latency
+"""Default maximum bytes of a lap: two long messages are enough, and peer memory must hold a lap of every rank."""
+_MAX_LAP_SECONDS = 2.0  # after a longer lap, larger messages are left out
+_SMALL = 256  # bytes of a message whose time is all latency
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that a rank sends to, and those that it receives from."""
+    """The ranks that a rank sends to (`targets`) and receives from (`sources`)."""
 
-    there: Sequence[int]
-    back: Sequence[int]
+    targets: Sequence[int]
+    sources: Sequence[int]
 
     @classmethod
     def next(cls, rank: int, ranks: int, node: int = 0) -> Peers:
-        """The next rank, in the same node if there are nodes."""
+        """Return the next rank; with nodes, the next rank of the same node."""
         node = node or ranks
         first = rank // node * node
         return cls([first + (rank - first + 1) % node], [first + (rank - first - 1) % node])
 
     @classmethod
-    def others(cls, rank: int, ranks: int, node: int = 0) -> Peers:
-        """All others of the node, the next one first."""
+    def all_in_node(cls, rank: int, ranks: int, node: int = 0) -> Peers:
+        """Return all other ranks of the node, the next one first."""
         node = node or ranks
         first = rank // node * node
-        there = [first + (rank - first + distance) % node for distance in range(1, node)]
-        return cls(there, there[::-1])
+        targets = [first + (rank - first + distance) % node for distance in range(1, node)]
+        return cls(targets, targets[::-1])
 
     @classmethod
     def next_node(cls, rank: int, ranks: int, node: int) -> Peers:
-        """The rank at the same place of the next node."""
+        """Return the rank with the same local rank in the next node."""
         return cls([(rank + node) % ranks], [(rank - node) % ranks])
 
 
 @contextmanager
-def under_way(transport: Transport, block: Tensor, peers: Peers, calls: int = CALLS) -> Iterator[None]:
-    """So many messages to each of these ranks and from each, which have all come when the block of code is left."""
+def messages_in_flight(transport: Transport, block: Tensor, peers: Peers, calls: int = CALLS) -> Iterator[None]:
+    """Exchange `calls` messages with each peer while the `with` block runs; wait for all of them on exit."""
     size = block.numel()
     transport.begin(b"links", calls * size)
     handles: list[Handle] = []
     kept: list[Tensor] = []
     for _ in range(calls):
-        came = [transport.inbox(size, block.device, peer) for peer in peers.back]
-        kept += came
+        received = [transport.inbox(size, block.device, peer) for peer in peers.sources]
+        kept += received
         leaving, arriving = transport.post(
-            [Message(block, peer) for peer in peers.there],
-            [Message(buffer, peer) for buffer, peer in zip(came, peers.back, strict=True)],
+            [Message(block, peer) for peer in peers.targets],
+            [Message(buffer, peer) for buffer, peer in zip(received, peers.sources, strict=True)],
             "links",
         )
         handles += [*leaving, *arriving]
@@ -319,39 +333,39 @@ def under_way(transport: Transport, block: Tensor, peers: Peers, calls: int = CA
 
 
 def lap(transport: Transport, block: Tensor, peers: Peers, calls: int = CALLS) -> Callable[[], None]:
-    """These messages, and nothing beside them."""
+    """Return a function that exchanges `calls` messages with each peer and waits for them."""
 
     def run() -> None:
-        with under_way(transport, block, peers, calls):
+        with messages_in_flight(transport, block, peers, calls):
             pass
 
     return run
 
 
-def curve(
+def measure_curve(
     clock: Clock, transport: Transport, peers: Peers, sizes: Sequence[int], *, lap_bytes: int = LAP_BYTES
 ) -> Curve:
-    """GB/s per rank in each direction by bytes: of a message, or of those to several ranks together.
+    """Return (bytes, GB/s per rank and direction); with several peers, the bytes of all of them together.
 
     Larger messages are sent less often, so that a lap has at most `lap_bytes`, but at least two messages.
     """
     points: list[tuple[int, float]] = []
     for size in sizes:
-        each = max(1, size // len(peers.there))
+        each = max(1, size // len(peers.targets))
         block = torch.ones(each, dtype=torch.uint8, device=clock.device)
         calls = max(2, min(CALLS, lap_bytes // size))
         run = lap(transport, block, peers, calls)
         run()
         seconds = clock.median(run)
-        size = each * len(peers.there)
-        points.append((size, gigabytes_a_second(calls * size, seconds)))
-        if seconds > _LONG:
+        size = each * len(peers.targets)
+        points.append((size, gb_per_second(calls * size, seconds)))
+        if seconds > _MAX_LAP_SECONDS:
             break
     return tuple(points)
 
 
-def hop(clock: Clock, transport: Transport, peers: Peers) -> float:
-    """Seconds of a message so small that its size takes no time, among others; how far apart ranks begin, left out."""
+def message_latency(clock: Clock, transport: Transport, peers: Peers) -> float:
+    """Return the seconds of a small message among many. The difference of two laps cancels the start of the ranks."""
     block = torch.ones(_SMALL, dtype=torch.uint8, device=clock.device)
     few, many = (lap(transport, block, peers, calls) for calls in (CALLS, 3 * CALLS))
     few(), many()

@@ -1,1 +1,1 @@
-"""The profiler: where the time of a distributed attention went. See docs/profiling.md."""
+"""Profile distributed attention; see docs/profiling.md."""

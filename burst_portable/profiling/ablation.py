@@ -1,14 +1,14 @@
-"""A step again with communication off, with computing off, and with both: what each adds, where no trace shows it.
+"""Repeat a step without communication, without computing, and without both, to measure what each adds.
 
-    found = ablate(step, mesh=mesh, model=model)    # every rank calls it, with the same step
-    found.exposed_communication                     # seconds that communication adds
-    found.hidden                                    # seconds that overlapping saves
+    ablation = ablate(step, mesh=mesh, model=model)    # every rank calls it, with the same step
+    ablation.exposed_communication                     # seconds that communication adds
+    ablation.hidden                                    # seconds that overlapping saves
 
-A whole step is the rest of it (what runs with both off), what communication adds, what computing adds, and what either
-hides of the other; the four add up exactly. Only attention's messages and kernels are switched off: the rest of a
-model runs as ever. With communication off nothing is sent or waited for, late ranks included, and blocks hold whatever
-their memory holds; with computing off kernels are skipped. So the results of such steps are nonsense, and `step` must
-not keep them: no optimizer, no statistics. Gradients and buffers of `model`, and torch's random numbers, are put back.
+The full step is exactly the sum of four parts: the step without both, the time that communication adds, the time that
+computing adds, and the hidden time, in which they overlap. Only attention's messages and kernels are switched off; the
+rest of the model runs unchanged. Without communication, nothing is sent or waited for, and received blocks contain
+uninitialized memory. Without computing, kernels are skipped. The results of such steps are meaningless, so `step` must
+not keep them: no optimizer, no statistics. `ablate` restores gradients and buffers of `model` and torch's random state.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from burst_portable.utils.values import as_int
 REPEAT = 3
 _KINDS = ((), ("communication",), ("computing",), ("communication", "computing"))
 STEPS = 1 + len(_KINDS) * REPEAT
-"""Steps that an ablation runs by default: one that warms up, and `REPEAT` of each kind."""
+"""Number of steps of an ablation by default: one warm-up step, and `REPEAT` of each kind."""
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Seconds of one step on this rank, the best of `repeat`: as it is, without communication, computing, or both."""
+    """Seconds of one step on this rank, the shortest of `repeat` runs of each kind."""
 
-    whole: float
+    full_step: float
     without_communication: float
     without_computing: float
     without_both: float
@@ -51,28 +51,28 @@ class Ablation:
 
     @property
     def exposed_communication(self) -> float:
-        """What communication adds to the step; waiting for a late rank, and contention with kernels, are its cost."""
-        return self.whole - self.without_communication
+        """Seconds that communication adds to the step, including waits for late ranks and contention with kernels."""
+        return self.full_step - self.without_communication
 
     @property
     def exposed_computing(self) -> float:
-        """What attention's kernels add to the step, with communication in both cases."""
-        return self.whole - self.without_computing
+        """Seconds that attention's kernels add to a step with communication."""
+        return self.full_step - self.without_computing
 
     @property
     def hidden(self) -> float:
-        """What doing both at once saves, compared with one after the other."""
-        return self.without_communication + self.without_computing - self.whole - self.without_both
+        """Seconds that overlapping communication and kernels saves."""
+        return self.without_communication + self.without_computing - self.full_step - self.without_both
 
     def facts(self) -> dict[str, int]:
-        """Whole nanoseconds for a report, where the parts add up exactly."""
-        names = ("whole", "without_communication", "without_computing", "without_both")
-        whole, silent, idle, both = (round(getattr(self, name) * 1e9) for name in names)
+        """Return integer nanoseconds for a report; the parts add up exactly."""
+        names = ("full_step", "without_communication", "without_computing", "without_both")
+        full, silent, idle, both = (round(getattr(self, name) * 1e9) for name in names)
         return {
-            **dict(zip(names, (whole, silent, idle, both), strict=True)),
-            "exposed_communication": whole - silent,
-            "exposed_computing": whole - idle,
-            "hidden": silent + idle - whole - both,
+            **{f"{name}_ns": value for name, value in zip(names, (full, silent, idle, both), strict=True)},
+            "exposed_communication_ns": full - silent,
+            "exposed_computing_ns": full - idle,
+            "hidden_ns": silent + idle - full - both,
             "repeat": self.repeat,
         }
 
@@ -85,68 +85,74 @@ def ablate(
     repeat: int = REPEAT,
     device: str | None = None,
 ) -> Ablation:
-    """Time a step whole, without communication, without computing, and without both. All ranks must call it together.
+    """Time a step unchanged, without communication, without computing, and without both. All ranks must call it
+    together.
 
-    It costs 1 + 4 * repeat steps, and for a model the memory of a second set of gradients.
+    It runs 1 + 4 * repeat steps. With a model, it needs the memory of a second set of gradients.
 
     Args:
-        step: a forward pass, and backward, that may be repeated; what it gives is thrown away.
-        mesh: the ranks: a Mesh, or what `attention` takes for one.
-        model: whose gradients and buffers are to be as before afterwards.
-        repeat: how often each is run, in turns; the shortest counts.
-        device: the type of the step's tensors; unless given, that of the model's parameters.
+        step: Function of a repeatable forward and backward pass; its result is discarded.
+        mesh: Ranks: a Mesh, or any value that `attention` accepts as one. Default: that of `attention`.
+        model: Module whose gradients and buffers are restored afterwards. Default: none.
+        repeat: Number of runs of each kind, alternating; the shortest counts. Default: 3.
+        device: Type of the device of the step's tensors. Default: that of the model's parameters.
 
-    Raises `InputError` for fewer than one repetition, and where nothing says on which device the step runs;
-    `MismatchError` on every rank where one of them refuses, or where they repeat other numbers of times.
+    Raises:
+        InputError: If `repeat` is below 1, or if the device of the step is unknown.
+        MismatchError: On every rank, if one rank raises `InputError` or repeats a different number of times.
     """
     mesh = as_mesh(mesh)
     try:
         repeat = _checked(step, model, repeat)
         device = device or _device_of(model)
-    except InputError as refusal:
-        broadcast_error(mesh, refusal)
+    except InputError as error:
+        broadcast_error(mesh, error)
         raise
     agree_on_call(mesh.transport(device), "ablate()", {"repeat": str(repeat)})
-    with _put_back(model, device):
-        _timed(step, mesh, device, ())  # warm; ranks meet there, so all have kept their random numbers by then
+    with _restored(model, device):
+        _timed(step, mesh, device, ())  # warm-up; after its barrier, all ranks have saved their random state
         runs = [[_timed(step, mesh, device, off) for off in _KINDS] for _ in range(repeat)]
-    _meet(mesh, device)
-    whole, silent, idle, both = (min(times) for times in zip(*runs, strict=True))
-    return Ablation(whole, silent, idle, both, repeat)
+    _barrier(mesh, device)
+    full, silent, idle, both = (min(times) for times in zip(*runs, strict=True))
+    return Ablation(full, silent, idle, both, repeat)
 
 
 def _checked(step: object, model: object, repeat: object) -> int:
-    """The number of repetitions; raises `InputError` for anything that cannot be run."""
+    """Return the number of repetitions; raise `InputError` if an argument is unusable."""
     times = as_int(repeat)
     if times is None or times < 1:
-        raise InputError("repeat must be a number of times", got=shown(repeat), allowed="an int >= 1")
+        raise InputError("repeat must be a positive integer", got=shown(repeat), allowed="an int >= 1")
     if not callable(step):
-        raise InputError("a step is a function that takes nothing", got=shown(step))
+        raise InputError("step must be a function without arguments", got=shown(step))
     if model is not None and not isinstance(model, nn.Module):
         raise InputError("model is not a torch.nn.Module", got=shown(model))
     return times
 
 
 def _device_of(model: nn.Module | None) -> str:
-    """Taking the host for it would time a device's launches, and leave its random numbers as they are then."""
+    """Return the type of the step's device; raise `InputError` if it is unknown.
+
+    Assuming the host would time only a device's launches, and would not restore its random state.
+    """
     parameter = next(model.parameters(), None) if model is not None else None
     found = torch.accelerator.current_accelerator(check_available=True) if parameter is None else None
     if found is not None:
-        advice = f"pass device={found.type!r} or 'cpu', or the model"
-        raise InputError("nothing says where the step's tensors are", next_step=advice)
+        raise InputError(
+            "the device of the step is unknown", next_step=f"pass device={found.type!r} or 'cpu', or the model"
+        )
     return "cpu" if parameter is None else parameter.device.type
 
 
 @contextmanager
-def _put_back(model: nn.Module | None, device: str) -> Iterator[None]:
-    """Gradients, buffers and random numbers as before, whatever happens inside."""
+def _restored(model: nn.Module | None, device: str) -> Iterator[None]:
+    """Restore gradients, buffers and random state on exit, also after an error."""
     parameters, buffers = (list(model.parameters()), list(model.buffers())) if model is not None else ([], [])
     gradients, kept = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
     for p in parameters:
         p.grad = None
-    numbered = for_device(device).capabilities.streams
-    of_device = {"devices": [torch.get_device_module(device).current_device()], "device_type": device}
-    with torch.random.fork_rng(**(of_device if numbered else {"devices": []})):
+    has_streams = for_device(device).capabilities.streams
+    device_rng = {"devices": [torch.get_device_module(device).current_device()], "device_type": device}
+    with torch.random.fork_rng(**(device_rng if has_streams else {"devices": []})):
         try:
             yield
         finally:
@@ -160,15 +166,15 @@ def _put_back(model: nn.Module | None, device: str) -> Iterator[None]:
 def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str]) -> float:
     def without(prepared: PreparedCall, _: Mesh) -> PreparedCall:
         if "computing" in off:
-            prepared = replace(prepared, kernel=_Idle(prepared.kernel))
+            prepared = replace(prepared, kernel=_IdleKernel(prepared.kernel))
         if "communication" in off:
-            prepared = replace(prepared, transport=_Silent(prepared.transport), offsets={})
+            prepared = replace(prepared, transport=_SilentTransport(prepared.transport), offsets={})
         return prepared
 
     streams = for_device(device).capabilities.streams
-    token = installed.set(without)  # in the place of a session that is open: nothing of this is recorded
+    token = installed.set(without)  # replaces an open session: these steps are not recorded
     try:
-        _meet(mesh, device)
+        _barrier(mesh, device)
         began = time.perf_counter()
         step()
         if streams:
@@ -178,24 +184,26 @@ def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str])
         installed.reset(token)
 
 
-def _meet(mesh: Mesh, device: str) -> None:
-    """All ranks begin together."""
-    mine = torch.zeros(1, dtype=torch.uint8, device=device)
-    mesh.transport(device).all_gather(mine, [torch.empty_like(mine) for _ in range(mesh.size)], "ablation")
+def _barrier(mesh: Mesh, device: str) -> None:
+    """Wait until all ranks have arrived, so that they begin together."""
+    data = torch.zeros(1, dtype=torch.uint8, device=device)
+    mesh.transport(device).all_gather(data, [torch.empty_like(data) for _ in range(mesh.size)], "ablation")
     if for_device(device).capabilities.streams:
         torch.get_device_module(device).synchronize()
 
 
-class _Done:
-    """See `comm.base.Handle`: nothing was sent, so nothing is waited for."""
+class _DoneHandle:
+    """Implement `comm.base.Handle`: nothing was sent, so it does not wait."""
 
     def wait(self) -> None:
         return
 
 
-class _Silent(WrappedTransport):
-    """See `comm.base.Transport`. Blocks stay at home; whether ranks agree, which would wait for the latest, is taken as
-    said: they did in the whole step. Nothing is packed that is not packed there."""
+class _SilentTransport(WrappedTransport):
+    """Implement `comm.base.Transport` without communication.
+
+    It skips the check that ranks agree, which would wait for the latest rank: they agreed in the full step.
+    """
 
     def __init__(self, wrapped: Transport) -> None:
         super().__init__(wrapped)
@@ -203,20 +211,20 @@ class _Silent(WrappedTransport):
         self.supports_strided_sends = wrapped.supports_strided_sends
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        """Tell nobody."""
+        """Skip the check that ranks agree."""
 
     def end(self) -> None:
-        """Nothing came."""
+        """Do nothing: there were no messages."""
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        return [_Done() for _ in sends], [_Done() for _ in receives]
+        return [_DoneHandle() for _ in sends], [_DoneHandle() for _ in receives]
 
     def exchange(
         self, sends: Sequence[Parts | Strips], receives: Sequence[Parts], label: str, *, exclusive: bool = False
     ) -> Exchange:
-        if self.supports_strided_sends:  # strips are no messages; not even what a rank sends itself is copied then
+        if self.supports_strided_sends:  # as in the full step, nothing is packed or copied
             return Exchange([], [])
         return super().exchange(sends, receives, label, exclusive=exclusive)
 
@@ -227,17 +235,17 @@ class _Silent(WrappedTransport):
         return [data] * self.size
 
     def close(self) -> None:
-        """The transport goes on."""
+        """Do nothing: the wrapped transport stays open."""
 
 
-class _Idle(WrappedKernel):
-    """Returns at once, with whatever memory holds."""
+class _IdleKernel(WrappedKernel):
+    """Kernel that returns uninitialized memory without computing."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, state: State | None = None, **__: Any) -> State:
         return empty_state(q, v.shape[-1]) if state is None else state
 
     def attend_backward(self, *_: Any, **__: Any) -> None:
-        """Add nothing."""
+        """Do nothing."""
 
     def forward_single_call(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> State:
         return empty_state(q, v.shape[-1])
@@ -246,4 +254,4 @@ class _Idle(WrappedKernel):
         return torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
 
     def attend_into(self, *_: Any, **__: Any) -> None:
-        """Write nothing."""
+        """Do nothing."""

@@ -1,8 +1,8 @@
-"""Clocks. A mark is taken where something starts or ends, and read as nanoseconds much later.
+"""Define the clocks of the profiler, and the sampling of device sensors.
 
-On the CPU, work is done when a call returns, so the host's monotonic clock is the device's. On a device with streams a
-mark is an event on the current stream: recording one costs microseconds, waits for nothing, and is read when the
-session is over.
+A mark is taken at the start or end of an event and read as nanoseconds after the session. On the CPU, work is done when
+a call returns, so marks are times of the host's monotonic clock. On a device with streams, a mark is an event on the
+current stream: recording it takes microseconds and waits for nothing.
 """
 
 from __future__ import annotations
@@ -17,45 +17,44 @@ from typing import Any, Protocol
 import torch
 
 from burst_portable.backends.base import Meter
-from burst_portable.profiling.records import NEVER
+from burst_portable.profiling.event_tables import NEVER
 from burst_portable.utils.threads import Background
 
-_ANCHORS = 5  # at each end of a session: the one that took the shortest wait is kept
+_ANCHORS = 5  # at each end of a session: the one with the shortest wait is kept
 _BASE_EVERY = 512  # marks: elapsed times are 32-bit milliseconds, exact to a microsecond only for a few seconds
 
 
 class Clock(Protocol):
-    """Marks now, nanoseconds later."""
+    """Take marks, and read them as nanoseconds later."""
 
     @property
     def evidence(self) -> str:
-        """What its times are, for reports."""
+        """The source of its times, for reports."""
 
     def mark(self) -> Any:
-        """Note this moment of the current stream, without waiting for it."""
+        """Mark the current position of the current stream, without waiting for it."""
 
     def arrival(self, wait: Callable[[], None]) -> Any:
-        """Note when something that runs on its own is over, without the current stream waiting; or `NEVER`."""
+        """Mark the end of a concurrent operation without blocking the current stream; `NEVER` if not possible."""
 
     def rejoin(self) -> None:
-        """Let the current stream continue only after all arrivals that were asked for."""
+        """Let the current stream continue only after all operations that were passed to `arrival`."""
 
     def end(self) -> Drift | None:
-        """All marks are taken, and will be read: how far the device's clock went from the host's, or None where they
-        are one. Waits for the device."""
+        """Wait for the device after the last mark. Return the drift of its clock; None for the host's clock."""
 
     def read(self, mark: Any) -> int:
-        """A mark in nanoseconds of the host's monotonic clock. May wait for the device."""
+        """Return a mark in nanoseconds of the host's monotonic clock. May wait for the device."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How much slower a device's clock is than the host's, between the anchors of a session, in millionths.
+    """Difference in rate between a device's clock and the host's, between the anchors of a session.
 
     Attributes:
-        ppm: above zero where the device's clock is the slower one.
-        uncertainty_ppm: what the anchors cannot tell: how long the host waited for them, over the time between.
-        corrected: whether marks are stretched to fit, which they are where there is more drift than uncertainty.
+        ppm: Drift in millionths; positive if the device's clock is slower.
+        uncertainty_ppm: Uncertainty of the drift: the time of the anchors over the time between them.
+        corrected: Whether marks are stretched to the host's clock. True if the drift exceeds the uncertainty.
     """
 
     ppm: float
@@ -64,16 +63,16 @@ class Drift:
 
 
 class HostClock:
-    """For devices whose work is done when a call returns."""
+    """Clock of devices whose work is done when a call returns."""
 
     evidence = "host clock"
     mark = staticmethod(time.perf_counter_ns)
 
     def arrival(self, wait: Callable[[], None]) -> int:
-        return NEVER  # nothing here could wait but the rank itself
+        return NEVER  # the host has no second stream that could record arrivals
 
     def rejoin(self) -> None:
-        """Nothing runs on its own."""
+        """Do nothing: no operation runs concurrently."""
 
     def end(self) -> None:
         return None
@@ -83,7 +82,7 @@ class HostClock:
 
 
 class DeviceMark:
-    """A moment on a stream: an event until it is read, then a number. Several rows may share one."""
+    """A position in a stream: an event until it is read, then a number. Several rows may share a mark."""
 
     __slots__ = ("base", "event", "time")
 
@@ -94,10 +93,10 @@ class DeviceMark:
 
 
 class DeviceClock:
-    """For devices with streams: events from a pool, anchored to the host's clock at both ends of a session.
+    """Clock of devices with streams: events from a pool, anchored to the host's clock at both ends of a session.
 
-    An anchor is an event that was waited for. The two clocks run at rates of their own, some millionths apart, which is
-    milliseconds in an hour: what lies between the anchors is interpolated.
+    An anchor is an event that the host waited for. The rates of the two clocks differ by some millionths, which is
+    milliseconds per hour, so times between the anchors are interpolated.
     """
 
     evidence = "device events"
@@ -106,21 +105,21 @@ class DeviceClock:
         self._device = device
         self._pool: list[torch.Event] = []
         self._marks = 0
-        self._base, self._from, self._took = self._best_anchor()
-        self._stretch = 0.0  # nanoseconds of the host more, for each of the device
-        self._offset: dict[int, int] = {id(self._base): self._from}
-        self._before: dict[int, torch.Event] = {}  # the base before a base; all are kept, so that no id is used again
-        self._kept = [self._base]
+        self._base, self._first, self._took = self._best_anchor()
+        self._stretch = 0.0  # additional nanoseconds of the host per nanosecond of the device
+        self._offset: dict[int, int] = {id(self._base): self._first}
+        self._before: dict[int, torch.Event] = {}  # previous base of each base
+        self._kept = [self._base]  # all bases, so that no id is reused
         self._watcher: torch.Stream | None = None
-        self._apart = False  # the watcher was given something that no other stream has waited for
+        self._must_rejoin = False  # the watcher has work that no other stream waited for
 
     def _best_anchor(self) -> tuple[torch.Event, int, int]:
-        best, *others = sorted((self._anchor() for _ in range(_ANCHORS)), key=lambda anchor: anchor[2])
-        self._pool += [event for event, *_ in others]
+        best, *rest = sorted((self._anchor() for _ in range(_ANCHORS)), key=lambda anchor: anchor[2])
+        self._pool += [event for event, *_ in rest]
         return best
 
     def _anchor(self) -> tuple[torch.Event, int, int]:
-        """An event, the host's time in the middle of waiting for it, and how long that took."""
+        """Return an event, the host's time at the middle of the wait for it, and the length of the wait."""
         event, began = self._event(), time.perf_counter_ns()
         event.record()
         event.synchronize()
@@ -144,47 +143,47 @@ class DeviceClock:
     def arrival(self, wait: Callable[[], None]) -> DeviceMark:
         if self._watcher is None:
             self._watcher = torch.Stream(self._device)
-        with self._watcher:  # it waits; the rank's own stream goes on
+        with self._watcher:  # the watcher waits; the rank's own stream continues
             wait()
             event = self._event()
             event.record()
-            self._apart = True
+            self._must_rejoin = True
         return DeviceMark(self._base, event)
 
     def rejoin(self) -> None:
-        if self._watcher is not None and self._apart:
+        if self._watcher is not None and self._must_rejoin:
             torch.accelerator.current_stream(self._device).wait_stream(self._watcher)
-            self._apart = False
+            self._must_rejoin = False
 
     def end(self) -> Drift:
         event, until, took = self._best_anchor()
-        told = self._at(self._base, event)
+        reached = self._at(self._base, event)
         self._pool.append(event)
-        span, unsure = max(1, told - self._from), (self._took + took) // 2
-        corrected = abs(until - told) > unsure
-        self._stretch = (until - told) / span if corrected else 0.0
-        return Drift(1e6 * (until - told) / span, 1e6 * unsure / span, corrected)
+        span, uncertainty = max(1, reached - self._first), (self._took + took) // 2
+        corrected = abs(until - reached) > uncertainty
+        self._stretch = (until - reached) / span if corrected else 0.0
+        return Drift(1e6 * (until - reached) / span, 1e6 * uncertainty / span, corrected)
 
     def read(self, mark: DeviceMark) -> int:
         if (event := mark.event) is not None:
             event.synchronize()
-            told = self._at(mark.base, event)
-            mark.time = told + round((told - self._from) * self._stretch)
+            reached = self._at(mark.base, event)
+            mark.time = reached + round((reached - self._first) * self._stretch)
             self._pool.append(event)
             mark.event = None
         return mark.time
 
     def _at(self, base: torch.Event, event: torch.Event) -> int:
-        """When an event was reached, by the device's clock from the first anchor on."""
+        """Return the time of an event by the device's clock, counted from the first anchor."""
         return self._start(base) + round(base.elapsed_time(event) * 1e6)
 
     def _start(self, base: torch.Event) -> int:
-        """When a base was reached: the way from one base to the next, added up."""
-        way = []
+        """Return the time of a base: the sum of the times between consecutive bases."""
+        path = []
         while id(base) not in self._offset:
-            way.append(base)
+            path.append(base)
             base = self._before[id(base)]
-        for following in reversed(way):
+        for following in reversed(path):
             following.synchronize()
             self._offset[id(following)] = self._offset[id(base)] + round(base.elapsed_time(following) * 1e6)
             base = following
@@ -192,23 +191,27 @@ class DeviceClock:
 
 
 def make_clock(device: torch.device, *, streams: bool) -> Clock:
-    """The clock of a device; `streams` is its backend's capability."""
+    """Return the clock of a device; `streams` is the capability of its backend."""
     return DeviceClock(device) if streams else HostClock()
 
 
 NAMES = ("watts", "megahertz", "celsius", "joules")
 SENSORS_EVERY = 0.1
 """Default seconds between samples."""
-_KEPT = 3000  # the latest: five minutes
+_MAX_SAMPLES = 3000  # the latest five minutes
 
 
 class Sensors:
-    """Samples of one device, one every `every` seconds. `reason` says why there are none."""
+    """Sample the sensors of one device every `every` seconds, in a thread.
+
+    Attributes:
+        reason: Why there are no samples; "" if there are.
+    """
 
     def __init__(self, meter: Meter | str, *, every: float = SENSORS_EVERY) -> None:
         self._every = every
         self.reason = meter if isinstance(meter, str) else ""
-        self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_KEPT)
+        self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         self._meter = meter
         self._thread: Background[Sensors] | None = None
         if not isinstance(meter, str):
@@ -216,14 +219,14 @@ class Sensors:
             self._thread.wake(self)
 
     def stop(self) -> None:
-        """Read no more."""
+        """Stop sampling."""
         if self._thread is not None:
             self._thread.stop()
 
     def _watch(self) -> None:
         meter, thread = self._meter, self._thread
-        assert thread is not None, "this is the thread"
-        assert not isinstance(meter, str), "there is none where there is no meter"
+        assert thread is not None, "this runs in the thread"
+        assert not isinstance(meter, str), "the thread exists only with a meter"
         try:
             while True:
                 self._rows.append((time.perf_counter_ns(), meter.read()))
@@ -233,15 +236,15 @@ class Sensors:
             meter.close()
 
     def facts(self) -> dict[str, Any]:
-        """Columns: `time` in nanoseconds of the host's clock, and a list for each sensor that there is."""
+        """Return columns: `time_ns` of the host's clock, and one list per available sensor."""
         rows = list(self._rows)
         names = [name for name in NAMES if rows and all(name in values for _, values in rows)]
         columns = {name: [values[name] for _, values in rows] for name in names}
-        return {"reason": self.reason, "time": [at for at, _ in rows], **columns}
+        return {"reason": self.reason, "time_ns": [at for at, _ in rows], **columns}
 
 
-def told(one: dict[str, Any]) -> str:
-    """A rank's samples in a few words; "" where there are none."""
+def sensor_text(one: dict[str, Any]) -> str:
+    """Return the samples of a rank as a short text; "" without samples."""
     parts = []
     if watts := one.get("watts"):
         parts.append(f"{fmean(watts):.0f} W, up to {max(watts):.0f}")
@@ -250,5 +253,5 @@ def told(one: dict[str, Any]) -> str:
     if heat := one.get("celsius"):
         parts.append(f"up to {max(heat):.0f} °C")
     if (energy := one.get("joules")) and energy[-1] > energy[0]:
-        parts.append(f"{energy[-1] - energy[0]:.0f} J in {(one['time'][-1] - one['time'][0]) / 1e9:.1f} s")
+        parts.append(f"{energy[-1] - energy[0]:.0f} J in {(one['time_ns'][-1] - one['time_ns'][0]) / 1e9:.1f} s")
     return "; ".join(parts)

@@ -1,29 +1,30 @@
-"""Sets of times as sorted, disjoint intervals: int64 arrays ``[n, 2]`` of nanoseconds, each ``[start, stop)``.
+"""Compute with sets of times: sorted, disjoint intervals ``[start, stop)``, int64 arrays ``[n, 2]`` of nanoseconds.
 
-A million intervals take a fraction of a second: everything is a sort or a bisection, and what was recorded in order
-is not sorted again.
+A million intervals take a fraction of a second: every function sorts or bisects, and sorted input is not sorted again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Intervals = NDArray[np.int64]
+T = TypeVar("T")
 
 
 def union(spans: Intervals) -> Intervals:
-    """The set of times that lie in any span; spans may overlap, and empty ones hold nothing."""
+    """Return the times that lie in any span. Spans may overlap, be empty and come in any order."""
     spans = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
     full = spans[:, 1] > spans[:, 0]
     spans = spans if full.all() else spans[full]
     if not len(spans):
         return spans
-    # A span begins a new interval where as many have ended before it as have started: so starts and stops can be sorted
-    # each for themselves, which is far faster than sorting pairs.
+    # A new interval begins where as many spans have ended as have started. So starts and stops can be sorted
+    # separately, which is much faster than sorting pairs.
     starts, stops = _ascending(spans[:, 0]), _ascending(spans[:, 1])
     first = np.concatenate(([True], starts[1:] > stops[:-1]))
     last = np.concatenate((first[1:], [True]))
@@ -33,13 +34,12 @@ def union(spans: Intervals) -> Intervals:
 
 
 def _ascending(times: NDArray[np.int64]) -> NDArray[np.int64]:
-    return (
-        times if (times[1:] >= times[:-1]).all() else np.sort(times, kind="stable")
-    )  # nearly in order: a merge sort sees it
+    """Return the times in order. A stable sort is a merge sort, which is fast for nearly sorted input."""
+    return times if (times[1:] >= times[:-1]).all() else np.sort(times, kind="stable")
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """Times in both sets."""
+    """Return the times that are in both sets."""
     from_, past = np.searchsorted(b[:, 1], a[:, 0], "right"), np.searchsorted(b[:, 0], a[:, 1], "left")
     counts = np.maximum(past - from_, 0)
     left = np.repeat(np.arange(len(a)), counts)
@@ -49,7 +49,7 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
-    """Times in the first set that are not in the second."""
+    """Return the times of the first set that are not in the second."""
     if not len(a) or not len(b):
         return a
     ends = np.array([min(a[0, 0], b[0, 0]), max(a[-1, 1], b[-1, 1])])
@@ -58,12 +58,12 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 
 
 def total(a: Intervals) -> int:
-    """Nanoseconds in the set."""
+    """Return the nanoseconds in the set."""
     return int((a[:, 1] - a[:, 0]).sum())
 
 
-def within(a: Intervals, windows: Intervals) -> NDArray[np.int64]:
-    """Nanoseconds of the set in each window; windows may overlap and come in any order."""
+def measure(a: Intervals, windows: Intervals) -> NDArray[np.int64]:
+    """Return the nanoseconds of the set in each window. Windows may overlap and come in any order."""
     if not len(a):
         return np.zeros(len(windows), dtype=np.int64)
     before = np.concatenate(([0], np.cumsum(a[:, 1] - a[:, 0])))
@@ -81,9 +81,14 @@ FIELDS = ("span", *PARTS, "comm", "overlap", "blocking")
 _EMPTY: Intervals = np.zeros((0, 2), dtype=np.int64)
 
 
+def with_unit(parts: Mapping[str, T]) -> dict[str, T]:
+    """Return the parts under their names in JSON, which end with the unit: ``span_ns``."""
+    return {f"{name}_ns": value for name, value in parts.items()}
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """One rank's time as sets of intervals: made once, then measured in any number of windows."""
+    """The time of one rank as sets of intervals, which can be measured in any number of windows."""
 
     compute: Intervals
     exposed_comm: Intervals
@@ -94,7 +99,7 @@ class Timeline:
 
     @classmethod
     def of(cls, compute: Intervals, comm: Intervals, copy: Intervals = _EMPTY, waits: Intervals = _EMPTY) -> Timeline:
-        """From spans ``[n, 2]`` in any order; `waits` are those of `comm` in which the rank stands still."""
+        """Build a timeline from spans ``[n, 2]`` in any order; `waits` are the spans of `comm` in which it waits."""
         compute, comm, copy = union(compute), union(comm), union(copy)
         exposed = subtract(comm, compute)
         return cls(
@@ -112,60 +117,57 @@ class Timeline:
         sets = [s for s in (self.compute, self.exposed_comm, self.exposed_copy) if len(s)]
         return (min(int(s[0, 0]) for s in sets), max(int(s[-1, 1]) for s in sets)) if sets else (0, 0)
 
-    def measured(self, windows: Intervals) -> dict[str, NDArray[np.int64]]:
-        """Nanoseconds of each of `FIELDS`, a window per entry."""
-        sizes = {name: within(getattr(self, name), windows) for name in FIELDS if name not in ("span", "idle")}
+    def measure(self, windows: Intervals) -> dict[str, NDArray[np.int64]]:
+        """Return the nanoseconds of each of `FIELDS`, one entry per window."""
+        sizes = {name: measure(getattr(self, name), windows) for name in FIELDS if name not in ("span", "idle")}
         span = windows[:, 1] - windows[:, 0]
         busy = sizes["compute"] + sizes["exposed_comm"] + sizes["exposed_copy"]
         return {"span": span, "idle": span - busy, **sizes}
 
     def partition(self) -> dict[str, int]:
-        """The partition of the whole window."""
-        sizes = self.measured(np.array([self.window], dtype=np.int64))
+        """Return the nanoseconds of each of `FIELDS` in the window from the first to the last event."""
+        sizes = self.measure(np.array([self.window], dtype=np.int64))
         return {name: int(sizes[name][0]) for name in FIELDS}
 
 
-_BESIDE = 0.5  # of a kernel's time: from this share on, communication ran beside it
-_ALONE = 0.05  # of a kernel's time: up to this share, it ran alone
+_OVERLAPPED = 0.5  # of a kernel's time: with at least this share of communication, the kernel is overlapped
+_ISOLATED = 0.05  # of a kernel's time: with at most this share, it is isolated
 
 
 def contention(kernels: Intervals, work: NDArray[np.int64], comm: Intervals) -> dict[str, Any] | None:
-    """Kernels beside communication compared with the same kernels alone; None if there is nothing to compare.
+    """Compare kernels that overlap communication with the same kernels in isolation.
 
     Args:
-        kernels: from when to when each ran, ``[n, 2]``.
-        work: ``[n, any]``; rows that are equal did the same.
-        comm: when anything was transferred: disjoint and sorted.
+        kernels: Start and end of each kernel, ``[n, 2]``.
+        work: ``[n, any]``; kernels with equal rows do the same work.
+        comm: Times of transfers, disjoint and sorted.
 
-    Returns `beside` and `alone`, the numbers of kernels compared; `ratio`, how much longer the former took; and `lost`,
-    the nanoseconds that this comes to.
+    Returns:
+        `overlapped` and `isolated`, the numbers of kernels compared; `ratio`, the time of overlapped kernels over that
+        of the same isolated ones; `lost_ns`, the difference in nanoseconds. None if there is nothing to compare.
     """
     if not len(kernels):
         return None
     times = kernels[:, 1] - kernels[:, 0]
-    shared = within(comm, kernels) / np.maximum(times, 1)
-    beside, alone = shared >= _BESIDE, shared <= _ALONE
+    shared = measure(comm, kernels) / np.maximum(times, 1)
+    is_overlapped, is_isolated = shared >= _OVERLAPPED, shared <= _ISOLATED
     _, group = np.unique(work, axis=0, return_inverse=True)
     group = group.reshape(-1)
-    found = [(times[(group == g) & beside], times[(group == g) & alone]) for g in range(group.max() + 1)]
-    compared = [(b, a) for b, a in found if len(b) and len(a)]
+    found = [(times[(group == g) & is_overlapped], times[(group == g) & is_isolated]) for g in range(group.max() + 1)]
+    compared = [(overlapped, isolated) for overlapped, isolated in found if len(overlapped) and len(isolated)]
     if not compared:
         return None
-    took = sum(int(b.sum()) for b, _ in compared)
-    expected = sum(len(b) * float(np.median(a)) for b, a in compared)
+    took = sum(int(overlapped.sum()) for overlapped, _ in compared)
+    expected = sum(len(overlapped) * float(np.median(isolated)) for overlapped, isolated in compared)
     return {
-        "beside": sum(len(b) for b, _ in compared),
-        "alone": sum(len(a) for _, a in compared),
+        "overlapped": sum(len(overlapped) for overlapped, _ in compared),
+        "isolated": sum(len(isolated) for _, isolated in compared),
         "ratio": took / expected if expected else 1.0,
-        "lost": round(took - expected),
+        "lost_ns": round(took - expected),
     }
 
 
-def contended(data: dict[str, Any]) -> dict[str, Any] | None:
-    """The rank that loses most to communication beside its kernels; None if that is not known.
-
-    The tracer's word counts before that of the marks around kernel calls.
-    """
-    told = [{"rank": r["rank"], **r["contention"]} for r in data.get("traced", ()) if r["contention"]]
-    told = told or list(data.get("contention", ()))
-    return max(told, key=lambda c: c["lost"], default=None)
+def largest_contention(data: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the contention of the rank that loses most, by the tracer if it ran, else by marks; None if unknown."""
+    traced = [{"rank": r["rank"], **r["contention"]} for r in data["kernel_trace"] if r["contention"]]
+    return max(traced or data["contention"], key=lambda c: c["lost_ns"], default=None)

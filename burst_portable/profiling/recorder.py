@@ -1,4 +1,4 @@
-"""What one rank writes down: its rows, the clock that marks them, and what its plans say of them."""
+"""Record the events of one rank: the rows, their clock, and the facts of its plans."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Compute
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.profiling.clocks import Clock, Sensors, make_clock
-from burst_portable.profiling.records import COLUMNS, NEVER, TIMES, Place, RankRecords, Table
+from burst_portable.profiling.event_tables import COLUMNS, NEVER, TIMES, PlanLocation, RankRecords, Table
 from burst_portable.runtime.prepared_call import Observer, Posting, PreparedCall, Sent
 from burst_portable.strategies.planner import planned
 from burst_portable.strategies.registry import classes, collect_reason
 
-_MOST = 1 << 11  # ranks times regions of the mask: with more, trying layouts takes too long
-_MOST_PIECES = 1 << 17  # ranks times segments of all keys: half a second
+_MAX_REGIONS = 1 << 11  # ranks times regions of the mask: above this, trying layouts takes too long
+_MAX_SEGMENTS = 1 << 17  # ranks times segments of all keys: half a second
 
 
 def strategies(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[str, Any]]:
-    """Other strategies: bytes sent and predicted seconds of this rank in both passes, and which side travels."""
+    """Return other strategies: bytes sent and predicted seconds of this rank in both passes, and what circulates."""
     found = {}
     suggested = [one.trials()[label] for one in classes().values() for label in one.suggested]
     for strategy in suggested:
@@ -42,26 +42,26 @@ def strategies(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[
             other = planned(strategy, plan.call)
             costs = [rank_cost(other, one, rank, hardware) for one in PASSES]
             found[strategy.as_code()] = {
-                "sent": sum(c.sent for c in costs),
+                "sent_bytes": sum(c.sent for c in costs),
                 "seconds": sum(c.seconds for c in costs),
-                "travels": {one: pass_plan.side for one, pass_plan in other.passes()},
+                "circulates": {one: pass_plan.side for one, pass_plan in other.passes()},
             }
     return found
 
 
 def layouts(problem: AttentionCall) -> dict[str, float]:
-    """Layouts by name: the pairs of the busiest rank over the mean; without those that would take long to try."""
+    """Return layouts by name with the pairs of the busiest rank over the mean; slow ones are left out."""
     length, ranks, mask = problem.layout.length, problem.ranks, problem.mask
-    if ranks * len(mask.regions) > _MOST or length != problem.k_layout.length:
+    if ranks * len(mask.regions) > _MAX_REGIONS or length != problem.k_layout.length:
         return {}
     found = {}
     for name in NAMES:
         try:
             layout = make_layout(name, length, ranks, mask if name in OF_DOCUMENTS else None)
         except (InputError, LayoutError):
-            continue  # documents are asked for, and the mask has none
-        keys = layout.joined().sorted().shards  # one segment, but where steps are larger than 1
-        if ranks * len(keys[0]) <= _MOST_PIECES:
+            continue  # the layout needs documents, and the mask has none
+        keys = layout.joined().sorted().shards  # one segment, unless a layout has steps larger than 1
+        if ranks * len(keys[0]) <= _MAX_SEGMENTS:
             blocks = BlockPairs(mask, layout.shards, keys)
             pairs = [blocks.num_pairs(rank, 0) for rank in range(ranks)]
             if sum(pairs):
@@ -69,87 +69,116 @@ def layouts(problem: AttentionCall) -> dict[str, float]:
     return found
 
 
-Annotate = Callable[[Place], AbstractContextManager[object]]
+Annotate = Callable[[PlanLocation], AbstractContextManager[object]]
 
-_PLANNED = ("flops", "memory", "sent", "received", "seconds", "compute_seconds", "link_seconds")
-LIGHT_KEPT = 100_000
-"""Rows of a kind that the light level keeps: the latest."""
+_PLANNED = {
+    "flops": "flops",
+    "memory_bytes": "memory",
+    "sent_bytes": "sent",
+    "received_bytes": "received",
+    "seconds": "seconds",
+    "compute_seconds": "compute_seconds",
+    "link_seconds": "link_seconds",
+}
+"""JSON keys of a pass, and the fields of `cost.Cost`."""
+BASIC_KEPT = 100_000
+"""Number of latest rows of a kind that level "basic" keeps."""
 
 
 class Recorder:
-    """Record the events of one rank; `hardware` is the file of a `HardwareSpec` for predictions."""
+    """Record the events of one rank.
+
+    Args:
+        rank: Rank in the mesh of the recorded calls.
+        host: Name of the host's clock.
+        level: "basic", "standard" or "kernels", see `session.profile`.
+        annotate: Returns a context that annotates the tracer's trace. Default: no tracer runs.
+        since: Start of the first training step in nanoseconds. Default: now.
+        hardware: File of the `HardwareSpec` for predictions. Default: the backend's own.
+    """
 
     def __init__(
-        self, rank: int, host: str, *, light: bool, annotate: Annotate | None = None, since: int | None = None,
+        self,
+        rank: int,
+        host: str,
+        *,
+        level: str = "standard",
+        annotate: Annotate | None = None,
+        since: int | None = None,
         hardware: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._hardware = hardware
-        self.rank, self.host, self.light, self.annotate = rank, host, light, annotate
-        self._since: Any = time.perf_counter_ns() if since is None else since  # the training step's begin
-        self.marked: deque[tuple[Any, ...]] = deque(maxlen=LIGHT_KEPT if light else None)
+        self.rank, self.host, self.level, self.annotate = rank, host, level, annotate
+        self._since: Any = time.perf_counter_ns() if since is None else since  # start of the current training step
+        self.train_steps: deque[tuple[Any, ...]] = deque(maxlen=BASIC_KEPT if self.is_basic else None)
         self.rows: dict[str, deque[tuple[Any, ...]]] = {
-            kind: deque(maxlen=LIGHT_KEPT if light else None) for kind in COLUMNS
+            kind: deque(maxlen=BASIC_KEPT if self.is_basic else None) for kind in COLUMNS
         }
-        self.iteration, self.call = 0, 0
-        self.kernels = self.waiting = 0  # nanoseconds, where marks are times already
-        self.calls: deque[tuple[int, int, int]] = deque(maxlen=LIGHT_KEPT if light else None)
+        self.train_step, self.attention_call = 0, 0
+        self.kernels = self.waiting = 0  # nanoseconds, if marks are times of the host
+        self.calls: deque[tuple[int, int, int]] = deque(maxlen=BASIC_KEPT if self.is_basic else None)
         self._plans: dict[int, tuple[int, Plan, PlanFacts]] = {}
         self._clocks: dict[torch.device, Clock] = {}
         self._device: torch.device | None = None
         self.sensors: Sensors | None = None
-        self.transport = ""  # its name, known at the first call
-        self.high_priority = False  # whether its messages do
+        self.transport = ""  # its name, set by the first call
+        self.high_priority = False  # of its messages
+
+    @property
+    def is_basic(self) -> bool:
+        """Whether only kernels and waits are recorded, and only the latest."""
+        return self.level == "basic"
 
     def clock(self, device: torch.device) -> Clock:
-        """The clock of a device, made when it is first asked for."""
+        """Return the clock of a device; the first call creates it."""
         if device not in self._clocks:
             backend = for_device(device.type)
             self._clocks[device] = make_clock(device, streams=backend.capabilities.streams)
-            if not self._device or backend.capabilities.streams:  # else marks are times already
+            if not self._device or backend.capabilities.streams:  # otherwise marks are times of the host
                 self._device = device
-            if self.sensors is None and not self.light and device.index is not None:
+            if self.sensors is None and not self.is_basic and device.index is not None:
                 self.sensors = Sensors(open_or_reason(backend.meter, device.index))
         return self._clocks[device]
 
     @property
     def device_type(self) -> str | None:
-        """Where attention was computed; None where it was not called yet."""
+        """Type of the device that computes attention; None before the first call."""
         return self._device.type if self._device else None
 
     def rejoin(self) -> None:
-        """A pass is over when no stream waits for a message of it any longer."""
+        """End a pass: let the current streams wait until no stream waits for one of its messages."""
         for clock in self._clocks.values():
             clock.rejoin()
 
     def facts(self, plan: Plan) -> PlanFacts:
-        """The facts of a plan that is about to run; they are worked out once, and the plan gets a number."""
+        """Return the facts of a plan that is about to run. The first call computes them and numbers the plan."""
         known = self._plans.get(id(plan))
         if known is None:
             known = self._plans[id(plan)] = len(self._plans), plan, PlanFacts(plan, self.rank)
-        self.calls.append((self.iteration, self.call, known[0]))
-        self.call += 1
+        self.calls.append((self.train_step, self.attention_call, known[0]))
+        self.attention_call += 1
         return known[2]
 
-    def next_iteration(self) -> None:
-        """The calls to come belong to the next training step."""
+    def next_train_step(self) -> None:
+        """Assign all later calls to the next training step."""
         since = self._since
         self.begin_step()
         if self.calls:
-            self.marked.append((self.iteration, since, self._since))
-            self.iteration, self.call = self.iteration + 1, 0
+            self.train_steps.append((self.train_step, since, self._since))
+            self.train_step, self.attention_call = self.train_step + 1, 0
 
     def begin_step(self) -> None:
-        """The training step begins now, on the device's clock; what came before belongs to no step."""
+        """Start the training step now, on the device's clock. Earlier time belongs to no step."""
         self._since = self._clocks[self._device].mark() if self._device else time.perf_counter_ns()
 
     def records(self) -> RankRecords:
-        """Everything that was recorded, in nanoseconds. On a device with streams, waits for the last mark."""
+        """Return all records in nanoseconds. On a device with streams, wait for the last mark."""
         clock = self._clocks[self._device] if self._device else None
         drift = clock.end() if clock else None
         for kind, rows in self.rows.items():
             times = [i for i, name in enumerate(COLUMNS[kind]) if name in TIMES]
             self.rows[kind] = deque((self._read(row, times) for row in rows), maxlen=rows.maxlen)
-        self.marked = deque((self._read(row, [1, 2]) for row in self.marked), maxlen=self.marked.maxlen)
+        self.train_steps = deque((self._read(row, [1, 2]) for row in self.train_steps), maxlen=self.train_steps.maxlen)
         device = self.device_type or "cpu"
         plans = [facts for _, _, facts in self._plans.values()]
         dtypes = sorted({facts.dtype for facts in plans if facts.dtype})
@@ -158,17 +187,17 @@ class Recorder:
             self.host,
             clock.evidence if clock else "host clock",
             {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
-            [facts.described(device, self._hardware, high_priority=self.high_priority) for facts in plans],
+            [facts.describe(device, self._hardware, high_priority=self.high_priority) for facts in plans],
             list(self.calls),
             {
                 "device": device,
-                "light": self.light,
+                "level": self.level,
                 "drift": drift and asdict(drift),
-                "sensors": self.sensors.facts() if self.sensors else {"reason": "not read", "time": []},
+                "sensors": self.sensors.facts() if self.sensors else {"reason": "not read", "time_ns": []},
                 "transport": {"used": self.transport, "direct": for_device(device).capabilities.direct_transport},
                 "peaks": [asdict(for_device(device).peaks(dtype)) for dtype in dtypes],
             },
-            marked=list(self.marked),
+            train_steps=list(self.train_steps),
         )
 
     def _read(self, row: tuple[Any, ...], times: list[int]) -> tuple[int, ...]:
@@ -181,11 +210,11 @@ class Recorder:
 
 
 class PlanFacts:
-    """What a plan says about one rank's kernel calls."""
+    """The facts of a plan about one rank's kernel calls."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.dtype = ""  # of the tensors, known when they come
+        self.dtype = ""  # of the tensors, set by the first kernel call
         self.computes: dict[tuple[bool, Compute], tuple[int, int, int, int]] = {}
         for backward, (name, pass_plan) in enumerate(plan.passes()):
             for step in plan.steps(name, rank):
@@ -194,8 +223,8 @@ class PlanFacts:
                     work = pass_flops(pass_plan.call, name, num_pairs)
                     self.computes[bool(backward), c] = step.index, num_pairs, len(c.tiles), work
 
-    def described(self, device_type: str, file: str = "", *, high_priority: bool = False) -> dict[str, Any]:
-        """The plan's facts for a report; predictions use the rates of a file, else the backend's."""
+    def describe(self, device_type: str, file: str = "", *, high_priority: bool = False) -> dict[str, Any]:
+        """Return the plan's facts for a report. Predictions use the hardware of a file, else the backend's."""
         plan, p = self.plan, self.plan.call
         hardware, source = self._hardware_and_source(device_type, file, high_priority)
         costs = {name: rank_cost(plan, name, self.rank, hardware) for name in PASSES}
@@ -214,7 +243,7 @@ class PlanFacts:
             "batch": p.batch,
             "itemsize": p.itemsize,
             "dtype": self.dtype,
-            "travels": {name: pass_plan.side for name, pass_plan in plan.passes()},
+            "circulates": {name: pass_plan.side for name, pass_plan in plan.passes()},
             "direct": plan.direct,
             "layouts": layouts(p),
             "hardware": {
@@ -223,56 +252,58 @@ class PlanFacts:
                 "source": source,
             },
             "planned": {
-                **{name: {key: getattr(c, key) for key in _PLANNED} for name, c in costs.items()},
+                **{name: {key: getattr(c, field) for key, field in _PLANNED.items()} for name, c in costs.items()},
                 "alternatives": strategies(plan, self.rank, hardware),
             },
         }
 
     def _hardware_and_source(self, device_type: str, file: str, high_priority: bool) -> tuple[HardwareSpec, str]:
-        """The rates for predictions and where they come from. An unusable file does not prevent a report."""
+        """Return the hardware for predictions and its source. An unusable file does not prevent a report."""
         backend, p = for_device(device_type), self.plan.call
-        unusable = ""
+        note = ""
         try:
             hardware = hardware_of(
                 backend, p.ranks, file=file, dtype=self.dtype, head_dim=p.head_dim, high_priority=high_priority
             )
         except InputError:
             hardware = hardware_of(backend, p.ranks, high_priority=high_priority)
-            unusable = "; the hardware spec file that the settings name cannot be used"
-        return hardware, (hardware.source.removeprefix("of ") or "the backend's guess") + unusable
+            note = "; the hardware spec file in the settings cannot be used"
+        return hardware, (hardware.source.removeprefix("of ") or "the backend's guess") + note
 
 
 def _layout_name(layout: Layout) -> str:
-    """Its name; of one that was made without, its shape."""
+    """Return the name of a layout; for one without a name, its shape."""
     first = layout.shards[0]
-    return layout.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} a rank, step {first[0].step}"
+    return layout.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} per rank, step {first[0].step}"
 
 
-def _only(owners: tuple[int, ...]) -> int:
-    """The owner of one block; -1 stands for several."""
+def _single_owner(owners: tuple[int, ...]) -> int:
+    """Return the owner of a single block; -1 for several blocks."""
     return owners[0] if len(owners) == 1 else -1
 
 
 class RecordingObserver(Observer):
-    """Records one call: its forward pass, and the backward pass that belongs to it."""
+    """Record one call: its forward pass and its backward pass."""
 
     def __init__(self, prepared: PreparedCall, recorder: Recorder) -> None:
         self.recorder, self._outer = recorder, prepared.observer
         self._facts = recorder.facts(prepared.plan)
-        self._place = recorder.iteration, recorder.call - 1
+        self._location = recorder.train_step, recorder.attention_call - 1
         recorder.transport, recorder.high_priority = prepared.transport.name, prepared.transport.high_priority
         self.step = 0
 
     def row(self, kind: str, backward: bool, step: int, *rest: Any) -> None:
-        """Write down one row."""
-        self.recorder.rows[kind].append((*self._place, int(backward), step, *rest))
+        """Append a row."""
+        self.recorder.rows[kind].append((*self._location, int(backward), step, *rest))
 
-    def named(self, backward: bool, step: int, what: str) -> AbstractContextManager[object]:
-        """Return a context that names what happens inside it in the vendor's tracer; does nothing if none runs."""
+    def annotate(self, backward: bool, step: int, activity: str) -> AbstractContextManager[object]:
+        """Return a context that annotates the vendor's trace with an activity; it does nothing without a tracer."""
         if self.recorder.annotate is None:
             return nullcontext()
         strategy = self._facts.plan.strategy
-        return self.recorder.annotate(Place(self.recorder.rank, strategy, backward, *self._place, step, what))
+        return self.recorder.annotate(
+            PlanLocation(self.recorder.rank, strategy, backward, *self._location, step, activity)
+        )
 
     @contextmanager
     def computes(self, compute: Compute, like: Tensor, *, backward: bool) -> Iterator[None]:
@@ -280,7 +311,7 @@ class RecordingObserver(Observer):
         if not self._facts.dtype:
             self._facts.dtype = str(like.dtype).removeprefix("torch.")
         step, pairs, tiles, flops = self._facts.computes[backward, compute]
-        with self.named(backward, step, compute.label):
+        with self.annotate(backward, step, compute.label):
             start = clock.mark()
             with self._outer.computes(compute, like, backward=backward):
                 yield
@@ -288,17 +319,17 @@ class RecordingObserver(Observer):
         self.step = step
         if isinstance(start, int):
             self.recorder.kernels += end - start
-        owners = (_only(compute.q_owners), _only(compute.k_owners))
+        owners = (_single_owner(compute.q_owners), _single_owner(compute.k_owners))
         self.row("compute", backward, step, *owners, pairs, tiles, flops, start, end)
 
     @contextmanager
     def copies(self, device: torch.device, step: int, *, backward: bool) -> Iterator[None]:
         with self._outer.copies(device, step, backward=backward):
-            if self.recorder.light:
+            if self.recorder.is_basic:
                 yield
                 return
             clock = self.recorder.clock(device)
-            with self.named(backward, step, "copies"):
+            with self.annotate(backward, step, "copies"):
                 start = clock.mark()
                 yield
                 self.row("copy", backward, step, start, clock.mark())
@@ -310,7 +341,7 @@ class RecordingObserver(Observer):
 
 
 class RecordingPosting(Posting):
-    """Records when one step's messages were posted, and each message once it has been waited for."""
+    """Record when the messages of a step were posted, and each message after the wait for it."""
 
     def __init__(
         self,
@@ -324,13 +355,13 @@ class RecordingPosting(Posting):
         self._observer, self._outer, self._sends, self._receives = observer, outer, sends, receives
         self._step, self._backward = step, backward
         self._posted = self._left = NEVER
-        light = observer.recorder.light
-        self._clock = None if light else observer.recorder.clock((sends or receives)[0][1].device)
+        is_basic = observer.recorder.is_basic
+        self._clock = None if is_basic else observer.recorder.clock((sends or receives)[0][1].device)
         self._stack = ExitStack()
 
     def __enter__(self) -> Posting:
         if self._clock is not None:
-            self._stack.enter_context(self._observer.named(self._backward, self._step, "posts messages"))
+            self._stack.enter_context(self._observer.annotate(self._backward, self._step, "posts messages"))
             self._posted = self._clock.mark()
         self._stack.enter_context(self._outer)
         return self
@@ -342,35 +373,26 @@ class RecordingPosting(Posting):
 
     def wrap(self, leaving: list[Handle], arriving: list[Handle]) -> tuple[list[Handle], list[Handle]]:
         leaving, arriving = self._outer.wrap(leaving, arriving)
-        # A handle of a whole batch is watched once; one of sends alone is not worth it.
+        # A handle of a batch is watched once. A batch of sends only is not watched.
         clock = self._clock
         arrivals = {} if clock is None else {one: clock.arrival(one.wait) for one in dict.fromkeys(arriving)}
 
-        def watched(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
+        def record(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
             peer, arrived = move.target if sent else move.source, arrivals.get(handle, NEVER)
             size = buffer.numel()
-            what = (
-                self._step,
-                int(sent),
-                peer,
-                move.owner,
-                int(move.is_gradient),
-                size,
-                self._posted,
-                self._left,
-                arrived,
-            )
-            needed = None if sent else move.wait_step
-            return RecordingHandle(handle, self._observer, buffer.device, self._backward, needed, what)
+            gradient, posted, left = int(move.is_gradient), self._posted, self._left
+            row = self._step, int(sent), peer, move.owner, gradient, size, posted, left, arrived
+            wait_step = None if sent else move.wait_step
+            return RecordingHandle(handle, self._observer, buffer.device, self._backward, wait_step, row)
 
-        came = [watched(h, m, b, False) for h, (m, b) in zip(arriving, self._receives, strict=True)]
+        received = [record(h, m, b, False) for h, (m, b) in zip(arriving, self._receives, strict=True)]
         if clock is None:
-            return leaving, came
-        return [watched(h, m, b, True) for h, (m, b) in zip(leaving, self._sends, strict=True)], came
+            return leaving, received
+        return [record(h, m, b, True) for h, (m, b) in zip(leaving, self._sends, strict=True)], received
 
 
 class RecordingHandle:
-    """See `comm.base.Handle`. Its message is written down when it has been waited for."""
+    """Implement `comm.base.Handle`; record the message after the wait for it."""
 
     def __init__(
         self,
@@ -378,47 +400,44 @@ class RecordingHandle:
         observer: RecordingObserver,
         device: torch.device,
         backward: bool,
-        needed: int | None,
-        what: Any,
+        wait_step: int | None,
+        row: Any,
     ) -> None:
         self._wrapped, self._observer, self._device = wrapped, observer, device
-        self._backward, self._needed, self._what = backward, needed, what
+        self._backward, self._wait_step, self._row = backward, wait_step, row
 
     def wait(self) -> None:
         observer = self._observer
-        if self._needed is not None:
-            observer.step = self._needed
+        if self._wait_step is not None:
+            observer.step = self._wait_step
         clock = observer.recorder.clock(self._device)
-        with observer.named(self._backward, observer.step, "waits for a message"):
+        with observer.annotate(self._backward, observer.step, "waits for a message"):
             start = clock.mark()
             self._wrapped.wait()
             end = clock.mark()
         if isinstance(start, int):
             observer.recorder.waiting += end - start
-        observer.row("message", self._backward, observer.step, *self._what, start, end)
+        observer.row("message", self._backward, observer.step, *self._row, start, end)
 
 
 class RecordingExchange(Exchange):
-    """See `comm.base.Exchange`. Records how long it was waited for."""
+    """Implement `comm.base.Exchange`; record the wait for it."""
 
-    def __init__(self, wrapped: Exchange, waited: Callable[[Callable[[], None]], None]) -> None:
-        self._wrapped, self._waited = wrapped, waited
+    def __init__(self, wrapped: Exchange, record_wait: Callable[[Callable[[], None]], None]) -> None:
+        self._wrapped, self._record_wait = wrapped, record_wait
 
     def copy_local(self) -> None:
         self._wrapped.copy_local()
 
     def wait(self) -> None:
-        self._waited(self._wrapped.wait)
+        self._record_wait(self._wrapped.wait)
 
     def wait_sent(self) -> None:
         self._wrapped.wait_sent()
 
 
 class RecordingTransport(WrappedTransport):
-    """See `comm.base.Transport`. Collectives are written down; messages are, by the observer.
-
-    One for every call, as its observer is.
-    """
+    """Implement `comm.base.Transport` for one call; record its collectives. The observer records its messages."""
 
     def __init__(self, wrapped: Transport, observer: RecordingObserver) -> None:
         super().__init__(wrapped)
@@ -429,7 +448,7 @@ class RecordingTransport(WrappedTransport):
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._begun += 1
-        if self._begun == 2:  # ranks need not have asked again whether they agree
+        if self._begun == 2:  # the backward pass may skip the check that ranks agree
             self._begin_backward()
         self._wrapped.begin(digest, inbox)
 
@@ -443,35 +462,35 @@ class RecordingTransport(WrappedTransport):
         wrapped = self._wrapped.exchange(sends, receives, label, exclusive=exclusive)
         size = sum(part.size for one in sends for part in one.parts if part.peer != self.rank)
 
-        def waited(wait: Callable[[], None]) -> None:
+        def record_wait(wait: Callable[[], None]) -> None:
             clock = self._observer.recorder.clock(device)
-            with self._observer.named(self._backward, self._observer.step, f"all ranks, {label}"):
+            with self._observer.annotate(self._backward, self._observer.step, f"all ranks, {label}"):
                 start = clock.mark()
                 wait()
-                self._collected(0, size, start, clock.mark())
+                self._record(0, size, start, clock.mark())
 
         if not sends:
             return wrapped
         device = sends[0].buffer.device
-        return RecordingExchange(wrapped, waited)
+        return RecordingExchange(wrapped, record_wait)
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         self._shared += 1
-        if self._shared == 2:  # asked once per pass
+        if self._shared == 2:  # called once per pass
             self._begin_backward()
         clock = self._observer.recorder.clock(torch.device("cpu"))
         start = clock.mark()
         shared = self._wrapped.share(data, label, timeout)
-        self._collected(1, len(data) * (self.size - 1), start, clock.mark())
+        self._record(1, len(data) * (self.size - 1), start, clock.mark())
         return shared
 
     def _begin_backward(self) -> None:
         if not self._backward:
             self._backward, self._ordinal, self._observer.step = True, 0, 0
 
-    def _collected(self, agreement: int, size: int, start: Any, end: Any) -> None:
+    def _record(self, agreement: int, size: int, start: Any, end: Any) -> None:
         if isinstance(start, int):
             self._observer.recorder.waiting += end - start
-        place = self._backward, self._observer.step
-        self._observer.row("collective", *place, self._ordinal, agreement, size, start, end)
+        location = self._backward, self._observer.step
+        self._observer.row("collective", *location, self._ordinal, agreement, size, start, end)
         self._ordinal += 1

@@ -153,9 +153,9 @@ def test_report_with_replaced_value_is_rejected_or_shown(tmp_path):
     assert not is_refused(data, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["ceiling", "bound"])
+@pytest.mark.parametrize("name", ["ceiling_flops_per_second", "bound"])
 def test_achieved_row_without_ceiling_is_rejected(tmp_path, name):
-    assert is_refused(planted(small(), ("achieved", 0, name), None), tmp_path)
+    assert is_refused(planted(small(), ("efficiency", 0, name), None), tmp_path)
 
 
 @pytest.mark.full
@@ -168,7 +168,7 @@ def test_report_with_invalid_value_is_rejected(tmp_path, value):
 def test_html_page_escapes_text_of_report(tmp_path):
     data = json.loads(SAMPLE.read_text(encoding="utf-8"))
     attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
-    for place in [p for p in places(data) if p[-1] in ("text", "advice", "strategy", "host", "reason", "mask")]:
+    for place in [p for p in places(data) if p[-1] in ("text", "recommendation", "strategy", "host", "reason", "mask")]:
         data = planted(data, place, attack)
     data["evidence"][attack] = attack
     (tmp_path / "report.json").write_text(json.dumps(data), encoding="utf-8")

@@ -65,7 +65,7 @@ def test_failed_run_prints_brackets_literally(capsys):
 
 def test_profile_and_trace_print_brackets_literally(tmp_path, capsys):
     report = Report.of(ring(2, 3))
-    report.data["verdict"]["text"] = report.data["verdict"]["advice"] = f"try {NAMED}"
+    report.data["summary"]["text"] = report.data["summary"]["recommendation"] = f"try {NAMED}"
     report.data["peaks"] = [
         {"rank": 0, "device": NAMED, "dtype": "x", "flops": None, "bandwidth": None, "source": NAMED, "measured": False}
     ]

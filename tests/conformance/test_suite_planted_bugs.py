@@ -322,8 +322,8 @@ def waits_as_computing(monkeypatch):
 
 def idle_forgotten(monkeypatch):
     """What is left is not told."""
-    once = Timeline.measured
-    monkeypatch.setattr(Timeline, "measured", lambda self, windows: once(self, windows) | {"idle": windows[:, 0] * 0})
+    once = Timeline.measure
+    monkeypatch.setattr(Timeline, "measure", lambda self, windows: once(self, windows) | {"idle": windows[:, 0] * 0})
 
 
 def bits_changed(monkeypatch):

@@ -12,7 +12,7 @@ from burst_portable.backends.selection import hardware_of, load
 from burst_portable.config import Config
 from burst_portable.errors import DeviceError
 from burst_portable.measuring import measurement
-from burst_portable.measuring.measurement import Shape, held_up, measure
+from burst_portable.measuring.measurement import Shape, measure, measure_slowdown
 from burst_portable.measuring.timing import Block, Peers
 from burst_portable.planning.hardware import HardwareSpec, as_json, read_hardware_spec
 from tests.support.simulated_clock import CPU, Machine, Simulated
@@ -20,16 +20,17 @@ from tests.support.simulated_clock import CPU, Machine, Simulated
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize(("kernel", "message"), [(1.0, 0.1), (0.1, 1.0), (1.0, 0.001), (1.0, 0.9)])
-def test_held_up_finds_slowdown_of_machine(share, kernel, message):
+def test_measure_slowdown_finds_slowdown_of_machine(share, kernel, message):
     machine = Machine(kernel=kernel, message=message, share=share)
-    found, told = held_up(Simulated(machine), machine, machine.compute, machine.compute, torch.ones(8), Peers([1], [1]))
+    calls, peers = (machine.compute, machine.compute), Peers([1], [1])
+    found, text = measure_slowdown(Simulated(machine), machine, *calls, torch.ones(8), peers)
     assert found == pytest.approx(share)
-    assert told.startswith("kernels ")
+    assert text.startswith("kernels ")
 
 
 def test_measure_keeps_slowdown_that_cannot_be_measured(monkeypatch):
     """No number of kernels outlasts the messages; the file states where the value is from."""
-    monkeypatch.setattr(measurement, "held_up", lambda *_: (None, "planted"))
+    monkeypatch.setattr(measurement, "measure_slowdown", lambda *_: (None, "planted"))
 
     def work(mesh):
         return measure(mesh, CPU, SMALL, "auto")
@@ -39,13 +40,13 @@ def test_measure_keeps_slowdown_that_cannot_be_measured(monkeypatch):
     how = facts["methods"]["comm_slowdown"]
     assert not how["measured"]
     assert how["method"].startswith("forward: planted; backward: planted")
-    assert "kept as it was: the guess of the backend cpu" in how["method"]
+    assert "unchanged: the guess of the backend cpu" in how["method"]
 
 
 @pytest.mark.parametrize("known", [(0.0, 0.0), (0.9, 0.3)])
 def test_high_priority_slowdown_fills_unknown_comm_slowdown(known, monkeypatch):
     """A value that the backend already knows is kept."""
-    monkeypatch.setattr(measurement, "held_up", lambda *_: (0.25, "planted"))
+    monkeypatch.setattr(measurement, "measure_slowdown", lambda *_: (0.25, "planted"))
     before = HardwareSpec(tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=known)
     monkeypatch.setattr(type(load("cpu")), "measured_hardware", lambda *_: before, raising=False)
 
@@ -67,11 +68,11 @@ def test_varied_returns_largest_ratio_since_last_call():
     times = iter([1.0, 4.0, 3.0, 4.0, 2.0, 5.0])  # three rounds of two calls in turn
     clock.time = lambda call, calls: next(times)
     assert clock.medians([lambda: None] * 2, 1) == [2.0, 4.0]
-    assert clock.varied() == 3.0
-    assert clock.varied() == 1.0
+    assert clock.pop_max_over_min() == 3.0
+    assert clock.pop_max_over_min() == 1.0
     clock.time = lambda call, calls: 0.0  # a clock that is too coarse tells nothing
     assert clock.median(lambda: None) == 0.0
-    assert clock.varied() == 1.0
+    assert clock.pop_max_over_min() == 1.0
 
 
 SMALL = Shape(4, 2, 16, length=64)
@@ -107,7 +108,7 @@ def test_measure_over_threads_writes_readable_file(tmp_path, ranks, ranks_per_no
         "comm_slowdown",
     }
     if (
-        "too soon to tell" in facts["methods"]["comm_slowdown"]["method"]
+        "too early to measure a slowdown" in facts["methods"]["comm_slowdown"]["method"]
     ):  # kernels this small may be shorter than a message
         measured.add("comm_slowdown")
     assert measured == alone | (of_links if ranks > 1 else set()) | (
@@ -121,7 +122,7 @@ def test_measure_over_threads_writes_readable_file(tmp_path, ranks, ranks_per_no
     assert all(0 <= share <= 1 for share in found.hardware.comm_slowdown)
     guess = hardware_of(load("cpu"), ranks)
     if ranks == 1:
-        kept = "one rank has no links; kept as it was: the guess of the backend cpu"
+        kept = "one rank has no links; unchanged: the guess of the backend cpu"
         assert kept in facts["methods"]["p2p_bandwidth"]["method"]
         assert (found.hardware.intra_node_bandwidth, found.hardware.message_latency) == (
             guess.intra_node_bandwidth,

@@ -10,17 +10,17 @@ import torch
 
 import burst_portable as bp
 from burst_portable.kernels.base import Kernel, Support
-from burst_portable.measuring.measurement import held_up
+from burst_portable.measuring.measurement import measure_slowdown
 from burst_portable.measuring.timing import (
     Block,
     Peers,
     TransportClock,
-    curve,
-    hop,
+    fit_speed,
     lap,
-    memory_rate,
-    share_held_up,
-    speed,
+    measure_curve,
+    memory_bandwidth,
+    message_latency,
+    slowdown_share,
 )
 from tests.support.calls import kernel_call
 from tests.support.simulated_clock import CPU, Machine, Simulated
@@ -28,57 +28,58 @@ from tests.support.simulated_clock import CPU, Machine, Simulated
 # ------------------------------------------------------------------------------------------------ arithmetic
 
 
-def test_speed_separates_rate_and_latency():
+def test_fit_speed_separates_rate_and_latency():
     """0.25 s and 2 TFLOP/s: 1 TFLOP takes 0.75 s, and 16 take 8.25 s."""
-    assert speed((1e12, 0.75), (16e12, 8.25)) == (pytest.approx(2.0), pytest.approx(0.25), True)
+    assert fit_speed((1e12, 0.75), (16e12, 8.25)) == (pytest.approx(2.0), pytest.approx(0.25), True)
 
 
 @pytest.mark.parametrize(("fast", "slow"), [(1.0, 1.0), (1.0, 0.5), (0.01, 8.0)])
-def test_speed_of_inconsistent_times_has_no_latency(fast, slow):
+def test_fit_speed_of_inconsistent_times_has_no_latency(fast, slow):
     """The rate is that of the long call, and the latency near 0."""
-    found = speed((1e12, fast), (16e12, slow))
-    assert (found.tflops, found.apart) == (pytest.approx(16 / slow), False)
+    found = fit_speed((1e12, fast), (16e12, slow))
+    assert (found.tflops, found.is_resolved) == (pytest.approx(16 / slow), False)
     assert 0 < found.latency <= 1e-6
 
 
-def test_share_held_up_clips_and_rejects():
-    assert share_held_up(4.0, 2.0, 5.0) == pytest.approx(0.5)
-    assert share_held_up(4.0, 2.0, 3.0) == 0.0  # clipped: together faster than alone is noise
-    assert share_held_up(4.0, 2.0, 7.0) == 1.0
-    assert share_held_up(2.0, 4.0, 4.5) is None  # longer messages would take as long without any kernel
+def test_slowdown_share_clips_and_rejects():
+    assert slowdown_share(4.0, 2.0, 5.0) == pytest.approx(0.5)
+    assert slowdown_share(4.0, 2.0, 3.0) == 0.0  # clipped: together faster than alone is noise
+    assert slowdown_share(4.0, 2.0, 7.0) == 1.0
+    assert slowdown_share(2.0, 4.0, 4.5) is None  # longer messages would take as long without any kernel
 
 
-def test_held_up_returns_none_for_long_messages():
+def test_measure_slowdown_returns_none_for_long_messages():
     machine = Machine(kernel=1e-3, message=1.0, share=0.5)
-    found, told = held_up(Simulated(machine), machine, machine.compute, machine.compute, torch.ones(8), Peers([1], [1]))
+    calls, peers = (machine.compute, machine.compute), Peers([1], [1])
+    found, text = measure_slowdown(Simulated(machine), machine, *calls, torch.ones(8), peers)
     assert found is None
-    assert told.endswith(": the kernels end too soon to tell")
+    assert text.endswith(": the kernels end too early to measure a slowdown")
 
 
-def test_curve_and_hop_measure_bandwidth_and_latency():
+def test_measure_curve_and_hop_measure_bandwidth_and_latency():
     """A message takes 1 ms and 1 ns per byte."""
     machine = Machine(message=1e-3, per_byte=1e-9)
-    points = curve(Simulated(machine), machine, Peers([1], [1]), (10**4, 10**6))
+    points = measure_curve(Simulated(machine), machine, Peers([1], [1]), (10**4, 10**6))
     assert points == ((10**4, pytest.approx(1e4 / 1.01e-3 / 1e9)), (10**6, pytest.approx(1e6 / 2e-3 / 1e9)))
-    assert hop(Simulated(machine), machine, Peers([1], [1])) == pytest.approx(1e-3 + 256e-9)
+    assert message_latency(Simulated(machine), machine, Peers([1], [1])) == pytest.approx(1e-3 + 256e-9)
     # To three others at once: bytes of all of them together.
-    spread = curve(Simulated(machine), machine, Peers([1, 2, 3], [3, 2, 1]), (10**6,))
+    spread = measure_curve(Simulated(machine), machine, Peers([1, 2, 3], [3, 2, 1]), (10**6,))
     assert spread == ((999_999, pytest.approx(999_999 / (3e-3 + 999_999e-9) / 1e9)),)
 
 
-def test_curve_sends_fewer_long_messages():
+def test_measure_curve_sends_fewer_long_messages():
     """A lap has at most `lap_bytes`, but at least two messages; it must fit into peer memory."""
     begun: list[int] = []
     machine = Machine(per_byte=1e-9)
     machine.begin = lambda digest, inbox: begun.append(inbox)
-    points = curve(Simulated(machine), machine, Peers([1], [1]), (64, 512), lap_bytes=640)
+    points = measure_curve(Simulated(machine), machine, Peers([1], [1]), (64, 512), lap_bytes=640)
     assert sorted(set(begun)) == [640, 1024]
     assert [intra_node_bandwidth for _, intra_node_bandwidth in points] == pytest.approx([1.0, 1.0])
 
 
-def test_curve_omits_sizes_of_slow_links():
+def test_measure_curve_omits_sizes_of_slow_links():
     machine = Machine(per_byte=1.0)
-    assert [size for size, _ in curve(Simulated(machine), machine, Peers([1], [1]), (1, 2, 3))] == [1]
+    assert [size for size, _ in measure_curve(Simulated(machine), machine, Peers([1], [1]), (1, 2, 3))] == [1]
 
 
 def test_block_measures_flops_of_exact_pairs():
@@ -108,25 +109,25 @@ def test_block_measures_flops_of_exact_pairs():
         assert block.flops["forward"] == 4 * length * (length + 1) // 2 * 2 * 4
         points.append((block.flops, block.seconds(Simulated(machine))))
     for name in ("forward", "backward"):
-        found = speed(*((flops[name], took[name]) for flops, took in points))
+        found = fit_speed(*((flops[name], took[name]) for flops, took in points))
         assert found == (pytest.approx(1e-3), pytest.approx(2e-3), True)
 
 
-def test_memory_rate_counts_reads_and_writes():
+def test_memory_bandwidth_counts_reads_and_writes():
     clock = SimpleNamespace(device=CPU, median=lambda call, calls: 0.5)
-    assert memory_rate(clock, 1 << 20) == pytest.approx(3 * (1 << 20) / 0.5 / 1e9)
+    assert memory_bandwidth(clock, 1 << 20) == pytest.approx(3 * (1 << 20) / 0.5 / 1e9)
 
 
 def test_peers_within_and_between_nodes():
     assert Peers.next(3, 4) == Peers([0], [2])
     assert Peers.next(3, 8, 4) == Peers([0], [2])
     assert Peers.next(4, 8, 4) == Peers([5], [7])
-    assert Peers.others(5, 8, 4) == Peers([6, 7, 4], [4, 7, 6])
+    assert Peers.all_in_node(5, 8, 4) == Peers([6, 7, 4], [4, 7, 6])
     assert Peers.next_node(6, 8, 4) == Peers([2], [2])
     for rank in range(8):  # who is sent to receives from us
-        for make in (Peers.next, Peers.others, Peers.next_node):
+        for make in (Peers.next, Peers.all_in_node, Peers.next_node):
             mine = make(rank, 8, 4)
-            assert all(rank in make(other, 8, 4).back for other in mine.there)
+            assert all(rank in make(other, 8, 4).sources for other in mine.targets)
 
 
 class Device:
@@ -153,15 +154,15 @@ def test_clock_holds_device_until_host_is_ahead(monkeypatch, late, passes):
     """The hold gets longer with each attempt; if the host is never ahead, the last one counts."""
     device = Device(monkeypatch, late)
     transport = bp.Mesh.single().transport("cpu")
-    clock = TransportClock(transport, CPU, streams=True, held_bytes=1 << 10)  # a CPU takes many bytes slowly
+    clock = TransportClock(transport, CPU, streams=True, delay_bytes=1 << 10)  # a CPU takes many bytes slowly
     began = []
-    assert clock.time(lambda: began.append(clock._held[0].item()), 2) == pytest.approx(3.5e-3)
+    assert clock.time(lambda: began.append(clock._delay[0].item()), 2) == pytest.approx(3.5e-3)
     tries = min(late, 4) + 1
     held = [sum(100 * 2**i for i in range(min(one, 3) + 1)) for one in range(tries)]
     assert began == [passes for passes in held for _ in range(2)], "what it was given before each try"
     assert clock._passes == passes
     assert clock.time(lambda: None, 1) == pytest.approx(7e-3)
-    assert clock._held[0] == held[-1] + passes, "as long the next time"
+    assert clock._delay[0] == held[-1] + passes, "as long the next time"
     assert device.late <= 0 or late == 99
 
 
@@ -181,7 +182,7 @@ def test_time_of_slowest_rank_counts_on_all():
 def test_lap_sends_all_messages():
     def work(mesh):
         transport = mesh.transport("cpu")
-        peers = Peers.others(mesh.rank, mesh.size)
+        peers = Peers.all_in_node(mesh.rank, mesh.size)
         before = transport.fabric.sent[mesh.rank]
         lap(transport, torch.full((1000,), mesh.rank, dtype=torch.uint8), peers, 4)()
         return transport.fabric.sent[mesh.rank] - before

@@ -15,10 +15,10 @@ from burst_portable.backends.rocm.device import AmdsmiMeter
 from burst_portable.backends.selection import load, open_or_reason
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.profiling.analysis.analyze import analyze
-from burst_portable.profiling.clocks import Sensors, told
+from burst_portable.profiling.clocks import Sensors, sensor_text
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.html import page
-from burst_portable.profiling.report.schema import what_is_wrong
+from burst_portable.profiling.report.schema import find_error
 from tests.support.synthetic_records import Maker
 
 
@@ -45,17 +45,17 @@ def test_sensors_thread_reads_until_stopped():
     facts = sensors.facts()
     assert facts["reason"] == ""
     assert facts["watts"] == [101.0 + i for i in range(meter.reads)]
-    assert facts["time"] == sorted(facts["time"])
+    assert facts["time_ns"] == sorted(facts["time_ns"])
     assert "celsius" not in facts
-    assert told(facts).startswith("10")
+    assert sensor_text(facts).startswith("10")
     sensors.stop()
 
 
 def test_sensors_give_reason_without_meter():
     sensors = Sensors(open_or_reason(load("cpu").meter, 0))
     sensors.stop()
-    assert sensors.facts() == {"reason": "the backend 'cpu' reads no sensors", "time": []}
-    assert told(sensors.facts()) == ""
+    assert sensors.facts() == {"reason": "the backend 'cpu' reads no sensors", "time_ns": []}
+    assert sensor_text(sensors.facts()) == ""
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def with_clocks(clocks):
         one.collective(0, took, 401, backward=1)
     plan = bp.plan(seq_len=96, ranks=3, heads=2, head_dim=16, itemsize=4, strategy="ring")
     records = [one.records(plan) for one in makers]
-    samples = {"reason": "", "time": [0, 10**8, 2 * 10**8], "watts": [400.0, 650.0, 600.0]}
+    samples = {"reason": "", "time_ns": [0, 10**8, 2 * 10**8], "watts": [400.0, 650.0, 600.0]}
     samples["joules"] = [5000.0, 5050.0, 5110.0]
     return [
         replace(one, facts={**one.facts, "sensors": {**samples, "megahertz": [clock] * 3}})
@@ -139,26 +139,26 @@ def with_clocks(clocks):
 
 def test_report_names_clock_of_slow_rank(capsys):
     data = analyze(with_clocks((1755.0, 900.0, 1755.0)))
-    assert (data["verdict"]["kind"], data["verdict"]["rank"]) == ("slow rank", 1)
-    assert "(its device runs at 900 MHz, others at 1755)" in data["verdict"]["text"]
-    assert what_is_wrong(data) == ""
+    assert (data["summary"]["kind"], data["summary"]["rank"]) == ("slow rank", 1)
+    assert "(its device runs at 900 MHz, others at 1755)" in data["summary"]["text"]
+    assert find_error(data) == ""
     Report(data).print()
     assert "rank 1: 550 W, up to 650; 900 to 900 MHz; 110 J in 0.2 s" in capsys.readouterr().out
     html = page(data)
     assert html.count("<polyline") == 6
     assert 'points="0,95 500,5 1000,23"' in html
     data["sensors"][0]["watts"].pop()
-    assert "sensors[0].watts" in what_is_wrong(data)
+    assert "sensors[0].watts" in find_error(data)
 
 
 def test_similar_clocks_are_not_named():
     data = analyze(with_clocks((1755.0, 1750.0, 1755.0)))
-    assert "MHz" not in data["verdict"]["text"]
+    assert "MHz" not in data["summary"]["text"]
 
 
 def test_report_without_samples_has_no_chart():
     a = Maker(0)
     a.compute(0, 0, 10)
     data = analyze([a.records()])
-    assert data["sensors"] == [{"rank": 0, "reason": "not read", "time": []}]
+    assert data["sensors"] == [{"rank": 0, "reason": "not read", "time_ns": []}]
     assert "<polyline" not in page(data)

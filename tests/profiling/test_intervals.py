@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burst_portable.profiling.intervals import FIELDS, Timeline, intersect, subtract, total, union, within
+from burst_portable.profiling.intervals import FIELDS, Timeline, intersect, measure, subtract, total, union
 
 GRID = 60
 spans = st.lists(st.tuples(st.integers(0, GRID), st.integers(0, GRID)).map(sorted).map(tuple), max_size=8)
@@ -44,7 +44,7 @@ def test_set_operations_equal_grid(a, b):
 @given(spans, spans)
 def test_within_equals_grid(a, windows):
     expected = [covered(a)[start:stop].sum() for start, stop in windows]
-    assert within(union(array(a)), array(windows)).tolist() == expected
+    assert measure(union(array(a)), array(windows)).tolist() == expected
 
 
 @given(spans, spans, spans, spans)
@@ -72,8 +72,8 @@ def test_partition_equals_grid(compute, waits, transfers, copies):
 @given(spans, spans, st.lists(st.integers(0, GRID), min_size=2, max_size=6, unique=True).map(sorted))
 def test_measured_pieces_add_up(compute, comm, cuts):
     timeline = Timeline.of(array(compute), array(comm))
-    pieces = timeline.measured(array(list(pairwise(cuts))))
-    whole = timeline.measured(array([(cuts[0], cuts[-1])]))
+    pieces = timeline.measure(array(list(pairwise(cuts))))
+    whole = timeline.measure(array([(cuts[0], cuts[-1])]))
     assert {name: values.sum() for name, values in pieces.items()} == {n: v[0] for n, v in whole.items()}
 
 

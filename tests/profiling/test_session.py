@@ -36,7 +36,7 @@ def test_rank_threads_mark_their_own_steps():
         session.mark()  # the thread that opened it: for all
         bp.run_threads(3, attend)
     for one in session.records():
-        steps = one.tables["compute"]["iteration"]
+        steps = one.tables["compute"]["train_step"]
         assert sorted(set(steps.tolist())) == [0, 1, 2, 3, 4, 5]
         assert (steps[steps < 5] == sorted(steps[steps < 5])).all()
 
@@ -44,7 +44,7 @@ def test_rank_threads_mark_their_own_steps():
 def test_nested_sessions_record_both():
     with bp.profile() as outer:
         attend()
-        with bp.profile("light") as ranks_per_node:
+        with bp.profile("basic") as ranks_per_node:
             for _ in range(3):
                 attend()
         attend()
@@ -56,7 +56,7 @@ def test_sessions_must_close_in_reverse_order():
     outer, ranks_per_node = bp.profile(), bp.profile()
     outer.__enter__()
     ranks_per_node.__enter__()
-    with pytest.raises(InputError, match="not the one that was opened last"):
+    with pytest.raises(InputError, match="not the last one that was opened"):
         outer.__exit__(None, None, None)
     ranks_per_node.__exit__(None, None, None)
     outer.__exit__(None, None, None)
@@ -88,10 +88,10 @@ def test_different_training_steps_raise(which):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"repeat": 1.5}, "repeat must be a number"),
-        ({"repeat": True}, "repeat must be a number"),
-        ({"repeat": 0}, "repeat must be a number"),
-        ({"step": None}, "a step is a function"),
+        ({"repeat": 1.5}, "repeat must be a positive integer"),
+        ({"repeat": True}, "repeat must be a positive integer"),
+        ({"repeat": 0}, "repeat must be a positive integer"),
+        ({"step": None}, "step must be a function"),
         ({"model": "x"}, "not a torch.nn.Module"),
     ],
 )
@@ -129,7 +129,7 @@ def test_ablate_error_of_one_rank_reaches_all_ranks():
         ablate(lambda: attend(mesh), mesh=mesh, repeat=0 if mesh.rank == 1 else 1)
 
     first, second, third = quickly(work)
-    assert second == (InputError, "repeat must be a number of times; got 0; allowed: an int >= 1")
+    assert second == (InputError, "repeat must be a positive integer; got 0; allowed: an int >= 1")
     for kind, message in (first, third):
         assert kind is MismatchError
         assert f"rank 1 refused: {second[1]}" in message
@@ -178,7 +178,7 @@ def test_report_writers_name_unwritable_file(report, path):
 
 
 def test_edited_report_prints_brackets_literally(report, tmp_path, capsys):
-    for rows in ("achieved", "steps"):
+    for rows in ("efficiency", "ring_steps"):
         for row in report.data[rows]:
             row["pass"] = "[/]"
     (tmp_path / "edited.json").write_text(json.dumps(report.data))
@@ -197,7 +197,7 @@ def test_profile_writes_markdown_to_standard_output(report, tmp_path, capsys, mo
 
 
 def test_profile_rejects_invalid_level():
-    for level in ("x" * 100_000, ["deep"], None):
+    for level in ("x" * 100_000, ["kernels"], None):
         with pytest.raises(InputError, match="unknown level") as refused:
             bp.profile(level)
         assert len(str(refused.value)) < 500

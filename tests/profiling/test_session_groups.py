@@ -35,7 +35,7 @@ def test_each_sequence_group_has_its_own_report(results):
     for report in (reports[0], reports[2]):
         assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
         assert sum(plan["calls"] for plan in report["plans"]) == 3
-    assert (reports[2]["verdict"]["kind"], reports[2]["verdict"]["rank"]) == ("slow rank", 1)
+    assert (reports[2]["summary"]["kind"], reports[2]["summary"]["rank"]) == ("slow rank", 1)
 
 
 def test_ambiguous_mesh_raises_and_names_argument(results):
@@ -45,7 +45,7 @@ def test_ambiguous_mesh_raises_and_names_argument(results):
         assert f"mesh= of ranks 0, 1, 2, 3, calls of ranks {group}" in one["everybody"]
         assert "calls of several meshes were recorded" in one["several"]
         assert "pass mesh= to profile() or report()" in one["several"]
-        assert "nothing was recorded here" in one["empty"]
+        assert "its mesh is unknown" in one["empty"]
         assert "pass mesh= to profile()" in one["empty"]
 
 
@@ -77,15 +77,15 @@ def test_rank_threads_use_mesh_of_their_calls():
 
 
 def test_records_of_several_meshes_raise():
-    with pytest.raises(bp.BurstError, match=r"a rank is there twice.*0, 0, 1, 1.*mesh="):
+    with pytest.raises(bp.BurstError, match=r"a rank occurs twice.*0, 0, 1, 1.*mesh="):
         Report.of([*ring(2, 3), *ring(2, 3)])
 
 
 def test_deep_session_of_several_meshes_raises():
     """The tracer's names contain the rank but not the mesh."""
     x = torch.randn(1, 32, 1, 8)
-    with bp.profile("deep") as session:
+    with bp.profile("kernels") as session:
         bp.run_threads(2, lambda mesh: bp.attention(x, x, x, mesh=mesh))
         bp.attention(x, x, x, mesh=bp.Mesh.single())
-    with pytest.raises(bp.BurstError, match="deep session cannot tell calls of several meshes apart"):
+    with pytest.raises(bp.BurstError, match="level 'kernels' cannot separate calls of several meshes"):
         session.records()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.profiling.records import Place, RankRecords, pack, unpack
-from burst_portable.profiling.tracing import join, traced_facts
+from burst_portable.profiling.event_tables import PlanLocation, RankRecords, pack, unpack
+from burst_portable.profiling.tracing import join, trace_summary
 from tests.support.synthetic_records import Maker
 
 RANKS = 2
@@ -21,7 +21,7 @@ def span(category, name, ts, dur, tid=1, correlation=None):
 
 
 def here(backward, iteration, step, what):
-    return str(Place(3, "ring", backward, iteration, 0, step, what))
+    return str(PlanLocation(3, "ring", backward, iteration, 0, step, what))
 
 
 # Host thread 1 launches; the device runs later, on streams 7 and 8. Microseconds.
@@ -48,18 +48,20 @@ EVENTS = [
 def test_traced_facts_of_device_events():
     (rank, traced), *others = join({"traceEvents": EVENTS}).items()
     assert (rank, traced.on_device, others) == (3, True, [])
-    facts = traced_facts(traced)
+    facts = trace_summary(traced)
     assert facts["partition"] == {
-        "span": 120_000,  # 100 to 220
-        "compute": 80_000,  # 100-150, 190-220
-        "exposed_comm": 40_000,  # 150-190
-        "exposed_copy": 0,
-        "idle": 0,
-        "comm": 60_000,
-        "overlap": 20_000,
-        "blocking": 0,
+        "span_ns": 120_000,  # 100 to 220
+        "compute_ns": 80_000,  # 100-150, 190-220
+        "exposed_comm_ns": 40_000,  # 150-190
+        "exposed_copy_ns": 0,
+        "idle_ns": 0,
+        "comm_ns": 60_000,
+        "overlap_ns": 20_000,
+        "blocking_ns": 0,
     }
-    told = {(k["backward"], k["step"], k["what"], k["kind"], k["name"]): k["time"] for k in facts["kernels"]}
+    told = {
+        (k["backward"], k["ring_step"], k["activity"], k["kind"], k["name"]): k["time_ns"] for k in facts["kernels"]
+    }
     assert told == {
         (0, 1, "q3 x kv2", "compute", "_forward"): 50_000,
         (0, 1, "posts messages", "copy", "elementwise_copy"): 10_000,
@@ -72,7 +74,7 @@ def test_contention_compares_kernels_next_to_transfers():
     """Two isolated launches (100) and one next to a transfer (130), and other kernels next to it."""
 
     def launched(at, what, name, start, stop):
-        place = Place(0, "ring", False, 0, 0, at, what)
+        place = PlanLocation(0, "ring", False, 0, 0, at, what)
         return [
             span("user_annotation", str(place), 10 * at, 5),
             span("cuda_driver", "cuLaunchKernelEx", 10 * at + 1, 1, correlation=at),
@@ -91,14 +93,14 @@ def test_contention_compares_kernels_next_to_transfers():
     for step, flops in enumerate((1000, 1000, 0, 1000, 500, 0)):
         made.compute(step, 0, 1, flops=flops)
     traced = join({"traceEvents": events})[0]
-    found = traced_facts(traced, made.records().tables["compute"])["contention"]
-    assert found == {"beside": 1, "alone": 2, "ratio": 1.3, "lost": 30_000}
-    assert traced_facts(join({"traceEvents": EVENTS})[3])["contention"] is None
+    found = trace_summary(traced, made.records().tables["compute"])["contention"]
+    assert found == {"overlapped": 1, "isolated": 2, "ratio": 1.3, "lost_ns": 30_000}
+    assert trace_summary(join({"traceEvents": EVENTS})[3])["contention"] is None
 
 
 def test_traced_kernels_survive_pack_and_unpack():
     traced = join({"traceEvents": EVENTS})[3]
-    there = unpack(pack(RankRecords(3, "host", "device events", {}, traced=traced))).traced
+    there = unpack(pack(RankRecords(3, "host", "device events", {}, kernel_trace=traced))).kernel_trace
     assert there.names == traced.names
     assert there.on_device
     assert (there.rows == traced.rows).all()
@@ -117,7 +119,7 @@ def results(mesh):
 
 @pytest.fixture(scope="module")
 def session():
-    with bp.profile("deep") as session:
+    with bp.profile("kernels") as session:
         session.results = bp.run_threads(RANKS, results)
     return session
 
@@ -129,37 +131,37 @@ def test_traced_results_are_bitwise_equal(session):
 
 def test_cpu_operators_are_assigned_to_marked_kernels(session):
     report = session.report()
-    assert [one["rank"] for one in report.data["traced"]] == [0, 1]
-    for one in report.data["traced"]:
+    assert [one["rank"] for one in report.data["kernel_trace"]] == [0, 1]
+    for one in report.data["kernel_trace"]:
         assert not one["on_device"]
         assert one["partition"] is None
         # Contiguous causal: rank 1 meets two blocks, rank 0 its own; two calls, forward and backward.
-        met = {(k["backward"], k["what"]) for k in one["kernels"] if k["kind"] == "compute"}
+        met = {(k["backward"], k["activity"]) for k in one["kernels"] if k["kind"] == "compute"}
         owners = range(one["rank"] + 1)
         assert met == {(backward, f"q{one['rank']} x kv{owner}") for backward in (0, 1) for owner in owners}
-        marked = sum(p["compute"] for p in report.data["ranks"][one["rank"]]["passes"].values())
-        traced = sum(k["time"] for k in one["kernels"] if k["kind"] == "compute")
+        marked = sum(p["compute_ns"] for p in report.data["ranks"][one["rank"]]["passes"].values())
+        traced = sum(k["time_ns"] for k in one["kernels"] if k["kind"] == "compute")
         assert 0 < traced <= marked
         kernels = [k for k in one["kernels"] if "flash_attention" in k["name"]]
-        assert {k["times"] for k in kernels} == {2}
+        assert {k["count"] for k in kernels} == {2}
 
 
 def test_reports_contain_traced_kernels(session, tmp_path, capsys):
     report = session.report()
     report.print()
-    assert "the tracer saw" in capsys.readouterr().out
+    assert "traced kernel" in capsys.readouterr().out
     report.write_html(tmp_path / "page.html")
     assert "_scaled_dot_product_flash_attention_for_cpu" in (tmp_path / "page.html").read_text()
     session.write_trace(tmp_path / "trace.json")
     names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
-    assert str(Place(1, "ring", True, 0, 1, 1, "q1 x kv0")) in names
+    assert str(PlanLocation(1, "ring", True, 0, 1, 1, "q1 x kv0")) in names
 
 
 def test_process_allows_one_tracer():
     with (
-        bp.profile("deep"),
-        pytest.raises(bp.BurstError, match=r"a tracer runs in this process already.*around run_threads"),
-        bp.profile("deep"),
+        bp.profile("kernels"),
+        pytest.raises(bp.BurstError, match=r"another tracer is already running in this process.*around run_threads"),
+        bp.profile("kernels"),
     ):
         pass
 
@@ -169,5 +171,5 @@ def test_session_without_tracer_has_no_trace(tmp_path):
         pass
     with pytest.raises(ValueError, match="no tracer"):
         session.write_trace(tmp_path / "trace.json")
-    with bp.profile("deep") as session, pytest.raises(ValueError, match="not over"):
+    with bp.profile("kernels") as session, pytest.raises(ValueError, match="not finished"):
         session.write_trace(tmp_path / "trace.json")

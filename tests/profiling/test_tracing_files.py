@@ -33,14 +33,14 @@ NEW = {
 
 
 def by_hand(found):
-    assert found["span"] == 200_000
-    assert found["compute"] == 100_500
-    assert found["comm"] == 130_000  # 50-160 and 180-200
-    assert found["overlap"] == 50_500
-    assert found["exposed_comm"] == 79_500
-    assert found["exposed_copy"] == 10_000  # 160-170
-    assert found["idle"] == 10_000
-    assert found["blocking"] == 20_000
+    assert found["span_ns"] == 200_000
+    assert found["compute_ns"] == 100_500
+    assert found["comm_ns"] == 130_000  # 50-160 and 180-200
+    assert found["overlap_ns"] == 50_500
+    assert found["exposed_comm_ns"] == 79_500
+    assert found["exposed_copy_ns"] == 10_000  # 160-170
+    assert found["idle_ns"] == 10_000
+    assert found["blocking_ns"] == 20_000
 
 
 def test_read_trace_computes_partition(tmp_path):
@@ -66,7 +66,7 @@ def test_read_trace_keeps_nanoseconds_since_1970(tmp_path):
     )
     (tmp_path / "exact.json").write_text(lines)
     found = read_trace(tmp_path / "exact.json")
-    assert (found["span"], found["compute"], found["idle"]) == (3, 2, 1)
+    assert (found["span_ns"], found["compute_ns"], found["idle_ns"]) == (3, 2, 1)
 
 
 @pytest.mark.parametrize(

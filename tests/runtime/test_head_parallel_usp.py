@@ -293,7 +293,7 @@ def test_usp_records_equal_plan():
     for one in records:
         messages, collectives, compute = (one.tables[kind] for kind in ("message", "collective", "compute"))
         for backward, name in enumerate(("forward", "backward")):
-            m, c, k = (table.where(table["backward"] == backward) for table in (messages, collectives, compute))
+            m, c, k = (table.select(table["backward"] == backward) for table in (messages, collectives, compute))
             resharded, sent = c["bytes"][c["agreement"] == 0].sum(), m["bytes"][m["sends"] == 1].sum()
             assert resharded + sent == costs[name][one.rank].sent
             assert sent > 0

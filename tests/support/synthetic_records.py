@@ -8,8 +8,8 @@ from dataclasses import replace
 import burst_portable as bp
 from burst_portable.planning.plans import Plan
 from burst_portable.profiling.ablation import Ablation
+from burst_portable.profiling.event_tables import COLUMNS, NEVER, KernelTrace, RankRecords, Table
 from burst_portable.profiling.recorder import PlanFacts
-from burst_portable.profiling.records import COLUMNS, NEVER, RankRecords, Table, Traced
 
 
 class Maker:
@@ -18,12 +18,12 @@ class Maker:
     def __init__(self, rank: int, host: str = "host") -> None:
         self.rank, self.host = rank, host
         self._rows: dict[str, list[tuple[int, ...]]] = {kind: [] for kind in COLUMNS}
-        self.iteration = self.call = 0
-        self.marked: list[tuple[int, int, int]] = []
+        self.train_step = self.attention_call = 0
+        self.train_steps: list[tuple[int, int, int]] = []
         self._kernels: list[tuple[int, ...]] = []
 
     def compute(self, step: int, start: float, end: float, flops: int = 1000, backward: int = 0) -> None:
-        place = self.iteration, self.call, backward, step
+        place = self.train_step, self.attention_call, backward, step
         owner = step % 8
         self._rows["compute"].append((*place, self.rank, owner, flops // 10, 1, flops, _ns(start), _ns(end)))
 
@@ -32,7 +32,7 @@ class Maker:
         owner: int = 0, backward: int = 0, issued: int | None = None, arrived: float | None = None,
         left: float | None = None,
     ) -> None:  # fmt: skip
-        place = self.iteration, self.call, backward, step
+        place = self.train_step, self.attention_call, backward, step
         issued = max(0, step - 1) if issued is None else issued
         what = issued, int(sends), peer, owner, 0, size
         there = NEVER if arrived is None else _ns(arrived)
@@ -40,26 +40,26 @@ class Maker:
         self._rows["message"].append((*place, *what, *posting, there, _ns(start), _ns(end)))
 
     def collective(self, ordinal: int, start: float, end: float, backward: int = 0, *, agreement: bool = True) -> None:
-        place = self.iteration, self.call, backward, 0
+        place = self.train_step, self.attention_call, backward, 0
         self._rows["collective"].append((*place, ordinal, int(agreement), 24, _ns(start), _ns(end)))
 
     def copy(self, step: int, start: float, end: float, backward: int = 0) -> None:
-        self._rows["copy"].append((self.iteration, self.call, backward, step, _ns(start), _ns(end)))
+        self._rows["copy"].append((self.train_step, self.attention_call, backward, step, _ns(start), _ns(end)))
 
     def traced(self, step: int, start: float, end: float, backward: int = 0) -> None:
         """Add the traced kernel of a step."""
-        self._kernels.append((self.iteration, self.call, backward, step, 0, 0, _ns(start), _ns(end)))
+        self._kernels.append((self.train_step, self.attention_call, backward, step, 0, 0, _ns(start), _ns(end)))
 
     def mark(self, start: float, end: float) -> None:
         """End a training step and begin the next."""
-        self.marked.append((self.iteration, _ns(start), _ns(end)))
-        self.iteration += 1
+        self.train_steps.append((self.train_step, _ns(start), _ns(end)))
+        self.train_step += 1
 
     def records(self, plan: Plan | None = None) -> RankRecords:
         tables = {kind: Table.of(kind, rows) for kind, rows in self._rows.items()}
-        plans = [PlanFacts(plan, self.rank).described("cpu")] if plan else []
+        plans = [PlanFacts(plan, self.rank).describe("cpu")] if plan else []
         calls = [(0, 0, 0)] if plan else []
-        traced = Traced.of([("q0 x kv0", "_forward")], self._kernels, on_device=True) if self._kernels else None
+        traced = KernelTrace.of([("q0 x kv0", "_forward")], self._kernels, on_device=True) if self._kernels else None
         return RankRecords(
             self.rank,
             self.host,
@@ -68,8 +68,8 @@ class Maker:
             plans,
             calls,
             {"device": "cpu"},
-            marked=self.marked,
-            traced=traced,
+            train_steps=self.train_steps,
+            kernel_trace=traced,
         )
 
 

@@ -148,7 +148,7 @@ def run(
             layout=layout,
             dtype=dtype,
             gradient_checkpointing=gradient_checkpointing,
-            profile="deep" if deep else "session" if profile or ablate else "",
+            profile="kernels" if deep else "standard" if profile or ablate else "",
             ablate=ablate,
             local=launcher is None,
         )

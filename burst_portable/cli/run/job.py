@@ -157,7 +157,7 @@ class Job(Saved):
         ranks_per_node: Ranks per node, or None.
         options: Other options of the strategy, by name.
         gradient_checkpointing: Whether layers are recomputed in the backward pass.
-        profile: Level of profiling, "session" or "deep"; "" for none.
+        profile: Level of profiling, "standard" or "kernels"; "" for none.
         ablate: Whether one step is repeated without communication, attention kernels, or both.
     """
 

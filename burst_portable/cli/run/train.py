@@ -244,7 +244,7 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
     """Train or score this rank's shard. Return the outcome, and the last gradients, summed over the ranks."""
     backend = load(job.backend)
     capabilities = backend.capabilities
-    with profile(job.profile or "light", mesh=mesh) as session:  # type: ignore[arg-type]  # the command sets it
+    with profile(job.profile or "basic", mesh=mesh) as session:  # type: ignore[arg-type]  # the command sets it
 
         def prepare(model: Any) -> Sharded:
             head_dim = sizes_of(model.config)["head_dim"]

@@ -99,8 +99,8 @@ class View:
             return
         from burst_portable.profiling.report.tables import ablation_text
 
-        self._line("time", profile["verdict"]["text"])
-        if advice := profile["verdict"]["advice"]:
+        self._line("time", profile["summary"]["text"])
+        if advice := profile["summary"]["recommendation"]:
             self._line("advice", advice)
         if ablated := ablation_text(profile):
             self._line("ablated", ablated)

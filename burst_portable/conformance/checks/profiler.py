@@ -68,16 +68,16 @@ def _report(session: Session) -> Facts:
 
 
 def _check_sums(data: Facts) -> str:
-    """Check that the four parts add up exactly, in a rank's window and in each of its steps, layers and iterations."""
-    for kind in ("steps", "layers", "iterations"):
+    """Check that the four parts add up exactly, in a rank's window and in its ring steps, layers and train steps."""
+    for kind in ("ring_steps", "layers", "train_steps"):
         for piece in data[kind]:
             for cell in piece["ranks"]:
-                if cell["span"] != sum(cell[part] for part in PARTS):
+                if cell["span_ns"] != sum(cell[f"{part}_ns"] for part in PARTS):
                     return f"the parts of {kind} do not add up on rank {cell['rank']}"
     for rank in data["ranks"]:
-        if rank["span"] != sum(rank[part] for part in PARTS):
+        if rank["span_ns"] != sum(rank[f"{part}_ns"] for part in PARTS):
             return f"the parts of rank {rank['rank']} do not add up"
-        if min(rank[part] for part in PARTS) < 0:
+        if min(rank[f"{part}_ns"] for part in PARTS) < 0:
             return f"a part of rank {rank['rank']} is below 0"
     return ""
 
@@ -86,12 +86,13 @@ def compare_with_events(data: Facts) -> str:
     """Compare the partition of each rank with a sweep over its events. Return the difference, or ""."""
     kinds = data["events"]["kinds"]
     for rank, events in zip(data["ranks"], data["events"]["ranks"], strict=True):
-        rows = zip(events["kind"], events["start"], events["duration"], strict=True)
+        rows = zip(events["kind"], events["start_ns"], events["duration_ns"], strict=True)
         # An event without duration, such as a wait for data that is already there, extends no window.
         spans = [(_PART.get(kinds[kind], "exposed_comm"), start, start + took) for kind, start, took in rows if took]
         for part, nanoseconds in _sweep(spans).items():
-            if rank[part] != nanoseconds:
-                return f"{part} of rank {rank['rank']} is {rank[part]} ns, but its events give {nanoseconds}"
+            reported = rank[f"{part}_ns"]
+            if reported != nanoseconds:
+                return f"{part} of rank {rank['rank']} is {reported} ns, but its events give {nanoseconds}"
     return ""
 
 
@@ -111,7 +112,7 @@ def _check_complete(data: Facts, case: Case) -> str:
     visible = int(oracle.dense_mask(case.make_mask(), case.length).sum())
     repeats = plan.head_parallel_size * plan.head_groups  # each group of heads computes every pair
     for backward, name in enumerate(PASSES):
-        pieces = [step for step in data["steps"] if step["backward"] == backward]
+        pieces = [step for step in data["ring_steps"] if step["backward"] == backward]
         pairs = sum(cell["pairs"] for step in pieces for cell in step["ranks"])
         if pairs != visible * repeats:
             return f"{name}: {pairs} pairs are in the report, but the mask has {visible * repeats}"

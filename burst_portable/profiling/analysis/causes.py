@@ -1,14 +1,14 @@
-"""Who waits for whom, and why: every wait is followed to what was going on where it came from.
+"""Find the cause of every wait by following it to the rank or link that delayed it.
 
 A rank waits for a message::
 
-    receiver   ...compute |---- late ----|---- on its way ----| compute...
-    sender     .................compute  | post
-                                         ^ both ends have posted
+    receiver   ...compute | wait for sender | wait for transfer | compute...
+    sender     ...................compute   | post
+                                            ^ both ends have posted
 
-What is *on its way* is the link's. While it is *late*, the sender has not even posted it: what the sender did in
-that time is the cause, and where it was waiting itself, the search goes on at the rank that it waited for. So the
-slow rank or the slow link is found, and not the neighbour who passed the delay on.
+The link is the cause of the wait for the transfer. During the wait for the sender, the cause is the activity of the
+sender. If the sender was waiting too, the search continues at the rank that it waited for. So the slow rank or link is
+found, not the neighbor that passed the delay on.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from typing import NamedTuple
 import numpy as np
 
 from burst_portable.profiling.analysis.matching import Messages
+from burst_portable.profiling.event_tables import RankRecords, Table
 from burst_portable.profiling.intervals import union
-from burst_portable.profiling.records import RankRecords, Table
 
 
 class Cause(NamedTuple):
-    """What cost time.
+    """A cause of waits.
 
-    kind: "compute" (kernels of a rank), "host" (a rank between its kernels), "outside" (a rank not in attention),
-    "link" (bytes on their way from rank to peer), "collective" (ranks that share heads exchanging at once), "agreement"
-    (all ranks asking whether they agree: a few bytes, so that no size of a message is to blame).
+    Attributes:
+        kind: "compute" (kernels of a rank), "host" (a rank between its kernels), "outside" (a rank outside of
+            attention), "link" (a transfer from `rank` to `peer`), "collective" (an exchange of ranks that share heads),
+            or "agreement" (the check that all ranks make the same call: a few bytes, independent of the size of
+            messages).
+        rank: The delaying rank or the source of the link; -1 for all ranks.
+        peer: The target of the link; -1 otherwise.
     """
 
     kind: str
@@ -41,7 +45,7 @@ class Cause(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A piece of a rank's time: `late` names the rank that it waits for; otherwise `cause` says what goes on."""
+    """A part of a rank's time with its cause. `late` is the rank that it waits for, -1 if there is none."""
 
     start: int
     end: int
@@ -49,7 +53,7 @@ class Segment(NamedTuple):
     late: int = -1
 
 
-_COLLECTIVE = ("iteration", "call", "backward", "ordinal", "agreement")
+_COLLECTIVE = ("train_step", "attention_call", "backward", "ordinal", "agreement")
 Waits = dict[Cause, dict[int, int]]
 """Nanoseconds that each rank waited, by cause."""
 
@@ -65,7 +69,7 @@ class _Rank:
         self._pass_starts = [p[0] for p in self.passes]
 
     def between(self, start: int, end: int) -> list[Segment]:
-        """Segments that lie in a time, cut to it."""
+        """Return the segments of a time span, clipped to it."""
         found, at = [], bisect_right(self._ends, start)
         while at < len(self.segments) and self.segments[at].start < end:
             s = self.segments[at]
@@ -74,35 +78,35 @@ class _Rank:
         return found
 
     def inside(self, start: int, end: int) -> int:
-        """Nanoseconds of a time that lie in some pass of an attention."""
+        """Return the nanoseconds of a time span that lie in passes of attention."""
         at = max(0, bisect_right(self._pass_starts, start) - 1)
-        held = 0
+        inside = 0
         while at < len(self.passes) and self.passes[at][0] < end:
-            held += max(0, min(end, self.passes[at][1]) - max(start, self.passes[at][0]))
+            inside += max(0, min(end, self.passes[at][1]) - max(start, self.passes[at][0]))
             at += 1
-        return held
+        return inside
 
 
 def find_causes(records: Sequence[RankRecords], messages: Messages) -> Waits:
-    """Every wait of every rank, by cause. The records are on one clock."""
-    segments: dict[int, list[Segment]] = {one.rank: _computing(one) for one in records}
+    """Return every wait of every rank, by cause. The records must be on one clock."""
+    segments: dict[int, list[Segment]] = {one.rank: _compute_segments(one) for one in records}
     _add_messages(segments, messages)
     add_collectives(segments, records)
     ranks = {one.rank: _Rank(_disjoint(segments[one.rank]), passes_of(one)) for one in records}
     waits: Waits = defaultdict(lambda: defaultdict(int))
-    for rank, own in ranks.items():
-        for segment in own.segments:
+    for rank, timeline in ranks.items():
+        for segment in timeline.segments:
             if segment.late >= 0:
                 _follow(ranks, segment.late, segment.start, segment.end, rank, waits, len(ranks))
             elif segment.cause.kind != "compute":
                 waits[segment.cause][rank] += segment.end - segment.start
-    return {cause: dict(who) for cause, who in waits.items()}
+    return {cause: dict(by_rank) for cause, by_rank in waits.items()}
 
 
 def _follow(
     ranks: dict[int, _Rank], rank: int, start: int, end: int, waiting: int, waits: Waits, hops_left: int
 ) -> None:
-    """What a rank did between two times, noted as what `waiting` waited for."""
+    """Add what `rank` did between two times to the causes of the wait of rank `waiting`."""
     at = start
     for segment in (*ranks[rank].between(start, end), Segment(end, end, Cause("end"))):
         if segment.start > at:  # neither in a kernel nor waiting
@@ -117,35 +121,35 @@ def _follow(
         at = max(at, segment.end)
 
 
-def _computing(one: RankRecords) -> list[Segment]:
+def _compute_segments(one: RankRecords) -> list[Segment]:
     spans = union(one.table("compute").spans()).tolist()
     return [Segment(start, end, Cause("compute", one.rank)) for start, end in spans]
 
 
 def _add_messages(segments: dict[int, list[Segment]], messages: Messages) -> None:
-    """Waits at both ends: late until the other end has posted, on its way from then on."""
+    """Add the waits at both ends: for the other end until it has posted, then for the transfer."""
     for end, rank, peer in (
         (messages.receive, messages.target, messages.source),
         (messages.send, messages.source, messages.target),
     ):
-        ready = np.clip(messages.ready, end["start"], end.until)
-        columns = (rank, peer, messages.source, messages.target, end["start"], ready, end.until)
-        for mine, other, source, target, start, both, stop in np.stack(columns, axis=1).tolist():
+        ready = np.clip(messages.ready, end["start"], end.wait_end)
+        columns = (rank, peer, messages.source, messages.target, end["start"], ready, end.wait_end)
+        for waiting, other, source, target, start, ready_at, stop in np.stack(columns, axis=1).tolist():
             link = Cause("link", source, target)
-            if both > start:
-                segments[mine].append(Segment(start, both, link, other))
-            if stop > both:
-                segments[mine].append(Segment(both, stop, link))
+            if ready_at > start:
+                segments[waiting].append(Segment(start, ready_at, link, other))
+            if stop > ready_at:
+                segments[waiting].append(Segment(ready_at, stop, link))
 
 
 def add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankRecords]) -> None:
-    """The others wait for the last rank to come; from then on, all exchange."""
-    together: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
+    """Add the waits in collectives: for the last rank until it arrives, then for the exchange."""
+    groups: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for one in records:
         table = one.table("collective")
         for (start, end), key in zip(table.spans().tolist(), _collective_keys(one, table), strict=True):
-            together[key].append((start, end, one.rank))
-    for key, group in together.items():
+            groups[key].append((start, end, one.rank))
+    for key, group in groups.items():
         last, _, late = max(group)
         cause = Cause("agreement" if key[-1] else "collective")
         for start, end, rank in group:
@@ -157,32 +161,32 @@ def add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankRe
 
 
 def _collective_keys(one: RankRecords, table: Table) -> list[tuple[int, ...]]:
-    """What identifies the rows of one collective on all of its ranks; the last number says whether it is an agreement.
+    """Return a key for each row, equal on all ranks of a collective; its last number is 1 for an agreement.
 
-    Agreements are among all ranks, exchanges among those of a node that share heads out.
+    Agreements include all ranks, exchanges only the ranks that share heads.
     """
     shares = {(iteration, call): one.plans[plan].get("head_parallel_size", 0) for iteration, call, plan in one.calls}
     keys = []
-    for *place, agreement in np.stack([table[name] for name in _COLLECTIVE], axis=1).tolist():
-        head_parallel_size = 0 if agreement else shares.get((place[0], place[1]), 0)
-        keys.append((*place, one.rank // head_parallel_size if head_parallel_size else 0, agreement))
+    for *location, agreement in np.stack([table[name] for name in _COLLECTIVE], axis=1).tolist():
+        head_parallel_size = 0 if agreement else shares.get((location[0], location[1]), 0)
+        keys.append((*location, one.rank // head_parallel_size if head_parallel_size else 0, agreement))
     return keys
 
 
 def _disjoint(segments: list[Segment]) -> list[Segment]:
-    """Segments in order, cut so that none overlaps the next (a host does one thing at a time; clocks drift)."""
+    """Return the segments in order, clipped so that none overlaps the next. Clock drift can make them overlap."""
     segments.sort()
     cut = [a._replace(end=min(a.end, b.start)) for a, b in pairwise(segments)]
     return [s for s in (*cut, *segments[-1:]) if s.end > s.start]
 
 
 def passes_of(one: RankRecords) -> list[tuple[int, int]]:
-    """From when to when each pass of each attention went on this rank, in order."""
+    """Return start and end of each pass of each attention on this rank, in order."""
     rows = []
     for table in one.tables.values():
         if len(table):
-            place = [table[name] for name in ("iteration", "call", "backward")]
-            rows.append(np.stack((*place, table["start"], table["end"]), axis=1))
+            location = [table[name] for name in ("train_step", "attention_call", "backward")]
+            rows.append(np.stack((*location, table["start"], table["end"]), axis=1))
     if not rows:
         return []
     every = np.concatenate(rows)

@@ -1,8 +1,8 @@
-"""Both ends of every message, and one clock for all ranks.
+"""Match the two ends of every message, and align the clocks of all ranks.
 
-Ranks of one host read one monotonic clock. Clocks of several hosts are aligned on messages: one cannot arrive before it
-was posted, so every message bounds how far the receiver's clock is ahead, and messages the other way bound it from the
-other side. The middle of what is left is the offset, and half of it the uncertainty.
+Ranks of one host read one monotonic clock. Clocks of several hosts are aligned on messages. A message cannot arrive
+before it was posted, so each message bounds how far the receiver's clock is ahead; messages in the other direction give
+the other bound. The offset is the middle of the remaining range, and the uncertainty is half of the range.
 """
 
 from __future__ import annotations
@@ -15,108 +15,111 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from burst_portable.profiling.records import NEVER, RankRecords, Table
+from burst_portable.profiling.event_tables import NEVER, RankRecords, Table
 
 Column = NDArray[np.int64]
 
-CLEARLY = 10
-"""A wait that lasted this many times the cost of asking was a real wait. A shorter one may be the cost of asking."""
-MOST = 1_000_000
-"""Nanoseconds: asking for what is there takes no longer, whatever a few waits say that were all for what was not."""
-SHARE = 10
-"""A wait shorter than 1/SHARE of the time since both ends had posted was more likely a delayed host."""
+MIN_WAIT_RATIO = 10
+"""A wait of more than this many times the overhead of a wait call was a real wait. A shorter one may be overhead."""
+MAX_OVERHEAD = 1_000_000
+"""Nanoseconds: upper bound of the overhead of a wait call. A few recorded waits may all be real ones."""
+MAX_READY_RATIO = 10
+"""A wait shorter than 1/MAX_READY_RATIO of the time since both ends had posted was more likely a delayed host."""
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages of which both ends were recorded; one row each.
+    """Messages with both ends recorded, one row each.
 
     Attributes:
-        source, target: ranks.
-        send, receive: rows of the sender's and of the receiver's message table, with all their columns.
-        asking: nanoseconds that it typically takes the receiver to ask for what is there, see `_asking`.
+        source: Sending rank.
+        target: Receiving rank.
+        send: Rows of the sender's message table.
+        receive: Rows of the receiver's message table.
+        overhead: Nanoseconds of a typical wait of the receiver for a message that has arrived; see `_wait_overhead`.
     """
 
     source: Column
     target: Column
     send: Table
     receive: Table
-    asking: Column
+    overhead: Column
 
     def __len__(self) -> int:
         return len(self.source)
 
     @property
     def ready(self) -> Column:
-        """When both ends had posted: nothing could move before.
+        """The time when both ends had posted: the earliest start of the transfer.
 
-        A host's messages may move while it still posts others; what it gives to a device, when the device comes to it.
+        A host's messages may move while it posts others. A device starts them after the host has posted all of them.
         """
-        begun, given = (np.maximum(self.send[when], self.receive[when]) for when in ("posted", "left"))
-        return np.where(self.receive["arrived"] == NEVER, begun, given)
+        begun, ended = (np.maximum(self.send[when], self.receive[when]) for when in ("posted", "left"))
+        return np.where(self.receive["arrived"] == NEVER, begun, ended)
 
     @property
     def arrived(self) -> Column:
-        """When it was there, where that is known: as a stream saw it, or the end of a wait for it."""
+        """The arrival if it is known: as a stream observed it, or the end of the wait for it."""
         return np.where(self.receive["arrived"] == NEVER, self.receive["end"], self.receive["arrived"])
 
     @property
-    def known(self) -> NDArray[np.bool_]:
-        """Whether its arrival was seen: by a stream, or by a receiver that stood waiting. Others came earlier.
+    def is_observed(self) -> NDArray[np.bool_]:
+        """Whether a stream or a waiting receiver observed the arrival. Other messages arrived earlier.
 
-        A receiver that came before both ends had posted stood waiting for certain. One that came later may have found
-        it there: then its wait is no longer than asking takes, or a host that was held up for a moment.
+        A receiver that began to wait before both ends had posted did wait. If it began later, the message may have
+        arrived already: then the wait is as short as the overhead of the call, or the host was delayed.
         """
         start, end = self.receive["start"], self.receive["end"]
         waited = end - start
-        long = (waited > CLEARLY * self.asking) & (waited * SHARE >= end - self.ready)
+        long = (waited > MIN_WAIT_RATIO * self.overhead) & (waited * MAX_READY_RATIO >= end - self.ready)
         early = (start <= self.ready) & (waited > 0)
-        known: NDArray[np.bool_] = early | long | (self.receive["arrived"] != NEVER)
-        return known
+        observed: NDArray[np.bool_] = early | long | (self.receive["arrived"] != NEVER)
+        return observed
 
 
 def match(records: Sequence[RankRecords]) -> Messages:
-    """Sends and receives of all ranks, matched by their names in the plan."""
+    """Return the messages of all ranks: sends and receives, matched by their identity in the plan."""
     ends: dict[Hashable, list[NDArray[np.int64]]] = defaultdict(list)
     for one in records:
         table = one.table("message")
-        sent = table.where((table["sends"] == 1) & (table["posted"] != NEVER))
+        sent = table.select((table["sends"] == 1) & (table["posted"] != NEVER))
         for row, key in zip(sent.data, _keys(sent, one.rank), strict=True):
             ends[key].append(row)
     pairs = []
     for one in records:
         table = one.table("message")
-        received = table.where((table["sends"] == 0) & (table["posted"] != NEVER))
+        received = table.select((table["sends"] == 0) & (table["posted"] != NEVER))
         for row, key in zip(received.data, _keys(received, one.rank), strict=True):
             if waiting := ends.get(key):
                 pairs.append((key[0], key[1], waiting.pop(0), row))
-    asking = {one.rank: _asking(one.table("message")) for one in records}
+    overhead = {one.rank: _wait_overhead(one.table("message")) for one in records}
     return Messages(
         np.array([p[0] for p in pairs], dtype=np.int64),
         np.array([p[1] for p in pairs], dtype=np.int64),
         Table.of("message", [p[2] for p in pairs]),
         Table.of("message", [p[3] for p in pairs]),
-        np.array([asking[p[1]] for p in pairs], dtype=np.int64),
+        np.array([overhead[p[1]] for p in pairs], dtype=np.int64),
     )
 
 
-def _asking(table: Table) -> int:
-    """The length of a rank's short waits, in nanoseconds: the lower quartile of those that its host timed.
+def _wait_overhead(table: Table) -> int:
+    """Return the overhead of a rank's wait calls in nanoseconds: the lower quartile of the waits that its host timed.
 
-    Half of all waits are for what the rank itself sent, which has mostly left: so the quartile is one that found
-    everything done, also where every message that comes is waited for. Of very few it may not be: so `MOST`.
+    Half of all waits are for the rank's own sends, most of which are done. So the quartile is a wait for a finished
+    message, even if the rank waits for every message that it receives. With very few waits it may not be:
+    `MAX_OVERHEAD`.
     """
-    timed = table.where((table["arrived"] == NEVER) & (table["posted"] != NEVER))
+    timed = table.select((table["arrived"] == NEVER) & (table["posted"] != NEVER))
     usual = np.quantile(timed["end"] - timed["start"], 0.25, method="lower") if len(timed) else 0
-    return min(int(usual), MOST)
+    return min(int(usual), MAX_OVERHEAD)
 
 
 def _keys(table: Table, rank: int) -> list[tuple[int, ...]]:
-    """(source, target, iteration, call, backward, owner, result) of each row."""
-    mine = np.full(len(table), rank)
+    """Return (source, target, train step, attention call, backward, owner, result) of each row."""
     sends = table["sends"] == 1
-    source, target = np.where(sends, mine, table["peer"]), np.where(sends, table["peer"], mine)
-    columns = [source, target, *(table[name] for name in ("iteration", "call", "backward", "owner", "result"))]
+    source, target = np.where(sends, rank, table["peer"]), np.where(sends, table["peer"], rank)
+    names = ("train_step", "attention_call", "backward", "owner", "result")
+    columns = [source, target, *(table[name] for name in names)]
     return [tuple(int(x) for x in row) for row in np.stack(columns, axis=1)]
 
 
@@ -125,12 +128,12 @@ def _keys(table: Table, rank: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Clocks:
-    """How times of different ranks compare.
+    """Alignment of the ranks' clocks.
 
     Attributes:
         method: "one clock" (one host), "messages" (several hosts, aligned), or "none": ranks cannot be compared.
-        uncertainty_ns: how wrong a difference between two hosts' times may be; None where they cannot be compared.
-        offsets_ns: what was taken from each rank's times.
+        uncertainty_ns: Largest error of a difference between the times of two hosts; None if they cannot be compared.
+        offsets_ns: Offset that was subtracted from each rank's times.
     """
 
     method: str
@@ -139,7 +142,7 @@ class Clocks:
 
 
 def align(records: Sequence[RankRecords]) -> tuple[list[RankRecords], Clocks]:
-    """The records on the clock of the first rank's host, where that can be done."""
+    """Return the records on the clock of the first rank's host if possible, and the alignment of the clocks."""
     hosts = list(dict.fromkeys(one.host for one in records))
     if len(hosts) == 1:
         return list(records), Clocks("one clock", 0, (0,) * len(records))
@@ -149,12 +152,12 @@ def align(records: Sequence[RankRecords]) -> tuple[list[RankRecords], Clocks]:
     offset = [round((ahead[0, h] - ahead[h, 0]) / 2) for h in range(len(hosts))]
     uncertainty = max(ahead[a, b] + ahead[b, a] for a in range(len(hosts)) for b in range(len(hosts))) / 2
     taken = tuple(int(offset[hosts.index(one.host)]) for one in records)
-    aligned = [one.shifted(-by) for one, by in zip(records, taken, strict=True)]
+    aligned = [one.shift(-by) for one, by in zip(records, taken, strict=True)]
     return aligned, Clocks("messages", math.ceil(uncertainty), taken)
 
 
 def _bounds(records: Sequence[RankRecords], hosts: list[str]) -> NDArray[np.float64]:
-    """[a, b]: the most that host b's clock can be ahead of host a's, in nanoseconds."""
+    """Return bounds [a, b]: the largest lead of host b's clock over host a's, in nanoseconds."""
     ahead = np.full((len(hosts), len(hosts)), np.inf)
     np.fill_diagonal(ahead, 0)
     host_of = {one.rank: hosts.index(one.host) for one in records}
@@ -163,6 +166,6 @@ def _bounds(records: Sequence[RankRecords], hosts: list[str]) -> NDArray[np.floa
     for source, target, most in zip(messages.source, messages.target, took, strict=True):
         a, b = host_of[int(source)], host_of[int(target)]
         ahead[a, b] = min(ahead[a, b], most)
-    for middle in range(len(hosts)):  # from host to host by way of others
+    for middle in range(len(hosts)):  # bounds through a third host
         ahead = np.minimum(ahead, ahead[:, middle : middle + 1] + ahead[middle : middle + 1])
     return ahead

@@ -1,4 +1,4 @@
-"""One report, many readers: everything is made from one dict with a schema version."""
+"""Define `Report`, and the forms of a report: terminal, Markdown, HTML, JSON, Chrome trace."""
 
 from __future__ import annotations
 

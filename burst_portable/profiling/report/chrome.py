@@ -1,4 +1,4 @@
-"""A trace in Chrome's JSON, for ui.perfetto.dev: a process per rank, tracks for kernels, waiting and transfers."""
+"""Convert a report to a trace in Chrome's JSON for ui.perfetto.dev: a process per rank, three kinds of tracks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMES = ("compute and copies", "communication: waiting", "communication: transf
 
 
 def trace(data: dict[str, Any]) -> dict[str, Any]:
-    """Complete events in microseconds with three decimals: nanoseconds survive."""
+    """Return complete events in microseconds with three decimals, so that nanoseconds are kept."""
     kinds = data["events"]["kinds"]
     events: list[dict[str, Any]] = []
     for one in data["events"]["ranks"]:
@@ -33,15 +33,15 @@ def trace(data: dict[str, Any]) -> dict[str, Any]:
                     "ph": "X",
                     "pid": rank,
                     "tid": tracks[i],
-                    "ts": one["start"][i] / 1000,
-                    "dur": one["duration"][i] / 1000,
+                    "ts": one["start_ns"][i] / 1000,
+                    "dur": one["duration_ns"][i] / 1000,
                     "name": _name(kind, one["a"][i], one["b"][i]),
                     "cat": kind,
                     "args": {
                         "pass": PASSES[one["backward"][i]],
-                        "step": one["step"][i],
-                        "layer": one["call"][i],
-                        "training step": one["iteration"][i],
+                        "ring_step": one["ring_step"][i],
+                        "attention_call": one["attention_call"][i],
+                        "train_step": one["train_step"][i],
                         **({} if kind == "copy" else {"FLOPs" if kind == "compute" else "bytes": one["work"][i]}),
                     },
                 }
@@ -50,12 +50,13 @@ def trace(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tracks(one: dict[str, Any], kinds: list[str]) -> list[int]:
-    """The track of each event: those of a kind that run beside one another get more tracks of that name, since Perfetto
-    leaves events out that overlap on one. Events come in the order of their starts.
+    """Return the track of each event, given in the order of their starts.
+
+    Perfetto drops events that overlap on one track, so overlapping events of a kind get more tracks of the same name.
     """
-    free: dict[int, int] = {}  # by track: when its last event is over
+    free: dict[int, int] = {}  # by track: the end of its last event
     tracks = []
-    for number, start, took in zip(one["kind"], one["start"], one["duration"], strict=True):
+    for number, start, took in zip(one["kind"], one["start_ns"], one["duration_ns"], strict=True):
         track = _TRACKS[kinds[number]]
         while took and free.get(track, start) > start:
             track += len(_NAMES)
@@ -70,4 +71,4 @@ def _name(kind: str, a: int, b: int) -> str:
         return f"q{q} x kv{kv}"
     if kind in ("wait", "transfer"):
         return f"{'wait for' if kind == 'wait' else 'from'} rank {a}: block {b}"
-    return {"collective": "all ranks together", "copy": "copies", "post": "start transfers"}[kind]
+    return {"collective": "collective", "copy": "copies", "post": "start transfers"}[kind]

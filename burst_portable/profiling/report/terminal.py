@@ -1,4 +1,4 @@
-"""The report in a terminal: the verdict first, then where each rank's time went, then the steps that lost most."""
+"""Print a report in a terminal: summary, partition of each rank, ring steps with the longest waits."""
 
 from __future__ import annotations
 
@@ -12,116 +12,120 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_portable.profiling.analysis.analyze import training_text
-from burst_portable.profiling.clocks import told
-from burst_portable.profiling.intervals import PARTS, contended
+from burst_portable.profiling.clocks import sensor_text
+from burst_portable.profiling.intervals import PARTS, largest_contention
 from burst_portable.profiling.report.tables import (
     ABLATED,
-    LIGHT,
+    BASIC,
     NAMES,
+    bottleneck_name,
     drift_text,
     hardware_text,
-    loss_name,
+    kernel_rows,
     peaks_text,
+    rates_text,
     step_rows,
-    traced_rows,
 )
 from burst_portable.utils.text import beside, bytes_text, percent, scaled, time_text
 
-_COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
-_SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # distinct even without colours
-_BAR = 16  # characters: with the numbers beside it, a line has 80
-_WIDE = 80  # where a terminal is narrower, numbers need the room of the bar
-_STEPS = 8
-_RANKS = 16
-_KERNELS = 8
-_NAME = 38  # characters of a kernel's name
+_COLORS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
+_SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # distinct even without colors
+_BAR = 16  # characters: with the numbers before it, a line has 80
+_MIN_WIDTH = 80  # in narrower terminals, the numbers need the room of the bar
+_MAX_STEPS = 8
+_MAX_RANKS = 16
+_MAX_KERNELS = 8
+_MAX_NAME = 38  # characters of a kernel's name
 
 
 def show(data: dict[str, Any], console: Console | None = None) -> None:
     """Print a report."""
-    say = console or Console(highlight=False)
-    verdict = data["verdict"]
-    colour = "green" if verdict["kind"] == "none" else "red"
-    _tell(say, f"{loss_name(verdict['kind']).upper()}  ", verdict["text"], label_style=f"bold {colour}")
-    if verdict["advice"]:
-        _tell(say, "  what to do  ", verdict["advice"], label_style="bold")
-    bars = say.width >= _WIDE
-    say.print(_ranks(data, bars=bars))
+    console = console or Console(highlight=False)
+    summary = data["summary"]
+    color = "green" if summary["kind"] == "none" else "red"
+    _print(console, f"{bottleneck_name(summary['kind']).upper()}  ", summary["text"], label_style=f"bold {color}")
+    if summary["recommendation"]:
+        _print(console, "  what to do  ", summary["recommendation"], label_style="bold")
+    bars = console.width >= _MIN_WIDTH
+    console.print(_ranks(data, bars=bars))
     if bars:
-        say.print("  " + "  ".join(f"{_shade(part, 2)} {NAMES[part]}" for part in PARTS))
-    if len(data["ranks"]) > _RANKS:
-        say.print(f"  and {len(data['ranks']) - _RANKS} ranks more", style="dim")
-    _tell(say, "  ", _totals(data))
-    if beside := contended(data):
-        say.print(f"  beside communication, kernels of rank {beside['rank']} take {beside['ratio']:.2f} x as long")
+        console.print("  " + "  ".join(f"{_shade(part, 2)} {NAMES[part]}" for part in PARTS))
+    if len(data["ranks"]) > _MAX_RANKS:
+        console.print(f"  and {len(data['ranks']) - _MAX_RANKS} ranks more", style="dim")
+    _print(console, "  ", _totals(data))
+    if found := largest_contention(data):
+        rank, ratio = found["rank"], found["ratio"]
+        console.print(f"  kernels of rank {rank} take {ratio:.2f} x as long during communication")
     if text := training_text(data):
-        _tell(say, "  ", text)
-    if ablated := data.get("ablation"):
-        say.print(_ablation(ablated[:_RANKS]))
-        say.print(f"  shortest of {ablated[0]['repeat']} runs; hidden: what either hides of the other", style="dim")
-    if data.get("achieved"):
-        say.print(_achieved(data["achieved"][: 2 * _RANKS]))
+        _print(console, "  ", text)
+    if ablated := data["ablation"]:
+        console.print(_ablation(ablated[:_MAX_RANKS]))
+        repeat = ablated[0]["repeat"]
+        console.print(f"  shortest of {repeat} runs; hidden: the overlap of messages and kernels", style="dim")
+    if data["efficiency"]:
+        console.print(_efficiency(data["efficiency"][: 2 * _MAX_RANKS]))
         for line in hardware_text(data):
-            _tell(say, "  planned for ", line, style="dim")
+            _print(console, "  planned for ", line, style="dim")
         for line in peaks_text(data):
-            _tell(say, "  peaks of ", line, style="dim")
-    for one in data.get("sensors", ())[:_RANKS]:
-        if text := told(one):
-            say.print(f"  rank {one['rank']}: {text}", style="dim", markup=False)
-    if rows := sorted(step_rows(data), key=lambda r: -r["blocking"])[:_STEPS]:
-        say.print(_steps(rows))
-    if traced := traced_rows(data)[:_KERNELS]:
-        say.print(_traced(traced))
+            _print(console, "  peaks of ", line, style="dim")
+    for one in data["sensors"][:_MAX_RANKS]:
+        if text := sensor_text(one):
+            console.print(f"  rank {one['rank']}: {text}", style="dim", markup=False)
+    if rows := sorted(step_rows(data), key=lambda r: -r["blocking"])[:_MAX_STEPS]:
+        console.print(_steps(rows))
+    if kernels := kernel_rows(data)[:_MAX_KERNELS]:
+        console.print(_kernels(kernels))
     clock = data["clock"]
     uncertain = f", uncertain by {time_text(clock['uncertainty_ns'])}" if clock["uncertainty_ns"] else ""
     drift = f", {text}" if (text := drift_text(data)) else ""
-    say.print(
+    console.print(
         f"  evidence: {clock['evidence']}, {clock['method']}{uncertain}{drift}; FLOPs and bytes from the plan",
         style="dim",
         markup=False,
     )
 
 
-def _tell(say: Console, label: str, text: str, *, label_style: str = "", style: str = "") -> None:
-    """A word and what is told of it, in one line; on a terminal, further lines stand below the text."""
-    text = beside(label, text, say.width if say.is_terminal else None)
-    say.print(Text.assemble((label, label_style or style), (text, style)), soft_wrap=True)
+def _print(console: Console, label: str, text: str, *, label_style: str = "", style: str = "") -> None:
+    """Print a label and a text; on a terminal, further lines are indented to the start of the text."""
+    text = beside(label, text, console.width if console.is_terminal else None)
+    console.print(Text.assemble((label, label_style or style), (text, style)), soft_wrap=True)
 
 
 def _totals(data: dict[str, Any]) -> str:
-    """What all ranks reach together."""
-    sums = {name: sum(r[name] for r in data["ranks"]) for name in ("comm", "overlap", "compute", "sent_bytes")}
+    """Return rates and totals over all ranks as text."""
+    names = ("comm_ns", "overlap_ns", "compute_ns", "sent_bytes")
+    sums = {name: sum(r[name] for r in data["ranks"]) for name in names}
     flops = sum(p["flops"] for r in data["ranks"] for p in r["passes"].values())
-    rate = scaled(flops * 1e9 / sums["compute"], "FLOP/s") if sums["compute"] else "-"
-    if data.get("light"):
-        return f"in kernels {rate} a rank; {LIGHT}"
-    hidden = percent(sums["overlap"] / sums["comm"]) if sums["comm"] else "none"
-    return f"in kernels {rate} a rank; communication hidden {hidden}; {bytes_text(sums['sent_bytes'])} sent"
+    rate = scaled(flops * 1e9 / sums["compute_ns"], "FLOP/s") if sums["compute_ns"] else "-"
+    if data["level"] == "basic":
+        return f"in kernels {rate} per rank; {BASIC}"
+    hidden = percent(sums["overlap_ns"] / sums["comm_ns"]) if sums["comm_ns"] else "none"
+    return f"in kernels {rate} per rank; communication hidden {hidden}; {bytes_text(sums['sent_bytes'])} sent"
 
 
 def _ranks(data: dict[str, Any], *, bars: bool) -> Table:
     names = "rank", "span", "computing", "exposed", "copies", "blocking", "idle"
-    table = _table(*names, *(["where it went"] if bars else []), left=[7])
+    table = _table(*names, *(["partition"] if bars else []), left=[7])
     table.columns[0].justify = "right"
-    longest = max(rank["span"] for rank in data["ranks"]) or 1
-    for rank in data["ranks"][:_RANKS]:
+    longest = max(rank["span_ns"] for rank in data["ranks"]) or 1
+    for rank in data["ranks"][:_MAX_RANKS]:
         table.add_row(
             str(rank["rank"]),
-            time_text(rank["span"]),
-            time_text(rank["compute"]),
-            time_text(rank["exposed_comm"]),
-            "-" if data.get("light") else time_text(rank["exposed_copy"]),
-            time_text(rank["blocking"]),
-            time_text(rank["idle"]),
+            time_text(rank["span_ns"]),
+            time_text(rank["compute_ns"]),
+            time_text(rank["exposed_comm_ns"]),
+            "-" if data["level"] == "basic" else time_text(rank["exposed_copy_ns"]),
+            time_text(rank["blocking_ns"]),
+            time_text(rank["idle_ns"]),
             *([_bar(rank, longest)] if bars else []),
         )
     return table
 
 
 def _table(*columns: str, left: Collection[int] = ()) -> Table:
-    """An empty table; its first column and those of `left` are words, the others numbers.
+    """Return an empty table whose first column and those of `left` are text, and other columns numbers.
 
-    What does not fit goes on below: a number that is cut is another number.
+    Long cells are folded: a truncated number would be wrong.
     """
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
@@ -130,14 +134,14 @@ def _table(*columns: str, left: Collection[int] = ()) -> Table:
 
 
 def _shade(part: str, length: int) -> str:
-    return f"[{_COLOURS[part]}]{_SHADES[part] * length}[/]"
+    return f"[{_COLORS[part]}]{_SHADES[part] * length}[/]"
 
 
 def _bar(rank: dict[str, Any], longest: int) -> str:
-    """Four shades in proportion; parts that round to nothing are not drawn."""
+    """Return four shades in proportion to the parts; parts that round to nothing are left out."""
     drawn, done, at = [], 0, 0
     for part in PARTS:
-        done += rank[part]
+        done += rank[f"{part}_ns"]
         until = round(_BAR * done / longest)
         if until > at:
             drawn.append(_shade(part, until - at))
@@ -152,13 +156,13 @@ def _ablation(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _achieved(rows: list[dict[str, Any]]) -> Table:
-    table = _table("achieved", "in kernels", "planned", "sent", "planned", "of the roofline")
+def _efficiency(rows: list[dict[str, Any]]) -> Table:
+    table = _table("efficiency", "in kernels", "planned", "sent", "planned", "of the roofline")
     for r in rows:
-        hardware = (scaled(r[key], "FLOP/s") if r[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
-        sent = "-" if r["sent"] is None else bytes_text(r["sent"])
-        share = "unknown" if r["of_ceiling"] is None else f"{percent(r['of_ceiling'])}, {r['bound']}"
-        table.add_row(escape(f"rank {r['rank']} {r['pass']}"), *hardware, sent, bytes_text(r["planned_sent"]), share)
+        sent = "-" if r["sent_bytes"] is None else bytes_text(r["sent_bytes"])
+        share = "unknown" if r["ceiling_fraction"] is None else f"{percent(r['ceiling_fraction'])}, {r['bound']}"
+        label = escape(f"rank {r['rank']} {r['pass']}")
+        table.add_row(label, *rates_text(r), sent, bytes_text(r["planned_sent_bytes"]), share)
     return table
 
 
@@ -167,7 +171,7 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
     for r in rows:
         table.add_row(
             escape(f"{r['pass']} {r['step']}"),
-            str(r["times"]),
+            str(r["count"]),
             time_text(r["span"]),
             time_text(r["compute"]),
             time_text(r["blocking"]),
@@ -178,10 +182,10 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _traced(rows: list[dict[str, Any]]) -> Table:
-    table = _table("the tracer saw", "pass", "n", "time", "most of it at", left=[1, 4])
+def _kernels(rows: list[dict[str, Any]]) -> Table:
+    table = _table("traced kernel", "pass", "n", "time", "most of it at", left=[1, 4])
     for r in rows:
-        name = r["name"] if len(r["name"]) <= _NAME else r["name"][: _NAME - 1] + "…"
-        where = f"step {r['most']['step']}"
-        table.add_row(escape(name), escape(r["pass"]), str(r["times"]), time_text(r["time"]), where)
+        name = r["name"] if len(r["name"]) <= _MAX_NAME else r["name"][: _MAX_NAME - 1] + "…"
+        step = f"step {r['most']['ring_step']}"
+        table.add_row(escape(name), escape(r["pass"]), str(r["count"]), time_text(r["time"]), step)
     return table

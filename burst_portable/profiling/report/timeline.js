@@ -5,10 +5,10 @@
   const range = document.getElementById("range"), box = canvas.parentElement, pen = canvas.getContext("2d");
   const digits = String(Math.max(0, ...data.ranks.map((r) => r.rank))).length;
   const LEFT = 62 + 8 * Math.max(0, digits - 3), TOP = 24, LANE = 17, GAP = 10, ROW = 3 * LANE + GAP, KINDS = data.kinds;
-  const MOST = 8000;  // pixels that a canvas is high: some browsers draw nothing on one of more than 16,384, or of too large an area
+  const MAX_HEIGHT = 8000;  // pixels of the canvas: some browsers draw nothing above 16,384 pixels, or above a limit of the area
   const LANE_OF = { compute: 0, copy: 0, wait: 1, collective: 1, post: 1, transfer: 2 };
   const COLOUR = { compute: "--compute", copy: "--copy", wait: "--wait", collective: "--comm", post: "--post", transfer: "--transfer" };
-  const WORDS = { compute: "kernel", copy: "copies", wait: "waiting", collective: "all ranks together", post: "starting transfers", transfer: "transfer" };
+  const WORDS = { compute: "kernel", copy: "copies", wait: "waiting", collective: "collective", post: "starting transfers", transfer: "transfer" };
   const time = (x) => {
     const ns = x * data.unit, a = Math.abs(ns);
     for (const [size, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]])
@@ -32,13 +32,13 @@
       end = Math.max(end, stop[i]);
       lanes[LANE_OF[KINDS[data.what[what[i]][0]]]].push(i);
     }
-    // How far any event up to this one reaches: what may be seen at a time is found by bisection.
-    const reach = lanes.map((lane) => { let far = 0; return lane.map((i) => (far = Math.max(far, stop[i]))); });
-    const places = [];
-    for (let p = 0, at = 0; p < r.p.length; p += 4) places.push([(at += r.p[p]), r.p[p + 1], r.p[p + 2], r.p[p + 3]]);
-    return { rank: r.rank, start, stop, what, lanes, reach, places };
+    // The latest end of any event up to this one, so that a bisection finds the events of a time.
+    const reach = lanes.map((lane) => { let latest = 0; return lane.map((i) => (latest = Math.max(latest, stop[i]))); });
+    const locations = [];
+    for (let p = 0, at = 0; p < r.p.length; p += 4) locations.push([(at += r.p[p]), r.p[p + 1], r.p[p + 2], r.p[p + 3]]);
+    return { rank: r.rank, start, stop, what, lanes, reach, locations };
   });
-  // Where ranks are many, the canvas covers the part of the timeline around the window: from `above` on, in its box.
+  // With many ranks, the canvas covers only the part of the timeline around the window, from `above` on.
   const full = TOP + ranks.length * ROW + 4;
   let from = 0, to = end, width = 0, height = 0, above = 0, printing = false, shown = null;
   const x = (t) => LEFT + ((t - from) / (to - from)) * (width - LEFT - 8);
@@ -52,7 +52,7 @@
   function draw() {
     const css = getComputedStyle(document.documentElement), colour = (name) => css.getPropertyValue(name).trim();
     const ratio = window.devicePixelRatio || 1;
-    width = canvas.clientWidth; height = Math.min(full, Math.floor(MOST / ratio));
+    width = canvas.clientWidth; height = Math.min(full, Math.floor(MAX_HEIGHT / ratio));
     if (!printing) above = Math.round(Math.max(0, Math.min(full - height, (innerHeight - height) / 2 - box.getBoundingClientRect().top)));
     box.style.height = printing ? "" : full + 2 + "px";  // with the canvas's border
     canvas.style.height = height + "px"; canvas.style.top = printing ? "" : above + "px";
@@ -78,7 +78,7 @@
         let edge = -1;
         for (let k = first(r.reach[l], from); k < lane.length && r.start[lane[k]] < to; k++) {
           const i = lane[k], a = Math.max(LEFT, x(r.start[i])), b = Math.min(width - 8, x(r.stop[i]));
-          if (b < edge + 0.25) continue;  // within a pixel that is drawn already
+          if (b < edge + 0.25) continue;  // within a pixel that is already drawn
           pen.fillStyle = colour(COLOUR[KINDS[data.what[r.what[i]][0]]]);
           pen.globalAlpha = data.what[r.what[i]][1] && l === 0 ? 0.72 : 1;
           pen.fillRect(a, top(n, l) + 1, Math.max(0.6, b - a - (b - a > 3 ? 0.5 : 0)), LANE - 2);
@@ -106,10 +106,10 @@
   function describe([r, i]) {
     const [kind, backward, a, b, work] = data.what[r.what[i]], name = KINDS[kind], took = r.stop[i] - r.start[i];
     let p = 0;
-    while (p + 1 < r.places.length && r.places[p + 1][0] <= i) p++;
-    const [, iteration, layer, step] = r.places[p];
+    while (p + 1 < r.locations.length && r.locations[p + 1][0] <= i) p++;
+    const [, trainStep, layer, step] = r.locations[p];
     const lines = [`${WORDS[name]} on rank ${r.rank}: ${time(took)}`];
-    lines.push(`${backward ? "backward" : "forward"}, ring step ${step}, layer ${layer}, training step ${iteration}`);
+    lines.push(`${backward ? "backward" : "forward"}, ring step ${step}, layer ${layer}, training step ${trainStep}`);
     if (name === "compute") lines.push(`q${of(a)} × kv${of(b)}, ${rate(work, "FLOP")}, ${rate((work / (took * data.unit)) * 1e9, "FLOP/s")}`);
     if (name === "wait") lines.push(`for rank ${a}, block of rank ${b}, ${bytes(work)}`);
     if (name === "transfer") lines.push(`from rank ${a}, block of rank ${b}, ${bytes(work)}, ${rate((work / (took * data.unit)) * 1e9, "B/s")}`);
@@ -124,15 +124,15 @@
     from = Math.max(0, Math.min(start, end - size)); to = from + size;
     draw();
   }
-  // The longest wait at a ring step, or where nobody waited its longest event: brought into view, with a frame.
+  // Scroll to the longest wait of a ring step (or its longest event, if no rank waited) and frame it.
   function show(backward, step) {
     let longest = -1;
     for (const r of ranks) r.lanes.forEach((lane, l) => {
       let p = 0;
       for (const i of lane) {
-        while (p + 1 < r.places.length && r.places[p + 1][0] <= i) p++;
+        while (p + 1 < r.locations.length && r.locations[p + 1][0] <= i) p++;
         const took = (r.stop[i] - r.start[i]) * (l === 1 ? 1e6 : 1);
-        if (r.places[p][3] === step && data.what[r.what[i]][1] === backward && took > longest) { longest = took; shown = [r, i, l]; }
+        if (r.locations[p][3] === step && data.what[r.what[i]][1] === backward && took > longest) { longest = took; shown = [r, i, l]; }
       }
     });
     if (longest < 0) return;
@@ -175,9 +175,9 @@
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", draw);
   addEventListener("beforeprint", () => { printing = true; draw(); }); addEventListener("afterprint", () => { printing = false; draw(); });
   addEventListener("resize", () => { tip.hidden = true; draw(); });
-  // A window that moves to a screen of finer pixels keeps its size, and is told of no other.
-  const finer = () => matchMedia(`(resolution: ${devicePixelRatio}dppx)`).addEventListener("change", () => { finer(); draw(); }, { once: true });
-  finer();
+  // A window that moves to a screen with finer pixels keeps its size, so it gets no resize event.
+  const redrawOnFinerPixels = () => matchMedia(`(resolution: ${devicePixelRatio}dppx)`).addEventListener("change", () => { redrawOnFinerPixels(); draw(); }, { once: true });
+  redrawOnFinerPixels();
   addEventListener("scroll", () => {
     const seen = -box.getBoundingClientRect().top;
     if ((seen < above && above > 0) || (seen + innerHeight > above + height && above + height < full)) draw();

@@ -16,8 +16,8 @@ from burst_portable.backends.selection import as_kineto
 from burst_portable.cli import main
 from burst_portable.errors import UnsupportedError
 from burst_portable.profiling import tracing
-from burst_portable.profiling.records import Place
-from burst_portable.profiling.tracing import Tracer, join, load_trace, traced_facts, tracer_here
+from burst_portable.profiling.event_tables import PlanLocation
+from burst_portable.profiling.tracing import Tracer, join, load_trace, make_tracer, trace_summary
 
 HOST, DEVICE, HCCL, OVERLAP = 4711, 1001, 1002, 1003
 BASE = 1_763_700_000_000_000  # microseconds since 1970, as its times are
@@ -42,7 +42,7 @@ def process(pid, name):
 
 
 def here(step, what, backward=False):
-    return str(Place(2, "ring", backward, 0, 0, step, what))
+    return str(PlanLocation(2, "ring", backward, 0, 0, step, what))
 
 
 TRACE = [
@@ -77,8 +77,10 @@ def test_npu_trace_events_get_names_of_plan():
     joined = join({"traceEvents": kineto(TRACE)})
     assert list(joined) == [2]
     assert joined[2].on_device
-    facts = traced_facts(joined[2])
-    told = {(k["backward"], k["step"], k["what"], k["kind"], k["name"]): k["time"] for k in facts["kernels"]}
+    facts = trace_summary(joined[2])
+    told = {
+        (k["backward"], k["ring_step"], k["activity"], k["kind"], k["name"]): k["time_ns"] for k in facts["kernels"]
+    }
     assert told == {
         (0, 0, "q2 x kv2", "compute", "FlashAttentionScore"): 100_000,
         (0, 0, "posts messages", "comm", "hcom_send__101_0_1"): 100_000,
@@ -87,14 +89,14 @@ def test_npu_trace_events_get_names_of_plan():
         (1, 1, "q2 x kv1", "compute", "Mul"): 10_000,
     }
     assert facts["partition"] == {
-        "span": 180_000,  # 100 to 280
-        "compute": 110_000,  # 100-200, 250-260
-        "exposed_comm": 50_000,  # 200-250
-        "exposed_copy": 20_000,  # 260-280
-        "idle": 0,
-        "comm": 100_000,
-        "overlap": 50_000,
-        "blocking": 20_000,
+        "span_ns": 180_000,  # 100 to 280
+        "compute_ns": 110_000,  # 100-200, 250-260
+        "exposed_comm_ns": 50_000,  # 200-250
+        "exposed_copy_ns": 20_000,  # 260-280
+        "idle_ns": 0,
+        "comm_ns": 100_000,
+        "overlap_ns": 50_000,
+        "blocking_ns": 20_000,
     }
 
 
@@ -104,7 +106,7 @@ def test_trace_command_reads_npu_trace(tmp_path, capsys):
     assert main(["trace", str(path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["traces"]
     # All of the device counts here: the model's product from 200 to 700 too.
-    assert (found["span"], found["compute"], found["comm"], found["idle"]) == (600_000, 600_000, 100_000, 0)
+    assert (found["span_ns"], found["compute_ns"], found["comm_ns"], found["idle_ns"]) == (600_000, 600_000, 100_000, 0)
     path.write_text(json.dumps([*TRACE, {"ph": "X", "pid": []}]))
     with pytest.raises(bp.BurstError, match=r"trace_view\.json is not a trace: an event cannot be read"):
         load_trace(path)
@@ -163,8 +165,8 @@ def npus(monkeypatch, torch_npu):
 
 
 def test_deep_profile_uses_npu_tracer(npus, tmp_path):
-    assert isinstance(tracer_here(), NpuTracer)
-    with bp.profile("deep") as session:
+    assert isinstance(make_tracer(), NpuTracer)
+    with bp.profile("kernels") as session:
         q = torch.ones(1, 8, 2, 4)
         bp.attention(q, q, q)
     session.write_trace(tmp_path / "trace.json")
@@ -172,12 +174,12 @@ def test_deep_profile_uses_npu_tracer(npus, tmp_path):
     tracer = Tracer(NpuTracer())
     tracer.start()
     tracer.stop()
-    assert list(tracer.joined()) == [2]
+    assert list(tracer.kernel_traces()) == [2]
 
 
 def test_profiler_without_trace_raises_when_report_is_requested(npus, monkeypatch, tmp_path):
     monkeypatch.setattr(Profiler, "writes", False)
-    with bp.profile("deep") as session:
+    with bp.profile("kernels") as session:
         q = torch.ones(1, 8, 2, 4)
         out = bp.attention(q, q, q)
     assert torch.isfinite(out).all()
@@ -191,4 +193,4 @@ def test_other_backends_use_torch_tracer():
     from burst_portable.backends.selection import load
 
     assert all(load(name).tracer() is None for name in ("cpu", "cuda", "rocm"))
-    assert isinstance(tracing.tracer_here(), tracing.TorchTracer)
+    assert isinstance(tracing.make_tracer(), tracing.TorchTracer)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from burst_portable.cli import main
+from burst_portable.profiling.intervals import PARTS
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.tables import ablation_text
 from tests.support.models import SIZES
@@ -21,22 +22,26 @@ def test_run_writes_profile(tmp_path, capsys):
     assert main([*asked, "--ablate", "--check"]) == 0, "the ablation leaves losses and gradients alone"
     printed = capsys.readouterr().out
     data = Report.load(folder / "profile.json").data
-    assert f"time    {data['verdict']['text']}" in " ".join(printed.splitlines())
-    assert f"advice  {data['verdict']['advice']}" in " ".join(printed.splitlines()), "half of so small a run is outside"
+    assert f"time    {data['summary']['text']}" in " ".join(printed.splitlines())
+    assert f"advice  {data['summary']['recommendation']}" in " ".join(printed.splitlines()), (
+        "half of so small a run is outside"
+    )
     assert str(folder / "profile.html") in printed
     assert (folder / "profile.html").stat().st_size > 10_000
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
     assert f"{ablation_text(data)}" in " ".join(printed.split())
     assert [row["rank"] for row in data["ablation"]] == [0, 1]
-    parts = ("without_both", "exposed_communication", "exposed_computing", "hidden")
-    assert all(row["whole"] == sum(row[part] for part in parts) for row in data["ablation"])
-    assert all(row["without_both"] > 0 for row in data["ablation"]), (
+    parts = ("without_both_ns", "exposed_communication_ns", "exposed_computing_ns", "hidden_ns")
+    assert all(row["full_step_ns"] == sum(row[part] for part in parts) for row in data["ablation"])
+    assert all(row["without_both_ns"] > 0 for row in data["ablation"]), (
         "how long, tests/profiling/test_ablation.py asks with known delays"
     )
-    assert [one["iteration"] for one in data["iterations"]] == [1, 2], "the first step warms up, and is left out"
-    assert {(one["call"], one["backward"]) for one in data["layers"]} == {(c, b) for c in range(2) for b in (0, 1)}
-    kernels = [k["name"] for one in data["traced"] for k in one["kernels"]]
+    assert [one["train_step"] for one in data["train_steps"]] == [1, 2], "the first step warms up, and is left out"
+    assert {(one["attention_call"], one["backward"]) for one in data["layers"]} == {
+        (c, b) for c in range(2) for b in (0, 1)
+    }
+    kernels = [k["name"] for one in data["kernel_trace"] for k in one["kernels"]]
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kernels
     for rank in data["ranks"]:
-        assert rank["span"] == rank["compute"] + rank["exposed_comm"] + rank["exposed_copy"] + rank["idle"]
-        assert rank["idle_outside_attention"] > 0, "the rest of the model"
+        assert rank["span_ns"] == sum(rank[f"{part}_ns"] for part in PARTS)
+        assert rank["idle_outside_attention_ns"] > 0, "the rest of the model"

@@ -15,7 +15,7 @@ def test_narrow_terminal_indents_wrapped_advice(tmp_path, capsys):
     profile = Report.of(ring(2, 3)).data
     path = f"/a/folder/with-hyphens/{'and_a_long_name' * 5}/trace.json"
     advice = f"send less, as the layout of {path} does, and look at the plan of it"
-    profile["verdict"]["advice"] = advice
+    profile["summary"]["recommendation"] = advice
     view = View()
     view._console = Console(force_terminal=True, width=40, soft_wrap=True, color_system=None)
     view.profile(profile, tmp_path)
@@ -31,7 +31,7 @@ def test_narrow_terminal_indents_wrapped_advice(tmp_path, capsys):
 
 def test_narrow_terminal_indents_wrapped_verdict(capsys):
     profile = Report.of(ring(2, 3)).data
-    profile["verdict"] |= {"kind": "idle", "text": "one two three four five six seven"}
+    profile["summary"] |= {"kind": "idle", "text": "one two three four five six seven"}
     show(profile, Console(force_terminal=True, width=30, color_system=None))
     assert capsys.readouterr().out.splitlines()[:2] == ["IDLE  one two three four five", "      six seven"]
 
@@ -56,7 +56,7 @@ def test_view_wraps_long_verdict_in_narrow_terminal(capsys):
 
 def test_log_line_is_not_wrapped(tmp_path, capsys):
     profile = Report.of(ring(2, 3)).data
-    profile["verdict"]["advice"] = "a word " * 100
+    profile["summary"]["recommendation"] = "a word " * 100
     View().profile(profile, tmp_path)
     assert f"advice  {'a word ' * 100}\n" in capsys.readouterr().out
 

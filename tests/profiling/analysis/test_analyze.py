@@ -10,7 +10,7 @@ import pytest
 from burst_portable.conformance.checks.profiler import compare_with_events
 from burst_portable.profiling.analysis.analyze import LANE_KINDS, SCHEMA, analyze
 from burst_portable.profiling.analysis.matching import align, match
-from burst_portable.profiling.records import COLUMNS, RankRecords, Table
+from burst_portable.profiling.event_tables import COLUMNS, RankRecords, Table
 from tests.support.synthetic_records import Maker, ring
 
 GOLDEN = Path(__file__).parents[3] / "profiling" / "golden"
@@ -36,11 +36,12 @@ def two_ranks() -> list[RankRecords]:
 def test_analyze_partitions_time_of_ranks():
     report = analyze(two_ranks())
     zero, one = report["ranks"]
-    assert {k: zero[k] for k in ("span", "compute", "exposed_comm", "exposed_copy", "idle", "overlap", "blocking")} == {
+    names = ("span", "compute", "exposed_comm", "exposed_copy", "idle", "overlap", "blocking")
+    assert {k: zero[f"{k}_ns"] for k in names} == {
         "span": 150_000, "compute": 140_000, "exposed_comm": 10_000, "exposed_copy": 0, "idle": 0, "overlap": 0,
         "blocking": 10_000,
     }  # fmt: skip
-    assert {k: one[k] for k in ("span", "compute", "exposed_comm", "idle", "blocking")} == {
+    assert {k: one[f"{k}_ns"] for k in ("span", "compute", "exposed_comm", "idle", "blocking")} == {
         "span": 260_000, "compute": 120_000, "exposed_comm": 140_000, "idle": 0, "blocking": 140_000,
     }  # fmt: skip
 
@@ -48,9 +49,9 @@ def test_analyze_partitions_time_of_ranks():
 def test_analyze_separates_late_sender_and_transfer():
     report = analyze(two_ranks())
     (link,) = report["links"]
-    assert (link["waited_late"], link["waited_on_its_way"], link["transfer"]) == (80_000, 60_000, 60_000)
+    assert (link["sender_wait_ns"], link["transfer_wait_ns"], link["transfer_ns"]) == (80_000, 60_000, 60_000)
     assert link["bytes_per_second"] == round(1000 / 60e-6)
-    causes = {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]}
+    causes = {(c["kind"], c["rank"], c["peer"]): c["wait_ns"] for c in report["causes"]}
     # Rank 1 waited 80 µs while rank 0 computed (60-140), then 60 µs for the link; rank 0's own wait is the link's too.
     assert causes["compute", 0, -1] == {"1": 80_000}
     assert causes["link", 0, 1] == {"0": 10_000, "1": 60_000}
@@ -58,7 +59,7 @@ def test_analyze_separates_late_sender_and_transfer():
 
 def test_step_lasts_until_next_step():
     report = analyze(two_ranks())
-    spans = {(s["step"], r["rank"]): r["span"] for s in report["steps"] for r in s["ranks"]}
+    spans = {(s["ring_step"], r["rank"]): r["span_ns"] for s in report["ring_steps"] for r in s["ranks"]}
     assert spans == {(0, 0): 100_000, (1, 0): 50_000, (0, 1): 60_000, (1, 1): 200_000}
 
 
@@ -74,7 +75,7 @@ def test_forwarded_delay_is_attributed_to_its_origin():
     two.compute(0, 0, 100)
     two.message(1, 1, sends=False, posted=0, start=100, end=620, owner=1)
     report = analyze([m.records() for m in (zero, one, two)])
-    causes = {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]}
+    causes = {(c["kind"], c["rank"], c["peer"]): c["wait_ns"] for c in report["causes"]}
     assert causes["compute", 0, -1] == {"1": 400_000, "2": 400_000}
     assert causes["compute", 1, -1] == {"2": 90_000}
     assert causes["link", 0, 1] == {"0": 1_000, "1": 10_000, "2": 10_000}
@@ -88,7 +89,7 @@ def test_collective_waits_for_its_last_rank():
         maker.collective(0, begins, 110)
     makers[1].compute(0, 20, 80)
     report = analyze([m.records() for m in makers])
-    causes = {(c["kind"], c["rank"]): c["waited"] for c in report["causes"]}
+    causes = {(c["kind"], c["rank"]): c["wait_ns"] for c in report["causes"]}
     assert causes["agreement", -1] == {"0": 10_000, "1": 10_000, "2": 10_000}
     assert causes["compute", 1] == {"0": 80_000, "2": 70_000}  # 20-100 and 30-100
 
@@ -130,10 +131,20 @@ def test_watched_transfer_overlaps_kernel():
     one.compute(1, 331, 400)
     report = analyze([zero.records(), one.records()])
     (link,) = report["links"]
-    assert (link["seen"], link["transfer"], link["waited_late"], link["waited_on_its_way"]) == (1, 100_000, 0, 0)
+    assert (link["observed_messages"], link["transfer_ns"], link["sender_wait_ns"], link["transfer_wait_ns"]) == (
+        1,
+        100_000,
+        0,
+        0,
+    )
     rank = report["ranks"][1]
-    assert (rank["overlap"], rank["comm"], rank["exposed_comm"], rank["compute"]) == (100_000, 100_000, 0, 399_000)
-    assert rank["idle"] == 1_000, "from 330 to 331 nothing was on its way"
+    assert (rank["overlap_ns"], rank["comm_ns"], rank["exposed_comm_ns"], rank["compute_ns"]) == (
+        100_000,
+        100_000,
+        0,
+        399_000,
+    )
+    assert rank["idle_ns"] == 1_000, "from 330 to 331 nothing was on its way"
     assert {"transfer"} <= {report["events"]["kinds"][kind] for kind in report["events"]["ranks"][1]["kind"]}
 
 
@@ -152,16 +163,18 @@ def test_analyze_separates_idle_stream_from_message_wait():
     one.compute(1, 160, 200)
     report = analyze([zero.records(), one.records()])
     (link,) = report["links"]
-    assert (link["transfer"], link["waited_late"], link["waited_on_its_way"]) == (110_000, 0, 30_000)
+    assert (link["transfer_ns"], link["sender_wait_ns"], link["transfer_wait_ns"]) == (110_000, 0, 30_000)
     sender, rank = report["ranks"]
-    assert (rank["overlap"], rank["blocking"], rank["idle"]) == (80_000, 30_000, 30_000)
-    assert rank["exposed_comm"] == 20_000 + 30_000, "posting, and waiting"
-    assert sender["blocking"] == 0
+    assert (rank["overlap_ns"], rank["blocking_ns"], rank["idle_ns"]) == (80_000, 30_000, 30_000)
+    assert rank["exposed_comm_ns"] == 20_000 + 30_000, "posting, and waiting"
+    assert sender["blocking_ns"] == 0
     events = report["events"]["ranks"][1]
-    drawn = [d for kind, d in zip(events["kind"], events["duration"], strict=True) if LANE_KINDS[kind] == "wait"]
+    drawn = [d for kind, d in zip(events["kind"], events["duration_ns"], strict=True) if LANE_KINDS[kind] == "wait"]
     assert drawn == [30_000]
     assert compare_with_events(report) == "", "the picture shows what is counted"
-    assert {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]} == {("link", 0, 1): {"1": 30_000}}
+    assert {(c["kind"], c["rank"], c["peer"]): c["wait_ns"] for c in report["causes"]} == {
+        ("link", 0, 1): {"1": 30_000}
+    }
 
 
 @pytest.mark.parametrize(
@@ -192,9 +205,9 @@ def test_short_wait_does_not_count_as_transfer(posted, start, took, seen):
     report = analyze([zero.records(), one.records()])
     (link,) = report["links"]
     transfer = 1000 * (start + took - posted) if seen else 0
-    assert (link["messages"], link["seen"], link["transfer"]) == (1, int(seen), transfer)
-    assert report["ranks"][1]["overlap"] == (1000 * max(0, start - posted) if seen else 0)
-    assert report["ranks"][1]["blocking"] == 1000 * (took + 22 + 25), "a wait stays a wait"
+    assert (link["messages"], link["observed_messages"], link["transfer_ns"]) == (1, int(seen), transfer)
+    assert report["ranks"][1]["overlap_ns"] == (1000 * max(0, start - posted) if seen else 0)
+    assert report["ranks"][1]["blocking_ns"] == 1000 * (took + 22 + 25), "a wait stays a wait"
 
 
 def test_analyze_separates_exposed_copies():
@@ -213,10 +226,10 @@ def test_analyze_separates_exposed_copies():
     one.compute(1, 140, 200)
     report = analyze([zero.records(), one.records()])
     rank = report["ranks"][1]
-    parts = [rank[name] for name in ("compute", "exposed_comm", "exposed_copy", "idle")]
+    parts = [rank[f"{name}_ns"] for name in ("compute", "exposed_comm", "exposed_copy", "idle")]
     assert parts == [160_000, 20_000, 20_000, 0]
     assert compare_with_events(report) == ""
-    before, after = (step["ranks"][1]["exposed_copy"] for step in report["steps"])
+    before, after = (step["ranks"][1]["exposed_copy_ns"] for step in report["ring_steps"])
     assert (before, after) == (0, 20_000)
 
 
@@ -228,7 +241,7 @@ def test_events_without_duration_do_not_extend_window():
     one.message(1, 0, sends=False, posted=0, left=20, arrived=130, start=250, end=250, issued=0)
     one.compute(0, 20, 200)
     report = analyze([zero.records(), one.records()])
-    assert report["ranks"][1]["span"] == 200_000
+    assert report["ranks"][1]["span_ns"] == 200_000
     assert compare_with_events(report) == ""
 
 
@@ -239,10 +252,10 @@ def test_verdict_names_uneven_plan(layout_rank):
         took = 300 if maker.rank == layout_rank else 100
         maker.compute(0, 0, took, flops=took * 10)
         maker.collective(0, took, 301, backward=1)
-    verdict = analyze([m.records() for m in makers])["verdict"]
-    assert (verdict["kind"], verdict["rank"]) == ("uneven plan", layout_rank)
-    assert verdict["lost"] == pytest.approx(300_000 - 500_000 / 3, abs=2)
-    assert "zigzag" in verdict["advice"]
+    summary = analyze([m.records() for m in makers])["summary"]
+    assert (summary["kind"], summary["rank"]) == ("uneven plan", layout_rank)
+    assert summary["lost_ns"] == pytest.approx(300_000 - 500_000 / 3, abs=2)
+    assert "zigzag" in summary["recommendation"]
 
 
 def test_verdict_of_pure_compute_is_none():
@@ -250,9 +263,9 @@ def test_verdict_of_pure_compute_is_none():
     for maker in (a, b):
         maker.compute(0, 0, 1000)
         maker.compute(1, 1000, 2000)
-    verdict = analyze([a.records(), b.records()])["verdict"]
-    assert verdict["kind"] == "none"
-    assert "100.0 %" in verdict["text"]
+    summary = analyze([a.records(), b.records()])["summary"]
+    assert summary["kind"] == "none"
+    assert "100.0 %" in summary["text"]
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
@@ -265,16 +278,16 @@ def test_golden_traces_have_expected_numbers(path):
         records.append(RankRecords(one["rank"], one["host"], "host clock", tables))
     report = analyze(records)
     for rank, expected in zip(report["ranks"], golden["expected"]["ranks"], strict=True):
-        assert {name: rank[name] for name in expected} == expected
-    found = [[c["kind"], c["rank"], c["peer"], c["waited"]] for c in report["causes"]]
+        assert {name: rank[f"{name}_ns"] for name in expected} == expected
+    found = [[c["kind"], c["rank"], c["peer"], c["wait_ns"]] for c in report["causes"]]
     assert sorted(found, key=str) == sorted(golden["expected"]["causes"], key=str)
 
 
 def test_readme_names_every_field():
     readme = (GOLDEN.parent / "README.md").read_text(encoding="utf-8")
     report = analyze(ring(2, 3))
-    names = {*report, *report["ranks"][0], *report["links"][0], *report["losses"][0], *report["causes"][0]}
-    names |= {*report["steps"][0]["ranks"][0], *report["prediction"][0], *report["clock"], *report["plans"][0]}
+    names = {*report, *report["ranks"][0], *report["links"][0], *report["bottlenecks"][0], *report["causes"][0]}
+    names |= {*report["ring_steps"][0]["ranks"][0], *report["prediction"][0], *report["clock"], *report["plans"][0]}
     names |= {*report["events"], *report["events"]["ranks"][0]}
     assert sorted(name for name in names if f"`{name}`" not in readme) == []
     assert SCHEMA in readme

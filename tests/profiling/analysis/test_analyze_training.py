@@ -12,9 +12,9 @@ import torch
 import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.profiling.analysis.analyze import analyze, training_text
-from burst_portable.profiling.records import RankRecords, pack, unpack
+from burst_portable.profiling.event_tables import RankRecords, pack, unpack
 from burst_portable.profiling.report import Report
-from burst_portable.profiling.report.schema import what_is_wrong
+from burst_portable.profiling.report.schema import find_error
 from tests.support.recorded_calls import one_step
 from tests.support.synthetic_records import Maker
 
@@ -41,25 +41,25 @@ def test_training_steps_and_their_attention_share():
     told = analyze(marked())["training"]
     steps = told.pop("steps")
     assert told == {
-        "shortest": 1_000_000, "median": 1_000_000, "longest": 2_600_000, "longest_step": 2, "longest_rank": 1,
-        "longest_attention": 400_000, "attention_share": 4_000 / (4 * 1000 + 2500 + 4 * 1000 + 2600),
+        "shortest_ns": 1_000_000, "median_ns": 1_000_000, "longest_ns": 2_600_000, "longest_step": 2, "longest_rank": 1,
+        "longest_attention_ns": 400_000, "attention_share": 4_000 / (4 * 1000 + 2500 + 4 * 1000 + 2600),
     }  # fmt: skip
-    assert [one["iteration"] for one in steps] == [0, 1, 2, 3, 4]
+    assert [one["train_step"] for one in steps] == [0, 1, 2, 3, 4]
     assert steps[2]["ranks"] == [
-        {"rank": 0, "duration": 2_500_000, "attention": 400_000},
-        {"rank": 1, "duration": 2_600_000, "attention": 400_000},
+        {"rank": 0, "duration_ns": 2_500_000, "attention_ns": 400_000},
+        {"rank": 1, "duration_ns": 2_600_000, "attention_ns": 400_000},
     ]
 
 
 def test_analyze_skips_given_steps_and_steps_without_attention():
     told = analyze(marked(), skip=3)["training"]
-    assert ([one["iteration"] for one in told["steps"]], told["longest"]) == ([3, 4], 1_000_000)
+    assert ([one["train_step"] for one in told["steps"]], told["longest_ns"]) == ([3, 4], 1_000_000)
     maker = Maker(0)
     maker.compute(0, 0, 10)
     maker.mark(0, 30)
     maker.mark(30, 31)
     report = analyze([maker.records()])
-    assert [one["iteration"] for one in report["training"]["steps"]] == [0]
+    assert [one["train_step"] for one in report["training"]["steps"]] == [0]
     assert training_text(report) == "training step 0 took 30.0 µs, 33.3 % of it attention"
     assert analyze([Maker(0).records()])["training"] is None
 
@@ -69,13 +69,13 @@ def test_median_of_two_steps():
     for start, end in ((0, 100), (100, 400)):
         maker.compute(0, start, end)
         maker.mark(start, end)
-    assert analyze([maker.records()])["training"]["median"] == 200_000
+    assert analyze([maker.records()])["training"]["median_ns"] == 200_000
 
 
 def test_marks_are_packed_and_shifted_with_clock():
     one = marked()[1]
-    assert [tuple(row) for row in unpack(pack(one)).marked] == one.marked
-    assert one.shifted(7).marked[0] == (0, 50_007, 1_050_007)
+    assert [tuple(row) for row in unpack(pack(one)).train_steps] == one.train_steps
+    assert one.shift(7).train_steps[0] == (0, 50_007, 1_050_007)
 
 
 def test_all_report_formats_contain_training_steps(tmp_path, capsys):
@@ -103,10 +103,10 @@ def test_compare_fails_on_slower_median_step_only(tmp_path, capsys):
 
     assert main(["compare", files["before"], files["rest"]]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "median whole step: by more than 10 %" in said
+    assert "median training step: by more than 10 %" in said
     for name in ("shortest", "median"):
-        assert f"{name} whole step 1.00 ms 1.30 ms 1.3" in said
-    assert said.endswith("longest whole step 2.60 ms 2.60 ms 1.00")
+        assert f"{name} training step 1.00 ms 1.30 ms 1.3" in said
+    assert said.endswith("longest training step 2.60 ms 2.60 ms 1.00")
     assert main(["compare", files["before"], files["rest"], "--threshold", "0.4"]) == 0
     capsys.readouterr()
     assert main(["compare", files["before"], files["once"], "--json"]) == 0
@@ -115,14 +115,14 @@ def test_compare_fails_on_slower_median_step_only(tmp_path, capsys):
     assert (longest["before_ns"], longest["after_ns"], longest["worse"]) == (2_600_000, 2_900_000, False)
     for pair in (("before", "bare"), ("bare", "before")):
         assert main(["compare", *map(files.get, pair)]) == 0
-        assert "whole step" not in capsys.readouterr().out
+        assert "median training step" not in capsys.readouterr().out
 
 
 def test_reports_without_training_are_valid():
     data = Report.of(marked()).data
-    assert what_is_wrong({name: value for name, value in data.items() if name != "training"}) == ""
-    assert "report.training has no longest" in what_is_wrong({**data, "training": {"shortest": 1, "median": 1}})
-    assert "report.training.steps is an empty list" in what_is_wrong(
+    assert find_error({**data, "training": None}) == ""
+    assert "report.training has no longest_ns" in find_error({**data, "training": {"shortest_ns": 1, "median_ns": 1}})
+    assert "report.training.steps is an empty list" in find_error(
         {**data, "training": {**data["training"], "steps": []}}
     )
 
@@ -142,13 +142,16 @@ def test_sleep_outside_attention_makes_longest_step():
 
     report = bp.run_threads(3, work)[0]
     told = report.data["training"]
-    assert [one["iteration"] for one in told["steps"]] == [1, 2, 3]
+    assert [one["train_step"] for one in told["steps"]] == [1, 2, 3]
     assert all([row["rank"] for row in one["ranks"]] == [0, 1, 2] for one in told["steps"])
     assert told["longest_step"] == 2
     slow = told["steps"][1]["ranks"]
-    assert all(row["duration"] - row["attention"] >= SLEPT * 1e9 for row in slow)
+    assert all(row["duration_ns"] - row["attention_ns"] >= SLEPT * 1e9 for row in slow)
     others = [
-        row["duration"] - row["attention"] for one in told["steps"] for row in one["ranks"] if one["iteration"] != 2
+        row["duration_ns"] - row["attention_ns"]
+        for one in told["steps"]
+        for row in one["ranks"]
+        if one["train_step"] != 2
     ]
     assert max(others) < SLEPT * 1e9
 
@@ -161,6 +164,6 @@ def test_first_training_step_starts_at_session_or_mark(marks_first):
             session.mark()
         bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
         session.mark()
-    ((iteration, start, end),) = session.records()[0].marked
+    ((iteration, start, end),) = session.records()[0].train_steps
     assert iteration == 0
     assert (end - start >= SLEPT * 1e9) == (not marks_first)

@@ -43,14 +43,14 @@ def test_compare_rejects_other_work(files, capsys):
     for pair in ((even, long), (long, even)):
         assert main(["compare", *pair]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "other work, so that neither can be called slower" in told
+    assert "the reports are of different work and cannot be compared" in told
     assert f"got tokens {4 * tokens} and {tokens}; " in told
-    assert "of attention a step; profile both with the same model" in told
+    assert "of attention per step; profile both with the same model" in told
 
 
 def test_compare_accepts_more_steps(files):
     def twice(data):
-        data["iterations"] += data["iterations"]
+        data["train_steps"] += data["train_steps"]
         for rank in data["ranks"]:
             for one in rank["passes"].values():
                 one["flops"] *= 2
@@ -59,7 +59,7 @@ def test_compare_accepts_more_steps(files):
 
 
 def test_compare_lists_other_differences(files, capsys):
-    even, light = str(files / "even.json"), changed(files, "light.json", lambda data: data.update(light=True))
+    even, basic = str(files / "even.json"), changed(files, "basic.json", lambda data: data.update(level="basic"))
 
     def other(data):
         data["device"] = "cuda"
@@ -68,9 +68,9 @@ def test_compare_lists_other_differences(files, capsys):
 
     assert main(["compare", even, even]) == 0
     assert not {"warning", "differs"} & set(capsys.readouterr().out.split())
-    assert main(["compare", even, light]) == 0
+    assert main(["compare", even, basic]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "warning level: session before, light after: levels cost different times of their own" in told
+    assert "warning level: standard before, basic after: recording costs a different time per level" in told
     other = changed(files, "other.json", other)
     assert main(["compare", even, other]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -78,4 +78,4 @@ def test_compare_lists_other_differences(files, capsys):
     assert "warning device: cpu before, cuda after" in told
     assert main(["compare", even, other, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert {"name": "strategy", "before": "ring", "after": "ulysses"} in told["differs"]
+    assert {"name": "strategy", "before": "ring", "after": "ulysses"} in told["differences"]

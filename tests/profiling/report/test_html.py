@@ -18,9 +18,9 @@ from tests.support.synthetic_records import Maker, ring, with_ablation
 
 SAMPLE = Path(__file__).parents[3] / "profiling" / "sample" / "slow_link.json"
 UNITS = {
-    **dict.fromkeys(("flop_rate", "planned_flop_rate"), "FLOP/s"),
-    **dict.fromkeys(("bandwidth", "planned_bandwidth"), "B/s"),
-    "intensity": "",
+    **dict.fromkeys(("flops_per_second", "planned_flops_per_second"), "FLOP/s"),
+    **dict.fromkeys(("bytes_per_second", "planned_bytes_per_second"), "B/s"),
+    "flops_per_byte": "",
 }
 # The color of the timeline at a place in the window, from a copy: the canvas itself is not made for being read.
 PIXEL = """(() => {
@@ -78,22 +78,24 @@ def test_page_numbers_equal_json(profile_page, report):
         "cells => cells.map(e => [e.dataset.path, e.dataset.value, e.textContent])"
     )
     assert len(cells) > 40
-    assert {path for path, *_ in cells} >= {f"ablation.3.{name}" for name in ("whole", "exposed_computing", "hidden")}
+    assert {path for path, *_ in cells} >= {
+        f"ablation.3.{name}" for name in ("full_step_ns", "exposed_computing_ns", "hidden_ns")
+    }
     for path, value, text in cells:
         found = report.data
         for key in path.split("."):
             found = found[int(key)] if isinstance(found, list) else found[key]
         assert math.isclose(float(value), found), path
         unit = UNITS.get(path.rpartition(".")[2])
-        if path.rpartition(".")[2] in ("bytes", "sent_bytes", "sent", "planned_sent"):
+        if path.rpartition(".")[2] in ("bytes", "sent_bytes", "planned_sent_bytes"):
             assert text == bytes_text(found), path
         elif unit is not None:
             assert text == scaled(found, unit), path
-        elif path.endswith("of_ceiling"):
+        elif path.endswith("ceiling_fraction"):
             assert text.startswith(percent(found)), path
         elif not path.endswith("messages"):
             assert text == time_text(found), path
-    assert profile_page.locator("h1").text_content().replace("\u00a0", " ") == report.verdict
+    assert profile_page.locator("h1").text_content().replace("\u00a0", " ") == report.summary
 
 
 def test_page_shows_tooltip_and_zooms(profile_page):

@@ -40,19 +40,19 @@ def test_light_report_omits_unrecorded_totals(tmp_path, capsys):
     maker = Maker(0)
     maker.collective(0, 0, 10)
     maker.compute(0, 10, 110)
-    for light in (True, False):
+    for level in ("basic", "standard"):
         record = maker.records()
-        report = Report.of([replace(record, facts={**record.facts, "light": light})])
+        report = Report.of([replace(record, facts={**record.facts, "level": level})])
         report.print()
         printed = " ".join(capsys.readouterr().out.split())
         report.write_html(tmp_path / "l.html")
         page = (tmp_path / "l.html").read_text(encoding="utf-8")
         for text in (printed, page, report.markdown()):
-            assert ("a light report" in text) == light
-        assert ("communication hidden" in printed) == ("24 B sent" in printed) == (not light), printed
-        assert ('data-path="ranks.0.sent_bytes"' in page) == (not light)
-        assert ('data-path="ranks.0.exposed_copy"' in page) == (not light)
-        assert ("| 10.0 µs | - | 0 ns |" in report.markdown()) == light, report.markdown()
+            assert ("a report at level basic" in text) == (level == "basic")
+        assert ("communication hidden" in printed) == ("24 B sent" in printed) == (level != "basic"), printed
+        assert ('data-path="ranks.0.sent_bytes"' in page) == (level != "basic")
+        assert ('data-path="ranks.0.exposed_copy_ns"' in page) == (level != "basic")
+        assert ("| 10.0 µs | - | 0 ns |" in report.markdown()) == (level == "basic"), report.markdown()
 
 
 def test_profile_writes_other_formats(files, capsys):
@@ -62,9 +62,9 @@ def test_profile_writes_other_formats(files, capsys):
     printed = json.loads(capsys.readouterr().out)
     report = Report.load(files / "slow.json")
     assert printed["ranks"] == report.data["ranks"]
-    assert printed["verdict"]["rank"] == 2
-    assert report.verdict in names[0].read_text(encoding="utf-8").replace("\u00a0", " ")
-    assert report.verdict in names[2].read_text(encoding="utf-8")
+    assert printed["summary"]["rank"] == 2
+    assert report.summary in names[0].read_text(encoding="utf-8").replace("\u00a0", " ")
+    assert report.summary in names[2].read_text(encoding="utf-8")
 
 
 def test_ablation_is_in_every_format(tmp_path, capsys):
@@ -82,15 +82,15 @@ def test_ablation_is_in_every_format(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["ablation"] == report.data["ablation"]
     assert "a step of 20.0 ms on rank 0" in ablation_text(report.data)
     told = {name: text for names, text in report.data["evidence"].items() for name in names.split(", ")}
-    assert told["hidden"].startswith("ablation: ")
+    assert told["hidden_ns"].startswith("ablation: ")
 
 
 def test_ablation_text_has_no_negative_time():
     """Steps may be shorter with messages or kernels than without, by noise."""
     facts = {"rank": 1, **Ablation(0.0200, 0.0203, 0.0199, 0.0198).facts()}
     told = ablation_text({"ablation": [facts]})
-    assert facts["exposed_communication"] == -300_000
-    assert "attention's messages add no more than runs differ by, its kernels add 100 µs, 400 µs are hidden" in told
+    assert facts["exposed_communication_ns"] == -300_000
+    assert "attention's messages add no measurable time, its kernels add 100 µs, 400 µs are hidden" in told
     assert "-" not in ablation_text({"ablation": [{"rank": 0, **Ablation(0.0200, 0.0203, 0.0201, 0.0206).facts()}]})
 
 
@@ -101,7 +101,7 @@ def test_report_states_drift_of_device_clocks(tmp_path, capsys):
     assert [row["ppm"] for row in report.data["drift"]] == [0.0, 12.5]
     report.write_json(tmp_path / "d.json")
     assert main(["profile", str(tmp_path / "d.json"), "--html", str(tmp_path / "d.html")]) == 0
-    text = "device clocks drift by up to 12 ppm, taken out"
+    text = "device clocks drift by up to 12 ppm, corrected"
     assert text in " ".join(capsys.readouterr().out.split())
     assert text in (tmp_path / "d.html").read_text(encoding="utf-8")
 
@@ -112,8 +112,8 @@ def test_idle_time_ends_with_window():
     one.compute(0, 0, 100)
     one.message(1, 1, sends=False, posted=0, start=110, end=130, arrived=50)
     (rank,) = Report.of([one.records()]).data["ranks"]
-    assert (rank["span"], rank["idle"]) == (100_000, 0)
-    assert (rank["idle_between_kernels"], rank["idle_outside_attention"]) == (0, 0)
+    assert (rank["span_ns"], rank["idle_ns"]) == (100_000, 0)
+    assert (rank["idle_between_kernels_ns"], rank["idle_outside_attention_ns"]) == (0, 0)
 
 
 def test_skipping_all_steps_raises_distinct_error():
@@ -123,13 +123,13 @@ def test_skipping_all_steps_raises_distinct_error():
         bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
     assert session.report() is not None
     with pytest.raises(
-        bp.BurstError, match=r"everything that was recorded is skipped.*1 training step, skip=1.*mark\(\)"
+        bp.BurstError, match=r"all recorded training steps are skipped.*1 training step, skip=1.*mark\(\)"
     ):
         session.report(skip=1)
     maker = Maker(0)
-    for maker.iteration in range(3):
-        maker.compute(0, 100 * maker.iteration, 100 * maker.iteration + 50)
-    assert Report.of([maker.records()], skip=2).data["ranks"][0]["span"] == 50_000
+    for maker.train_step in range(3):
+        maker.compute(0, 100 * maker.train_step, 100 * maker.train_step + 50)
+    assert Report.of([maker.records()], skip=2).data["ranks"][0]["span_ns"] == 50_000
     with pytest.raises(bp.BurstError, match="3 training steps, skip=3"):
         Report.of([maker.records()], skip=3)
 

@@ -9,7 +9,7 @@ import pytest
 import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.profiling.report import Report
-from burst_portable.profiling.report.schema import what_is_wrong
+from burst_portable.profiling.report.schema import find_error
 from tests.support.synthetic_records import Maker, ring
 
 
@@ -30,17 +30,17 @@ def test_traced_kernel_without_place_is_rejected():
     one.compute(0, 0, 100)
     one.traced(0, 0, 90)
     data = Report.of([one.records(bp.plan(seq_len=64, ranks=1, heads=2, head_dim=16))]).data
-    assert what_is_wrong(data) == ""
-    del data["traced"][0]["kernels"][0]["what"]
-    assert what_is_wrong(data) == "report.traced[0].kernels[0] has no what"
+    assert find_error(data) == ""
+    del data["kernel_trace"][0]["kernels"][0]["activity"]
+    assert find_error(data) == "report.kernel_trace[0].kernels[0] has no activity"
 
 
 def test_times_that_do_not_add_up_are_rejected(files, tmp_path):
     written = json.loads((files / "even.json").read_text())
-    for name, row in (("ranks", written["ranks"][0]), ("steps", written["steps"][0]["ranks"][0])):
+    for name, row in (("ranks", written["ranks"][0]), ("ring_steps", written["ring_steps"][0]["ranks"][0])):
         for more in (1, -(1 << 40)):
-            row["idle"] += more
+            row["idle_ns"] += more
             (tmp_path / "changed.json").write_text(json.dumps(written))
-            row["idle"] -= more
-            with pytest.raises(bp.BurstError, match=rf"report\.{name}\[0\] whose parts do not add up"):
+            row["idle_ns"] -= more
+            with pytest.raises(bp.BurstError, match=rf"report\.{name}\[0\] has parts that do not add up"):
                 Report.load(tmp_path / "changed.json")

@@ -21,7 +21,7 @@ def test_terminal_report_begins_with_verdict(files, capsys):
 def test_terminal_indents_wrapped_verdict(files, capsys):
     """A log gets a single line, which can be searched."""
     data = Report.load(files / "slow.json").data
-    data["verdict"]["text"] = data["verdict"]["text"] + " [not] markup"
+    data["summary"]["text"] = data["summary"]["text"] + " [not] markup"
     for on_terminal in (True, False):
         show(data, Console(force_terminal=on_terminal, width=80, color_system=None))
         lines = capsys.readouterr().out.splitlines()
@@ -29,7 +29,7 @@ def test_terminal_indents_wrapped_verdict(files, capsys):
         assert (end > 1) == on_terminal
         assert all(line.startswith(" " * len("SLOW RANK  ")) for line in lines[1:end])
         told = " ".join(line.strip() for line in lines[:end])
-        assert told.removeprefix("SLOW RANK").strip() == data["verdict"]["text"]
+        assert told.removeprefix("SLOW RANK").strip() == data["summary"]["text"]
         assert (max(map(len, lines)) <= 80) == on_terminal
 
 
@@ -40,7 +40,7 @@ def test_narrow_terminal_truncates_no_number(files, capsys):
         show(data, Console(force_terminal=True, width=width, color_system=None))
         printed = capsys.readouterr().out
         assert "…" not in printed
-        assert ("where it went" in printed) == (width >= 80)
+        assert ("partition" in printed) == (width >= 80)
         assert max(map(len, printed.splitlines())) <= width
 
 

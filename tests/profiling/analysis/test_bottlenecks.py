@@ -9,10 +9,10 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.profiling.analysis.analyze import analyze
-from burst_portable.profiling.analysis.verdict import link_speeds_text, losses_of
+from burst_portable.profiling.analysis.bottlenecks import find_bottlenecks, link_speeds_text
+from burst_portable.profiling.event_tables import RankRecords
 from burst_portable.profiling.recorder import layouts
-from burst_portable.profiling.records import RankRecords
-from burst_portable.profiling.report.tables import loss_name
+from burst_portable.profiling.report.tables import bottleneck_name
 from burst_portable.strategies.ring import RingStrategy
 from tests.support.synthetic_records import Maker
 
@@ -21,10 +21,10 @@ SIZES: dict[str, Any] = {"seq_len": 256, "ranks": 2, "head_dim": 16, "itemsize":
 
 def verdict(records: list[RankRecords], kind: str, lost: float, rank: int = -1) -> str:
     """The advice of a verdict of that kind, microseconds and rank."""
-    found = analyze(records)["verdict"]
+    found = analyze(records)["summary"]
     assert (found["kind"], found["rank"]) == (kind, rank), found["text"]
-    assert found["lost"] == pytest.approx(1000 * lost, abs=2)
-    return found["advice"]
+    assert found["lost_ns"] == pytest.approx(1000 * lost, abs=2)
+    return found["recommendation"]
 
 
 def exposed(plan: bp.plans.Plan | None = None, size: int = 1 << 20, **facts: Any) -> list[RankRecords]:
@@ -53,7 +53,7 @@ def test_verdict_names_slow_rank():
         one.compute(0, 0, took)
         one.collective(0, took, 401, backward=1)
     advice = verdict([a.records(), b.records(), c.records()], "slow rank", 300, 1)
-    assert "look at rank 1: other processes on its device or cores, clocks" in advice
+    assert "check rank 1: other processes on its device or cores, clocks" in advice
 
 
 @pytest.mark.parametrize(("ran", "kind", "lost"), [(100, "late launches", 300), (380, "slow rank", 280)])
@@ -66,7 +66,7 @@ def test_late_launches_are_not_a_slow_device(ran, kind, lost):
         one.traced(0, took - kernel, took)
     advice = verdict([one.records() for one in makers], kind, lost, 1)
     assert ("tracing slows hosts" in advice) == (kind == "late launches")
-    assert loss_name("late launches") == "kernels launched late"
+    assert bottleneck_name("late launches") == "kernels launched late"
 
 
 @pytest.mark.parametrize(("mask", "best"), [("causal", "zigzag"), ("documents", "document_zigzag")])
@@ -85,7 +85,7 @@ def test_verdict_recommends_balanced_layout(mask, best):
     lost = (max(flops) - sum(flops) / 2) / 10
     rank = flops.index(max(flops))
     advice = verdict([one.records(plan) for one in makers], "uneven plan", lost, rank)
-    assert f"take layout={best!r}: its busiest rank has {told[best]:.3g} times the mean" in advice
+    assert f"use layout={best!r}: its busiest rank has {told[best]:.3g} times the mean" in advice
 
 
 def test_layout_imbalance_equals_plan():
@@ -101,8 +101,8 @@ def test_slow_rank_does_not_raise_cost_of_uneven_plan():
     for one, flops, took in zip(makers, (1000, 3000, 2000), (10, 3, 2), strict=True):
         one.compute(0, 0, took, flops=flops)
         one.collective(0, took, 10.1, backward=1)
-    losses = analyze([one.records() for one in makers])["losses"]
-    assert [loss["lost"] for loss in losses if loss["kind"] == "uneven plan"] == [1000]
+    losses = analyze([one.records() for one in makers])["bottlenecks"]
+    assert [loss["lost_ns"] for loss in losses if loss["kind"] == "uneven plan"] == [1000]
 
 
 def test_slow_link_is_charged_once():
@@ -117,12 +117,12 @@ def test_slow_link_is_charged_once():
         one.compute(1, 100 + took, 200 + took)
         one.collective(0, 200 + took, 1210, backward=1)
     report = analyze([one.records() for one in makers])
-    assert (report["verdict"]["kind"], report["verdict"]["rank"], report["verdict"]["peer"]) == ("slow link", 1, 2)
-    assert report["verdict"]["lost"] == 990_000
-    assert "try another strategy" in report["verdict"]["advice"]
-    (everywhere,) = (loss for loss in report["losses"] if loss["kind"] == "communication")
+    assert (report["summary"]["kind"], report["summary"]["rank"], report["summary"]["peer"]) == ("slow link", 1, 2)
+    assert report["summary"]["lost_ns"] == 990_000
+    assert "try another strategy" in report["summary"]["recommendation"]
+    (everywhere,) = (loss for loss in report["bottlenecks"] if loss["kind"] == "communication")
     # 10 µs of each link, the agreement's last 10 of each rank, and what the three others waited at the usual pace.
-    assert everywhere["lost"] < 60_000
+    assert everywhere["lost_ns"] < 60_000
 
 
 @pytest.mark.parametrize(("others", "kind"), [(250_000_000, "slow link"), (150_000_000, "communication")])
@@ -132,32 +132,32 @@ def test_link_as_fast_as_others_is_not_reported_as_slow(others, kind):
     report["links"][0]["bytes_per_second"], report["links"][1]["bytes_per_second"] = 100_000_000, others
     causes = {(c["rank"], c["peer"]): c for c in report["causes"] if c["kind"] == "link"}
     first, second = ((link["source"], link["target"]) for link in report["links"])
-    causes[second]["waited"] = {who: lost // 10 for who, lost in causes[second]["waited"].items()}
-    assert losses_of(report)[0]["kind"] == kind, causes[first]
+    causes[second]["wait_ns"] = {who: lost // 10 for who, lost in causes[second]["wait_ns"].items()}
+    assert find_bottlenecks(report)[0]["kind"] == kind, causes[first]
 
 
 def test_link_speed_uses_fitting_unit():
     links = [{"source": 0, "target": 1, "bytes_per_second": 12_500_000_000}]
     links.append({"source": 1, "target": 0, "bytes_per_second": 45_000_000_000})
-    assert link_speeds_text({"links": links}, (0, 1)) == "it brings 12.5 GB/s, others 45 GB/s"
+    assert link_speeds_text({"links": links}, (0, 1)) == "it transfers 12.5 GB/s, others 45 GB/s"
 
 
 def test_verdict_recommends_circulating_smaller_side():
     as_many = bp.plan(strategy="ring", heads=8, kv_heads=8, **SIZES)
     advice = verdict(exposed(as_many), "communication", 300)
     assert advice.startswith("try BurstStrategy(transfer='direct'), which sends 0.")
-    assert "(Q and dO travel backward)" in advice
+    assert "(Q and dO circulate backward)" in advice
     few = bp.plan(strategy="burst", heads=8, kv_heads=1, **SIZES)
     advice = verdict(exposed(few), "communication", 300)
     assert advice.startswith("try RingStrategy(transfer='direct'), which sends 0.")
-    assert "(K and V travel backward)" in advice
+    assert "(K and V circulate backward)" in advice
 
 
 def test_verdict_recommends_direct_transport_of_backend():
     plan = bp.plan(strategy=RingStrategy(), heads=8, kv_heads=1, **SIZES)
     told = {"transport": {"used": "messages", "direct": "copies"}}
     advice = verdict(exposed(plan, **told), "communication", 300)
-    assert "try the transport copies (BURST_TRANSPORT=copies) in place of messages, with blocks straight" in advice
+    assert "try the transport copies (BURST_TRANSPORT=copies) instead of messages, with each block sent" in advice
     told = {"transport": {"used": "copies", "direct": "copies"}}
     assert "BURST_TRANSPORT" not in verdict(exposed(plan, **told), "communication", 300)
 
@@ -195,12 +195,12 @@ def asked(question: float, blocks: float, agreement: bool) -> list[RankRecords]:
 def test_agreement_time_is_not_block_transfer():
     """500 µs of agreement and 100 µs of blocks: the agreement has 32 bytes, whatever the sizes."""
     advice = verdict(asked(500, 100, True), "agreement", 500)
-    assert "messages carry" in advice
+    assert "for messages of any size" in advice
     assert "fewer calls" in advice
     assert "larger messages" not in advice
     report = analyze(asked(500, 100, True))
-    assert "whether they make the same call" in report["verdict"]["text"]
-    assert [loss["lost"] for loss in report["losses"] if loss["kind"] == "communication"] == [100_000]
+    assert "whether they make the same call" in report["summary"]["text"]
+    assert [loss["lost_ns"] for loss in report["bottlenecks"] if loss["kind"] == "communication"] == [100_000]
     assert "send larger messages" in verdict(asked(100, 500, True), "communication", 500)
     assert "send larger messages" in verdict(asked(500, 100, False), "communication", 600), "a reshard's blocks"
 
@@ -210,11 +210,11 @@ def test_verdict_names_late_rank():
     a, b = Maker(0), Maker(1)
     for one, begins in ((a, 110), (b, 610)):
         one.compute(0, 0, 100)
-        one.call = 1
+        one.attention_call = 1
         one.collective(0, begins, 611)
         one.compute(0, 611, 711)
     advice = verdict([a.records(), b.records()], "late rank", 500, 1)
-    assert "what rank 1 does between attentions: data loading" in advice
+    assert "what rank 1 does between attention calls: data loading" in advice
 
 
 def test_verdict_of_alternating_late_ranks():
@@ -223,11 +223,11 @@ def test_verdict_of_alternating_late_ranks():
     for one, second, third in ((a, 110, 1210), (b, 610, 760)):
         one.compute(0, 0, 100)
         for call, begins, ends in ((1, second, 611), (2, third, 1211)):
-            one.call = call
+            one.attention_call = call
             one.collective(0, begins, ends)
             one.compute(0, ends, ends + 100)
     advice = verdict([a.records(), b.records()], "late ranks", 500)
-    assert "no rank stands out" in advice
+    assert "what delays all ranks" in advice
 
 
 def test_verdict_names_gaps_between_kernels():
@@ -236,7 +236,7 @@ def test_verdict_names_gaps_between_kernels():
         for step in range(3):
             one.compute(step, 300 * step, 300 * step + 100)
     advice = verdict([a.records(), b.records()], "host", 400)
-    assert "give each rank more tokens, or fewer steps" in advice
+    assert "give each rank more tokens, or use fewer steps" in advice
 
 
 def apart(gap: float, wait: float) -> list[RankRecords]:
@@ -244,37 +244,37 @@ def apart(gap: float, wait: float) -> list[RankRecords]:
     makers = Maker(0), Maker(1)
     for one in makers:
         one.compute(0, 0, 1000)
-        one.call = 1
+        one.attention_call = 1
         one.collective(0, 1000 + gap, 1000 + gap + wait)
         one.compute(0, 1000 + gap + wait, 2000 + gap + wait)
     return [one.records() for one in makers]
 
 
-def test_verdict_without_loss_names_time_outside_attention():
+def test_verdict_without_bottleneck_names_time_outside_attention():
     """2000 µs of compute, 40 of communication and 1960 outside of attention."""
-    verdict = analyze(apart(1960, 40))["verdict"]
-    assert verdict["kind"] == "none"
-    assert verdict["text"].endswith(
+    summary = analyze(apart(1960, 40))["summary"]
+    assert summary["kind"] == "none"
+    assert summary["text"].endswith(
         "50.0 % of the time it computes, 1.0 % is exposed communication, 0.0 % idle between kernels, "
         "49.0 % idle outside of attention."
     )
-    assert verdict["advice"].startswith("look at a whole step with torch.profiler")
-    assert analyze(apart(200, 40))["verdict"]["advice"] == "", "a tenth of the time needs no word"
+    assert summary["recommendation"].startswith("profile a full step with torch.profiler")
+    assert analyze(apart(200, 40))["summary"]["recommendation"] == "", "a tenth of the time needs no word"
 
 
 def test_verdict_separates_copies_from_communication():
     maker = Maker(0)
     maker.compute(0, 0, 970)
     maker.copy(0, 970, 1000)
-    text = analyze([maker.records()])["verdict"]["text"]
+    text = analyze([maker.records()])["summary"]["text"]
     assert "97.0 % of the time it computes, 0.0 % is exposed communication, 3.0 % exposed copies, 0.0 % idle" in text
 
 
 def test_verdict_names_share_outside_attention():
-    assert analyze(apart(1700, 300))["verdict"]["text"].endswith(
-        "300 µs lost, 7.5 % of the time. 42.5 % is idle outside of attention, which this profile does not look into."
+    assert analyze(apart(1700, 300))["summary"]["text"].endswith(
+        "300 µs lost, 7.5 % of the time. 42.5 % is idle outside of attention, which this profile does not record."
     )
-    assert "outside" not in analyze(apart(900, 1100))["verdict"]["text"]
+    assert "outside" not in analyze(apart(900, 1100))["summary"]["text"]
 
 
 def test_verdict_names_contention():
@@ -298,5 +298,5 @@ def test_verdict_of_light_level_recommends_session_level():
         one.compute(0, 0, 100)
         one.message(1, 1 - one.rank, sends=False, posted=0, start=100, end=300, issued=0)
         one.compute(1, 300, 400)
-    records = [replace(one.records(), facts={"device": "cpu", "light": True}) for one in (a, b)]
-    assert "level='session'" in verdict(records, "waiting", 200)
+    records = [replace(one.records(), facts={"device": "cpu", "level": "basic"}) for one in (a, b)]
+    assert "level='standard'" in verdict(records, "waiting", 200)

@@ -29,17 +29,17 @@ PLAN = {
     "planned": {
         "forward": {
             "flops": 1_000_000,
-            "memory": 10_000,
-            "sent": 500,
-            "received": 4000,
+            "memory_bytes": 10_000,
+            "sent_bytes": 500,
+            "received_bytes": 4000,
             "seconds": 1.0,
             "compute_seconds": 50e-6,
             "link_seconds": 40e-6,
         },
-        "alternatives": {"ring": {"sent": 500, "seconds": 1.0}},
+        "alternatives": {"ring": {"sent_bytes": 500, "seconds": 1.0}},
     },
     "strategy": "ring",
-    "travels": {"forward": "kv", "backward": "kv"},
+    "circulates": {"forward": "kv", "backward": "kv"},
     "hardware": {"tflops": 1.0, "intra_node_bandwidth": 1.0},
     "layout": "zigzag",
 }
@@ -52,7 +52,7 @@ def two_ranks(peaks: dict[str, Any] | None):
     a.message(1, 1, sends=True, posted=20, start=200, end=201, size=4000, issued=0)
     b.compute(0, 0, 100, flops=1_000_000)
     b.message(1, 0, sends=False, posted=10, start=100, end=101, arrived=60, size=4000, issued=0)
-    b.call = 1
+    b.attention_call = 1
     b.compute(0, 110, 210, flops=1_000_000)
     plan = {**PLAN, "planned": {**PLAN["planned"], "backward": PLAN["planned"]["forward"]}}
     told = {"device": "cuda", "peaks": [peaks] if peaks else []}
@@ -61,17 +61,17 @@ def two_ranks(peaks: dict[str, Any] | None):
 
 
 def test_achieved_and_planned_rates():
-    rows = analyze(two_ranks(None))["achieved"]
+    rows = analyze(two_ranks(None))["efficiency"]
     assert [(row["rank"], row["pass"]) for row in rows] == [(0, "forward"), (1, "forward")]
     one = rows[1]
-    assert (one["times"], one["flops"], one["compute"]) == (2, 2_000_000, 200_000)
-    assert one["flop_rate"] == pytest.approx(2_000_000 / 200e-6)
-    assert one["planned_flop_rate"] == pytest.approx(2_000_000 / 100e-6)
-    assert (rows[0]["sent"], rows[0]["planned_sent"]) == (4000, 500)
-    assert one["sent"] == 0
-    assert one["bandwidth"] == pytest.approx(4000 / 40e-6)
-    assert one["planned_bandwidth"] == pytest.approx(8000 / 80e-6)
-    assert one["intensity"] == 100
+    assert (one["count"], one["flops"], one["compute_ns"]) == (2, 2_000_000, 200_000)
+    assert one["flops_per_second"] == pytest.approx(2_000_000 / 200e-6)
+    assert one["planned_flops_per_second"] == pytest.approx(2_000_000 / 100e-6)
+    assert (rows[0]["sent_bytes"], rows[0]["planned_sent_bytes"]) == (4000, 500)
+    assert one["sent_bytes"] == 0
+    assert one["bytes_per_second"] == pytest.approx(4000 / 40e-6)
+    assert one["planned_bytes_per_second"] == pytest.approx(8000 / 80e-6)
+    assert one["flops_per_byte"] == 100
 
 
 @pytest.mark.parametrize(
@@ -89,20 +89,20 @@ def test_roofline_of_achieved_rates(flops, bandwidth, ceiling, bound):
         "measured": False,
     }
     data = analyze(two_ranks(peaks))
-    row = data["achieved"][1]
-    assert (row["ceiling"], row["bound"]) == (ceiling, bound)
+    row = data["efficiency"][1]
+    assert (row["ceiling_flops_per_second"], row["bound"]) == (ceiling, bound)
     if ceiling is None:
-        assert row["of_ceiling"] is None
+        assert row["ceiling_fraction"] is None
         assert roofline_text(row) == "unknown"
         assert "unknown" in peaks_text(data)[0]
     else:
-        assert row["of_ceiling"] == pytest.approx(10e9 / ceiling)
+        assert row["ceiling_fraction"] == pytest.approx(10e9 / ceiling)
         assert bound in roofline_text(row)
 
 
 def test_peaks_of_another_dtype_are_ignored():
     peaks = {"device": "x", "dtype": "float32", "flops": 1e9, "bandwidth": 1e9, "source": "s", "measured": False}
-    assert analyze(two_ranks(peaks))["achieved"][0]["ceiling"] is None
+    assert analyze(two_ranks(peaks))["efficiency"][0]["ceiling_flops_per_second"] is None
 
 
 def test_balance_and_contention():
@@ -117,7 +117,7 @@ def test_balance_and_contention():
     b.message(1, 0, sends=False, posted=0, start=300, end=301, arrived=120, issued=0)
     b.compute(0, 130, 230)
     (found,) = analyze([a.records(), b.records()])["contention"]
-    assert found == {"rank": 1, "beside": 1, "alone": 1, "ratio": 1.3, "lost": 30_000}
+    assert found == {"rank": 1, "overlapped": 1, "isolated": 1, "ratio": 1.3, "lost_ns": 30_000}
 
 
 def test_pass_memory_counts_least_traffic_of_kernel():
@@ -143,14 +143,14 @@ def test_session_measures_peaks_and_rates():
         (0, "float32", True),
         (1, "float32", True),
     }
-    rows = report.data["achieved"]
+    rows = report.data["efficiency"]
     assert [(r["rank"], r["pass"]) for r in rows] == [
         (rank, name) for rank in (0, 1) for name in ("forward", "backward")
     ]
     for row in rows:
-        assert row["sent"] == row["planned_sent"]
-        assert row["of_ceiling"] > 0
-        assert row["flop_rate"] == pytest.approx(row["flops"] * 1e9 / row["compute"])
+        assert row["sent_bytes"] == row["planned_sent_bytes"]
+        assert row["ceiling_fraction"] > 0
+        assert row["flops_per_second"] == pytest.approx(row["flops"] * 1e9 / row["compute_ns"])
 
 
 def test_reports_print_unknown_peaks(capsys):
@@ -163,7 +163,7 @@ def test_reports_print_unknown_peaks(capsys):
     printed = capsys.readouterr().out
     for text in (printed, page(report.data), report.markdown()):
         assert "chip, bfloat16: FLOP/s unknown, memory unknown (not in the table)" in text
-    assert "unknown" in printed.split("achieved")[1].splitlines()[2]
+    assert "unknown" in printed.split("efficiency")[1].splitlines()[2]
 
 
 # --------------------------------------------------------------------------------------------------------- vendors
@@ -212,9 +212,21 @@ def test_backend_without_peaks_reports_unknown():
 # -------------------------------------------------------------------------------------------------------- evidence
 
 NAMES = {  # where something is, which it is, or how often it came: no measurement
-    *("rank", "peer", "source", "target", "step", "call", "backward", "iteration", "plan", "times", "measured_rank"),
+    *(
+        "rank",
+        "peer",
+        "source",
+        "target",
+        "ring_step",
+        "attention_call",
+        "backward",
+        "train_step",
+        "plan",
+        "count",
+        "measured_rank",
+    ),
     *("planned_rank", "ranks", "calls", "seq_len", "heads", "kv_heads", "head_dim", "v_head_dim", "batch", "itemsize"),
-    *("light", "head_parallel_size"),
+    "head_parallel_size",
 }
 
 
@@ -237,7 +249,7 @@ def test_each_number_of_report_has_evidence():
     assert [path for path, known in told.items() if not known and path[-1] not in NAMES] == []
     assert all(text.split(":")[0] in KINDS for text in EVIDENCE.values())
     assert all(row["source"] for row in data["peaks"])
-    assert all(loss["evidence"] for loss in data["losses"])
+    assert all(loss["evidence"] for loss in data["bottlenecks"])
 
 
 def test_planned_rates_use_hardware_spec_of_settings(tmp_path, capsys):
@@ -256,8 +268,8 @@ def test_planned_rates_use_hardware_spec_of_settings(tmp_path, capsys):
         return session.report()
 
     measured = report(str(path))
-    assert [row["planned_flop_rate"] for row in measured.data["achieved"]] == pytest.approx([1e12, 2e12])
-    told = f"1 TFLOP/s and 3 GB/s a rank (measured on Abacus ({path}, 2026-11-22), of bfloat16 and not float32)"
+    assert [row["planned_flops_per_second"] for row in measured.data["efficiency"]] == pytest.approx([1e12, 2e12])
+    told = f"1 TFLOP/s and 3 GB/s per rank (measured on Abacus ({path}, 2026-11-22), of bfloat16 and not float32)"
     assert hardware_text(measured.data) == [told]
     measured.print()
     assert f"planned for {told}" in capsys.readouterr().out
@@ -267,7 +279,7 @@ def test_planned_rates_use_hardware_spec_of_settings(tmp_path, capsys):
     assert hardware_text(report("").data)[0].endswith(" (the backend's guess)")
     path.unlink()  # a report that is asked for is given
     gone = hardware_text(report(str(path)).data)[0]
-    assert gone.endswith(" (the backend's guess; the hardware spec file that the settings name cannot be used)")
+    assert gone.endswith(" (the backend's guess; the hardware spec file in the settings cannot be used)")
 
 
 def _page(path) -> str:

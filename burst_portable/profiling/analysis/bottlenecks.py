@@ -1,0 +1,385 @@
+"""Find the bottlenecks of a profile: how much time each costs, its cause, and what to change.
+
+The lost time of a bottleneck is the wall-clock time by which the run would be shorter without it, as far as one session
+shows. Bottlenecks of different kinds may overlap, so their times do not add up.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from burst_portable.planning.plans import PASSES
+from burst_portable.profiling.intervals import largest_contention
+from burst_portable.utils.text import bytes_text, percent, scaled, time_text
+
+Report = dict[str, Any]
+Bottleneck = dict[str, Any]
+
+_BETTER = 0.95  # of the present cost: alternatives that save less are not recommended
+_LATENCY_BOUND = 0.5  # of a link's planned time: with more latency than this, messages are too small
+_SIDES = {"kv": "K and V", "q": "Q and dO", "heads": "heads"}
+MORE_TOKENS = "give each rank more tokens, so that computing hides the transfers"
+AGREEMENT = (
+    "the check runs once per pass and costs the same for messages of any size: make fewer calls with more tokens each, "
+    "and check whether processes share cores, because each rank answers only when it is scheduled"
+)
+OUTSIDE = (
+    "profile a full step with torch.profiler: this profile does not record the rest of the model, the optimizer and "
+    "the program; some idle time is expected, and more if processes share cores"
+)
+
+
+def advise_layout(report: Report) -> str:
+    """Return the recommendation for an uneven plan: the layout that balances it best."""
+    plans = [plan for plan in report["plans"] if plan.get("layouts")]
+    if not plans:
+        return "use layout='zigzag' or 'striped', or 'whole_documents' for packed documents"
+    layouts = plans[0]["layouts"]
+    best = min(layouts, key=lambda name: layouts[name])
+    listed = ", ".join(f"{name} {value:.2g}" for name, value in sorted(layouts.items(), key=lambda one: one[1]))
+    return f"use layout={best!r}: its busiest rank has {layouts[best]:.3g} times the mean FLOPs (by layout: {listed})"
+
+
+def advise_overlap(report: Report) -> str:
+    """Return the recommendation for exposed communication: another strategy, transport or message size."""
+    texts = [text for text in (_strategy(report), _transport(report), _message_size(report)) if text]
+    return "; or ".join(texts) if texts else f"{_no_better_strategy(report)}{MORE_TOKENS}, or use a faster transport"
+
+
+def advise_contention(report: Report) -> str:
+    """Return the recommendation for kernels that communication slows down: a transport that needs no compute units."""
+    return _transport(report) or "use a transport whose copies do not run on the compute units, or send fewer bytes"
+
+
+def _strategy(report: Report) -> str:
+    """Return the strategy that is predicted to be no slower and to send fewer bytes; "" if there is none."""
+    if not report["plans"]:
+        return ""
+    plan = report["plans"][0]
+    ranks = plan["ranks_planned"]
+    keys = ("sent_bytes", "seconds")
+    sent, seconds = (max(sum(rank[name][key] for name in PASSES) for rank in ranks) for key in keys)
+    alternatives = {
+        name: {key: max(rank["alternatives"][name][key] for rank in ranks) for key in keys}
+        for name in ranks[0]["alternatives"]
+    }
+    better = [n for n, o in alternatives.items() if o["sent_bytes"] < _BETTER * sent and o["seconds"] <= seconds]
+    if not better:
+        return ""
+    best = min(better, key=lambda name: (alternatives[name]["seconds"], alternatives[name]["sent_bytes"]))
+    text = (
+        f"try {best}, which sends {alternatives[best]['sent_bytes'] / sent:.2g} times the bytes of {plan['strategy']}"
+    )
+    now, then = plan["circulates"], ranks[0]["alternatives"][best].get("circulates", {})
+    changed = [name for name in PASSES if then.get(name, now.get(name)) != now.get(name)]
+    if changed:
+        text += f" ({', '.join(f'{_SIDES.get(then[name], then[name])} circulate {name}' for name in changed)})"
+    return text
+
+
+def _no_better_strategy(report: Report) -> str:
+    plans = report["plans"]
+    return f"no other strategy sends fewer bytes here than {plans[0]['strategy']}: " if plans else ""
+
+
+def _transport(report: Report) -> str:
+    """Return a recommendation of the backend's own transport if the run used another one; else ""."""
+    used, direct = (report.get("transport") or {}).get("used", ""), (report.get("transport") or {}).get("direct", "")
+    if not direct or used == direct:
+        return ""
+    is_direct = all(plan.get("direct") for plan in report["plans"])
+    how = "" if is_direct else ", with each block sent directly by its owner (transfer='direct')"
+    return f"try the transport {direct} (BURST_TRANSPORT={direct}) instead of {used}{how}"
+
+
+def _message_size(report: Report) -> str:
+    """Return a recommendation of larger messages if their latency costs more than their bytes; else ""."""
+    messages, size = (sum(link[key] for link in report["links"]) for key in ("messages", "bytes"))
+    if not messages or not report["plans"]:
+        return ""
+    plan = report["plans"][0]
+    planned = [rank[name] for rank in plan["ranks_planned"] for name in PASSES]
+    link, received = (sum(one.get(key, 0.0) for one in planned) for key in ("link_seconds", "received_bytes"))
+    if not link or received / (plan["hardware"]["intra_node_bandwidth"] * 1e9) > (1 - _LATENCY_BOUND) * link:
+        return ""
+    mean = bytes_text(size / messages)
+    return f"send larger messages: of {mean} each, latency costs more than bytes; more tokens per rank, or fewer ranks"
+
+
+_REPORTED = 0.03  # of a rank's time: the summary does not name smaller bottlenecks
+_MUCH_IDLE = (
+    0.2  # of all ranks' time: this much idle outside of attention is reported, though attention is not its cause
+)
+_WAITED_FOR = 0.25  # of a slow rank's excess: if other ranks waited at least this share, all of the excess counts
+_THROTTLED = 0.95  # of the other ranks' clock
+_OUTLIER = 2.0  # times the median: waits for a slow link, bytes per second of a slow link, waits for a late rank
+
+BOTH_ENDS = "events: both ends of each message"
+
+
+def find_bottlenecks(report: Report) -> list[Bottleneck]:
+    """Return all bottlenecks, the largest first."""
+    span = max((rank["span_ns"] for rank in report["ranks"]), default=0)
+    found = [
+        *_slow_ranks(report),
+        *_uneven_plan(report),
+        *_links(report),
+        *_agreement(report),
+        *_late_ranks(report),
+        *_host_gaps(report),
+        *_late_launches(report),
+        *_contention(report),
+    ]
+    if report["level"] == "basic" or not report["causes"]:
+        found += _waiting(report)
+    for one in found:
+        one["share"] = one["lost_ns"] / span if span else 0.0
+    return sorted((one for one in found if one["lost_ns"] > 0), key=lambda one: -one["lost_ns"])
+
+
+def summarize(report: Report) -> Bottleneck:
+    """Return the largest bottleneck with its text as sentences. If all are small, the text gives the partition."""
+    bottlenecks = report["bottlenecks"]
+    outside = _share(report, "idle_outside_attention_ns")
+    if bottlenecks and bottlenecks[0]["share"] >= _REPORTED:
+        worst = bottlenecks[0]
+        text = f"{worst['text']}: {time_text(worst['lost_ns'])} lost, {percent(worst['share'])} of the time."
+        if outside > max(_MUCH_IDLE, worst["share"]):
+            text += f" {percent(outside)} is idle outside of attention, which this profile does not record."
+        return {**worst, "text": text[0].upper() + text[1:]}
+    copies = _share(report, "exposed_copy_ns")
+    text = (
+        f"No large bottleneck in attention: {percent(_share(report, 'compute_ns'))} of the time it computes, "
+        f"{percent(_share(report, 'exposed_comm_ns'))} is exposed communication, "
+        f"{f'{percent(copies)} exposed copies, ' if copies else ''}"
+        f"{percent(_share(report, 'idle_between_kernels_ns'))} idle between kernels, "
+        f"{percent(outside)} idle outside of attention."
+    )
+    return {**_bottleneck("none", 0, text, OUTSIDE if outside > _MUCH_IDLE else "", ""), "share": 0.0}
+
+
+def _share(report: Report, part: str) -> float:
+    """Return the share of all ranks' time that a part of the partition takes."""
+    span, took = (sum(rank[key] for rank in report["ranks"]) for key in ("span_ns", part))
+    return took / span if span else 0.0
+
+
+def _bottleneck(
+    kind: str, lost: float, text: str, recommendation: str, evidence: str, rank: int = -1, peer: int = -1
+) -> Bottleneck:
+    return {
+        "kind": kind,
+        "rank": rank,
+        "peer": peer,
+        "lost_ns": round(lost),
+        "text": text,
+        "recommendation": recommendation,
+        "evidence": evidence,
+    }
+
+
+def _slow_ranks(report: Report) -> list[Bottleneck]:
+    """Find ranks whose kernels take longer than the same FLOPs take on the other ranks."""
+    found = []
+    waits, launch_delays = _waits(report, "compute"), _launch_delays(report)
+    for rank in report["ranks"]:
+        excess = took = 0.0
+        for name in PASSES:
+            measured = rank["passes"][name]
+            others = [r["passes"][name] for r in report["ranks"] if r is not rank]
+            rates = [o["compute_ns"] / o["flops"] for o in others if o["flops"]]
+            if measured["flops"] and rates:
+                excess += measured["compute_ns"] - measured["flops"] * median(rates)
+                took += measured["compute_ns"]
+        number = rank["rank"]
+        excess -= max(0, launch_delays.get(number, 0))  # the device was idle in this time
+        if excess <= 0.05 * took:
+            continue
+        ratio = took / (took - excess) if took > excess else 0.0
+        text = (
+            f"rank {number} computes slowly: its kernels take {_ratio_text(ratio)} times as long as the same FLOPs "
+            "elsewhere"
+        )
+        longest = max(waits.get(number, {}).values(), default=0)
+        text += _clock(report, number)
+        text += f", and other ranks wait up to {time_text(longest)} for it" if longest else ""
+        recommendation = (
+            f"check rank {number}: other processes on its device or cores, clocks, temperature, another model of "
+            "device (a larger share of the work, if the plan assigns it one, is not counted here)"
+        )
+        # No rank waits for the end of the last pass. An excess that no rank waited for cost nothing.
+        lost = excess if longest > _WAITED_FOR * excess else longest
+        found.append(_bottleneck("slow rank", lost, text, recommendation, "events: kernels; plan: FLOPs", number))
+    return found
+
+
+def _clock(report: Report, rank: int) -> str:
+    """Return a remark if the sensors show a lower clock on a rank's device than on others; else ""."""
+    clocks = {one["rank"]: median(one["megahertz"]) for one in report.get("sensors", ()) if one.get("megahertz")}
+    others = [clock for other, clock in clocks.items() if other != rank]
+    if rank not in clocks or not others or clocks[rank] >= _THROTTLED * median(others):
+        return ""
+    return f" (its device runs at {clocks[rank]:.0f} MHz, others at {median(others):.0f})"
+
+
+def _ratio_text(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 9.5 else f"{ratio:.2g}"
+
+
+def _uneven_plan(report: Report) -> list[Bottleneck]:
+    """Find work that the plan itself distributes unevenly."""
+    lost, largest_ratio, busiest = 0.0, 1.0, -1
+    for name in PASSES:
+        work = [(r["passes"][name]["flops"], r["passes"][name]["compute_ns"], r["rank"]) for r in report["ranks"]]
+        total = sum(flops for flops, _, _ in work)
+        if total and len(work) > 1:
+            largest, _, rank = max(work)
+            mean = total / len(work)
+            # At the median rank's speed: the extra time of a slow rank is another bottleneck.
+            lost += (largest - mean) * median(time / flops for flops, time, _ in work if flops)
+            if largest / mean > largest_ratio:
+                largest_ratio, busiest = largest / mean, rank
+    if largest_ratio < 1.02:
+        return []
+    layout = report["plans"][0]["layout"] if report["plans"] else "this layout"
+    text = f"the plan is uneven: rank {busiest} has {largest_ratio:.2g} times the mean FLOPs (layout: {layout})"
+    return [_bottleneck("uneven plan", lost, text, advise_layout(report), "plan: FLOPs; events: kernels", busiest)]
+
+
+def _links(report: Report) -> list[Bottleneck]:
+    """Find transfers that ranks wait for: on one slow link, or on all links."""
+    waits = {(c["rank"], c["peer"]): max(c["wait_ns"].values()) for c in report["causes"] if c["kind"] == "link"}
+    times = {(pair := (link["source"], link["target"])): waits.get(pair, 0) for link in report["links"]}
+    found, ranks = [], len(report["ranks"])
+    slow, usual = None, 1.0
+    if len(times) > 1:
+        pair, worst = max(times.items(), key=lambda one: one[1])
+        rest = median(t for p, t in times.items() if p != pair)
+        if worst > _OUTLIER * rest and _is_slower(report, pair):
+            source, target = pair
+            text = f"the link from rank {source} to rank {target} is slow: {link_speeds_text(report, pair)}"
+            recommendation = (
+                f"check the path from rank {source} to rank {target} (topology, other traffic, the network between "
+                "them); until it is fixed, order the ranks so that fewer bytes use it, or try another strategy"
+            )
+            found.append(_bottleneck("slow link", worst - rest, text, recommendation, BOTH_ENDS, source, target))
+            slow, usual = pair, rest / worst
+    # Waits for the slow link count as its own bottleneck, except for the time that a usual link would take.
+    total = sum(
+        sum(c["wait_ns"].values()) * (usual if (c["rank"], c["peer"]) == slow else 1.0)
+        for c in report["causes"]
+        if c["kind"] in ("link", "collective")
+    )
+    text = "communication is exposed: ranks wait for blocks that are being transferred"
+    found.append(_bottleneck("communication", total / max(1, ranks), text, advise_overlap(report), BOTH_ENDS))
+    return found
+
+
+def _agreement(report: Report) -> list[Bottleneck]:
+    """Find the time of the check that all ranks make the same call, after the last rank arrived."""
+    total = sum(sum(c["wait_ns"].values()) for c in report["causes"] if c["kind"] == "agreement")
+    text = "ranks wait while they check whether they make the same call"
+    return [_bottleneck("agreement", total / max(1, len(report["ranks"])), text, AGREEMENT, BOTH_ENDS)]
+
+
+def _is_slower(report: Report, pair: tuple[int, int]) -> bool:
+    """Return whether a link transfers fewer bytes per second than other links, or its rate is unknown.
+
+    A long wait alone does not show a slow link: its receiver may have been early, or may have had more to receive.
+    """
+    speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in report["links"]}
+    others = [s for p, s in speeds.items() if p != pair and s]
+    return not speeds[pair] or not others or _OUTLIER * speeds[pair] < median(others)
+
+
+def link_speeds_text(report: Report, pair: tuple[int, int]) -> str:
+    """Return the rates of a slow link and of the other links as text."""
+    speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in report["links"]}
+    others = [s for p, s in speeds.items() if p != pair and s]
+    if not speeds[pair]:
+        return "its rate was not observed"
+    rate = scaled(speeds[pair], "B/s")
+    return f"it transfers {rate}, others {scaled(median(others), 'B/s')}" if others else f"it transfers {rate}"
+
+
+def _late_ranks(report: Report) -> list[Bottleneck]:
+    """Find ranks that enter attention late: one rank, or a different one each time."""
+    waits = _waits(report, "outside")
+    late = {rank["rank"]: max(waits.get(rank["rank"], {}).values(), default=0) for rank in report["ranks"]}
+    found = []
+    for rank, longest in late.items():
+        rest = [lost for other, lost in late.items() if other != rank]
+        if rest and longest > _OUTLIER * median(rest):
+            text = f"rank {rank} enters attention late: other ranks wait while it runs something else"
+            recommendation = (
+                f"check what rank {rank} does between attention calls: data loading, uneven layers, logging"
+            )
+            found.append(_bottleneck("late rank", longest, text, recommendation, BOTH_ENDS, rank))
+    if found or not waits:
+        return found
+    longest = max(sum(by_rank.get(str(rank), 0) for by_rank in waits.values()) for rank in late)
+    text = "ranks enter attention at different times, and no rank is always the late one"
+    recommendation = "check what delays all ranks between attention calls, such as other work on the host"
+    return [_bottleneck("late ranks", longest, text, recommendation, BOTH_ENDS)]
+
+
+def _host_gaps(report: Report) -> list[Bottleneck]:
+    """Find time inside of attention in which a rank neither computes nor waits."""
+    gaps = [rank["idle_between_kernels_ns"] for rank in report["ranks"]]
+    text = "time between kernels: ranks are in attention, and neither compute nor wait"
+    recommendation = (
+        "kernel launches, packing and merging take a large share of the time: give each rank more tokens, or use fewer "
+        "steps"
+    )
+    lost = sum(gaps) / max(1, len(gaps))
+    return [_bottleneck("host", lost, text, recommendation, "events: time without any event")]
+
+
+def _late_launches(report: Report) -> list[Bottleneck]:
+    """Find devices that wait between two marks for a kernel launch: the marks count this time as computing."""
+    delays = _launch_delays(report)
+    if not delays:
+        return []
+    rank = max(delays, key=lambda one: delays[one])
+    text = f"the host of rank {rank} launches kernels late: its device waits for them"
+    recommendation = (
+        "tracing slows hosts: check whether level='standard' takes as long; if it does, give each rank more tokens, or "
+        "use fewer steps"
+    )
+    evidence = "events: kernels' marks; trace: kernels"
+    return [_bottleneck("late launches", delays[rank], text, recommendation, evidence, rank)]
+
+
+def _launch_delays(report: Report) -> dict[int, int]:
+    """Return the compute time by marks minus that in the device's trace, by rank; {} without a trace of a device."""
+    marked = {rank["rank"]: rank["compute_ns"] for rank in report["ranks"]}
+    traced = {one["rank"]: one["partition"]["compute_ns"] for one in report["kernel_trace"] if one["partition"]}
+    return {rank: marked[rank] - took for rank, took in traced.items()}
+
+
+def _contention(report: Report) -> list[Bottleneck]:
+    """Find kernels that take longer during transfers."""
+    found = largest_contention(report)
+    if found is None or found["ratio"] <= 1.0:
+        return []
+    text = (
+        f"kernels are slower during communication: on rank {found['rank']} they take {found['ratio']:.2f} times as long"
+    )
+    evidence = "trace: overlapped and isolated kernels" if report["kernel_trace"] else "events: kernels, and transfers"
+    return [_bottleneck("contention", found["lost_ns"], text, advise_contention(report), evidence, found["rank"])]
+
+
+def _waiting(report: Report) -> list[Bottleneck]:
+    """Find waits in a report that has only one end of each message."""
+    lost = sum(rank["blocking_ns"] for rank in report["ranks"]) / max(1, len(report["ranks"]))
+    text = "ranks wait for other ranks; the cause is unknown, because only one end of each message was recorded"
+    recommendation = (
+        "gather all ranks (session.report() on every rank) at level='standard' to find the late rank or link"
+    )
+    return [_bottleneck("waiting", lost, text, recommendation, "events: waits of one end")]
+
+
+def _waits(report: Report, kind: str) -> dict[int, dict[str, int]]:
+    """Return the waits that each rank caused in one way: nanoseconds by waiting rank, by causing rank."""
+    return {c["rank"]: c["wait_ns"] for c in report["causes"] if c["kind"] == kind}
