@@ -26,7 +26,7 @@ from burst_portable.runtime.autograd import run
 from burst_portable.runtime.prepare import AttentionOptions, Request, prepare
 from burst_portable.runtime.validation import check_tensors, checked_scale, checked_softcap
 from burst_portable.strategies.base import Strategy
-from burst_portable.utils.torch_modes import as_autocast_would, outside_graphs, own_precision
+from burst_portable.utils.torch_modes import cast_for_autocast, disable_autocast, outside_graphs
 
 
 @overload
@@ -221,7 +221,7 @@ def partial_attention(
         DtypeError: As `attention`.
         UnsupportedError: If the named kernel does not support the call.
     """
-    q, k, v = as_autocast_would(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     check_tensors(q, k, v, same_rows=False)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise InputError("partial_attention has no gradient; detach its tensors, or call attention()")
@@ -230,5 +230,5 @@ def partial_attention(
     call = AttentionCall.of(q, k, v, scale=checked_scale(scale, q.shape[3]), softcap=checked_softcap(softcap))
     selected, _ = choose_kernel(backend, call, kernel)
     q, k, v = map(as_kernels_take, (q, k, v))
-    with torch.no_grad(), own_precision(q.device):
+    with torch.no_grad(), disable_autocast(q.device):
         return finished(selected.attend(q, k, v, tiles, call), q.dtype)

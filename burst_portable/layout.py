@@ -12,7 +12,7 @@ from math import gcd
 
 from burst_portable.errors import LayoutError, shown, unknown_name
 from burst_portable.mask import Mask
-from burst_portable.utils.values import as_int, opaque, size
+from burst_portable.utils.values import as_int, hide_dataclass, size
 
 MOST_RANKS = 1 << 14
 """Planning one rank visits every other: with more ranks it takes minutes, see docs/plans.md."""
@@ -68,7 +68,7 @@ class Segment:
         return position <= min(self.last, other.last)
 
 
-@opaque
+@hide_dataclass
 @dataclass(frozen=True, repr=False)
 class Layout:
     """The segments of every rank, in the order of the rank's tokens in memory.

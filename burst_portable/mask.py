@@ -21,7 +21,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from burst_portable.errors import MaskError, shown, unknown_name
-from burst_portable.utils.values import as_int, opaque, size
+from burst_portable.utils.values import as_int, hide_dataclass, size
 
 UNBOUNDED = 1 << 60
 """End of an unlimited range; also, with either sign, the bound of an unlimited band."""
@@ -115,7 +115,7 @@ def _k_start(region: Region) -> int:
     return region.k_start
 
 
-@opaque
+@hide_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask:
     """Disjoint regions. Create one with a constructor below, or from regions.

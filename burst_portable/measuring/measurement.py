@@ -39,7 +39,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.hardware import SCHEMA, Curve, as_json
 from burst_portable.planning.plans import PASSES
 from burst_portable.utils.text import bytes_text, seconds_text
-from burst_portable.utils.torch_modes import own_precision
+from burst_portable.utils.torch_modes import disable_autocast
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _NAME = 200  # bytes of a device's name
@@ -109,7 +109,7 @@ def measure(
     named = mesh.config.kernel if kernel == "auto" else kernel
     chosen, _ = choose_kernel(backend, call, named)
     try:
-        with torch.no_grad(), own_precision(device):
+        with torch.no_grad(), disable_autocast(device):
             return _Measurement(mesh, device, backend, chosen, call, on_progress).facts()
     except torch.OutOfMemoryError as error:
         raise DeviceError(

@@ -14,7 +14,7 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import as_kernels_take
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.prepared_call import PreparedCall, installed
-from burst_portable.utils.torch_modes import hidden_from_checkpoints, own_precision
+from burst_portable.utils.torch_modes import disable_autocast, disable_selective_checkpointing
 
 _NOTHING = nullcontext()
 
@@ -27,7 +27,7 @@ def run(
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
-    with own_precision(q.device), hidden_from_checkpoints():
+    with disable_autocast(q.device), disable_selective_checkpointing():
         begin(prepared, q.device)
         if needs_grad:
             # torch has no types for it
@@ -81,7 +81,7 @@ def run_backward(
             x = as_kernels_take(x) if x.dim() == 4 else x.contiguous()  # contiguous LSE
         tensors.append(x)
     sinks = tensors.pop()
-    with own_precision(tensors[0].device):
+    with disable_autocast(tensors[0].device):
         begin(prepared, tensors[0].device, forward_pass=number)
         gradients = prepared.executor.backward(prepared, tensors, sinks, dout)
         if prepared.transport.size > 1:

@@ -17,7 +17,7 @@ from burst_portable.planning.plans import PASSES, PassName, Plan
 from burst_portable.runtime.prepare import Request, RequestOptions, choose, describe
 from burst_portable.runtime.validation import checked_device
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.utils.torch_modes import as_autocast_would
+from burst_portable.utils.torch_modes import cast_for_autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def explain(
     request = Request(**options).checked()
     target = checked_device(device)
     device_type = None if target is None else target.type
-    q, k, v = as_autocast_would(q, k, v, device_type)
+    q, k, v = cast_for_autocast(q, k, v, device_type)
     call = describe(q, k, v, sinks, mesh, request, device_type)
     plan, backend, kernel, why_kernel = choose(call, mesh, request)
     automatic = request.strategy == "auto" or isinstance(request.strategy, AutoStrategy)

@@ -41,7 +41,7 @@ from burst_portable.runtime.prepare import Request, choose, describe, prepare
 from burst_portable.runtime.prepared_call import PreparedCall
 from burst_portable.runtime.validation import broadcast_error, check_rows, usable_device
 from burst_portable.strategies.planner import layout_of, mask_of
-from burst_portable.utils.torch_modes import as_autocast_would, hidden_from_checkpoints, own_precision
+from burst_portable.utils.torch_modes import cast_for_autocast, disable_autocast, disable_selective_checkpointing
 from burst_portable.utils.values import size
 
 
@@ -140,7 +140,7 @@ def _traced(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len: Any,
     seq_len = None if seq_len == _NOTHING else seq_len  # maybe a symbol: one graph for all lengths
     mesh, mask, strategy, layout, *numbers = map(_as_value, rest)
     arguments = CallArguments(mesh, Request(mask, strategy, layout, None, *numbers))
-    q, k, v = as_autocast_would(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     lean = keep and _keeps_copies(q, k, v, sinks, seq_len, arguments)
     turns = _turns_of_graph()
@@ -234,7 +234,7 @@ def attend(
     mesh = as_mesh(arguments.mesh)
     prepared, q_, k_, v_ = prepare(q, k, v, sinks, mesh, arguments.request._replace(seq_len=seq_len))
     prepared = observed(prepared, mesh)
-    with own_precision(q.device), hidden_from_checkpoints():
+    with disable_autocast(q.device), disable_selective_checkpointing():
         begin(prepared, q.device)
         out, lse, saved = prepared.executor.forward(prepared, q_, k_, v_, sinks, keep=keep)
         prepared.transport.end()

@@ -54,7 +54,7 @@ from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import call_of_sizes, layout_of, mask_of, planned, planned_for
 from burst_portable.strategies.registry import strategy_of
-from burst_portable.utils.torch_modes import as_autocast_would
+from burst_portable.utils.torch_modes import cast_for_autocast
 from burst_portable.utils.values import size
 
 
@@ -138,7 +138,7 @@ def prepare(
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or forward_ad._current_level >= 0:
             check_no_transforms(q, k, v, sinks)
         request = request.checked()
-        q, k, v = as_autocast_would(q, k, v)
+        q, k, v = cast_for_autocast(q, k, v)
         prepared = mesh.cached(_key(request, q, k, v, sinks), lambda: _prepare(q, k, v, sinks, mesh, request))
         if type(q) is not Tensor or q.stride(-1) != 1 or q.is_neg():
             q = as_kernels_take(q)

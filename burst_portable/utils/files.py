@@ -1,4 +1,4 @@
-"""Files that users name, read up to a limit: pipes are refused, and so are small gzips of large files."""
+"""Read and write files that users name, up to a size limit. Pipes, and small gzips of large files, raise an error."""
 
 from __future__ import annotations
 
@@ -18,59 +18,65 @@ ParseFloat = Callable[[str], Any]
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Raises `InputError` for a file that cannot be written."""
+    """Write a text file.
+
+    Raises:
+        InputError: If the file cannot be written.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except (OSError, TypeError, ValueError) as error:  # what is not a path raises one of the two others
+    except (OSError, TypeError, ValueError) as error:  # a value that is not a path raises TypeError or ValueError
         raise InputError(
-            "this file cannot be written", got=f"{shown(path)}: {_told(error)}", allowed="a path to a file"
+            "this file cannot be written", got=f"{shown(path)}: {_describe(error)}", allowed="a path to a file"
         ) from error
 
 
 def read_json(
     path: Path, what: str, largest: int, *, parse_float: ParseFloat | None = None, next_step: str | None = None
 ) -> Any:
-    """The JSON of a file, also of a gzip.
+    """Return the JSON of a file, which may be a gzip.
 
     Args:
-        what: what the file should be, for errors: "a report".
-        largest: bytes of the text, unpacked, at most.
-        parse_float: turns decimals into numbers; finite floats unless given.
-        next_step: where such a file comes from, for errors.
+        path: The file.
+        what: What the file should be, for messages: "a report".
+        largest: Largest number of bytes of the unpacked text.
+        parse_float: Converts decimals to numbers. Default: finite floats.
+        next_step: How to create such a file, for messages.
 
-    Raises `InputError`, in one line, for a file that cannot be read, is too large or too deep, or is not strict JSON.
+    Raises:
+        InputError: If the file cannot be read, is too large or too deeply nested, or is not strict JSON.
     """
     try:
         mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):  # to open a pipe is to wait for its writer
+        if not stat.S_ISREG(mode):  # opening a pipe waits for its writer
             raise ValueError("a folder" if stat.S_ISDIR(mode) else "not a regular file")
         with path.open("rb") as file:
             text = _read(gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP else file, largest)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise InputError(f"{path} is not {what}", got=_told(error), next_step=next_step) from error
+        raise InputError(f"{path} is not {what}", got=_describe(error), next_step=next_step) from error
     return parse_json(text, str(path), what, parse_float=parse_float, next_step=next_step)
 
 
 def parse_json(
     text: bytes | str, source: str, what: str, *, parse_float: ParseFloat | None = None, next_step: str | None = None
 ) -> Any:
-    """The same, from text; `source` names it in errors."""
+    """Return the JSON of a text. `source` is its name in messages; other arguments and errors as for `read_json`."""
     try:
-        return json.loads(text, parse_float=parse_float or _finite, parse_constant=_refused)
+        return json.loads(text, parse_float=parse_float or _finite, parse_constant=_reject)
     except RecursionError:
         got = "JSON that is nested too deeply"
         raise InputError(f"{source} is not {what}", got=got, next_step=next_step) from None
     except ValueError as error:
-        raise InputError(f"{source} is not {what}", got=_told(error), next_step=next_step) from error
+        raise InputError(f"{source} is not {what}", got=_describe(error), next_step=next_step) from error
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError):
-        return error.strerror or str(error)  # without the path, which stands before it
+        return error.strerror or str(error)  # without the path, which the message contains
     if isinstance(error, UnicodeDecodeError):
         return "bytes that are not text"
-    told = " ".join(str(error).split())[:300]
-    return f"not JSON: {told}" if isinstance(error, json.JSONDecodeError) else told
+    text = " ".join(str(error).split())[:300]
+    return f"not JSON: {text}" if isinstance(error, json.JSONDecodeError) else text
 
 
 def _read(file: Any, largest: int) -> bytes:
@@ -87,5 +93,5 @@ def _finite(text: str) -> float:
     return number
 
 
-def _refused(name: str) -> NoReturn:
+def _reject(name: str) -> NoReturn:
     raise ValueError(f"{name}, which is not JSON")

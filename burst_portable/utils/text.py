@@ -1,4 +1,4 @@
-"""Numbers as people read them: sizes in powers of 1024, FLOPs and rates in powers of 1000."""
+"""Format numbers for people: sizes in powers of 1024, FLOPs and rates in powers of 1000."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-_RANKS = 8  # the most that are listed
-_ROUNDS_UP = 0.9995  # of a unit: shown as 1 of it, not as 1000 of the smaller one
+_RANKS = 8  # largest number of listed ranks
+_ROUNDS_UP = 0.9995  # of a unit: printed as 1 of it, not as 1000 of the smaller one
 
 
 def bytes_text(size: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Format a number of bytes: 1536 -> "1.5 KiB"."""
     return _scaled(size, 1024.0, _BYTES)
 
 
 def scaled(value: float, unit: str) -> str:
-    """1.5e9, "B/s" -> "1.5 GB/s"."""
+    """Format a value with a unit: 1.5e9, "B/s" -> "1.5 GB/s"."""
     return _scaled(value, 1000.0, tuple(prefix + unit for prefix in _PREFIXES))
 
 
 def seconds_text(seconds: float) -> str:
-    """0.0042 -> "4.2 ms"."""
+    """Format seconds: 0.0042 -> "4.2 ms"."""
     for unit, name in _SECONDS:
         if seconds >= unit * _ROUNDS_UP:
             return f"{_short(seconds / unit)} {name}"
@@ -31,12 +31,12 @@ def seconds_text(seconds: float) -> str:
 
 
 def by_time(seconds: Mapping[str, float]) -> str:
-    """{"a": 2.0, "b": 0.0042} -> "b 4.2 ms, a 2 s": the fastest first."""
+    """List names with their seconds, fastest first: {"a": 2.0, "b": 0.0042} -> "b 4.2 ms, a 2 s"."""
     return ", ".join(f"{name} {seconds_text(seconds[name])}" for name in sorted(seconds, key=seconds.__getitem__))
 
 
 def time_text(nanoseconds: float) -> str:
-    """1_230_000 -> "1.23 ms"; always three digits, for columns of measured times."""
+    """Format nanoseconds with three digits, for columns of measured times: 1_230_000 -> "1.23 ms"."""
     for unit, name in _SECONDS[:-1]:
         value = nanoseconds * 1e-9 / unit
         if abs(value) >= _ROUNDS_UP:
@@ -45,12 +45,12 @@ def time_text(nanoseconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """0.1234 -> "12.3 %"."""
+    """Format a share: 0.1234 -> "12.3 %"."""
     return f"{100 * share:.1f} %"
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """[3] -> "rank 3", [0, 1] -> "ranks 0, 1"; of many, the first few."""
+    """Format rank numbers, the first few of many: [3] -> "rank 3", [0, 1] -> "ranks 0, 1"."""
     more = ", ..." if len(ranks) > _RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_RANKS]))}{more}"
 
@@ -63,7 +63,7 @@ def _scaled(value: float, base: float, names: tuple[str, ...]) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits without trailing zeros: 1.50 -> 1.5, 512.00 -> 512."""
+    """Format a number with three digits, without trailing zeros: 1.50 -> 1.5, 512.00 -> 512."""
     size = abs(value)
     if size < 1:
         return f"{value:.3g}"
@@ -72,10 +72,10 @@ def _short(value: float) -> str:
 
 
 def beside(label: str, text: str, width: int | None) -> str:
-    """`text` in lines that stand behind `label`, which is on the first and not returned, `width` characters in all.
+    """Wrap `text` to lines that start after a label, so that label and text have `width` characters.
 
-    None: one line, as for a log, whose readers wrap it. A word that is too long for a line, as paths are, is left whole
-    and to the terminal, so that it can be copied.
+    The label is not part of the result. Words longer than a line, such as paths, are not split, so that they can be
+    copied. With width None, the text stays one line, as for a log.
     """
     if width is None:
         return text

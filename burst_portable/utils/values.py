@@ -1,4 +1,4 @@
-"""Numbers as users pass them: Python's, NumPy's, and tensors that hold one. Floats are never truncated to ints."""
+"""Convert numbers that users pass: Python's, NumPy's, and tensors of one element. Never truncate floats to ints."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from burst_portable.errors import InputError, shown
 T = TypeVar("T")
 
 
-def opaque(kind: type[T]) -> type[T]:
-    """Let others not see that a class is a dataclass, so that they leave its objects alone.
+def hide_dataclass(kind: type[T]) -> type[T]:
+    """Remove the mark of a dataclass from a class, so that other libraries do not copy its objects.
 
-    torch makes every dataclass among a module's arguments anew, field by field, where it casts them (FSDP2 under
-    mixed precision, DDP too): fields without a place in `__init__` raise there, and thousands of regions take long.
+    torch copies every dataclass among a module's arguments field by field when it casts them (FSDP2 with mixed
+    precision, DDP too). Fields that `__init__` does not accept raise an error there, and thousands of regions are slow.
     """
-    del kind.__dataclass_fields__  # type: ignore[attr-defined]  # of dataclasses, which mypy does not know here
+    del kind.__dataclass_fields__  # type: ignore[attr-defined]  # mypy has no type for dataclasses here
     return kind
 
 
 _LARGEST_INT = (1 << 63) - 1
-_TOO_LARGE = 1 << 48  # larger than any sequence; keeps products and mask bounds within 64 bits
+_TOO_LARGE = 1 << 48  # larger than any sequence: products and mask bounds fit in 64 bits
 
 
 def as_int(value: object) -> int | None:
@@ -34,7 +34,7 @@ def as_int(value: object) -> int | None:
 
 
 def as_float(value: object) -> float | None:
-    """The number that a value is; None for a bool, a string or anything else."""
+    """Return a value as a float. None for a bool, a string or anything else."""
     if type(value) is float:
         return value
     value = _scalar(value)
@@ -47,17 +47,17 @@ def as_float(value: object) -> float | None:
 
 
 def _scalar(value: object) -> object:
-    """The Python number inside a NumPy scalar or a tensor without dimensions."""
+    """Return the Python number of a NumPy scalar or a tensor without dimensions; other values unchanged."""
     if not hasattr(value, "item") or getattr(value, "ndim", None) != 0:
         return value
     try:
         return value.item()
-    except RuntimeError:  # a tensor that holds no data
+    except RuntimeError:  # a tensor without data
         return value
 
 
 def size(name: str, value: object) -> int:
-    """A whole number of at least 1 and below 2**48, or an `InputError` that says what `name` may be."""
+    """Return a whole number of at least 1 and below 2**48. Raise `InputError` with the argument's name otherwise."""
     number = as_int(value)
     if number is None or number < 1:
         raise InputError(f"{name} is not a size", got=shown(value), allowed="an int of at least 1")
@@ -67,15 +67,15 @@ def size(name: str, value: object) -> int:
 
 
 def check_divides(ranks_per_node: int, ranks: int) -> None:
-    """Refuse nodes that are not all of one size."""
+    """Raise `InputError` unless all nodes have the same number of ranks."""
     if ranks % ranks_per_node:
         raise InputError(
-            "that node size does not divide the ranks",
+            "ranks_per_node does not divide the number of ranks",
             got=f"ranks_per_node={ranks_per_node}, {ranks} ranks",
             allowed=", ".join(map(str, divisors(ranks))),
         )
 
 
 def divisors(ranks: int) -> list[int]:
-    """The sizes that nodes may have."""
+    """Return the possible numbers of ranks per node."""
     return [i for i in range(1, ranks + 1) if ranks % i == 0]

@@ -52,7 +52,7 @@ def one_process():
         ({"size": 2.0}, "size of a mesh"),
         (
             {"ranks_per_node": 3},
-            "that node size does not divide the ranks; got ranks_per_node=3, 2 ranks; allowed: 1, 2",
+            "ranks_per_node does not divide the number of ranks; got ranks_per_node=3, 2 ranks; allowed: 1, 2",
         ),
         ({"ranks_per_node": 1.0}, "ranks_per_node is not a size"),
         ({"connect": None}, "must be a function of the device type"),

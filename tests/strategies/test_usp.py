@@ -225,7 +225,8 @@ def test_usp_default_node_size(ranks, heads, kv_heads, ranks_per_node, note):
 
 def test_usp_rejects_invalid_node_sizes():
     with pytest.raises(
-        InputError, match="that node size does not divide the ranks; got ranks_per_node=5, 12 ranks; allowed: 1"
+        InputError,
+        match="ranks_per_node does not divide the number of ranks; got ranks_per_node=5, 12 ranks; allowed: 1",
     ):
         make(ranks_per_node=5)
     told = (

@@ -208,7 +208,7 @@ def test_working_owner_is_not_collected():
 
 def test_stop_in_forked_child_keeps_parent_thread():
     owner = Owner()
-    with owner.thread._told._cond:  # as another thread may hold it when a process forks
+    with owner.thread._stopped._cond:  # as another thread may hold it when a process forks
         child = os.fork()
         if not child:
             owner.thread.stop()
