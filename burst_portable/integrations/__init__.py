@@ -1,1 +1,1 @@
-"""Models that nobody edited, with their sequence split over ranks. Nothing is imported before it is asked for."""
+"""Integrations with model libraries: unedited models with a sharded sequence."""

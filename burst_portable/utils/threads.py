@@ -1,8 +1,8 @@
 """Define threads that work in the background and end before the interpreter does.
 
-If a thread returns from C++ while the interpreter is finalized, Python ends it inside torch's frames, which allow no
-exception: the process dies with SIGABRT after all its work was done. This happens to daemon threads. Therefore each
-thread is stopped and joined at exit.
+If a daemon thread returns from C++ while the interpreter is finalized, Python ends it inside torch's frames. These
+allow no exception, so the process dies with SIGABRT after all its work was done. Therefore each thread is stopped and
+joined at exit.
 """
 
 from __future__ import annotations
