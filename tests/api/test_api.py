@@ -494,8 +494,8 @@ def test_repr_is_one_short_line():
     assert repr(made) == "Plan('ring', ranks=4, tokens=1000, mask=documents(100), layout=zigzag)"
 
 
-def test_documents_past_every_sequence_are_refused():
-    """2**60 means "without a bound" in a region: such documents once had no end."""
+def test_mask_rejects_documents_past_maximum_length():
+    """2**60 means "unbounded" in a region, so such documents would never end."""
     q = torch.ones(1, 16, 2, 8)
     for end in (1 << 60, 1 << 62):
         with pytest.raises(MaskError, match="ends past every sequence"):
@@ -505,8 +505,8 @@ def test_documents_past_every_sequence_are_refused():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_negated_views_give_the_numbers_that_they_show(ranks: int):
-    """The imaginary part of a conjugate has numbers of the other sign in memory, which kernels and messages read."""
+def test_attention_of_negated_views_equals_copies(ranks: int):
+    """The memory of a negated view has the opposite sign, and kernels and messages read memory."""
     x = torch.randn(1, 16, 2, 8, dtype=torch.complex128)
 
     def work(mesh: bp.Mesh) -> list[torch.Tensor]:
@@ -524,6 +524,6 @@ def test_negated_views_give_the_numbers_that_they_show(ranks: int):
         torch.testing.assert_close(grad, plain_grad, rtol=0, atol=1e-14)
 
 
-def test_make_strategy_takes_its_name_by_place():
+def test_make_strategy_rejects_name_as_option():
     with pytest.raises(InputError, match="no option 'name'"):
         bp.make_strategy("ring", name=0)

@@ -391,7 +391,7 @@ def test_plan_notes_unused_hardware_spec_of_environment(monkeypatch, tmp_path, c
 
 @pytest.mark.parametrize("flag", ["--tflops", "--intra-node-bandwidth", "--inter-node-bandwidth"])
 @pytest.mark.parametrize("speed", ["5e-324", "1e308", "0", "nan", "-1"])
-def test_plan_refuses_speeds_without_a_finite_time(capsys, flag, speed):
-    """Denormal speeds once printed predicted times of inf and an efficiency of nan."""
+def test_plan_rejects_bandwidths_without_finite_time(capsys, flag, speed):
+    """Denormal values once gave infinite times and an efficiency of nan."""
     assert main(["plan", *TINY, "--ranks-per-node", "1", flag, speed]) == 2
     assert f"{flag} is out of range" in capsys.readouterr().err

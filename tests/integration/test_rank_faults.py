@@ -99,7 +99,7 @@ def test_groups_in_another_order_name_both_sides(played):
         assert told["error"] == "CommunicationTimeoutError"
         assert told["message"].startswith(f"rank {rank}, checking that ranks agree on pass 1 (forward, full)")
         for other in set(range(RANKS)) - {rank}:
-            assert f"rank {other}, asking" in told["message"], told["message"]
+            assert f"rank {other}, checking" in told["message"], told["message"]
         assert "[group 0: ranks 0, 1, 2]" in told["message"]  # where the others are, or rank 1 is not
 
 

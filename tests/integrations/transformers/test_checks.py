@@ -184,7 +184,7 @@ def test_rank_interrupted_between_attentions_cannot_call_again(
             with pytest.raises(error):
                 model(**handle.shard(ids))
             failing.remove()
-        told = "rank 1: the last exchange" if mesh.rank else "rank 0, (asking|forward step)"
+        told = "rank 1: the last exchange" if mesh.rank else "rank 0, (checking|forward step)"
         with pytest.raises(CommunicationError, match=told):
             model(**handle.shard(ids.flip(1) if mesh.rank else ids))
 
@@ -404,8 +404,8 @@ def test_parallelize_rejects_text_towers_that_pool_tokens(name: str) -> None:
         parallelize(model, Mesh.single())
 
 
-def test_pooled_output_of_a_shard_is_not_that_of_the_sequence() -> None:
-    """The number that the error of a text tower prevents."""
+def test_pooled_output_of_shard_differs_from_sequence() -> None:
+    """The error of a text tower prevents this result."""
     config = CLIPTextConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, eos_token_id=63)
     model, ids = CLIPTextModel(config).eval(), torch.randint(0, 63, (1, 32))
     ids[:, -1] = 63

@@ -147,8 +147,8 @@ def test_checksum_depends_on_values_order_and_arguments() -> None:
 
 @pytest.mark.parametrize("kind", ["host", "device"])
 @pytest.mark.parametrize("summed", [True, False])
-def test_training_without_adding_gradients_raises_at_the_next_call(kind: str, summed: bool) -> None:
-    """Each rank stepped by its own part of the gradients, and trained a model of its own."""
+def test_training_without_all_reduce_gradients_raises(kind: str, summed: bool) -> None:
+    """Each rank would step by its own part of the gradients and train its own model."""
     whole, ids = make("llama"), tokens(1, 32)
 
     def work(mesh: Mesh) -> None:
@@ -171,8 +171,8 @@ def test_training_without_adding_gradients_raises_at_the_next_call(kind: str, su
     run_threads(2, work)
 
 
-def test_router_loss_by_a_direct_call_of_forward_raises() -> None:
-    """forward() runs no hooks of its own module, so each rank returned the router loss of its own tokens."""
+def test_router_loss_in_direct_forward_call_raises() -> None:
+    """forward() runs no hooks, so each rank would return the router loss of its own tokens."""
     whole, ids = make("mixtral", output_router_logits=True), tokens(1, 32)
 
     def work(mesh: Mesh) -> None:
