@@ -98,9 +98,10 @@ class BatchCheck:
         with transport.between_passes():
             parts = [part.reshape(-1).view(torch.uint8) for part in gathered]
             transport.all_gather(mine.view(torch.uint8), parts, _CALL)
-        differs = torch.empty(len(_FACTS), dtype=torch.bool, pin_memory=device.type != "cpu")
+        has_streams = mesh.backend_for(device.type).capabilities.streams
+        differs = torch.empty(len(_FACTS), dtype=torch.bool, pin_memory=has_streams)
         differs.copy_((gathered != mine).any(dim=0), non_blocking=True)
-        copied = None if device.type == "cpu" else torch.Event(device)
+        copied = torch.Event(device) if has_streams else None
         if copied is not None:
             copied.record()
         self._differs = differs, copied
