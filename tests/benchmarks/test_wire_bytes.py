@@ -89,22 +89,22 @@ class Counters:
         return value, 2 * value
 
 
-def alone(counters) -> Wire:
+def single_wire(counters) -> Wire:
     return Wire(counters, LocalTransport(Fabric(1, 1.0), 0), lambda: None)
 
 
 def test_during_waits_for_delayed_counters():
-    assert alone(Counters(5, 7, 7, 7, 8, 9, 9)).during(lambda: None, 1) == [(2, 4)]
+    assert single_wire(Counters(5, 7, 7, 7, 8, 9, 9)).during(lambda: None, 1) == [(2, 4)]
 
 
 def test_during_rejects_counters_that_go_backwards():
     with pytest.raises(DeviceError, match=r"went backwards, from \(7, 14\) to \(0, 0\)"):
-        alone(Counters(7, 7, 0)).during(lambda: None, 1)
+        single_wire(Counters(7, 7, 0)).during(lambda: None, 1)
 
 
 def test_during_reads_counters_that_never_settle():
     started = time.monotonic()
-    assert alone(Counters(*range(1000))).during(lambda: None, 1)[0][0] > 0
+    assert single_wire(Counters(*range(1000))).during(lambda: None, 1)[0][0] > 0
     assert time.monotonic() - started < 10
 
 
@@ -117,7 +117,7 @@ FEW = {
 }
 
 
-def counted(row: Row, strategy: str, ranks: int, peers: type[ThreadPeers] = ThreadPeers, calls: int = 2):
+def count_bytes(row: Row, strategy: str, ranks: int, peers: type[ThreadPeers] = ThreadPeers, calls: int = 2):
     """Return by pass the bytes that each rank sent and received between threads, and the planned bytes."""
     world = World(ranks)
 
@@ -149,7 +149,7 @@ def counted(row: Row, strategy: str, ranks: int, peers: type[ThreadPeers] = Thre
     [*product(FEW, ("ring+fetch", "burst+together", "ulysses")), *product(("window", "documents"), ("ulysses+2",))],
 )
 def test_counted_bytes_equal_plan(name, strategy):
-    for crossed, plans in counted(FEW[name], strategy, 2):
+    for crossed, plans in count_bytes(FEW[name], strategy, 2):
         assert crossed == [(2 * one.sent, 2 * one.received) for one in plans]
         assert any(one.sent for one in plans)
         assert all(one.messages > 2 for one in plans)
@@ -165,7 +165,7 @@ class Twice(ThreadPeers):
 
 @pytest.mark.parametrize("strategy", ["ring+fetch", "ulysses"])
 def test_unexplained_detects_messages_sent_twice(strategy):
-    for crossed, plans in counted(FULL, strategy, 2, Twice):
+    for crossed, plans in count_bytes(FULL, strategy, 2, Twice):
         assert crossed == [(4 * one.sent, 4 * one.received) for one in plans]
         one = Measured("row", strategy, "peer_copy", "", 2, crossed, plans)
         assert one.unexplained().keys() == {f"rank {rank}, {way}" for rank in (0, 1) for way in ("sent", "received")}
@@ -176,7 +176,7 @@ def test_unexplained_detects_messages_sent_twice(strategy):
 def test_unexplained_detects_plan_of_another_mask():
     """The plan of a full mask does not explain the bytes of a window, nor the reverse."""
     window = Row(2048, (2, 2), 64, mask="window:256", layout="contiguous")
-    (full, full_plan), (less, less_plan) = (counted(row, "ring+fetch", 2, calls=1)[0] for row in (FULL, window))
+    (full, full_plan), (less, less_plan) = (count_bytes(row, "ring+fetch", 2, calls=1)[0] for row in (FULL, window))
     assert Measured("", "", "", "", 1, full, full_plan).unexplained() == {}
     assert Measured("", "", "", "", 1, less, less_plan).unexplained() == {}
     assert len(Measured("", "", "", "", 1, less, full_plan).unexplained()) == 4

@@ -34,7 +34,7 @@ def kernel():
 
 
 @pytest.fixture(autouse=True)
-def asked_for_little_work_too(monkeypatch):
+def use_package_for_small_work(monkeypatch):
     monkeypatch.setattr(flash4, "LEAST", 0)
 
 

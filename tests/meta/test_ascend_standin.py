@@ -40,7 +40,7 @@ def cann(build: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> ctypes.
     return loaded
 
 
-def made(function: object, *arguments: object) -> ctypes.c_void_p:
+def create(function: object, *arguments: object) -> ctypes.c_void_p:
     handle = ctypes.c_void_p()
     assert function(ctypes.byref(handle), *arguments) == 0  # type: ignore[operator]
     return handle
@@ -64,8 +64,8 @@ def test_standin_stream_waits_for_event_of_other_stream(
         handle = ctypes.c_void_p()
         assert cann.HcclCommInitRootInfo(2, info, rank, ctypes.byref(handle)) == 0
         ranks.append(handle)
-    receiving, copying, sending = (made(cann.aclrtCreateStream) for _ in range(3))
-    event = made(cann.aclrtCreateEventWithFlag, 0)
+    receiving, copying, sending = (create(cann.aclrtCreateStream) for _ in range(3))
+    event = create(cann.aclrtCreateEventWithFlag, 0)
     came, copied, sent = (
         ctypes.create_string_buffer(6),
         ctypes.create_string_buffer(6),
@@ -94,7 +94,7 @@ def test_standin_message_of_other_size_fails_stream(
     cann.HcclGetRootInfo(info)
     cann.HcclCommInitRootInfo(2, info, 0, ctypes.byref(one))
     cann.HcclCommInitRootInfo(2, info, 1, ctypes.byref(other))
-    first, second = made(cann.aclrtCreateStream), made(cann.aclrtCreateStream)
+    first, second = create(cann.aclrtCreateStream), create(cann.aclrtCreateStream)
     buffer = ctypes.create_string_buffer(8)
     assert cann.HcclSend(buffer, ctypes.c_uint64(8), UINT8, 1, one, first) == 0
     assert cann.HcclRecv(buffer, ctypes.c_uint64(4), UINT8, 0, other, second) == 0

@@ -284,8 +284,8 @@ BACKWARD_BUGS = {
 }  # fmt: skip
 
 
-def planted(module, change, folder):
-    """The module with something else in the place of a few of its words."""
+def plant(module, change, folder):
+    """Load the module with one text replaced."""
     text = Path(module.__file__).read_text()
     assert text.count(change[0]) >= 1, change[0]
     path = folder / f"planted_{Path(module.__file__).name}"
@@ -300,8 +300,8 @@ def planted(module, change, folder):
     return made
 
 
-def caught(work, kernels_on, monkeypatch):
-    """Whether some order of events shows that something is wrong."""
+def finds_bug(work, kernels_on, monkeypatch):
+    """Return whether some order of events shows an error."""
     for seed, (_, eager) in itertools.product(range(8), ORDERS):
         emulate(monkeypatch, kernels_on(Machine(seed, eager)))
         try:
@@ -329,26 +329,26 @@ WAY_BUGS = {
 
 @pytest.mark.parametrize("bug", WAY_BUGS)
 def test_emulation_finds_bug_of_yielding_programs(bug, tmp_path, monkeypatch):
-    module = planted(hopper_forward, WAY_BUGS[bug], tmp_path)
+    module = plant(hopper_forward, WAY_BUGS[bug], tmp_path)
     use_yielding_programs(monkeypatch, 3)
     q, k, v = inputs(1, 600, 3, 1, 64)
     work = functools.partial(compare_yielding, q, k, v, tiles_of("causal", 600))
-    assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
+    assert finds_bug(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
 
 
 @pytest.mark.parametrize("bug", [*FORWARD_BUGS, *MERGE_BUGS])
 def test_emulation_finds_bug_of_forward(bug, tmp_path, monkeypatch):
-    module = planted(hopper_forward, {**FORWARD_BUGS, **MERGE_BUGS}[bug], tmp_path)
+    module = plant(hopper_forward, {**FORWARD_BUGS, **MERGE_BUGS}[bug], tmp_path)
     work = functools.partial(forward, merge=bug in MERGE_BUGS)
-    assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
+    assert finds_bug(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
 
 
 @pytest.mark.parametrize("bug", BACKWARD_BUGS)
 def test_emulation_finds_bug_of_backward(bug, tmp_path, monkeypatch):
-    module = planted(backward, BACKWARD_BUGS[bug], tmp_path)
+    module = plant(backward, BACKWARD_BUGS[bug], tmp_path)
     q, k, v = inputs(1, 600, 1, 1, 64)
     work = functools.partial(compare_backward, q, k, v, tiles_of("causal", 600))
-    assert caught(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
+    assert finds_bug(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
 
 
 SHORT_BUGS = {
@@ -359,10 +359,10 @@ SHORT_BUGS = {
 
 @pytest.mark.parametrize("bug", SHORT_BUGS)
 def test_emulation_finds_bug_of_partial_blocks(bug, tmp_path, monkeypatch):
-    module = planted(backward, SHORT_BUGS[bug], tmp_path)
+    module = plant(backward, SHORT_BUGS[bug], tmp_path)
     q, k, v = inputs(1, 770, 1, 1, 64)
     work = functools.partial(compare_backward, q, k, v, tiles_of("documents:0,90,690,770", 770))
-    assert caught(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
+    assert finds_bug(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
 
 
 APART_BUGS = {
@@ -379,7 +379,7 @@ APART_BUGS = {
 @pytest.mark.parametrize("bug", APART_BUGS)
 def test_emulation_finds_bug_of_second_launch(bug, tmp_path, machine, monkeypatch):
     source, *change = APART_BUGS[bug]
-    module = planted(source, change, tmp_path)
+    module = plant(source, change, tmp_path)
     if source is configs:
         monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
     else:

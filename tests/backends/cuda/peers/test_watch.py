@@ -39,8 +39,8 @@ class Event:
         self.query = happened
 
 
-def watched(device, timeout, marks, quiet=QUIET, read=None):
-    """A watch with one pass that waits for these flags."""
+def watch_flags(device, timeout, marks, quiet=QUIET, read=None):
+    """Return a watch, and its only pass, which waits for the given flags."""
     watch = Watch(None, timeout, read or device.read, device.release, quiet=quiet)
     expected = [
         (flag, mark, lambda flag=flag: f"rank 0, step {flag}: rank {flag} has not sent") for flag, mark in marks
@@ -52,13 +52,13 @@ def watched(device, timeout, marks, quiet=QUIET, read=None):
 
 
 def pause(watch, sleep):
-    """The test is the watch's thread; `Background.pause` says whether to go on."""
+    """Run the loop of the watch in the test. `Background.pause` returns whether to continue."""
     watch._thread = SimpleNamespace(pause=lambda seconds: sleep(seconds) is None)
 
 
 def test_watch_reports_missing_message_and_releases_passes(capsys):
     device = Device([PASS | CALL, 0, 0])
-    watch, one = watched(device, 0.1, [(0, PASS | CALL), (2, PASS | CALL)])
+    watch, one = watch_flags(device, 0.1, [(0, PASS | CALL), (2, PASS | CALL)])
     later = WatchedPass(Event(lambda: True), device.ended([(1, 8 << 16, None)]), [(1, 8 << 16, None)])
     watch._passes.append(later)  # put behind it before anybody noticed
     watch._watch_pass(one)
@@ -96,7 +96,7 @@ def test_watch_releases_pass_that_host_has_not_finished(monkeypatch):
 
 def test_watch_reports_message_of_other_call_at_once(capsys):
     device = Device([PASS | 0xCD])
-    watch, one = watched(device, 600.0, [(0, PASS | CALL)])
+    watch, one = watch_flags(device, 600.0, [(0, PASS | CALL)])
     watch._watch_pass(one)
     assert isinstance(watch.failed, MismatchError)
     assert "another call" in capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_watch_reports_message_of_other_call_at_once(capsys):
 def test_watch_does_not_report_peer_in_next_pass_as_late(mine, next_, capsys):
     """Rank 0 has entered the next pass, so the error names rank 1."""
     device = Device([next_ << 16 | CALL, (mine - 1) << 16 | CALL])
-    watch, one = watched(device, 0.1, [(0, mine << 16 | CALL), (1, mine << 16 | CALL)])
+    watch, one = watch_flags(device, 0.1, [(0, mine << 16 | CALL), (1, mine << 16 | CALL)])
     watch._watch_pass(one)
     assert "rank 1 has not sent" in str(watch.failed)
 
@@ -115,7 +115,7 @@ def test_watch_does_not_report_peer_in_next_pass_as_late(mine, next_, capsys):
 def test_watch_accepts_slow_messages_within_timeout(left_over, monkeypatch):
     """Each arrives within the timeout of the one before; flags of an earlier pass are valid."""
     device = Device([left_over] * 4)
-    watch, one = watched(device, 0.4, [(flag, PASS | CALL) for flag in range(4)])
+    watch, one = watch_flags(device, 0.4, [(flag, PASS | CALL) for flag in range(4)])
     now = 0.0
 
     def sleep(seconds):
@@ -142,7 +142,7 @@ def test_watch_ignores_flags_after_end_of_pass(forgotten):
         reads.append(True)
         return list(device.flags)
 
-    watch, one = watched(device, 600.0, [(0, PASS | CALL)], quiet=0.0, read=read)
+    watch, one = watch_flags(device, 600.0, [(0, PASS | CALL)], quiet=0.0, read=read)
 
     def sleep(seconds):
         device.flags[0] = PASS | CALL
@@ -175,7 +175,7 @@ def test_forget_waits_while_watch_reads_flags():
         order.append("read")
         return list(device.flags)
 
-    watch, one = watched(device, 600.0, [(0, PASS | CALL)], quiet=0.0, read=read)
+    watch, one = watch_flags(device, 600.0, [(0, PASS | CALL)], quiet=0.0, read=read)
     watch._watch_pass(one)
     giving.join(5)
     assert order == ["read", "given up"]
