@@ -1,1 +1,1 @@
-"""Local attention kernels: `contract` says what one is, `reference` plain torch, `triton` the portable ones."""
+"""Define local attention kernels: `base` the contract, `reference` plain torch, `triton` the portable kernels."""

@@ -1,6 +1,6 @@
 """Define a kernel on torch's flash attention operator, which is the same on NVIDIA and AMD.
 
-The folder of each vendor states for which devices it can be used.
+The folder of each vendor states the supported devices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from burst_portable.planning.call import AttentionCall
 
 
 def declined(call: AttentionCall, largest_head: int) -> str:
-    """Return why no flash attention, of torch or of a vendor, can serve a call; "" if the vendor decides."""
+    """Return why no flash attention of torch or a vendor can serve a call; "" if there is no general reason."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}"
     if call.v_head_dim != call.head_dim:
@@ -25,9 +25,9 @@ def declined(call: AttentionCall, largest_head: int) -> str:
     if call.heads % call.kv_heads:
         return f"{call.heads} heads are not a multiple of {call.kv_heads} K/V heads"
     if call.softcap is not None:
-        return "it is not asked for a softcap"
+        return "it has no softcap"
     if not call.positive_scale:
-        return "it is not asked for scales that are not positive"
+        return "it serves only positive scales"
     return ""
 
 
@@ -38,7 +38,7 @@ class AtenFlashKernel(AcceleratorKernel):
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
         operator = torch.ops.aten._flash_attention_forward
-        # No lengths of several sequences, no dropout, no probabilities.
+        # No cu_seqlens, no dropout, no probabilities.
         out, lse, *_ = operator(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
         return out, lse
 
@@ -46,7 +46,7 @@ class AtenFlashKernel(AcceleratorKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Gradients:
         operator = torch.ops.aten._flash_attention_backward
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is not used
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
         dq, dk, dv = operator(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, seed, seed, scale=scale
         )

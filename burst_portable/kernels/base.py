@@ -1,12 +1,12 @@
-"""Define `Kernel`, one provider of local attention, and `LazyKernel`, which stands for one that is not imported yet.
+"""Define `Kernel`, the interface of local attention kernels, and `LazyKernel`, which imports a kernel on first use.
 
 Shapes (the last stride is 1, all others are free):
 
 ======  ===================  ====================================================================
 q       [B, Sq, Hq, D]       queries of one block
 k, v    [B, Sk, Hkv, D|Dv]   keys and values; Hq = g·Hkv, head h reads K/V head h // g; Dv may differ from D
-out     [B, Sq, Hq, Dv]      in the accumulation dtype unless asked otherwise
-lse     [B, Hq, Sq]          natural logarithm, accumulation dtype; -inf where nothing is visible
+out     [B, Sq, Hq, Dv]      in the accumulation dtype, unless stated otherwise
+lse     [B, Hq, Sq]          natural logarithm, accumulation dtype; -inf for a fully masked row
 delta   [B, Hq, Sq]          rowsum(dO * O), accumulation dtype
 ======  ===================  ====================================================================
 
@@ -37,7 +37,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Support(NamedTuple):
-    """Whether a kernel serves a call, and if not, why."""
+    """Result of `Kernel.supports`: whether a kernel serves a call, and the reason if not."""
 
     ok: bool
     reason: str = ""
@@ -56,11 +56,11 @@ class BackwardInputs(NamedTuple):
 
 
 class Kernel(ABC):
-    """One provider of local attention.
+    """A local attention kernel.
 
-    An implementation defines `name`, `supports`, `attend` and `attend_backward`. The other methods are right for every
-    kernel; override them to save passes over memory. A kernel takes head counts and lengths from the tensors, and from
-    `call` the settings alone: scale, softcap, determinism. The mask of a launch is in its tiles.
+    An implementation defines `name`, `supports`, `attend` and `attend_backward`. The other methods are correct for
+    every kernel; override them to save passes over memory. A kernel takes head counts and lengths from the tensors, and
+    only the settings from `call`: scale, softcap, determinism. The mask of a launch is in its tiles.
 
     Attributes:
         traits: What the kernel declares about itself.
@@ -97,11 +97,11 @@ class Kernel(ABC):
             v: Values of shape [B, Sk, Hkv, Dv].
             tiles: Visible pairs, in local indices.
             call: The settings.
-            state: What this kernel returned before for other keys. The result is merged into it, in place if possible.
+            state: Earlier result of this kernel for other keys. The new result is merged into it, in place if possible.
                 Its dtypes are the accumulation dtype or wider: see `numerics.finished`. Default: rows outside of every
                 tile are 0 and -inf.
-            yields_to_comm: Whether kernels that move messages may be waiting for room on the device. A kernel whose
-                programs stay until all work is done should end them sooner. No number changes.
+            yields_to_comm: Whether communication kernels may be waiting for multiprocessors. A kernel with persistent
+                programs should then use shorter ones. The result must not change.
         """
 
     @abstractmethod
@@ -118,14 +118,14 @@ class Kernel(ABC):
     def forward_single_call(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
-        """Return (out, lse) of an attention that one launch computes. out may be in the dtype of q."""
+        """Return (out, lse) if one launch computes all keys. out may be in the dtype of q."""
         return self.attend(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
-        """Return (dq, dk, dv) of such an attention, in new tensors of q's dtype or the accumulation dtype.
+        """Return (dq, dk, dv) if one launch computes all keys, in new tensors of q's dtype or the accumulation dtype.
 
         Args:
-            x: With `out`.
+            x: The tensors, with `out`.
             tiles: Visible pairs, in local indices.
             call: The settings.
         """
@@ -148,7 +148,7 @@ class Kernel(ABC):
         *,
         yields_to_comm: bool = False,
     ) -> None:
-        """Write what `attend` without a state returns. Called only if `traits.writes_into`.
+        """Write the result of `attend` without a state into `out` and `lse`. Called only if `traits.writes_into`.
 
         Args:
             q: Queries of shape [B, Sq, Hq, D].
@@ -172,7 +172,7 @@ class Kernel(ABC):
 
 
 class WrappedKernel(Kernel):
-    """A kernel that hands everything to another one. Derive from it to change one method."""
+    """A kernel that passes every call to another kernel. Derive from it to change single methods."""
 
     name = ""
 
@@ -202,14 +202,14 @@ class WrappedKernel(Kernel):
 
 
 class LazyKernel:
-    """Stands for a kernel whose package is not imported before the kernel is considered.
+    """A kernel whose package is imported when `supports` or `load` is first called.
 
     Args:
         name: Name of the kernel.
         target: Its class, as "module:Class".
         needs: The package that it needs, as Python imports it.
-        at_least: First version of that package that it can use, such as (3, 6). Default: any.
-        install: What to do if the package is absent or too old.
+        at_least: Lowest supported version of that package, such as (3, 6). Default: any.
+        install: Next step for the user if the package is absent or too old.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class LazyKernel:
         self._kernel: Kernel | None = None
 
     def load(self) -> Kernel:
-        """Return the kernel, imported and made on first use."""
+        """Return the kernel. The first call imports and creates it."""
         if self._kernel is None:
             module, _, attribute = self._target.partition(":")
             self._kernel = getattr(import_module(module), attribute)()
@@ -249,7 +249,7 @@ class LazyKernel:
                     what = f"the package {self._needs} is too old"
                     return Support(False, format_error(what, got=found, allowed=allowed, next_step=self._install))
                 self.load()
-            # A vendor's package may raise anything on import; the user must hear which package it was.
+            # A vendor's package may raise anything on import. The message must name the package.
             except Exception as error:
                 what = f"the package {self._needs} is broken: it fails to import"
                 next_step = "reinstall or remove it, or name another kernel"
@@ -258,14 +258,14 @@ class LazyKernel:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """Return the tensor once it has arrived: an AsyncCollectiveTensor has no memory yet, and its address is 0."""
+    """Return a plain tensor. An AsyncCollectiveTensor, which has no memory and address 0, is waited for and copied."""
     return x.clone() if type(x).__name__ == "AsyncCollectiveTensor" else x
 
 
 def as_kernels_take(x: Tensor) -> Tensor:
-    """Return the same numbers, arrived, with a last stride of 1, and in memory as they are.
+    """Return the same values as a plain tensor with a last stride of 1 and no pending negation.
 
-    The imaginary part of a conjugate is a view whose numbers in memory have the other sign.
+    The imaginary part of a conjugate is a view whose memory has the opposite sign.
     """
     x = arrived(x)
     if x.is_neg():
@@ -279,11 +279,11 @@ def torch_dtype(call: AttentionCall) -> torch.dtype:
     return found
 
 
-_ALIGNMENT = 16  # bytes: operators and descriptors load so many at once
+_ALIGNMENT = 16  # bytes that operators and descriptors load with one access
 
 
 def align_rows(x: Tensor) -> Tensor:
-    """Return x if all its rows begin at multiples of 16 bytes, else a copy.
+    """Return x if all its rows start at multiples of 16 bytes, else a copy.
 
     Args:
         x: Tensor of shape [B, S, H, D], where D is a multiple of 16 bytes.

@@ -5,10 +5,10 @@ operators cannot differ silently. A causal call is square, so that aligning it t
 row of a call is empty, so that its LSE has no special value. No call has a window, because some builds of an operator
 accept one and ignore it (`causal_window` is for operators that are known to compute it)::
 
-    causal        ■◣          a box of the columns that all rows see, and a causal square
-                  ■■          a box of the rows past the square
+    causal        ■◣          a box of the columns that are visible to all rows, and a causal square
+                  ■■          a box of the rows below the square
     its mirror    ◥■          causal as well, with the order of rows and columns reversed
-    window        ◥◣          strips of rows as high as the window is wide, each of them one of these two
+    window        ◥◣          strips of rows as high as the window is wide, each of one of these two forms
                    ◥◣
 """
 
@@ -29,12 +29,12 @@ from burst_portable.numerics import State, accumulation_dtype, empty_state, merg
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
 
-_CACHED = 512  # tiles whose operator calls are kept
-_MOST = 1024  # operator calls of tiles that are kept
+_CACHED = 512  # sets of tiles whose operator calls are kept
+_MOST = 1024  # operator calls of a set that is kept
 
 
 class OperatorCall(Protocol):
-    """The part of a tile that one call of an operator covers. A kernel may add what its operator needs."""
+    """The part of a tile that one call of an operator computes. A kernel may add attributes for its operator."""
 
     @property
     def rows(self) -> slice: ...
@@ -47,16 +47,16 @@ C = TypeVar("C", bound=OperatorCall)
 
 
 def single_operator_call(parts: Sequence[C], rows: int, columns: int) -> C | None:
-    """Return the only operator call, if there is just one and it covers all `rows` and `columns`; else None."""
+    """Return the operator call if a single one covers all `rows` and `columns`, else None."""
     if len(parts) == 1 and (parts[0].rows, parts[0].columns) == (slice(0, rows), slice(0, columns)):
         return parts[0]
     return None
 
 
 def causal_window(tiles: Iterable[Tile], rows: int, columns: int) -> int | None:
-    """Return how many keys before its own a row sees, if the tiles are one causal window over a whole square.
+    """Return the number of visible keys before a row's diagonal, if the tiles are one causal window over a square.
 
-    Return None for all other tiles, and for a window so wide that it hides no more than a causal mask.
+    Return None for all other tiles, and for a window that hides no more than a causal mask.
     """
     first = list(islice(tiles, 2))
     if len(first) != 1 or rows != columns:
@@ -90,7 +90,7 @@ class OperatorKernel(Kernel, Generic[C]):
         """Return (dq, dk, dv) of one operator call; `out` and `lse` are global."""
 
     def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return whole tensors as the operator takes them. Called once per pass, not once per operator call.
+        """Return the tensors of a pass in a form that the operator takes. Called once per pass, not per operator call.
 
         Args:
             dtype: The dtype of q.
@@ -119,7 +119,7 @@ class OperatorKernel(Kernel, Generic[C]):
             rows, columns = part.rows, part.columns
             out, lse = self.run_forward(queries[:, rows], keys[:, columns], values[:, columns], part, call.scale)
             if state is None and rows.start == 0 and rows.stop == length:
-                state = (out, lse.contiguous())  # it may be the only result, so it is kept as it is
+                state = (out, lse.contiguous())  # it may be the only result, so it is not widened
                 continue
             state = empty_state(q, v.shape[-1]) if state is None else widened(state, q.dtype)
             self.merge((state[0][:, rows], state[1][:, :, rows]), out, lse)
@@ -128,7 +128,7 @@ class OperatorKernel(Kernel, Generic[C]):
     def forward_single_call(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
-        """Return the operator's own result, if one operator call covers everything."""
+        """Return the operator's result without merging if one operator call covers everything."""
         parts = self._cached_calls.get(tiles) or self.operator_calls(tiles)
         part = single_operator_call(parts, q.shape[1], k.shape[1])
         if part is None:
@@ -140,7 +140,7 @@ class OperatorKernel(Kernel, Generic[C]):
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
         dout, q, k, v, lse, out, delta = x
         dtype, scale = q.dtype, call.scale
-        if out is None:  # operators compute delta from `out`; any out with the right row sums will do
+        if out is None:  # operators compute delta from `out`, so any `out` with the correct row sums serves
             assert delta is not None, "exactly one of delta and out"
             dout, q, k, v = self.prepare_operands(dtype, dout, q, k, v)
             (out,) = self.prepare_operands(dtype, surrogate_out(dout, delta))
@@ -157,17 +157,17 @@ class OperatorKernel(Kernel, Generic[C]):
             dv[:, columns] += v_part
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
-        """Return the operator's own gradients, if one operator call covers everything."""
+        """Return the operator's gradients without summing if one operator call covers everything."""
         parts = self._cached_calls.get(tiles) or self.operator_calls(tiles)
         part = single_operator_call(parts, x.q.shape[1], x.k.shape[1])
         if part is None:
             return super().backward_single_call(x, tiles, call)
-        assert x.out is not None, "a backward pass in a single call is given out"
+        assert x.out is not None, "a backward pass in a single call has out"
         dout, q, k, v, out = self.prepare_operands(x.q.dtype, x.dout, x.q, x.k, x.v, x.out)
         return self.run_backward(dout, q, k, v, out, x.lse, part, call.scale)
 
     def operator_calls(self, tiles: Tiles) -> Sequence[C]:
-        """Return the operator calls of all tiles. Those of a few hundred tiles are kept."""
+        """Return the operator calls of all tiles. The calls of up to `_CACHED` sets of tiles are kept."""
         parts = tuple(part for tile in tiles for part in self.split_tile(tile))
         if len(parts) <= _MOST:
             if len(self._cached_calls) >= _CACHED:
@@ -215,7 +215,7 @@ def causal_squares(tile: Tile) -> Iterator[CausalSquare]:
 
 def _causal(tile: Tile) -> Iterator[CausalSquare]:
     """Split a tile whose band has only a lower bound within the box."""
-    every, corner = slice(tile.q_start, tile.q_stop), tile.q_start - tile.lo  # the last column that the first row sees
+    every, corner = slice(tile.q_start, tile.q_stop), tile.q_start - tile.lo  # the last visible column of the first row
     if corner > tile.k_start:
         yield CausalSquare(every, slice(tile.k_start, corner))
     end = tile.q_start + tile.k_stop - corner
@@ -226,7 +226,7 @@ def _causal(tile: Tile) -> Iterator[CausalSquare]:
 
 
 def _strips(tile: Tile) -> Iterator[CausalSquare]:
-    """Split a tile with both bounds. In a strip as high as the band is wide, a column meets only one bound."""
+    """Split a tile with both bounds. In a strip as high as the band is wide, a column has only one bound."""
     height = tile.hi - tile.lo + 1
     for start in range(tile.q_start, tile.q_stop, height):
         middle = start - tile.lo + 1
@@ -250,7 +250,7 @@ def _mirror_image(part: CausalSquare, tile: Tile) -> CausalSquare:
 
 
 class CausalOperatorKernel(OperatorKernel[CausalSquare]):
-    """An `OperatorKernel` whose operator computes full boxes and causal squares, and nothing else."""
+    """An `OperatorKernel` whose operator computes only full boxes and causal squares."""
 
     @abstractmethod
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
@@ -260,7 +260,7 @@ class CausalOperatorKernel(OperatorKernel[CausalSquare]):
     def operate_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Gradients:
-        """Return the operator's (dq, dk, dv), computed from the LSE and the out that it is given."""
+        """Return the operator's (dq, dk, dv) from the given LSE and out."""
 
     def split_tile(self, tile: Tile) -> Iterator[CausalSquare]:
         return causal_squares(tile)
@@ -291,11 +291,11 @@ class AcceleratorKernel(CausalOperatorKernel):
     """A `CausalOperatorKernel` for an accelerator. Without Triton, torch's operators merge."""
 
     @cached_property
-    def traits(self) -> KernelTraits:  # type: ignore[override]  # not set before it is read: it looks for devices
+    def traits(self) -> KernelTraits:  # type: ignore[override]  # computed when read, since it looks for devices
         return KernelTraits(splits_tiles=True, single_pass_merge=self._merge is not merge_into)
 
     def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the tensors with aligned rows: its operators load 16 bytes at once, whatever the strides."""
+        """Return the tensors with aligned rows, since the operators load 16 bytes with one access."""
         return [align_rows(x if x.dtype is dtype else x.to(dtype)) for x in tensors]
 
     def merge(self, state: State, out: Tensor, lse: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Define `ReferenceKernel`: attention over tiles in plain torch, for any dtype, device and head size.
 
-It is made to be right, not fast. It computes one step wider than its inputs (float32 for 16 bits, float64 for float32),
-so that the only error left is rounding at the ends. `conformance.oracle`, with which kernels are compared, shares no
-code with it. Rows are taken in chunks, so that scores never hold more than `SCORES` elements, whatever the tile.
+It favors accuracy over speed. It computes in a wider dtype than its inputs (float32 for 16 bits, float64 for float32),
+so that only the rounding of the results remains as an error. `conformance.oracle`, with which kernels are compared,
+shares no code with it. Rows are computed in chunks, so that scores never have more than `SCORES` elements.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def _row_chunks(tiles: Tiles, q: Tensor) -> Iterator[Tile]:
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Return [B, S, Hq, D] as [B, G, g, S, D] in the dtype that is computed in."""
-    apart: Tensor = x.to(running_dtype(x.dtype)).unflatten(2, (groups, -1))
-    return apart.permute(0, 2, 3, 1, 4)
+    """Return [B, S, Hq, D] as [B, G, g, S, D] in the dtype of the computation."""
+    grouped: Tensor = x.to(running_dtype(x.dtype)).unflatten(2, (groups, -1))
+    return grouped.permute(0, 2, 3, 1, 4)
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [B, S, G, D] as [B, G, S, D] in the dtype that is computed in."""
+    """Return [B, S, G, D] as [B, G, S, D] in the dtype of the computation."""
     return x.to(running_dtype(dtype)).transpose(1, 2)
 
 

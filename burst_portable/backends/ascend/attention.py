@@ -2,12 +2,12 @@
 
 Its documentation states, and this kernel relies on:
 
-- It returns softmax_max and softmax_sum, float32 ``[B, N, S, 8]``, eight times the same number. LSE = max + log(sum).
-- Its gradient takes them back and computes weights as exp(score - max) / sum. In a ring both must belong to the whole
-  row: max = the global LSE and sum = 1 do, whatever blocks they came from.
-- It needs the whole row's `out` (attention_in), but only delta travels: `numerics.surrogate_out` has its row sums.
+- It returns softmax_max and softmax_sum, float32 ``[B, N, S, 8]``, with eight equal numbers. LSE = max + log(sum).
+- Its gradient takes both and computes weights as exp(score - max) / sum. In a ring, both must be those of the row over
+  all keys: max = the global LSE and sum = 1 are valid for any block.
+- It needs the global `out` (attention_in), but ranks send only delta: `numerics.surrogate_out` has its row sums.
 - Packed (TND), softmax_max and softmax_sum are ``[N, T, 8]`` unless softmax_layout="TND" is requested.
-- atten_mask is True where a pair is hidden. Which modes tiles become is in `masks`.
+- atten_mask is True where a pair is hidden. `sparse_of` returns the mode of a tile.
 
 Partial results and gradients have the tensors' dtype and are summed in float32, for float32 tensors with compensation
 (`numerics.Compensated`): float64 is too slow on these devices.
@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
 
 UNLIMITED = 2**31 - 1
-"""The operator's own default of pre_tockens and next_tockens."""
+"""The operator's default of pre_tockens and next_tockens."""
 LONGEST = 1_000_000
 """Rows or columns of a call ("1M" in the documentation), and the tokens of a packed one."""
 SEQUENCES = 1000
@@ -41,7 +41,7 @@ FULL, LEFT_UP, RIGHT_DOWN, BAND = 0, 2, 3, 4
 
 
 class Sparse(NamedTuple):
-    """`sparse_mode`, `pre_tockens`, `next_tockens`; the mode `FULL` goes without a mask."""
+    """`sparse_mode`, `pre_tockens`, `next_tockens`. The mode `FULL` has no mask."""
 
     mode: int
     pre: int = UNLIMITED
@@ -49,29 +49,29 @@ class Sparse(NamedTuple):
 
 
 class FusionCall(NamedTuple):
-    """One call of the operator: tiles in rising order of rows and of columns, of one mode."""
+    """One call of the operator: tiles of one mode, in ascending order of rows and of columns."""
 
     tiles: tuple[Tile, ...]
     sparse: Sparse
 
     @property
     def rows(self) -> tuple[tuple[int, int], ...]:
-        """Return [start, stop) of the rows, neighbors joined."""
-        return _joined((tile.q_start, tile.q_stop) for tile in self.tiles)
+        """Return [start, stop) of the rows, adjacent ranges joined."""
+        return _join_ranges((tile.q_start, tile.q_stop) for tile in self.tiles)
 
     @property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """Return [start, stop) of the columns, neighbors joined."""
-        return _joined((tile.k_start, tile.k_stop) for tile in self.tiles)
+        """Return [start, stop) of the columns, adjacent ranges joined."""
+        return _join_ranges((tile.k_start, tile.k_stop) for tile in self.tiles)
 
     def lengths(self, batch: int) -> tuple[list[int], list[int]]:
-        """Return running totals of rows and of columns, every tile of one batch row after the other."""
+        """Return running totals of rows and of columns, over the tiles of one batch row after the other."""
         q, k = [t.rows for t in self.tiles] * batch, [t.columns for t in self.tiles] * batch
-        return _totals(q), _totals(k)
+        return list(accumulate(q)), list(accumulate(k))
 
 
 def sparse_of(tile: Tile) -> Sparse:
-    """Return the mode that shows the pairs of a tile, and no others."""
+    """Return the mode whose visible pairs are those of a tile."""
     if tile.full:
         return Sparse(FULL)
     corner = tile.q_start - tile.k_start
@@ -92,34 +92,35 @@ def operator_calls(tiles: Tiles, batch: int) -> tuple[FusionCall, ...]:
     modes: list[Sparse] = []
     for tile in chain.from_iterable(map(_cut, tiles)):
         sparse = sparse_of(tile)
-        for joined, mode in zip(calls, modes, strict=True):
-            if mode == sparse and _fits(joined, tile, batch):
-                joined.append(tile)
+        for group, mode in zip(calls, modes, strict=True):
+            if mode == sparse and _fits(group, tile, batch):
+                group.append(tile)
                 break
         else:
             calls.append([tile])
             modes.append(sparse)
-    return tuple(FusionCall(tuple(joined), mode) for joined, mode in zip(calls, modes, strict=True))
+    return tuple(FusionCall(tuple(group), mode) for group, mode in zip(calls, modes, strict=True))
 
 
 def _cut(tile: Tile) -> Iterator[Tile]:
-    """Yield parts that are not longer than the operator takes."""
+    """Yield parts of a tile that do not exceed the operator's limit."""
     for row in range(tile.q_start, tile.q_stop, LONGEST):
         for column in range(tile.k_start, tile.k_stop, LONGEST):
             if part := tile.clipped(row, row + LONGEST, column, column + LONGEST):
                 yield part
 
 
-def _fits(joined: list[Tile], tile: Tile, batch: int) -> bool:
-    """Return whether a tile may join others in a call: it is behind all of them, and the call stays small enough."""
-    last, count = joined[-1], len(joined) + 1
-    rows = sum(t.rows for t in joined) + tile.rows
-    columns = sum(t.columns for t in joined) + tile.columns
+def _fits(group: list[Tile], tile: Tile, batch: int) -> bool:
+    """Return whether a tile may be added to a call: it is behind all its tiles, and the call stays small enough."""
+    last, count = group[-1], len(group) + 1
+    rows = sum(t.rows for t in group) + tile.rows
+    columns = sum(t.columns for t in group) + tile.columns
     behind = tile.q_start >= last.q_stop and tile.k_start >= last.k_stop
     return behind and count * batch <= SEQUENCES and max(rows, columns) * batch <= LONGEST
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _join_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Join each range with the next one if that starts where it stops."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
@@ -127,14 +128,6 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         else:
             joined.append((start, stop))
     return tuple(joined)
-
-
-def _totals(lengths: list[int]) -> list[int]:
-    totals, total = [], 0
-    for length in lengths:
-        total += length
-        totals.append(total)
-    return totals
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -168,7 +161,7 @@ class FusionKernel(Kernel):
         if call.softcap is not None:
             return Support(False, "it has no softcap")
         if not call.positive_scale:
-            return Support(False, "it is not asked for scales that are not positive")
+            return Support(False, "it serves only positive scales")
         if call.head_dim > LARGEST_HEAD:
             return Support(False, f"head size {call.head_dim} is larger than {LARGEST_HEAD}")
         if call.v_head_dim > call.head_dim:
@@ -205,8 +198,8 @@ class FusionKernel(Kernel):
         with _deterministic() if call.deterministic else nullcontext():
             for part in operator_calls(tiles, q.shape[0]):
                 made = self._backward(part, dout, q, k, v, lse, out, call.scale)
-                for total, one, where in zip(into, made, (part.rows, part.columns, part.columns), strict=True):
-                    self._add(total, where, one.to(total.dtype))
+                for total, gradient, ranges in zip(into, made, (part.rows, part.columns, part.columns), strict=True):
+                    self._add(total, ranges, gradient.to(total.dtype))
 
     # ------------------------------------------------------------------------------------ one call
 
@@ -215,10 +208,10 @@ class FusionKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (out [B, rows, H, Dv] in q's dtype, LSE [B, H, rows], the rounding error of LSE) of a call."""
         batch, rows = q.shape[0], sum(t.rows for t in part.tiles)
-        tensors = [self._taken(x, w) for x, w in ((q, part.rows), (k, part.columns), (v, part.columns))]
-        how, layout = self._how(part, q)
+        tensors = [self._take(x, r) for x, r in ((q, part.rows), (k, part.columns), (v, part.columns))]
+        options, layout = self._options(part, q)
         out, top, total, *_ = self._operator("npu_fusion_attention")(
-            *(_packed(x, layout) for x in tensors), q.shape[2], layout, scale=scale, **how
+            *(_packed(x, layout) for x in tensors), q.shape[2], layout, scale=scale, **options
         )
         lse, lost = _sum(top[..., 0], torch.log(total[..., 0]))
         if layout == "TND":
@@ -230,11 +223,11 @@ class FusionKernel(Kernel):
         self, part: FusionCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of the rows and columns of a call, [B, rows or columns, H, D]."""
-        how, layout = self._how(part, q)
+        options, layout = self._options(part, q)
         rows, columns = part.rows, part.columns
-        mine = [self._taken(x, w) for x, w in ((q, rows), (k, columns), (v, columns), (dout, rows), (out, rows))]
-        queries, keys, values, douts, outs = (_packed(x, layout) for x in mine)
-        top = self._taken(lse, rows, dim=2)
+        tensors = [self._take(x, r) for x, r in ((q, rows), (k, columns), (v, columns), (dout, rows), (out, rows))]
+        queries, keys, values, douts, outs = (_packed(x, layout) for x in tensors)
+        top = self._take(lse, rows, dim=2)
         if layout == "TND":
             top = top.transpose(1, 2).flatten(0, 1)
         top = top.unsqueeze(-1).expand(*top.shape, _COPIES).contiguous()
@@ -249,86 +242,86 @@ class FusionKernel(Kernel):
             softmax_sum=torch.ones_like(top),
             attention_in=outs,
             scale_value=scale,
-            **how,
+            **options,
         )
-        dq, dk, dv = (one.view(x.shape) for one, x in zip(parts[:3], mine[:3], strict=True))
+        dq, dk, dv = (part.view(x.shape) for part, x in zip(parts[:3], tensors[:3], strict=True))
         return dq, dk, dv
 
-    def _how(self, part: FusionCall, q: Tensor) -> tuple[dict[str, Any], str]:
-        """Return the arguments of both operators besides tensors, and the layout."""
-        how: dict[str, Any] = {}
+    def _options(self, part: FusionCall, q: Tensor) -> tuple[dict[str, Any], str]:
+        """Return the arguments of both operators that are no tensors of the call, and the layout."""
+        options: dict[str, Any] = {}
         if part.sparse.mode != FULL:
             mode, pre, after = part.sparse
-            how = {
+            options = {
                 "atten_mask": self._mask(q.device),
                 "sparse_mode": mode,
-                "pre_tockens": pre,  # spelt so by the operator
+                "pre_tockens": pre,  # the operator's spelling
                 "next_tockens": after,
             }
         if len(part.tiles) == 1:
-            return how, "BSND"
+            return options, "BSND"
         q_lengths, k_lengths = part.lengths(q.shape[0])
         packed = {"actual_seq_qlen": q_lengths, "actual_seq_kvlen": k_lengths, "softmax_layout": "TND"}
-        return {**how, **packed}, "TND"
+        return {**options, **packed}, "TND"
 
     def _operator(self, name: str) -> Any:
         return getattr(torch.ops.npu if self._operators is None else self._operators, name)
 
     def _mask(self, device: torch.device) -> Tensor:
-        """Return the compressed mask of every mode: True above the diagonal."""
+        """Return the compressed mask, the same for every mode: True above the diagonal."""
         if device not in self._masks:
             self._masks[device] = torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu_(1)
         return self._masks[device]
 
     # ------------------------------------------------------------------------- rows in and out of tensors
 
-    def _index(self, where: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    def _index(self, ranges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
         """Return the indices of several ranges of rows. They are kept on the device for later calls."""
-        found = self._indices.get((where, device))
+        found = self._indices.get((ranges, device))
         if found is None:
             if len(self._indices) >= _KEPT:
                 self._indices.popitem(last=False)
-            found = torch.cat([torch.arange(start, stop) for start, stop in where]).to(device)
-            self._indices[where, device] = found
+            found = torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
+            self._indices[ranges, device] = found
         return found
 
-    def _taken(self, x: Tensor, where: tuple[tuple[int, int], ...], dim: int = 1) -> Tensor:
-        """Return rows of a tensor, contiguous: it is not documented which other strides the operator takes."""
-        if len(where) == 1:
-            start, stop = where[0]
+    def _take(self, x: Tensor, ranges: tuple[tuple[int, int], ...], dim: int = 1) -> Tensor:
+        """Return rows of a tensor, contiguous: the operator's documentation names no other strides."""
+        if len(ranges) == 1:
+            start, stop = ranges[0]
             return x.narrow(dim, start, stop - start).contiguous()
-        return x.index_select(dim, self._index(where, x.device))
+        return x.index_select(dim, self._index(ranges, x.device))
 
-    def _add(self, total: Tensor, where: tuple[tuple[int, int], ...], part: Tensor) -> None:
-        """Compute total[:, where] += part."""
-        if len(where) == 1:
-            start, stop = where[0]
+    def _add(self, total: Tensor, ranges: tuple[tuple[int, int], ...], part: Tensor) -> None:
+        """Compute total[:, ranges] += part."""
+        if len(ranges) == 1:
+            start, stop = ranges[0]
             total[:, start:stop] += part
         else:  # no row occurs twice, so this needs no atomic additions
-            index = self._index(where, total.device)
+            index = self._index(ranges, total.device)
             total.index_copy_(1, index, total.index_select(1, index) + part)
 
     def _merge(self, state: State, part: FusionCall, out: Tensor, lse: Tensor, lost: Tensor) -> None:
-        """Merge a call's part into its rows of a running state."""
-        held = (*state, *state.lost) if isinstance(state, Compensated) else state
+        """Merge the result of a call into its rows of a running state."""
+        tensors = (*state, *state.lost) if isinstance(state, Compensated) else state
         dims = (1, 2, 1, 2)
         if len(part.rows) == 1:
             start, stop = part.rows[0]
-            _merge_all([x.narrow(d, start, stop - start) for x, d in zip(held, dims, strict=False)], out, lse, lost)
+            _merge_all([x.narrow(d, start, stop - start) for x, d in zip(tensors, dims, strict=False)], out, lse, lost)
             return
         index = self._index(part.rows, out.device)
-        rows = [x.index_select(d, index) for x, d in zip(held, dims, strict=False)]
+        rows = [x.index_select(d, index) for x, d in zip(tensors, dims, strict=False)]
         _merge_all(rows, out, lse, lost)
-        for x, d, merged in zip(held, dims, rows, strict=False):
+        for x, d, merged in zip(tensors, dims, rows, strict=False):
             x.index_copy_(d, index, merged)
 
 
-def _merge_all(held: list[Tensor], out: Tensor, lse: Tensor, lost: Tensor) -> None:
+def _merge_all(rows: list[Tensor], out: Tensor, lse: Tensor, lost: Tensor) -> None:
     """Merge into (out, LSE), or into (out, LSE, rounding error of each)."""
-    if len(held) == 2:
-        merge_into((held[0], held[1]), out, lse)
+    if len(rows) == 2:
+        merge_into((rows[0], rows[1]), out, lse)
     else:
-        Compensated(held[0], held[1], (held[2], held[3])).merge(out, lse, lost)
+        Compensated(rows[0], rows[1], (rows[2], rows[3])).merge(out, lse, lost)
 
 
 def _sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,11 +338,11 @@ def _packed(x: Tensor, layout: str) -> Tensor:
 
 def _deterministic() -> AbstractContextManager[None]:
     """Return a context with deterministic gradients: torch's switch, which torch_npu passes on to CANN."""
-    return nullcontext() if torch.are_deterministic_algorithms_enabled() else _switched()
+    return nullcontext() if torch.are_deterministic_algorithms_enabled() else _use_deterministic_algorithms()
 
 
 @contextmanager
-def _switched() -> Iterator[None]:
+def _use_deterministic_algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -32,25 +32,25 @@ def unavailable_reason() -> str:
     """Return why NPUs cannot be used; "" if they can. Imports torch_npu if it is installed."""
     try:
         require_package("torch_npu", AT_LEAST, _INSTALL)
-    except BackendUnavailableError as refusal:
-        return str(refusal)
+    except BackendUnavailableError as error:
+        return str(error)
     if other := _other_torch(version("torch_npu"), torch.__version__):
         return other
     try:
         npu = import_module("torch_npu").npu
-    # Whatever goes wrong there (mostly a missing library of CANN), the message must include it.
+    # The message must include the error, which is mostly a missing library of CANN.
     except Exception as error:  # noqa: BLE001
-        step = "source CANN's set_env.sh, and look whether its version fits torch_npu's"
+        step = "source CANN's set_env.sh, and check that its version fits torch_npu's"
         return format_error("torch_npu is installed and fails to import", got=in_a_line(error), next_step=step)
     return "" if npu.is_available() else "torch_npu sees no NPU; look at npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
 
 
 def _other_torch(npu: str, torch_version: str) -> str:
-    """Return what is wrong if torch_npu is built for another torch, with which it would crash without a reason."""
-    wanted, found = (".".join(text.partition("+")[0].split(".")[:2]) for text in (npu, torch_version))
-    if wanted == found:
+    """Return an error if torch_npu is built for another torch, with which it would crash without a message."""
+    required, found = (".".join(text.partition("+")[0].split(".")[:2]) for text in (npu, torch_version))
+    if required == found:
         return ""
-    step = f"pip install 'torch=={wanted}.*' or the torch_npu of torch {found}"
+    step = f"pip install 'torch=={required}.*' or the torch_npu of torch {found}"
     return format_error(
         "torch_npu is built for another torch", got=f"torch_npu {npu}, torch {torch_version}", next_step=step
     )
@@ -60,7 +60,7 @@ def libraries() -> Facts:
     """Return versions, as torch_npu reports them."""
     cann = str(import_module("torch_npu").npu.utils.get_cann_version("CANN"))
     facts: Facts = {"torch_npu": version("torch_npu"), "cann": cann}
-    # The imitation that `make conform-ascend` builds calls itself so: no report of it may pass for a device's.
+    # `make conform-ascend` builds a stand-in with this version, so that its reports are never taken for a device's.
     return {**facts, "evidence_level": "simulated"} if "stand-in" in cann else facts
 
 

@@ -1,9 +1,9 @@
-"""torch_npu's own profiler, which sees what torch.profiler does not: what ran on NPUs. And its file, as Kineto has it.
+"""Trace NPUs with torch_npu's profiler, since torch.profiler does not, and convert its file to Kineto's form.
 
-Its `trace_view.json` is a list. Operators of the host, our annotations among them, are ``cpu_op``; what ran on the
-device lies in a process called "Ascend Hardware", and says in "Task Type" what it was; HCCL's operators lie in
-"Communication" ("HCCL" in older releases). A flow ``torch_to_npu`` leads from the start of an operator to the start of
-what it launched. Written from torch_npu 2.13's source; no trace of a device was seen yet.
+Its `trace_view.json` is a list of events. Operators of the host, our annotations included, are ``cpu_op``. Events of
+the device are in a process called "Ascend Hardware", with their kind in "Task Type". HCCL's operators are in
+"Communication" ("HCCL" in older releases). A flow ``torch_to_npu`` leads from the start of an operator to the start of the task that it
+launched. Written from the source of torch_npu 2.13, without a trace of a device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NpuTracer:
         self._profiler.stop()
         with self._folder as folder:
             written = sorted(Path(folder).rglob(_FILE))
-            # It prints its own errors, start's too, and goes on: only a file that is not there tells.
+            # It prints its errors, including those of the start, and continues. Only the missing file shows them.
             if not written:
                 raise UnsupportedError(
                     "torch_npu's profiler wrote no trace",
@@ -49,24 +49,24 @@ class NpuTracer:
 
 
 def kineto(events: list[Event]) -> list[Event] | None:
-    """The events of a `trace_view.json` as Kineto would have told them; None for a trace of another tracer."""
+    """Return the events of a `trace_view.json` in Kineto's form; None for a trace of another tracer."""
     process = {e.get("pid"): _name(e) for e in events if e.get("ph") == "M" and e.get("name") == "process_name"}
     if _DEVICE not in process.values():
         return None
     launches = _launches(events)
-    told: list[Event] = []
+    converted: list[Event] = []
     for event in events:
         if event.get("ph") != "X":
             continue
         if (found := _work(event, process.get(event.get("pid")))) is None:
-            told.append(event)
+            converted.append(event)
             continue
-        number = len(told)
-        told.append({**event, **found, "args": {"correlation": number}})
+        number = len(converted)
+        converted.append({**event, **found, "args": {"correlation": number}})
         for operator in launches.get(_moment(event), ()):
             launch = {**operator, "ph": "X", "cat": "launch", "dur": 0, "args": {"correlation": number}}
-            told.append(launch)
-    return told
+            converted.append(launch)
+    return converted
 
 
 def _name(event: Event) -> str:
@@ -74,14 +74,14 @@ def _name(event: Event) -> str:
 
 
 def _moment(event: Event) -> tuple[Any, Any, str]:
-    """A track and a time: flows end where what they lead to begins."""
+    """Return the track and the start of an event. A flow ends at those of the task to which it leads."""
     return event.get("pid"), event.get("tid"), str(event.get("ts")).strip()
 
 
 def _launches(events: list[Event]) -> dict[tuple[Any, Any, str], list[Event]]:
-    """Where something on the device begins -> the operator's moment on the host that launched it."""
+    """Return the flows' starts on the host by track and start of the task on the device."""
     flows = [e for e in events if e.get("name") == "torch_to_npu"]
-    # One number may serve several: a flow's two halves follow one another.
+    # Several flows may have the same id. The end of a flow follows its start.
     starts: dict[Any, Event] = {}
     found: dict[tuple[Any, Any, str], list[Event]] = {}
     for flow in flows:
@@ -93,10 +93,10 @@ def _launches(events: list[Event]) -> dict[tuple[Any, Any, str], list[Event]]:
 
 
 def _work(event: Event, process: str | None) -> Event | None:
-    """Kineto's category and a name that says what ran; None for what did not run on the device."""
+    """Return Kineto's category, and a name if the event's is unclear; None for events of the host."""
     name = str(event.get("name", ""))
     if process in _COMMUNICATION:
-        return {"cat": "kernel"} if name.startswith("hcom") else None  # else a part of an operator that is there
+        return {"cat": "kernel"} if name.startswith("hcom") else None  # others are parts of an operator
     if process != _DEVICE:
         return None
     task = str((event.get("args") or {}).get("Task Type", "")).upper()

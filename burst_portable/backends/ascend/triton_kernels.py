@@ -1,14 +1,14 @@
-"""Forward and backward in Triton as triton-ascend wants it. The tables and the mathematics are those of kernels/triton.
+"""Define forward and backward kernels for triton-ascend, with the tables and the mathematics of kernels/triton.
 
-What is different, and why (triton-ascend's programming guide, and what its compiler does):
+The differences, from triton-ascend's programming guide and the behavior of its compiler:
 
-- As many programs as there are cores, each walking over its share of the work: a launch has at most 65535 programs,
-  and starting one costs.
+- One program per core, each with its share of the work: a launch has at most 65535 programs, and starting one takes
+  time.
 - Masks compare float32: comparisons of integer vectors become scalar loops. All indices are below 2**24, so exact.
-- Products get a fresh left operand where it is used again (``x + 0.0``): a product may overwrite it.
-- Addresses are a start (64 bits, scalar) and offsets that are affine in the lanes: nothing is gathered.
+- A left operand of a product that is used again is copied (``x + 0.0``), since a product may overwrite it.
+- Addresses are a scalar start (64 bits) and offsets that are affine in the lanes, so that nothing is gathered.
 
-Shapes: R own rows, C columns of one step, P a head size padded to a power of two.
+Shapes: R rows of the program's block ("own" rows), C columns of one step, P a head size padded to a power of two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _head(source, batch, head, batch_stride, head_stride):
 
 @triton.jit
 def _rows(source, row, stop, stride, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """[ROWS, PADDED] of one head, from `row` on: addresses, and which of them exist."""
+    """Return addresses [ROWS, PADDED] in one head from `row` on, and a mask of those inside it."""
     lanes, inner = tl.arange(0, ROWS), tl.arange(0, PADDED)
     address = source + tl.cast(row, tl.int64) * stride + (lanes[:, None] * stride + inner[None, :])
     return address, ((row + lanes) < stop)[:, None] & (inner < SIZE)[None, :]
@@ -40,14 +40,14 @@ def _read(source, row, stop, stride, ROWS: tl.constexpr, SIZE: tl.constexpr, PAD
 
 @triton.jit
 def _numbers(source, row, stop, stride, COUNT: tl.constexpr):
-    """[COUNT] numbers of one head of [B, H, S]: addresses, and which of them exist."""
+    """Return addresses [COUNT] in one head of [B, H, S], and a mask of those inside it."""
     lanes = tl.arange(0, COUNT)
     return source + tl.cast(row, tl.int64) * stride + lanes * stride, (row + lanes) < stop
 
 
 @triton.jit
 def _bounds(rows, entry):
-    """([R], [R]), float32: the first and the last column that each own row sees of the entry's tile."""
+    """Return the first and the last visible column of the entry's tile for each own row, float32 [R] each."""
     row = rows.to(tl.float32)
     inside = (row >= tl.load(entry + 8).to(tl.float32)) & (row < tl.load(entry + 9).to(tl.float32))
     last = tl.minimum(rows - tl.load(entry + 6), tl.load(entry + 10) - 1).to(tl.float32)
@@ -56,7 +56,7 @@ def _bounds(rows, entry):
 
 @triton.jit
 def _seen(lower, upper, start, nominal, COUNT: tl.constexpr):
-    """[R, COUNT]: which pairs of a masked block the tile holds, without those that an earlier block had."""
+    """Return which pairs [R, COUNT] of a masked block are in the tile and in no earlier block."""
     columns = (start + tl.arange(0, COUNT)).to(tl.float32)
     lower = tl.maximum(lower, nominal.to(tl.float32))
     return (columns[None, :] >= lower[:, None]) & (columns[None, :] <= upper[:, None])
@@ -71,7 +71,7 @@ def _attend(
     C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """All full, or all masked, blocks of one table entry, into the online softmax (base 2)."""
+    """Add all full, or all masked, blocks of one table entry to the online softmax (base 2)."""
     first, left, second, count = stretch(entry, MASKED)
     stop, last_start = tl.load(entry + 10), tl.load(entry + 11)
     lower, upper = _bounds(rows, entry)
@@ -83,7 +83,7 @@ def _attend(
         if MASKED:
             s = tl.where(_seen(lower, upper, j, nominal, C), s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
-        anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing: no -inf - -inf
+        anchor = tl.where(new == float("-inf"), 0.0, new)  # without visible pairs: avoid -inf - -inf
         p = tl.math.exp2(s - anchor[:, None])
         fade = tl.math.exp2(top - anchor)
         total = total * fade + tl.sum(p, 1)
@@ -103,7 +103,7 @@ def attend_kernel(
     PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):  # fmt: skip
-    """`work` = blocks x heads x batch pieces, shared out over the programs."""
+    """Compute out and LSE. The programs share `work` = blocks x heads x batch pieces."""
     for piece in range(tl.program_id(0), work, tl.num_programs(0)):
         block = table + (piece % blocks) * 4
         head, batch = (piece // blocks) % heads, piece // blocks // heads
@@ -118,7 +118,7 @@ def attend_kernel(
         acc = tl.zeros([R, PADDED_DV], tl.float32)
         top = tl.full([R], float("-inf"), tl.float32)
         total = tl.zeros([R], tl.float32)
-        if MERGE:  # a running state is the softmax after one score of lse whose value is out
+        if MERGE:  # a running state equals the softmax of one score, lse, with the value out
             old = tl.load(sums, mask=exists, other=float("-inf"))
             top = old * 1.4426950408889634
             acc = tl.load(target, mask=there, other=0.0)
@@ -133,9 +133,9 @@ def attend_kernel(
                 mine, keys, values, acc, top, total, rows, table + entry, scale, inner, outer, k_row, v_row,
                 C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, True,
             )  # fmt: skip
-        total = tl.where(total == 0.0, 1.0, total)  # exactly 0: nothing was seen, acc is 0 and top is -inf
+        total = tl.where(total == 0.0, 1.0, total)  # exactly 0: no visible pair, acc is 0 and top is -inf
         merged = (top + tl.math.log2(total)) * 0.6931471805599453
-        if MERGE:  # rows that saw nothing new stay as they are, to the bit
+        if MERGE:  # rows without new keys must stay bitwise unchanged
             merged = tl.where((total == 1.0) & (top == before), old, merged)
         tl.store(target, acc / total[:, None], mask=there)
         tl.store(sums, merged, mask=exists)
@@ -146,13 +146,13 @@ def attend_kernel(
 
 @triton.jit
 def _base_two(lse):
-    """LSE in base 2. +inf for a row that saw nothing: its weights become exp2(-inf) = 0."""
+    """Return LSE in base 2. +inf for a fully masked row, whose weights become exp2(-inf) = 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 
 @triton.jit
 def _weights(s, lse, scale, inner, outer, CAP: tl.constexpr):
-    """(probabilities, the cap's derivative)."""
+    """Return the probabilities and the derivative of the softcap."""
     if CAP:
         t = capped(s, inner)
         return tl.math.exp2(t * outer - lse), 1.0 - t * t
@@ -166,7 +166,7 @@ def _of_queries(
     C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of own keys, of all full, or all masked, blocks of queries of one entry: scores are [keys, queries]."""
+    """Add dK and dV of all full, or all masked, blocks of queries of one entry. Scores are [keys, queries]."""
     first, left, second, count = stretch(entry, MASKED)
     stop, last_start = tl.load(entry + 10), tl.load(entry + 11)
     lower, upper = _bounds(rows, entry)
@@ -187,7 +187,7 @@ def _of_queries(
         dp = tl.dot(values + 0.0, tl.trans(douts), input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :]) * slope
         if MASKED:
-            ds = tl.where(keep, ds, 0.0)  # 0 times what lies outside may be NaN
+            ds = tl.where(keep, ds, 0.0)  # values outside the tile may be NaN, and 0 * NaN is NaN
         dk += tl.dot(ds.to(queries.dtype), queries, input_precision=PRECISION)
     return dk, dv
 
@@ -198,7 +198,7 @@ def _of_keys(
     C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dQ of own queries, of all full, or all masked, blocks of keys of one entry: scores are [queries, keys]."""
+    """Add dQ of all full, or all masked, blocks of keys of one entry. Scores are [queries, keys]."""
     first, left, second, count = stretch(entry, MASKED)
     stop, last_start = tl.load(entry + 10), tl.load(entry + 11)
     lower, upper = _bounds(rows, entry)
@@ -232,7 +232,7 @@ def keys_kernel(
     R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV, a block of keys a piece, summed over the query heads that share it. `heads` are K/V heads."""
+    """Compute dK and dV, one block of keys per piece, summed over its query heads. `heads` are K/V heads."""
     for piece in range(tl.program_id(0), work, tl.num_programs(0)):
         block = table + (piece % blocks) * 4
         head, batch = (piece // blocks) % heads, piece // blocks // heads
@@ -271,7 +271,7 @@ def queries_kernel(
     R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ, a block of queries a piece."""
+    """Compute dQ, one block of queries per piece."""
     for piece in range(tl.program_id(0), work, tl.num_programs(0)):
         block = table + (piece % blocks) * 4
         head, batch = (piece // blocks) % heads, piece // blocks // heads

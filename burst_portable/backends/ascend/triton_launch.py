@@ -1,7 +1,7 @@
-"""Define `AscendTritonKernel`, which serves the calls that CANN's operator declines (softcap), with triton-ascend.
+"""Define `AscendTritonKernel` with triton-ascend, for the calls that CANN's operator does not serve (softcap).
 
-There num_warps and num_stages mean nothing; a program's tiles must fit the unified buffer. The block sizes are chosen
-by `buffer_bytes` and were never timed. See `triton_kernels` for the other limits.
+triton-ascend has no num_warps and num_stages. The tiles of a program must fit the unified buffer: `buffer_bytes` gives
+the block sizes, which were never timed. See `triton_kernels` for the other limits.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from burst_portable.planning.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
-LONGEST = 1 << 24  # rows or columns of a block that float32 can still distinguish
+LONGEST = 1 << 24  # rows or columns of a block whose indices float32 represents exactly
 PROGRAMS = 24  # in a launch: the cube cores of an Atlas A2; on other devices only the speed differs
 BUFFER = 192 * 1024  # bytes of a core's unified buffer
-MARGIN = 0.85  # the share of it that may be planned for: the compiler needs the rest
+MARGIN = 0.85  # usable share of the buffer; the compiler needs the rest
 _KEPT = 256
 
 
 class Cut(NamedTuple):
-    """Own rows of a piece of work, and columns of one step."""
+    """Rows of a program's block, and columns of one step."""
 
     rows: int
     columns: int
 
 
-# Padded head size -> cut; the keys' pass holds two sums and is cut smaller.
+# Padded head size -> cuts of the queries' and of the keys' pass. The keys' pass has two sums, so its cut is smaller.
 HALF: Mapping[int, tuple[Cut, Cut]] = {
     64: (Cut(64, 64), Cut(64, 64)),
     128: (Cut(64, 64), Cut(32, 64)),
@@ -56,13 +56,13 @@ SINGLE: Mapping[int, tuple[Cut, Cut]] = {
 
 
 def buffer_bytes(cut: Cut, head: int, itemsize: int, *, sums: int) -> int:
-    """Bytes live at once in a step: own tiles, `sums` float32 sums, a step's two tiles twice, scores thrice."""
-    own, step, scores = cut.rows * head, cut.columns * head, cut.rows * cut.columns
-    return own * (sums * itemsize + sums * 4) + 2 * 2 * step * itemsize + scores * (4 + 4 + itemsize)
+    """Return the bytes of a step: the block's tiles, `sums` float32 sums, two tiles twice, scores three times."""
+    block, step, scores = cut.rows * head, cut.columns * head, cut.rows * cut.columns
+    return block * (sums * itemsize + sums * 4) + 2 * 2 * step * itemsize + scores * (4 + 4 + itemsize)
 
 
 def _compensated(state: Compensated | None, part: State) -> Compensated:
-    """A running state for float32 tensors with one more part, without the rounding of the kernel's own merging."""
+    """Merge a part into a running state of float32 tensors with compensation, which the kernel's merging lacks."""
     if state is None:
         return Compensated(*part, (torch.zeros_like(part[0]), torch.zeros_like(part[1])))
     state.merge(*part)
@@ -71,12 +71,12 @@ def _compensated(state: Compensated | None, part: State) -> Compensated:
 
 @lru_cache(maxsize=1)
 def interpreted() -> bool:
-    """Whether Triton's interpreter was switched on before the kernels were imported."""
+    """Return whether Triton's interpreter was enabled before the kernels were imported."""
     return isinstance(triton_kernels.attend_kernel, InterpretedFunction)
 
 
 class AscendTritonKernel(Kernel):
-    """Attention in Triton, in programs that fit the unified buffer of an NPU.
+    """Compute attention in Triton, in programs that fit the unified buffer of an NPU.
 
     Args:
         half: Block sizes for 16-bit tensors, by head size.
@@ -105,7 +105,7 @@ class AscendTritonKernel(Kernel):
         if call.device != "npu":
             return Support(False, f"it takes NPU tensors, not {call.device}, and Triton's interpreter is off")
         if "ascend" not in targets:
-            return Support(False, "the triton that is installed has no code for NPUs: pip install triton-ascend")
+            return Support(False, "the installed triton does not support NPUs: pip install triton-ascend")
         if shutil.which("bishengir-compile") is None:
             return Support(False, "CANN's compiler bishengir-compile is not on the path: source its set_env.sh")
         return Support(True)
@@ -173,7 +173,7 @@ class AscendTritonKernel(Kernel):
         *,
         every_row: bool = False,
     ) -> tuple[Tensor, int]:
-        """The table of kernels/triton/blocks, on the device, and how many blocks it has; made once."""
+        """Return the table of kernels/triton/blocks on the device, and its number of blocks. Tables are kept."""
         if max(rows, columns) >= LONGEST:
             got = f"{rows} rows, {columns} columns"
             raise UnsupportedError("blocks that are too long", got=got, allowed=f"less than {LONGEST}")

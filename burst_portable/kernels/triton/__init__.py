@@ -1,1 +1,1 @@
-"""The portable kernels, in plain Triton. Nothing is imported here: `launch.TritonKernel` imports triton."""
+"""Define the portable kernels in Triton. This file imports nothing; `triton_kernel.TritonKernel` imports triton."""

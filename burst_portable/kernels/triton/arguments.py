@@ -1,7 +1,7 @@
-"""Define what launches of all our Triton and Gluon kernels share: options, sizes, strides, numbers, addresses, errors.
+"""Define options, sizes, strides, numbers, addresses and errors for launches of all our Triton and Gluon kernels.
 
-Triton is imported only while a kernel is compiled: Hopper and Ascend import this module before there is one, and
-Triton for Ascend is an older release, without what `prepared` imports.
+Triton is imported only when a kernel is compiled. Hopper and Ascend import this module before that, and Triton for
+Ascend is an older release that lacks the imports of `prepared`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from burst_portable.errors import UnsupportedError
 from burst_portable.planning.call import AttentionCall
 
-# a·b + c in one instruction: Triton's default, of which 3.9 warns that it will be another from 3.10 on.
+# a·b + c in one instruction: Triton's default. Triton 3.9 warns that the default changes in 3.10.
 ALWAYS = {"enable_fp_fusion": True}
 LOG2_E = math.log2(math.e)
-_LEAST = torch.finfo(torch.float32).tiny  # scales below it are 0, or may be, where kernels get them
+_LEAST = torch.finfo(torch.float32).tiny  # kernels may flush smaller scales to 0
 
 
 def padded(size: int) -> int:
-    """Return a head size as kernels hold it: a power of two, at least 16, as matrix instructions need."""
+    """Return a head size padded to a power of two of at least 16, as matrix instructions need."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -65,8 +65,8 @@ def name_compile_errors(kernel: object, target: str, configuration: object, next
     Args:
         kernel: the jitted function.
         target: chip and dtype.
-        configuration: all that the function is compiled for.
-        next_step: what the user can do.
+        configuration: constants and options of the compilation.
+        next_step: advice for the user.
     """
     from triton.errors import TritonError
 
@@ -75,7 +75,7 @@ def name_compile_errors(kernel: object, target: str, configuration: object, next
     except (TritonError, RuntimeError, CalledProcessError, OSError) as error:  # OSError: no such compiler
         bare = isinstance(error, RuntimeError) and not isinstance(error, TritonError)
         if bare and not any(word in str(error) for word in _COMPILER_WORDS):
-            raise  # it did not come from compiling
+            raise  # not an error of compiling
         name = getattr(kernel, "__name__", repr(kernel))
         raise UnsupportedError(
             f"the Triton kernel {name} does not compile for {target}",

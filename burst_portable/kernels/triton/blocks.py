@@ -1,16 +1,16 @@
-"""Launch tables: what of which tile every block of rows has to visit, worked out once on the host.
+"""Build launch tables on the host: the ranges of columns that each block of rows computes of each tile.
 
-A kernel gives each program one block of rows ("own" rows) and walks it over blocks of columns. For every tile
-that crosses those rows the table has one entry of three stretches of columns::
+A program has one block of rows ("own" rows) and computes one block of columns after the other. For every tile that
+contains some of these rows, the table has one entry with three ranges of columns::
 
                 columns   left      full           right
                          ......|##############|.......
-      own rows           ..####|##############|####...      left and right: a border crosses them, masked
-                         ..####|##############|#####..      full: seen by all own rows, no mask
+      own rows           ..####|##############|####...      left and right: cut by a border, masked
+                         ..####|##############|#####..      full: visible to all own rows, no mask
                          .#####|##############|######.
 
-What nobody sees is in no stretch, so it is never read. Blocks with most work come first, so that the last
-programs to start are short. The backward pass over dK and dV uses the same table of the transposed tiles.
+Columns that are hidden from all own rows are in no range, so they are never read. Blocks with most work come first, so
+that the last programs are short. The backward pass over dK and dV uses the table of the transposed tiles.
 """
 
 from __future__ import annotations
@@ -33,27 +33,33 @@ _FAR = 1 << 30  # a bound of a band beyond any index
 
 @dataclass(frozen=True)
 class BlockTable:
-    """A table, still on the host: `data` is int32, blocks first, then entries; offsets count from its start."""
+    """A table on the host. `data` is int32, with the blocks before the entries; offsets count from its start."""
 
     data: np.ndarray
     blocks: int
     reads_past_tiles: bool
-    """Whether a block reads columns past its tile that exist in the tensor: only loads with a mask may do that."""
+    """Whether a block may load columns past its tile that exist in the tensor, which only masked loads may do."""
     aligned: bool
     """Whether every block of columns starts at a multiple of `ALIGNMENT`."""
 
 
 def transposed(tile: Tile) -> Tile:
-    """The same pairs with rows and columns exchanged."""
+    """Return the tile with rows and columns exchanged."""
     return Tile(tile.k_start, tile.k_stop, tile.q_start, tile.q_stop, -tile.hi, -tile.lo)
 
 
 def block_table(
     tiles: Sequence[Tile], rows: int, columns: int, block_rows: int, block_columns: int, *, every_row: bool
 ) -> BlockTable:
-    """The table of `tiles` for tensors of `rows` and `columns`.
+    """Return the table of `tiles`.
 
-    With `every_row`, blocks that no tile touches are listed too (without entries): the kernel writes all rows.
+    Args:
+        tiles: visible pairs.
+        rows: rows of the tensors.
+        columns: columns of the tensors.
+        block_rows: rows of a block.
+        block_columns: columns of a step.
+        every_row: whether to include blocks without tiles, so that the kernel writes all rows.
     """
     parts = [_entries(tile, rows, block_rows, block_columns) for tile in tiles]
     owner = np.concatenate([block for block, _ in parts]) if parts else np.empty(0, np.int64)
@@ -77,13 +83,13 @@ def block_table(
 
 
 def _entries(tile: Tile, rows: int, block_rows: int, block_columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of one tile: the blocks of own rows that it crosses, and an entry for each."""
+    """Return the indices of the blocks of rows that a tile crosses, and an entry for each."""
     lo, hi = max(tile.lo, -_FAR), min(tile.hi, _FAR)
     block = np.arange(tile.q_start // block_rows, -(-tile.q_stop // block_rows))
     start = block * block_rows
     first = np.maximum(start, tile.q_start)
     past = np.minimum(start + block_rows, tile.q_stop)
-    # Columns that any of the rows sees, and those that all of them see.
+    # Columns that are visible to any row of the block, and those that are visible to all of them.
     seen_first = np.maximum(tile.k_start, first - hi)
     seen_past = np.minimum(tile.k_stop, past - lo)
     whole = (first == start) & ((past == start + block_rows) | (past == rows))

@@ -1,6 +1,6 @@
-"""What the forward and the backward kernels share: loads, scores, masks.
+"""Define loads, scores and masks for the forward and the backward kernels.
 
-Shapes: R own rows, C columns of one step, P a head size padded to a power of two.
+Shapes: R rows of the program's block ("own" rows), C columns of one step, P a head size padded to a power of two.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ def load_rows(
     source, batch, head, row, stop, stride,
     ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, PADDED] from `row` on. `source` is a descriptor of the whole tensor, or a pointer to one head.
+    """Load [ROWS, PADDED] from `row` on. `source` is a descriptor of the tensor, or a pointer to one head.
 
-    A descriptor reads zeros past the tensor. A pointer reads past `stop` unless CLIP.
+    A descriptor returns zeros past the tensor. A pointer reads past `stop` unless CLIP.
     """
     if TMA:
         return tl.reshape(source.load([batch, row, head, 0]), (ROWS, PADDED))
@@ -38,7 +38,7 @@ def load_rows(
 
 @triton.jit
 def load_numbers(source, batch, head, row, stop, stride, COUNT: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr):
-    """[COUNT] numbers of a [B, H, S] tensor, one a row, from `row` on. `source` as in `load_rows`."""
+    """Load [COUNT] numbers of a [B, H, S] tensor from `row` on. `source` as in `load_rows`."""
     if TMA:
         return tl.reshape(source.load([batch, head, row]), (COUNT,))
     else:
@@ -52,7 +52,7 @@ def load_numbers(source, batch, head, row, stop, stride, COUNT: tl.constexpr, TM
 
 @triton.jit
 def head_of(source, batch, head, batch_stride, head_stride, TMA: tl.constexpr):
-    """What `load_rows` takes as source for one head."""
+    """Return the `source` of `load_rows` for one head."""
     if TMA:
         return source
     else:
@@ -61,7 +61,7 @@ def head_of(source, batch, head, batch_stride, head_stride, TMA: tl.constexpr):
 
 @triton.jit
 def widened(stride, WIDE: tl.constexpr):
-    """A row stride, in 64 bits where a block of rows spans more than 32 bits can count."""
+    """Return a row stride, in 64 bits if offsets inside a block of rows exceed 32 bits."""
     if WIDE:
         return tl.cast(stride, tl.int64)
     else:
@@ -70,10 +70,10 @@ def widened(stride, WIDE: tl.constexpr):
 
 @triton.jit
 def place(table, blocks, heads, TOGETHER: tl.constexpr):
-    """Which part of the work this program does: (batch, head, its row of the table).
+    """Return this program's batch row, head, and block of the table.
 
-    Heads go in groups of TOGETHER: enough of them to fill the device with the longest blocks first, few enough
-    that their keys and values stay in the cache.
+    Programs of TOGETHER heads follow each other: enough heads to fill the device with the longest blocks first, and few
+    enough that their keys and values stay in the cache.
     """
     program = tl.program_id(0)
     within = program % TOGETHER
@@ -86,7 +86,7 @@ def place(table, blocks, heads, TOGETHER: tl.constexpr):
 
 @triton.jit
 def stretch(entry, MASKED: tl.constexpr):
-    """(start of the first stretch, its blocks, start of the second, blocks of both) of one table entry."""
+    """Return two block ranges of a table entry: start of the first, its blocks, start of the second, blocks of both."""
     if MASKED:
         left = tl.load(entry + 3)
         return tl.load(entry + 2), left, tl.load(entry + 4), left + tl.load(entry + 5)
@@ -98,10 +98,10 @@ def stretch(entry, MASKED: tl.constexpr):
 
 @triton.jit
 def step_start(n, first, left, second, last_start, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """(column where the n-th step begins, column where it reads from).
+    """Return the first column of the n-th step, and the column from which it loads.
 
-    The last block of a tile would reach past it, where anything may lie: NaN too, which no mask takes out of a
-    product. So it reads the tile's last columns, and those that were had already are masked.
+    The last block of a tile could load columns past the tile. They may be NaN, and masking a factor of a product does
+    not remove NaN. So the last step loads the tile's last columns, and columns of earlier steps are masked.
     """
     if MASKED:
         nominal = tl.where(n < left, first + n * COLUMNS, second + (n - left) * COLUMNS)
@@ -113,9 +113,9 @@ def step_start(n, first, left, second, last_start, COLUMNS: tl.constexpr, MASKED
 
 @triton.jit
 def row_bounds(rows, entry):
-    """([R], [R]): the first and the last column that each own row sees of the entry's tile; none if outside it.
+    """Return the first and the last visible column [R] of the entry's tile for each own row; none outside the tile.
 
-    Two numbers a row, so that masking needs no intermediate per score: registers are what these kernels lack.
+    With two numbers per row, masking needs no intermediate per score. These kernels are short of registers.
     """
     inside = (rows >= tl.load(entry + 8)) & (rows < tl.load(entry + 9))
     last = tl.minimum(rows - tl.load(entry + 6), tl.load(entry + 10) - 1)
@@ -124,16 +124,16 @@ def row_bounds(rows, entry):
 
 @triton.jit
 def seen(lower, upper, columns, nominal):
-    """[R, C]: which pairs of a masked block the tile holds, without those that an earlier block had."""
+    """Return which pairs [R, C] of a masked block are in the tile and in no earlier block."""
     return (columns[None, :] >= tl.maximum(lower, nominal)[:, None]) & (columns[None, :] <= upper[:, None])
 
 
 @triton.jit
 def capped(s, inner):
-    """tanh of a softcapped score. `inner` is scale / cap, times 2·log2(e); saturates, never NaN.
+    """Return tanh of a softcapped score. `inner` is scale / cap * 2·log2(e). Saturates and never returns NaN.
 
-    Near 0, where most scores are that a cap is meant to leave alone, by its series: 1 - 2 / (1 + e) keeps no more than
-    float32's digits of 1, and the error is multiplied by the cap.
+    Near 0 it is computed by its series. There 1 - 2 / (1 + e) has only the digits of float32 near 1, and the error is
+    multiplied by the cap.
     """
     twice = s * inner
     x = twice * 0.34657359027997264

@@ -1,8 +1,8 @@
-"""Real machine code for targets that are not here: the Triton kernels compiled ahead of time, and what came of it.
+"""Compile the Triton kernels ahead of time for other targets, and check the machine code.
 
-One Triton wheel holds the compilers of several vendors, so any machine, with no accelerator, can tell for each
-target whether the matrix instructions are there, what spills, and whether the shared memory fits the chip.
-`kernel_table` makes the records, `problems` holds one to the limits.
+A Triton wheel contains the compilers of several vendors. So a machine without accelerators can check for each target
+that the code has matrix instructions, that it does not spill, and that its shared memory fits the chip. `kernel_table`
+compiles the kernels, `problems` compares a record with the limits.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from burst_portable.kernels.triton.arguments import ALWAYS, padded
 from burst_portable.kernels.triton.tuning import HALF, Blocks, choose
 
 
-def assembled(source: Any, target: GPUTarget, options: dict[str, Any], *, anew: bool = False) -> tuple[Any, str]:
-    """(the compiled kernel, ptxas's log, which is empty for chips that have none). Raises what Triton raises.
+def assembled(source: Any, target: GPUTarget, options: dict[str, Any], *, use_cache: bool = True) -> tuple[Any, str]:
+    """Return a compiled kernel and ptxas's log, which is empty for AMD's chips. Raise what Triton raises.
 
-    A kernel of Triton's cache is assembled once more for the log, as Triton would: the flags that it passes change from
-    release to release.
+    A cached kernel is assembled again for the log, with Triton's function, since the flags depend on its release.
 
     Args:
-        source: of a kernel of Triton or Gluon, with the types of its parameters.
-        anew: not from the cache, which would say nothing of how long it takes.
+        source: source of a kernel of Triton or Gluon, with the types of its parameters.
+        target: Triton's target.
+        options: options of the compilation.
+        use_cache: whether Triton's cache may be used. Without it, the call takes the time of a compilation.
     """
     log = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(log):
         knobs.nvidia.dump_ptxas_log = True
-        knobs.compilation.always_compile = anew
+        knobs.compilation.always_compile = not use_cache
         kernel = triton_compile(source, target=target, options=options)
         if "ptx" in kernel.asm and not log.getvalue():
             backend = make_backend(target)
@@ -57,12 +58,12 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What a target is to Triton, and what its kernels are held to."""
+    """A target of Triton, and the limits of its kernels."""
 
     target: GPUTarget
-    matrix: str  # a pattern of the instructions that make it fast
-    shared: int  # bytes of shared memory that a program may have
-    shared_of_unit: int  # and that a multiprocessor has
+    matrix: str  # pattern of its matrix instructions
+    shared: int  # bytes of shared memory that a program may use
+    shared_of_unit: int  # bytes of shared memory of a multiprocessor
 
 
 TARGETS = {
@@ -83,13 +84,13 @@ KERNELS = {
     "whole keys": backward.keys_kernel,
     "whole queries": backward.queries_kernel,
 }
-# Where one launch makes all, results are written in the dtype of the inputs; else in float32, or added to it.
+# If one launch computes everything, results are written in the dtype of the inputs; otherwise in float32, or added.
 _WHOLE = "whole "
 _OWN_ROWS = {"forward": ("q",), "resumed": ("q",), "keys": ("k", "v"), "queries": ("q", "dout")}
 _REGISTERS = 65536  # in an NVIDIA multiprocessor
 _SIMDS = 4  # in an AMD compute unit
-# ptxas: a wgmma pipeline that was serialised, or registers that could not be moved between warps.
-_SERIALISED = re.compile(r"C751[0-7][^\n]*")
+# ptxas: a serialized wgmma pipeline, or registers that could not be moved between warps.
+_SERIALIZED = re.compile(r"C751[0-7][^\n]*")
 
 
 class Allowed(NamedTuple):
@@ -112,8 +113,8 @@ JUSTIFIED = {
 class Record:
     """One kernel compiled for one target.
 
-    `occupancy` is programs per multiprocessor on NVIDIA's chips, waves a SIMD on AMD's. `registers` are a thread's,
-    on AMD's chips vector registers with `accumulators` apart. `scratch` is bytes per thread of spilled memory.
+    `occupancy` is in programs per multiprocessor on NVIDIA's chips, in waves per SIMD on AMD's. `registers` are per
+    thread; on AMD's chips these are vector registers without `accumulators`. `scratch` is bytes of spills per thread.
     """
 
     target: str
@@ -132,20 +133,20 @@ class Record:
 
 
 def allowed_scratch(record: Record) -> int:
-    """Bytes a thread."""
+    """Return the bytes of scratch memory that a kernel may have per thread."""
     allowed = JUSTIFIED.get((record.target, record.kernel, record.head_dim))
     return allowed.scratch if allowed else 0
 
 
 def problems(record: Record) -> list[str]:
-    """Why a record may not pass; nothing if it may."""
+    """Return the problems of a record; an empty list if there are none."""
     if record.error:
         return [f"does not compile: {record.error}"]
     chip, found = TARGETS[record.target], []
     if not record.instruction:
         found.append(f"no matrix instruction {chip.matrix}")
     if record.shared > chip.shared:
-        found.append(f"{record.shared} bytes of shared memory, and the chip has {chip.shared}")
+        found.append(f"{record.shared} bytes of shared memory, the chip has {chip.shared}")
     if record.scratch > (allowed := allowed_scratch(record)):
         found.append(f"{record.scratch} bytes of scratch memory, {allowed} allowed")
     return found + [f"ptxas: {warning}" for warning in record.warnings]
@@ -154,9 +155,9 @@ def problems(record: Record) -> list[str]:
 def kernel_table(
     targets: Iterable[str] = tuple(TARGETS), heads: Iterable[int] = HEADS, kernels: Iterable[str] = tuple(KERNELS)
 ) -> Iterator[Record]:
-    """A record for each target, head size and kernel, bf16, with the blocks of the tuning tables.
+    """Yield a record for each target, head size and kernel, in bf16 with the blocks of the tuning tables.
 
-    Raises `UnknownNameError` for a target or kernel that is none. A failure to compile is a record too.
+    Raise `UnknownNameError` for an unknown target or kernel. A failure to compile is a record too.
     """
     for target in targets:
         if target not in TARGETS:
@@ -169,53 +170,58 @@ def kernel_table(
 
 
 def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = None) -> Record:
-    """Compile one kernel; `blocks` defaults to the tuned ones."""
+    """Compile one kernel. Default blocks: those of the tuning tables."""
     blocks = blocks or tuned(target, kernel, head)
-    way, started = named(blocks), time.perf_counter()
+    description, started = describe_blocks(blocks), time.perf_counter()
     try:
-        compiled, said = _assembled(target, kernel, head, blocks)
-    except Exception as error:  # noqa: BLE001 - whatever a compiler throws is the finding
+        compiled, log = _assembled(target, kernel, head, blocks)
+    except Exception as error:  # noqa: BLE001 - any error of a compiler is a result
         first: BaseException = error
         while first.__cause__ is not None:
             first = first.__cause__
-        message = format_error(f"{kernel} for {target}, head size {head}", got=f"{way}: {str(first)[-300:]}")
-        return Record(target, kernel, head, way, error=message)
+        message = format_error(f"{kernel} for {target}, head size {head}", got=f"{description}: {str(first)[-300:]}")
+        return Record(target, kernel, head, description, error=message)
     seconds = round(time.perf_counter() - started, 2)
     listing = compiled.asm.get("amdgcn")
-    facts = read_amd(listing, compiled.metadata, target) if listing else _read_nvidia(compiled, said, target)
-    return Record(target, kernel, head, way, seconds, shared=compiled.metadata.shared, **facts)
+    facts = read_amd(listing, compiled.metadata, target) if listing else _read_nvidia(compiled, log, target)
+    return Record(target, kernel, head, description, seconds, shared=compiled.metadata.shared, **facts)
 
 
 def tuned(target: str, kernel: str, head: int) -> Blocks:
-    """What the tables of 16-bit tensors say first."""
+    """Return the first entry of the tuning tables for 16-bit tensors."""
     tuning = choose(HALF, target, padded(head))
     return (getattr(tuning, kernel.removeprefix(_WHOLE)) or tuning.forward)[0]
 
 
-def named(blocks: Blocks) -> str:
-    """Short, for tables."""
-    way = f"{blocks.rows}x{blocks.columns} warps {blocks.warps} stages {blocks.stages}" + " tma" * blocks.tma
-    return way + "".join(f" {name} {value}" for name, value in blocks.extra)
+def describe_blocks(blocks: Blocks) -> str:
+    """Return a short description for tables."""
+    description = f"{blocks.rows}x{blocks.columns} warps {blocks.warps} stages {blocks.stages}" + " tma" * blocks.tma
+    return description + "".join(f" {name} {value}" for name, value in blocks.extra)
 
 
 def compiled_kernel(target: str, kernel: str, head: int, blocks: Blocks, value: int | None = None) -> Any:
-    """Triton's compiled kernel, made anew: a hit in the cache would say nothing of the time.
+    """Return Triton's compiled kernel, compiled without the cache.
 
-    `value`: the size of values, where it is not that of heads.
+    Args:
+        target: key of `TARGETS`.
+        kernel: key of `KERNELS`.
+        head: head size.
+        blocks: block sizes and launch options.
+        value: size of values. Default: head size.
     """
     return _assembled(target, kernel, head, blocks, value)[0]
 
 
 def _assembled(target: str, kernel: str, head: int, blocks: Blocks, value: int | None = None) -> tuple[Any, str]:
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages, **dict(blocks.extra), **ALWAYS}
-    return assembled(_source(kernel, head, value or head, blocks), TARGETS[target].target, options, anew=True)
+    return assembled(_source(kernel, head, value or head, blocks), TARGETS[target].target, options, use_cache=False)
 
 
 # --------------------------------------------------------------------------------------------- sources
 
 
 def _source(kernel: str, head: int, value: int, blocks: Blocks) -> ASTSource:
-    """The kernel with the types that a launch on contiguous bf16 tensors gives it."""
+    """Return the kernel with the types of a launch on contiguous bf16 tensors."""
     function = KERNELS[kernel]
     every = {
         "R": blocks.rows,
@@ -241,7 +247,7 @@ def _source(kernel: str, head: int, value: int, blocks: Blocks) -> ASTSource:
     divisible, attributes = [["tt.divisibility", 16]], {}
 
     def even(stride: str) -> bool:
-        """Whether it is a multiple of 16 whatever the number of heads and rows."""
+        """Return whether a stride is a multiple of 16 for any number of heads and rows."""
         return (value if stride.startswith(("v_", "dv_", "out_", "dout_")) else head) % 16 == 0
 
     for i, name in enumerate(names):
@@ -253,7 +259,7 @@ def _source(kernel: str, head: int, value: int, blocks: Blocks) -> ASTSource:
 
 
 def _type_of(name: str, kernel: str, head: int, value: int, blocks: Blocks) -> str:
-    """Triton's name of a parameter's type."""
+    """Return Triton's name of a parameter's type."""
     part = kernel.removeprefix(_WHOLE)
     streamed = blocks.tma and name not in _OWN_ROWS[part]
     if name in ("q", "k", "v", "dout"):
@@ -284,8 +290,8 @@ def _instruction(target: str, text: str) -> str:
 
 
 def read_amd(text: str, metadata: Any, target: str) -> dict[str, Any]:
-    """What an amdgcn listing says, for a `Record`; `metadata` is Triton's, of the same kernel."""
-    # The compiler does not know the shared memory, which is asked for at the launch.
+    """Return the fields of a `Record` from an amdgcn listing and Triton's metadata of the kernel."""
+    # The listing's occupancy ignores shared memory, which is set at the launch.
     by_shared = TARGETS[target].shared_of_unit // max(1, metadata.shared) * metadata.num_warps // _SIMDS
     return {
         "registers": _first(r"\.vgpr_count:\s*(\d+)", text),
@@ -296,8 +302,8 @@ def read_amd(text: str, metadata: Any, target: str) -> dict[str, Any]:
     }
 
 
-def _read_nvidia(compiled: Any, said: str, target: str) -> dict[str, Any]:
-    """What a cubin holds, and what ptxas said when it made it, for a `Record`."""
+def _read_nvidia(compiled: Any, log: str, target: str) -> dict[str, Any]:
+    """Return the fields of a `Record` from a cubin and ptxas's log."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -310,10 +316,10 @@ def _read_nvidia(compiled: Any, said: str, target: str) -> dict[str, Any]:
     by_shared = chip.shared_of_unit // (metadata.shared + KIB)
     return {
         "registers": registers,
-        "scratch": max(_first(r"STACK:(\d+)", usage), _first(r"(\d+) bytes spill stores", said)),
+        "scratch": max(_first(r"STACK:(\d+)", usage), _first(r"(\d+) bytes spill stores", log)),
         "occupancy": min(by_registers, by_shared, 2048 // threads),
         "instruction": _instruction(target, compiled.asm["ptx"]),
-        "warnings": tuple(sorted(set(_SERIALISED.findall(said)))),
+        "warnings": tuple(sorted(set(_SERIALIZED.findall(log)))),
     }
 
 

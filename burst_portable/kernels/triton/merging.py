@@ -1,6 +1,6 @@
-"""`numerics.merge_into` in one pass over memory, for kernels that are called on pieces (`kernels.operator_kernel`).
+"""Define `numerics.merge_into` in one pass over memory, for the operator calls of `kernels.operator_kernel`.
 
-torch's operators make several passes of it: 26 bytes for a number of 16 bits that is merged, where 10 do.
+torch's operators need several passes: 26 bytes per merged 16-bit number instead of 10.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROWS = 32
 _KEPT = 256
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "blocks"])  # or every length compiles anew
+@triton.jit(do_not_specialize=["rows", "heads", "blocks"])  # else each length compiles again
 def merge_kernel(
     total, total_lse, part, part_lse,
     total_batch, total_row, total_head, part_batch, part_row, part_head,
@@ -33,7 +33,7 @@ def merge_kernel(
     rows, heads, blocks,
     R: tl.constexpr, DV: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
-    """The weights of R rows are worked out in the dtype of the state's LSE, then both outs are read and one written."""
+    """Merge R rows. Weights have the dtype of the state's LSE."""
     line = tl.program_id(0) // blocks  # of [B·H]
     batch, head = line // heads, line % heads
     mine = tl.program_id(0) % blocks * R + tl.arange(0, R)
@@ -43,7 +43,7 @@ def merge_kernel(
     came = head_of(part_lse, batch, head, part_lse_batch, part_lse_head, False) + wide * part_lse_row
     before = tl.load(kept, mask=inside, other=float("-inf"))
     new = tl.load(came, mask=inside, other=float("-inf")).to(before.dtype)
-    tl.debug_barrier()  # several warps read each LSE, and one of them writes it anew below
+    tl.debug_barrier()  # several warps read each LSE before one of them writes it below
     top = tl.maximum(before, new, propagate_nan=tl.PropagateNan.ALL)
     anchor = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
     stays, comes = tl.exp(before - anchor), tl.exp(new - anchor)
@@ -61,7 +61,7 @@ def merge_kernel(
 
 
 class OnePass:
-    """`numerics.merge_into`, each shape's launch made once."""
+    """Merge like `numerics.merge_into`. The launch of each shape is prepared once."""
 
     def __init__(self) -> None:
         self._launches: dict[object, Launch] = {}

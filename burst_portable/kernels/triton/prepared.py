@@ -1,8 +1,8 @@
-"""A kernel that is ready but for its tensors: `Launch`. What Triton works out for every call is worked out once.
+"""Define `Launch`, a kernel that is prepared except for its tensors.
 
-Triton binds, specialises and looks up each call anew: more host time than a short kernel takes. A `Launch` calls
-the compiled kernel directly. That is safe because it is kept under all that Triton specialises on: dtypes, sizes,
-strides, and whether addresses are multiples of 16.
+Triton binds, specializes and looks up the arguments of each call, which takes the host longer than a short kernel runs.
+A `Launch` calls the compiled kernel directly. This is safe because its key contains all that Triton specializes on:
+dtypes, sizes, strides, and whether addresses are multiples of 16.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from burst_portable.kernels.triton.arguments import padded as padded
 from burst_portable.kernels.triton.arguments import strides as strides
 
 TMA_BYTES = 16
-"""What addresses and strides of a hardware descriptor are multiples of."""
-_KEPT = 512  # descriptors; the caching allocator hands out the same addresses again and again
+"""Addresses and strides of a hardware descriptor are multiples of this number of bytes."""
+_KEPT = 512  # descriptors; the caching allocator reuses addresses
 
 
 class Launch:
     """One kernel with its sizes, its constants and its table.
 
     Args:
-        kernel: the jitted function; its parameters are tensors and numbers first, `sizes` next, constants last.
-        programs: how many there are; 0 means that there is nothing to do.
+        kernel: the jitted function. Its parameters are tensors and numbers, then `sizes`, then constants.
+        programs: number of programs; 0 if there is nothing to compute.
+        table: the launch table, on the device.
+        sizes: strides and sizes.
         constants: compile-time parameters by name, and launch options.
-        what: target and dtype, for the error.
+        what: target and dtype, for errors.
         columns: rows of a descriptor's block.
     """
 
@@ -61,7 +63,7 @@ class Launch:
     def __call__(self, *arguments: object) -> None:
         if self._compiled is not None:
             self._compiled(*arguments, *self._tail)
-        elif interpreted():  # it knows no launch options
+        elif interpreted():  # the interpreter has no launch options
             self._kernel[(self.programs,)](*arguments, *self._tail)
         else:
             self._compiled = self._first(arguments)
@@ -76,7 +78,7 @@ class Launch:
         return ready
 
     def described(self, name: str, x: Tensor) -> TensorDescriptor:
-        """A hardware descriptor of [B, S, H, D], or of [B, H, S], for blocks of `columns` rows."""
+        """Return a hardware descriptor of [B, S, H, D] or [B, H, S] for blocks of `columns` rows."""
         if interpreted():
             return _descriptor(x, x, self._columns)
         found = self._descriptors.get((name, x.data_ptr()))
@@ -88,31 +90,31 @@ class Launch:
 
 
 def _descriptor(x: Tensor, base: object, rows: int) -> TensorDescriptor:
-    # Any legal number serves as the stride of a dimension of size 1.
+    # The stride of a dimension of size 1 may be any legal number.
     strides = [TMA_BYTES if n == 1 else s for s, n in zip(x.stride(), x.shape, strict=True)]
     block = [1, rows, 1, padded(x.shape[-1])] if x.dim() == 4 else [1, 1, rows]
     return TensorDescriptor(base, list(x.shape), [*strides[:-1], 1], block)
 
 
 def describable(x: Tensor) -> bool:
-    """Whether a hardware descriptor can hold it. Strides of dimensions of size 1 do not matter."""
+    """Return whether a hardware descriptor can describe it. Strides of dimensions of size 1 do not matter."""
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
     aligned = all(s > 0 and s * x.itemsize % TMA_BYTES == 0 for s in strides)
     return aligned and x.data_ptr() % TMA_BYTES == 0 and x.stride(-1) == 1 and x.numel() > 0
 
 
 def layout_of(x: Tensor) -> tuple[object, ...]:
-    """What of a tensor a launch depends on."""
+    """Return the properties of a tensor on which a launch depends."""
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_BYTES
 
 
 def number_strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Batch, head and row stride of each [B, H, S]."""
+    """Return the batch, head and row stride of each [B, H, S]."""
     return tuple(s for x in tensors for s in x.stride())
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device; make it the tensor's."""
+    """Return a context that makes the tensor's device current, since Triton launches on the current device."""
     if x.device.index is None or x.device.index == torch.accelerator.current_device_index():
         return nullcontext()
     return torch.accelerator.device_index(x.device.index)
@@ -120,13 +122,13 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 @lru_cache(maxsize=1)
 def interpreted() -> bool:
-    """Whether Triton's interpreter was switched on before the kernels were imported."""
+    """Return whether Triton's interpreter was enabled before the kernels were imported."""
     return isinstance(forward.attend_kernel, InterpretedFunction)
 
 
 @lru_cache(maxsize=1)
 def architecture() -> str:
-    """Triton's target as a key of the tuning tables. One kind of accelerator a process."""
+    """Return Triton's target as a key of the tuning tables. A process has one kind of accelerator."""
     if interpreted():
         return "interpreter"
     arch = triton.runtime.driver.active.get_current_target().arch

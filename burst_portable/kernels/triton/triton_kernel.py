@@ -1,7 +1,7 @@
 """Define `TritonKernel`, the portable attention kernel.
 
-A call looks up its `Launch` by everything that shapes it (tiles, shapes, strides, dtypes) and passes the tensors to
-Triton. Tables, strides and options are made once. Nothing is read back from the device.
+A call looks up its `Launch` by tiles, shapes, strides and dtypes, and passes the tensors to Triton. Tables, strides and
+options are prepared once. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from burst_portable.planning.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
-_LONG_STRIDE = 1 << 23  # with longer strides, 32 bits cannot count the elements of a block's rows
+_LONG_STRIDE = 1 << 23  # with longer strides, offsets inside a block of rows exceed 32 bits
 _DELTA_ROWS = 64
 _PTXAS_12_8 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
@@ -124,7 +124,7 @@ class TritonKernel(Kernel):
         self._backward(x, tiles, call, into, add=True)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
-        """Return gradients in the dtype of q. One program writes each element, so none is added to."""
+        """Return gradients in the dtype of q. One program writes each element without adding."""
         dq, dk, dv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x.q, x.k, x.v))
         self._backward(x, tiles, call, (dq, dk, dv), add=False)
         return dq, dk, dv
@@ -138,7 +138,7 @@ class TritonKernel(Kernel):
             delta = self.row_delta(dout, out)
         if lse.dtype != torch.float32 or delta.dtype != torch.float32:
             lse, delta = lse.float(), delta.float()
-        if max(lse.stride(-1), delta.stride(-1)) >= _LONG_STRIDE:  # the kernels count these steps in 32 bits
+        if max(lse.stride(-1), delta.stride(-1)) >= _LONG_STRIDE:  # the kernels have 32-bit offsets here
             lse, delta = lse.contiguous(), delta.contiguous()
         with on_device_of(q):
             self.only_keys(dout, q, k, v, lse, delta, tiles, call, into, add=add)
@@ -158,7 +158,7 @@ class TritonKernel(Kernel):
         *,
         add: bool = True,
     ) -> None:
-        """Add to dk and dv, or write them: one half of the backward pass."""
+        """Compute dk and dv, one half of the backward pass. Add them to `into`, or write them."""
         _, dk, dv = into
         tensors = (q, k, v, dout, lse, delta, dk, dv)
         key = ("keys", add, tiles, call.softcap is None, *map(layout_of, tensors))
@@ -185,7 +185,7 @@ class TritonKernel(Kernel):
         *,
         add: bool = True,
     ) -> None:
-        """Add to dq, or write it: the other half."""
+        """Compute dq, the other half. Add it to `into`, or write it."""
         dq, _, _ = into
         tensors = (q, k, v, dout, lse, delta, dq)
         key = ("queries", add, tiles, call.softcap is None, *map(layout_of, tensors))
@@ -342,14 +342,14 @@ def _table(
 
 
 def _first(choices: tuple[Blocks, ...], *tensors: Tensor) -> tuple[Blocks, ...]:
-    """Return the choices that these tensors allow, best first; at worst the last one, by pointers."""
+    """Return the choices that these tensors allow, best first; if none, the last one with pointers."""
     if all(map(describable, tensors)):
         return choices
     return tuple(c for c in choices if not c.tma) or (replace(choices[-1], tma=False),)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:
-    """Raise for tensors that would give a wrong address or a wrong number."""
+    """Raise for tensors with which the kernel would compute wrong addresses or numbers."""
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise DtypeError(
             "dtypes that this kernel cannot take", got=(q.dtype, k.dtype, v.dtype), allowed=f"one of {DTYPES}"
@@ -367,7 +367,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:
 
 
 def _check_sums(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Raise unless the tensors have the dtype in which results are added up."""
+    """Raise unless the tensors have the dtype of the results."""
     if any(x.dtype != dtype for x in tensors):
         got = [x.dtype for x in tensors]
         raise DtypeError(f"this kernel's results here are {dtype}", got=got, next_step=f".to({dtype})")
@@ -387,5 +387,5 @@ class Tf32Kernel(TritonKernel):
 
     def supports(self, call: AttentionCall) -> Support:
         if call.dtype != "float32":
-            return Support(False, f"TF32 stands in for float32, not for {call.dtype}; the kernel triton takes that")
+            return Support(False, f"it takes float32, not {call.dtype}; the kernel triton takes that")
         return super().supports(call)

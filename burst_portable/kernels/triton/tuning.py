@@ -1,8 +1,8 @@
-"""Block sizes and launch options as data, by architecture and head size. Kernels know nothing of architectures.
+"""Define block sizes and launch options by architecture and head size, so that kernels contain no architectures.
 
-A backend may pass tables of its own to `TritonKernel`. The keys are Triton's names of targets: ``sm_90``,
-``gfx942``; ``*`` serves what is not listed. Each use has a list, and the first entry that the tensors allow wins:
-entries with `tma` need hardware descriptors, so strides and addresses that are multiples of 16 bytes.
+A backend may pass other tables to `TritonKernel`. The keys are Triton's names of targets, for example ``sm_90`` and
+``gfx942``; ``*`` is for all other targets. Each use has a list, and the first entry that the tensors allow is taken.
+Entries with `tma` need hardware descriptors, so strides and addresses that are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How one kernel is cut and launched.
+    """Block sizes and launch options of one kernel.
 
     Attributes:
-        rows, columns: own rows of a program, and columns of one step.
-        warps, stages: Triton's num_warps and num_stages.
-        tma: load columns by hardware descriptors.
-        together: heads whose programs are started next to each other.
-        extra: further launch options of the target, such as (("waves_per_eu", 2),).
+        rows: rows of a program's block.
+        columns: columns of one step.
+        warps: Triton's num_warps.
+        stages: Triton's num_stages.
+        tma: whether columns are loaded with hardware descriptors.
+        together: number of heads whose programs start next to each other.
+        extra: other launch options of the target, such as (("waves_per_eu", 2),).
     """
 
     rows: int
@@ -34,7 +36,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Choices for the three kernels, best first. `resumed`: forward into a running state, where that differs."""
+    """Choices for the three kernels, best first. `resumed`: forward with a running state, if different."""
 
     forward: tuple[Blocks, ...]
     keys: tuple[Blocks, ...]
@@ -56,7 +58,7 @@ _LARGE = _one(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
 
 
 def _amd(rows: int, columns: int, warps: int, *, narrow: bool = True) -> Blocks:
-    """One stage. `narrow`: 16-wide matrix instructions, not 32-wide ones."""
+    """Return blocks with one stage. `narrow`: 16-wide instead of 32-wide matrix instructions."""
     return Blocks(rows, columns, warps, 1, extra=(("matrix_instr_nonkdim", 16),) * narrow)
 
 
@@ -124,6 +126,6 @@ SINGLE: Table = {
 
 
 def choose(table: Table, architecture: str, head: int) -> Tuning:
-    """The tuning for the larger of the padded head sizes."""
+    """Return the tuning for the larger of the padded head sizes."""
     sizes = table.get(architecture, table["*"])
     return sizes[min(size for size in sizes if size >= head)]

@@ -170,7 +170,7 @@ DECLINED = {
     "cpu": (replace(PROBLEM, device="cpu"), "it takes NPU tensors, not cpu"),
     "float64": (replace(PROBLEM, dtype="float64"), "float64 is not among"),
     "softcap": (replace(PROBLEM, softcap=30.0), "it has no softcap"),
-    "scale": (replace(PROBLEM, scale=-1.0), "it is not asked for scales that are not positive"),
+    "scale": (replace(PROBLEM, scale=-1.0), "only positive scales"),
     "head": (replace(PROBLEM, head_dim=769), "head size 769 is larger than 768"),
     "value": (replace(PROBLEM, v_head_dim=192), "values of size 192 are larger than heads of 128"),
     "heads": (replace(PROBLEM, heads=257, kv_heads=257), "257 heads are more than 256"),

@@ -54,7 +54,7 @@ def test_ascend_triton_kernel_declines_with_reason() -> None:
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
 
     kernel, problem = AscendTritonKernel(), kernel_call(torch.bfloat16, "npu", 8, 2, 128, 128)
-    assert "no code for NPUs" in kernel.supports(problem).reason
+    assert "does not support NPUs" in kernel.supports(problem).reason
     assert "it takes NPU tensors, not cpu" in kernel.supports(replace(problem, device="cpu")).reason
     assert "float64 is not among" in kernel.supports(replace(problem, dtype="float64")).reason
     assert "at most 256" in kernel.supports(replace(problem, head_dim=320)).reason

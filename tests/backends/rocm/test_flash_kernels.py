@@ -150,8 +150,8 @@ REASONS = [
     ({"head_dim": 68, "v_head_dim": 68}, "multiples of 8"),
     ({"head_dim": 264, "v_head_dim": 264}, "up to 256"),
     ({"heads": 3}, "not a multiple"),
-    ({"softcap": 30.0}, "not asked for a softcap"),
-    ({"scale": -1.0}, "scales that are not positive"),
+    ({"softcap": 30.0}, "has no softcap"),
+    ({"scale": -1.0}, "only positive scales"),
     ({"deterministic": True}, "order of additions"),
 ]
 
