@@ -1,4 +1,4 @@
-"""What scripts share that make evidence without a device: the report of a compiler's findings, and writing it."""
+"""Define the reports of scripts that make evidence without a device, and write them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGE = Path(__file__).parents[1] / "burst_portable"
 
 
 def fingerprint(*folders: str, package: Path = _PACKAGE) -> str:
-    """Of the compiled kernels in some folders of the package: their code alone, without comments and docstrings."""
+    """Return a hash of the kernels' code in some folders of the package, without comments and docstrings."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted((package / folder).glob("*.py")):
@@ -45,7 +45,7 @@ def machine_code(
     coverage: str,
     sources: str,
 ) -> Report:
-    """Of kernels that were compiled for chips which are not here; `sources` is their `fingerprint`."""
+    """Return the report of kernels that were compiled for absent chips. `sources` is their `fingerprint`."""
     return Report(
         backend=backend,
         evidence_level="machine code",
@@ -69,7 +69,7 @@ def machine_code(
 
 
 def finish(made: Report, file: Path | None) -> int:
-    """Tell it, write it where that is asked for; the exit code."""
+    """Print the report, write it to `file` if given, and return the exit code."""
     for failure in made.failures:
         print(f"FAILED {failure.check}: {failure.name}: {failure.message}")
     print(f"{made.backend}, {made.evidence_level}: {made.counts()}, {made.seconds:.0f} s")

@@ -1,10 +1,10 @@
-"""A backend's Triton kernels in Triton's interpreter on the CPU: evidence level "interpreter".
+"""Test a backend's Triton kernels in Triton's interpreter on the CPU: evidence level "interpreter".
 
     python -m backends.interpreter rocm --chip gfx942 [--quick] [--json backends/rocm/evidence/interpreter.json]
 
-The conformance suite's trials of kernels, few heads at a time since it is slow, with the blocks that the tuning tables
-have for a chip. What it shows is that the kernels' program is right for those blocks, in float32 and float16. It shows
-nothing of a compiler, of a device, or of bfloat16, which the interpreter computes wrongly without a word.
+Run the conformance suite's test cases for kernels with the blocks of the tuning tables for a chip, and with few heads,
+since the interpreter is slow. They show that the kernels are correct with those blocks in float32 and float16. They do
+not test a compiler, a device, or bfloat16, which the interpreter computes wrongly without an error.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SOURCES = {
     "rocm": ("kernels/triton",),
     "ascend": ("kernels/triton", "backends/ascend"),
 }
-"""Where the kernels of each backend are."""
+"""Folders of each backend's kernels."""
 NO_BFLOAT16 = "Triton's interpreter computes bfloat16 wrongly"
 
 
 class Interpreted(Backend):
-    """A backend that has the one kernel, on CPU tensors."""
+    """A backend with a single kernel, on CPU tensors."""
 
     name = ""
     capabilities = load("cpu").capabilities
@@ -55,7 +55,7 @@ class Interpreted(Backend):
 
 
 def kernel_of(backend: str, chip: str) -> Any:
-    """The kernel with the blocks of a chip, which declines what the interpreter cannot do."""
+    """Return the kernel with the blocks of a chip, without the dtypes that the interpreter computes wrongly."""
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
     from burst_portable.kernels.base import Support
     from burst_portable.kernels.triton.triton_kernel import TritonKernel

@@ -1,8 +1,8 @@
 """Let pages of the site link to files outside docs/, with the relative paths that work in a repository view.
 
-mkdocs calls the functions below. Each file that a page links to becomes a part of the site, under repository/: Markdown
-as a page, source as a page with one code block, anything else as it is. A folder stands for its README.md. A link to a
-file that does not exist is a warning, and so an error of `make docs`.
+mkdocs calls the functions below. Each file that a page links to becomes a part of the site, under repository/. Markdown
+becomes a page, source a page with one code block, and other files are copied. A link to a folder leads to its
+README.md. A link to a missing file is a warning, which `make docs` turns into an error.
 """
 
 from __future__ import annotations

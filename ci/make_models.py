@@ -79,13 +79,13 @@ def short(reason: str) -> str:
 
 def row(kind: str, class_name: str, trial: Trial) -> str:
     """Return the row of one model."""
-    told = short(trial.reason).replace("[", "\\[")  # \[: not a link
+    cell = short(trial.reason).replace("[", "\\[")  # \[: not a link
     if trial.verdict == "equal":
-        # What is allowed and not what was found, which rounds otherwise on another machine.
-        told = f"{allowed(trial.compared_with):.0e} | {trial.compared_with} | {OWN_LOSS if trial.own_loss else ''}"
+        # The tolerance instead of the difference, which depends on the machine.
+        cell = f"{allowed(trial.compared_with):.0e} | {trial.compared_with} | {OWN_LOSS if trial.own_loss else ''}"
     elif trial.verdict == "different":
-        told = f"**{told or f'by {trial.apart:.1e}'}**"
-    return f"| {kind} | {class_name} | {told} |"
+        cell = f"**{cell or f'by {trial.apart:.1e}'}**"
+    return f"| {kind} | {class_name} | {cell} |"
 
 
 def page(trials: dict[tuple[str, str], Trial]) -> str:

@@ -1,6 +1,6 @@
-"""One architecture of transformers, tiny and with random weights, over two ranks and on one device.
+"""Compare a small model of transformers with random weights on several ranks with one device.
 
-`try_model` says whether logits, loss and every gradient agree, or why the model is refused.
+`try_model` returns whether logits, loss and every gradient agree, or why the model is not supported.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from burst_portable.integrations.transformers import all_reduce, all_reduce_grad
 from burst_portable.integrations.transformers.loss import OWN_LOSS
 
 T = TypeVar("T")
-LENGTH, BATCH, VOCABULARY, RANKS = 47, 2, 64, (2, 3)  # 47: neither shares it evenly
+LENGTH, BATCH, VOCABULARY, RANKS = 47, 2, 64, (2, 3)  # 47 is divisible by neither
 
-# By the names that configs have for them; each config takes those that it knows.
+# By their names in configs. Each config gets the sizes that it has.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -51,9 +51,9 @@ SIZES: dict[str, Any] = {
     "embedding_size": 16,
     "head_dim": 8,
 }
-# What some models want otherwise, tried in this order.
+# Changes that some models need, tried in this order.
 VARIANTS: tuple[dict[str, Any], ...] = ({}, {"num_key_value_heads": 4})
-# What the default config of a model type leaves out.
+# Options that the default config of a model type lacks.
 OPTIONS: dict[str, dict[str, Any]] = {
     "cpmant": {"prompt_length": 4, "prompt_types": 4, "segment_types": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 9},
@@ -63,22 +63,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }
-LARGEST = 5_000_000  # parameters: more, and SIZES does not know the names of its sizes
-# transformers computes the loss in float32, and the gradient that enters the model; eager attention its softmax too.
+LARGEST = 5_000_000  # parameters; a larger model has sizes under names that SIZES lacks
+# transformers computes the loss and its gradient in float32, eager attention also its softmax.
 ROUNDED, OF_FLOAT32 = 1e-6, 1e-5
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a model.
+    """Result of a model.
 
     Attributes:
         verdict: "equal", "different", "refused" or "not tried".
-        reason: for all but equal.
+        reason: reason of every other verdict than equal.
         apart: largest difference, as a part of what it is compared with: logits by their largest, the loss, each
             gradient by its norm.
         compared_with: the attention of the one device, "sdpa" or "eager".
-        own_loss: the model's own loss is refused on a shard; compared with a loss of the logits.
+        own_loss: whether the model's own loss raises on a shard, so that a loss of the logits was compared.
     """
 
     verdict: str
@@ -96,7 +96,7 @@ class Answer:
 
 
 def tiny_config(kind: str, **options: Any) -> Any:
-    """A small config of a model type, without dropout, with each kind of layer that its default has."""
+    """Return a small config of a model type, without dropout, with all kinds of layers of its default."""
     config_class = CONFIG_MAPPING[kind]
     usual = config_class()
     known = set(usual.to_dict()) | set(config_class.attribute_map)
@@ -117,7 +117,7 @@ def _is_dropout(name: str) -> bool:
 
 
 def try_model(model_class: type[PreTrainedModel], kind: str, **options: Any) -> Trial:
-    """Build it, and compare. Only what transformers itself raises on one device is "not tried"."""
+    """Build a model and compare it. Only errors of transformers on one device give "not tried"."""
     for variant in VARIANTS:
         trial = _try_variant(model_class, kind, variant | options)
         if trial.verdict != "not tried":
@@ -131,8 +131,8 @@ def _try_variant(model_class: type[PreTrainedModel], kind: str, options: dict[st
         return Trial("not tried", f"no tiny model of it: {_told(outline)}")
     try:
         check_model(outline)
-    except UnsupportedError as refusal:
-        return Trial("refused", str(refusal).partition("; got ")[2])
+    except UnsupportedError as error:
+        return Trial("refused", str(error).partition("; got ")[2])
     if (size := sum(p.numel() for p in outline.parameters())) > LARGEST:
         return Trial("not tried", f"no tiny model of it: {size} parameters")
     model = _built(model_class, kind, options, "cpu")
@@ -147,7 +147,7 @@ def _try_variant(model_class: type[PreTrainedModel], kind: str, options: dict[st
 def _built(model_class: type[PreTrainedModel], kind: str, options: dict[str, Any], device: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = tiny_config(kind, **options)
-    config._experts_implementation = "eager"  # the others take no float64
+    config._experts_implementation = "eager"  # other implementations do not support float64
     with torch.device(device):
         return model_class(config)
 
@@ -173,7 +173,7 @@ def _compare(model: PreTrainedModel, own_loss: bool = False) -> Trial:
 
 
 def allowed(plain: str) -> float:
-    """How far from one device, with its SDPA or eager attention, is still equal."""
+    """Return the tolerance for a comparison with SDPA or eager attention on one device."""
     return ROUNDED if plain == "sdpa" else OF_FLOAT32
 
 
@@ -183,7 +183,7 @@ def _on_ranks(ranks: int, model: PreTrainedModel, ids: Tensor, labels: Tensor, o
 
 
 def _tried(work: Callable[[], T]) -> T | Exception:
-    """What `work` returns, or what it raises: a model may fail in any way, and the next one is tried all the same."""
+    """Return the result of `work`, or its error. A model may raise anything, and the next one must still be tried."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001
@@ -195,13 +195,13 @@ def _told(error: BaseException) -> str:
 
 
 def _plain_attention(model: PreTrainedModel) -> str:
-    """SDPA keeps float64; it knows neither softcap nor sinks, which transformers' eager attention has."""
+    """Return "sdpa", which keeps float64, or "eager" for models with softcap or sinks, which SDPA lacks."""
     softcap = getattr(model.config, "attn_logit_softcapping", None)
     return "sdpa" if model._supports_sdpa and softcap is None else "eager"
 
 
 def _randomize(model: PreTrainedModel) -> None:
-    """Weights that make every part of a model count; many start at zero or one."""
+    """Set weights with which every part of a model matters. Many start at zero or one."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -227,12 +227,12 @@ def _on_one_device(model: PreTrainedModel, plain: str, ids: Tensor, labels: Tens
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """A loss that the ranks' parts add up to."""
+    """Return a loss that equals the sum of the ranks' parts."""
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.numel()
 
 
 def _attends(model: PreTrainedModel, plain: str, ids: Tensor, logits: Tensor) -> bool:
-    """Whether the last token's logits depend on one three before: without that, equal would say nothing."""
+    """Return whether the last token's logits depend on the token three before; else "equal" would prove nothing."""
     alone = copy.deepcopy(model)
     alone.set_attn_implementation(plain)
     other = ids.clone()
@@ -266,6 +266,6 @@ def _apart(answer: Answer, expected: Answer) -> float:
     whole = torch.cat([g.reshape(-1) for g in expected.gradients.values()]).norm()
     for name in expected.gradients.keys() | answer.gradients.keys():
         left, right = (a.gradients.get(name, torch.zeros(())) for a in (answer, expected))
-        # A gradient that is zero but for rounding is measured by all of them.
+        # A gradient that is zero except for rounding is compared with the norm of all gradients.
         worst = max(worst, ((left - right).norm() / max(right.norm(), 1e-6 * whole)).item())
     return worst if torch.isfinite(answer.logits).all() else float("inf")

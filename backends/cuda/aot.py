@@ -1,4 +1,4 @@
-"""The Hopper kernels compiled ahead of time, on any machine: registers, spills, shared memory, ptxas's faults."""
+"""Compile the Hopper kernels ahead of time, on any machine, and report registers, spills and shared memory."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Bui
 
 
 def compiled(build: Build) -> tuple[Any, str]:
-    """Triton's kernel, real machine code for sm_90, and what ptxas said of it. Raises what Triton raises."""
+    """Return Triton's kernel with machine code for sm_90, and ptxas's log. Raise what Triton raises."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -126,7 +126,7 @@ def compiled(build: Build) -> tuple[Any, str]:
 
 
 def compile_build(build: Build) -> Report:
-    """What ptxas says of it. Raises what Triton raises."""
+    """Compile a kernel and return the compiler's report. Raise what Triton raises."""
     started = time.perf_counter()
     kernel, said = compiled(build)
     seconds = time.perf_counter() - started
@@ -149,11 +149,11 @@ def compile_build(build: Build) -> Report:
 
 
 def _early_releases(ptx: str) -> int:
-    """Arrivals at a barrier with no barrier of the warpgroup since its last wait for a product.
+    """Count arrivals at a barrier without a barrier of the warpgroup since its last wait for a product.
 
-    One thread arrives for its warpgroup, and lets a slot be filled again; the three other warps may still be reading
-    it. Triton puts a barrier of the warpgroup before an arrival where it finds none since shared memory was last used,
-    and takes the start of an asynchronous product for its end.
+    One thread arrives for its warpgroup and lets a slot be filled again, while the three other warps may still read it.
+    Triton inserts a barrier of the warpgroup before an arrival if there is none since the last use of shared memory,
+    but takes the start of an asynchronous product for its end.
     """
     waited, early = False, 0
     for line in ptx.splitlines():
@@ -167,7 +167,7 @@ def _early_releases(ptx: str) -> int:
 
 
 def _build(name: str, kernel: Any, types: dict[str, str], constants: dict[str, int], maxnreg: int) -> Build:
-    """Parameters that `types` leaves out are int32."""
+    """Return a build. Parameters that are not in `types` are int32."""
     signature = {p: "constexpr" if p in constants else types.get(p, "i32") for p in kernel.arg_names}
     return Build(name, kernel, signature, constants, maxnreg)
 

@@ -1,8 +1,8 @@
 """Search machine code for sm_90 matrix products that may take their operands' addresses from the wrong path.
 
-A wgmma product (HGMMA in machine code) reads where its operands lie in shared memory, their matrix descriptors, from
-uniform registers: `gdesc[UR4]` is UR4 to UR7. ptxas 12.8 was seen to write the descriptor that two loops share ahead
-of the first loop only::
+A wgmma product (HGMMA in machine code) reads the addresses of its operands in shared memory, their matrix descriptors,
+from uniform registers: `gdesc[UR4]` is UR4 to UR7. ptxas 12.8 has written a descriptor that two loops share before the
+first loop only::
 
     UR4 = the base of shared memory
       |
@@ -13,17 +13,17 @@ of the first loop only::
       |                           |
       +---------------------------+
       |
-    loop 2: HGMMA gdesc[UR4]      <- the base of shared memory, where loop 1 was jumped around
+    loop 2: HGMMA gdesc[UR4]      <- the base of shared memory if loop 1 was skipped
 
-The PTX was right; results were wrong without a warning, or an address lay outside memory. This happened to the
-portable forward kernel if values are smaller than heads and are loaded by pointers; `triton_kernel` compiles it for
-two warps there. `suspicious` follows each descriptor back through moves, additions and masks, and reports every
-register on the way that may have been written last in several places, or in none.
+The PTX was correct. Results were wrong without a warning, or an address was outside memory. This happened to the
+portable forward kernel if values are smaller than heads and are loaded by pointers; `triton_kernel` then compiles it
+for two warps. `suspicious` follows each descriptor back through moves, additions and masks, and reports every register
+on the way whose last write may be in several places, or in none.
 
-A value that waited in an ordinary register or in local memory and came back is the same value. What a loop's counter
-decides comes through other instructions (ULEA, UIMAD), and the search ends before them, at the shift that makes an
-address a descriptor: it sees no fault further up, nor one in a carry (UP0). Two places that make the same value on two
-good paths are told of too, and a person has to look.
+A value that was saved to an ordinary register or to local memory and restored is the same value. Values that depend on
+a loop's counter come from other instructions (ULEA, UIMAD). The search ends before these, at the shift that makes an
+address a descriptor, so it misses faults before the shift and in a carry (UP0). It also reports two places that write
+the same value on two correct paths: check these by hand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 START = -1
-"""Stands among indices for the start of the program, where no register has a value."""
+"""Index of the start of the program, where no register has a value."""
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"(\.L_\w+):")
@@ -49,8 +49,8 @@ _COPIES = ("MOV", "UMOV", "R2UR", "STL", "LDL", "IMAD")  # IMAD as 0 * 0 + x
 class Instruction:
     """A line of machine code.
 
-    Registers are ordinary ones (R4), uniform ones (UR4) and, where those are spilled to, words of local memory: M20 is
-    the one at [R1+0x50]. `before` has the indices of the instructions that may have run just before.
+    Registers are ordinary ones (R4), uniform ones (UR4), and words of local memory for spills: M20 is the one at
+    [R1+0x50]. `before` has the indices of the instructions that may run immediately before.
     """
 
     address: str
@@ -65,25 +65,25 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """The name without what qualifies it."""
+        """The name without its modifiers."""
         return self.name.partition(".")[0]
 
     def copied(self, register: str) -> str | None:
-        """The register of which the value that this writes to `register` is a plain copy."""
+        """Return the register whose value this instruction copies to `register`; None if it is no copy."""
         if self.kind not in _COPIES or (self.kind == "IMAD" and self.operands[1:-1] != ["RZ", "RZ"]):
             return None
         sources = self.sources(register)
         return sources[-1] if sources and _REGISTER.fullmatch(self.operands[-1]) else None
 
     def sources(self, register: str) -> list[str]:
-        """The registers that are read for what this writes to `register`, where each word is made of its like."""
+        """Return the registers from which this instruction computes `register`, word by word."""
         word = self.writes.index(register)
         terms = [term.removeprefix("-") for term in self.operands[1:]]
         return [shifted(term, word) for term in terms if _REGISTER.fullmatch(term)]
 
 
 def parse(sass: str) -> list[Instruction]:
-    """The instructions of one kernel."""
+    """Return the instructions of one kernel."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -104,7 +104,7 @@ def parse(sass: str) -> list[Instruction]:
 
 
 def last_writes(code: list[Instruction], at: int, register: str) -> set[int]:
-    """The indices of what may have written a register last before an instruction; one under a guard may not have."""
+    """Return the indices of the possible last writes of a register before an instruction, guarded or not."""
     found: set[int] = set()
     seen: set[int] = set()
     todo = list(code[at].before)
@@ -122,20 +122,20 @@ def last_writes(code: list[Instruction], at: int, register: str) -> set[int]:
 
 
 def shifted(register: str, by: int) -> str:
-    """The register `by` places after another."""
+    """Return the register whose number is higher by `by`."""
     found = _REGISTER.fullmatch(register)
     assert found is not None, register
     return f"{found[1]}{int(found[2]) + by}"
 
 
 def _operand(text: str) -> str:
-    """An operand without its hints, spilled memory by its name."""
+    """Return an operand without hints, and spilled memory by its name."""
     spill = _SPILL.fullmatch(text)
     return f"M{int(spill[1] or '0', 16) // 4}" if spill else text.removesuffix(".reuse")
 
 
 def _followers(i: int, x: Instruction, labels: dict[str, int]) -> Iterator[int]:
-    """The indices of what may run right after it. BSYNC, where threads join again, stands before its label."""
+    """Yield the indices of instructions that may run next. BSYNC, which joins threads, precedes its label."""
     if x.kind in ("BRA", "BRX"):
         yield from (labels[label] for label in re.findall(r"\.L_\w+", " ".join(x.operands)))
     # BRA with a predicate before its label, and BRA.DIV, may not jump.
@@ -145,14 +145,14 @@ def _followers(i: int, x: Instruction, labels: dict[str, int]) -> Iterator[int]:
 
 
 def _written(name: str, operands: list[str]) -> Iterator[str]:
-    """The registers that an instruction writes: its first operand, where predicates do not count."""
+    """Yield the registers that an instruction writes: its first operand that is no predicate."""
     target = next((o for o in operands[:2] if not re.fullmatch(r"U?P[T\d]", o)), "")
     if _REGISTER.fullmatch(target) and not name.startswith(("BAR", "WARPSYNC")):
         yield from (shifted(target, word) for word in range(_words(name)))
 
 
 def _words(name: str) -> int:
-    """How many registers an instruction writes."""
+    """Return the number of registers that an instruction writes."""
     if product := re.match(r"HGMMA\.64x(\d+)x", name):
         return int(product[1]) // (2 if ".F32" in name else 4)
     if re.search(r"\.128|\.M88\.4", name):
@@ -196,27 +196,27 @@ def check(cubin: bytes, tool: Path | None = None) -> tuple[str, ...]:
 
 
 def suspicious(sass: str) -> list[str]:
-    """A line for each register on a descriptor's way that may come from several places; `sass` is nvdisasm's text."""
+    """Return a line for each register of a descriptor with several possible origins. `sass` is nvdisasm's text."""
     code = parse(sass)
     todo = [(i, register) for i, x in enumerate(code) for register in _descriptors(x)]
     if not todo:
         return ["matrix descriptors were not checked: no HGMMA instruction was read"]
-    blind = [f"matrix descriptors were not checked beyond {x}" for x in code if x.kind in _NOT_FOLLOWED]
+    unchecked = [f"matrix descriptors were not checked beyond {x}" for x in code if x.kind in _NOT_FOLLOWED]
     found: dict[frozenset[Origin], str] = {}
     seen = set(todo)
     for at, register in todo:  # grows
         origins = _origins(code, at, register)
         values = {_value(code, origin) for origin in origins}
         if len(values) > 1 or START in values:
-            found.setdefault(origins, f"{register} of {code[at]} comes from {_told(code, origins)}")
+            found.setdefault(origins, f"{register} of {code[at]} comes from {_describe(code, origins)}")
         new = {step for origin in origins for step in _made_of(code, origin)} - seen
         todo += sorted(new)
         seen |= new
-    return blind + list(found.values())
+    return unchecked + list(found.values())
 
 
 def _descriptors(product: Instruction) -> list[str]:
-    """The uniform registers with a product's descriptors: of A and B, or of B where A is in ordinary registers."""
+    """Return the uniform registers of a product's descriptors: A and B, or only B if A is in ordinary registers."""
     if product.kind != "HGMMA":
         return []
     first = next(found[1] for text in product.operands if (found := re.match(r"gdesc\[(UR\d+)\]", text)))
@@ -225,7 +225,7 @@ def _descriptors(product: Instruction) -> list[str]:
 
 
 def _origins(code: list[Instruction], at: int, register: str) -> frozenset[Origin]:
-    """Where the value of a register may have been made that an instruction reads, seen through copies."""
+    """Return the possible origins, behind copies, of the value of a register that an instruction reads."""
     found: set[Origin] = set()
     todo = [(at, register)]
     for place, name in todo:  # grows
@@ -239,19 +239,19 @@ def _origins(code: list[Instruction], at: int, register: str) -> frozenset[Origi
 
 
 def _made_of(code: list[Instruction], origin: Origin) -> list[tuple[int, str]]:
-    """The uniform registers, as an instruction reads them, that a value was passed on from."""
+    """Return the uniform registers from which a value was computed, with the instruction that reads them."""
     if origin.index == START or code[origin.index].kind not in _PASSED_ON:
         return []
     return [(origin.index, source) for source in code[origin.index].sources(origin.register)]
 
 
 def _value(code: list[Instruction], origin: Origin) -> object:
-    """Equal for origins of equal values: one instruction, or several that write the same constant."""
+    """Return a key that is equal for origins of equal values, such as several writes of one constant."""
     if origin.index == START:
         return START
     made = (code[origin.index].name, *code[origin.index].operands[1:])
     return origin if any(re.search(r"R\d|^M\d", part) for part in made) else made
 
 
-def _told(code: list[Instruction], origins: frozenset[Origin]) -> str:
+def _describe(code: list[Instruction], origins: frozenset[Origin]) -> str:
     return " or ".join("nowhere" if o.index == START else str(code[o.index]) for o in sorted(origins))

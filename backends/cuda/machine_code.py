@@ -1,10 +1,10 @@
-"""The evidence that needs no NVIDIA GPU: the kernels as machine code for three chips.
+"""Make the evidence that needs no NVIDIA GPU: the kernels as machine code for three chips.
 
     python -m backends.cuda.machine_code [--json backends/cuda/evidence/machine-code.json] [--chip sm_90]
 
-`compile`: each portable kernel with the tuning tables' blocks: matrix instructions are there, nothing spills that has
-not been justified, and shared memory suffices. `hopper`: those for sm_90 likewise, and no matrix descriptor may come
-from a path that did not run. It has no numbers and no times.
+`compile`: each portable kernel with the blocks of the tuning tables has matrix instructions, has no spills without a
+reason, and fits shared memory. `hopper`: the same for the Hopper kernels, and no matrix descriptor may come from a path
+that did not run. Nothing is run or timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SOURCES = ("kernels/triton", "backends/cuda/hopper")
 
 
 def compiled(chips: list[str]) -> Iterator[Result]:
-    """A result for each chip, head size and portable kernel."""
+    """Yield a result for each chip, head size and portable kernel."""
     for record in kernel_table(chips, HEADS):
         name = f"{record.target} D={record.head_dim} {record.kernel}, {record.blocks}"
         takes = {"shared memory": (record.shared, TARGETS[record.target].shared)}
@@ -40,7 +40,7 @@ def compiled(chips: list[str]) -> Iterator[Result]:
 
 
 def hopper() -> Iterator[Result]:
-    """A result for each Hopper kernel."""
+    """Yield a result for each Hopper kernel."""
     for build in aot.builds(HEADS):
         made = aot.compile_build(build)
         takes = {
@@ -61,7 +61,7 @@ def hopper() -> Iterator[Result]:
 
 
 def report(chips: list[str]) -> Report:
-    """Both, for some chips."""
+    """Return the report of both checks for some chips."""
     started = time.monotonic()
     results = [*compiled(chips), *(hopper() if "sm_90" in chips else ())]
     seconds = time.monotonic() - started

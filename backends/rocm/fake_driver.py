@@ -1,8 +1,7 @@
-"""A driver of Triton's that has a chip's name and no chip: kernels are compiled for it as for a real one, and
-launches are written down instead of made.
+"""Define a driver for Triton that compiles kernels for an absent chip and records launches instead of running them.
 
-Test equipment. Everything before the launch is the real thing: specialisation on types, strides and alignment, the
-compiler, the check of shared memory against the device's. What a kernel computes is not shown by it.
+Everything before the launch is Triton's real code: specialization on types, strides and alignment, the compiler, and
+the check of shared memory against the device's. It does not show what a kernel computes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from burst_portable.kernels.triton.machine_code import TARGETS
 
 
 class Launched:
-    """One launch: its kernel and what was handed to it, by name."""
+    """One launch: its kernel and its arguments by name."""
 
     def __init__(self, launcher: Launcher, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
         self.launcher, self.grid = launcher, grid
@@ -26,7 +25,7 @@ class Launched:
         self.given = dict(zip(launcher.names, values, strict=True))
 
     def wrong(self) -> list[str]:
-        """What was handed over and does not fit what was compiled."""
+        """Return the arguments that do not fit the compiled kernel."""
         found = []
         for index, (name, value) in enumerate(self.given.items()):
             kind = self.launcher.source.signature[name]
@@ -35,15 +34,15 @@ class Launched:
                 if value != compiled:
                     found.append(f"{name} is {value}, and was compiled as {compiled}")
             elif not _fits(value, kind):
-                told = value.dtype if isinstance(value, torch.Tensor) else repr(value)
-                found.append(f"{name} is {told}, and was compiled as {kind}")
+                text = value.dtype if isinstance(value, torch.Tensor) else repr(value)
+                found.append(f"{name} is {text}, and was compiled as {kind}")
             elif ["tt.divisibility", 16] in self.launcher.source.attrs.get((index,), ()) and _number(value) % 16:
                 found.append(f"{name} is no multiple of 16, and was compiled as one")
         return found
 
 
 class Launcher:
-    """What Triton makes once a kernel and calls once a launch."""
+    """Launcher of a compiled kernel. Triton creates one per kernel and calls it once per launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.source, self.metadata = source, metadata
@@ -51,12 +50,12 @@ class Launcher:
         self.constants = {self.names[path[0]]: value for path, value in source.constants.items()}
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: list[Launched], *rest: Any) -> None:
-        # packed metadata, launch metadata and two hooks come before the kernel's own
+        # packed metadata, launch metadata and two hooks precede the kernel's arguments
         function.append(Launched(self, (x, y, z), rest[4:]))
 
 
 class FakeDriver(DriverBase):
-    """Of one chip of `kernels.triton.machine_code.TARGETS`; tensors are on the CPU.
+    """Driver of one chip of `kernels.triton.machine_code.TARGETS`. Tensors are on the CPU.
 
     Attributes:
         launched: the launches so far.
@@ -105,12 +104,12 @@ class FakeDriver(DriverBase):
         raise AssertionError("nothing is measured without a device")
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        """(module, function, registers, spills, threads): the launches stand for the function."""
+        """Return (module, function, registers, spills, threads). The function is the list of launches."""
         assert kernel.startswith(b"\x7fELF")
         return object(), self.launched, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """What Triton asks: it refuses kernels that want more shared memory than this."""
+        """Return the properties that Triton queries. It rejects kernels that need more shared memory."""
         return {"max_shared_mem": self.chip.shared, "multiprocessor_count": 100, "warpSize": 64}
 
 
@@ -128,7 +127,7 @@ def _number(value: Any) -> int:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Whether a value is of the type that Triton calls so."""
+    """Return whether a value has a type of Triton."""
     if kind in _POINTERS:
         return isinstance(value, torch.Tensor) and value.dtype == _POINTERS[kind]
     if kind in ("i32", "i64"):

@@ -1,9 +1,9 @@
-"""The portable kernels' own launching code, run for one chip on a fake driver.
+"""Run the launch code of the portable kernels for one chip on a fake driver.
 
     python backends/rocm/launches.py gfx942 [--quick]
 
-Prints a line of JSON for each launch: what was compiled, and what is wrong with it. One chip a process: Triton and the
-kernels keep what they found out about the device.
+Print a line of JSON for each launch: the compiled kernel and its faults. A process has one chip, since Triton and the
+kernels cache the properties of the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from burst_portable.planning.tiles import find_tiles
 
 @dataclass(frozen=True)
 class Case:
-    """What is launched. `skewed`: tensors that begin anywhere, and rows that lie apart anyhow."""
+    """One configuration. `skewed`: tensors with unaligned starts and strides."""
 
     dtype: torch.dtype = torch.bfloat16
     head: int = 64
@@ -64,7 +64,7 @@ USE = {"keys_kernel": "keys", "queries_kernel": "queries", "delta_kernel": "delt
 
 
 def tensors(case: Case) -> list[torch.Tensor]:
-    """q, k, v, dout."""
+    """Return q, k, v and dout."""
     sizes = [(HEADS, case.head), (KV_HEADS, case.head), (KV_HEADS, case.value), (HEADS, case.value)]
     made = []
     for heads, size in sizes:
@@ -74,7 +74,7 @@ def tensors(case: Case) -> list[torch.Tensor]:
 
 
 def launch(kernel: TritonKernel, case: Case) -> None:
-    """Forward over two blocks of keys, so that the second merges, and their backward; then all in one call."""
+    """Launch forward and backward over two blocks of keys, so that the second merges, then over all in one call."""
     q, k, v, dout = tensors(case)
     call = AttentionCall.of(q, k, v, scale=case.head**-0.5, softcap=case.softcap)
     mask, (whole,) = MASKS[case.mask], make_layout("contiguous", LENGTH, 1).shards
@@ -103,28 +103,28 @@ def use_of(launched: Launched) -> str:
 
 
 def tuned(case: Case, use: str, chip: str) -> Blocks:
-    """What the tuning tables say."""
+    """Return the blocks of the tuning tables."""
     table = SINGLE if case.dtype == torch.float32 else HALF
     tuning = choose(table, chip, max(padded(case.head), padded(case.value)))
     return (getattr(tuning, use) or tuning.forward)[0]
 
 
 def wrong(case: Case, launched: Launched, chip: str, record: Record) -> list[str]:
-    """Arguments that do not fit; another tuning than the tables'; limits of the chip that are broken."""
+    """Return unfit arguments, differences from the tuning tables, and exceeded limits of the chip."""
     use, metadata, given = use_of(launched), launched.launcher.metadata, launched.given
     found = launched.wrong()
     if (metadata.target.arch, metadata.target.warp_size) != (chip, 64):
         found.append(f"compiled for {metadata.target}")
     limits = problems(record)
     if case.dtype == torch.float32 or use == "delta":  # exact float32 products are no matrix instructions
-        limits = [one for one in limits if "matrix instruction" not in one]
+        limits = [limit for limit in limits if "matrix instruction" not in limit]
     if use == "delta":
-        return found + [one for one in limits if "shared" not in one or record.shared]
+        return found + [limit for limit in limits if "shared" not in limit or record.shared]
     blocks = tuned(case, use, chip)
-    asked = (blocks.rows, blocks.columns, blocks.warps, blocks.stages, *(value for _, value in blocks.extra))
+    expected = (blocks.rows, blocks.columns, blocks.warps, blocks.stages, *(value for _, value in blocks.extra))
     extra = (getattr(metadata, name) for name, _ in blocks.extra)
-    if (given["R"], given["C"], metadata.num_warps, metadata.num_stages, *extra) != asked:
-        found.append(f"launched as another than {blocks}")
+    if (given["R"], given["C"], metadata.num_warps, metadata.num_stages, *extra) != expected:
+        found.append(f"launched with other blocks than {blocks}")
     every_row = use == "forward" or not given.get("ADD", True)
     rows = given["k_rows" if use == "keys" else "q_rows"]
     programs = -(-rows // blocks.rows) * BATCH * (KV_HEADS if use == "keys" else HEADS)
@@ -134,7 +134,7 @@ def wrong(case: Case, launched: Launched, chip: str, record: Record) -> list[str
 
 
 def examine(chip: str, cases: tuple[Case, ...]) -> Iterator[dict[str, object]]:
-    """A result for each launch."""
+    """Yield a result for each launch."""
     driver = FakeDriver(chip)
     triton.runtime.driver.set_active(driver)
     kernel = TritonKernel()
@@ -143,7 +143,7 @@ def examine(chip: str, cases: tuple[Case, ...]) -> Iterator[dict[str, object]]:
         launch(kernel, case)
         first, compiled = list(driver.launched), len(driver.listings)
         driver.launched.clear()
-        launch(kernel, case)  # with other memory: nothing is compiled again, and everything still fits
+        launch(kernel, case)  # with other memory: nothing may be compiled again
         again = len(driver.listings) != compiled or [x.kernel for x in first] != [x.kernel for x in driver.launched]
         for one in (*first, *driver.launched):
             metadata = one.launcher.metadata

@@ -1,10 +1,10 @@
-"""The evidence that needs no AMD GPU: the portable kernels as machine code for three chips, and their launching code.
+"""Make the evidence that needs no AMD GPU: machine code of the portable kernels for three chips, and their launches.
 
     python -m backends.rocm.machine_code [--json backends/rocm/evidence/machine-code.json] [--chip gfx942] [--quick]
 
-`compile`: each kernel with the tuning tables' blocks, ahead of time: matrix instructions are there, nothing spills to
-memory, the LDS suffices. `launch`: the same code as a call runs it, on a fake driver (`launches.py`), for more dtypes,
-head sizes and masks: what was compiled fits what is handed over. Neither shows a number, a time or a device.
+`compile`: each kernel with the blocks of the tuning tables has matrix instructions, does not spill to memory, and fits
+the LDS. `launch`: the launch code of a call, on a fake driver (`launches.py`), for more dtypes, head sizes and masks,
+passes arguments that fit the compiled kernel. Nothing is run on a device.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LAUNCHES = Path(__file__).parent / "launches.py"
 
 
 def compiled(chips: list[str], heads: tuple[int, ...]) -> Iterator[Result]:
-    """A result for each chip, head size and kernel."""
+    """Yield a result for each chip, head size and kernel."""
     for record in kernel_table(chips, heads):
         name = f"{record.target} D={record.head_dim} {record.kernel}, {record.blocks}"
         yield _result("compile", name, record, problems(record), record.seconds)
 
 
 def launched(chip: str, *options: str) -> Iterator[Result]:
-    """A result for each launch, from a process of the chip's own with a compile cache of its own."""
+    """Yield a result for each launch, from a separate process with a separate compile cache."""
     with tempfile.TemporaryDirectory() as cache:
         root = Path(__file__).parents[2]
         path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -53,13 +53,13 @@ def launched(chip: str, *options: str) -> Iterator[Result]:
 
 
 def _result(check: str, name: str, record: Record, wrong: list[str], seconds: float) -> Result:
-    """With what the code takes and may take: bytes of LDS and of spilled memory."""
+    """Return a result with the used and allowed bytes of LDS and of spilled memory."""
     takes = {"LDS": (record.shared, TARGETS[record.target].shared), "scratch": (record.scratch, 0)}
     return Result(check, name, not wrong, seconds, {} if record.error else takes, "; ".join(wrong))
 
 
 def report(chips: list[str], quick: bool) -> Report:
-    """Both, for some chips."""
+    """Return the report of both checks for some chips."""
     started = time.monotonic()
     results = list(compiled(chips, HEADS[:1] if quick else HEADS))
     for chip in chips:

@@ -1,13 +1,13 @@
-"""Ranks ways to cut and launch the portable kernels for a chip that is not here, by their machine code.
+"""Rank block sizes and launch options of the portable kernels for an absent chip by their machine code.
 
     python backends/rocm/tune.py gfx942 [gfx90a ...] [--json tuning.json] [--kernel keys] [--head 128]
 
-The time of one step of the unmasked loop is estimated as that of the busiest unit, from a count of its instructions:
-matrix products at the chip's published rate, 4 cycles a vector instruction (16 for exp and log), 128 bytes a cycle
-between the four SIMDs and their LDS (256 on gfx950). With fewer than two waves a SIMD nothing hides anything, and
-matrix and vector time add up. What spills to memory or does not fit the LDS is left out. The first line of each
-group is the choice, and the tables in `burst_portable/kernels/triton/tuning.py` were written from it: of what comes
-within 5 % of the least time, what has most cycles of other waves' work to hide a load behind. Nothing was ever timed.
+The time of a step of the unmasked loop is estimated as that of the busiest unit, from a count of its instructions:
+matrix products at the chip's published rate, 4 cycles per vector instruction (16 for exp and log), 128 bytes per cycle
+between the four SIMDs and their LDS (256 on gfx950). With fewer than two waves per SIMD, nothing overlaps, and matrix
+and vector time add up. Configurations that spill to memory or do not fit the LDS are left out. The first line of each
+group is the choice, from which the tables in `burst_portable/kernels/triton/tuning.py` were written. Of the
+configurations within 5 % of the shortest time, it has most cycles of other waves to overlap a load. Nothing was timed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from burst_portable.kernels.triton.machine_code import TARGETS, compiled_kernel,
 from burst_portable.kernels.triton.tuning import Blocks
 
 MATRIX = {"gfx90a": 256, "gfx942": 512, "gfx950": 1024}
-"""16-bit FLOPs a cycle of one SIMD."""
+"""16-bit FLOPs per cycle of one SIMD."""
 LDS_BYTES = {"gfx90a": 128, "gfx942": 128, "gfx950": 256}
-"""Bytes a cycle of one compute unit."""
+"""Bytes per cycle of one compute unit."""
 WAVE, SIMDS = 64, 4
 KERNELS = ("forward", "resumed", "keys", "queries")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way, and what its code says.
+    """One configuration and the estimate from its code.
 
-    `cycles` are a SIMD's for a pair of one row and one column; `hidden` those of other waves in one step.
+    `cycles` are those of a SIMD per pair of a row and a column, `hidden` those of other waves in one step.
     """
 
     chip: str
@@ -54,8 +54,8 @@ class Estimate:
     lds: int
 
 
-def ways(head: int) -> Iterator[Blocks]:
-    """What is tried: a wave has at least 16 rows."""
+def candidates(head: int) -> Iterator[Blocks]:
+    """Yield the configurations to try. A wave has at least 16 rows."""
     rows, columns = ((64, 128), (16, 32, 64)) if head < 256 else ((32, 64, 128), (16, 32))
     for r, c, warps, small in itertools.product(rows, columns, (4, 8), (False, True)):
         if r // warps >= 16 and (small or c >= 32):
@@ -63,10 +63,10 @@ def ways(head: int) -> Iterator[Blocks]:
 
 
 def estimate(chip: str, kernel: str, head: int, blocks: Blocks) -> Estimate | None:
-    """None for what spills to memory, does not fit or does not compile."""
+    """Return the estimate; None if the code spills to memory, does not fit or does not compile."""
     try:
         compiled = compiled_kernel(chip, kernel, head, blocks)
-    except Exception as error:  # noqa: BLE001 - whatever a compiler throws: it is no way then
+    except Exception as error:  # noqa: BLE001 - any error of a compiler excludes the configuration
         print(f"{chip} {kernel} {head} {blocks}: {str(error)[:80]}", file=sys.stderr)
         return None
     text, metadata = compiled.asm["amdgcn"], compiled.metadata
@@ -74,7 +74,7 @@ def estimate(chip: str, kernel: str, head: int, blocks: Blocks) -> Estimate | No
     loops = [count for body in innermost(text) if (count := units(body, chip))[0]]
     if facts["scratch"] or metadata.shared > TARGETS[chip].shared or not loops:
         return None
-    matrix, vector, lds = min(loops, key=sum)  # the masked loop does more
+    matrix, vector, lds = min(loops, key=sum)  # the masked loop has more instructions
     waves = max(1, facts["occupancy"])
     busiest = max(matrix, vector, lds) if waves > 1 else max(matrix + vector, lds)
     spills = re.search(r"\.sgpr_spill_count:\s*(\d+)", text)
@@ -88,7 +88,7 @@ def estimate(chip: str, kernel: str, head: int, blocks: Blocks) -> Estimate | No
 
 
 def innermost(text: str) -> Iterator[list[str]]:
-    """The instructions of each loop that holds no other."""
+    """Yield the instructions of each innermost loop."""
     lines = [line.strip() for line in text.splitlines()]
     labels = {line.partition(":")[0]: i for i, line in enumerate(lines) if re.match(r"\.LBB\w+:", line)}
     jumps = [(labels[m.group(1)], i) for i, line in enumerate(lines) if (m := re.match(r"s_c?branch\w*\s+(\S+)", line))]
@@ -99,7 +99,7 @@ def innermost(text: str) -> Iterator[list[str]]:
 
 
 def units(body: list[str], chip: str) -> tuple[float, int, float]:
-    """Cycles of the matrix unit, of the vector unit, of the LDS, that one wave's pass through a loop takes."""
+    """Return the cycles of the matrix unit, the vector unit and the LDS for one wave's iteration of a loop."""
     matrix, vector, lds = 0.0, 0, 0.0
     for name in (line.split()[0] for line in body):
         if shape := re.match(r"v_mfma_\w+?_(\d+)x(\d+)x(\d+)", name):
@@ -123,10 +123,10 @@ def main() -> int:
     chosen = parser.parse_args()
     best = []
     for chip, head, kernel in itertools.product(chosen.chips, chosen.head or (64, 128, 256), chosen.kernel or KERNELS):
-        found = [one for blocks in ways(head) if (one := estimate(chip, kernel, head, blocks))]
+        found = [one for blocks in candidates(head) if (one := estimate(chip, kernel, head, blocks))]
         ranked = sorted(found, key=lambda one: one.cycles)[:8]
-        near = [one for one in ranked if one.cycles <= 1.05 * ranked[0].cycles]
-        choice = max(near, key=lambda one: (one.hidden, one.waves, -one.shared, -one.registers))
+        fastest = [one for one in ranked if one.cycles <= 1.05 * ranked[0].cycles]
+        choice = max(fastest, key=lambda one: (one.hidden, one.waves, -one.shared, -one.registers))
         ranked.sort(key=lambda one: one is not choice)
         best += ranked
         for one in ranked:

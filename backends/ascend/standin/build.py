@@ -1,10 +1,10 @@
-"""Builds the stand-in for CANN: shared libraries on which the real torch_npu of this environment loads.
+"""Build the stand-in for CANN: shared libraries with which the installed torch_npu loads.
 
     python backends/ascend/standin/build.py FOLDER [--update]
 
-FOLDER gets lib64/ and set_env.sh, like an installed CANN. What torch_npu's libraries want of CANN is read out of them
-and compared with `symbols.txt`: another release of torch_npu may want other functions, and then somebody has to look
-(--update writes the new list). What is wanted and not imitated is there, says so when it is called, and fails.
+FOLDER gets lib64/ and set_env.sh, like an installed CANN. The script reads the functions of CANN that torch_npu's
+libraries import and compares them with `symbols.txt`. If a release of torch_npu imports other functions, review them
+and write the new list with --update. Functions without an imitation print an error when called, and fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SYMBOLS = HERE / "symbols.txt"
 SOURCES = ("streams.c", "device.c", "hccl.c")
-# What torch_npu's libraries name as needed; all functions are in the first, whoever they belong to in CANN.
+# The libraries that torch_npu's libraries need. All functions are in the first one.
 LIBRARIES = ("ascendcl", "hccl", "graph", "ge_runner", "acl_op_compiler", "acl_tdt_channel", "atb", "opapi")
 OF_CANN = re.compile(r"(acl|rt|Hccl|Msprof|ge|atb)[A-Z]\w*|acl[a-z]+[A-Z]\w*")
 ABSENT = """int {name}(void)
@@ -31,14 +31,14 @@ ABSENT = """int {name}(void)
 
 
 def torch_npu_libraries() -> list[Path]:
-    """The shared libraries of the installed torch_npu that are loaded with it."""
+    """Return the shared libraries of the installed torch_npu that are loaded with it."""
     wheel = distribution("torch_npu")
     files = [Path(str(wheel.locate_file(f))) for f in wheel.files or ()]
     return [f for f in files if re.search(r"torch_npu/(lib/[^/]+|_C[^/]*)\.so$", f.as_posix())]
 
 
 def symbols(library: Path, which: str) -> set[str]:
-    """Dynamic symbols of a library, without versions; `which` is "undefined" or "defined"."""
+    """Return the dynamic symbols of a library, without versions. `which` is "undefined" or "defined"."""
     done = subprocess.run(
         ["nm", "-D", f"--{which}-only", str(library)], capture_output=True, text=True, check=True
     )  # nm comes with gcc
@@ -46,7 +46,7 @@ def symbols(library: Path, which: str) -> set[str]:
 
 
 def wanted() -> list[str]:
-    """The functions of CANN that torch_npu's libraries import."""
+    """Return the functions of CANN that torch_npu's libraries import."""
     libraries = torch_npu_libraries()
     assert libraries, "torch_npu is installed with its libraries"
     there = set().union(*(symbols(f, "defined") for f in libraries))
@@ -55,10 +55,9 @@ def wanted() -> list[str]:
 
 
 def difference(now: list[str], listed: list[str]) -> str:
-    """What is new and what is gone, in words; nothing if the lists are the same."""
+    """Describe the new and the missing names; "" if the lists are equal."""
     new, gone = sorted(set(now) - set(listed)), sorted(set(listed) - set(now))
-    told = [f"{what}: {', '.join(names)}" for what, names in (("new", new), ("gone", gone)) if names]
-    return "; ".join(told)
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in (("new", new), ("gone", gone)) if names)
 
 
 def build(folder: Path, names: list[str]) -> None:
@@ -76,7 +75,7 @@ def build(folder: Path, names: list[str]) -> None:
     )
     everything = [*sources, str(rest), f"-I{HERE / 'cann'}"]
     subprocess.run([*compiler, "-Wl,-soname," + first.name, "-o", str(first), *everything, "-lpthread"], check=True)
-    for name in LIBRARIES[1:]:  # each is a name for the first: what is looked for in it is found there
+    for name in LIBRARIES[1:]:  # empty libraries that load the first one
         link = libraries / f"lib{name}.so"
         soname = f"-Wl,-soname,{link.name}"
         needs = [f"-L{libraries}", "-Wl,--no-as-needed", f"-l{LIBRARIES[0]}"]
@@ -86,12 +85,12 @@ def build(folder: Path, names: list[str]) -> None:
         f'export ASCEND_OPP_PATH="{folder}/opp"\n'
         f'export LD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"\n'
     )
-    for part in ("opp", "runtime", "compiler"):  # torch_npu looks whether they are there
+    for part in ("opp", "runtime", "compiler"):  # torch_npu checks that they exist
         (folder / part).mkdir(exist_ok=True)
 
 
 def main(arguments: list[str]) -> int:
-    """Build, or say why not."""
+    """Build the stand-in, or print why not, and return the exit code."""
     if shutil.which("gcc") is None or shutil.which("nm") is None:
         print("the stand-in for CANN is built from C: gcc is missing (Debian: apt install gcc)", file=sys.stderr)
         return 2

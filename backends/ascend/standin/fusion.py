@@ -1,11 +1,11 @@
-"""`npu_fusion_attention` and its gradient, emulated on the CPU from their documentation.
+"""Emulate `npu_fusion_attention` and its gradient on the CPU from their documentation.
 
-The document is torch_npu's own, `torch_npu.npu_fusion_attention` in torch_npu/_op_plugin_docs.py of the wheel (the same
-text is docs/context/torch_npu-npu_fusion_attention.md of Ascend/op-plugin); the quoted conditions are its. What it
-forbids raises here. What it leaves open gives NaN, so that nothing comes to rest on it. That these numbers are right
-shows that the calls are; it shows nothing about Huawei's operator.
+The document is `torch_npu.npu_fusion_attention` in torch_npu/_op_plugin_docs.py of the wheel (the same text is
+docs/context/torch_npu-npu_fusion_attention.md of Ascend/op-plugin). The quoted conditions are from it. Calls that it
+forbids raise. Results that it leaves undefined are NaN, so that no caller depends on them. Correct numbers show that
+the calls are correct; they prove nothing about Huawei's operator.
 
-Nothing here is shared with `burst_portable.backends.ascend`: masks are dense and come from the definition.
+No code is shared with `burst_portable.backends.ascend`: masks are dense and follow the definition.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MILLION = 1_000_000
 
 
 class Sequence(NamedTuple):
-    """One sequence, [N, S, D] each, and where it lies: a batch row, or a stretch of a packed tensor."""
+    """One sequence, [N, S, D] each, and its position: a batch row, or rows of a packed tensor."""
 
     q: Tensor
     k: Tensor
@@ -59,7 +59,7 @@ def npu_fusion_attention(
     seed: int = 0,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """(attention_out, softmax_max, softmax_sum, reserved, seed, offset, numels)."""
+    """Return (attention_out, softmax_max, softmax_sum, reserved, seed, offset, numels)."""
     _refuse(pse=pse, padding_mask=padding_mask, prefix=prefix, sink=sink, dropout_mask=dropout_mask)
     _check(query, key, value, head_num, input_layout, keep_prob, actual_seq_qlen, actual_seq_kvlen)
     out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
@@ -68,7 +68,7 @@ def npu_fusion_attention(
         hidden = _hidden(s, atten_mask, sparse_mode, pre_tockens, next_tockens, input_layout)
         scores = _scores(s, scale).masked_fill(hidden, -torch.inf)
         peak = scores.amax(-1, keepdim=True)
-        p = torch.exp(scores - peak)  # NaN in a row that is hidden altogether: the document does not say
+        p = torch.exp(scores - peak)  # NaN in a fully masked row, which the document leaves undefined
         sums = p.sum(-1, keepdim=True)
         _put(out, s, (_times(p, s.v) / sums).to(query.dtype), input_layout)
         for target, numbers in ((top, peak), (total, sums)):
@@ -108,11 +108,11 @@ def npu_fusion_attention_grad(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dpse, dsink). Weights are exp(score - softmax_max) / softmax_sum, with what the caller hands in."""
+    """Return (dq, dk, dv, dpse, dsink). Weights are exp(score - softmax_max) / softmax_sum of the arguments."""
     _refuse(pse=pse, padding_mask=padding_mask, prefix=prefix, sink=sink, softmax_in=softmax_in)
     _check(query, key, value, head_num, input_layout, keep_prob, actual_seq_qlen, actual_seq_kvlen)
     if softmax_max is None or softmax_sum is None or attention_in is None:
-        raise ValueError("softmax_max, softmax_sum and attention_in are what the forward pass gave")
+        raise ValueError("softmax_max, softmax_sum and attention_in must be results of the forward pass")
     expected = _softmax_like(query, head_num, input_layout, softmax_layout)
     for given in (softmax_max, softmax_sum):
         if given.shape != expected.shape or given.dtype != torch.float32 or not given.is_contiguous():
@@ -178,7 +178,7 @@ def _check_sequence(s: Sequence) -> None:
 
 
 def _hidden(s: Sequence, mask: Tensor | None, mode: int, pre: int, after: int, layout: str) -> Tensor:
-    """[Sq, Sk], True where a pair is hidden. "With atten_mask None the mode and the tokens have no effect"."""
+    """Return [Sq, Sk], True where a pair is hidden. "With atten_mask None the mode and the tokens have no effect"."""
     rows, columns = s.q.shape[1], s.k.shape[1]
     i, j = torch.arange(rows).unsqueeze(1), torch.arange(columns).unsqueeze(0)
     if mask is None:
@@ -206,7 +206,7 @@ def _hidden(s: Sequence, mask: Tensor | None, mode: int, pre: int, after: int, l
 
 
 def _check_compressed(mask: Tensor) -> None:
-    """Four rows tell a wrong one from the right one, and cost little."""
+    """Check the shape and four rows of the compressed mask, which takes little time."""
     right = tuple(mask.shape) == (2048, 2048)
     if not right or any(bool(mask[r, : r + 1].any() or not mask[r, r + 1 :].all()) for r in (0, 1, 1000, 2047)):
         raise ValueError("modes 2, 3 and 4 take the compressed mask: 2048 x 2048, True above the diagonal")
@@ -245,7 +245,7 @@ def _sequences(
 
 
 def _get(x: Tensor, s: Sequence, layout: str, *, keys: bool = False) -> Tensor:
-    """A view [N, S, D] of the place of a sequence in a tensor like query, or like key."""
+    """Return a view [N, S, D] of a sequence in a tensor like query, or like key."""
     if layout == "TND":
         return x[s.columns if keys else s.rows].transpose(0, 1)
     return x[s.batch].transpose(0, 1)
@@ -256,7 +256,7 @@ def _put(x: Tensor, s: Sequence, part: Tensor, layout: str, *, keys: bool = Fals
 
 
 def _softmax_like(query: Tensor, heads: int, layout: str, softmax_layout: str) -> Tensor:
-    """[B, N, S, 8]; [T, N, 8], where memory is [N, T, 8] unless softmax_layout is TND."""
+    """Return NaN of shape [B, N, S, 8], or [T, N, 8] in memory of [N, T, 8] unless softmax_layout is TND."""
     if softmax_layout not in ("", "TND") or (softmax_layout and layout != "TND"):
         raise ValueError(f"softmax_layout {softmax_layout!r} with {layout}: only TND, with TND")
     if layout == "TND":
@@ -266,7 +266,7 @@ def _softmax_like(query: Tensor, heads: int, layout: str, softmax_layout: str) -
 
 
 def _softmax_rows(x: Tensor, s: Sequence, layout: str, softmax_layout: str) -> Tensor:
-    """A view [N, S, 8] of the place of a sequence."""
+    """Return a view [N, S, 8] of a sequence."""
     if layout != "TND":
         return x[s.batch]
     if softmax_layout == "TND":
@@ -278,12 +278,12 @@ def _softmax_rows(x: Tensor, s: Sequence, layout: str, softmax_layout: str) -> T
 
 
 def _grouped(x: Tensor, shared: int) -> Tensor:
-    """[N, S, D] -> [Nkv, group, S, D], float32."""
+    """Return [N, S, D] as [Nkv, group, S, D] in float32."""
     return x.float().unflatten(0, (shared, -1))
 
 
 def _scored(x: Tensor, y: Tensor) -> Tensor:
-    """[N, Sq, D] with [Nkv, Sk, D] -> [N, Sq, Sk]; summed wide and rounded once to float32."""
+    """Multiply [N, Sq, D] by [Nkv, Sk, D] to [N, Sq, Sk], in float64 and rounded once to float32."""
     wide = _grouped(x, y.shape[0]).double() @ y.double().unsqueeze(1).transpose(-1, -2)
     return wide.float().flatten(0, 1)
 
@@ -293,11 +293,11 @@ def _scores(s: Sequence, scale: float) -> Tensor:
 
 
 def _times(p: Tensor, y: Tensor) -> Tensor:
-    """[N, Sq, Sk] with [Nkv, Sk, D] -> [N, Sq, D]."""
+    """Multiply [N, Sq, Sk] by [Nkv, Sk, D] to [N, Sq, D]."""
     return (_grouped(p, y.shape[0]) @ y.float().unsqueeze(1)).flatten(0, 1)
 
 
 def _summed(p: Tensor, x: Tensor, like: Tensor) -> Tensor:
-    """[N, Sq, Sk] with [N, Sq, D] -> [Nkv, Sk, D], summed over the heads that share a K/V head."""
+    """Multiply [N, Sq, Sk] by [N, Sq, D] to [Nkv, Sk, D], summed over the heads that share a K/V head."""
     shared = like.shape[0]
     return (_grouped(p, shared).transpose(-1, -2) @ _grouped(x, shared)).sum(1)

@@ -1,13 +1,13 @@
-"""Operators on NPU tensors, computed by torch's CPU kernels in the same memory.
+"""Compute operators on NPU tensors with torch's CPU kernels, in the same memory.
 
-torch loads this by itself, as it loads torch_npu (an entry point `torch.backends`, which `environment.sh` writes). The
-device, its streams, events, copies, allocator and process group stay torch_npu's own; what it would hand to CANN's
-operators is replaced:
+torch loads this module like torch_npu, through an entry point `torch.backends`, which `environment.sh` writes. The
+device, its streams, events, copies, allocator and process group are torch_npu's. The calls of CANN's operators are
+replaced:
 
-- aten operators: the CPU's, on views of the device's memory, after what the current stream holds already;
-- `npu_fusion_attention` and its gradient: `fusion`, written from their documentation;
-- copies stay torch_npu's where nothing but bytes moves (between tensors of the device they are asynchronous, so a
-  wait that is missing shows), else bytes move and the CPU converts.
+- aten operators: by the CPU's, on views of the device's memory, after the earlier work of the current stream;
+- `npu_fusion_attention` and its gradient: by `fusion`, written from their documentation;
+- copies that only move bytes remain torch_npu's. Between tensors of the device they are asynchronous, so that a missing
+  wait shows. Other copies move the bytes, and the CPU converts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 DEVICE_KEY, AUTOGRAD_KEY = "PrivateUse1", "AutogradPrivateUse1"
-# The allocator, and what only looks at a tensor or reads one number of it.
+# The allocator, and operators that inspect a tensor or read one number of it.
 TORCH_NPUS_OWN = (
     *("set_", "resize_", "record_stream", "is_pinned", "_pin_memory", "is_set_to", "_local_scalar_dense"),
     *("get_storage_size", "copy_memory_", "unsafe_empty_with_format", "empty_with_format", "empty_with_swapped_memory"),
@@ -31,7 +31,7 @@ _LIBRARIES: list[torch.library.Library] = []  # a registration ends with its lib
 
 
 def install() -> None:
-    """Replace what CANN would compute. Called once a process, when torch has been imported."""
+    """Replace the operators of CANN. Called once per process, after the import of torch."""
     import torch_npu  # noqa: F401  (first, whatever order the entry points come in)
 
     aten, npu = torch.library.Library("aten", "IMPL"), torch.library.Library("npu", "IMPL")
@@ -46,7 +46,7 @@ def install() -> None:
             aten.impl(name, _on_the_host(op), DEVICE_KEY)
     for name in torch._C._dispatch_get_registrations_for_dispatch_key(AUTOGRAD_KEY):
         if (op := _operator(name)) and op.has_kernel_for_dispatch_key("CompositeImplicitAutograd"):
-            # torch_npu has gradients of its own for some operators that torch takes apart: take them apart again.
+            # torch_npu defines gradients of some operators that torch decomposes: decompose them again.
             aten.impl(name, op.decompose, AUTOGRAD_KEY)
             aten.impl(name, op.decompose, DEVICE_KEY)
     for name in ("npu_fusion_attention", "npu_fusion_attention_grad"):
@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def _operator(name: str) -> Any:
-    """torch's operator of that name; None for those that torch_npu adds."""
+    """Return torch's operator of that name; None if torch_npu adds it."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     try:
@@ -64,7 +64,7 @@ def _operator(name: str) -> Any:
 
 
 def _computes(op: Any) -> bool:
-    """Whether an operator of aten writes numbers: not views, not the allocator's business."""
+    """Return whether an operator of aten computes numbers, unlike views and allocations."""
     schema = op._schema
     packet = schema.name.partition("::")[2]
     if op.namespace != "aten" or packet in TORCH_NPUS_OWN or not torch._C._dispatch_has_kernel(op.name()):
@@ -78,12 +78,12 @@ def _computes(op: Any) -> bool:
 
 
 def _caught_up() -> None:
-    """What was put on the current stream before is done: the place of a kernel in a stream."""
+    """Wait for the earlier work of the current stream, as a kernel on this stream would."""
     import torch_npu
 
     stream = torch_npu._C._npu_getCurrentRawStream(torch_npu._C._npu_getDevice())  # torch_npu's task queue is empty now
     if _runtime().aclrtSynchronizeStream(ctypes.c_void_p(stream)):
-        raise RuntimeError("work on this stream failed: look at what the stand-in for CANN said")
+        raise RuntimeError("work on this stream failed: see the output of the stand-in for CANN")
 
 
 @lru_cache(maxsize=1)
@@ -96,7 +96,7 @@ def _on_device(x: object) -> bool:
 
 
 def _host_view(x: Any) -> Any:
-    """A CPU tensor on the memory of an NPU tensor; anything else as it is."""
+    """Return a CPU tensor on the memory of an NPU tensor, and any other object unchanged."""
     if not _on_device(x):
         return x
     storage = x.untyped_storage()
@@ -108,7 +108,7 @@ def _host_view(x: Any) -> Any:
 
 
 def _to_device(x: Any) -> Any:
-    """An NPU tensor with the numbers of a CPU tensor; anything else as it is."""
+    """Return an NPU tensor with the numbers of a CPU tensor, and any other object unchanged."""
     if not isinstance(x, Tensor):
         return x
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="npu")
@@ -117,14 +117,14 @@ def _to_device(x: Any) -> Any:
 
 
 def _each(change: Callable[[Any], Any], x: Any) -> Any:
-    """`change` of everything in nested lists and tuples."""
+    """Apply `change` to every element of nested lists and tuples."""
     if isinstance(x, (list, tuple)):
         return [_each(change, y) for y in x] if isinstance(x, list) else tuple(_each(change, y) for y in x)
     return change(x)
 
 
 def _host_argument(x: Any) -> Any:
-    """What an operator is handed, as its CPU kernel wants it."""
+    """Return an argument of an operator as its CPU kernel takes it."""
     if isinstance(x, torch.device):
         return torch.device("cpu")
     return None if isinstance(x, torch.Generator) else _host_view(x)
@@ -134,7 +134,7 @@ def _host_argument(x: Any) -> Any:
 
 
 def _on_the_host(op: Any) -> Callable[..., Any]:
-    """The CPU's kernel of an operator, in the device's memory."""
+    """Return the CPU's kernel of an operator, in the device's memory."""
     written = [i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     names = [op._schema.arguments[i].name for i in written]
 
@@ -153,7 +153,7 @@ def _on_the_host(op: Any) -> Callable[..., Any]:
 
 
 def _resized(targets: list[Any], op: Any, result: Any) -> None:
-    """An `out=` that was empty has been given memory of its own on the host: bring it over."""
+    """Copy each `out=` that was empty, and therefore got new memory on the host, to the device."""
     results = result if isinstance(result, tuple) else (result,)
     for target, made in zip(targets, results, strict=False):
         if _on_device(target) and isinstance(made, Tensor) and target.shape != made.shape:
@@ -174,7 +174,7 @@ def _fusion(name: str) -> Callable[..., Any]:
 
 
 def _fresh(original: Any) -> Callable[..., Tensor]:
-    """torch_npu's allocation; where torch was told to fill fresh memory (tests do), it is filled here too."""
+    """Return torch_npu's allocation, which also fills memory if torch is set to do so (as in tests)."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
@@ -188,7 +188,7 @@ def _fresh(original: Any) -> Callable[..., Tensor]:
 
 
 def _fill(x: Tensor) -> None:
-    """As torch fills: NaN, or the largest integer."""
+    """Fill as torch does: with NaN, or with the largest integer."""
     if x.is_floating_point() or x.is_complex():
         x.fill_(float("nan"))
     else:

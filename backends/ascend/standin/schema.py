@@ -1,8 +1,8 @@
-"""torch_npu's real operators, on the meta device: do they take what we pass, and answer in the shapes that we expect?
+"""Check on the meta device that torch_npu's operators take our arguments and return the expected shapes.
 
     python -m backends.ascend.standin.schema
 
-Shapes and schemas are torch_npu's own, so this part does not rest on the emulation: the emulation is held to it.
+Shapes and schemas are torch_npu's, so this check is independent of the emulation, and the emulation must agree with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Both:
             self.calls += 1
             self.layouts |= {x for x in args if isinstance(x, str)}
             for place, (a, b) in enumerate(zip(real, ours, strict=True)):
-                if place < 3:  # what comes after is reserved, or belongs to dropout
+                if place < 3:  # later outputs are reserved or for dropout
                     same = a.shape == b.shape and a.dtype == b.dtype
                     assert same, f"{name}, output {place}: {a.shape} {a.dtype}; emulated {b.shape} {b.dtype}"
             return real
@@ -50,7 +50,7 @@ class Both:
 
 
 def _solid(x: object) -> object:
-    """A CPU tensor in place of a meta tensor: the compressed mask for the mask, else ones."""
+    """Return a CPU tensor for a meta tensor: the compressed mask for the mask, else ones."""
     if not isinstance(x, Tensor):
         return x
     if x.dtype == torch.bool:
@@ -59,7 +59,7 @@ def _solid(x: object) -> object:
 
 
 def check_signatures() -> None:
-    """The emulated functions have the parameters, the order and the defaults of the real schemas."""
+    """Check that the emulated functions have the parameters, the order and the defaults of the schemas."""
     for name in NAMES:
         schema = getattr(torch.ops.npu, name).default._schema
         real = [(a.name, a.kwarg_only, a.default_value if a.has_default_value() else None) for a in schema.arguments]
@@ -69,7 +69,7 @@ def check_signatures() -> None:
 
 
 def check_calls() -> Both:
-    """Every mask, in one block and in a pair of blocks, forward and backward, by the kernel's own code."""
+    """Run every mask through the kernel, in one block and in a pair of blocks, forward and backward."""
     both = Both()
     kernel = FusionKernel(both)
     for dtype in (torch.bfloat16, torch.float32):
@@ -93,7 +93,7 @@ def _attend(kernel: FusionKernel, tiles: Tiles, rows: int, columns: int, dtype: 
 
 
 def check_refusals() -> None:
-    """The real schemas refuse a wrong name; if they did not, the calls above would show nothing."""
+    """Check that the schemas reject a wrong name. Otherwise the calls above would prove nothing."""
     q = torch.empty(1, 8, 2, 16, device="meta", dtype=torch.bfloat16)
     for wrong in ({"pre_tokens": 4}, {"attn_mask": q}):
         try:
@@ -104,7 +104,7 @@ def check_refusals() -> None:
 
 
 def main() -> int:
-    """All of it."""
+    """Run all checks and return the exit code."""
     check_signatures()
     both = check_calls()
     assert both.layouts == {"BSND", "TND"}, both.layouts

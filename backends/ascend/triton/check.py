@@ -1,12 +1,12 @@
-"""What triton-ascend makes of this project's kernels for Ascend, looked at and executed without CANN.
+"""Lower this project's kernels for Ascend with triton-ascend, and check and execute the IR without CANN.
 
     python -m backends.ascend.triton.check
 
-1. Every kernel, in 16 and 32 bits, lowers; no gather in it, and no comparison of integer vectors.
+1. Every kernel lowers in 16 and 32 bits, without gathers and comparisons of integer vectors.
 2. One forward and one backward shape are executed from the IR with NumPy and compared with float64.
 
-It shows that triton-ascend takes the kernels, and what it makes of them up to that IR. It does not show that
-bishengir-compile takes the IR, that tiles fit the unified buffer, nor how products round on the device.
+This shows that triton-ascend lowers the kernels to a correct IR. It does not show that bishengir-compile takes the IR,
+that tiles fit the unified buffer, or how products round on the device.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ LENGTH, HEADS, SIZE, PROGRAMS = 83, 2, 32, 3
 
 
 def constants_of(rows: int, columns: int, size: int, **flags: Any) -> dict[str, Any]:
-    """The compile-time parameters, with strides of 1 as Triton would make them."""
+    """Return the compile-time parameters. Like Triton, make strides of 1 constants."""
     sizes = {"R": rows, "C": columns, "D": size, "DV": size, "PADDED_D": size, "PADDED_DV": size}
     return {**sizes, "CAP": False, "PRECISION": "ieee", "MERGE": False, "lse_row": 1, "delta_row": 1, **flags}
 
 
 def lowered(name: str, dtype: str, constants: dict[str, Any]) -> tuple[str, list[str]]:
-    """(IR of a kernel, the names of its arguments)."""
+    """Return the IR of a kernel and the names of its arguments."""
     kernel = KERNELS[name]
     names = [p.name for p in kernel.params]
     known = {n: constants[n] for n in names if n in constants}
@@ -57,7 +57,7 @@ def lowered(name: str, dtype: str, constants: dict[str, Any]) -> tuple[str, list
 
 
 def type_of(name: str, dtype: str) -> str:
-    """Triton's name of an argument's type."""
+    """Return Triton's name of an argument's type."""
     if name in ("q", "k", "v", "dout"):
         return f"*{dtype}"
     if name in ("out", "lse", "delta", "dq", "dk", "dv"):
@@ -68,7 +68,7 @@ def type_of(name: str, dtype: str) -> str:
 
 
 def every_kernel() -> Iterator[tuple[str, str]]:
-    """(what was lowered, what is wrong with it)."""
+    """Yield the description of each lowered kernel, and its faults."""
     for name in KERNELS:
         for dtype, cut in (("bf16", (64, 64)), ("fp16", (64, 64)), ("fp32", (32, 32))):
             for flags in ({}, {"CAP": True}, *([{"MERGE": True}] if name == "attend_kernel" else [])):
@@ -77,7 +77,7 @@ def every_kernel() -> Iterator[tuple[str, str]]:
 
 
 def wrong_in(text: str) -> str:
-    """What an IR has that these devices are slow at."""
+    """Return the operations of an IR that are slow on these devices."""
     wrong = [f"{GATHER}: a gather"] if GATHER in text else []
     wrong += [f"an integer vector is compared: {x}" for x in re.findall(r"arith\.cmpi .*tensor<.*", text)]
     return "; ".join(wrong)
@@ -95,8 +95,8 @@ def compares(source, target, stop, N: tl.constexpr):
     tl.store(target + lanes, tl.where(lanes * 3 < stop, tl.load(source + lanes), 0.0))
 
 
-def blind() -> str:
-    """What this looks for and would not find: two kernels that have it are the test."""
+def missed_faults() -> str:
+    """Return the faults that the check misses, tried with two faulty kernels."""
     texts = {
         "a gather": lower(gathers, {"source": "*fp32", "places": "*i32", "target": "*fp32"}, {"N": 64}),
         "a comparison": lower(compares, {"source": "*fp32", "target": "*fp32", "stop": "i32"}, {"N": 64}),
@@ -126,7 +126,7 @@ class Shape:
         self.scale = SIZE**-0.5
 
     def exact(self) -> dict[str, np.ndarray]:
-        """Everything in float64, from the definition."""
+        """Return all results in float64, from the definition."""
         q, k, v, dout = (x.astype(np.float64) for x in self.tensors.values())
         scores = np.where(self.seen[None], np.einsum("ihd,jxd->hij", q, k) * self.scale, -np.inf)
         top = scores.max(-1, keepdims=True)
@@ -145,7 +145,7 @@ class Shape:
         }
 
     def run(self, name: str, buffers: dict[str, np.ndarray]) -> None:
-        """One kernel from its IR, on `buffers` and the tensors, each a flat memref."""
+        """Run one kernel from its IR on `buffers` and the tensors, each a flat memref."""
         rows, columns = (32, 16) if name != "keys_kernel" else (16, 32)
         text, names = lowered(name, self.dtype, constants_of(rows, columns, SIZE))
         tiles = [transposed(t) for t in self.tiles] if name == "keys_kernel" else self.tiles
@@ -171,7 +171,7 @@ class Shape:
 
 
 def number(name: str, facts: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
-    """A scalar argument: a fact, or a stride of a tensor."""
+    """Return a scalar argument: a fact, or a stride of a tensor."""
     if name in facts:
         return (np.float32 if isinstance(facts[name], float) else np.int32)(facts[name])
     tensor, _, which = name.rpartition("_")
@@ -182,7 +182,7 @@ def number(name: str, facts: dict[str, Any], tensors: dict[str, np.ndarray]) -> 
 
 
 def executed() -> Iterator[tuple[str, float, float]]:
-    """(what, its error, what is allowed): a forward and a backward in 16 and in 32 bits."""
+    """Yield (result, error, tolerance) of a forward and a backward in each dtype."""
     for dtype in ("fp32", "fp16", "bf16"):
         shape = Shape(dtype)
         exact = shape.exact()
@@ -200,10 +200,10 @@ def executed() -> Iterator[tuple[str, float, float]]:
 
 
 def main() -> int:
-    """All of it; 1 if anything is wrong."""
+    """Run all checks and return the exit code: 1 if one fails."""
     started, failed, count = time.monotonic(), 0, 0
-    if missed := blind():
-        print(f"  FAILED the check itself: it does not see {missed}")
+    if missed := missed_faults():
+        print(f"  FAILED the check itself: it does not find {missed}")
         return 1
     for what, wrong in every_kernel():
         count += 1

@@ -1,7 +1,7 @@
-"""Executes triton-ascend's linalg IR with NumPy, one operation after the other. xDSL parses it.
+"""Execute triton-ascend's linalg IR with NumPy, one operation after the other. xDSL parses it.
 
-It is slow and knows no more operations than these kernels use: one that it does not know raises. Dtypes are the IR's
-own, but for bf16, which NumPy lacks: float32 numbers that are rounded to bf16 wherever the IR has bf16.
+It is slow and implements only the operations of these kernels; others raise. Dtypes are those of the IR, except bf16,
+which NumPy lacks: such numbers are float32 and rounded to bf16 after each operation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = {
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """float32 to the nearest bf16, ties to even; still float32."""
+    """Round float32 to the nearest bf16, ties to even. The result has dtype float32."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(x), x, bits.view(np.float32)).astype(np.float32)
@@ -47,7 +47,7 @@ class Memory:
         self.sizes, self.strides = tuple(sizes), tuple(strides)
 
     def view(self) -> np.ndarray:
-        """The elements, writeable."""
+        """Return the elements as a writeable array."""
         steps = [s * self.buffer.itemsize for s in self.strides]
         assert self.offset >= 0, "below the buffer"
         last = self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
@@ -59,7 +59,7 @@ class Program:
     """A kernel's IR, ready to run.
 
     Args:
-        text: as `lower` gives it.
+        text: the IR from `lower`.
         optimizer: triton-adapter-opt, which prints the generic form that xDSL reads.
     """
 
@@ -72,7 +72,7 @@ class Program:
         (self._body,) = (op.regions[0].blocks[0] for op in module.walk() if _name(op) == "func.func")
 
     def run(self, arguments: list[Any], programs: int) -> None:
-        """Every program of a one-dimensional launch, in turn. `arguments` are the kernel's own, in order."""
+        """Run the programs of a one-dimensional launch in order. `arguments` are those of the kernel, in order."""
         unused = Memory(np.zeros(1, np.int8), 0, (1,), (1,))
         for program in range(programs):
             grid = (programs, 1, 1, program, 0, 0)
@@ -94,7 +94,7 @@ def _attribute(op: Any, name: str) -> Any:
 
 
 def _numbers(op: Any, name: str) -> list[int]:
-    """array<i64: 1, 2> -> [1, 2]."""
+    """Return the numbers of an attribute: array<i64: 1, 2> -> [1, 2]."""
     _, colon, text = str(_attribute(op, name)).partition(":")
     return [int(n) for n in re.findall(r"-?\d+", text)] if colon else []
 
@@ -104,7 +104,7 @@ def _element(type_: Any) -> str:
 
 
 def _cast(x: Any, type_: Any) -> Any:
-    """To the element type of the IR."""
+    """Convert to the element type of the IR."""
     name = _element(type_)
     return rounded(x) if name == "bf16" else np.asarray(x).astype(DTYPES[name])[()]
 
@@ -116,7 +116,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(*names: str) -> Callable[[Operation], Operation]:
-    """Registers a function (op, operands, environment) -> results."""
+    """Register a function (op, operands, environment) -> results."""
 
     def register(function: Operation) -> Operation:
         OPERATIONS.update(dict.fromkeys(names, function))
@@ -126,7 +126,7 @@ def operation(*names: str) -> Callable[[Operation], Operation]:
 
 
 def _block(block: Any, environment: dict[Any, Any]) -> list[Any]:
-    """All operations of a block; what its terminator passes on."""
+    """Execute all operations of a block and return the operands of its terminator."""
     for op in block.ops:
         name = _name(op)
         operands = [environment[x] for x in op.operands]
@@ -244,7 +244,7 @@ def _reduce(op: Any, operands: list[Any], environment: dict[Any, Any]) -> list[A
 
 @operation("linalg.generic")
 def _generic(op: Any, operands: list[Any], environment: dict[Any, Any]) -> list[Any]:
-    """Only for what takes its own place and nothing else, such as a range."""
+    """Execute a generic operation that depends only on its indices, such as a range."""
     body, shape = op.regions[0].blocks[0], op.results[0].type.get_shape()
     place = np.indices(shape)
     inner = {**environment, **dict(zip(body.args, operands, strict=True))}
@@ -271,7 +271,7 @@ def _empty(op: Any, operands: list[Any], environment: dict[Any, Any]) -> list[An
 
 
 def _slices(op: Any, dynamic: list[Any]) -> tuple[list[int], list[int], list[int]]:
-    """Offsets, sizes, strides: static ones, with the operands where they are dynamic."""
+    """Return offsets, sizes and strides, with operands for the dynamic ones."""
     rest = iter(dynamic)
     offsets, sizes, strides = (
         [int(next(rest)) if n == DYNAMIC else n for n in _numbers(op, f"static_{what}")]

@@ -1,7 +1,7 @@
-"""The Triton kernels lowered by triton-ascend to its linalg IR: all of its compiler that runs without CANN.
+"""Lower Triton kernels with triton-ascend to its linalg IR: all of its compiler that runs without CANN.
 
-From there on bishengir-compile of CANN would make machine code. A scalar loop over addresses that it cannot tell is
-tagged `DiscreteMemAccess` in the IR: a gather, which is slow on these devices.
+CANN's bishengir-compile makes machine code from that IR. A scalar loop over addresses without a known structure is
+tagged `DiscreteMemAccess`: a gather, which is slow on these devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ GATHER = "DiscreteMemAccess"
 
 
 def lower(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> str:
-    """The IR of a kernel: `types` of its arguments as Triton writes them (``*bf16``), `constants` by name."""
+    """Return the IR of a kernel.
+
+    Args:
+        kernel: the jitted function.
+        types: Triton's types of the arguments, such as ``*bf16``, by name.
+        constants: compile-time parameters by name.
+    """
     backend = AscendBackend(GPUTarget("npu", TARGET, 0))
     options = backend.parse_options({})
     context = ir.context()

@@ -2,8 +2,8 @@
 
 Its `trace_view.json` is a list of events. Operators of the host, our annotations included, are ``cpu_op``. Events of
 the device are in a process called "Ascend Hardware", with their kind in "Task Type". HCCL's operators are in
-"Communication" ("HCCL" in older releases). A flow ``torch_to_npu`` leads from the start of an operator to the start of the task that it
-launched. Written from the source of torch_npu 2.13, without a trace of a device.
+"Communication" ("HCCL" in older releases). A flow ``torch_to_npu`` leads from the start of an operator to the start of
+the task that it launched. Written from the source of torch_npu 2.13, without a trace of a device.
 """
 
 from __future__ import annotations

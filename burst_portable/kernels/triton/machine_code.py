@@ -172,7 +172,7 @@ def kernel_table(
 def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = None) -> Record:
     """Compile one kernel. Default blocks: those of the tuning tables."""
     blocks = blocks or tuned(target, kernel, head)
-    description, started = describe_blocks(blocks), time.perf_counter()
+    description, started = named(blocks), time.perf_counter()
     try:
         compiled, log = _assembled(target, kernel, head, blocks)
     except Exception as error:  # noqa: BLE001 - any error of a compiler is a result
@@ -193,7 +193,7 @@ def tuned(target: str, kernel: str, head: int) -> Blocks:
     return (getattr(tuning, kernel.removeprefix(_WHOLE)) or tuning.forward)[0]
 
 
-def describe_blocks(blocks: Blocks) -> str:
+def named(blocks: Blocks) -> str:
     """Return a short description for tables."""
     description = f"{blocks.rows}x{blocks.columns} warps {blocks.warps} stages {blocks.stages}" + " tma" * blocks.tma
     return description + "".join(f" {name} {value}" for name, value in blocks.extra)

@@ -220,7 +220,7 @@ REASONS = [
     ({"head_dim": 264, "v_head_dim": 264}, "up to"),
     ({"heads": 3}, "not a multiple"),
     ({"softcap": 30.0}, "softcap"),
-    ({"scale": -1.0}, "not positive"),
+    ({"scale": -1.0}, "only positive scales"),
     ({"deterministic": True}, "any order"),
 ]
 
