@@ -277,7 +277,7 @@ def test_partial_attention_merged_equals_attention():
     whole, whole_lse = bp.attention(q, k, v, return_lse=True)
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, whole_lse)
-    with pytest.raises(ShapeError, match="past its block"):
+    with pytest.raises(ShapeError, match="exceeds its block"):
         bp.partial_attention(q, k[:, :8], v[:, :8], [Tile(0, 16, 0, 16, 0, 15)])
 
 
@@ -446,9 +446,9 @@ def test_partial_attention_accepts_disjoint_tiles(tiles):
 @pytest.mark.parametrize(
     ("tile", "message"),
     [
-        (Tile(0, 17, 0, 16, -99, 99), "past its block.*16 rows and 12 columns"),
-        (Tile(0, 16, 0, 13, -99, 99), "past its block"),
-        (Tile(-1, 16, 0, 12, -99, 99), "past its block"),
+        (Tile(0, 17, 0, 16, -99, 99), "exceeds its block.*16 rows and 12 columns"),
+        (Tile(0, 16, 0, 13, -99, 99), "exceeds its block"),
+        (Tile(-1, 16, 0, 12, -99, 99), "exceeds its block"),
         (Tile(5, 5, 0, 12, -99, 99), "is empty"),
         (Tile(5, 3, 0, 12, -99, 99), "is empty"),
         (Tile(0, 16, 0, 12, 3, 2), "is empty"),

@@ -19,7 +19,7 @@ from tests.support.faulty_ranks import FAULTS, GAVE_UP, OTHER_GROUP, RANKS, Scen
 ROOT = Path(__file__).parents[2]
 GRACE = 10.0
 SOAK = 200
-STEPS = ("forward step", "backward step", "to heads", "to sequence", "whether ranks agree")
+STEPS = ("forward step", "backward step", "to heads", "to sequence", "that ranks agree")
 
 
 @pytest.fixture(scope="module")

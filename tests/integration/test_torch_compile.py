@@ -94,7 +94,7 @@ def test_compiled_self_attention_raises_same_errors():
 def test_self_attention_outside_graph_gives_reason(mask: bp.Mask | str):
     module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single())
     call = torch.compile(module, backend="eager", fullgraph=True)
-    error: Any = (torch._dynamo.exc.Unsupported, "SelfAttention between graphs where its mask lists positions")
+    error: Any = (torch._dynamo.exc.Unsupported, "SelfAttention between graphs if its mask lists positions")
     if mask == "nope":
         error = UnknownNameError, "unknown mask"
     with pytest.raises(error[0], match=error[1]):

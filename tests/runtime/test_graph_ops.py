@@ -164,7 +164,7 @@ def test_tensor_scalars_break_the_graph(scale: Any):
     outside = lambda *x: bp.attention(*x, mesh=MESH, scale=scale)  # noqa: E731
     assert_same(results(torch.compile(outside, backend="aot_eager"), whole()[:3]), results(outside, whole()[:3]))
     torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of graphs where .* a number is in a tensor"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of graphs if .* a number is in a tensor"):
         compiled(outside)(*whole()[:3])
 
 
@@ -183,7 +183,7 @@ def test_torch_func_transforms_in_compiled_function_raise(name: str):
     with pytest.raises(UnsupportedError, match=r"cannot be transformed by torch\.func"):
         torch.compile(transformed, backend="aot_eager")(*whole()[:3])
     torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of graphs where .* torch\.func transforms"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of graphs if .* torch\.func transforms"):
         compiled(transformed)(*whole()[:3])
 
 
@@ -288,7 +288,7 @@ def test_masks_that_list_positions_break_the_graph():
     assert_same(results(torch.compile(outside, backend="aot_eager"), whole()[:3]), results(outside, whole()[:3]))
     torch.compiler.reset()
     with pytest.raises(
-        torch._dynamo.exc.Unsupported, match="burst_portable runs attention outside of graphs where its mask"
+        torch._dynamo.exc.Unsupported, match="burst_portable runs attention outside of graphs if its mask"
     ):
         compiled(outside)(*whole()[:3])
 
@@ -300,7 +300,7 @@ def test_exported_program_contains_no_custom_operator():
             return out
 
     q = whole()[0]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="export makes the graph"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="export traces the graph"):
         torch.export.export(Model(), (q,), strict=True)
     program = torch.export.export(Model(), (q,))
     assert not [node for node in program.graph.nodes if "burst_portable" in str(node.target)]
@@ -367,7 +367,7 @@ def test_ranks_may_compile_differently():
 
 def test_graph_of_another_process_raises():
     q = torch.randn(1, 8, 2, 8)
-    with pytest.raises(UnsupportedError, match="as nobody did in this process"):
+    with pytest.raises(UnsupportedError, match="that this process did not trace"):
         torch.ops.burst_portable.attend(q, q, q, None, None, None, "0123456789abcdef", False, False)
     with pytest.raises(UnsupportedError, match="saved state of a forward pass no longer exists"):
         torch.ops.burst_portable.attend_backward(q, torch.zeros(1, dtype=torch.int64), None, None, [q] * 5, 2, 8)

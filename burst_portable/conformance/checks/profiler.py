@@ -162,8 +162,8 @@ def _clock(target: BackendUnderTest) -> Outcome:
         run_case(target, case, make_inputs(case))
         ended = time.perf_counter_ns()
     (rank,) = _report(session)["ranks"]
-    first, last = rank["window"]
-    computed = rank["passes"]["forward"]["compute"]
+    first, last = rank["window_ns"]
+    computed = rank["passes"]["forward"]["compute_ns"]
     if not DELAY * 1e9 - _MARGIN <= computed <= ended - began:
         return Outcome(wrong=f"a kernel of at least {DELAY * 1e3:g} ms is reported as {computed / 1e6:.3f} ms")
     if first < began - _MARGIN or last > ended + _MARGIN:

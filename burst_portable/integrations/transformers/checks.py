@@ -119,9 +119,9 @@ def _unsupported_reason(model: PreTrainedModel) -> str | None:
 
 def _has_tokenwise_head(model: PreTrainedModel) -> bool:
     """Return whether all layers after attention process each token independently."""
-    if _pools_tokens(model) or _pools_tokens(model.base_model):
-        return False
-    return model.base_model is model or any(base.__name__.endswith(HEADS) for base in type(model).__mro__)
+    if model.base_model is model:
+        return not _pools_tokens(model)
+    return any(base.__name__.endswith(HEADS) for base in type(model).__mro__)
 
 
 def _pools_tokens(model: nn.Module) -> bool:
