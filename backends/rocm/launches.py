@@ -23,10 +23,9 @@ from fake_driver import FakeDriver, Launched
 
 from burst_portable.conformance.cases import MASKS
 from burst_portable.kernels.base import BackwardInputs
-from burst_portable.kernels.triton.arguments import padded
 from burst_portable.kernels.triton.machine_code import Record, problems, read_amd
 from burst_portable.kernels.triton.triton_kernel import TritonKernel
-from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, choose
+from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, choose, mean_size
 from burst_portable.layout import make_layout
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import find_tiles
@@ -105,7 +104,7 @@ def use_of(launched: Launched) -> str:
 def tuned(case: Case, use: str, chip: str) -> Blocks:
     """Return the blocks of the tuning tables."""
     table = SINGLE if case.dtype == torch.float32 else HALF
-    tuning = choose(table, chip, max(padded(case.head), padded(case.value)))
+    tuning = choose(table, chip, mean_size(case.head, case.value))
     return (getattr(tuning, use) or tuning.forward)[0]
 
 

@@ -58,7 +58,7 @@ def kernels(
         raise BackendUnavailableError("compiling kernels needs the package triton, which is not installed") from error
     targets = target or list(machine_code.TARGETS)
     head_dims = head_dim or list(machine_code.HEADS)
-    total = len(targets) * len(head_dims) * len(machine_code.KERNELS)
+    total = sum(len(machine_code.launched_kernels(one, size)) for one in targets for size in head_dims)
     progress = track(
         machine_code.kernel_table(targets, head_dims), "compiling", total=total, **on_stderr(quiet=json_option.stdout)
     )

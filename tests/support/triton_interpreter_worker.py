@@ -72,6 +72,9 @@ def main() -> None:
     blocks = (Blocks(32, 16, 1, 1, tma=True),)
     tables = {**HALF, "interpreter": {256: Tuning(blocks, blocks, blocks)}}
     kernels = {"pointers": kernel, "descriptors": TritonKernel(tables, tables)}
+    keys, others = (Blocks(16, 32, 1, 1),), (Blocks(32, 16, 1, 1),)
+    separate = {**HALF, "interpreter": {256: Tuning(others, keys, others, values=others)}}
+    kernels["separate"] = TritonKernel(separate, separate)
     small = {256: (Cut(32, 16), Cut(16, 32))}
     kernels["ascend"] = AscendTritonKernel(small, small, programs=3)
     for line in sys.stdin:

@@ -2,7 +2,8 @@
 
 FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes. LSE and delta are those of the whole row, so the
 passes need nothing of the forward one. Gradients are added to float32 buffers, each element by one program; or, where
-one launch makes all of them, written in the dtype of the inputs (ADD false).
+one launch makes all of them, written in the dtype of the inputs (ADD false). Two sums of a large head do not fit a
+program's registers: there the pass over keys is launched for dV and again for dK (PART), and multiplies K·Qᵀ twice.
 Shapes: R own rows, C columns of one step; in the keys' pass own rows are keys and columns are queries.
 """
 
@@ -23,6 +24,9 @@ from burst_portable.kernels.triton.common import (
     stretch,
     widened,
 )
+from burst_portable.kernels.triton.tuning import ONLY_DK, ONLY_DV
+
+_ONLY_DV, _ONLY_DK = tl.constexpr(ONLY_DV), tl.constexpr(ONLY_DK)
 
 
 @triton.jit
@@ -47,6 +51,7 @@ def _walk_queries(
     q_row, dout_row, lse_row, delta_row,
     C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, TMA_NUMBERS: tl.constexpr, MASKED: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """All full, or all masked, blocks of queries of one entry: scores are transposed, [keys, queries]."""
     first, left, second, count = stretch(entry, MASKED)
@@ -65,13 +70,15 @@ def _walk_queries(
             keep = seen(lower, upper, columns, nominal)
             p = tl.where(keep, p, 0.0)
         dout = load_rows(douts, batch, head, j, stop, dout_row, C, DV, PADDED_DV, TMA, MASKED)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        row_delta = load_numbers(delta, batch, head, j, stop, delta_row, C, TMA_NUMBERS, MASKED)
-        dp = tl.dot(values, tl.trans(dout), input_precision=PRECISION)
-        ds = p * (dp - row_delta[None, :]) * slope
-        if MASKED:
-            ds = tl.where(keep, ds, 0.0)  # 0 times what lies outside may be NaN
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        if PART != _ONLY_DK:
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        if PART != _ONLY_DV:
+            row_delta = load_numbers(delta, batch, head, j, stop, delta_row, C, TMA_NUMBERS, MASKED)
+            dp = tl.dot(values, tl.trans(dout), input_precision=PRECISION)
+            ds = p * (dp - row_delta[None, :]) * slope
+            if MASKED:
+                ds = tl.where(keep, ds, 0.0)  # 0 times what lies outside may be NaN
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -122,8 +129,12 @@ def keys_kernel(
     R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOGETHER: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, TMA_NUMBERS: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys, summed over the query heads that share it. `heads` are K/V heads."""
+    """dK and dV of one block of keys, or one of both, summed over the query heads that share it.
+
+    `heads` are K/V heads.
+    """
     batch, head, block = place(table, blocks, heads, TOGETHER)
     start = tl.load(block)
     rows = start + tl.arange(0, R)
@@ -131,9 +142,10 @@ def keys_kernel(
     keys = head_of(k, batch, head, k_batch, k_head, False)
     values = head_of(v, batch, head, v_batch, v_head, False)
     keys = load_rows(keys, batch, head, start, k_rows, widened(k_row, WIDE), R, D, PADDED_D, False, True)
-    values = load_rows(values, batch, head, start, k_rows, widened(v_row, WIDE), R, DV, PADDED_DV, False, True)
-    sum_dk = tl.zeros([R, PADDED_D], tl.float32)
-    sum_dv = tl.zeros([R, PADDED_DV], tl.float32)
+    if PART != _ONLY_DV:
+        values = load_rows(values, batch, head, start, k_rows, widened(v_row, WIDE), R, DV, PADDED_DV, False, True)
+    sum_dk = tl.zeros([R, PADDED_D if PART != _ONLY_DV else 1], tl.float32)
+    sum_dv = tl.zeros([R, PADDED_DV if PART != _ONLY_DK else 1], tl.float32)
     for reader in range(head * group, head * group + group):
         queries = head_of(q, batch, reader, q_batch, q_head, TMA)
         douts = head_of(dout, batch, reader, dout_batch, dout_head, TMA)
@@ -143,19 +155,21 @@ def keys_kernel(
             sum_dk, sum_dv = _walk_queries(
                 keys, values, sum_dk, sum_dv, rows, table + entry, queries, douts, reader_lse, reader_delta,
                 batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row,
-                C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, False,
+                C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, False, PART,
             )  # fmt: skip
             sum_dk, sum_dv = _walk_queries(
                 keys, values, sum_dk, sum_dv, rows, table + entry, queries, douts, reader_lse, reader_delta,
                 batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row,
-                C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, True,
+                C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, True, PART,
             )  # fmt: skip
     if not ADD:  # else what addresses were made of stays in registers till here
         rows = tl.load(block, volatile=True) + tl.arange(0, R)
     dk = head_of(dk, batch, head, dk_batch, dk_head, False)
     dv = head_of(dv, batch, head, dv_batch, dv_head, False)
-    _put_rows(dk, sum_dk * gradient_scale, rows, k_rows, dk_row, D, PADDED_D, ADD)
-    _put_rows(dv, sum_dv, rows, k_rows, dv_row, DV, PADDED_DV, ADD)
+    if PART != _ONLY_DV:
+        _put_rows(dk, sum_dk * gradient_scale, rows, k_rows, dk_row, D, PADDED_D, ADD)
+    if PART != _ONLY_DK:
+        _put_rows(dv, sum_dv, rows, k_rows, dv_row, DV, PADDED_DV, ADD)
 
 
 @triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # or every length compiles anew

@@ -29,7 +29,7 @@ from burst_portable.kernels.triton.prepared import (
     number_strides,
     on_device_of,
 )
-from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tuning, choose
+from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tuning, choose, mean_size
 from burst_portable.numerics import State, accumulation_dtype, running_dtype
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
@@ -161,10 +161,18 @@ class TritonKernel(Kernel):
         """Compute dk and dv, one half of the backward pass. Add them to `into`, or write them."""
         _, dk, dv = into
         tensors = (q, k, v, dout, lse, delta, dk, dv)
-        key = ("keys", add, tiles, call.softcap is None, *map(layout_of, tensors))
-        launch = self._launches.get(key) or self._keep(key, self._keys(tiles, call, tensors, add=add))
+        for part in self._tuning(q, v).parts:
+            self._part_of_keys(tensors, tiles, call, part, add=add)
+
+    def _part_of_keys(
+        self, tensors: tuple[Tensor, ...], tiles: Tiles, call: AttentionCall, part: int, *, add: bool
+    ) -> None:
+        """Launch the kernel for dK, for dV or for both."""
+        key = ("keys", part, add, tiles, call.softcap is None, *map(layout_of, tensors))
+        launch = self._launches.get(key) or self._keep(key, self._keys(tiles, call, tensors, part, add=add))
         if not launch.programs:
             return
+        q, k, v, dout, lse, delta, dk, dv = tensors
         if launch.tma:
             q, dout = launch.described("q", q), launch.described("dout", dout)
         if launch.tma_numbers:
@@ -224,8 +232,8 @@ class TritonKernel(Kernel):
         return launch
 
     def _tuning(self, q: Tensor, v: Tensor) -> Tuning:
-        head = max(padded(q.shape[-1]), padded(v.shape[-1]))
-        return choose(self._single if q.dtype == torch.float32 else self._half, architecture(), head)
+        size = mean_size(q.shape[-1], v.shape[-1])
+        return choose(self._single if q.dtype == torch.float32 else self._half, architecture(), size)
 
     def _forward(self, tiles: Tiles, call: AttentionCall, merge: bool, tensors: tuple[Tensor, ...]) -> Launch:
         q, k, v, out, lse = tensors
@@ -254,16 +262,16 @@ class TritonKernel(Kernel):
         unknown = self._precision == "tf32" and out.dtype == torch.float64 and blocks.rows >= 64
         return replace(blocks, warps=2) if architecture() == "sm_90" and (smaller or unknown) else blocks
 
-    def _keys(self, tiles: Tiles, call: AttentionCall, tensors: tuple[Tensor, ...], *, add: bool) -> Launch:
+    def _keys(self, tiles: Tiles, call: AttentionCall, tensors: tuple[Tensor, ...], part: int, *, add: bool) -> Launch:
         q, k, v, dout, lse, delta, dk, dv = tensors
         _check(q, k, v, dout, dk, dv)
         _check_sums(dk, dv, dtype=torch.float32 if add else q.dtype)
         turned = [transposed(tile) for tile in tiles]
-        choices = _first(self._tuning(q, v).keys, q, dout)
+        choices = _first(self._tuning(q, v).of_part(part), q, dout)
         blocks, table = _table(turned, k.shape[1], q.shape[1], choices, not add)
         # Descriptors of single numbers start at multiples of 16 bytes.
         numbers = blocks.tma and table.aligned and describable(lse) and describable(delta)
-        flags = {"TMA_NUMBERS": numbers, "ADD": add}
+        flags = {"TMA_NUMBERS": numbers, "ADD": add, "PART": part}
         sizes = (*strides(q, k, v, dout), *number_strides(lse, delta), *strides(dk, dv), k.shape[1])
         wide = (q, k, v, dout)
         return self._launch(backward.keys_kernel, blocks, table, call, wide, k.shape[2], sizes, **flags)
@@ -287,7 +295,7 @@ class TritonKernel(Kernel):
         tensors: tuple[Tensor, ...],
         heads: int,
         sizes: tuple[int, ...],
-        **flags: bool,
+        **flags: int,
     ) -> Launch:
         """Return the launch for `tensors` (q, k, v and those whose strides may be long), with programs per `heads`."""
         q, k, v, *_ = tensors

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from burst_portable.kernels.triton.arguments import padded
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -34,18 +36,47 @@ class Blocks:
     extra: tuple[tuple[str, int], ...] = ()
 
 
+BOTH, ONLY_DV, ONLY_DK = 0, 1, 2
+"""What a launch of the backward kernel for keys computes: dK and dV, or one of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Choices for the three kernels, best first. `resumed`: forward with a running state, if different."""
+    """Choices for the kernels, best first.
+
+    Attributes:
+        resumed: forward into a running state, if different.
+        values: for a separate launch for dV; `keys` is then for dK only. Faster if a program has no registers for both
+            sums, although K·Qᵀ is multiplied twice.
+    """
 
     forward: tuple[Blocks, ...]
     keys: tuple[Blocks, ...]
     queries: tuple[Blocks, ...]
     resumed: tuple[Blocks, ...] = ()
+    values: tuple[Blocks, ...] = ()
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Return which launches compute the gradients of keys and values."""
+        return (ONLY_DV, ONLY_DK) if self.values else (BOTH,)
+
+    def of_part(self, part: int) -> tuple[Blocks, ...]:
+        """Return the choices for one of those launches."""
+        return self.values if part == ONLY_DV else self.keys
 
 
 Table = Mapping[str, Mapping[int, Tuning]]
-"""Architecture -> largest padded head size -> tuning."""
+"""Architecture -> largest `mean_size` -> tuning."""
+
+
+def mean_size(head: int, value: int) -> int:
+    """Return the mean of the sizes of a head and its values, both padded as kernels hold them.
+
+    Tunings are chosen by it, because registers and shared memory are proportional to it. It is a power of two if both
+    sizes are equal, and 192 for heads of 192 with values of 128.
+    """
+    return (padded(head) + padded(value)) // 2
 
 
 def _one(forward: Blocks, keys: Blocks, queries: Blocks, *resumed: Blocks) -> Tuning:
@@ -68,14 +99,16 @@ HALF: Table = {
         128: _one(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 1), Blocks(64, 64, 8, 1)),
         256: _LARGE,
     },
-    "sm_80": {  # never timed either
+    # Never timed: the largest blocks that spill nothing, for head sizes that are padded as well.
+    "sm_80": {
         64: _one(Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(64, 64, 8, 2)),
-        128: _one(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2)),
-        256: _LARGE,
+        128: _one(Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 64, 8, 2)),
+        256: Tuning(_LARGE.forward, (Blocks(32, 64, 8, 2),), (Blocks(64, 32, 8, 2),), values=(Blocks(64, 32, 8, 2),)),
     },
     # Measured on one H100: benchmarks/tune.py, and the best of it among other kernels under load, on ten rows of
-    # benchmarks/attention.py. Heads of 128 forward: two small programs a
-    # multiprocessor, where 128 x 128 leaves room for one, hide one another's starts and ends.
+    # benchmarks/attention.py. Heads of 128 forward: two small programs per multiprocessor, where 128 x 128 leaves room
+    # for one, hide one another's starts and ends. Heads of 192 with values of 128, and of 256: the fastest of 40
+    # configurations at 16,384 tokens, causal. Hardware descriptors need no registers for addresses, which spilled.
     "sm_90": {
         64: Tuning(
             (Blocks(64, 128, 4, 3, tma=True), Blocks(128, 64, 4, 3)),
@@ -87,10 +120,17 @@ HALF: Table = {
             (Blocks(64, 64, 4, 2, tma=True), Blocks(128, 64, 8, 3)),
             (Blocks(128, 64, 8, 3, tma=True), Blocks(128, 64, 8, 3)),
         ),
+        192: Tuning(
+            (Blocks(128, 64, 8, 2, tma=True), Blocks(64, 64, 8, 1)),
+            (Blocks(128, 64, 8, 2, tma=True), Blocks(128, 32, 8, 2)),
+            (Blocks(128, 64, 8, 2, tma=True), Blocks(128, 32, 8, 2)),
+            values=(Blocks(128, 64, 8, 3, tma=True), Blocks(128, 32, 8, 2)),
+        ),
         256: Tuning(
             (Blocks(128, 64, 8, 2, tma=True), Blocks(64, 64, 8, 1)),
-            (Blocks(64, 64, 8, 1),),
-            (Blocks(64, 64, 8, 1),),
+            (Blocks(128, 32, 8, 2, tma=True), Blocks(128, 32, 8, 1)),
+            (Blocks(64, 64, 4, 2, tma=True), Blocks(128, 32, 8, 2)),
+            values=(Blocks(128, 64, 8, 2, tma=True), Blocks(128, 32, 8, 2)),
         ),
     },
     # Never timed: chosen by machine code, by backends/rocm/tune.py, whose ranking is backends/rocm/tuning.json. Where
@@ -125,7 +165,7 @@ SINGLE: Table = {
 """For float32 tensors."""
 
 
-def choose(table: Table, architecture: str, head: int) -> Tuning:
-    """Return the tuning for the larger of the padded head sizes."""
+def choose(table: Table, architecture: str, size: int) -> Tuning:
+    """Return the tuning for a `mean_size`."""
     sizes = table.get(architecture, table["*"])
-    return sizes[min(size for size in sizes if size >= head)]
+    return sizes[min(one for one in sizes if one >= size)]

@@ -20,7 +20,7 @@ SIZES = sorted(
         for table in (HALF, SINGLE)
         for sizes in table.values()
         for tuning in sizes.values()
-        for choices in (tuning.forward, tuning.keys, tuning.queries, tuning.resumed)
+        for choices in (tuning.forward, tuning.keys, tuning.queries, tuning.resumed, tuning.values)
         for blocks in choices
     }
 )
