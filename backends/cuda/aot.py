@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from backends.cuda import descriptors as matrix_descriptors
-from burst_portable.backends.cuda.hopper.configs import BACKWARD, FORWARD, TALL, ForwardConfig
+from burst_portable.backends.cuda.hopper.configs import (
+    TALL,
+    ForwardConfig,
+    SplitConfig,
+    backward_config,
+    forward_config,
+    forward_value_panels,
+    panels,
+    split_configs,
+)
 from burst_portable.kernels.triton.arguments import ALWAYS
 
 SHARED_LIMIT = 227 * 1024
@@ -23,7 +32,7 @@ class Build:
     name: str
     kernel: Any
     signature: dict[str, str]
-    constants: dict[str, int]
+    constants: dict[str, float]
     maxnreg: int
 
 
@@ -45,72 +54,141 @@ class Report:
     seconds: float
 
 
-def builds(head_dims: tuple[int, ...] = (64, 128), dtype: str = "bf16") -> Iterator[Build]:
-    """Forward in its three modes, in each cut, and backward in its two, for each head size."""
+HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+"""(size of heads, size of value heads): one for each cut and number of panels, and those of most models."""
+
+
+def builds(heads: Sequence[tuple[int, int]] = HEADS, dtype: str = "bf16") -> Iterator[Build]:
+    """Yield the forward in its three modes and cuts, and the backward that adds and that writes, for each head size.
+
+    A softcap is compiled for the modes that a single device uses: results in 16 bits.
+    """
     from burst_portable.backends.cuda.hopper import forward
 
-    for dim in head_dims:
-        for config in [FORWARD[dim], *([TALL[dim]] if dim in TALL else [])]:
+    for head in heads:
+        for config in forward_cuts(head):
             for mode in (forward.OUT_16, forward.OUT_32, forward.MERGE_32):
-                yield forward_build(dim, mode, dtype, config)
+                yield forward_build(head, mode, dtype, config)
+        yield forward_build(head, forward.OUT_16, dtype, cap=True)
         for store in (False, True):
-            yield backward_build(dim, dtype, store=store)
+            yield from backward_builds(head, dtype, store=store)
+        yield from backward_builds(head, dtype, store=True, cap=True)
 
 
-def forward_build(dim: int, mode: int, dtype: str = "bf16", config: ForwardConfig | None = None) -> Build:
+def forward_cuts(head: tuple[int, int]) -> list[ForwardConfig]:
+    """Return the cuts of the forward for a head size."""
+    return [forward_config(*head), *([TALL[max(head)]] if max(head) in TALL else [])]
+
+
+def forward_build(
+    head: tuple[int, int], mode: int, dtype: str = "bf16", config: ForwardConfig | None = None, *, cap: bool = False
+) -> Build:
     from burst_portable.backends.cuda.hopper import forward
 
-    config = config or FORWARD[dim]
-    keys = _rows(config.BN, dim, dtype)
+    config = config or forward_config(*head)
+    made = dtype if mode == forward.OUT_16 else "fp32"
+    columns, values = panels(head[0]), forward_value_panels(head[1])
     types = {
-        "q_desc": _rows(64, dim, dtype),
-        "k_desc": keys,
-        "v_desc": keys,
-        "o_desc": _rows(64, dim, dtype if mode == forward.OUT_16 else "fp32"),
-        "out": f"*{dtype if mode == forward.OUT_16 else 'fp32'}",
+        **_panels("q", 64, columns, dtype),
+        **_panels("k", config.BN, columns, dtype),
+        **_panels("v", config.BN, values, dtype),
+        **_panels("o", 64, values, made),
+        "out": f"*{made}",
         "lse": "*fp32",
         "table": "*i32",
         "counter": "*i32",
         "qk_scale": "fp32",
-        "o_sb": "i64",
-        "o_ss": "i64",
-        "o_sh": "i64",
-        "lse_sb": "i64",
-        "lse_sh": "i64",
+        **dict.fromkeys(("o_sb", "o_ss", "o_sh", "lse_sb", "lse_sh"), "i64"),
     }
-    constants = {"BN": config.BN, "D": dim, "NS": config.NS, "MODE": mode, "W": config.W, "REGS": config.REGS}
-    name = f"forward D={dim} {dtype} mode {mode}{', tall' if config == TALL.get(dim) else ''}"
-    return _build(name, forward.forward_kernel, types, constants, config.maxnreg)
+    constants = {
+        "BN": config.BN, **_sizes(columns, values), "DV": head[1], "NS": config.NS, "MODE": mode,
+        "SHARE": int(config.share), "CAP": 50.0 * cap, "W": config.W, "REGS": config.REGS,
+    }  # fmt: skip
+    way = f"mode {mode}{', tall' if config in TALL.values() else ''}{', softcap' * cap}"
+    return _build(f"forward {_named(head)} {dtype} {way}", forward.forward_kernel, types, constants, config.maxnreg)
 
 
-def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Build:
+def backward_builds(
+    head: tuple[int, int], dtype: str = "bf16", *, store: bool = False, cap: bool = False
+) -> Iterator[Build]:
+    """Yield the launches of a backward: one, or one for each of dQ, dK and dV if the head is large."""
+    split = split_configs(*head)
+    if split is None:
+        yield _backward_build(head, dtype, store, cap)
+    else:
+        for gradient, config in enumerate(split):
+            yield _split_build(head, dtype, store, cap, gradient, config)
+
+
+def _backward_build(head: tuple[int, int], dtype: str, store: bool, cap: bool) -> Build:
     from burst_portable.backends.cuda.hopper import backward
 
-    config = BACKWARD[dim]
-    queries, keys, made = (
-        _rows(config.BM, dim, dtype),
-        _rows(64, dim, dtype),
-        _rows(64, dim, dtype if store else "fp32"),
-    )
+    config, made = backward_config(*head), dtype if store else "fp32"
+    columns, values = panels(head[0]), panels(head[1])
     types = {
-        "q_desc": queries,
-        "k_desc": keys,
-        "v_desc": keys,
-        "do_desc": queries,
+        **_panels("q", config.BM, columns, dtype),
+        **_panels("k", 64, columns, dtype),
+        **_panels("v", 64, values, dtype),
+        **_panels("do", config.BM, values, dtype),
         "term_desc": _vector(config.BM),
-        "dq_desc": _rows(64, 64, "fp32"),
-        "dk_desc": made,
-        "dv_desc": made,
-        "dk_out": f"*{dtype if store else 'fp32'}",
-        "dv_out": f"*{dtype if store else 'fp32'}",
+        **_panels("dq", 64, (64, columns[1]), "fp32"),
+        **_panels("dk", 64, columns, made),
+        **_panels("dv", 64, values, made),
+        "dk_out": f"*{made}",
+        "dv_out": f"*{made}",
         "table": "*i32",
-        "scale": "fp32",
-        "qk_scale": "fp32",
+        **dict.fromkeys(("scale", "qk_scale"), "fp32"),
     }
-    fold = int(dtype == "bf16")
-    constants = {"BM": config.BM, "D": dim, "NQ": config.NQ, "FOLD": fold, "STORE": int(store), "REGS": config.REGS}
-    name = f"backward D={dim} {dtype}{', stores' if store else ''}"
+    constants = {
+        "BM": config.BM, **_sizes(columns, values), "D": head[0], "DV": head[1], "NQ": config.NQ,
+        "FOLD": int(dtype == "bf16"), "STORE": int(store), "CAP": 50.0 * cap, "EARLY": config.early,
+        "REGS": config.REGS,
+    }  # fmt: skip
+    name = f"backward {_named(head)} {dtype}{', stores' * store}{', softcap' * cap}"
     return _build(name, backward.backward_kernel, types, constants, config.maxnreg)
+
+
+def _split_build(
+    head: tuple[int, int], dtype: str, store: bool, cap: bool, gradient: int, config: SplitConfig
+) -> Build:
+    from burst_portable.backends.cuda.hopper import split_backward
+
+    made = dtype if store else "fp32"
+    columns, values = panels(head[0]), panels(head[1])
+    types = {
+        **_panels("own", 64, columns, dtype),
+        **_panels("ownv", 64, values, dtype),
+        **_panels("x", config.BN, columns, dtype),
+        **_panels("y", config.BN, values, dtype),
+        "term_desc": _vector(config.BN),
+        **_panels("out", 64, values if gradient == split_backward.DV else columns, made),
+        "out": f"*{made}",
+        "terms": "*fp32",
+        "table": "*i32",
+        **dict.fromkeys(("scale", "qk_scale"), "fp32"),
+        **dict.fromkeys(("out_sb", "out_ss", "out_sh"), "i64"),
+    }
+    constants = {
+        "GRADIENT": gradient, "BN": config.BN, **_sizes(columns, values), "D": head[0], "DV": head[1],
+        "NX": config.NX, "NY": config.NY, "FOLD": int(dtype == "bf16"), "STORE": int(store), "CAP": 50.0 * cap,
+        "EARLY": config.early, "REGS": config.REGS,
+    }  # fmt: skip
+    name = f"{('dQ', 'dK', 'dV')[gradient]} {_named(head)} {dtype}{', stores' * store}{', softcap' * cap}"
+    return _build(name, split_backward.split_kernel, types, constants, config.maxnreg)
+
+
+def _named(head: tuple[int, int]) -> str:
+    return f"D={head[0]}" if head[0] == head[1] else f"D={head[0]}/{head[1]}"
+
+
+def _sizes(columns: tuple[int, int], values: tuple[int, int]) -> dict[str, int]:
+    return dict(zip(("A", "B", "VA", "VB"), (*columns, *values), strict=True))
+
+
+def _panels(name: str, rows: int, columns: tuple[int, int], dtype: str) -> dict[str, str]:
+    """Return the types of both descriptors of a tensor, as `Descriptors.panels` makes them."""
+    first, second = columns
+    return {f"{name}_desc": _rows(rows, first, dtype), f"{name}2_desc": _rows(rows, second or first, dtype)}
 
 
 def compiled(build: Build) -> tuple[Any, str]:
@@ -166,14 +244,14 @@ def _early_releases(ptx: str) -> int:
     return early
 
 
-def _build(name: str, kernel: Any, types: dict[str, str], constants: dict[str, int], maxnreg: int) -> Build:
+def _build(name: str, kernel: Any, types: dict[str, str], constants: dict[str, float], maxnreg: int) -> Build:
     """Return a build. Parameters that are not in `types` are int32."""
     signature = {p: "constexpr" if p in constants else types.get(p, "i32") for p in kernel.arg_names}
     return Build(name, kernel, signature, constants, maxnreg)
 
 
 def _rows(rows: int, columns: int, dtype: str) -> str:
-    return _descriptor([1, rows, 1, columns], dtype, 128)
+    return _descriptor([1, rows, 1, columns], dtype, min(128, columns * _NAMES[dtype] // 8))
 
 
 def _vector(rows: int) -> str:

@@ -25,6 +25,7 @@ from tests.support.hopper_cases import (
     compare,
     compare_backward,
     compare_forward,
+    compare_gradients_in_place,
     compare_merged_rows,
     compare_unaligned,
     compare_yielding,
@@ -46,6 +47,11 @@ pytestmark = pytest.mark.device
 
 DEVICE = "cuda"
 randn = functools.partial(hopper_cases.randn, device=DEVICE)
+
+
+def inputs(batch, length, heads, kv_heads, dim, value_dim, dtype=torch.bfloat16):
+    sizes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
+    return tuple(randn(batch, length, *size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,6 +82,44 @@ def test_hopper_documents_at_block_boundaries(mask, dim):
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
     assert gap(state[0], exact[0]) < TOLERANCE[q.dtype][0]
     assert gap(state[1], exact[1]) < TOLERANCE[q.dtype][1]
+
+
+HEADS = [
+    (16, 16), (40, 64), (80, 80), (72, 128), (96, 96), (112, 64), (160, 160), (192, 64), (192, 128), (200, 136),
+    (256, 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), HEADS)
+def test_hopper_other_head_sizes(dim, value_dim):
+    """All masks, both types, groups, lengths that fill no block, and neighbors full of NaN."""
+    for mask in MASKS:
+        compare(*inputs(2, 600, 4, 2, dim, value_dim), tiles_of(mask, 600))
+    compare(*inputs(2, 1000, 6, 2, dim, value_dim, torch.float16), tiles_of("causal", 1000))
+    compare(*inputs(1, 1, 2, 1, dim, value_dim), tiles_of("causal", 1))
+    q, (k, v) = randn(2, 333, 4, dim), inputs(2, 1111, 4, 2, dim, value_dim)[1:]
+    compare(q, k, v, Tiles([Tile(5, 300, 17, 1000, -2000, 2000)]))
+    compare_merged_rows(dim, DEVICE, value_dim)
+    dout = randn(2, 300, 4, value_dim, seed=7)
+    compare_unaligned(*inputs(2, 300, 4, 2, dim, value_dim), dout, tiles_of("causal", 300))
+    compare_gradients_in_place(*inputs(2, 300, 4, 2, dim, value_dim), dout, tiles_of("causal", 300))
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_hopper_softcap(dim, value_dim):
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v = inputs(2, 600, 4, 2, dim, value_dim, dtype)
+        for mask in ("causal", "window:90"):
+            compare(3 * q, k, v, tiles_of(mask, 600), softcap=3.0)
+
+
+def test_hopper_large_heads_are_deterministic():
+    q, k, v = inputs(1, 3000, 8, 2, 256, 256)
+    tiles, options = tiles_of("causal", 3000), settings(scale=0.1)
+    out, lse = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+    given = BackwardInputs(randn(*out.shape, seed=7), q, k, v, lse, out)
+    first, second = (KERNEL.backward_single_call(given, tiles, options) for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -110,7 +154,7 @@ def test_hopper_adds_sink_gradients_in_second_launch(mask, dtype):
     """The first launch writes all other gradients; elements that no launch writes would be NaN."""
     q, k, v = (randn(1, 8600, 2, 128, dtype=dtype, seed=i) for i in range(3))
     tiles = tiles_of(mask, 8600)
-    assert second_launch_keys(q, k, tiles) == (0, 200 if mask == "sink:200:300" else 64)
+    assert second_launch_keys(q, k, v, tiles) == (0, 200 if mask == "sink:200:300" else 64)
     compare_backward(q, k, v, tiles)
 
 
@@ -123,7 +167,7 @@ def test_hopper_adds_long_block_gradients_in_second_launch(dim, monkeypatch):
         q, k, v = (randn(2, 1030, h, dim, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
         for first, last, apart in ((0, 9, (0, 9)), (300, 310, (256, 310)), (1025, 1029, (1024, 1030))):
             tiles = tiles_with_long_block(first, last)
-            assert second_launch_keys(q, k, tiles) == apart
+            assert second_launch_keys(q, k, v, tiles) == apart
             compare_backward(q, k, v, tiles)
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from backends.cuda import aot, machine_code
 from backends.evidence import fingerprint
 from burst_portable.conformance.report import Report
-from burst_portable.kernels.triton.machine_code import KERNELS, named, tuned
+from burst_portable.kernels.triton.machine_code import launched_kernels, named, tuned
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "backends" / "cuda" / "evidence"
 
@@ -23,11 +23,11 @@ def test_machine_code_evidence_is_current_and_complete():
     portable = {
         f"{chip} D={head} {kernel}, {named(tuned(chip, kernel, head))}"
         for chip in machine_code.CHIPS
-        for head in machine_code.HEADS
-        for kernel in KERNELS
+        for head in machine_code.HEADS[chip]
+        for kernel in launched_kernels(chip, head)
     }
     assert {r.name for r in report.results if r.check == "compile"} == portable
-    hopper = {f"sm_90 {build.name}" for build in aot.builds(machine_code.HEADS)}
+    hopper = {f"sm_90 {build.name}" for build in aot.builds()}
     assert {r.name for r in report.results if r.check == "hopper"} == hopper
     descriptors = [r.errors.get(machine_code.DOUBTFUL) for r in report.results if r.check == "hopper"]
     assert set(descriptors) == {(0, 0)}

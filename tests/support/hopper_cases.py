@@ -41,8 +41,13 @@ def wide(*tensors):
     return tuple(x.double() for x in tensors)
 
 
-def fresh_state(q):
-    return finished(empty_state(q, q.shape[-1]), q.dtype)
+def fresh_state(q, v=None):
+    return finished(empty_state(q, (q if v is None else v).shape[-1]), q.dtype)
+
+
+def options_for(q, softcap=None):
+    """Return settings of a call with the usual scale that needs no deterministic backward."""
+    return settings(scale=1 / math.sqrt(q.shape[-1]), softcap=softcap, deterministic=False)
 
 
 def new_kernel(monkeypatch):
@@ -82,6 +87,24 @@ def use_yielding_programs(monkeypatch, room):
     new_kernel(monkeypatch)
 
 
+def compare_gradients_in_place(q, k, v, dout, tiles):
+    """Check that gradients are added to parts of larger buffers of any strides, and to nothing else."""
+    options = options_for(q)
+    given = _given_to_backward(q, k, v, tiles, options, 0, dout)
+    buffers, parts = [], []
+    for x in (q, k, v):
+        batch, rows, heads, dim = x.shape
+        buffers.append(torch.full((heads + 2, batch, rows + 3, dim), 0.25, device=x.device))
+        parts.append(buffers[-1][1:-1, :, 2:-1].permute(1, 2, 0, 3))
+    KERNEL.attend_backward(
+        BackwardInputs(dout, q, k, v, given[2].float(), given[1].float()), tiles, options, into=parts
+    )
+    for name, buffer, part, good in zip("qkv", buffers, parts, given[3], strict=True):
+        assert gap(part - 0.25, good) < TOLERANCE[q.dtype][2], f"d{name}"
+        part.fill_(0.25)
+        assert (buffer == 0.25).all(), f"written beside d{name}"
+
+
 def tiles_with_long_block(first, last):
     """Return tiles in which the first 900 queries see keys [first, last) of 1030, and a window."""
     boxes = ((0, first, 0, 60), (first, last, -2000, 2000), (last, 1030, 0, 60))
@@ -89,18 +112,18 @@ def tiles_with_long_block(first, last):
     return Tiles(tile for tile in tiles if tile is not None)
 
 
-def second_launch_keys(q, k, tiles):
+def second_launch_keys(q, k, v, tiles):
     """Return the keys [start, stop) that a second launch of `gradients` computes, or None."""
-    cuts = [launch.cut for launch in LaunchTables().writing(q, k, tiles)]
+    cuts = [launch.cut for launch in LaunchTables().writing(q, k, v, tiles)]
     return cuts[1].keys if len(cuts) > 1 else None
 
 
-def compare_forward(q, k, v, tiles):
+def compare_forward(q, k, v, tiles, *, softcap=None):
     """Compare a forward pass, with and without an empty state, with float64."""
-    options = settings(scale=1 / math.sqrt(q.shape[-1]))
+    options = options_for(q, softcap)
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
     seen = exact[1] > -torch.inf
-    for state in (None, fresh_state(q)):
+    for state in (None, fresh_state(q, v)):
         out, lse = KERNEL.attend(q, k, v, tiles, options, state=state)
         assert gap(out, exact[0]) < TOLERANCE[q.dtype][0]
         assert gap(lse[seen], exact[1][seen]) < TOLERANCE[q.dtype][1]
@@ -152,10 +175,10 @@ def gap(x, exact):
     return max(norm, (difference.abs().max() / exact.abs().max().clamp(min=0.01)).item() / 2)
 
 
-def compare(q, k, v, tiles, *, seed=0):
+def compare(q, k, v, tiles, *, seed=0, softcap=None):
     """Forward, backward with delta and with out, all against float64."""
     tolerance = TOLERANCE[q.dtype]
-    options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    options = options_for(q, softcap)
     out, lse = KERNEL.attend(q, k, v, tiles, options)
     exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
     assert out.dtype == lse.dtype == torch.float32
@@ -168,17 +191,17 @@ def compare(q, k, v, tiles, *, seed=0):
     assert narrow.dtype == q.dtype
     assert gap(narrow, exact_out) < 1.5 * tolerance[0]
     assert torch.equal(lse, narrow_lse)
-    compare_backward(q, k, v, tiles, seed=seed)
+    compare_backward(q, k, v, tiles, seed=seed, softcap=softcap)
 
 
-def compare_merged_rows(dim, device):
+def compare_merged_rows(dim, device, value_dim=None):
     """Check that the first step writes complete rows in 16 bits and the second merges the remaining rows."""
     length, others, options = 500, 90, settings(scale=0.1)
-    sizes = ((length, 4), (length + others, 2), (length + others, 2))
-    q, k, v = (randn(2, rows, heads, dim, device=device, seed=i) for i, (rows, heads) in enumerate(sizes))
+    sizes = ((length, 4, dim), (length + others, 2, dim), (length + others, 2, value_dim or dim))
+    q, k, v = (randn(2, *size, device=device, seed=i) for i, size in enumerate(sizes))
     first, second = tiles_of("window:150", length), Tiles([make_tile(140, 200, 0, others, -20, 190)])
     for merged in ((128, 256), (0, 256), (128, length)):
-        out = torch.full_like(q, torch.nan)
+        out = torch.full((*q.shape[:3], v.shape[3]), torch.nan, device=device, dtype=q.dtype)
         state = attend_first(KERNEL, q, k[:, :length], v[:, :length], first, options, merged, out)
         state = KERNEL.attend(q, k[:, length:], v[:, length:], second, options, state=state)
         rows = slice(*merged)
@@ -190,28 +213,28 @@ def compare_merged_rows(dim, device):
         assert gap(state[1], exact_lse) < TOLERANCE[q.dtype][1]
 
 
-def compare_backward(q, k, v, tiles, *, seed=0, dout=None):
+def compare_backward(q, k, v, tiles, *, seed=0, dout=None, softcap=None):
     """Compare backward with delta, with out, and in a single call."""
-    given = _given_to_backward(q, k, v, tiles, seed, dout)
+    options = options_for(q, softcap)
+    given = _given_to_backward(q, k, v, tiles, options, seed, dout)
     dout, exact_out, exact_lse, exact = given
-    options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     delta = row_delta(dout.double(), exact_out)
     for way in ({"delta": delta.float()}, {"out": exact_out.to(q.dtype)}, {"out": exact_out.float()}):
         start = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
         KERNEL.attend_backward(BackwardInputs(dout, q, k, v, exact_lse.float(), **way), tiles, options, into=start)
         for name, mine, good in zip("qkv", start, exact, strict=True):
             assert gap(mine - 0.25, good) < TOLERANCE[q.dtype][2], f"d{name} with {next(iter(way))}"
-    _compare_whole(q, k, v, tiles, given)
+    _compare_whole(q, k, v, tiles, options, given)
 
 
 def compare_whole(q, k, v, tiles, *, seed=0):
     """Compare the single-call gradients, which use other blocks than `attend_backward` and have 16 bits."""
-    _compare_whole(q, k, v, tiles, _given_to_backward(q, k, v, tiles, seed, None), written=True)
+    options = options_for(q)
+    _compare_whole(q, k, v, tiles, options, _given_to_backward(q, k, v, tiles, options, seed, None), written=True)
 
 
-def _given_to_backward(q, k, v, tiles, seed, dout):
+def _given_to_backward(q, k, v, tiles, options, seed, dout):
     """Return dout, and out, LSE and the gradients in float64."""
-    options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
     if dout is None:
         dout = randn(*exact_out.shape, device=q.device, dtype=q.dtype, seed=seed + 7)
@@ -221,9 +244,8 @@ def _given_to_backward(q, k, v, tiles, seed, dout):
     return dout, exact_out, exact_lse, exact
 
 
-def _compare_whole(q, k, v, tiles, given, *, written=False):
+def _compare_whole(q, k, v, tiles, options, given, *, written=False):
     dout, exact_out, exact_lse, exact = given
-    options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     made = KERNEL.backward_single_call(
         BackwardInputs(dout, q, k, v, exact_lse.float(), exact_out.to(q.dtype)), tiles, options
     )

@@ -26,7 +26,7 @@ SHAPE, STRIDES = [2, 300, 4, 64], [300 * 256, 256, 64, 1]
 
 @pytest.fixture(scope="module")
 def compiled():
-    return aot.compiled(aot.forward_build(64, 2))[0]
+    return aot.compiled(aot.forward_build((64, 64), 2))[0]
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,8 @@ def described(letter, box):
 @pytest.fixture(scope="module")
 def args():
     rows, keys, out = (1, 64, 1, 64), (1, 128, 1, 64), (1, 64, 1, 32)
-    maps = [
-        described(letter, box) for letter, box in zip((b"q", b"k", b"v", b"o"), (rows, keys, keys, out), strict=True)
-    ]
+    boxes = (rows, rows, keys, keys, keys, keys, out, out)  # both panels of q, k, v and out
+    maps = [described(bytes([letter]), box) for letter, box in zip(b"qQkKvVoO", boxes, strict=True)]
     return [*maps, *(torch.zeros(1) for _ in range(4)), 0.125, 300, 1 << 40, 2, 3, 4, -5, 11, 12, 13, 14, 15, 16]
 
 

@@ -14,6 +14,7 @@ from burst_portable.backends.cuda.hopper import backward as hopper_backward
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper import launch as launch_tables
+from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
 from burst_portable.backends.cuda.hopper.launch import tma_strides
 from burst_portable.kernels.base import align_rows
 from tests.support.emulator.machine import Machine
@@ -26,11 +27,17 @@ class EmulatedKernels:
     """Kernels that run on the machine at once. Each launch creates its descriptors and counters."""
 
     def __init__(
-        self, machine: Machine, forward: ModuleType = hopper_forward, backward: ModuleType = hopper_backward
+        self,
+        machine: Machine,
+        forward: ModuleType = hopper_forward,
+        backward: ModuleType = hopper_backward,
+        split_backward: ModuleType = hopper_split_backward,
     ) -> None:
         self.OUT_16, self.OUT_32, self.MERGE_32 = forward.OUT_16, forward.OUT_32, forward.MERGE_32
+        self.DQ, self.DV = split_backward.DQ, split_backward.DV
         self.forward = self._launcher(machine, forward.forward_kernel)
         self.backward = self._launcher(machine, backward.backward_kernel)
+        self.split_backward = self._launcher(machine, split_backward.split_kernel)
         self.prepare = self._launcher(machine, backward.prepare_kernel)
 
     @staticmethod
@@ -44,9 +51,15 @@ class EmulatedKernels:
         tma_strides(name, x)
         return Descriptor(x, (1, rows, 1, columns))
 
-    def aligned(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Descriptor]:
+    def panels(self, name: str, x: Tensor, rows: int, panels: tuple[int, int]) -> tuple[Descriptor, Descriptor]:
+        first = self.rows(name, x, rows, panels[0])
+        return first, self.rows(name, x, rows, panels[1]) if panels[1] else first
+
+    def aligned_panels(
+        self, name: str, x: Tensor, rows: int, panels: tuple[int, int]
+    ) -> tuple[Tensor, tuple[Descriptor, Descriptor]]:
         x = align_rows(x)
-        return x, self.rows(name, x, rows, columns)
+        return x, self.panels(name, x, rows, panels)
 
     def vector(self, x: Tensor, rows: int) -> Descriptor:
         return Descriptor(x, (1, rows))

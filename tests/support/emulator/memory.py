@@ -88,6 +88,10 @@ class Pointer:
         size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
         return cls(x.as_strided((size,), (1,)))
 
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=GLUON[self.memory.dtype])
+
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.memory, self.at + plain(step))
 
@@ -218,11 +222,12 @@ class Turned:
 
 @cache
 def rows_of_lines(bases: tuple[tuple[int, int], ...]) -> list[int]:
-    """Return the row in each line of 128 bytes, for a linear layout that keeps the swizzle of TMA."""
+    """Return the row in each line of 128 or 64 bytes, for a linear layout that keeps the swizzle of TMA."""
     width = 1 << sum(row == 0 for row, _ in bases[: next(i for i, (row, _) in enumerate(bases) if row)])
     lines = [(row, column) for row, column in bases[width.bit_length() - 1 :] if row]
-    chunk = min(column for _, column in lines[:3])
-    assert [column // chunk for _, column in lines] == [1, 2, 4, *[0] * (len(lines) - 3)], "not the swizzle of TMA"
+    chunk = min(column for _, column in lines[:3] if column)
+    swizzle = {8: [1, 2, 4], 4: [0, 1, 2]}[width // chunk]  # by chunks of 16 bytes in a line
+    assert [column // chunk for _, column in lines] == [*swizzle, *[0] * (len(lines) - 3)], "not the swizzle of TMA"
     return [sum(row for i, (row, _) in enumerate(lines) if at >> i & 1) for at in range(1 << len(lines))]
 
 

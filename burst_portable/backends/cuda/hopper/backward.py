@@ -29,7 +29,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from burst_portable.backends.cuda.hopper.parts import hide, reinterpret, swizzled_rows, tma_add, tma_load, tma_store
+from burst_portable.backends.cuda.hopper.parts import (
+    capped,
+    exponent_scale,
+    hide,
+    panel,
+    reinterpret,
+    swizzled_rows,
+    tma_add,
+    tma_load,
+    tma_store,
+)
 
 
 @triton.jit(do_not_specialize=["LSE", "DELTA", "TERMS", "DQ", "rows", "padded", "heads", "all_heads", "o_sb", "o_ss", "o_sh", "g_sb", "g_ss", "g_sh", "lse_sb", "lse_sh", "delta_sb", "delta_sh"])  # fmt: skip # noqa: E501
@@ -38,7 +48,8 @@ def prepare_kernel(
     rows: tl.int32, padded: tl.int32, heads: tl.int32, all_heads: tl.int32,
     o_sb: tl.int64, o_ss: tl.int64, o_sh: tl.int64, g_sb: tl.int64, g_ss: tl.int64, g_sh: tl.int64,
     lse_sb: tl.int64, lse_sh: tl.int64, delta_sb: tl.int64, delta_sh: tl.int64,
-    HAS_OUT: tl.constexpr, CLEAR: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    HAS_OUT: tl.constexpr, CLEAR: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
     # TERMS: shift - lse·slope of every head, -inf where a row sees nothing or does not exist (its P is then 0), and
     # after them -delta. CLEAR: DQ, float32 in one piece, is set to 0.
@@ -50,10 +61,11 @@ def prepare_kernel(
     h = head % heads
     inside = row < rows
     at = row.to(tl.int64)[:, None]
-    d = tl.arange(0, D)[None, :]
     if HAS_OUT:
-        o = tl.load(OUT + (b * o_sb + h * o_sh) * 4 + at * (o_ss * 4) + d, mask=inside[:, None], other=0.0)
-        g = tl.load(DOUT + (b * g_sb + h * g_sh) * 8 + at * (g_ss * 8) + d, mask=inside[:, None], other=0.0)
+        d = tl.arange(0, PADDED_DV)[None, :]
+        keep = inside[:, None] & (d < DV)
+        o = tl.load(OUT + (b * o_sb + h * o_sh) * 4 + at * (o_ss * 4) + d, mask=keep, other=0.0)
+        g = tl.load(DOUT + (b * g_sb + h * g_sh) * 8 + at * (g_ss * 8) + d, mask=keep, other=0.0)
         delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     else:
         delta = tl.load(DELTA + b * delta_sb + h * delta_sh + row, mask=inside, other=0.0)
@@ -66,7 +78,9 @@ def prepare_kernel(
     tl.store(TERMS + first + row, tl.where(seen, -delta, 0.0), mask=row < padded)
     if CLEAR:
         corner = (tl.cast(b, tl.int64) * rows * heads + h) * D
-        tl.store(DQ + corner + at * (heads * D) + d, tl.zeros([BM, D], tl.float32), mask=inside[:, None])
+        d = tl.arange(0, PADDED_D)[None, :]
+        nothing = tl.zeros([BM, PADDED_D], tl.float32)
+        tl.store(DQ + corner + at * (heads * D) + d, nothing, mask=inside[:, None] & (d < D))
 
 
 @gluon.jit
@@ -79,35 +93,50 @@ def _work(table, heads, span, head_group):
 
 @gluon.jit
 def _load_rows(
-    desc, term_desc, b, row, h, at, ready, empty, rows_sm, terms_sm, it,
-    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr,
+    desc, desc2, term_desc, b, row, h, at, ready, empty, rows_sm, rows2_sm, terms_sm, it,
+    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, NQ: gl.constexpr,
 ):  # fmt: skip
     # queries or dO, and the row terms that go with them
     slot = it % NQ
     mbarrier.wait(empty.index(slot), ((it // NQ) & 1) ^ 1)
-    mbarrier.expect(ready.index(slot), desc.block_type.nbytes + term_desc.block_type.nbytes)
-    view = reinterpret(rows_sm.index(slot), desc.dtype, [1, BM, 1, D], desc.layout)
+    size: gl.constexpr = desc.block_type.nbytes
+    mbarrier.expect(ready.index(slot), size + size * B // A + term_desc.block_type.nbytes)
+    view = reinterpret(rows_sm.index(slot), desc.dtype, [1, BM, 1, A], desc.layout)
     tma_load(desc, [b, row, h, 0], ready.index(slot), view)
+    if B:
+        view2 = reinterpret(rows2_sm.index(slot), desc.dtype, [1, BM, 1, B], desc2.layout)
+        tma_load(desc2, [b, row, h, A], ready.index(slot), view2)
     tma_load(term_desc, [at, row], ready.index(slot), terms_sm.index(slot))
 
 
 @gluon.jit
+def _load_keys(desc, desc2, b, col, kv, ready, keys_sm, keys2_sm, A: gl.constexpr, B: gl.constexpr):
+    # keys or values of both workers; `ready` expects them already
+    for w in gl.static_range(2):
+        view = reinterpret(keys_sm.index(w), desc.dtype, [1, 64, 1, A], desc.layout)
+        tma_load(desc, [b, col + 64 * w, kv, 0], ready, view)
+        if B:
+            view2 = reinterpret(keys2_sm.index(w), desc.dtype, [1, 64, 1, B], desc2.layout)
+            tma_load(desc2, [b, col + 64 * w, kv, A], ready, view2)
+
+
+@gluon.jit
 def _loader(
-    q_desc, k_desc, v_desc, do_desc, term_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
+    q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, table,
+    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm,
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group,
-    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr,
+    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, NQ: gl.constexpr,
 ):  # fmt: skip
     b, h, bh, work = _work(table, heads, span, head_group)
     col = gl.load(work)
     kv = h // kv_group
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
-    mbarrier.expect(kv_rdy, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for w in gl.static_range(2):
-        k_view = reinterpret(k_sm.index(w), k_desc.dtype, [1, 64, 1, D], k_desc.layout)
-        v_view = reinterpret(v_sm.index(w), v_desc.dtype, [1, 64, 1, D], v_desc.layout)
-        tma_load(k_desc, [b, col + 64 * w, kv, 0], kv_rdy, k_view)
-        tma_load(v_desc, [b, col + 64 * w, kv, 0], kv_rdy, v_view)
+    k_size: gl.constexpr = 2 * k_desc.block_type.nbytes
+    v_size: gl.constexpr = 2 * v_desc.block_type.nbytes
+    mbarrier.expect(kv_rdy, k_size + k_size * B // A + v_size + v_size * VB // VA)
+    _load_keys(k_desc, k2_desc, b, col, kv, kv_rdy, k_sm, k2_sm, A, B)
+    _load_keys(v_desc, v2_desc, b, col, kv, kv_rdy, v_sm, v2_sm, VA, VB)
     it = 0
     for g in range(span):
         for r in range(n_runs):
@@ -116,28 +145,38 @@ def _loader(
             for i in range(count):
                 row = first + i * BM
                 at = bh + g
-                _load_rows(q_desc, term_desc, b, row, h + g, at, q_rdy, q_emp, q_sm, l_sm, it, BM, D, NQ)
+                _load_rows(
+                    q_desc, q2_desc, term_desc, b, row, h + g, at, q_rdy, q_emp, q_sm, q2_sm, l_sm, it,
+                    BM, A, B, NQ)  # fmt: skip
                 at += all_heads
-                _load_rows(do_desc, term_desc, b, row, h + g, at, do_rdy, do_emp, do_sm, d_sm, it, BM, D, NQ)
+                _load_rows(
+                    do_desc, do2_desc, term_desc, b, row, h + g, at, do_rdy, do_emp, do_sm, do2_sm, d_sm, it,
+                    BM, VA, VB, NQ)  # fmt: skip
                 it += 1
 
 
 @gluon.jit
-def _add_dq(dq_desc, b, row, h, dq_sm, dq_rdy, dq_emp, it, D: gl.constexpr):
+def _add_dq(dq_desc, dq2_desc, b, row, h, dq_sm, dq2_sm, dq_rdy, dq_emp, it, A: gl.constexpr, B: gl.constexpr):
     for w in gl.static_range(2):
         mbarrier.wait(dq_rdy.index(w), it & 1)
-        view = reinterpret(dq_sm.index(w), gl.float32, [1, 64, 1, 64], dq_desc.layout)
-        if D == 128:
-            tma_add(dq_desc, [b, row, h, w * 64], view)
+        if w == 1 and B:
+            tma_add(dq2_desc, [b, row, h, A], reinterpret(dq2_sm, gl.float32, [1, 64, 1, B], dq2_desc.layout))
         else:
-            tma_add(dq_desc, [b, row + w * 64, h, 0], view)
+            view = reinterpret(dq_sm.index(w), gl.float32, [1, 64, 1, 64], dq_desc.layout)
+            if A == 128:
+                tma_add(dq_desc, [b, row, h, w * 64], view)
+            else:
+                tma_add(dq_desc, [b, row + w * 64, h, 0], view)
     tma.store_wait(0)
     for w in gl.static_range(2):
         mbarrier.arrive(dq_emp.index(w), count=1)
 
 
 @gluon.jit
-def _adder(dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, span, head_group, BM: gl.constexpr, D: gl.constexpr):
+def _adder(
+    dq_desc, dq2_desc, table, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group,
+    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
+):  # fmt: skip
     # a warp of its own: the workers have no registers left for where a block lies
     b, h, _bh, work = _work(table, heads, span, head_group)
     runs = table + gl.load(work + 1)
@@ -148,7 +187,8 @@ def _adder(dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, span, head_group, BM: g
             first = gl.load(runs + 2 * r)
             count = gl.load(runs + 2 * r + 1)
             for i in range(count):
-                _add_dq(dq_desc, b, first + i * BM, h + g, dq_sm, dq_rdy, dq_emp, it + i, D)
+                row = first + i * BM
+                _add_dq(dq_desc, dq2_desc, b, row, h + g, dq_sm, dq2_sm, dq_rdy, dq_emp, it + i, A, B)
             it += count
 
 
@@ -180,25 +220,42 @@ def _broadcast_terms(buf, factor, BM: gl.constexpr, sl: gl.constexpr):
 
 
 @gluon.jit
-def _product(keys, rows, BM: gl.constexpr):
-    # Sᵀ or dPᵀ of a block
+def _product(keys, keys2, rows, rows2, BM: gl.constexpr, B: gl.constexpr):
+    # Sᵀ or dPᵀ of a block, begun
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    nothing = gl.zeros([64, BM], gl.float32, sl)
-    return warpgroup_mma(keys, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = gl.zeros([64, BM], gl.float32, sl)
+    s = warpgroup_mma(keys, rows.permute((1, 0)), s, use_acc=False, is_async=True)
+    if B:
+        s = warpgroup_mma(keys2, rows2.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _summed(p, rows, rows2, x, x2, B: gl.constexpr):
+    # P·rows added to x, and that of the other columns to x2, begun
+    xt = warpgroup_mma(p, rows, x, is_async=True)
+    if B:
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, x2.type.layout, 2))
+        x2 = warpgroup_mma(p, rows2, x2, is_async=True)
+    return xt, x2
 
 
 @gluon.jit
 def _step(
-    WG: gl.constexpr, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-    q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, i, dk, dv, masked, n_masked, col0, scale, qk_scale,
-    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
+    WG: gl.constexpr, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
+    q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, i, dk, dk2, dv, dv2,
+    masked, n_masked, col0, scale, qk_scale,
+    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
+    NQ: gl.constexpr, FOLD: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ql: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
+    vl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16])
+    QN: gl.constexpr = B if WG == 1 and B else 64  # columns of dQ that this worker computes
+    ql: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QN, 16])
     pl: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     ds_rows: gl.constexpr = swizzled_rows(BM, 64, 16)
-    dq_rows: gl.constexpr = swizzled_rows(64, 64, 32)
+    dq_rows: gl.constexpr = swizzled_rows(64, QN, 32)
     slot = it % NQ
     phase = (it // NQ) & 1
     pair = it % 2
@@ -206,141 +263,199 @@ def _step(
     # registers and scratch
     zero = it >> 30
     mbarrier.wait(q_rdy.index(slot), phase)
-    s = _product(k_sm.index(WG + zero), q_sm.index(slot), BM)
+    mine = WG + zero
+    factor = exponent_scale(qk_scale, CAP)
+    if EARLY:  # read while the products go on
+        terms = _broadcast_terms(l_sm.index(slot), factor, BM, sl)
+    s = _product(k_sm.index(mine), k2_sm.index(mine), q_sm.index(slot), q2_sm.index(slot), BM, B)
     mbarrier.wait(do_rdy.index(slot), phase)
-    dp = _product(v_sm.index(WG + zero), do_sm.index(slot), BM)
-    s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(s * qk_scale + _broadcast_terms(l_sm.index(slot), qk_scale, BM, sl))
+    dp = _product(v_sm.index(mine), v2_sm.index(mine), do_sm.index(slot), do2_sm.index(slot), BM, VB)
+    s = warpgroup_mma_wait(2 if VB else 1, deps=[s])
+    if not EARLY:
+        terms = _broadcast_terms(l_sm.index(slot), factor, BM, sl)
+    if CAP > 0:
+        s = capped(s, qk_scale)
+    p = gl.exp2(s * factor + terms)
     if i < n_masked:
         first, last = _bounds(masked + 8 * i, col0, sl)
         p = hide(p, first, last, 0.0)
-    p16 = gl.convert_layout(p.to(q_sm.dtype), pl)
+    p16 = gl.convert_layout(p.to(q_sm.dtype), gl.DotOperandLayout(0, vl, 2))
+    if CAP > 0:  # from here on, P times the slope of the cap
+        p = p * (1.0 - s * s)
     minus_delta = _broadcast_terms(d_sm.index(slot), 1.0, BM, sl)
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = (p * (dp + minus_delta)).to(q_sm.dtype)
     reinterpret(ds_sm.index(2 * pair + WG), q_sm.dtype, [BM, 64], ds_rows).permute((1, 0)).store(ds)
-    dvt = warpgroup_mma(p16, do_sm.index(slot), dv, is_async=True)
+    dvt, dvt2 = _summed(p16, do_sm.index(slot), do2_sm.index(slot), dv, dv2, VB)
     fence_async_shared()
     mbarrier.arrive(ds_rdy.index(pair), count=1)
     ds = gl.convert_layout(ds, pl)
     mbarrier.wait(ds_rdy.index(pair), (it // 2) & 1)
-    dq = gl.zeros([64, 64], gl.float32, ql)
+    dq = gl.zeros([64, QN], gl.float32, ql)
     ds0 = ds_sm.index(2 * pair)
     ds1 = ds_sm.index(2 * pair + 1)
-    if D == 128:  # half of the columns
+    if WG == 1 and B:  # the other columns
+        dq = warpgroup_mma(ds0, k2_sm.index(0), dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds1, k2_sm.index(1), dq, is_async=True)
+    elif B:
+        dq = warpgroup_mma(ds0, k_sm.index(0), dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds1, k_sm.index(1), dq, is_async=True)
+    elif A == 128:  # half of the columns
         dq = warpgroup_mma(ds0, k_sm.index(0).slice(WG * 64, 64, dim=1), dq, use_acc=False, is_async=True)
         dq = warpgroup_mma(ds1, k_sm.index(1).slice(WG * 64, 64, dim=1), dq, is_async=True)
     else:  # half of the rows
         dq = warpgroup_mma(ds0.slice(WG * 64, 64, dim=0), k_sm.index(0), dq, use_acc=False, is_async=True)
         dq = warpgroup_mma(ds1.slice(WG * 64, 64, dim=0), k_sm.index(1), dq, is_async=True)
-    dv, p16 = warpgroup_mma_wait(2, deps=[dvt, p16])
+    if VB:
+        dv, dv2, p16 = warpgroup_mma_wait(2, deps=[dvt, dvt2, p16])
+    else:
+        dv, p16 = warpgroup_mma_wait(2, deps=[dvt, p16])
     mbarrier.arrive(do_emp.index(slot), count=1)
-    dkt = warpgroup_mma(ds, q_sm.index(slot), dk, is_async=True)
+    dkt, dkt2 = _summed(ds, q_sm.index(slot), q2_sm.index(slot), dk, dk2, B)
     # dQ is written beside dK's product, which leaves half of shared memory's bandwidth to others
-    dq = warpgroup_mma_wait(1, deps=[dq])
+    dq = warpgroup_mma_wait(2 if B else 1, deps=[dq])
     if not FOLD:
         dq = dq * scale
     mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
-    reinterpret(dq_sm.index(WG), gl.float32, [64, 64], dq_rows).store(dq)
+    if WG == 1 and B:
+        reinterpret(dq2_sm, gl.float32, [64, QN], dq_rows).store(dq)
+    else:
+        reinterpret(dq_sm.index(WG), gl.float32, [64, 64], dq_rows).store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_rdy.index(WG), count=1)
-    dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])
+    if B:
+        dk, dk2, ds = warpgroup_mma_wait(0, deps=[dkt, dkt2, ds])
+    else:
+        dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])
     mbarrier.arrive(q_emp.index(slot), count=1)
-    return dk, dv
+    return dk, dk2, dv, dv2
 
 
 @gluon.jit
-def _add_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
-    # 64 rows of float32 through a buffer that nobody reads any more
-    plain: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    reinterpret(buffer, gl.float32, [64, D], plain).store(x)
+def _add_out(x, desc, buffer, b, row, kv, FIRST: gl.constexpr):
+    # 64 rows of float32, columns from FIRST on, through a buffer that nobody reads any more
+    N: gl.constexpr = x.shape[1]
+    reinterpret(buffer, gl.float32, [64, N], panel(N, 32)).store(x)
     fence_async_shared()
-    tma_add(desc, [b, row, kv, 0], reinterpret(buffer, gl.float32, [1, 64, 1, D], desc.layout))
+    tma_add(desc, [b, row, kv, FIRST], reinterpret(buffer, gl.float32, [1, 64, 1, N], desc.layout))
 
 
 @gluon.jit
-def _store_out(x, desc, out, buffer, b, row, stop, keys, kv, kv_heads, D: gl.constexpr):
-    # 64 rows in 16 bits, those before `stop`
+def _store_out(x, desc, out, buffer, b, row, stop, keys, kv, kv_heads, FIRST: gl.constexpr, D: gl.constexpr):
+    # 64 rows in 16 bits, those before `stop`, columns from FIRST on
+    N: gl.constexpr = x.shape[1]
     if (stop - row >= 64) | (stop == keys):  # TMA leaves out what is past a batch's end
         buffer.store(x.to(buffer.dtype))
         fence_async_shared()
-        view = reinterpret(buffer, buffer.dtype, [1, 64, 1, D], desc.layout)
-        tma_store(desc, [b, row, kv, 0], view)
+        view = reinterpret(buffer, buffer.dtype, [1, 64, 1, N], desc.layout)
+        tma_store(desc, [b, row, kv, FIRST], view)
     else:  # the rows from there on are another program's
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
-        place = ((gl.cast(b, gl.int64) * keys + rows) * kv_heads + kv)[:, None] * D
-        place += gl.arange(0, D, gl.SliceLayout(0, x.type.layout))[None, :]
-        gl.store(out + place, x.to(buffer.dtype), mask=(rows < stop)[:, None])
+        columns = FIRST + gl.arange(0, N, gl.SliceLayout(0, x.type.layout))
+        place = ((gl.cast(b, gl.int64) * keys + rows) * kv_heads + kv)[:, None] * D + columns[None, :]
+        gl.store(out + place, x.to(buffer.dtype), mask=(rows < stop)[:, None] & (columns < D)[None, :])
 
 
 @gluon.jit
 def _worker(
-    WG: gl.constexpr, dk_desc, dv_desc, dk_out, dv_out, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+    WG: gl.constexpr, dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
+    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
     scale, qk_scale, heads, kv_group, span, head_group, keys,
-    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr,
+    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, D: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
+    DV: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b, h, _bh, work = _work(table, heads, span, head_group)
     col0 = gl.load(work) + 64 * WG
     masked = table + gl.load(work + 4)
     n_masked = gl.load(work + 5)
     n = gl.load(work + 3) + n_masked
-    dk = gl.zeros([64, D], gl.float32, al)
-    dv = gl.zeros([64, D], gl.float32, al)
+    dk = gl.zeros([64, A], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16]))
+    dv = gl.zeros([64, VA], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16]))
+    dk2 = 0
+    dv2 = 0
+    if B:
+        dk2 = gl.zeros([64, B], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B, 16]))
+    if VB:
+        dv2 = gl.zeros([64, VB], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VB, 16]))
     mbarrier.wait(kv_rdy, 0)
     i = 0
     for it in range(span * n):  # one loop, or the compiler takes `it` for a number that threads differ in
-        dk, dv = _step(
-            WG, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-            q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, i, dk, dv,
-            masked, n_masked, col0, scale, qk_scale, BM, D, NQ, FOLD)  # fmt: skip
+        dk, dk2, dv, dv2 = _step(
+            WG, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
+            q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, i, dk, dk2, dv, dv2,
+            masked, n_masked, col0, scale, qk_scale, BM, A, B, VA, VB, NQ, FOLD, CAP, EARLY)  # fmt: skip
         i += 1
         if i == n:  # the next head
             i = 0
     if FOLD:
         dv = dv * (1.0 / scale)
+        if VB:
+            dv2 = dv2 * (1.0 / scale)
     else:
         dk = dk * scale
+        if B:
+            dk2 = dk2 * scale
     # What was loaded serves as staging now, a part of it for each; the other worker must have read its last of it.
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
     kv = h // kv_group
     if STORE:
-        stage = k_sm if WG == 0 else v_sm
         stop = gl.load(work + 6)
         kv_heads = heads // kv_group
-        _store_out(dv, dv_desc, dv_out, stage.index(0), b, col0, stop, keys, kv, kv_heads, D)
-        _store_out(dk, dk_desc, dk_out, stage.index(1), b, col0, stop, keys, kv, kv_heads, D)
-    elif WG == 0:
-        _add_out(dv, dv_desc, k_sm, b, col0, kv, D)
-        _add_out(dk, dk_desc, q_sm if D == 128 else q_sm.index(0), b, col0, kv, D)
+        _store_out(dv, dv_desc, dv_out, v_sm.index(WG), b, col0, stop, keys, kv, kv_heads, 0, DV)
+        _store_out(dk, dk_desc, dk_out, k_sm.index(WG), b, col0, stop, keys, kv, kv_heads, 0, D)
+        if B:
+            _store_out(dk2, dk2_desc, dk_out, k2_sm.index(WG), b, col0, stop, keys, kv, kv_heads, A, D)
+        if VB:
+            _store_out(dv2, dv2_desc, dv_out, v2_sm.index(WG), b, col0, stop, keys, kv, kv_heads, VA, DV)
     else:
-        _add_out(dv, dv_desc, v_sm, b, col0, kv, D)
-        _add_out(dk, dk_desc, do_sm if D == 128 else do_sm.index(0), b, col0, kv, D)
+        _add_out(dk, dk_desc, k_sm if WG == 0 else (q_sm.index(0) if BM == 128 else q_sm), b, col0, kv, 0)
+        _add_out(dv, dv_desc, v_sm if WG == 0 else (do_sm.index(0) if BM == 128 else do_sm), b, col0, kv, 0)
+        if B:
+            _add_out(dk2, dk2_desc, k2_sm if WG == 0 else q2_sm, b, col0, kv, A)
+        if VB:
+            _add_out(dv2, dv2_desc, v2_sm if WG == 0 else do2_sm, b, col0, kv, VA)
     tma.store_wait(0)
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
 @gluon.jit(do_not_specialize=["dk_out", "dv_out", "table", "all_heads", "heads", "kv_group", "span", "head_group", "keys"])  # fmt: skip # noqa: E501
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, term_desc, dq_desc, dk_desc, dv_desc, dk_out, dv_out, table,
+    q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, dq_desc, dq2_desc,
+    dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
     scale: gl.float32, qk_scale: gl.float32,
     all_heads: gl.int32, heads: gl.int32, kv_group: gl.int32, span: gl.int32, head_group: gl.int32,
     keys: gl.int32,
-    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, REGS: gl.constexpr,
+    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, D: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
+    DV: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr,
+    EARLY: gl.constexpr,
+    REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    q_sm = gl.allocate_shared_memory(dtype, [NQ, BM, D], tile)
-    do_sm = gl.allocate_shared_memory(dtype, [NQ, BM, D], tile)
-    k_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
-    v_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
+    q_sm = gl.allocate_shared_memory(dtype, [NQ, BM, A], panel(A, 16))
+    do_sm = gl.allocate_shared_memory(dtype, [NQ, BM, VA], panel(VA, 16))
+    k_sm = gl.allocate_shared_memory(dtype, [2, 64, A], panel(A, 16))
+    v_sm = gl.allocate_shared_memory(dtype, [2, 64, VA], panel(VA, 16))
+    dq_sm = gl.allocate_shared_memory(gl.float32, [1 if B else 2, 64, 64], wide)
+    q2_sm = q_sm
+    k2_sm = k_sm
+    do2_sm = do_sm
+    v2_sm = v_sm
+    dq2_sm = dq_sm
+    if B:
+        q2_sm = gl.allocate_shared_memory(dtype, [NQ, BM, B], panel(B, 16))
+        k2_sm = gl.allocate_shared_memory(dtype, [2, 64, B], panel(B, 16))
+        dq2_sm = gl.allocate_shared_memory(gl.float32, [64, B], panel(B, 32))
+    if VB:
+        do2_sm = gl.allocate_shared_memory(dtype, [NQ, BM, VB], panel(VB, 16))
+        v2_sm = gl.allocate_shared_memory(dtype, [2, 64, VB], panel(VB, 16))
     l_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], term_desc.layout)
     d_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], term_desc.layout)
     ds_sm = gl.allocate_shared_memory(dtype, [4, BM, 64], tile)
-    dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], wide)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     kv_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
     q_rdy = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
@@ -365,13 +480,19 @@ def backward_kernel(
     fence_async_shared()
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
     gl.warp_specialize([
-        (_worker, (0, dk_desc, dv_desc, dk_out, dv_out, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+        (_worker, (0, dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
+                   q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, span, head_group, keys, BM, D, NQ, FOLD, STORE)),
-        (_worker, (1, dk_desc, dv_desc, dk_out, dv_out, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                   scale, qk_scale, heads, kv_group, span, head_group, keys,
+                   BM, A, B, D, VA, VB, DV, NQ, FOLD, STORE, CAP, EARLY)),
+        (_worker, (1, dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
+                   q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, span, head_group, keys, BM, D, NQ, FOLD, STORE)),
-        (_loader, (q_desc, k_desc, v_desc, do_desc, term_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
-                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group, BM, D, NQ)),
-        (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, span, head_group, BM, D)),
+                   scale, qk_scale, heads, kv_group, span, head_group, keys,
+                   BM, A, B, D, VA, VB, DV, NQ, FOLD, STORE, CAP, EARLY)),
+        (_loader, (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, table,
+                   q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm,
+                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group,
+                   BM, A, B, VA, VB, NQ)),
+        (_adder, (dq_desc, dq2_desc, table, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, BM, A, B)),
     ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip

@@ -10,29 +10,123 @@ from burst_portable.planning.tiles import Tiles
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """Key blocks of BN, NS slots, W workers (warpgroups) of 64 query rows, registers per thread of theirs."""
+    """How the forward kernel is cut.
+
+    Attributes:
+        BN: keys of a block.
+        NS: slots of shared memory for blocks of keys, and as many for values.
+        W: workers, warpgroups of 64 query rows.
+        REGS: registers of a worker's thread.
+        share: stage the result where the queries were. Large heads leave no shared memory for both. A float32 result
+            is then written without TMA.
+    """
 
     BN: int
     NS: int
     W: int
     REGS: int
     maxnreg: int
+    share: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """Query blocks of BM, NQ slots, registers per thread of the two workers of 64 keys."""
+    """How the backward kernel is cut.
+
+    Attributes:
+        BM: queries of a block.
+        NQ: slots of shared memory for blocks of queries.
+        REGS: registers of a thread of the two workers of 64 keys.
+        early: read the row terms before the product that they are added to, not after it.
+    """
 
     BM: int
     NQ: int
     REGS: int
     maxnreg: int
+    early: int = 0
 
 
-FORWARD = {64: ForwardConfig(128, 2, 2, 240, 168), 128: ForwardConfig(128, 2, 2, 240, 168)}
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """How a launch of the split backward, for one gradient, is cut.
+
+    Attributes:
+        BN: streamed rows of a block.
+        NX, NY: slots for the streamed rows that make S (keys or queries), and for those that make dP (values or dO).
+        early: row terms that are read before the products: 0 none, 1 LSE, 2 LSE and delta.
+        REGS: registers of a thread of the two workers of 64 rows.
+    """
+
+    BN: int
+    NX: int
+    NY: int
+    early: int = 0
+    REGS: int = 240
+    maxnreg: int = 168
+
+
+PANELS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (128, 128))
+
+
+def panels(size: int) -> tuple[int, int]:
+    """Return the columns of both panels in which shared memory holds a head of this size; the second may be 0.
+
+    Gluon wants powers of two. TMA reads 0 past a head's end, and writes nothing there.
+    """
+    return next(pair for pair in PANELS if sum(pair) >= size)
+
+
+def forward_value_panels(size: int) -> tuple[int, int]:
+    """Return the panels of V and out in the forward.
+
+    One product of 128 columns takes less time than one of 64 and one of 16 or 32, because P is read once.
+    """
+    return (128, 0) if 64 < size <= 128 else panels(size)
+
+
+FORWARD: dict[tuple[int, int], ForwardConfig] = {
+    (128, 128): ForwardConfig(128, 2, 2, 240, 168),
+    (160, 160): ForwardConfig(128, 2, 2, 240, 168, share=True),
+    (192, 128): ForwardConfig(128, 2, 2, 240, 168, share=True),
+    (256, 256): ForwardConfig(64, 2, 2, 240, 168, share=True),
+}
+"""By the largest sizes of heads and of value heads, in order: the first that holds both serves them."""
+
+SPLIT: dict[tuple[int, int], tuple[SplitConfig, SplitConfig, SplitConfig]] = {
+    (160, 160): (SplitConfig(64, 3, 3), SplitConfig(64, 3, 3, early=2), SplitConfig(64, 3, 3)),
+    (192, 128): (SplitConfig(64, 3, 3), SplitConfig(64, 3, 3, early=1), SplitConfig(128, 2, 2)),
+    (192, 192): (SplitConfig(64, 2, 2), SplitConfig(64, 2, 2, early=1), SplitConfig(64, 3, 3)),
+    (256, 256): (SplitConfig(64, 2, 1), SplitConfig(64, 2, 1, early=1), SplitConfig(64, 2, 2)),
+}
+"""Of dQ, dK and dV, for heads or value heads above 128: by the largest sizes, as in `FORWARD`."""
+
+
+def forward_config(dim: int, value_dim: int) -> ForwardConfig:
+    """Return the cut of the forward for these sizes of heads and value heads."""
+    return next(config for (d, v), config in FORWARD.items() if dim <= d and value_dim <= v)
+
+
+def backward_config(dim: int, value_dim: int) -> BackwardConfig:
+    """Return the cut of the backward that computes all gradients in one launch, for sizes up to 128."""
+    return next(config for size, config in BACKWARD.items() if max(dim, value_dim) <= size)
+
+
+def split_configs(dim: int, value_dim: int) -> tuple[SplitConfig, SplitConfig, SplitConfig] | None:
+    """Return the cuts of the launches for dQ, dK and dV; None if one launch computes all gradients."""
+    if max(dim, value_dim) <= max(BACKWARD):
+        return None
+    return next(configs for (d, v), configs in SPLIT.items() if dim <= d and value_dim <= v)
+
+
 TALL = {64: ForwardConfig(128, 2, 3, 160, 128)}
 """Each key block serves three workers: faster where rows are long and there are many of them."""
-BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240, 168)}
+BACKWARD = {
+    64: BackwardConfig(128, 2, 240, 168),
+    96: BackwardConfig(64, 2, 240, 168, early=1),  # +10 % at 80 and +6 % at 96 on one H100; -2 % at 112
+    128: BackwardConfig(64, 2, 240, 168),
+}
+"""By the largest size of heads and value heads."""
 KEY_BLOCK = 128  # of the backward
 
 TALL_BLOCKS = 32  # key blocks that a query block must visit, on average, for the tall cut to be worth it
@@ -56,22 +150,23 @@ class BackwardCut:
 
 
 def forward_cut(
-    tiles: Tiles, rows: int, dim: int, heads: int, processors: int, *, every_block: bool
+    tiles: Tiles, rows: int, dim: int, value_dim: int, heads: int, processors: int, *, every_block: bool
 ) -> tuple[ForwardConfig, LaunchTable]:
-    """The faster cut for these tiles, by what was measured on one H100 (benchmarks/attention.py).
+    """Return the faster cut for these tiles, by what was measured on one H100 (benchmarks/attention.py).
 
     Args:
         rows: length of the queries.
+        dim, value_dim: the sizes of heads and value heads.
         heads: query heads of all batches.
         every_block: launch query blocks that see nothing as well.
     """
-    tall = TALL.get(dim)
+    tall = TALL.get(max(dim, value_dim))
     if tall is not None:
         table = forward_table(tiles, rows, 64 * tall.W, tall.BN, every_block, blocks_per_mebibyte(tall.BN, dim))
         enough = table.blocks * heads >= TALL_ITEMS * processors
         if enough and table.total >= TALL_BLOCKS * table.blocks:
             return tall, table
-    config = FORWARD[dim]
+    config = forward_config(dim, value_dim)
     return config, forward_table(
         tiles, rows, 64 * config.W, config.BN, every_block, blocks_per_mebibyte(config.BN, dim)
     )
@@ -102,12 +197,14 @@ class Pass:
     """What the programs of a backward pass share.
 
     rows, keys: lengths of the queries and of the keys.
+    dim, value_dim: sizes of heads and value heads.
     heads: query heads of all batches, of which `group` share a K/V head.
     """
 
     rows: int
     keys: int
     dim: int
+    value_dim: int
     heads: int
     group: int
     processors: int
@@ -119,7 +216,7 @@ class Pass:
 
 def adding_cut(tiles: Tiles, about: Pass) -> tuple[BackwardCut, LaunchTable]:
     """The cut if dK and dV are added to."""
-    config = BACKWARD[about.dim]
+    config = backward_config(about.dim, about.value_dim)
     table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK)
     return BackwardCut(config, 1 if about.ends_late(table) else about.group), table
 
@@ -131,7 +228,7 @@ def writing_cuts(tiles: Tiles, about: Pass) -> list[tuple[BackwardCut, LaunchTab
     divides them and adds up. An empty list means that everything is better added up, by programs of one head or of some
     queries.
     """
-    config = BACKWARD[about.dim]
+    config = backward_config(about.dim, about.value_dim)
     whole = BackwardCut(config, about.group)
 
     def table_of(tiles: Tiles, apart: Span | None = None) -> LaunchTable:

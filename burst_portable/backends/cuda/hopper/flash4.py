@@ -15,10 +15,15 @@ from burst_portable.numerics import State
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
 
-FORWARD, BACKWARD = (64,), (64, 128)
-"""Head sizes at which flash-attn-4 was faster on one H100 (benchmarks/attention.py, 2026-11-23)."""
-LONG = 16384
-"""Rows and keys from which its forward was faster with heads of 128 too, except where each query head has its own keys.
+FORWARD, BACKWARD = (64, 80, 96), (64, 80, 112, 128)
+"""Head sizes at which flash-attn-4 was faster on one H100, with values as large as heads.
+
+At 16,384 tokens, causal, 16 heads (benchmarks/results/large-heads-h100-2026-11-24.json), its speed over ours was 1.06,
+1.16, 1.14, 0.87 and 0.96 forward with heads of 64, 80, 96, 112 and 128; 1.05, 1.03, 1.01, 1.09 and 1.04 backward, and
+0.98 with heads of 96 and 8 K/V heads for 32.
+"""
+LONG, LONG_HEADS = 16384, (128,)
+"""Rows and keys from which its forward was faster with these heads too, except where each query head has its own keys.
 
 In 109 to 221 rounds, times its speed (benchmarks/attention.py, 2026-11-23), ours reached 0.985 and 0.979 in squares of
 16,384 and 32,768 without a mask and 0.980 in a causal one of 32,768 with 8 K/V heads for 32, but 1.012 with 16 for 16.
@@ -98,7 +103,7 @@ def _allowed(q: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
 
 
 def _faster_forward(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
-    long = min(q.shape[1], k.shape[1]) >= LONG
+    long = q.shape[3] in LONG_HEADS and min(q.shape[1], k.shape[1]) >= LONG
     if q.shape[3] not in FORWARD and not long:
         return False
     part = _single_call(q, k, tiles)

@@ -27,9 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from burst_portable.backends.cuda.hopper.parts import (
+    capped,
     convert_to_16_bits,
+    exponent_scale,
     finish,
     hide,
+    panel,
     partial_sum,
     reinterpret,
     rescale,
@@ -42,6 +45,7 @@ OUT_16 = 0  # out in the input's dtype
 OUT_32 = 1  # out in float32
 MERGE_32 = 2  # merges into a running float32 (out, lse)
 
+_OUT_16 = gl.constexpr(OUT_16)
 _MERGE_32 = gl.constexpr(MERGE_32)
 
 # A row's maximum may stay behind by this many powers of 2: P is at most 256 then, the sums are float32.
@@ -66,40 +70,47 @@ def _item(t, table, heads, blocks, head_group):
 
 
 @gluon.jit
-def _load(desc, b, row, h, ready, slot, ROWS: gl.constexpr, D: gl.constexpr):
-    mbarrier.expect(ready, desc.block_type.nbytes)
-    view = reinterpret(slot, desc.dtype, [1, ROWS, 1, D], desc.layout)
-    tma_load(desc, [b, row, h, 0], ready, view)
+def _load(desc, desc2, b, row, h, ready, slot, slot2, ROWS: gl.constexpr, A: gl.constexpr, B: gl.constexpr):
+    # columns [0, A) and [A, A + B) of some rows
+    size: gl.constexpr = desc.block_type.nbytes
+    mbarrier.expect(ready, size + size * B // A)
+    tma_load(desc, [b, row, h, 0], ready, reinterpret(slot, desc.dtype, [1, ROWS, 1, A], desc.layout))
+    if B:
+        tma_load(desc2, [b, row, h, A], ready, reinterpret(slot2, desc.dtype, [1, ROWS, 1, B], desc2.layout))
 
 
 @gluon.jit
 def _load_pair(
-    k_desc, v_desc, b, row, h, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it,
-    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr,
+    k_desc, k2_desc, v_desc, v2_desc, b, row, h, k_sm, k2_sm, v_sm, v2_sm, k_rdy, v_rdy, k_emp, v_emp, it,
+    BN: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
     slot = it % NS
     phase = ((it // NS) & 1) ^ 1
     mbarrier.wait(k_emp.index(slot), phase)
-    _load(k_desc, b, row, h, k_rdy.index(slot), k_sm.index(slot), BN, D)
+    _load(k_desc, k2_desc, b, row, h, k_rdy.index(slot), k_sm.index(slot), k2_sm.index(slot), BN, A, B)
     mbarrier.wait(v_emp.index(slot), phase)
-    _load(v_desc, b, row, h, v_rdy.index(slot), v_sm.index(slot), BN, D)
+    _load(v_desc, v2_desc, b, row, h, v_rdy.index(slot), v_sm.index(slot), v2_sm.index(slot), BN, VA, VB)
 
 
 @gluon.jit
-def _load_parts(desc, b, row, h, ready, buffer, D: gl.constexpr):
+def _load_parts(desc, desc2, b, row, h, ready, buffer, buffer2, A: gl.constexpr, B: gl.constexpr):
     # each worker's 64 rows, all behind one barrier
     W: gl.constexpr = buffer.shape[0]
-    mbarrier.expect(ready, W * desc.block_type.nbytes)
+    size: gl.constexpr = W * desc.block_type.nbytes
+    mbarrier.expect(ready, size + size * B // A)
     for w in gl.static_range(W):
-        view = reinterpret(buffer.index(w), desc.dtype, [1, 64, 1, D], desc.layout)
+        view = reinterpret(buffer.index(w), desc.dtype, [1, 64, 1, A], desc.layout)
         tma_load(desc, [b, row + 64 * w, h, 0], ready, view)
+        if B:
+            view2 = reinterpret(buffer2.index(w), desc.dtype, [1, 64, 1, B], desc2.layout)
+            tma_load(desc2, [b, row + 64 * w, h, A], ready, view2)
 
 
 @gluon.jit
-def _load_out(o_desc, b, row, h, o_rdy, o_emp, o_sm, turn, D: gl.constexpr):
+def _load_out(o_desc, o2_desc, b, row, h, o_rdy, o_emp, o_sm, o2_sm, turn, VA: gl.constexpr, VB: gl.constexpr):
     # its place is free once the item before is written
     mbarrier.wait(o_emp, (turn & 1) ^ 1)
-    _load_parts(o_desc, b, row, h, o_rdy, o_sm, D)
+    _load_parts(o_desc, o2_desc, b, row, h, o_rdy, o_sm, o2_sm, VA, VB)
 
 
 @gluon.jit
@@ -122,10 +133,12 @@ def _next_item(t, items, turns, counter, t_sm, t_rdy, t_emp, turn):
 
 @gluon.jit
 def _loader(
-    q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
+    q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, o_desc, o2_desc, table,
+    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, o_sm, o2_sm,
     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
     counter, items, turns, heads, kv_group, blocks, head_group,
-    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
+    BN: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
+    NS: gl.constexpr, MODE: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
     it = 0
     turn = 0
@@ -140,26 +153,28 @@ def _loader(
         slot = it % NS
         phase = ((it // NS) & 1) ^ 1
         mbarrier.wait(k_emp.index(slot), phase)  # free before the queries' place is
-        _load(k_desc, b, first, kv, k_rdy.index(slot), k_sm.index(slot), BN, D)
+        _load(k_desc, k2_desc, b, first, kv, k_rdy.index(slot), k_sm.index(slot), k2_sm.index(slot), BN, A, B)
         mbarrier.wait(q_emp, (turn & 1) ^ 1)
-        _load_parts(q_desc, b, row0, h, q_rdy, q_sm, D)
+        _load_parts(q_desc, q2_desc, b, row0, h, q_rdy, q_sm, q2_sm, A, B)
         mbarrier.wait(v_emp.index(slot), phase)
-        _load(v_desc, b, first, kv, v_rdy.index(slot), v_sm.index(slot), BN, D)
+        _load(v_desc, v2_desc, b, first, kv, v_rdy.index(slot), v_sm.index(slot), v2_sm.index(slot), BN, VA, VB)
         it += 1
         start = it
         for r in range(n_runs):
             col = gl.load(runs + 2 * r)
             count = gl.load(runs + 2 * r + 1)
             for i in range(count):
-                if MODE == _MERGE_32:  # noqa: SIM102  (known when compiling; the next one is not)
+                if MODE == _MERGE_32 and not SHARE:  # noqa: SIM102  (known when compiling; the next one is not)
                     # the running out, as soon as its place is free: when the item's first block has begun
                     if it == start + NS - 1:
-                        _load_out(o_desc, b, row0, h, o_rdy, o_emp, o_sm, turn, D)
-                _load_pair(k_desc, v_desc, b, col + i * BN, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
+                        _load_out(o_desc, o2_desc, b, row0, h, o_rdy, o_emp, o_sm, o2_sm, turn, VA, VB)
+                _load_pair(
+                    k_desc, k2_desc, v_desc, v2_desc, b, col + i * BN, kv, k_sm, k2_sm, v_sm, v2_sm,
+                    k_rdy, v_rdy, k_emp, v_emp, it, BN, A, B, VA, VB, NS)  # fmt: skip
                 it += 1
-        if MODE == _MERGE_32:  # noqa: SIM102
+        if MODE == _MERGE_32 and not SHARE:  # noqa: SIM102
             if it <= start + NS - 1:
-                _load_out(o_desc, b, row0, h, o_rdy, o_emp, o_sm, turn, D)
+                _load_out(o_desc, o2_desc, b, row0, h, o_rdy, o_emp, o_sm, o2_sm, turn, VA, VB)
         t = _next_item(t, items, turns, counter, t_sm, t_rdy, t_emp, turn)
         turn += 1
 
@@ -185,79 +200,138 @@ def _bounds(entry, row0, sl: gl.constexpr):
 
 
 @gluon.jit
+def _scores(q, q2, k, k2, BN: gl.constexpr, B: gl.constexpr):
+    # Q·Kᵀ, begun
+    s = gl.zeros([64, BN], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
+    s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+    if B:
+        s = warpgroup_mma(q2, k2.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
 def _first_step(
-    q, k_sm, q_rdy, k_rdy, k_emp, o_emp, it, turn, peeled, row0, qk_scale,
-    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
+    q, q2, k_sm, k2_sm, q_rdy, k_rdy, k_emp, o_emp, it, turn, peeled, row0, qk_scale,
+    BN: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, SHARE: gl.constexpr,
+    CAP: gl.constexpr,
 ):  # fmt: skip
     # Q·Kᵀ and the softmax of an item's first block; nothing to multiply by V yet
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16])
     left, right = _bounds(peeled, row0, sl)
     mbarrier.wait(q_rdy, turn & 1)
     slot = it % NS
     mbarrier.wait(k_rdy.index(slot), (it // NS) & 1)
-    s = gl.zeros([64, BN], gl.float32, sl)
-    s = warpgroup_mma(q, k_sm.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = _scores(q, q2, k_sm.index(slot), k2_sm.index(slot), BN, B)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_emp.index(slot), count=1)
     # The item before is written by now. Not beside the product, or no barrier stands between its end and the slot's
     # release.
-    tma.store_wait(0)
-    if MODE == _MERGE_32:
-        mbarrier.arrive(o_emp, count=1, pred=turn > 0)
+    if not SHARE:
+        tma.store_wait(0)
+        if MODE == _MERGE_32:
+            mbarrier.arrive(o_emp, count=1, pred=turn > 0)
+    if CAP > 0:
+        s = capped(s, qk_scale)
     if MODE == _MERGE_32 or peeled[7] == 0:  # merging has no register for it
         s = hide(s, left, right, float("-inf"))
-    top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
-    p = gl.exp2(s * qk_scale - top[:, None])
+    factor = exponent_scale(qk_scale, CAP)
+    top = gl.maximum(gl.max(s, axis=1) * factor, -1e30)  # finite, also where nothing is seen
+    p = gl.exp2(s * factor - top[:, None])
     total = partial_sum(p, BN)
     p16 = gl.convert_layout(convert_to_16_bits(p, q.dtype), gl.DotOperandLayout(0, ol, 2))
     return top, total, p16
 
 
 @gluon.jit
+def _weighted(p16, v, v2, o, o2, VB: gl.constexpr):
+    # P·V added to o, and that of the other columns to o2, begun
+    ot = warpgroup_mma(p16, v, o, is_async=True)
+    if VB:
+        p16 = gl.convert_layout(p16, gl.DotOperandLayout(0, o2.type.layout, 2))
+        o2 = warpgroup_mma(p16, v2, o2, is_async=True)
+    return ot, o2
+
+
+@gluon.jit
 def _step(
-    q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, masked, row0, qk_scale,
-    MASK: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr,
+    q, q2, k_sm, k2_sm, v_sm, v2_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, o2, p16, total, top, masked, row0,
+    qk_scale,
+    MASK: gl.constexpr, BN: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, NS: gl.constexpr,
+    CAP: gl.constexpr,
 ):  # fmt: skip
     # P·V of block `it` beside Q·Kᵀ and the softmax of block it + 1, with MASK the one at `masked` in the table
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16])
     if MASK:
         left, right = _bounds(_entry(masked), row0, sl)
     slot = it % NS
     nslot = (it + 1) % NS
     mbarrier.wait(k_rdy.index(nslot), ((it + 1) // NS) & 1)
-    s = gl.zeros([64, BN], gl.float32, sl)
-    s = warpgroup_mma(q, k_sm.index(nslot).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = _scores(q, q2, k_sm.index(nslot), k2_sm.index(nslot), BN, B)
     mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)
-    ot = warpgroup_mma(p16, v_sm.index(slot), o, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    ot, ot2 = _weighted(p16, v_sm.index(slot), v2_sm.index(slot), o, o2, VB)
+    s = warpgroup_mma_wait(2 if VB else 1, deps=[s])
     mbarrier.arrive(k_emp.index(nslot), count=1)
+    if CAP > 0:
+        s = capped(s, qk_scale)
     if MASK:
         s = hide(s, left, right, float("-inf"))
-    ntop = gl.max(s, axis=1) * qk_scale
+    factor = exponent_scale(qk_scale, CAP)
+    ntop = gl.max(s, axis=1) * factor
     ntop = gl.where(ntop > top + _BEHIND, ntop, top)
     fade = gl.exp2(top - ntop)
-    p = gl.exp2(s * qk_scale - ntop[:, None])
+    p = gl.exp2(s * factor - ntop[:, None])
     fade_parts = gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout))
     total = total * fade_parts[:, None] + partial_sum(p, BN)
-    o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])
+    if VB:
+        o, o2, p16, p = warpgroup_mma_wait(0, deps=[ot, ot2, p16, p])
+    else:
+        o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])
     mbarrier.arrive(v_emp.index(slot), count=1)
     p16 = gl.convert_layout(convert_to_16_bits(p, p16.dtype), gl.DotOperandLayout(0, ol, 2))
-    return rescale(o, fade), p16, total, ntop
+    if VB:
+        o2 = rescale(o2, fade)
+    return rescale(o, fade), o2, p16, total, ntop
+
+
+@gluon.jit
+def _stage(x, buffer):
+    buffer.store(x.to(buffer.dtype))
+
+
+@gluon.jit
+def _put(o, place, rows, stop, row_stride, keep, FIRST: gl.constexpr, DV: gl.constexpr, MODE: gl.constexpr):
+    # Columns from FIRST on, without TMA. `keep`: of a running result that is merged.
+    columns = FIRST + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
+    rl: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    rows = gl.convert_layout(rows, rl)
+    place += rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
+    inside = (rows < stop)[:, None] & (columns < DV)[None, :]
+    if MODE == _MERGE_32:
+        o = o + gl.load(place, mask=inside, other=0.0) * gl.convert_layout(keep, rl)[:, None]
+    gl.store(place, o.to(place.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
 def _worker(
-    WG: gl.constexpr, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+    WG: gl.constexpr, o_desc, o2_desc, out, lse, table, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, o_sm, o2_sm,
     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
     qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
-    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
+    BN: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, DV: gl.constexpr,
+    NS: gl.constexpr, MODE: gl.constexpr, SHARE: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
-    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16])
+    ol2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VB if VB else 16, 16])
     rl: gl.constexpr = gl.SliceLayout(1, ol)
     q = q_sm.index(WG)
+    q2 = q2_sm.index(WG)
     part = o_sm.index(WG)
+    part2 = o2_sm.index(WG)
+    if SHARE:  # values may have fewer columns than queries
+        part = reinterpret(part, o_sm.dtype, [64, VA], panel(VA, 16))
+        if VB:
+            part2 = reinterpret(part2, o_sm.dtype, [64, VB], panel(VB, 16))
     t = _first_item(turns)
     b, h, work = _item(t, table, heads, blocks, head_group)
     row0 = gl.load(work) + 64 * WG
@@ -270,18 +344,21 @@ def _worker(
         masked = table + gl.load(work + 4)
         n = n_full + gl.load(work + 5)
         top, total, p16 = _first_step(
-            q, k_sm, q_rdy, k_rdy, k_emp, o_emp, it, turn, peeled, row0, qk_scale, BN, D, NS, MODE)  # fmt: skip
-        o = gl.zeros([64, D], gl.float32, ol)
+            q, q2, k_sm, k2_sm, q_rdy, k_rdy, k_emp, o_emp, it, turn, peeled, row0, qk_scale,
+            BN, B, VA, NS, MODE, SHARE, CAP)  # fmt: skip
+        o = gl.zeros([64, VA], gl.float32, ol)
+        o2 = gl.zeros([64, VB], gl.float32, ol2) if VB else 0
         for i in range(n_full):
-            o, p16, total, top = _step(
-                q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, masked, row0, qk_scale,
-                False, BN, D, NS)  # fmt: skip
+            o, o2, p16, total, top = _step(
+                q, q2, k_sm, k2_sm, v_sm, v2_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, o2, p16, total, top,
+                masked, row0, qk_scale, False, BN, B, VA, VB, NS, CAP)  # fmt: skip
         for i in range(n_full, n):
-            o, p16, total, top = _step(
-                q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, masked, row0, qk_scale,
-                True, BN, D, NS)  # fmt: skip
+            o, o2, p16, total, top = _step(
+                q, q2, k_sm, k2_sm, v_sm, v2_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, o2, p16, total, top,
+                masked, row0, qk_scale, True, BN, B, VA, VB, NS, CAP)  # fmt: skip
             masked += 8
-        mbarrier.arrive(q_emp, count=1)
+        if not SHARE:
+            mbarrier.arrive(q_emp, count=1)
         rows = row0 + gl.arange(0, 64, rl)
         lse_row = lse + b * lse_sb + h * lse_sh + rows
         old = gl.zeros([64], gl.float32, rl)
@@ -290,7 +367,7 @@ def _worker(
         it += n
         slot = it % NS
         mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)
-        ot = warpgroup_mma(p16, v_sm.index(slot), o, is_async=True)
+        ot, ot2 = _weighted(p16, v_sm.index(slot), v2_sm.index(slot), o, o2, VB)
         # what the next item needs, while the tensor cores work
         at_b, at_h, at_row, at_stop = b, h, row0, stop
         mbarrier.wait(t_rdy.index(turn & 1), (turn >> 1) & 1)
@@ -303,22 +380,42 @@ def _worker(
         total = gl.convert_layout(gl.sum(total, axis=1), rl)
         both, keep, gain = finish(total, gl.convert_layout(top, rl), old, MODE == _MERGE_32)
         gl.store(lse_row, both, mask=rows < at_stop)
-        o, p16 = warpgroup_mma_wait(0, deps=[ot, p16])
+        if VB:
+            o, o2, p16 = warpgroup_mma_wait(0, deps=[ot, ot2, p16])
+        else:
+            o, p16 = warpgroup_mma_wait(0, deps=[ot, p16])
         mbarrier.arrive(v_emp.index(slot), count=1)
         it += 1
         o = o * gain[:, None]
-        if MODE == _MERGE_32:
+        if VB:
+            o2 = o2 * gl.convert_layout(gain, gl.SliceLayout(1, ol2))[:, None]
+        if MODE == _MERGE_32 and not SHARE:
             mbarrier.wait(o_rdy, turn & 1)
             o = o + part.load(ol) * keep[:, None]
-        if (at_stop - at_row >= 64) | (at_stop == Sq):  # TMA leaves out what is past a batch's end
-            part.store(o.to(o_sm.dtype))
+            if VB:
+                o2 = o2 + part2.load(ol2) * gl.convert_layout(keep, gl.SliceLayout(1, ol2))[:, None]
+        if SHARE and MODE != _OUT_16:  # no place for it in shared memory
+            place = out + at_b * o_sb + at_h * o_sh
+            _put(o, place, rows, at_stop, o_ss, keep, 0, DV, MODE)
+            if VB:
+                _put(o2, place, rows, at_stop, o_ss, keep, VA, DV, MODE)
+        elif (at_stop - at_row >= 64) | (at_stop == Sq):  # TMA leaves out what is past a batch's end
+            _stage(o, part)
+            if VB:
+                _stage(o2, part2)
             fence_async_shared()
-            view = reinterpret(part, o_sm.dtype, [1, 64, 1, D], o_desc.layout)
-            tma_store(o_desc, [at_b, at_row, at_h, 0], view)
+            tma_store(o_desc, [at_b, at_row, at_h, 0], reinterpret(part, o_sm.dtype, [1, 64, 1, VA], o_desc.layout))
+            if VB:
+                view2 = reinterpret(part2, o_sm.dtype, [1, 64, 1, VB], o2_desc.layout)
+                tma_store(o2_desc, [at_b, at_row, at_h, VA], view2)
         else:  # the rows from there on are another item's
-            place = out + at_b * o_sb + at_h * o_sh + rows.to(gl.int64)[:, None] * o_ss
-            place += gl.arange(0, D, gl.SliceLayout(0, ol))[None, :]
-            gl.store(place, o.to(o_sm.dtype), mask=(rows < at_stop)[:, None])
+            place = out + at_b * o_sb + at_h * o_sh
+            _put(o, place, rows, at_stop, o_ss, keep, 0, DV, _OUT_16)
+            if VB:
+                _put(o2, place, rows, at_stop, o_ss, keep, VA, DV, _OUT_16)
+        if SHARE:  # the next item's queries come where this one's rows of out lie
+            tma.store_wait(0)
+            mbarrier.arrive(q_emp, count=1)
         turn += 1
     tma.store_wait(0)
 
@@ -326,20 +423,32 @@ def _worker(
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
 @gluon.jit(do_not_specialize=["out", "lse", "table", "counter", "Sq", "o_sb", "o_ss", "o_sh", "lse_sb", "lse_sh", "items", "turns", "heads", "kv_group", "blocks", "head_group"])  # fmt: skip # noqa: E501
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, out, lse, table, counter,
+    q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, o_desc, o2_desc, out, lse, table, counter,
     qk_scale: gl.float32, Sq: gl.int32, o_sb: gl.int64, o_ss: gl.int64, o_sh: gl.int64,
     lse_sb: gl.int64, lse_sh: gl.int64,
     items: gl.int32, turns: gl.int32, heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
-    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, W: gl.constexpr, REGS: gl.constexpr,
+    BN: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, DV: gl.constexpr,
+    NS: gl.constexpr, MODE: gl.constexpr, SHARE: gl.constexpr, CAP: gl.constexpr, W: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
-    tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    out_tile: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=o_desc.dtype.primitive_bitwidth, rank=2)  # fmt: skip
-    q_sm = gl.allocate_shared_memory(dtype, [W, 64, D], tile)
-    k_sm = gl.allocate_shared_memory(dtype, [NS, BN, D], tile)
-    v_sm = gl.allocate_shared_memory(dtype, [NS, BN, D], tile)
-    o_sm = gl.allocate_shared_memory(o_desc.dtype, [W, 64, D], out_tile)
+    q_sm = gl.allocate_shared_memory(dtype, [W, 64, A], panel(A, 16))
+    k_sm = gl.allocate_shared_memory(dtype, [NS, BN, A], panel(A, 16))
+    v_sm = gl.allocate_shared_memory(dtype, [NS, BN, VA], panel(VA, 16))
+    q2_sm = q_sm
+    k2_sm = k_sm
+    v2_sm = v_sm
+    if B:
+        q2_sm = gl.allocate_shared_memory(dtype, [W, 64, B], panel(B, 16))
+        k2_sm = gl.allocate_shared_memory(dtype, [NS, BN, B], panel(B, 16))
+    if VB:
+        v2_sm = gl.allocate_shared_memory(dtype, [NS, BN, VB], panel(VB, 16))
+    o_sm = q_sm
+    o2_sm = q2_sm
+    if not SHARE:
+        bits: gl.constexpr = o_desc.dtype.primitive_bitwidth
+        o_sm = gl.allocate_shared_memory(o_desc.dtype, [W, 64, VA], panel(VA, bits))
+        if VB:
+            o2_sm = gl.allocate_shared_memory(o_desc.dtype, [W, 64, VB], panel(VB, bits))
     t_sm = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     q_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
@@ -368,33 +477,42 @@ def forward_kernel(
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
     if W == 2:
         gl.warp_specialize([
-            (_worker, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+            (_worker, (0, o_desc, o2_desc, out, lse, table, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm,
+                       o_sm, o2_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
                        qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
-                       BN, D, NS, MODE)),
-            (_worker, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                       BN, B, VA, VB, DV, NS, MODE, SHARE, CAP)),
+            (_worker, (1, o_desc, o2_desc, out, lse, table, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm,
+                       o_sm, o2_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
                        qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
-                       BN, D, NS, MODE)),
-            (_loader, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
+                       BN, B, VA, VB, DV, NS, MODE, SHARE, CAP)),
+            (_loader, (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, o_desc, o2_desc, table,
+                       q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, o_sm, o2_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                       counter, items, turns, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
+                       counter, items, turns, heads, kv_group, blocks, head_group,
+                       BN, A, B, VA, VB, NS, MODE, SHARE)),
         ], [4, 1], [REGS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_worker, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+            (_worker, (0, o_desc, o2_desc, out, lse, table, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm,
+                       o_sm, o2_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
                        qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
-                       BN, D, NS, MODE)),
-            (_worker, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                       BN, B, VA, VB, DV, NS, MODE, SHARE, CAP)),
+            (_worker, (1, o_desc, o2_desc, out, lse, table, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm,
+                       o_sm, o2_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
                        qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
-                       BN, D, NS, MODE)),
-            (_worker, (2, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                       BN, B, VA, VB, DV, NS, MODE, SHARE, CAP)),
+            (_worker, (2, o_desc, o2_desc, out, lse, table, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm,
+                       o_sm, o2_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
                        qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
-                       BN, D, NS, MODE)),
-            (_loader, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
+                       BN, B, VA, VB, DV, NS, MODE, SHARE, CAP)),
+            (_loader, (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, o_desc, o2_desc, table,
+                       q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, o_sm, o2_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                       counter, items, turns, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
+                       counter, items, turns, heads, kv_group, blocks, head_group,
+                       BN, A, B, VA, VB, NS, MODE, SHARE)),
         ], [4, 4, 1], [REGS, REGS, 32])  # fmt: skip

@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.driver import current_stream, on
-from burst_portable.backends.cuda.hopper.configs import FORWARD, BackwardConfig, BackwardCut
+from burst_portable.backends.cuda.hopper.configs import (
+    KEY_BLOCK,
+    BackwardCut,
+    SplitConfig,
+    forward_value_panels,
+    panels,
+    split_configs,
+)
 from burst_portable.backends.cuda.hopper.launch import LaunchTables, PreparedLaunch, compiled_kernels
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support, align_rows
 from burst_portable.kernels.triton.arguments import LOG2_E
+from burst_portable.kernels.triton.arguments import padded as padded_size
 from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tiles
@@ -68,11 +76,11 @@ class HopperKernel(Kernel):
         if state is not None:
             state = finished(state, q.dtype)  # both in float32, without a copy if they already are
         if not tiles or q.numel() == 0:
-            return _nothing_seen(q, out_dtype) if state is None else state
+            return _nothing_seen(q, v.shape[3], out_dtype) if state is None else state
         fresh = state is None
         if state is None:
-            batch, rows, heads, dim = q.shape
-            out = torch.empty(batch, rows, heads, dim, dtype=out_dtype, device=q.device)
+            batch, rows, heads, _ = q.shape
+            out = torch.empty(batch, rows, heads, v.shape[3], dtype=out_dtype, device=q.device)
             lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
             state = (out, lse)
         self._launch_forward(q, k, v, tiles, call, *state, fresh=fresh, yields_to_comm=yields_to_comm)
@@ -92,27 +100,31 @@ class HopperKernel(Kernel):
         yields_to_comm: bool,
     ) -> None:
         """Write out and LSE of all rows, or merge into those that tiles name."""
-        rows, dim = q.shape[1], q.shape[3]
+        rows, dim, value_dim = q.shape[1], q.shape[3], v.shape[3]
         _check_last_stride("lse", lse)
-        launch = self._tables.forward(q, k, tiles, every_block=fresh, yields_to_comm=yields_to_comm)
+        launch = self._tables.forward(q, k, v, tiles, every_block=fresh, yields_to_comm=yields_to_comm)
         config = launch.cut
         compiled = compiled_kernels()
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
         with on(q.device):
             stream = current_stream(q.device)
-            q, q_rows = compiled.aligned("q", q, 64, dim)
-            k, k_rows = compiled.aligned("k", k, config.BN, dim)
-            v, v_rows = compiled.aligned("v", v, config.BN, dim)
+            head, values = panels(dim), forward_value_panels(value_dim)
+            q, q_rows = compiled.aligned_panels("q", q, 64, head)
+            k, k_rows = compiled.aligned_panels("k", k, config.BN, head)
+            v, v_rows = compiled.aligned_panels("v", v, config.BN, values)
             compiled.forward(
-                (q.device.index, q.dtype, mode, dim, config.W),
+                (q.device.index, q.dtype, mode, dim, value_dim, config.W, call.softcap),
                 launch.grid,
                 (
-                    q_rows, k_rows, v_rows, compiled.rows("out", out, 64, dim),
+                    *q_rows, *k_rows, *v_rows, *compiled.panels("out", out, 64, values),
                     out, lse, launch.table, compiled.counter(q.device, stream),
-                    call.scale * LOG2_E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
+                    _score_factor(call), rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
                     *launch.heads,
                 ),
-                (config.BN, dim, config.NS, mode, config.W, config.REGS),
+                (
+                    config.BN, *head, *values, value_dim, config.NS, mode, int(config.share),
+                    call.softcap or 0.0, config.W, config.REGS,
+                ),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
                 stream,
             )  # fmt: skip
@@ -145,41 +157,102 @@ class HopperKernel(Kernel):
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
         dout, q, k, v, lse, out, delta = x
         _check_settings(call)
-        if call.deterministic:
+        split = split_configs(q.shape[3], v.shape[3])
+        if call.deterministic and not split:
             raise UnsupportedError(
                 "the hopper kernel's backward is not deterministic", next_step="use the triton kernel"
             )
         if not tiles or q.numel() == 0:
             return
         dout = align_rows(dout)
-        launch = self._tables.adding(q, k, tiles)
         with on(q.device):
-            terms = _row_terms(launch.cut.config, dout, lse, delta, out, call.scale)
-            _launch_backward(launch, terms, dout, q, k, v, call.scale, into, store=False)
+            if split:
+                terms = _row_terms(KEY_BLOCK, dout, lse, delta, out, call, q.shape[3])
+                self._launch_split(split, terms, dout, q, k, v, tiles, call, into, store=False)
+            else:
+                launch = self._tables.adding(q, k, v, tiles)
+                terms = _row_terms(launch.cut.config.BM, dout, lse, delta, out, call, q.shape[3])
+                _launch_backward(launch, terms, dout, q, k, v, call, into, store=False)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
-        """Return dK and dV in the dtype of k, unless adding up parts is faster for most keys."""
+        """Return dK and dV in the dtype of k, unless adding up parts is faster for most keys.
+
+        Return dQ in the dtype of q as well if each gradient has a launch of its own.
+        """
         dout, q, k, v, lse, out, _ = x
-        if call.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
+        split = split_configs(q.shape[3], v.shape[3])
+        if (call.deterministic and not split) or not tiles or q.numel() == 0 or k.numel() == 0:
             return super().backward_single_call(x, tiles, call)
         _check_settings(call)
         dout = align_rows(dout)
-        launches = self._tables.writing(q, k, tiles)
+        if split:
+            dq, dk, dv = (torch.empty_like(x, memory_format=_PLAIN) for x in (q, k, v))
+            with on(q.device):
+                terms = _row_terms(KEY_BLOCK, dout, lse, None, out, call, q.shape[3])
+                self._launch_split(split, terms, dout, q, k, v, tiles, call, (dq, dk, dv), store=True)
+            return dq, dk, dv
+        launches = self._tables.writing(q, k, v, tiles)
         if not launches:
             return super().backward_single_call(x, tiles, call)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN)
         with on(q.device):
-            terms = _row_terms(launches[0].cut.config, dout, lse, None, out, call.scale, cleared=dq)
-            _launch_backward(launches[0], terms, dout, q, k, v, call.scale, (dq, dk, dv), store=True)
+            terms = _row_terms(launches[0].cut.config.BM, dout, lse, None, out, call, q.shape[3], cleared=dq)
+            _launch_backward(launches[0], terms, dout, q, k, v, call, (dq, dk, dv), store=True)
             for launch in launches[1:]:
                 assert launch.cut.keys is not None, "all keys have been written"
                 keys = slice(*launch.cut.keys)
                 few = k[:, keys], v[:, keys]
-                sums = torch.zeros(2, *few[0].shape, dtype=torch.float32, device=k.device)
-                _launch_backward(launch, terms, dout, q, *few, call.scale, (dq, sums[0], sums[1]), store=False)
+                sums = [torch.zeros(x.shape, dtype=torch.float32, device=k.device) for x in few]
+                _launch_backward(launch, terms, dout, q, *few, call, (dq, sums[0], sums[1]), store=False)
                 dk[:, keys], dv[:, keys] = sums[0], sums[1]
         return dq, dk, dv
+
+    def _launch_split(
+        self,
+        configs: tuple[SplitConfig, ...],
+        terms: Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        into: Gradients,
+        *,
+        store: bool,
+    ) -> None:
+        """Compute dQ, dK and dV by one launch each: add to float32 gradients or, with `store`, write 16-bit ones."""
+        compiled, dim, value_dim = compiled_kernels(), q.shape[3], v.shape[3]
+        head, values = panels(dim), panels(value_dim)
+        # Copies, if there are any, must live as long as the launches.
+        q, k = (compiled.aligned_panels(name, x, 64, head)[0] for name, x in (("q", q), ("k", k)))
+        v, dout = (compiled.aligned_panels(name, x, 64, values)[0] for name, x in (("v", v), ("dout", dout)))
+        for gradient, (config, made) in enumerate(zip(configs, into, strict=True)):
+            launch = self._tables.split_backward(gradient, config, q, k, v, tiles)
+            fixed, streamed = ((q, dout), (k, v)) if gradient == compiled.DQ else ((k, v), (q, dout))
+            inputs = (
+                *compiled.panels("q or k", fixed[0], 64, head),
+                *compiled.panels("dout or v", fixed[1], 64, values),
+                *compiled.panels("k or q", streamed[0], config.BN, head),
+                *compiled.panels("v or dout", streamed[1], config.BN, values),
+            )
+            compiled.split_backward(
+                (q.device.index, q.dtype, gradient, dim, value_dim, store, call.softcap),
+                launch.grid,
+                (
+                    *inputs, compiled.vector(terms, config.BN),
+                    *compiled.panels("a gradient", made, 64, values if gradient == compiled.DV else head),
+                    made, terms, launch.table, call.scale, _score_factor(call), *launch.heads,
+                    made.shape[1], terms.shape[1], *made.stride()[:3],
+                ),
+                (
+                    gradient, config.BN, *head, dim, *values, value_dim, config.NX, config.NY, _folds(q.dtype),
+                    int(store), call.softcap or 0.0, config.early, config.REGS,
+                ),
+                {"num_warps": 4, "maxnreg": config.maxnreg},
+                current_stream(q.device),
+            )  # fmt: skip
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """Return `numerics.row_delta`, computed by the portable kernel in one pass over the two tensors."""
@@ -193,34 +266,42 @@ def _launch_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    call: AttentionCall,
     into: Gradients,
     *,
     store: bool,
 ) -> None:
     """Add to dq; add to dk and dv or, with `store`, write them, which must be contiguous. On the current device."""
     compiled = compiled_kernels()
-    config, dim = launch.cut.config, q.shape[3]
+    config, dim, value_dim = launch.cut.config, q.shape[3], v.shape[3]
+    head, values = panels(dim), panels(value_dim)
     dq, dk, dv = into
-    q, q_rows = compiled.aligned("q", q, config.BM, dim)
-    k, k_rows = compiled.aligned("k", k, 64, dim)
-    v, v_rows = compiled.aligned("v", v, 64, dim)
+    q, q_rows = compiled.aligned_panels("q", q, config.BM, head)
+    k, k_rows = compiled.aligned_panels("k", k, 64, head)
+    v, v_rows = compiled.aligned_panels("v", v, 64, values)
     compiled.backward(
-        (q.device.index, q.dtype, dim, store),
+        (q.device.index, q.dtype, dim, value_dim, store, call.softcap),
         launch.grid,
         (
-            q_rows, k_rows, v_rows,
-            compiled.rows("dout", dout, config.BM, dim),
+            *q_rows, *k_rows, *v_rows, *compiled.panels("dout", dout, config.BM, values),
             compiled.vector(terms, config.BM),
-            compiled.rows("dq", dq, 64, 64),
-            compiled.rows("dk", dk, 64, dim),
-            compiled.rows("dv", dv, 64, dim),
-            dk, dv, launch.table, scale, scale * LOG2_E, *launch.heads, k.shape[1],
+            *compiled.panels("dq", dq, 64, (64, head[1])),
+            *compiled.panels("dk", dk, 64, head),
+            *compiled.panels("dv", dv, 64, values),
+            dk, dv, launch.table, call.scale, _score_factor(call), *launch.heads, k.shape[1],
         ),
-        (config.BM, dim, config.NQ, _folds(q.dtype), int(store), config.REGS),
+        (
+            config.BM, *head, dim, *values, value_dim, config.NQ, _folds(q.dtype), int(store),
+            call.softcap or 0.0, config.early, config.REGS,
+        ),
         {"num_warps": 4, "maxnreg": config.maxnreg},
         current_stream(q.device),
     )  # fmt: skip
+
+
+def _score_factor(call: AttentionCall) -> float:
+    """Return the factor of QKᵀ in the exponent, in base 2; with a softcap, that in the exponent of its tanh."""
+    return call.scale * LOG2_E if call.softcap is None else 2.0 * call.scale / call.softcap * LOG2_E
 
 
 def _folds(dtype: torch.dtype) -> int:
@@ -229,21 +310,30 @@ def _folds(dtype: torch.dtype) -> int:
 
 
 def _row_terms(
-    config: BackwardConfig,
+    block: int,
     dout: Tensor,
     lse: Tensor,
     delta: Tensor | None,
     out: Tensor | None,
-    scale: float,
+    call: AttentionCall,
+    dim: int,
+    *,
     cleared: Tensor | None = None,
 ) -> Tensor:
     """Return [2·B·H, rows and padding]: shift - lse / scale of each head, then -delta; padded rows get -inf and 0.
 
-    `cleared`, contiguous float32 [B, Sq, Hq, D], is set to 0 by the same launch.
+    With a softcap, scores are multiples of it, so it takes the place of the scale here.
+
+    Args:
+        block: query rows of a block, which may begin at the last row.
+        dim: the size of a head of q.
+        cleared: contiguous float32 [B, Sq, Hq, D], set to 0 by the same launch.
     """
     compiled = compiled_kernels()
-    batch, rows, heads, dim = dout.shape
-    padded = -(-(rows + config.BM) // 64) * 64  # a block may begin at the last row
+    batch, rows, heads, value_dim = dout.shape
+    padded = -(-(rows + block) // 64) * 64
+    scale = call.scale if call.softcap is None else call.softcap
+    shift = math.log(call.scale) / scale if _folds(dout.dtype) else 0.0
     made = torch.empty(2 * batch * heads, padded, dtype=torch.float32, device=dout.device)
     _check_last_stride("lse", lse)
     if out is not None and out.element_size() not in (2, 4):
@@ -257,28 +347,26 @@ def _row_terms(
     out_strides, dout_strides = compiled.strides("out", source, 4), compiled.strides("dout", dout, 8)
     clear = cleared is not None
     compiled.prepare(
-        (dout.device.index, dout.dtype, source.dtype, out is None, dim, clear),
+        (dout.device.index, dout.dtype, source.dtype, out is None, dim, value_dim, clear),
         (padded // 64 * batch * heads, 1, 1),
         (
             source, dout, lse, terms, made, cleared if clear else made,
-            1.0 / scale, math.log(scale) / scale if _folds(dout.dtype) else 0.0, rows, padded, heads, batch * heads,
+            1.0 / scale, shift, rows, padded, heads, batch * heads,
             *out_strides, *dout_strides, *lse.stride()[:2], *terms.stride()[:2],
         ),
-        (out is not None, clear, 64, dim),
+        (out is not None, clear, 64, dim, value_dim, padded_size(dim), padded_size(value_dim)),
         {"num_warps": 4},
         current_stream(dout.device),
     )  # fmt: skip
     return made
 
 
-def _nothing_seen(q: Tensor, dtype: torch.dtype) -> State:
-    out, lse = finished(empty_state(q, q.shape[-1]), q.dtype)
+def _nothing_seen(q: Tensor, value_dim: int, dtype: torch.dtype) -> State:
+    out, lse = finished(empty_state(q, value_dim), q.dtype)
     return out.to(dtype), lse
 
 
 def _check_settings(call: AttentionCall) -> None:
-    if call.softcap is not None:
-        raise UnsupportedError("the hopper kernel knows no softcap", next_step="use the triton kernel")
     if not call.scale > 0:
         raise UnsupportedError(
             "the hopper kernel needs a positive scale", got=call.scale, next_step="use the triton kernel"
@@ -294,17 +382,17 @@ def _declined(call: AttentionCall) -> str:
     """Return why the kernel cannot serve a call; "" if it can."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}"
-    if call.head_dim not in FORWARD:
-        return f"it takes head sizes {sorted(FORWARD)}, not {call.head_dim}"
-    if call.v_head_dim != call.head_dim:
-        return f"it needs value heads as large as query heads, not {call.v_head_dim} and {call.head_dim}"
-    if call.softcap is not None:
-        return "it knows no softcap"
+    if max(call.head_dim, call.v_head_dim) > 256 or call.head_dim % 8 or call.v_head_dim % 8:
+        return f"it takes head sizes that are multiples of 8 up to 256, not {call.head_dim} and {call.v_head_dim}"
+    if call.v_head_dim > max(64, call.head_dim) and (call.head_dim <= 64 or call.v_head_dim > 128):
+        return f"it has no cut for values of {call.v_head_dim} with heads of {call.head_dim}"
     if not call.positive_scale:
         return "it needs a positive scale"
     if reason := triton_reason() or device_reason(call.device):
         return reason
-    return "its backward adds dq in any order; it serves deterministic=False only" if call.deterministic else ""
+    if call.deterministic and not split_configs(call.head_dim, call.v_head_dim):
+        return "its backward adds dq in any order; with these head sizes it serves deterministic=False only"
+    return ""
 
 
 @cache

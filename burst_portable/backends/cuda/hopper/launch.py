@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.driver import Described, kernel_driver, pack_described, ready
-from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
+from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table
 from burst_portable.backends.cuda.hopper.configs import (
+    KEY_BLOCK,
     BackwardCut,
     ForwardConfig,
     Pass,
+    SplitConfig,
     adding_cut,
     forward_cut,
     turns,
@@ -30,7 +32,7 @@ from burst_portable.backends.cuda.hopper.configs import (
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import align_rows
 from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
-from burst_portable.planning.tiles import Tiles
+from burst_portable.planning.tiles import Tile, Tiles
 
 _DESCRIPTORS = 8192  # the most that are kept: 13 per layer and group of heads
 _COUNTERS = 1024  # in a pool
@@ -121,7 +123,9 @@ class Descriptors:
         self._kept: dict[Hashable, Described] = {}
         self._units: dict[Hashable, tuple[int, ...]] = {}
         self._layouts = {
-            size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)
+            (swizzle, size): gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
+            for size in (2, 4)
+            for swizzle in (32, 64, 128)
         }
         self._vector = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -130,7 +134,8 @@ class Descriptors:
         key = (x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns)
         found = self._kept.get(key)
         if found is None:
-            found = self._keep(key, x, [1, rows, 1, columns], self._layouts[x.element_size()], tma_strides(name, x))
+            layout = self._layouts[min(128, columns * x.element_size()), x.element_size()]
+            found = self._keep(key, x, [1, rows, 1, columns], layout, tma_strides(name, x))
         return found
 
     def aligned(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Described]:
@@ -140,6 +145,18 @@ class Descriptors:
             return x, found
         x = align_rows(x)
         return x, self.rows(name, x, rows, columns)
+
+    def panels(self, name: str, x: Tensor, rows: int, panels: tuple[int, int]) -> tuple[Described, Described]:
+        """Return the descriptors of both panels of a head's columns; the same one twice if there is only one panel."""
+        first = self.rows(name, x, rows, panels[0])
+        return first, self.rows(name, x, rows, panels[1]) if panels[1] else first
+
+    def aligned_panels(
+        self, name: str, x: Tensor, rows: int, panels: tuple[int, int]
+    ) -> tuple[Tensor, tuple[Described, Described]]:
+        """Return `x`, or a copy as in `aligned`, and the descriptors of its panels."""
+        x, first = self.aligned(name, x, rows, panels[0])
+        return x, (first, self.rows(name, x, rows, panels[1]) if panels[1] else first)
 
     def vector(self, x: Tensor, rows: int) -> Described:
         """For `rows` entries of one row of [B·H, S]."""
@@ -190,17 +207,20 @@ class Compiled:
     """The kernels and what their launches need, imported on first use."""
 
     def __init__(self) -> None:
-        from burst_portable.backends.cuda.hopper import backward, forward
+        from burst_portable.backends.cuda.hopper import backward, forward, split_backward
 
         self.OUT_16 = forward.OUT_16
         self.OUT_32 = forward.OUT_32
         self.MERGE_32 = forward.MERGE_32
+        self.DQ, self.DV = split_backward.DQ, split_backward.DV
         self.forward = Launcher(forward.forward_kernel)
         self.backward = Launcher(backward.backward_kernel)
+        self.split_backward = Launcher(split_backward.split_kernel)
         self.prepare = Launcher(backward.prepare_kernel)
         descriptors = Descriptors()
         self.rows = descriptors.rows
-        self.aligned = descriptors.aligned
+        self.panels = descriptors.panels
+        self.aligned_panels = descriptors.aligned_panels
         self.vector = descriptors.vector
         self.strides = descriptors.strides
         self.counter = Counters().take
@@ -215,7 +235,7 @@ def compiled_kernels() -> Compiled:
 _KEPT = 256
 _L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) in the L2 that heads running side by side should share
 
-C = TypeVar("C", ForwardConfig, BackwardCut)
+C = TypeVar("C", ForwardConfig, BackwardCut, SplitConfig)
 T = TypeVar("T")
 
 
@@ -244,14 +264,14 @@ class LaunchTables:
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
 
     def forward(
-        self, q: Tensor, k: Tensor, tiles: Tiles, *, every_block: bool, yields_to_comm: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, every_block: bool, yields_to_comm: bool = False
     ) -> PreparedLaunch[ForwardConfig]:
         """See `configs.forward_cut`, and `configs.turns` for `yields_to_comm`."""
 
         def made() -> PreparedLaunch[ForwardConfig]:
             batch, rows, heads, dim = q.shape
             at_once, group = processors(q.device.index), heads // k.shape[2]
-            cut, table = forward_cut(tiles, rows, dim, batch * heads, at_once, every_block=every_block)
+            cut, table = forward_cut(tiles, rows, dim, v.shape[3], batch * heads, at_once, every_block=every_block)
             items = table.blocks * batch * heads
             side_by_side = _side_by_side(heads, group, k.shape[1] * dim * 4)
             in_a_row = turns(table, dim, batch * heads, at_once) if yields_to_comm else 0
@@ -259,23 +279,43 @@ class LaunchTables:
             told = (items, in_a_row, heads, group, table.blocks, side_by_side)
             return PreparedLaunch(cut, _upload(table, q.device), (programs, 1, 1), told)
 
-        return self._kept(("forward", tiles, q.shape, k.shape, every_block, yields_to_comm, q.device), made)
+        return self._kept(("forward", tiles, q.shape, k.shape, v.shape[3], every_block, yields_to_comm, q.device), made)
 
-    def adding(self, q: Tensor, k: Tensor, tiles: Tiles) -> PreparedLaunch[BackwardCut]:
+    def adding(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> PreparedLaunch[BackwardCut]:
         """See `configs.adding_cut`."""
 
         def made() -> PreparedLaunch[BackwardCut]:
-            return _backward(*adding_cut(tiles, _pass(q, k)), q, k)
+            return _backward(*adding_cut(tiles, _pass(q, k, v)), q, k)
 
-        return self._kept(("adding", tiles, q.shape, k.shape, q.device), made)
+        return self._kept(("adding", tiles, q.shape, k.shape, v.shape[3], q.device), made)
 
-    def writing(self, q: Tensor, k: Tensor, tiles: Tiles) -> tuple[PreparedLaunch[BackwardCut], ...]:
+    def writing(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[PreparedLaunch[BackwardCut], ...]:
         """See `configs.writing_cuts`."""
 
         def made() -> tuple[PreparedLaunch[BackwardCut], ...]:
-            return tuple(_backward(*cut, q, k) for cut in writing_cuts(tiles, _pass(q, k)))
+            return tuple(_backward(*cut, q, k) for cut in writing_cuts(tiles, _pass(q, k, v)))
 
-        return self._kept(("writing", tiles, q.shape, k.shape, q.device), made)
+        return self._kept(("writing", tiles, q.shape, k.shape, v.shape[3], q.device), made)
+
+    def split_backward(
+        self, gradient: int, config: SplitConfig, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles
+    ) -> PreparedLaunch[SplitConfig]:
+        """Return the launch of `split_backward` for one gradient: DQ, DK or DV."""
+
+        def made() -> PreparedLaunch[SplitConfig]:
+            batch, rows, heads, dim = q.shape
+            group = heads // k.shape[2]
+            if gradient == 0:  # blocks of queries outside, walking over keys
+                turned = Tiles(Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
+                table = backward_table(turned, -1, config.BN, KEY_BLOCK, rows)
+                span, side = 1, _side_by_side(heads, group, k.shape[1] * dim * 4)
+            else:
+                table = backward_table(tiles, rows, config.BN, KEY_BLOCK, k.shape[1])
+                span, side = group, _side_by_side(heads // group, 1, rows * dim * 4 * group)
+            grid = (side, table.blocks, batch * heads // span // side)
+            return PreparedLaunch(config, _upload(table, q.device), grid, (batch * heads, heads, group, span, side))
+
+        return self._kept(("split", gradient, config, tiles, q.shape, k.shape, v.shape[3], q.device), made)
 
     def _kept(self, key: Hashable, make: Callable[[], T]) -> T:
         found = self._made.get(key)
@@ -307,7 +347,7 @@ def _side_by_side(heads: int, group: int, bytes_a_key_head: int) -> int:
     return max(d for d in range(1, heads + 1) if heads % d == 0 and (d <= wanted or d == 1))
 
 
-def _pass(q: Tensor, k: Tensor) -> Pass:
+def _pass(q: Tensor, k: Tensor, v: Tensor) -> Pass:
     batch, rows, heads, dim = q.shape
     group = heads // k.shape[2]
-    return Pass(rows, k.shape[1], dim, batch * heads, group, processors(q.device.index))
+    return Pass(rows, k.shape[1], dim, v.shape[3], batch * heads, group, processors(q.device.index))

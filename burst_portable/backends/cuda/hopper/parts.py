@@ -50,6 +50,25 @@ def convert_to_16_bits(p, dtype: gl.constexpr):
 
 
 @gluon.jit
+def capped(s, factor):
+    """Return tanh(x) where 2·x·log2(e) = s·factor. Saturates, and is never NaN if s is not.
+
+    `tanh.approx` would take one instruction of the special function unit instead of two, but its error, 5e-4, would be
+    multiplied by the cap.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 e, e; "
+        "fma.rn.f32 $0, e, 0fC0000000, 0f3F800000; }",
+        "=f,f", [s * factor], dtype=gl.float32, is_pure=True, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def exponent_scale(qk_scale, CAP: gl.constexpr):
+    """Return what turns scores into exponents of 2: with a softcap CAP, scores are what `capped` returns."""
+    return CAP * 1.4426950408889634 if CAP > 0 else qk_scale
+
+
+@gluon.jit
 def finish(row_sum, row_max, old_lse, MERGE: gl.constexpr):
     """Return a row's LSE, and the weights of the running result, if there is one, and of this one."""
     new = (row_max + gl.log2(row_sum)) * 0.6931471805599453
@@ -82,20 +101,28 @@ def _rescale_asm(n: int) -> tuple[str, str]:
     return text, ",".join([*["=f"] * n, *map(str, range(n)), *["f"] * n])
 
 
+_ASM_8, _OPERANDS_8 = map(gl.constexpr, _rescale_asm(8))
+_ASM_16, _OPERANDS_16 = map(gl.constexpr, _rescale_asm(16))
 _ASM_32, _OPERANDS_32 = map(gl.constexpr, _rescale_asm(32))
 _ASM_64, _OPERANDS_64 = map(gl.constexpr, _rescale_asm(64))
 
 
 @gluon.jit
 def rescale(o, alpha):
-    """Multiply o [64, D], an accumulator of 64 or 128 columns, by a factor per row."""
+    """Multiply o [64, D], an accumulator of 16 to 128 columns, by a factor per row."""
     factors = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
     if o.shape[1] == 128:
         return gl.inline_asm_elementwise(
             _ASM_64, _OPERANDS_64, [o, factors], dtype=gl.float32, is_pure=True, pack=64)  # fmt: skip
-    else:
+    elif o.shape[1] == 64:
         return gl.inline_asm_elementwise(
             _ASM_32, _OPERANDS_32, [o, factors], dtype=gl.float32, is_pure=True, pack=32)  # fmt: skip
+    elif o.shape[1] == 32:
+        return gl.inline_asm_elementwise(
+            _ASM_16, _OPERANDS_16, [o, factors], dtype=gl.float32, is_pure=True, pack=16)  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            _ASM_8, _OPERANDS_8, [o, factors], dtype=gl.float32, is_pure=True, pack=8)  # fmt: skip
 
 
 @gluon.jit
@@ -127,7 +154,7 @@ def hide(x, first, last, hidden):
 
 @gluon.constexpr_function
 def swizzled_rows(rows, columns, bits):
-    """Return a layout of lines of 128 bytes, swizzled as TMA does, in which eight rows at a time have another order.
+    """Return a layout of lines of up to 128 bytes, swizzled as TMA does, in which eight rows at a time change order.
 
     It holds [rows, columns] elements of 16 or 32 bits, so that dQ is written without bank conflicts.
 
@@ -138,10 +165,21 @@ def swizzled_rows(rows, columns, bits):
         line of dS      0 1 2 3 4 5 6 7          row of the product    0 1 2 3 4 5 6 7
         holds query     0 2 4 6 1 3 5 7          goes to line          0 2 4 6 1 3 5 7
     """
-    line, chunk = 1024 // bits, 128 // bits  # elements of a line, and of the 16 bytes that the swizzle moves
+    # elements of a line, and of the 16 bytes that the swizzle moves
+    line, chunk = min(columns, 1024 // bits), 128 // bits
     order = [2, 4, 1] if bits == 16 else [4, 1, 2]  # where lines 1, 2 and 4 are
     bases = [[0, 1 << i] for i in range(min(line, columns).bit_length() - 1)]
-    bases += [[row, chunk << i] for i, row in enumerate(order)]
+    narrow = (1024 // bits // line).bit_length() - 1  # 1 for lines of 64 bytes
+    bases += [[row, chunk * (1 << i >> narrow)] for i, row in enumerate(order)]
     bases += [[8 << i, 0] for i in range((rows // 8).bit_length() - 1)]
     bases += [[0, line << i] for i in range((columns // line).bit_length() - 1)]
     return gl.SharedLinearLayout(offset_bases=bases, alignment=1024)
+
+
+@gluon.constexpr_function
+def panel(columns, bits):
+    """Return the layout of rows of so many columns in shared memory, as TMA and matrix products take it.
+
+    Lines of 128 bytes are swizzled, or shorter ones if a row is shorter.
+    """
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns * bits // 8), element_bitwidth=bits, rank=2)

@@ -68,7 +68,16 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("case", WHOLE)
-@pytest.mark.parametrize(("dim", "asked"), [(64, ["forward", "backward"]), (128, ["backward"])])
+@pytest.mark.parametrize(
+    ("dim", "asked"),
+    [
+        (64, ["forward", "backward"]),
+        (80, ["forward", "backward"]),
+        (96, ["forward"]),
+        (112, ["backward"]),
+        (128, ["backward"]),
+    ],
+)
 def test_package_computes_boxes_and_causal_squares(called, dim, asked, case):
     rows, columns, heads, tiles = WHOLE[case]
     compare_whole(kernel_of()[0], *inputs(rows, columns, heads, dim, "cpu"), tiles)
@@ -263,7 +272,7 @@ def test_pair_declines_without_importing_package(monkeypatch):
 
 
 @pytest.mark.parametrize(("dim", "tiles"), [(64, causal(9)), (128, tiles_of("window:3", 9))], ids=["causal", "window"])
-@pytest.mark.parametrize("options", [{"deterministic": True}, {"softcap": 20.0}, {"scale": -1.0}])
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"scale": -1.0}])
 def test_pair_rejects_options_as_hopper_kernel(called, options, dim, tiles):
     options = settings(**{"scale": 0.1, "deterministic": False, **options})
     dout, q, k, v = inputs(9, 9, (1, 1), dim, "cpu")
@@ -272,6 +281,16 @@ def test_pair_rejects_options_as_hopper_kernel(called, options, dim, tiles):
             kernel_of()[0].forward_single_call(q, k, v, tiles, options)
     with pytest.raises(UnsupportedError, match="hopper kernel"):
         kernel_of()[0].backward_single_call(BackwardInputs(dout, q, k, v, torch.zeros(2, 1, 9), q), tiles, options)
+    assert called == []
+
+
+def test_pair_computes_softcap_with_hopper_kernel(called):
+    dout, q, k, v = inputs(9, 9, (1, 1), 64, "cpu")
+    options = settings(scale=0.1, softcap=2.0, deterministic=False)
+    out, lse = kernel_of()[0].forward_single_call(q, k, v, causal(9), options)
+    exact = ORACLE.attend(*wide(q, k, v), causal(9), options)
+    assert gap(out, exact[0]) < 9e-3
+    kernel_of()[0].backward_single_call(BackwardInputs(dout, q, k, v, lse, out), causal(9), options)
     assert called == []
 
 

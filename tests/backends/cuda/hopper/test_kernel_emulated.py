@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 from burst_portable.backends.cuda.hopper import backward, configs, kernel, launch
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
+from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
 from burst_portable.backends.cuda.hopper.kernel import triton_reason
 from burst_portable.backends.cuda.hopper.launch import LaunchTables
 from burst_portable.kernels.base import BackwardInputs
@@ -29,6 +30,7 @@ from tests.support.hopper_cases import (
     compare,
     compare_backward,
     compare_forward,
+    compare_gradients_in_place,
     compare_merged_rows,
     compare_unaligned,
     compare_whole,
@@ -62,14 +64,69 @@ def machine(request, monkeypatch):
     emulate(monkeypatch, EmulatedKernels(Machine(*request.param)))
 
 
-def inputs(batch, length, heads, kv_heads, dim, dtype=torch.bfloat16):
-    return tuple(randn(batch, length, h, dim, dtype=dtype, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+def inputs(batch, length, heads, kv_heads, dim, dtype=torch.bfloat16, value_dim=None):
+    sizes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim or dim))
+    return tuple(randn(batch, length, *size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)
 def test_emulated_masks(mask, dim, machine):
     compare(*inputs(1, 301, 1, 1, dim), tiles_of(mask, 301))
+
+
+# One of each pair of panels, values larger and smaller than heads, and sizes that end inside a panel.
+HEADS = [
+    (16, 16), (40, 64), (80, 80), (72, 128), (96, 96), (112, 64), (160, 160), (192, 64), (192, 128), (200, 136),
+    (256, 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), HEADS)
+@pytest.mark.parametrize("mask", ["causal", "full_documents:0,100,170,301"])
+def test_emulated_other_head_sizes(mask, dim, value_dim, machine):
+    compare(*inputs(1, 301, 1, 1, dim, value_dim=value_dim), tiles_of(mask, 301))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize(("dim", "value_dim"), HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_emulated_masks_with_other_head_sizes(mask, dim, value_dim, machine):
+    compare(*inputs(2, 301, 4, 2, dim, value_dim=value_dim), tiles_of(mask, 301))
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(96, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+def test_emulated_groups_and_dtypes_of_other_head_sizes(dim, value_dim, machine):
+    compare(*inputs(2, 129, 3, 1, dim, torch.float16, value_dim), tiles_of("causal", 129))
+    q, (k, v, _) = randn(1, 133, 2, dim), inputs(1, 211, 1, 1, dim)
+    v = randn(1, 211, 1, value_dim, seed=2)
+    compare(q, k, v, Tiles([Tile(5, 130, 17, 200, -2000, 2000)]))
+    compare_merged_rows(dim, "cpu", value_dim)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 96), (192, 128), (256, 256)])
+def test_emulated_softcap(dim, value_dim, machine):
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v = inputs(1, 150, 2, 1, dim, dtype, value_dim)
+        compare(3 * q, k, v, tiles_of("window:90", 150), softcap=3.0)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (112, 96), (192, 128), (256, 256)])
+def test_emulated_gradients_in_strided_buffers(dim, value_dim, machine):
+    q, k, v = inputs(2, 150, 2, 1, dim, value_dim=value_dim)
+    compare_gradients_in_place(q, k, v, randn(2, 150, 2, value_dim, seed=7), tiles_of("causal", 150))
+
+
+def test_emulated_large_heads_are_deterministic(machine):
+    q, k, v = inputs(1, 200, 2, 1, 256)
+    tiles, options = tiles_of("causal", 200), settings(scale=0.1)
+    out, lse = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+    given = BackwardInputs(randn(1, 200, 2, 256, seed=7), q, k, v, lse, out)
+    first, second = (KERNEL.backward_single_call(given, tiles, options) for _ in range(2))
+    assert first[0].dtype == q.dtype
+    assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -151,7 +208,7 @@ def test_emulated_yielding_programs(room, programs, machine, monkeypatch):
     use_yielding_programs(monkeypatch, room)
     q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, of 45 key blocks half as wide
     tiles = tiles_of("causal", 600)
-    table = LaunchTables().forward(q, k, tiles, every_block=True, yields_to_comm=True)
+    table = LaunchTables().forward(q, k, v, tiles, every_block=True, yields_to_comm=True)
     assert table.grid == (programs, 1, 1)
     compare_yielding(q, k, v, tiles)
 
@@ -214,7 +271,7 @@ def second_launch_inputs(monkeypatch, batch, heads, kv_heads, dim, tiles, apart)
     """
     split_long_blocks(monkeypatch)
     q, k, v = inputs(batch, 1030, heads, kv_heads, dim)
-    assert second_launch_keys(q, k, tiles) == apart
+    assert second_launch_keys(q, k, v, tiles) == apart
     return q, k, v, tiles
 
 
@@ -242,18 +299,18 @@ FORWARD_BUGS = {
     ),
     "a value slot is free before the product has read it": (
         "    o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])\n    mbarrier.arrive(v_emp.index(slot), count=1)\n",
-        "    mbarrier.arrive(v_emp.index(slot), count=1)\n    o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])\n",
+        "    mbarrier.arrive(v_emp.index(slot))\n        o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])\n",
     ),
     "a value slot is never free": ("    mbarrier.arrive(v_emp.index(slot), count=1)\n    p16", "    p16"),
     "values are not waited for": ("    mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)\n    ot", "    ot"),
     "keys of the block before": ("mbarrier.wait(k_rdy.index(nslot), ((it + 1) // NS) & 1)", "pass"),
-    "the scores are not waited for": ("    s = warpgroup_mma_wait(1, deps=[s])\n", ""),
+    "the scores are not waited for": ("    s = warpgroup_mma_wait(2 if VB else 1, deps=[s])\n", ""),
     "queries are not waited for": ("    mbarrier.wait(q_rdy, turn & 1)\n", ""),
     "queries of the next item too early": ("        mbarrier.wait(q_emp, (turn & 1) ^ 1)\n", ""),
     "the result is stored without a fence": ("fence_async_shared()\n", "pass\n"),
     "the next item's result over the one that TMA still reads": (
-        "    tma.store_wait(0)\n    if MODE",
-        "    if MODE",
+        "        tma.store_wait(0)\n        if MODE",
+        "        if MODE",
     ),
     "the end does not wait for the last store": ("        turn += 1\n    tma.store_wait(0)\n", "        turn += 1\n"),
     "the next item's number is not handed on": ("    mbarrier.arrive(t_rdy.index(turn & 1), count=1)\n", ""),
@@ -267,10 +324,10 @@ BACKWARD_BUGS = {
     "dS of the other worker is not waited for": ("    mbarrier.wait(ds_rdy.index(pair), (it // 2) & 1)\n", ""),
     "a query slot is free before dK has read it": (
         "    dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])\n    mbarrier.arrive(q_emp.index(slot), count=1)\n",
-        "    mbarrier.arrive(q_emp.index(slot), count=1)\n    dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])\n",
+        "    mbarrier.arrive(q_emp.index(slot), count=1)\n        dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])\n",
     ),
     "dV over a product too many": ("warpgroup_mma_wait(2, deps=[dvt, p16])", "warpgroup_mma_wait(3, deps=[dvt, p16])"),
-    "dQ a product too early": ("warpgroup_mma_wait(1, deps=[dq])", "warpgroup_mma_wait(2, deps=[dq])"),
+    "dQ a product too early": ("warpgroup_mma_wait(2 if B else 1, deps=[dq])", "warpgroup_mma_wait(2, deps=[dq])"),
     "dS with its queries in order": (", [BM, 64], ds_rows).permute", ", [BM, 64], None).permute"),
     "dQ with its rows as they come": (", [64, 64], dq_rows).store", ", [64, 64], None).store"),
     "dQ over one that TMA still reads": ("    mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)\n", ""),
@@ -280,7 +337,7 @@ BACKWARD_BUGS = {
     "row terms are not waited for": ("    mbarrier.wait(do_rdy.index(slot), phase)\n", ""),
     "keys are not waited for": ("    mbarrier.wait(kv_rdy, 0)\n", ""),
     "staging over what the other worker still reads": ("    mbarrier.wait(done, 0)\n", ""),
-    "the end does not wait for what it adds": ("kv, D)\n    tma.store_wait(0)\n", "kv, D)\n"),
+    "the end does not wait for what it adds": ("    tma.store_wait(0)\n\n\n# Nothing", "\n\n# Nothing"),
 }  # fmt: skip
 
 
@@ -351,6 +408,61 @@ def test_emulation_finds_bug_of_backward(bug, tmp_path, monkeypatch):
     assert finds_bug(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
 
 
+SPLIT_BUGS = {
+    "a streamed slot is free before the sum has read it": (
+        "    mbarrier.arrive(x_emp.index(xs), count=1)\n    return acc, acc2\n",
+        "    return acc, acc2\n",
+    ),
+    "values are free before dP has read them": (
+        "    dp = warpgroup_mma_wait(0, deps=[dp])\n    mbarrier.arrive(y_emp.index(ys), count=1)\n",
+        "    mbarrier.arrive(y_emp.index(ys), count=1)\n    dp = warpgroup_mma_wait(0, deps=[dp])\n",
+    ),
+    "S a product too early": ("mma_wait(2 if VB else 1, deps=[s])", "mma_wait(3, deps=[s])"),
+    "streamed rows are not waited for": ("    mbarrier.wait(x_rdy.index(xs), (it // NX) & 1)\n", ""),
+    "dO is not waited for": ("        mbarrier.wait(y_rdy.index(ys), (it // NY) & 1)\n", ""),
+    "own rows are not waited for": ("    mbarrier.wait(own_rdy, 0)\n", ""),
+    "stored without a fence": ("            fence_async_shared()\n", ""),
+    "the end does not wait for what it stores": ("    tma.store_wait(0)\n\n\n# Nothing", "\n\n# Nothing"),
+    "the second panel is not summed": ("        acc, acc2, ds = warp", "        acc, _, ds = warp"),
+    "rows of the next document are written as well": ("if (stop - row >= 64) | (stop == length):", "if stop > row:"),
+    "columns of the second panel over the first": ("out_ss, out_sh, OA, OD, STORE)", "out_ss, out_sh, 0, OD, STORE)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", SPLIT_BUGS)
+def test_emulation_finds_bug_of_split_backward(bug, tmp_path, monkeypatch):
+    module = planted(hopper_split_backward, SPLIT_BUGS[bug], tmp_path)
+    q, k, v = inputs(1, 770, 1, 1, 256)
+    work = functools.partial(compare_backward, q, k, v, tiles_of("full_documents:0,90,690,770", 770))
+    assert caught(work, lambda machine: EmulatedKernels(machine, split_backward=module), monkeypatch)
+
+
+LARGE_FORWARD_BUGS = {
+    "the next item's queries over a result that TMA still reads": (
+        "            tma.store_wait(0)\n            mbarrier.arrive(q_emp, count=1)\n",
+        "            mbarrier.arrive(q_emp, count=1)\n",
+    ),
+    "scores a product too early": ("warpgroup_mma_wait(2 if VB else 1, deps=[s])", "warpgroup_mma_wait(3, deps=[s])"),
+    "the second panel is not scaled down": ("        o2 = rescale(o2, fade)\n", "        o2 = o2\n"),
+    "no second panel of scores": ("s = warpgroup_mma(q2, k2", "warpgroup_mma(q2, k2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", LARGE_FORWARD_BUGS)
+def test_emulation_finds_bug_of_forward_of_large_heads(bug, tmp_path, monkeypatch):
+    module = planted(hopper_forward, LARGE_FORWARD_BUGS[bug], tmp_path)
+    q, k, v = inputs(1, 600, 3, 1, 160)
+    k *= torch.arange(600)[:, None, None] / 100  # maxima grow from block to block
+    tiles, options = tiles_of("causal", 600), settings(scale=0.125)
+    exact, _ = ORACLE.attend(*wide(q, k, v), tiles, options)
+
+    def work():
+        out, _ = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+        assert gap(out, exact) < 9e-3
+
+    assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
+
+
 SHORT_BUGS = {
     "rows of the next document are written as well": ("if (stop - row >= 64) | (stop == keys):", "if stop > row:"),
     "a row too many": ("mask=(rows < stop)[:, None]", "mask=(rows <= stop)[:, None]"),
@@ -368,7 +480,7 @@ def test_emulation_finds_bug_of_partial_blocks(bug, tmp_path, monkeypatch):
 APART_BUGS = {
     "sums that nobody casts": (kernel, "dk[:, keys], dv[:, keys] = sums[0], sums[1]", "dk[:, keys] = sums[0]"),
     "the first keys in the place of those apart": (kernel, "= k[:, keys],", "= k[:, : keys.stop - keys.start],"),
-    "sums that begin with anything": (kernel, "sums = torch.zeros(2", "sums = torch.empty(2"),
+    "sums that begin with anything": (kernel, "sums = [torch.zeros(", "sums = [torch.empty("),
     "keys before them in no launch": (configs, "_of_keys(tiles, 0, start)", "_of_keys(tiles, 0, 0)"),
     "keys behind them in no launch": (configs, "_of_keys(tiles, stop, about.keys)", "_of_keys(tiles, stop, stop)"),
     "queries counted from the keys' start too": (configs, "shifted(0, -start)", "shifted(-start, -start)"),

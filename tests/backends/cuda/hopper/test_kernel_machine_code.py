@@ -10,65 +10,46 @@ pytest.importorskip("triton")
 if triton_reason():
     pytest.skip(triton_reason(), allow_module_level=True)
 
-from backends.cuda import aot
-from burst_portable.backends.cuda.hopper.configs import FORWARD, TALL
+from backends.cuda import aot, machine_code
+from burst_portable.backends.cuda.hopper.configs import TALL
 from tests.support.calls import kernel_call
 
-# Scratch of the backward lies in its masked branch and in what runs once an item; its full blocks reload a few
-# addresses. More than this says that something began to spill in the loop.
-BACKWARD_SCRATCH = {64: 56, 128: 0}
-# Of the tall forward, with ptxas 13.4 (Triton 3.9) as well; 12.8 and 12.9 need 8 at most.
+# Of the tall forward, with ptxas 13.4 (Triton 3.9); 12.8 and 12.9 need 8 at most.
 TALL_SCRATCH = 48
+BUILDS = {build.name: build for build in aot.builds()}
+OFTEN = ("forward D=64 bf16 mode 0", "forward D=64 bf16 mode 2", "forward D=128", "backward D=64", "backward D=128")
+"""What begins with one of these is compiled every time, without a softcap; the rest with -m full."""
 
 
-CUTS = {"64": (64, FORWARD), "64-tall": (64, TALL), "128": (128, FORWARD)}
-
-
-def forward(cut, mode):
-    dim, configs = CUTS[cut]
-    return aot.compile_build(aot.forward_build(dim, mode, config=configs[dim]))
-
-
-def backward(dim, store):
-    return aot.compile_build(aot.backward_build(dim, store=store))
-
-
-# Mode 1 is mode 2 without what it merges with; of one cut it is compiled every time.
-FORWARDS = [
-    pytest.param(cut, mode, marks=pytest.mark.full if mode == 1 and cut != "128" else [])
-    for mode in (0, 1, 2)
-    for cut in CUTS
-]
+def marks(name):
+    return [] if name.startswith(OFTEN) and "softcap" not in name else pytest.mark.full
 
 
 @pytest.fixture(scope="module")
 def compiled(compilers, request):
     """Every build that is asked for."""
-    builds = []
-    for item in request.session.items:
-        given = item.callspec.params if hasattr(item, "callspec") else {}
-        if getattr(item, "function", None) is test_hopper_forward_machine_code:
-            builds.append((forward, given["cut"], given["mode"]))
-        elif getattr(item, "function", None) is test_hopper_backward_machine_code:
-            builds.append((backward, given["dim"], given["store"]))
-    return {build: compilers.submit(*build) for build in builds}
+    test = test_hopper_kernel_machine_code
+    names = [item.callspec.params["name"] for item in request.session.items if getattr(item, "function", None) is test]
+    return {name: compilers.submit(compile_named, name) for name in names}
+
+
+def compile_named(name):
+    return aot.compile_build(BUILDS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cut", "mode"), FORWARDS)
-def test_hopper_forward_machine_code(cut, mode, compiled):
-    report = compiled[forward, cut, mode].result()
-    assert report.scratch_bytes <= (TALL_SCRATCH if cut == "64-tall" and triton_from((3, 9)) else 0), report
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in BUILDS])
+def test_hopper_kernel_machine_code(name, compiled):
+    report = compiled[name].result()
+    tall = name.endswith("tall") and triton_from((3, 9))
+    assert report.scratch_bytes <= (TALL_SCRATCH if tall else machine_code.allowed_hopper_scratch(name)), report
     check(report)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("store", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_hopper_backward_machine_code(dim, store, compiled):
-    report = compiled[backward, dim, store].result()
-    assert report.scratch_bytes <= BACKWARD_SCRATCH[dim], report
-    check(report)
+def test_builds_cover_each_cut():
+    """Every head size of the tables, and each launch of a backward."""
+    assert sum(name.startswith("dK") for name in BUILDS) == 3 * sum(max(head) > 128 for head in aot.HEADS)
+    assert sum(name.endswith("tall") for name in BUILDS) == 3 * len(TALL)
 
 
 def triton_from(first):
@@ -102,9 +83,9 @@ def test_hopper_kernel_declines_with_reason():
     for change, words in (
         ({}, "NVIDIA"),
         ({"dtype": torch.float32}, "bfloat16 and float16"),
-        ({"head_dim": 96, "v_head_dim": 96}, "head sizes"),
-        ({"v_head_dim": 64}, "value heads"),
-        ({"softcap": 30.0}, "softcap"),
+        ({"head_dim": 264, "v_head_dim": 264}, "head sizes"),
+        ({"head_dim": 100, "v_head_dim": 100}, "multiples of 8"),
+        ({"head_dim": 64}, "no cut for values of 128"),
     ):
         support = kernel.supports(kernel_call(**{**good, **change}))
         assert not support.ok
