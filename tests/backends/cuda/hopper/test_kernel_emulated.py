@@ -431,10 +431,10 @@ SPLIT_BUGS = {
 
 @pytest.mark.parametrize("bug", SPLIT_BUGS)
 def test_emulation_finds_bug_of_split_backward(bug, tmp_path, monkeypatch):
-    module = planted(hopper_split_backward, SPLIT_BUGS[bug], tmp_path)
+    module = plant(hopper_split_backward, SPLIT_BUGS[bug], tmp_path)
     q, k, v = inputs(1, 770, 1, 1, 256)
     work = functools.partial(compare_backward, q, k, v, tiles_of("full_documents:0,90,690,770", 770))
-    assert caught(work, lambda machine: EmulatedKernels(machine, split_backward=module), monkeypatch)
+    assert finds_bug(work, lambda machine: EmulatedKernels(machine, split_backward=module), monkeypatch)
 
 
 LARGE_FORWARD_BUGS = {
@@ -450,7 +450,7 @@ LARGE_FORWARD_BUGS = {
 
 @pytest.mark.parametrize("bug", LARGE_FORWARD_BUGS)
 def test_emulation_finds_bug_of_forward_of_large_heads(bug, tmp_path, monkeypatch):
-    module = planted(hopper_forward, LARGE_FORWARD_BUGS[bug], tmp_path)
+    module = plant(hopper_forward, LARGE_FORWARD_BUGS[bug], tmp_path)
     q, k, v = inputs(1, 600, 3, 1, 160)
     k *= torch.arange(600)[:, None, None] / 100  # maxima grow from block to block
     tiles, options = tiles_of("causal", 600), settings(scale=0.125)
@@ -460,7 +460,7 @@ def test_emulation_finds_bug_of_forward_of_large_heads(bug, tmp_path, monkeypatc
         out, _ = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
         assert gap(out, exact) < 9e-3
 
-    assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
+    assert finds_bug(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
 
 
 SHORT_BUGS = {
