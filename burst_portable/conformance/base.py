@@ -77,6 +77,7 @@ class BackendUnderTest:
 
 
 _SKIPPED_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
 
 Errors = Mapping[str, tuple[float, float]]
 """Quantity -> (error, tolerance)."""
@@ -153,11 +154,17 @@ class Check:
     by_strategy: bool = False
 
 
+def _is_library(file: str) -> bool:
+    """Return whether a file belongs to this suite, to torch or to Python's standard library."""
+    is_standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+    return is_standard or file.startswith(_SKIPPED_FOLDERS)
+
+
 def describe_error(error: BaseException) -> str:
     """Describe an error of a backend in one line, with its position in code outside of this suite and torch."""
     text = in_a_line(error)
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith(_SKIPPED_FOLDERS)]
+    outside = [frame for frame in frames if not _is_library(frame.filename)]
     return f"{text} (in {outside[-1].filename}:{outside[-1].lineno})" if outside else text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import pickle
 from types import SimpleNamespace
@@ -58,3 +59,9 @@ def test_raised_names_file_and_line():
         driver()
     line = driver.__code__.co_firstlineno + 1
     assert describe_error(caught.value) == f"OSError: link is down (in {__file__}:{line})"
+
+
+def test_describe_error_names_the_backend_and_not_the_standard_library():
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("x")  # raised inside the standard library
+    assert f"(in {__file__}:" in describe_error(caught.value)
