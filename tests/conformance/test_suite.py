@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
+from burst_portable.backends.selection import load
 from burst_portable.conformance import Case, check_backend
 from burst_portable.conformance.base import BackendUnderTest
 from burst_portable.conformance.cases import HEADS, product
 from burst_portable.conformance.checks import CHECKS
-from burst_portable.conformance.checks.attention import axes
+from burst_portable.conformance.checks.attention import axes, run_and_compare
 from burst_portable.conformance.suite import candidates, find_test, list_tests, smallest
 from burst_portable.errors import BackendUnavailableError
+from burst_portable.planning.routes import RingRoute
+from burst_portable.strategies.base import ring_plan
+from burst_portable.strategies.ring import RingStrategy
 from tests.support import planted_bugs
 from tests.support.planted_bugs import Planted
 
@@ -85,3 +91,30 @@ def test_process_attention_passes():
 def test_cpu_backend_conforms():
     report = check_backend("cpu")
     assert report.ok, report.markdown()
+
+
+class WrongRoute(RingRoute):
+    """Takes blocks from the next rank, while ranks send to the next."""
+
+    def block_source(self, dependencies, owner, rank):
+        found = super().block_source(dependencies, owner, rank)
+        return found and ((rank + 1) % self.ranks, found[1])
+
+
+class WrongRing(RingStrategy):
+    def plan(self, call):
+        return ring_plan(call, self.name, side="kv", route=WrongRoute(call.ranks), backward_route=RingRoute(call.ranks))
+
+
+class WrongCase(Case):
+    def make_strategy(self):
+        return WrongRing()
+
+
+def test_wrong_plan_of_a_strategy_is_named_before_ranks_wait():
+    """The ranks once waited until the timeout, and the error named no method of the route."""
+    started = time.monotonic()
+    found = run_and_compare(BackendUnderTest(load("cpu"), strategy="ring"), WrongCase(ranks=3))
+    assert found.wrong.startswith("its plan is wrong (`burst-portable plan` shows it): ")
+    assert "block_source" in found.wrong
+    assert time.monotonic() - started < 30

@@ -33,16 +33,22 @@ from burst_portable.conformance.oracle import (
     make_inputs,
     relative_error,
 )
-from burst_portable.conformance.running import run_case
+from burst_portable.conformance.running import plan_of, run_case
 from burst_portable.errors import UnsupportedError
+from burst_portable.planning.verify import verify
 
 Run = Callable[[BackendUnderTest, Case], Outcome]
 
 
 def run_and_compare(target: BackendUnderTest, case: Case) -> Outcome:
-    """Compare out, LSE and every gradient with float64; fully masked rows must be exact."""
+    """Compare out, LSE and every gradient with float64; fully masked rows must be exact.
+
+    If a strategy is tested, its plan is verified first: ranks with a wrong route would wait until the timeout.
+    """
     x = make_inputs(case)
     try:
+        if target.strategy and (wrong := verify(plan_of(case, target.device.type))):
+            return Outcome(wrong=f"its plan is wrong (`burst-portable plan` shows it): {'; '.join(wrong[:3])}")
         answer = run_case(target, case, x)
     except UnsupportedError as error:
         return Outcome(skipped=str(error))
