@@ -1,4 +1,6 @@
-"""What users call, and how it refuses: what, got, allowed, next step - before a byte moves."""
+"""Test the public attention calls and their errors, which name the argument, its value and the allowed values before
+any communication.
+"""
 
 from __future__ import annotations
 
@@ -219,7 +221,8 @@ def test_attention_results_can_be_changed_in_place(ranks, dtype):
         expected = out.detach() + 1, lse + 1
         for result, wanted in zip((out.add_(1), lse.add_(1)), expected, strict=True):
             assert torch.equal(result, wanted)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # backward needs them as they were
+        # backward needs the unmodified results
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
 
     bp.run_threads(ranks, work)
@@ -247,7 +250,7 @@ def test_attention_rejects_torch_func_transforms(transformed, ranks):
     bp.run_threads(ranks, work)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, where a first level is entered
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch itself warns when the first level is entered
 @pytest.mark.parametrize("which", ["q", "v", "sinks"])
 def test_attention_rejects_forward_mode_tangents(which):
     """Otherwise torch raises in the middle of a pass, or loses the tangent."""
@@ -378,7 +381,7 @@ def test_operators_get_out_if_rank_has_it(monkeypatch):
 @pytest.mark.parametrize("mask", ["causal", "window:5"])
 def test_attention_ignores_default_device(mask: str, strategy: str):
     """Masks created on the meta device once gave wrong results."""
-    length = 34 if mask == "causal" else 38  # of nobody else's: the order of rows is kept
+    length = 34 if mask == "causal" else 38  # the layout is chosen so that rows keep their order
     whole = [torch.randn(1, length, heads, 8) for heads in (4, 4, 4)]
 
     def work(mesh: bp.Mesh) -> list[torch.Tensor]:
@@ -414,7 +417,7 @@ def test_attention_accepts_scales_that_are_not_positive(scale):
     assert bool(bp.partial_attention(*blocks, [Tile(0, 9, 0, 9, 0, 8)], scale=scale)[0].isfinite().all())
 
 
-# -------------------------------------------------------------------------------------------- a user's tiles
+# -------------------------------------------------------------------------------------------- caller-defined tiles
 
 
 user_tiles = st.builds(

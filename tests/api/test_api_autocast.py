@@ -1,4 +1,4 @@
-"""Autocast around a call: tensors are cast as for torch's own attention, and what is computed of them is not."""
+"""Test calls under autocast: inputs are cast as for torch's own attention, and internal computations are not cast."""
 
 from __future__ import annotations
 

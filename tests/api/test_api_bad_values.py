@@ -1,4 +1,4 @@
-"""Whatever is passed for an argument of a public function: it serves, or this library refuses it in one line."""
+"""Test public functions with arbitrary arguments: a call either works or raises a one-line error of this library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan_for_mesh`: one layout for cutting and for attention, the same on every rank, without tensors."""
+"""Test `plan_for_mesh`: it returns the layout of sharding and attention, equal on every rank, without tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_plan_for_mesh_layout_works_in_shard_and_attention(mask):
         out = bp.attention(*mine, mask=mask, mesh=mesh, layout=where)
         out.backward(bp.shard(dout, mesh, layout=where))
         ran = bp.explain(*mine, mask=mask, mesh=mesh, layout=where)
-        assert plan.reason.endswith(ran.strategy.why)  # the same choice as the call's own
+        assert plan.reason.endswith(ran.strategy.why)  # the call makes the same choice
         results = (out, *(x.grad for x in mine))
         return plan, [bp.unshard(x.detach(), mesh, seq_len=LENGTH, layout=where) for x in results]
 

@@ -14,7 +14,7 @@ def test_launched_detects_launcher():
     assert read_launcher_env({}) is None
     assert (
         read_launcher_env({"MASTER_ADDR": "host", "MASTER_PORT": "x", "LOCAL_RANK": "0"}) is None
-    )  # of a cluster, no launcher
+    )  # cluster variables without a launcher
     assert read_launcher_env(TORCHRUN) == LauncherEnv(1, 2, 1, "host:29500")
     assert read_launcher_env({k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}) == LauncherEnv(
         1, 2, 1, "host:29500"

@@ -1,4 +1,4 @@
-"""Tests of `burst_portable.errors`."""
+"""Test `burst_portable.errors`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sums over ranks: what is summed, and once; of ranks that do not sum the same each raises, and keeps its gradients."""
+"""Test sums over ranks.
+
+Each shared gradient is summed once. If ranks pass different values, each rank raises and keeps its gradients.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from burst_portable.errors import BurstError, InputError, MismatchError
 
 
 def parameters(*sizes: int) -> list[Parameter]:
-    """Parameters of so many ones, each with a gradient of ones but the last, which has none."""
+    """Return parameters of ones with these sizes. Each has a gradient of ones, except the last, which has none."""
     made = [Parameter(torch.ones(size)) for size in sizes]
     for one in made[:-1]:
         one.grad = torch.ones_like(one)
@@ -49,7 +52,7 @@ def sparse() -> list[Parameter]:
 )
 def test_all_reduce_gradients_rejects_different_parameters(odd: Callable[[], list[Parameter]], told: str):
     def work(mesh: bp.Mesh) -> str:
-        bp.all_reduce(torch.ones(3), mesh)  # so that one that refuses has somebody to tell
+        bp.all_reduce(torch.ones(3), mesh)  # connects the ranks, so that a rank can report its error to the other ranks
         mine = odd() if mesh.rank == 1 else parameters(5, 7, 2)
         try:
             bp.all_reduce_gradients(mine, mesh)
@@ -191,7 +194,7 @@ def test_all_reduce_gradients_fills_buckets():
         _, sizes = exchanged(mesh, lambda counted: bp.all_reduce_gradients(mine, counted, bucket_bytes=8))
         return [sum(parts) // 4 for label, parts in sizes if label == "summing gradients"]
 
-    # Besides, for each gradient a number that says who has one. Two ranks divide all of these.
+    # Each gradient has one additional number, which identifies the ranks that have it. Two ranks divide all numbers.
     assert bp.run_threads(2, work) == [[2 + 2, 1 + 1, 3 + 1, 2 + 2]] * 2
 
 

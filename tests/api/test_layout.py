@@ -1,4 +1,4 @@
-"""Layouts: every position is held once, work is even where it should be, and what is refused."""
+"""Test layouts: each position is on one rank, work is balanced, and invalid layouts raise."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _on_one_rank(where, start, stop):
 
 @st.composite
 def partitions(draw, start=0, count=24, step=1):
-    """Segments that hold a progression exactly once, cut in two again and again: in halves, or every second one."""
+    """Draw segments that partition a progression. Each cut makes two halves, or separates every second element."""
     if count < 2 or draw(st.integers(0, 3)) == 0:
         return [Segment(start, count, step)]
     if draw(st.booleans()):
@@ -184,7 +184,7 @@ def test_make_layout_zigzag_positions():
     where = make_layout("zigzag", 16, 2)
     assert where.positions(0) == [0, 1, 2, 3, 12, 13, 14, 15]
     assert where.positions(1) == [4, 5, 6, 7, 8, 9, 10, 11]
-    assert where.shards[1] == (Segment(4, 8),)  # neighbours are joined
+    assert where.shards[1] == (Segment(4, 8),)  # adjacent segments are joined
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Masks against matrices: their areas and overlaps, and what is refused."""
+"""Test masks against matrices: their visible pairs and overlaps, and the errors of invalid masks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_band_area_counts_pairs(rows, columns, lo, hi):
 
 
 def document(position: int) -> int:
-    """Of three documents, which end at 5, 6 and 19; what follows is padding."""
+    """Return the document index of a position. Three documents end at 5, 6 and 19; later positions are padding."""
     return sum(position >= end for end in (5, 6, 19))
 
 

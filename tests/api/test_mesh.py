@@ -1,4 +1,4 @@
-"""How a mesh is made, from what, and what it refuses."""
+"""Test how a mesh is created, and the errors of invalid arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from burst_portable.runtime.prepare import Request, prepare
 
 @pytest.fixture
 def one_process():
-    """A process group of this process alone."""
+    """Create a process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     if dist.is_initialized():
@@ -81,7 +81,7 @@ def test_mesh_rejects_invalid_arguments(arguments, message):
         ({"timeout": None}, "timeout"),
         ({"timeout": "5"}, "timeout"),
         ({"timeout": 0}, "timeout"),
-        ({"timeout": 0.0005}, "timeout"),  # gloo would take 0 ms for none
+        ({"timeout": 0.0005}, "timeout"),  # gloo would round this to 0 ms
         ({"timeout": -1.0}, "timeout"),
         ({"ranks_per_node": 4}, "does not divide"),
         ({"backend": "gpu"}, "unknown backend"),
@@ -181,7 +181,7 @@ def test_mesh_of_destroyed_group_raises(one_process):
     with pytest.raises(InputError, match=r"has no such process group; .*not registered"):
         bp.attention(x, x, x, mesh=mesh)
     assert "this rank has destroyed the process group: make a new Mesh" in exchange_error_notes(group, "waiting")
-    assert bp.attention(x, x, x).shape == x.shape  # the new group has a mesh of its own
+    assert bp.attention(x, x, x).shape == x.shape  # the new group has another mesh
 
 
 def test_destroyed_groups_are_released(one_process):
@@ -232,7 +232,7 @@ def test_mesh_of_one_rank_can_be_pickled():
 
 
 class Straight(CpuBackend):
-    """A backend with a transport of its own; `answer` is it, or the reason why these ranks cannot have it."""
+    """A backend with a direct transport. `answer` is this transport, or the reason why these ranks cannot use it."""
 
     capabilities = replace(
         CpuBackend.capabilities,
@@ -253,7 +253,7 @@ class Straight(CpuBackend):
 
 def on_straight(one_process, backend, transport="auto"):
     plain = LocalTransport(Fabric(2, 1.0), 0)
-    plain.share = lambda data, *_: [data, data]  # the other rank says the same
+    plain.share = lambda data, *_: [data, data]  # simulates a second rank with the same answer
     mesh = bp.Mesh(0, 2, lambda device_type: plain, group=dist.group.WORLD)
     mesh.config, mesh.backend_for = Config(transport=transport), lambda device_type: backend
     return mesh
@@ -274,7 +274,7 @@ def test_direct_transport_of_backend_is_chosen_by_default(one_process):
     named = on_straight(one_process, backend, "local")
     assert named.transport_for("cpu", direct=True)[1] == "named"
     assert not named.may_be_direct("cpu")
-    mesh.group = None  # ranks that are threads
+    mesh.group = None  # the ranks are threads
     assert mesh.transport_for("cpu", direct=True) == (plain, "not straight: these ranks are in no process group")
     assert not mesh.may_be_direct("cpu")
 
@@ -291,7 +291,7 @@ def test_unavailable_direct_transport_falls_back_or_raises(one_process):
 
 
 class Talking(Straight):
-    """Its ranks talk to each other when they connect."""
+    """A backend whose ranks exchange data when they connect."""
 
     def connect_direct(self, other, group, timeout):
         assert other.share(b"mine") == [b"mine", b"mine"]
@@ -310,7 +310,7 @@ def test_failed_call_during_connection_raises_on_all_ranks():
         bp.attention(x, x, x, mesh=mesh, strategy="ulysses", scale=0.5).sum().backward()
         return mesh.transport("cpu").state.passes
 
-    assert run_transports(2, work, timeout=3.0) == [4, 4]  # twice they agreed to connect, once for each pass
+    assert run_transports(2, work, timeout=3.0) == [4, 4]  # two agreements to connect, one per pass
 
 
 def test_plan_ignores_unavailable_direct_transport(one_process):

@@ -1,4 +1,4 @@
-"""Modules for models of one's own, and the example that trains one."""
+"""Test the modules for custom models, and the example that trains a model with them."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_self_attention_rejects_invalid_arguments(arguments, message):
 
 
 def test_self_attention_rejects_invalid_inputs():
-    module = SelfAttention(16, 16, theta=None)  # heads of one number: nothing to turn
+    module = SelfAttention(16, 16, theta=None)  # heads of size 1 have no pair to rotate
     assert module(torch.randn(1, 5, 16)).shape == (1, 5, 16)
     for wrong in (torch.randn(5, 16), torch.randn(1, 5, 8), [1.0]):
         with pytest.raises(ShapeError, match=r"x is not a tensor|x has the wrong shape"):
@@ -195,7 +195,7 @@ def test_self_attention_takes_cu_seqlens_of_each_batch(layout):
     """Checkpointing recomputes a batch after the module has run the next one."""
     x, batches = torch.randn(1, 23, 16), [(0, 5, 23), (0, 9, 14, 23)]
     module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single())
-    for ends in batches:  # each document by itself
+    for ends in batches:  # each document separately
         sum(module(x[:, a:b]).square().sum() for a, b in pairwise(ends)).backward()
     weights, expected = module.state_dict(), [p.grad for p in module.parameters()]
 

@@ -17,7 +17,7 @@ from tests.support.thread_peers import World, run_peers
 
 
 def parts(count: int, spread: float) -> tuple[list[numerics.State], numerics.State]:
-    """Partial results in float32 over so many sets of keys, and the whole in float64."""
+    """Return float32 partial results over `count` sets of keys, and the float64 result over all keys."""
     scores = torch.randn(2, 3, 5, count, 16, dtype=torch.float64) * spread + 9.0
     values = torch.randn(2, 3, count, 16, 4, dtype=torch.float64)
     p = torch.softmax(scores.flatten(-2), -1)

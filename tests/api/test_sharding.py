@@ -1,4 +1,4 @@
-"""Cutting tensors and batches and putting them together: `shard`, `unshard`, `local_position_ids`, `shard_batch`."""
+"""Test sharding and unsharding of tensors and batches: `shard`, `unshard`, `local_position_ids`, `shard_batch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vendors' packages that are not there."""
+"""Fixture: simulated packages of vendors that are not installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Puts a package on the path, as pip would: the distribution's name, its version, its module's source."""
+    """Return a function that puts a package on the path, as pip would, from its name, version and source."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def install(name: str, version: str, source: str | None = None, module: str | None = None) -> None:

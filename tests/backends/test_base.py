@@ -1,4 +1,4 @@
-"""The base class of backends: what an implementer must define, and what the defaults say."""
+"""Test the base class of backends: required methods and default values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backends of other people's packages: found, and when something is wrong with them, said so in as many ways."""
+"""Test backends of third-party packages: they are found, and each kind of fault is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.calls import kernel_call
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Puts a package with an entry point on the path, as pip would: its module's source -> its backend's name."""
+    """Return a function that puts a package with an entry point on the path, and returns the backend's name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     caches = selection.load, selection.for_device
     for cache in caches:
@@ -196,7 +196,7 @@ PACKAGES = {
 
 @pytest.fixture
 def vendor(tmp_path, monkeypatch):
-    """Puts a vendor's package on the path: its version and its module's source."""
+    """Return a function that puts a vendor's package with this version and source on the path."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def install(version: str = "", source: str = "") -> None:

@@ -1,7 +1,8 @@
-"""The fused attention of Ascend's CANN put to work on tiles, with the operator emulated from its documentation.
+"""Test Ascend's fused attention (CANN) on tiles, with an operator that is emulated from its documentation.
 
-The emulation (backends/ascend/standin/fusion.py) builds its masks from the document's words and shares no code with
-what is tested. No torch_npu is needed; `make conform-ascend` does the same on the real one, on an imitation of CANN.
+The emulation (backends/ascend/standin/fusion.py) builds its masks from the text of the documentation. It shares no code
+with the tested modules. No torch_npu is needed. `make conform-ascend` runs the same with the real torch_npu on a
+simulated CANN.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 def shown(call: attention.Call, rows: int, columns: int, batch: int = 1) -> torch.Tensor:
-    """[batch, rows, columns]: how often the emulated operator sees a pair, from its own reading of the arguments."""
+    """Return [batch, rows, columns]: how often the emulated operator computes each pair, by its own reading of the
+    arguments.
+    """
     seen = torch.zeros(batch, rows, columns, dtype=torch.int64)
     mode, pre, after = call.sparse
     compressed = None if mode == attention.FULL else COMPRESSED
@@ -50,7 +53,7 @@ def shown(call: attention.Call, rows: int, columns: int, batch: int = 1) -> torc
 
 
 def dense(tiles: tuple[Tile, ...], rows: int, columns: int) -> torch.Tensor:
-    """The same from the definition of a tile."""
+    """Return the same counts from the definition of a tile."""
     i, j = torch.arange(rows).unsqueeze(1), torch.arange(columns)
     seen = torch.zeros(rows, columns, dtype=torch.int64)
     for t in tiles:
@@ -105,7 +108,7 @@ def test_operator_calls_pack_documents_into_one_call() -> None:
         48,
         59,
         78,
-    ]  # the document of one token is full, a call of its own
+    ]  # the document of one token is a full box and gets a separate call
 
 
 def test_operator_calls_split_long_tiles_and_long_lists() -> None:

@@ -1,4 +1,6 @@
-"""What the ascend backend says of a machine: torch_npu absent, too old, for another torch, broken, without a device."""
+"""Test what the ascend backend reports of a machine: torch_npu missing, too old, for another torch or broken, or no
+device.
+"""
 
 from __future__ import annotations
 

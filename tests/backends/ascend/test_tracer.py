@@ -1,4 +1,7 @@
-"""torch_npu's profiler for the deep level: a made-up module, and a trace_view.json as torch_npu's source makes it."""
+"""Test torch_npu's profiler at the level "kernels", with a simulated module.
+
+The trace_view.json follows torch_npu's source.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from burst_portable.profiling.event_tables import PlanLocation
 from burst_portable.profiling.tracing import Tracer, join, load_trace, make_tracer, trace_summary
 
 HOST, DEVICE, HCCL, OVERLAP = 4711, 1001, 1002, 1003
-BASE = 1_763_700_000_000_000  # microseconds since 1970, as its times are
+BASE = 1_763_700_000_000_000  # microseconds since 1970, the unit of the trace
 
 
 def x(name, pid, tid, start, length, **args):
@@ -29,7 +32,10 @@ def x(name, pid, tid, start, length, **args):
 
 
 def flow(at, thread, pid, tid, start):
-    """From the operator that began at `at`; its number is the end's time, in nanoseconds."""
+    """Return the flow events from the operator at `at` to the kernel at `start`.
+
+    Their id is the kernel's start in nanoseconds.
+    """
     both = {"bp": "e", "name": "torch_to_npu", "id": (BASE + start) * 1000 + 500, "cat": "async_npu"}
     return [
         {**both, "ph": "s", "pid": HOST, "tid": thread, "ts": f"{BASE + at}.500"},
@@ -52,14 +58,14 @@ TRACE = [
     x("npu::npu_fusion_attention_v2", HOST, 7, 2, 5),
     x(here(0, "posts messages"), HOST, 7, 30, 20),
     x("c10d::send", HOST, 7, 32, 5),
-    x("aten::mm", HOST, 7, 60, 5),  # the model's own
+    x("aten::mm", HOST, 7, 60, 5),  # an operator of the model
     x(here(1, "q2 x kv1", backward=True), HOST, 8, 40, 20),  # on autograd's thread, at the same time
     x("aten::mul", HOST, 8, 44, 2),
     x("FlashAttentionScore", DEVICE, 3, 100, 100, **{"Task Type": "MIX_AIC"}),
     *flow(2, 7, DEVICE, 3, 100),
     x("hcom_send__101_0_1", HCCL, 9, 150, 100),
     *flow(32, 7, HCCL, 9, 150),
-    x("Notify_Wait", HCCL, 10, 150, 100),  # a part of it, on a plane of its own
+    x("Notify_Wait", HCCL, 10, 150, 100),  # a part of the send, on a separate plane
     x("MatMulV2", DEVICE, 3, 200, 500, **{"Task Type": "AI_CORE"}),
     *flow(60, 7, DEVICE, 3, 200),
     x("any", DEVICE, 3, 230, 20, **{"Task Type": "EVENT_WAIT"}),
@@ -105,7 +111,7 @@ def test_trace_command_reads_npu_trace(tmp_path, capsys):
     path.write_text(json.dumps(TRACE))
     assert main(["trace", str(path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["traces"]
-    # All of the device counts here: the model's product from 200 to 700 too.
+    # All kernels of the device count here, also the model's product from 200 to 700.
     assert (found["span_ns"], found["compute_ns"], found["comm_ns"], found["idle_ns"]) == (600_000, 600_000, 100_000, 0)
     path.write_text(json.dumps([*TRACE, {"ph": "X", "pid": []}]))
     with pytest.raises(bp.BurstError, match=r"trace_view\.json is not a trace: an event cannot be read"):
@@ -119,7 +125,7 @@ def test_kineto_ignores_other_traces():
 
 
 class Profiler:
-    """What torch_npu.profiler.profile does, as far as it is used: its errors are printed and not raised."""
+    """Simulate the used part of torch_npu.profiler.profile. Its errors are printed and not raised."""
 
     writes = True
 
@@ -138,7 +144,7 @@ class Profiler:
 
 @pytest.fixture
 def torch_npu(monkeypatch):
-    """A module of that name, whose profiler wrote `TRACE`."""
+    """Install a module `torch_npu` whose profiler writes `TRACE`."""
 
     def handler(folder):
         def ready():
@@ -157,7 +163,7 @@ def torch_npu(monkeypatch):
 
 @pytest.fixture
 def npus(monkeypatch, torch_npu):
-    """A machine whose accelerator is an NPU, for whoever asks which tracer sees it."""
+    """Simulate a machine whose accelerator is an NPU, from which the tracer is chosen."""
     from burst_portable.backends.ascend import backend
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type="npu"))

@@ -1,6 +1,6 @@
-"""Ascend's Triton kernels in Triton's interpreter, against dense attention in float64; and that their tiles fit.
+"""Test Ascend's Triton kernels in Triton's interpreter against dense attention in float64, and that their tiles fit.
 
-What triton-ascend makes of them is looked at by `make conform-ascend`.
+`make conform-ascend` checks what triton-ascend compiles from them.
 """
 
 from __future__ import annotations

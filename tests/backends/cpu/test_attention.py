@@ -1,4 +1,4 @@
-"""Test which calls of torch's operator the kernel of the cpu backend makes, and what it declines."""
+"""Test which calls of torch's operator the kernel of the cpu backend makes, and which problems it declines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a launch packs its parameters: where the compiled kernel's own PTX says that they lie."""
+"""Test that a launch packs its parameters at the offsets that the PTX of the compiled kernel declares."""
 
 import ctypes
 import enum
@@ -31,7 +31,7 @@ def compiled():
 
 @pytest.fixture(scope="module")
 def parameters(compiled):
-    """Offset and size of each parameter, by the rules of PTX for their alignment."""
+    """Return the offset and size of each parameter by the alignment rules of PTX."""
     found, at = [], 0
     entry = compiled.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0]
     for wide, kind in re.findall(r"\.param (?:\.align 64 \.b8 \w+\[(\d+)\]|\.(\w+))", entry):
@@ -129,7 +129,7 @@ def test_ready_returns_none_if_triton_must_launch(compiled, args, parameters):
 
 
 class Result(enum.Enum):
-    """Of CUresult, what these tests need."""
+    """The values of CUresult that these tests need."""
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_CONTEXT = 201
@@ -137,7 +137,7 @@ class Result(enum.Enum):
 
 
 class Library:
-    """Stands in for `cuda.bindings.driver`, of which a thread has asked nothing yet."""
+    """Simulate `cuda.bindings.driver` in a thread without a context."""
 
     CUresult = Result
 
@@ -155,7 +155,7 @@ class Library:
 
 
 class Names:
-    """Stands in for an enumeration of which the numbers do not matter."""
+    """Simulate an enumeration whose numbers do not matter."""
 
     def __getattr__(self, name):
         return name
@@ -213,7 +213,7 @@ def test_tensor_map_clears_bit_set_by_older_drivers(version, rows, cleared):
 
 
 def test_descriptors_copy_inputs_that_tma_cannot_address(monkeypatch):
-    monkeypatch.setattr(launch, "kernel_driver", lambda: None)  # one that is there has no device initialized here
+    monkeypatch.setattr(launch, "kernel_driver", lambda: None)  # an installed driver has no initialized device here
     kept = Descriptors()
     x = torch.randn(2, 8, 3, 64).bfloat16()
     same, described = kept.aligned("q", x, 4, 64)
@@ -221,7 +221,7 @@ def test_descriptors_copy_inputs_that_tma_cannot_address(monkeypatch):
     assert kept.aligned("q", x, 4, 64) == (x, described)
     assert kept.aligned("q", x, 8, 64)[1] is not described
     odd = torch.randn(2, 8, 3, 65).bfloat16()[..., :64]
-    for _ in range(2):  # what is kept is of the copy, never of `odd` itself
+    for _ in range(2):  # the cached descriptor is of the copy, never of `odd` itself
         copy, described = kept.aligned("q", odd, 4, 64)
         assert copy is not odd
         assert torch.equal(copy, odd)

@@ -1,6 +1,6 @@
-"""cuDNN, torch's flash attention and flash-attn-4, with operators emulated on the CPU: the calls, cuts and merges.
+"""Test cuDNN, torch's flash attention and flash-attn-4 with emulated operators on the CPU: calls, splits and merges.
 
-What the real operators compute is not shown by this; see tests/support/emulated_operators.py.
+The real operators are not tested here; see tests/support/emulated_operators.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.flash4_cases import OPTIONS, compare_whole, inputs
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """As on an H100, but for the operators."""
+    """Simulate an H100 with emulated operators."""
     real = library_kernels.declined
     monkeypatch.setattr(
         library_kernels, "declined", lambda p, largest: real(p, largest).replace(f"{NOT_HERE}, not on cpu", "")
@@ -41,7 +41,7 @@ NOT_HERE = "it runs on NVIDIA GPUs"
 
 @pytest.fixture
 def aten():
-    """The real schemas of torch's operators, with the emulation under them. cuDNN's causal mask is top-left."""
+    """Register the emulation under the real schemas of torch's operators. cuDNN's causal mask is top-left."""
     called, plans = [], {}
 
     def steps(x):
@@ -73,7 +73,7 @@ def aten():
         called.append("cudnn backward")
         assert lse.shape == (*q.shape[:3], 1)
         assert (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
-        # As torch does: a plan is kept by q, k and v, and then reads dout and out as it read them the first time.
+        # As in torch: a plan is cached by q, k and v, and reads dout and out with the strides of the first call.
         key = (causal, *((x.shape, steps(x)) for x in (q, k, v)))
         read = (steps(dout), steps(out))
         assert plans.setdefault(key, read) == read, "cuDNN would read dout or out with another call's strides"
@@ -97,7 +97,7 @@ def flash_4(monkeypatch):
 
 
 class Subject(CpuBackend):
-    """The CPU with the kernel under test."""
+    """The CPU backend with the tested kernel."""
 
     def __init__(self, kernel):
         self._kernels = kernel, ReferenceKernel()

@@ -1,4 +1,4 @@
-"""What the cuda backend says of a machine: torch for something else or too old, a driver that will not do, NVML."""
+"""Test what the cuda backend reports of a machine: another or old build of torch, an unsuitable driver, NVML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from burst_portable.backends.cuda import nvml
 
 @pytest.fixture
 def cuda_build(monkeypatch):
-    """As torch built for CUDA, on a host where it sees no GPU."""
+    """Simulate torch built for CUDA on a host without a visible GPU."""
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""What crossed a GPU's NVLinks, told by an NVML that is made up here."""
+"""Test the counters of a GPU's NVLinks with a simulated NVML."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ NOT_SUPPORTED = 3
 
 
 class Nvml(ModuleType):
-    """One device, whose links 0 and 2 are up, 1 is down, and 3 is none of its. Counts KiB by way and link."""
+    """Simulate one device.
+
+    Links 0 and 2 are up, link 1 is down, and link 3 does not exist. Counters are KiB per direction and link.
+    """
 
     NVMLError = type("NVMLError", (Exception,), {})
     NVML_NVLINK_MAX_LINKS = 18
@@ -48,7 +51,7 @@ class Nvml(ModuleType):
         return self.up[link]
 
     def nvmlDeviceGetFieldValues(self, device, asked):
-        """As the real one: an entry that is a field alone has scope 0, which is link 0."""
+        """Return the counters. As in NVML, an entry without a scope has scope 0, which is link 0."""
         if self.refused == "all":
             raise self.NVMLError("GPU is lost")
         pairs = [(one, 0) if isinstance(one, int) else one for one in asked]

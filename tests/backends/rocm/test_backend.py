@@ -1,4 +1,4 @@
-"""The rocm backend beside the cuda one: which build of torch is whose, what is told where something is missing."""
+"""Test that the rocm and cuda backends recognize their builds of torch, and the reasons for missing features."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.kernels import base
 from tests.support.calls import kernel_call
 
-DEFAULT_LIBRARY = "_ROCmFABackend.Default"  # as torch names it
+DEFAULT_LIBRARY = "_ROCmFABackend.Default"  # torch's name
 
 
 @pytest.fixture
 def hip_build(monkeypatch):
-    """As on a host with two GPUs and torch for ROCm."""
+    """Simulate a host with two GPUs and torch for ROCm."""
     chip = SimpleNamespace(
         name="AMD Instinct MI300X",
         total_memory=192 << 30,

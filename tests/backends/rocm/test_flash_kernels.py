@@ -1,6 +1,6 @@
-"""torch's flash attention and AITER on AMD GPUs, with operators emulated on the CPU: the calls, cuts and merges.
+"""Test torch's flash attention and AITER on AMD GPUs with emulated operators on the CPU: calls, splits and merges.
 
-What the real operators compute is not shown by this; see tests/support/emulated_operators.py.
+The real operators are not tested here; see tests/support/emulated_operators.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.support.calls import kernel_call
 
 @pytest.fixture
 def on_a_chip(monkeypatch):
-    """As on a gfx942, but for the operators."""
+    """Simulate a gfx942 with emulated operators."""
     monkeypatch.setattr(flash_kernels, "device_reason", lambda device: "")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
 
 @pytest.fixture
 def aten():
-    """The real schemas of torch's operators, with the emulation under them."""
+    """Register the emulation under the real schemas of torch's operators."""
 
     def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, **more):
         assert (cum_q, cum_k, dropout, debug, more) == (None, None, 0.0, False, {})
@@ -54,7 +54,7 @@ def old_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, alibi_slopes, return_lse,
     return_softmax,
 ):  # fmt: skip
-    """As AITER's first releases have it."""
+    """Compute the forward with the signature of AITER's first releases."""
     assert (dropout_p, window_size_left, window_size_right, alibi_slopes) == (0.0, -1, -1, None)
     assert (return_lse, return_softmax) == (True, False)
     return *emulated_operators.attend(q, k, v, causal, softmax_scale), None, None
@@ -64,7 +64,7 @@ def new_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, bias, alibi_slopes, return_lse,
     return_softmax, how_v3_bf16_cvt=1, sink_ptr=None,
 ):  # fmt: skip
-    """With parameters that came later."""
+    """Compute the forward with the parameters of later releases."""
     assert (bias, how_v3_bf16_cvt, sink_ptr) == (None, 1, None)
     return old_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, alibi_slopes, return_lse,
@@ -86,7 +86,7 @@ def backward(
 
 @pytest.fixture
 def aiter(monkeypatch):
-    """Puts a package of that name in place: (forward, backward) -> our kernel on it."""
+    """Return a function that installs a package `aiter` with two given functions and returns our kernel on it."""
 
     def install(forward, backward):
         modules = {name: ModuleType(name) for name in ("aiter", "aiter.ops", "aiter.ops.mha")}
@@ -103,7 +103,7 @@ def aiter(monkeypatch):
 
 
 class Subject(CpuBackend):
-    """The CPU with the kernel under test."""
+    """The CPU backend with the tested kernel."""
 
     def __init__(self, kernel):
         self._kernels = kernel, ReferenceKernel()

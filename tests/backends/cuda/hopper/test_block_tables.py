@@ -1,4 +1,4 @@
-"""The Hopper launch tables against dense masks: every pair exactly once, and nothing but the mask."""
+"""Test the Hopper launch tables against dense masks: each visible pair occurs once, and no other pair occurs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_backward_table_has_unseen_keys_if_gradients_are_written():
 
 
 def visits(table: LaunchTable) -> list[list[tuple[int, ...]]]:
-    """What each row of a backward table visits: its outer block and a masked entry, or where a full block starts."""
+    """Return what each row of a backward table visits: its outer block, with a masked entry or the start of a full
+    block.
+    """
     rows = []
     for w in range(table.blocks):
         index, runs_at, runs, full, masked_at, masked = table.numbers[16 * w : 16 * w + 6]
@@ -145,7 +147,7 @@ def test_parts_of_long_block_finish_together():
         (_, rest), (_, divided) = writing_cuts(mask_tiles("sink:64:1024", 16384), a_pass(16384, heads))
         assert divided.blocks == parts
         waves = -(-parts * heads // 132)
-        least = max(8, divided.total * heads / 132)  # blocks of queries that a multiprocessor must visit
+        least = max(8, divided.total * heads / 132)  # query blocks that each multiprocessor must visit
         assert waves * divided.longest < 1.2 * least
         assert rest.longest == 18
 
@@ -200,7 +202,8 @@ def test_forward_table_staggers_starts_in_long_boxes(columns):
     first = [table.numbers[table.numbers[16 * w + 1]] for w in range(table.blocks)]
     at = [table.numbers[16 * w] // 16 for w in range(table.blocks)]
     peeled = 16 * (columns == 2048)  # the first block of a box that needs no mask
-    boxes = [(block, start) for block, start in zip(at, first, strict=True) if block > 18]  # below, a band as well
+    # lower blocks also have a band
+    boxes = [(block, start) for block, start in zip(at, first, strict=True) if block > 18]
     assert len(boxes) == 25
     assert all(start == 16 * (block % 32) + peeled for block, start in boxes)
     causal = Tiles([Tile(0, 4096, 0, 4096, 0, 4095)])
@@ -248,9 +251,9 @@ def test_forward_cut_uses_tall_blocks_for_long_and_many_rows(mask, length, heads
 @pytest.mark.parametrize(
     ("mask", "length", "heads", "programs"),
     [
-        (Mask.causal(), 32768, 32, 8192),  # each block is long enough by itself
+        (Mask.causal(), 32768, 32, 8192),  # each block is long enough
         (Mask.window(4096), 16384, 32, 2048),
-        (Mask.window(128), 8192, 32, 137),  # 15 short ones in a row: the 32 of the usual length would take 64 programs
+        (Mask.window(128), 8192, 32, 137),  # 15 short blocks in sequence; the usual 32 would leave only 64 programs
         (Mask.window(128), 2048, 8, 128),
     ],
 )

@@ -1,6 +1,6 @@
-"""The Hopper kernel with flash-attn-4, both emulated on the CPU: who is asked for what, and the numbers.
+"""Test which of the Hopper kernel and flash-attn-4 computes a call, and the results. Both are emulated on the CPU.
 
-What the real package computes is not shown by this; see tests/device/test_hopper_flash4.py.
+The real package is tested in tests/device/test_hopper_flash4.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ USUAL = kernel_call(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, v
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch):
-    """As on an H100, but for the kernels."""
+    """Simulate an H100 with emulated kernels."""
     emulate(monkeypatch, EmulatedKernels(Machine(1, 0.5)))
     monkeypatch.setattr(hopper_kernel, "triton_reason", lambda: "")
     monkeypatch.setattr(hopper_kernel, "device_reason", lambda device: "")
@@ -50,7 +50,7 @@ def on_hopper(monkeypatch):
 
 @pytest.fixture
 def called(monkeypatch):
-    """What flash-attn-4 is asked for."""
+    """Install a simulated flash-attn-4 and return its record of calls."""
     return flash_4_package(monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""The Hopper kernels' Python on the CPU against float64, with waits and slots watched; see `emulator.machine`."""
+"""Run the Hopper kernels' Python on the CPU against float64, with checked waits and slots; see `emulator.machine`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from tests.support.emulator.hopper import EmulatedKernels, emulate
 from tests.support.emulator.machine import Machine
 
 randn = functools.partial(hopper_cases.randn, device="cpu")
-ORDERS = [(0, 0.0), (1, 0.5), (2, 1.0)]  # seed, eager
+ORDERS = [(0, 0.0), (1, 0.5), (2, 1.0)]  # (seed, eager)
 
 
 @pytest.fixture(params=ORDERS[1:2], ids=["mixed"])
@@ -75,7 +75,7 @@ def test_emulated_masks(mask, dim, machine):
     compare(*inputs(1, 301, 1, 1, dim), tiles_of(mask, 301))
 
 
-# One of each pair of panels, values larger and smaller than heads, and sizes that end inside a panel.
+# One case per pair of panel sizes, values larger and smaller than heads, and sizes that end inside a panel.
 HEADS = [
     (16, 16), (40, 64), (80, 80), (72, 128), (96, 96), (112, 64), (160, 160), (192, 64), (192, 128), (200, 136),
     (256, 256),
@@ -149,7 +149,7 @@ def test_emulated_longer_masks(mask, dim, machine):
     compare(*inputs(2, 900, 4, 2, dim), tiles_of(mask, 900))
 
 
-# The others of the product of orders and head sizes differ from test_emulated_masks by groups and types alone.
+# The remaining pairs of orders and head sizes differ from test_emulated_masks in groups and dtypes only.
 @pytest.mark.parametrize(
     ("machine", "dim"),
     [
@@ -206,7 +206,7 @@ def test_emulated_long_boxes_start_at_different_blocks(dim, machine, monkeypatch
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
 def test_emulated_yielding_programs(room, programs, machine, monkeypatch):
     use_yielding_programs(monkeypatch, room)
-    q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, of 45 key blocks half as wide
+    q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, with key blocks of 45 rows or half as many
     tiles = tiles_of("causal", 600)
     table = LaunchTables().forward(q, k, v, tiles, every_block=True, yields_to_comm=True)
     assert table.grid == (programs, 1, 1)
@@ -265,9 +265,9 @@ def test_emulated_backward_one_program_per_kv_head(mask, dim, machine, monkeypat
 
 
 def second_launch_inputs(monkeypatch, batch, heads, kv_heads, dim, tiles, apart):
-    """Of 1030 rows, few enough for the emulator; `gradients` serves keys [start, stop) by a launch of their own.
+    """Return inputs of 1030 rows, few enough for the emulator. Assert that a second launch computes the keys `apart`.
 
-    `attend_backward` knows no such launch, so `compare_whole` sees all of it.
+    `attend_backward` has no such launch, so `compare_whole` covers all of it.
     """
     split_long_blocks(monkeypatch)
     q, k, v = inputs(batch, 1030, heads, kv_heads, dim)
@@ -349,7 +349,7 @@ def plant(module, change, folder):
     path.write_text(text.replace(*change))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     made = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = made  # dataclasses look there for their own module
+    sys.modules[path.stem] = made  # dataclasses look up their module there
     try:
         spec.loader.exec_module(made)
     finally:
@@ -495,7 +495,7 @@ def test_emulation_finds_bug_of_second_launch(bug, tmp_path, machine, monkeypatc
     if source is configs:
         monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
     else:
-        for name in ("compiled_kernels", "current_stream", "on"):  # as emulated
+        for name in ("compiled_kernels", "current_stream", "on"):  # the emulated versions
             monkeypatch.setattr(module, name, getattr(kernel, name))
         monkeypatch.setattr(hopper_cases, "KERNEL", module.HopperKernel())
     given = second_launch_inputs(monkeypatch, 2, 1, 1, 128, tiles_with_long_block(300, 310), (256, 310))

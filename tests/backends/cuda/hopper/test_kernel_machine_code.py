@@ -1,4 +1,4 @@
-"""The Hopper kernels as real sm_90 machine code, with no GPU: no spills in the forward's loops, no serialised wgmma."""
+"""Compile the Hopper kernels to sm_90 machine code without a GPU: no spills in forward loops, no serialized wgmma."""
 
 from importlib.metadata import version
 
@@ -14,7 +14,7 @@ from backends.cuda import aot, machine_code
 from burst_portable.backends.cuda.hopper.configs import TALL
 from tests.support.calls import kernel_call
 
-# Of the tall forward, with ptxas 13.4 (Triton 3.9); 12.8 and 12.9 need 8 at most.
+# Spilled bytes of the tall forward with ptxas 13.4 (Triton 3.9); 12.8 and 12.9 need 8 at most.
 TALL_SCRATCH = 48
 BUILDS = {build.name: build for build in aot.builds()}
 OFTEN = ("forward D=64 bf16 mode 0", "forward D=64 bf16 mode 2", "forward D=128", "backward D=64", "backward D=128")
@@ -27,7 +27,7 @@ def marks(name):
 
 @pytest.fixture(scope="module")
 def compiled(compilers, request):
-    """Every build that is asked for."""
+    """Compile all builds of the selected tests."""
     test = test_hopper_kernel_machine_code
     names = [item.callspec.params["name"] for item in request.session.items if getattr(item, "function", None) is test]
     return {name: compilers.submit(compile_named, name) for name in names}
@@ -67,7 +67,7 @@ def check(report):
 
 def test_early_releases_counts_release_before_last_read():
     good = "wgmma.wait_group.sync.aligned 0;\nbar.sync 0, 128;\n@%p mbarrier.arrive.shared::cta.b64 _, [%r];\n"
-    # as it once stood here: the barrier that another instruction needed lay between the product's start and its end
+    # a former error: the barrier for another instruction was between the start and the end of the product
     early = (
         "wgmma.mma_async\nbar.sync 0, 128;\nwgmma.wait_group.sync.aligned 0;\n@%p mbarrier.arrive.shared::cta.b64 _;\n"
     )

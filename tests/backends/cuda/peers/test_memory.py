@@ -1,7 +1,8 @@
-"""Peer memory of the cuda backend, with the driver, streams and symmetric memory stood in for: the calls and addresses.
+"""Test peer memory of the cuda backend with a simulated driver, streams and symmetric memory.
 
-Ranks are threads and streams do at once what they are given, so what this shows is that both ends mean the same bytes
-and flags, that memory grows by agreement, and what is said where something is missing. No order on a device is shown.
+Ranks are threads, and simulated streams execute each call at once. The tests show that both ends use the same bytes and
+flags and that memory grows by agreement. They also check the errors for missing features. They show no order of work on
+a device.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def test_peer_memory_is_allocated_once_per_size(machine):
         transport.close()
 
     run_two_ranks(machine, work)
-    assert len(machine.allocated) == 2 * 2  # the trial's, and that of the first call
+    assert len(machine.allocated) == 2 * 2  # one of the trial and one of the first call, on each rank
 
 
 def test_failed_inbox_allocation_raises_on_both_ranks(machine):
@@ -98,7 +99,7 @@ def test_transport_recovers_after_failed_inbox_allocation(machine):
 
 
 def _swapped(transport):
-    """A byte from the other of two ranks, which is its number."""
+    """Send the rank number to the other rank and return the received number."""
     peer = 1 - transport.rank
     came = transport.inbox(256, DEVICE, peer)
     block = torch.full((256,), transport.rank, dtype=torch.uint8)
@@ -188,12 +189,12 @@ def test_begin_rejects_graph_capture(machine, monkeypatch):
         transport = connect()
         other.share(b"here", "meeting")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        for inbox in (0, 64 << 20):  # for which memory would have to grow, too
+        for inbox in (0, 64 << 20):  # the second size would need more memory
             with pytest.raises(UnsupportedError, match=r"'nccl' when capturing graphs \(BURST_TRANSPORT"):
                 transport.begin(b"call", inbox)
         other.share(b"here", "meeting")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        transport.begin(b"call", 0)  # nothing has begun, so nothing is left of it
+        transport.begin(b"call", 0)  # no call had begun, so the next one is valid
         assert _swapped(transport) == 1 - rank
         transport.end()
 
@@ -231,7 +232,7 @@ def test_local_copies_run_on_device_of_memory(machine, monkeypatch):
 
 @pytest.mark.parametrize("by_copies", [False, True])
 def test_wait_uses_stream_of_caller(machine, monkeypatch, by_copies):
-    """The profiler waits on a stream of its own; the compute stream must not wait then."""
+    """The profiler waits on a separate stream; the compute stream must not wait then."""
     asked = []
 
     class Noting(Driver):

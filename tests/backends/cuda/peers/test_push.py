@@ -1,7 +1,7 @@
-"""What ranks exchange over peer copies: in one launch of a kernel, and flags in one call of the driver.
+"""Test exchanges over peer copies that use one kernel launch, and flags that use one driver call.
 
-The kernel is stood in for, and so is the machine: see `peer_machine`. The kernel itself runs in Triton's interpreter,
-in `tests/support/triton_checks.py`.
+The kernel and the machine are simulated: see `peer_machine`. The kernel itself runs in Triton's interpreter, in
+`tests/support/triton_checks.py`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def machine(monkeypatch):
 
 
 def batched(numbers):
-    """The six numbers of each message."""
+    """Group the numbers in tuples of six, one per message."""
     return zip(*[iter(numbers)] * 6, strict=True)
 
 
 class Pushes:
-    """Stands in for the compiled kernel of `push`: does what its parameters say, and counts the messages."""
+    """Simulate the compiled kernel of `push`: execute its parameters and count the messages."""
 
     def __init__(self):
         self.launches = []
@@ -56,9 +56,10 @@ def pushes(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
 def test_push_kernel_moves_exchanges(machine, pushes, monkeypatch, strategy):
-    """All messages of an exchange in one launch, what stays among them; engines have nothing left to do.
+    """Send all messages of an exchange, local parts included, in one launch; copy engines move none.
 
-    With groups, what goes beside a kernel is the engines'; what of it stays is pushed, on the stream of the kernels.
+    With head groups, copy engines move messages that overlap a kernel. The kernel pushes the local parts, on the
+    compute stream.
     """
     copied = []
 
@@ -75,12 +76,13 @@ def test_push_kernel_moves_exchanges(machine, pushes, monkeypatch, strategy):
     attention_is_right(machine, strategy)
     trial = [(1, 1 << 20), (256, 1024)]
     copied = [size for size in copied if size not in trial]
-    # Two ranks: the trial's exchanges; q, k and v there, out and LSE back; dO there, and dq, dk and dv back.
+    # Two ranks: the exchanges of the trial; q, k, v sent and out, LSE returned; dO sent and dq, dk, dv returned.
     launches = [2, 2, 6, 4, 2, 6]
     if strategy == "ulysses":
         assert not copied
     else:
-        # q, k and v of the second group, out and LSE of the first; dO, and what stays of it, a message; dq, dk and dv.
+        # q, k, v of the second group and out, LSE of the first; then dO, with its local part as a message; then dq, dk,
+        # dv.
         launches += [3, 2, 3]
         assert len(copied) == 2 * (3 + 2 + 2 + 3)
     assert sorted(pushes.launches) == sorted(2 * launches)
@@ -187,7 +189,7 @@ def test_push_moves_only_aligned_exchanges_without_kernel(machine, pushes, size,
         return before
 
     run_two_ranks(machine, work)
-    assert pushes.launches.count(2) == 4 + 2 * pushed  # the trial's, and these
+    assert pushes.launches.count(2) == 4 + 2 * pushed  # those of the trial and those of this test
     assert pushes.launches.count(1) == 0
 
 
@@ -220,7 +222,7 @@ def test_push_launch_is_packed_as_ptx_declares():
 
 @pytest.fixture
 def noting(monkeypatch):
-    """The driver over a library that does nothing, and its calls as they come: (name, arguments)."""
+    """Return a driver over a library without effects, and the list of its calls: (name, arguments)."""
     calls = []
 
     class Library:

@@ -1,4 +1,4 @@
-"""The watch over peer copies, with stand-ins for the device: what it takes for late, and what it does then."""
+"""Test the watch over peer copies with simulated devices: which messages count as late, and the reaction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENTERED, PASS, CALL = 0, 7 << 16, 0xAB
 
 
 class Device:
-    """Flags, and the event of a pass's end: over when all its flags are set."""
+    """Simulate the flags of a device, and the event at the end of a pass: it has happened when all flags are set."""
 
     def __init__(self, flags):
         self.flags, self.released = flags, []
@@ -60,7 +60,7 @@ def test_watch_reports_missing_message_and_releases_passes(capsys):
     device = Device([PASS | CALL, 0, 0])
     watch, one = watch_flags(device, 0.1, [(0, PASS | CALL), (2, PASS | CALL)])
     later = WatchedPass(Event(lambda: True), device.ended([(1, 8 << 16, None)]), [(1, 8 << 16, None)])
-    watch._passes.append(later)  # put behind it before anybody noticed
+    watch._passes.append(later)  # added before the watch notices the error
     watch._watch_pass(one)
     assert isinstance(watch.failed, CommunicationTimeoutError)
     assert "rank 0, step 2: rank 2 has not sent in 0.1 s" in str(watch.failed)
@@ -147,7 +147,7 @@ def test_watch_ignores_flags_after_end_of_pass(forgotten):
     def sleep(seconds):
         device.flags[0] = PASS | CALL
         assert one.over()
-        one.left = Event(lambda: True)  # as events are, for good
+        one.left = Event(lambda: True)  # the event stays complete, as real ones do
         if forgotten:
             watch.forget()
         device.flags[0] = PASS | 0xCD
