@@ -1,4 +1,4 @@
-"""What every test stands on: poisoned memory, fixed seeds, few threads."""
+"""Configure all tests: poisoned memory, fixed seeds, one thread per rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.support.compilers import compilers  # noqa: F401  (a fixture)
 from tests.support.poison import fresh_memory_is_nan
 from tests.support.triton_interpreter import ask  # noqa: F401  (a fixture)
 
-# Ranks are threads here, each with torch's own threads below it: more of those only fight over two cores.
+# Ranks are threads here. More threads of torch per rank would only compete for two cores.
 torch.set_num_threads(1)
 
-# A timeout measures the machine that two sessions share, not the code.
+# The duration of an example depends on the machine, which other processes share.
 hypothesis.settings.register_profile("burst_portable", deadline=None)
 hypothesis.settings.load_profile("burst_portable")
 
@@ -30,7 +30,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is collected and imported stays to the end: Python need not look for garbage in it, then and ever after."""
+    """Exclude collected and imported objects from garbage collection, because they exist until the end."""
     gc.disable()
     try:
         return (yield)
@@ -53,6 +53,6 @@ def seeds():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Processes that share the tests must find the same names; an address in one is another in each."""
+    """Raise if a test name contains an address. Processes that share the tests must find equal names."""
     if unsteady := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"names of tests hold addresses, give ids: {unsteady[0]} and {len(unsteady) - 1} more")

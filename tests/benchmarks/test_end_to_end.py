@@ -1,4 +1,4 @@
-"""The end-to-end benchmark runs, on CPUs and a tiny model: both contestants train as one device does."""
+"""Test that the end-to-end benchmark runs on CPUs with a tiny model: both contestants train as one device does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_end_to_end_training_equals_one_device(tmp_path: Path):
     assert [one["contestant"] for one in facts["results"]] == names
     for one in facts["results"]:
         assert one["reason"] == ""
-        assert one["losses"] == pytest.approx([expected] * 3, rel=1e-6)  # parameters stay as they are
+        assert one["losses"] == pytest.approx([expected] * 3, rel=1e-6)  # parameters do not change
         assert one["gradient_difference"] is None or one["gradient_difference"] < 1e-6
         assert len(one["seconds"]) == 2
         assert one["tokens_per_second"] == pytest.approx(64 / one["seconds_per_step"])

@@ -1,4 +1,4 @@
-"""The script that holds the profiler against known lengths and against the tracer runs, on CPUs and tiny sizes."""
+"""Test the script that compares the profiler with known durations and with the tracer, on CPUs and tiny sizes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from benchmarks.known_lengths import Device, beside
 from benchmarks.profile_ring import COMPARED
 
 ROOT = Path(__file__).parents[2]
-SLACK = 0.01  # seconds that this process may pause between two marks
+SLACK = 0.01  # seconds by which this process may pause between two marks
 
 
 class Timed(Device):
-    """Notes how long kernels and copies were: on a machine with other work, a sleep takes longer than it should."""
+    """Record how long kernels and copies took. On a busy machine, a sleep takes longer than requested."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.kernels: list[tuple[float, float]] = []
-        self.over = 0.0  # when the rank has seen the copy
+        self.over = 0.0  # time at which the rank saw the end of the copy
 
     def kernel(self, amount):
         began = time.perf_counter()

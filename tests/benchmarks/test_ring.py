@@ -1,4 +1,4 @@
-"""The ring benchmark runs, on CPUs and tiny sizes: who can be here is right, and files are written."""
+"""Test that the ring benchmark runs on CPUs and tiny sizes: contestants are correct, and files are written."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_local_kernel_has_interface_of_other_packages(kernel):
     q, k, v, dout = (torch.randn(1, 48, heads, 16, generator=generator).bfloat16() for heads in (2, 1, 1, 2))
     right = _dense(mask, q, k, v, dout)
     task = Task(Links(None, 0, 1, q.device, 10.0), 48, mask, bp.make_layout("zigzag", 48, 1), q, k, v, dout, kernel)
-    forward, backward = plain(task)  # makes the same numbers by itself
+    forward, backward = plain(task)  # its results equal those of the plain call
     local = Local(kernel, q, k)
     out, lse = local.forward(q, k, v, True, task.scale)
     found = (forward(), *backward()), (out, *local.backward(dout, q, k, v, out, lse, True, task.scale))

@@ -1,4 +1,4 @@
-"""Test how the benchmark scripts end, their options, pictures and tables, and the kernels that they compare."""
+"""Test the benchmark scripts: exit codes, options, pictures, tables, and the kernels that they compare."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_option_types_parse_and_reject_values(tmp_path):
     with pytest.raises(argparse.ArgumentTypeError, match="unknown: d, ; known are a, c"):
         names(("a", "c"))("a,d,")
     assert file(str(tmp_path / "new.json")) == tmp_path / "new.json"
-    for none in (tmp_path, tmp_path / "nowhere" / "new.json"):  # raises before hours of measuring
+    for none in (tmp_path, tmp_path / "nowhere" / "new.json"):  # raises before hours of measurement
         with pytest.raises(argparse.ArgumentTypeError, match="is a folder, or lies in none"):
             file(str(none))
 
@@ -175,7 +175,7 @@ def test_kind_of_separates_ours_others_and_bounds():
 
 
 def test_setting_names_installed_versions(monkeypatch, tmp_path):
-    """Installed here: ring-flash-attn and nothing else. What reads files without such names reads these, too."""
+    """Only ring-flash-attn is installed here. Pictures also accept files without such versions."""
     pytest.importorskip("triton")
     there = tmp_path / "ring_flash_attn-0.1.99.dist-info"
     there.mkdir()

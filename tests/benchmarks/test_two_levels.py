@@ -1,4 +1,4 @@
-"""The benchmark of two levels runs, on CPUs and a tiny size: results are right, and a slow link costs the ring more."""
+"""Test that the benchmark of two levels runs on CPUs: results are correct, and a slow link delays the ring more."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.two_levels import simulated, speeds, strategy_named
 from burst_portable.planning.hardware import HardwareSpec
 
 ROOT = Path(__file__).parents[2]
-BLOCK = 64 * 2 * 4 * 16 * 2  # bytes of K and V of a rank
-GBPS = BLOCK / 0.05 / 1e9  # 50 ms a block
+BLOCK = 64 * 2 * 4 * 16 * 2  # bytes of K and V per rank
+GBPS = BLOCK / 0.05 / 1e9  # 50 ms per block
 
 
 @pytest.mark.full
@@ -48,7 +48,7 @@ def test_two_levels_benchmark_runs_on_cpus(tmp_path: Path):
         assert one["link"] == "nothing sent" or max(one["errors"].values()) < 1e-2
     slow = next(link for _, link in by if link.endswith("GB/s"))
     double, single, inside = (by[name, slow] for name in ("double_ring", "ring", "usp"))
-    # Forward a block crosses once in a double ring, in a ring three times, one after the other.
+    # In forward, a block crosses nodes once in a double ring, and three times in sequence in a ring.
     assert inside["predicted"]["forward"] == pytest.approx(50, rel=0.03)
     assert inside["milliseconds"]["forward"] >= 50
     assert double["predicted"]["forward"] == pytest.approx(50, rel=0.02)

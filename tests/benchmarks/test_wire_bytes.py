@@ -1,4 +1,4 @@
-"""The benchmark that counts what crosses links: counting, judgement and table, with counters that are made up here."""
+"""Test the benchmark that counts bytes on links, with simulated counters: counts, verdicts and table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
-# ------------------------------------------------------------------------------------------------- judging
+# ----------------------------------------------------------------------------------------------- verdicts
 
 
 def test_unexplained_allows_flags_and_rounding_only():
@@ -36,8 +36,8 @@ def test_unexplained_allows_flags_and_rounding_only():
     for sign in (1, -1):
         assert unexplained(80_000_000 + sign * allowed, 8_000_000, 2, 10) == 0
         assert unexplained(80_000_000 + sign * (allowed + 3), 8_000_000, 2, 10) == 3
-    assert unexplained(160_000_000, 8_000_000, 2, 10) == 80_000_000 - allowed  # every hop twice
-    assert unexplained(10 * MIB, 0, 2, 10) > 9 * MIB  # a hop that the plan leaves out
+    assert unexplained(160_000_000, 8_000_000, 2, 10) == 80_000_000 - allowed  # each message twice
+    assert unexplained(10 * MIB, 0, 2, 10) > 9 * MIB  # a message that is not in the plan
 
 
 def results():
@@ -79,7 +79,7 @@ def test_summary_lists_unexplained_bytes():
 
 
 class Counters:
-    """Show `values` one after the other, and then the last."""
+    """Return the elements of `values` in order, and then the last one again."""
 
     def __init__(self, *values: int) -> None:
         self.values = list(values)
@@ -156,7 +156,7 @@ def test_counted_bytes_equal_plan(name, strategy):
 
 
 class Twice(ThreadPeers):
-    """Every message is sent twice: results are right, and links carry double."""
+    """Send every message twice: results are correct, and links carry twice the bytes."""
 
     def copy(self, leaving, *, exclusive):
         super().copy(leaving, exclusive=exclusive)

@@ -52,8 +52,8 @@ def test_equal_options_have_equal_defaults_and_help():
         "--head-dim",
     )
     different = {
-        ("conform", "--strategy"), ("conform", "--backend"),  # what is tested, and not what runs
-        ("kernels", "--head-dim"),  # several
+        ("conform", "--strategy"), ("conform", "--backend"),  # these name the tested object
+        ("kernels", "--head-dim"),  # takes several values
     }  # fmt: skip
     for flag in shared:
         defaults = {

@@ -69,7 +69,7 @@ def test_readers_reject_bombs_pipes_and_missing_files(tmp_path, capsys):
             assert f"got {kind}" in refused(capsys, *command, str(path))
     assert f"pass {tmp_path / 'profile.json'}" in refused(
         capsys, "profile", str(tmp_path)
-    )  # where `run --report` wrote it
+    )  # the path that `run --report` writes
     for path in (tmp_path / "absent", "x" * 300):
         assert "`burst-portable run --profile --report FOLDER` writes" in refused(capsys, "profile", str(path))
         assert "export_chrome_trace writes it" in refused(capsys, "trace", str(path))

@@ -20,7 +20,7 @@ def test_conform_writes_every_format(tmp_path, capsys):
     assert main(["conform", *options, *formats]) == 0
     captured = capsys.readouterr()
     assert "cpu conforms" in captured.out
-    # No terminal: a line for each group that is done.
+    # Without a terminal, there is one line per completed group.
     told = re.findall(r"^(\w+): (\d+) checks in \d+\.\d s$", captured.err, re.MULTILINE)
     counts = {line.check: line.passed + line.skipped for line in Report.from_json(files[0].read_text()).lines()}
     assert {group: int(count) for group, count in told} == counts

@@ -1,4 +1,4 @@
-"""Lengths as people type them: `--seq-len 128k`."""
+"""Test lengths with a suffix, such as `--seq-len 128k`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Test `burst-portable kernels` on one chip and one head size; tests/kernels/triton/test_machine_code.py has all."""
+"""Test `burst-portable kernels` on one chip and one head size; tests/kernels/triton/test_machine_code.py tests the
+rest.
+"""
 
 from __future__ import annotations
 

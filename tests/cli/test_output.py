@@ -151,11 +151,11 @@ def test_closed_standard_output_is_reported(monkeypatch, capsys):
     ids=lambda command: command[0],
 )
 def test_tables_fit_narrow_terminal(capsys, monkeypatch, command):
-    monkeypatch.setenv("TERM", "dumb")  # rich takes such a terminal for 80 columns wide, without colors
+    monkeypatch.setenv("TERM", "dumb")  # for such a terminal, rich assumes 80 columns and no colors
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    sentences = ("SLOW LINK", "  what to do", "  3 training steps", "  peaks of")  # which the terminal wraps
+    sentences = ("SLOW LINK", "  what to do", "  3 training steps", "  peaks of")  # wrapped by the terminal
     assert [line for line in lines if len(line.rstrip()) > 80 and not line.startswith(sentences)] == []
     assert [line for line in lines if "…" in line] == []
 

@@ -48,7 +48,8 @@ def test_measure_prints_brackets_literally(capsys):
         "methods": methods,
     }
     measure.View(quiet=False, stderr=False).show(facts, Path(NAMED))
-    assert capsys.readouterr().out.count(NAMED) == 5 + 3  # the file: in the environment, in Config, on the command line
+    # the file occurs three times: environment, Config and command line
+    assert capsys.readouterr().out.count(NAMED) == 5 + 3
 
 
 def test_failed_run_prints_brackets_literally(capsys):

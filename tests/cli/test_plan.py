@@ -1,4 +1,4 @@
-"""`burst-portable plan`: its numbers are those that one counts by hand, and it needs no torch."""
+"""Test that the numbers of `burst-portable plan` equal values by hand, and that it needs no torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_plan_reports_bytes_of_ring(capsys):
     # Rank 0 sends its K and V to rank 1; no rank needs those of rank 1.
     assert (forward["max"]["sent_bytes"], forward["mean"]["sent_bytes"]) == (kv, kv / 2)
     assert (forward["max_message_bytes"], forward["max"]["messages"]) == (kv, 1)
-    # Rank 0 sends K and V, rank 1 sends their gradients back: 4 bytes a number each.
+    # Rank 0 sends K and V, and rank 1 returns their gradients with 4 bytes per number.
     assert (backward["max"]["sent_bytes"], backward["mean"]["sent_bytes"]) == (kv, kv)
     assert forward["memory"]["in_flight"] == kv
 
@@ -206,7 +206,7 @@ def test_plan_json_file_leaves_tables_on_stdout(capsys, tmp_path):
 
 
 def test_score_matrix_of_zigzag():
-    # 24 cells of 2 tokens: a cell on the diagonal is seen in part; rank 0 holds the first quarter and the last.
+    # 24 cells of 2 tokens. A cell on the diagonal is partly visible, and rank 0 has the first and last quarter.
     cells = [[cell.text for cell in row] for row in score_matrix(Mask.causal(), make_layout("zigzag", 48, 2))]
     assert cells[0] == ["0 ", *["· "] * 23]
     assert cells[7] == [*["11"] * 7, "1 ", *["· "] * 16]
@@ -239,7 +239,7 @@ def picture(out: str) -> list[str]:
 )
 def test_plan_picture_of_many_ranks_shades_cells_and_names_ranks(capsys, layout, ranks):
     out = text(capsys, "--seq-len", "4096", "--ranks", "32", "--layout", layout, "--mask", "window:1024")
-    # 16 cells of 256 tokens: a causal window of four of them. On its edges half of the pairs are seen.
+    # 16 cells of 256 tokens under a causal window of four cells. Half of the pairs are visible at its edges.
     band = [["██" if 0 < i - j < 4 else "▒▒" if i - j in (0, 4) else "· " for j in range(16)] for i in range(16)]
     assert picture(out) == [f"{''.join(row)}  {who}" for row, who in zip(band, ranks, strict=True)]
     legend = "       ██: all pairs of the cell, ▓▓: from 2/3, ▒▒: from 1/3, ░░: fewer, ·: none"

@@ -1,4 +1,4 @@
-"""`plan --strategy all`: every strategy that serves a call, side by side."""
+"""Test `plan --strategy all`, which compares all strategies that support a call."""
 
 from __future__ import annotations
 

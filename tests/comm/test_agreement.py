@@ -1,4 +1,4 @@
-"""Ranks that disagree: every rank raises, naming both sides; no number, no hang. One group survives them all."""
+"""Test ranks with different calls. Each rank raises an error that names both sides, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(name: str, said: list[str]) -> None:
     assert all(said), f"{name}: a rank computed in silence: {said}"
     for rank, message in enumerate(said):
         assert fact in message, (name, message)
-        assert "rank 1" in message or rank == 1  # its own refusal need not name itself
+        assert "rank 1" in message or rank == 1  # rank 1 need not name itself in its own error
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
@@ -73,7 +73,7 @@ def test_hardware_spec_hint_appears_only_if_masks_agree(mask):
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
 def test_call_after_failed_pass_raises(strategy, recorded):
-    """Rank 1 continues after an error of its own; it must not get messages of the failed pass."""
+    """Rank 1 continues after a local error; it must not get messages of the failed pass."""
 
     def work(transport):
         post, mesh = transport.post, bp.Mesh(transport.rank, 4, lambda _: transport)
@@ -222,7 +222,7 @@ def test_skipped_agreement_check_misses_mismatch():
     """Without the check, the same mismatch gives wrong numbers."""
 
     def work(mesh):
-        mesh.transport("cpu").share = lambda data, *_: [data] * mesh.size  # everybody is heard to say the same
+        mesh.transport("cpu").share = lambda data, *_: [data] * mesh.size  # simulates equal answers of all ranks
         return error_of_rank(mesh, "scale")
 
     assert not all(bp.run_threads(3, work))

@@ -1,4 +1,4 @@
-"""After an error of its own in a call, a rank that goes on to another call is refused: nothing is sent any more."""
+"""Test that the next call of a rank raises after an error within a call, before it sends anything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IN_PASS, BETWEEN = ENDED.format("pass"), ENDED.format("exchange between passes")
 
 
 class Asking(LocalTransport):
-    """Asks by messages, as transports of processes do."""
+    """Agree by messages, as transports of processes do."""
 
     share = Transport.share
 
@@ -41,7 +41,7 @@ def on_threads(before: str, at: int, after: str, wrap=lambda transport: transpor
 
 
 def check(found: list[list[str]], says: str) -> None:
-    """Rank 1's second call is refused; rank 0, which was told nothing, has no number of it either."""
+    """Check that rank 1's second call raises and that rank 0, which got no report, has no wrong result."""
     (first, second), (failed, refused) = found
     assert failed == "Planted: "
     assert refused.startswith(says)
@@ -121,7 +121,7 @@ def test_rejected_call_after_error_raises_own_error():
 def test_call_after_error_raises_over_gloo(tmp_path):
     """Before, messages of other sizes ended rank 1 by SIGABRT, and rank 0 took shorter ones for blocks.
 
-    In the last cases the second call is by another mesh of the group.
+    In the last cases, the second call uses another mesh of the group.
     """
     done = subprocess.run([sys.executable, "-m", "tests.support.after_errors", str(tmp_path)], cwd=ROOT, timeout=110)
     assert done.returncode == 0

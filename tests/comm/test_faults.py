@@ -1,4 +1,4 @@
-"""Transfers that never end, with stand-ins for works and events; the transports' own tests have the rest."""
+"""Test transfers that never end, with simulated works and events; the tests of each transport cover the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burst_portable.utils.threads import Background
 
 
 class Switch:
-    """A work, or an event."""
+    """Simulate a work or an event."""
 
     def __init__(self, on=True):
         self.on = on
@@ -67,7 +67,7 @@ def test_watch_ignores_transfers_that_device_has_not_reached():
 def test_watch_reports_transfer_that_host_cannot_start():
     settled = Settled()
     watch = TransferWatch(0.1, settled)
-    watch.add("rank 0, forward step 0: exchange with ranks [1]", [])  # and never says that it is started
+    watch.add("rank 0, forward step 0: exchange with ranks [1]", [])  # never reported as started
     assert settled.happened.wait(5)
 
 
@@ -99,7 +99,7 @@ def test_watch_thread_sleeps_and_wakes(monkeypatch):
     woken = []
     monkeypatch.setattr(Background, "wake", lambda self, owner: (woken.append(1), wake(self, owner)))
     for _ in range(3):
-        done = Switch(False)  # until all are started: else it might sleep between two of them
+        done = Switch(False)  # not done until all are started; otherwise the thread might sleep between two of them
         for number in range(30):
             hop = watch.add(f"rank 0, forward step {number}", [])
             hop.works, hop.ready = [done], Switch()

@@ -1,4 +1,6 @@
-"""Ranks that differ, fail, are late, or whose caller goes away: an error on each, and nobody left behind."""
+"""Test ranks with different calls, failed or late ranks, and an interrupted caller: each rank raises, and no thread
+remains.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +74,13 @@ def test_interrupt_ends_all_rank_threads():
             os.kill(os.getpid(), signal.SIGINT)
         mesh.transport("cpu").share(b"never said by rank 2") if mesh.rank < 2 else time.sleep(0.5)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may be deaf to it
+    # the process that starts the tests may ignore the signal
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             bp.run_threads(3, work, timeout=30)
     finally:
         signal.signal(signal.SIGINT, before)
     for thread in begun:
-        thread.join(1.0)  # what they did is over; the thread itself takes a moment more
+        thread.join(1.0)  # its work is done; the thread itself ends a moment later
         assert not thread.is_alive()

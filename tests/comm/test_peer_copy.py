@@ -1,4 +1,4 @@
-"""Peer copies among threads: the same attention, whoever is late; and what must not pass is caught."""
+"""Test peer copies between threads: late ranks do not change results, and planted bugs are detected."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ CASES = [
     Case(mask="causal", strategy="ring+together", ranks=4, batch=2),
     Case(mask="causal", strategy="ring+last", ranks=4, heads="mha"),
     Case(mask="documents", strategy="burst+together", ranks=4, dtype=torch.bfloat16),
-    Case(mask="documents", layout="whole_documents", strategy="ring+last", ranks=3),  # one document is cut
-    # Gradients that come home together, of sizes at which inboxes have gaps between other messages.
+    Case(mask="documents", layout="whole_documents", strategy="ring+last", ranks=3),  # one document is split
+    # Several gradients are returned at once. These sizes leave gaps between messages in the inbox.
     Case(mask="full", strategy="ring+together", ranks=4, heads="4x1x8x8", batch=1, length=21),
     Case(mask="full", strategy="burst+together", ranks=4, heads="4x1x8x8", batch=1, length=21),
     Case(mask="window_both", strategy="ring", ranks=4, heads="4x1x8x8", batch=1, length=31),
@@ -88,9 +88,9 @@ def test_transport_jobs_between_and_within_passes(job):
     def work(mesh):
         transport = mesh.transport("cpu")
         between = JOBS[job](transport, torch.device("cpu"))
-        if job in ("exchange", "share", "unfinished_pass"):  # they begin their own passes
+        if job in ("exchange", "share", "unfinished_pass"):  # these begin their own passes
             return between
-        transport.begin(inbox=1 << (25 if job == "reuse_after_wait" else 22))  # room for all that a job receives
+        transport.begin(inbox=1 << (25 if job == "reuse_after_wait" else 22))  # enough for all messages of a job
         within = "" if job in ("ring_laps", "message_order", "mismatch") else JOBS[job](transport, torch.device("cpu"))
         transport.end()
         return between + within
@@ -107,7 +107,7 @@ def test_exchange_that_waits_for_all_ranks_is_detected(monkeypatch):
 
 
 class Forgetful(ThreadPeers):
-    """A planted bug: of what stays on a rank, lines that lie apart are not copied."""
+    """A planted bug: strided local parts are not copied."""
 
     def copy_local(self, leaving):
         super().copy_local([one for one in leaving if isinstance(one, Parts)])
@@ -136,7 +136,7 @@ def lap(mesh, transport, number: int, read_late: float) -> bool:
 
 def laps(mesh) -> bool:
     transport = mesh.transport("cpu")
-    # Rank 1 reads late; rank 0, which sends to it, is in the next pass already.
+    # Rank 1 reads late, while rank 0, which sends to it, is already in the next pass.
     right = [lap(mesh, transport, number, 0.05 * (mesh.rank == 1)) for number in range(4)]
     return all(right)
 
@@ -157,7 +157,7 @@ def test_sender_that_does_not_wait_overwrites_inbox():
     def work(mesh):
         if mesh.rank:
             return laps(mesh)
-        # Alone in a group of two, rank 0 would wait for rank 1's messages: it takes none here.
+        # Here rank 0 receives nothing. In a group of two it would otherwise wait for messages of rank 1.
         transport = mesh.transport("cpu")
         for number in range(4):
             transport.begin(b"lap", 4096)
@@ -281,12 +281,12 @@ def test_peer_copies_send_bytes_of_plan(strategy):
     )  # fmt: skip
     cost = plan_cost(plan, HardwareSpec(1.0, 1.0))
     assert world.copied == [sum(cost.per_rank[name][r].sent for name in ("forward", "backward")) for r in range(4)]
-    # A quarter of an inbox is counted for each rank; with so short a window a rank gets one message, or two.
+    # A quarter of the inboxes is that of one rank. Under this window, a rank gets one or two messages.
     assert 4 * inboxes(plan, 0).forward == max(c.received for c in cost.per_rank["forward"])
 
 
 class PeersBesideThreads(bp.Mesh):
-    """As on GPUs: peer copies for what goes straight, and the transport beside them that all else goes through."""
+    """A mesh with peer copies for direct messages and the usual transport for the rest, as on GPUs."""
 
     peers: PeerCopyTransport
 
@@ -393,7 +393,7 @@ def test_rows_that_engines_cannot_copy_are_packed(rows):
         ((4, 9, 6, 8), (432, 0, 8, 1), False),
         ((4, 1, 6, 8), (432, 0, 8, 1), True),
         ((4, 9, 1, 8), (432, 8, 99, 1), True),
-        ((4, 9, 6, 8), (432, 8, 72, 1), False),  # heads first
+        ((4, 9, 6, 8), (432, 8, 72, 1), False),  # heads before rows
         ((4, 9, 6, 8), (432, 48, 8, 2), False),
         ((5, 9, 6, 8), (432, 48, 8, 1), False),
         ((1, 2, 6, 8), (1, (1 << 30) - 1, 8, 1), True),
@@ -401,5 +401,5 @@ def test_rows_that_engines_cannot_copy_are_packed(rows):
     ],
 )
 def test_can_send_strided_accepts_few_lines(shape, strides, can):
-    """Lines as `comm.base.Strip` wants them, and few."""
+    """The lines must fit `comm.base.Strip`, and there must be few."""
     assert can_send_strided(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")) == can

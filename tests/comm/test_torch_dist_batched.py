@@ -1,7 +1,7 @@
-"""Process groups that launch kernels for their messages, with a stand-in that keeps to torch's rule for them.
+"""Test process groups that send messages by kernels. The simulation follows torch's rule for the first call.
 
 "If this API call is the first collective call in the group, all ranks of the group must participate" (its
-`batch_isend_irecv`): such a group connects then, and ranks that came wait for those that did not.
+`batch_isend_irecv`). Such a group connects in this call, and early ranks wait for the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANKS = 3
 
 
 class Batched(TorchDistTransport):
-    """Over a stand-in for a group; ranks are threads."""
+    """A transport over a simulated process group whose ranks are threads."""
 
     def __init__(self, local):
         super().__init__(local, "nccl", batched=True)
@@ -73,7 +73,7 @@ def test_named_error_without_message_names_exception_type(monkeypatch):
 
 
 def test_rank_without_messages_connects(asked):
-    """The first rank has a document of its own; the others share one."""
+    """The first rank has a document by itself; the remaining ranks share one."""
     mask, generator = bp.Mask.documents((0, 8, 24)), torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 24, heads, 8, generator=generator) for heads in (4, 2, 2)]
 
@@ -95,7 +95,7 @@ def test_rank_without_messages_connects(asked):
 
 
 class Asking(Batched):
-    """Ranks ask each other by a store, as they do where messages live on devices."""
+    """Agree through a store, as ranks with device messages do."""
 
     share = TorchDistTransport.share
 

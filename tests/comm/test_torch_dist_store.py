@@ -1,4 +1,4 @@
-"""Exchanges of bytes between ranks through a store, and calls that are compared when they are new."""
+"""Test exchanges of bytes between ranks through a store, and the comparison of new calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from burst_portable.errors import CommunicationTimeoutError, MismatchError
 
 
 class ByStore(Transport):
-    """A transport that cannot send host memory: NCCL's way to agree, without NCCL."""
+    """A transport that cannot send host memory. It agrees as NCCL does, without NCCL."""
 
     host = False
 

@@ -1,4 +1,4 @@
-"""What crosses from node to node has a whole inner round: nothing waits for it earlier, on either side."""
+"""Test that a transfer between nodes has a full round inside the node: no rank waits for it earlier, on either side."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ RANKS, NODE = 8, 4
 
 
 class Watched(Transport):
-    """Counts the steps that post something, and notes at which of them each message is posted and waited for."""
+    """Count the steps that post messages, and record when each message is posted and waited for."""
 
     def __init__(self, wrapped: Transport) -> None:
         super().__init__(wrapped.name, wrapped.rank, wrapped.size)
         self.wrapped = wrapped
         self.posted = 0
-        self.waits: list[tuple[bool, int]] = []  # whether it crosses, and after how many posts more
+        self.waits: list[tuple[bool, int]] = []  # (whether it crosses nodes, number of later posts before the wait)
 
     def post(self, sends, receives, label=""):
         if not label.startswith(("forward", "backward")):
@@ -54,9 +54,10 @@ class Waited:
 
 @pytest.mark.parametrize(("travels", "first"), [("kv", 2), ("q", 3)])
 def test_transfers_between_nodes_wait_for_end_of_round(travels, first):
-    """All steps of a round but its last one post something, backward their gradients too.
+    """All steps of a round except the last one post messages. In backward, they post gradients too.
 
-    Backward so many steps of the own node's round are first, by the bytes of float32, and the others last.
+    In backward, the first `first` steps of the local round precede the other node's round, by float32 bytes. The rest
+    follows it.
     """
     strategy = make_strategy("double_ring", ranks_per_node=NODE, backward_circulates=travels)
 
@@ -71,7 +72,8 @@ def test_transfers_between_nodes_wait_for_end_of_round(travels, first):
         return forward, transport.waits
 
     for forward, backward in bp.run_threads(RANKS, work):
-        # Each rank gets a block and sends one; backward gradients as well, after the round of the other node.
+        # Each rank receives one block and sends one. In backward, this includes gradients, after the round of the other
+        # node.
         crossed, back = ([later for crosses, later in waits if crosses] for waits in (forward, backward))
         assert len(crossed) == 2
         assert min(crossed) == NODE - 2

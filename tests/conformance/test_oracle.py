@@ -1,4 +1,6 @@
-"""Test that the oracle judges by the 2-norm and by the largest absolute error, and sees what only one of them shows."""
+"""Test that the oracle checks the 2-norm and the largest absolute error, and detects errors that only one of them
+shows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of ranks that are processes, the report names the one whose fault it is, and where in the backend's code."""
+"""Test that a report on rank processes names the failed rank and the failing line of the backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ OWN = (False, (False, "KeyError: 'lane 7' (in wire.py:95)"))
 
 
 def collected(*said):
-    """What comes of ranks that say these things: None says nothing, an exit code is all that is left of a process."""
+    """Return the collected results of simulated ranks.
+
+    A tuple is a report, None is silence, and an integer is an exit code.
+    """
     ends, pipes, ranks = [], [], []
     for word in said:
         mine, theirs = multiprocessing.Pipe(duplex=False)

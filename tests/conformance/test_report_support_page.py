@@ -1,4 +1,4 @@
-"""Test the page of supported vendors, which a script makes of the conformance reports."""
+"""Test the page of supported vendors, which a script makes from the conformance reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the conformance suite: names of its tests, the smallest failing case, refusals."""
+"""Test the conformance suite: names of its tests, the smallest failing case, errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_cpu_backend_conforms():
 
 
 class WrongRoute(RingRoute):
-    """Takes blocks from the next rank, while ranks send to the next."""
+    """A route that takes blocks from the next rank, although ranks also send to the next one."""
 
     def block_source(self, dependencies, owner, rank):
         found = super().block_source(dependencies, owner, rank)

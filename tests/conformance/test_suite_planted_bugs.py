@@ -1,6 +1,6 @@
-"""The suite is worth what it catches: bugs around real kernels and transports, each of which it must find.
+"""Test that the conformance suite detects planted bugs around real kernels and transports.
 
-On the cpu backend, or on another one that can run here::
+The bugs are planted in the cpu backend, or in another one that can run here::
 
     python -m pytest tests/conformance/test_suite_planted_bugs.py --backend ascend
 """
@@ -34,7 +34,7 @@ from tests.support import planted_bugs, planted_transports
 from tests.support.planted_bugs import KernelWrapper, Planted
 from tests.support.planted_transports import DropsLastHop, SkipsReceiveWait, SkipsSendWait
 
-# Bug: the groups that each find it, by themselves, in a quick look.
+# Bug -> the groups of which each detects it alone, with quick coverage.
 KERNELS = {
     planted_bugs.WrongScale: ("kernels", "attention", "claims"),
     planted_bugs.OwnScale: ("kernels",),
@@ -77,7 +77,7 @@ TRANSPORTS = {
 
 @pytest.fixture(scope="session")
 def real(request):
-    """The backend that bugs are planted in."""
+    """Return the backend in which bugs are planted."""
     backend = load(request.config.getoption("backend"))
     if not (probe := backend.probe()).ok:
         pytest.fail(f"{backend.name} cannot run here: {probe.reason}")
@@ -113,7 +113,7 @@ def test_kernel_bug_is_detected(bug, group, real):
 
 
 class ServesAll(Planted):
-    """A vendor whose only kernel declines nothing."""
+    """A vendor whose only kernel declines no call."""
 
     def kernels(self):
         return (KernelWrapper(ReferenceKernel()),)
@@ -125,7 +125,7 @@ def test_bug_of_declined_calls_skips_kernels_that_decline_none(bug):
 
 
 class NoTransport(Backend):
-    """A vendor that has written kernels and no transport yet."""
+    """A vendor with kernels and no transport."""
 
     name, capabilities = "no_transport", load("cpu").capabilities
 
@@ -144,7 +144,7 @@ def test_group_skips_backend_without_transport():
 
 
 class Labelled(planted_transports.TransportWrapper):
-    """Refuses messages that errors could not name."""
+    """Assert that each message has a label, which errors need."""
 
     def post(self, sends, receives, label=""):
         assert label, "a message without a label"
@@ -175,7 +175,7 @@ def test_rounding_tolerance_grows_with_scores(real):
     report = check_backend(backend, cases=[f"kernels:{kernel.name}:{case}" for kernel in backend.kernels()])
     assert report.ok, report.failures[0].message
     errors = [error for result in report.results for name, (error, _) in result.errors.items() if name == "dq"]
-    assert max(errors) > 4 * 2**-10  # what scores of a usual size may lose
+    assert max(errors) > 4 * 2**-10  # allowed error of scores of usual size
 
 
 @pytest.mark.parametrize(("bug", "group"), pairs(TRANSPORTS))
@@ -191,7 +191,7 @@ def test_missing_direct_transport_is_detected(real):
 
 
 class ClaimsStreams(Planted):
-    """The group "group" then wants a device for every rank, and is skipped."""
+    """The group "group" then needs one device per rank, and is skipped."""
 
     @property
     def capabilities(self):
@@ -204,7 +204,7 @@ def test_claimed_streams_of_cpu_are_detected():
 
 
 class WithProbeFacts(Planted):
-    """Says these facts of its machine."""
+    """Report the given facts in its probe."""
 
     facts: ClassVar[dict[str, object]] = {}
 
@@ -243,7 +243,7 @@ def test_process_bug_is_detected(bug, real):
     """`None` wraps the transport without a bug and must pass."""
     report = examine(Planted(wire=bug or planted_transports.TransportWrapper, real=real), "group")
     assert report.ok is (bug is None), report.markdown()
-    # What a rank found, or ended with: not that none could be started.
+    # Each failure is that of a rank, and not a failure to start ranks.
     assert all(re.search(r"\brank \d", failure.message) for failure in report.failures), report.markdown()
 
 
@@ -291,7 +291,7 @@ def test_quick_check_covers_kernel_with_few_supported_sizes(real):
 
 
 def late_clock(monkeypatch):
-    """Microseconds for nanoseconds."""
+    """Return microseconds instead of nanoseconds."""
     for clock in (clocks.HostClock, clocks.DeviceClock):
         once = clock.read
         monkeypatch.setattr(clock, "read", lambda self, mark, once=once: once(self, mark) // 1000)
@@ -299,7 +299,7 @@ def late_clock(monkeypatch):
 
 
 def kernels_lost(monkeypatch):
-    """Those of the first step of a backward pass are not written down."""
+    """Omit the records of the first step of a backward pass."""
     once = RecordingObserver.row
 
     def row(self, kind, backward, step, *rest):
@@ -310,7 +310,7 @@ def kernels_lost(monkeypatch):
 
 
 def waits_as_computing(monkeypatch):
-    """What is exposed is told as computing."""
+    """Count exposed communication as compute."""
     once = Timeline.partition
 
     def partition(self):
@@ -321,13 +321,13 @@ def waits_as_computing(monkeypatch):
 
 
 def idle_forgotten(monkeypatch):
-    """What is left is not told."""
+    """Report idle time as 0."""
     once = Timeline.measure
     monkeypatch.setattr(Timeline, "measure", lambda self, windows: once(self, windows) | {"idle": windows[:, 0] * 0})
 
 
 def bits_changed(monkeypatch):
-    """A recorded kernel rounds once more."""
+    """Round once more in a recorded kernel."""
     once = Session.observe
 
     class Rounding(WrappedKernel):

@@ -1,4 +1,4 @@
-"""Trials in several processes: the same results in the same order, and what becomes of a process that dies."""
+"""Test trials in several processes: equal results in equal order, and the report of a process that ends early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.planted_bugs import KernelWrapper, Planted
 
 
 class DiesOfSoftcap(KernelWrapper):
-    """As a kernel's driver may, it takes the process with it."""
+    """End the process, as a kernel's driver may."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         if call.softcap is not None:
@@ -28,7 +28,7 @@ class DiesOfSoftcap(KernelWrapper):
 
 
 class HangsInSoftcap(KernelWrapper):
-    """As a kernel does that waits for a flag which nobody sets."""
+    """Hang, as a kernel does that waits for a flag that is never set."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         if call.softcap is not None:
@@ -37,7 +37,7 @@ class HangsInSoftcap(KernelWrapper):
 
 
 class FailsForGood(KernelWrapper):
-    """As CUDA after an illegal address: the process's every later call fails too."""
+    """Fail in every later call of the process, as CUDA does after an illegal address."""
 
     def __init__(self, kernel):
         super().__init__(kernel)
@@ -52,7 +52,7 @@ class FailsForGood(KernelWrapper):
 
 @pytest.fixture(autouse=True)
 def nobody_is_left():
-    before = set(multiprocessing.active_children())  # other tests' pools, which stay
+    before = set(multiprocessing.active_children())  # pools of other tests, which remain
     yield
     assert set(multiprocessing.active_children()) <= before
 
@@ -116,11 +116,12 @@ sys.exit(main())
 
 
 def test_interrupt_while_processes_start_ends_all():
-    """All processes are importing torch; the first ends the others and reports where it was."""
+    """All processes are importing torch; the first one ends the remaining ones and reports where it was."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", LISTENING], start_new_session=True, **pipes)
     try:
-        while len(found := psutil.Process(process.pid).children()) < 3:  # with multiprocessing's own
+        # including the helper process of multiprocessing
+        while len(found := psutil.Process(process.pid).children()) < 3:
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         time.sleep(0.3)

@@ -17,7 +17,7 @@ import burst_portable as bp
 from burst_portable.conformance import oracle
 from burst_portable.nn import SelfAttention
 
-# torch's own: it begins with a recording of nothing, and would like float32 products to be less exact.
+# torch's own warnings: it records an empty graph, and recommends less exact float32 products.
 IGNORED = "ignore:The CUDA Graph is empty", "ignore:TensorFloat32 tensor cores"
 pytestmark = [pytest.mark.device, *map(pytest.mark.filterwarnings, IGNORED)]
 LENGTHS = 300, 513

@@ -1,4 +1,4 @@
-"""The Hopper kernel on a device against the float64 reference: every mask, ragged lengths, GQA, states, strides."""
+"""Test the Hopper kernel on a device against the float64 reference: all masks, ragged lengths, GQA, states, strides."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def inputs(batch, length, heads, kv_heads, dim, value_dim, dtype=torch.bfloat16)
 
 @pytest.fixture(scope="module", autouse=True)
 def hopper():
-    # torch for ROCm gives an MI250 the same number.
+    # torch for ROCm reports the same capability for an MI250.
     if torch.version.hip or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no sm_90 device")
     reason = KERNEL.supports(kernel_call(torch.bfloat16, DEVICE, 2, 2, 128, 128, deterministic=False)).reason
@@ -162,7 +162,7 @@ def test_hopper_adds_sink_gradients_in_second_launch(mask, dtype):
 def test_hopper_adds_long_block_gradients_in_second_launch(dim, monkeypatch):
     """One head per program or a group of heads; the long block is in the middle or at the end."""
     split_long_blocks(monkeypatch)
-    monkeypatch.setattr(configs, "LATE", 1)  # or a group of heads would need hundreds
+    monkeypatch.setattr(configs, "LATE", 1)  # otherwise a group of heads would need hundreds
     for heads, kv_heads in ((3, 3), (24, 12)):
         q, k, v = (randn(2, 1030, h, dim, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
         for first, last, apart in ((0, 9, (0, 9)), (300, 310, (256, 310)), (1025, 1029, (1024, 1030))):

@@ -1,4 +1,4 @@
-"""The Hopper kernel with the real flash-attn-4 on a device, against the float64 reference."""
+"""Test the Hopper kernel with the real flash-attn-4 on a device, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.calls import kernel_call
 from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
 from tests.support.hopper_cases import gap, tiles_of
 
-# While it compiles, the package warns of its arguments and of deprecated functions of its libraries.
+# While it compiles, the package warns about its arguments and about deprecated functions.
 pytestmark = [
     pytest.mark.device,
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -42,7 +42,7 @@ def use_package_for_small_work(monkeypatch):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
     ("heads", "dtype"),
-    [((4, 4), torch.bfloat16), ((6, 2), torch.bfloat16), ((8, 1), torch.float16)],  # each is compiled, for seconds
+    [((4, 4), torch.bfloat16), ((6, 2), torch.bfloat16), ((8, 1), torch.float16)],  # each compiles for some seconds
     ids=["mha", "gqa", "mqa-fp16"],
 )
 def test_flash4_causal(kernel, length, heads, dim, dtype):

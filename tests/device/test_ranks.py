@@ -63,7 +63,7 @@ def test_captured_graph_of_one_rank_replays():
             out = bp.attention(*leaves, mesh=mesh, deterministic=False)
             return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
-        for _ in range(3):  # plans, tables and compiled kernels are made before anything is captured
+        for _ in range(3):  # makes plans, tables and compiled kernels before the capture
             step()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()

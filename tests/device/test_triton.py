@@ -1,4 +1,4 @@
-"""The Triton kernels on an accelerator, the same cases as in the interpreter, bfloat16 too: `pytest -m device`."""
+"""Test the Triton kernels on an accelerator with the cases of the interpreter and bfloat16: `pytest -m device`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def device() -> str:
     device = torch.accelerator.current_accelerator().type
-    with warnings.catch_warnings():  # the first product on a device may warn that it makes its context
+    with warnings.catch_warnings():  # the first product on a device may warn that it creates a context
         warnings.simplefilter("ignore")
         x = torch.ones(16, 16, device=device, dtype=torch.float64, requires_grad=True)
         torch.autograd.grad((x @ x).sum(), x)
@@ -47,7 +47,7 @@ def test_triton_small_cases(kernel, device: str, case: Case) -> None:
     check(kernel, case, device)
 
 
-# Long enough for full blocks of every configuration, at even and at uneven places.
+# Long enough for full blocks of every configuration, at aligned and unaligned positions.
 LONG = [
     Case(mask, length, layout, ranks, heads=4, kv_heads=2, head_dim=d, v_head_dim=d, dtype=torch.bfloat16, scale=0.1)
     for length, d in ((1024, 128), (1003, 64))

@@ -1,4 +1,4 @@
-"""Over several devices: streams, meshes and delays that must not mix up buffers; peers that are late, gone or wrong."""
+"""Test several devices: streams, meshes and delays must not mix up buffers, and late or wrong peers are reported."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_one_rank_out_of_memory_raises_on_all_ranks(tmp_path, transport):
     said = play(tmp_path, "memory", transport, 2)
     if "absent" in said.get(0, {}):
         pytest.skip(said[0]["absent"])
-    if said[1]["error"] == "CommunicationError":  # no memory for what peers send: all ranks agree on that
+    if said[1]["error"] == "CommunicationError":  # no memory for messages of peers, on which all ranks agree
         assert "out of memory" in said[1]["message"]
         assert said[0]["error"] == "CommunicationError", said
     else:

@@ -62,7 +62,7 @@ def test_run_on_two_processes_equals_one_device(config: Path, tmp_path: Path, ca
     said = capsys.readouterr()
     assert "PASSED  2 steps match one device" in said.out
     assert "model FLOP utilization" in said.out
-    assert "a matrix product of" in said.out  # what the peak is
+    assert "a matrix product of" in said.out  # the source of the peak
     assert said.err == ""
     assert json.loads((report / "report.json").read_text(encoding="utf-8")) == facts
     page = (report / "report.html").read_text(encoding="utf-8")
@@ -73,7 +73,8 @@ def test_run_on_two_processes_equals_one_device(config: Path, tmp_path: Path, ca
     page = (tmp_path / "unknown.html").read_text(encoding="utf-8")
     assert "<b>unknown</b><span>model FLOP utilization" in page
     assert "unknown: the device" in page
-    assert not any(word in page for word in ("<script", "<link", "@import", "src=", "href=", "url("))  # needs no other
+    # the page loads nothing else
+    assert not any(word in page for word in ("<script", "<link", "@import", "src=", "href=", "url("))
 
 
 BROKEN = """

@@ -1,4 +1,6 @@
-"""`burst-portable run --profile`: a small training over two processes leaves its profile in the report's folder."""
+"""Test `burst-portable run --profile`: a small training on two processes writes its profile to the folder of the
+report.
+"""
 
 from __future__ import annotations
 

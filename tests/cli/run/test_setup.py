@@ -10,7 +10,7 @@ from burst_portable.cli.run.setup import mfu, model_flops
 from tests.support.models import SIZES
 
 QKVO = 32 * 32 + 2 * 32 * 16 + 32 * 32
-MATRICES = 2 * (QKVO + 3 * 32 * 48 + 2 * 32) + 32  # of two layers, with their norms and the last one
+MATRICES = 2 * (QKVO + 3 * 32 * 48 + 2 * 32) + 32  # of two layers with their norms, and of the last norm
 TABLE = 64 * 32
 GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=1000)
 
@@ -21,9 +21,9 @@ GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=100
         # Two products of 32 = 4 heads of 8, over 47 * 48 / 2 pairs, in two layers.
         (LlamaConfig(**SIZES), MATRICES + TABLE, 2 * 2 * 2 * 32 * 1128),
         (LlamaConfig(**SIZES, tie_word_embeddings=True), MATRICES + TABLE, 2 * 2 * 2 * 32 * 1128),
-        # Positions are looked up, and give nothing to multiply; biases of q, k, v and o, of norms, and of a plain MLP.
+        # Position embeddings need no product. There are biases of q, k, v and o, of norms, and of a plain MLP.
         (GPT2, 2 * (4 * 32 * 32 + 2 * 32 * 128 + 4 * 32 + 32 + 128 + 4 * 32) + 2 * 32 + TABLE, 2 * 2 * 2 * 32 * 1128),
-        # One layer sees 9 tokens, whose first 8 rows see fewer; biases of q, k, v.
+        # One layer has a window of 9 tokens, and its first 8 rows see fewer. There are biases of q, k, v.
         (
             Qwen2Config(
                 **SIZES,

@@ -50,7 +50,7 @@ globals()[DOES[RANK]]()
 
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs as many ranks as there are deeds; what is left of their processes is asked by their folder."""
+    """Return a function that runs one rank per action, and asserts that no process of the job remains."""
 
     def run(*deeds: str, **options: float):
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}")
