@@ -19,7 +19,7 @@ ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 @pytest.fixture(autouse=True)
 def heard():
-    """Restore the default handlers, which the parent of the tests may have disabled."""
+    """Set the default handlers of signals, which the parent of the tests may have disabled."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

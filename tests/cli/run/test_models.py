@@ -85,7 +85,7 @@ def test_truncated_checkpoint_raises(checkpoint, tmp_path):
 
 
 def test_integer_weights_raise(checkpoint, tmp_path):
-    """A quantized checkpoint whose config does not say so must not be read as plain weights."""
+    """A quantized checkpoint without quantization in its config must not be read as plain weights."""
 
     def change(weights):
         name = "model.layers.0.self_attn.q_proj.weight"
