@@ -1,4 +1,4 @@
-"""The same over real processes and gloo: one group of processes for all of this file's cases."""
+"""Test attention on processes over gloo against the oracle. One group of processes runs all cases of this file."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_errors_reach_all_processes(answers, what, words):
 
 
 def test_late_transfer_names_rank_step_and_peer(answers):
-    """A hop that is late is an error that names rank, step and peer."""
+    """The error of a late message names rank, step and peer."""
     message = answers[0]["late"]
     assert "rank 0" in message
     assert "step 0" in message

@@ -1,4 +1,4 @@
-"""Forward and every gradient, over ranks as threads, against the oracle in float64."""
+"""Test the forward pass and all gradients on ranks that are threads, against the oracle in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.thread_peers import World, run_peers
 
 
 def check(case: Case) -> None:
-    """Every rank brings the same whole results back, to the bit; one is held against the oracle."""
+    """Check that all ranks return bitwise equal unsharded results, and compare one of them with the oracle."""
     inputs = make_inputs(case)
     first, *others = bp.run_threads(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs))
     assert find_violations(first, *expected(case, inputs), case.dtype) == {}
@@ -84,7 +84,7 @@ def test_rows_without_keys_have_zero_output(strategy):
 
 
 def errors_by_ranks(ranks, strategy, dtype, sharpness, kernel):
-    """Quantity -> its error against float64 for each number of ranks; the same data for all."""
+    """Return the error of each quantity against float64 for each number of ranks, with equal data."""
     errors: dict[str, list[float]] = {}
     for count in ranks:
         case = Case(ranks=count, strategy=strategy, dtype=dtype, length=256, batch=1, heads="wide_heads")
@@ -109,9 +109,9 @@ EVERY = (2, 4, 8, 16, 32, 64)
     ids=str,
 )
 def test_error_does_not_depend_on_ranks(strategy, dtype, ranks):
-    """Largest over smallest error: at most 1.25, in every quantity.
+    """The ratio of the largest and the smallest error is at most 1.25 for each quantity.
 
-    The reference kernel computes wider than its inputs, so what is seen here is what distribution adds. Scores are
+    The reference kernel computes in wider dtypes than its inputs, so the errors are those of distribution. Scores are
     spread as in trained attention.
     """
     errors = errors_by_ranks(ranks, strategy, dtype, 4.0, "reference")
@@ -127,7 +127,7 @@ def test_error_does_not_grow_with_ranks(strategy, dtype, ranks):
 
 
 class Narrow(Case):
-    """The same, its gradients rounded on their way."""
+    """A case whose gradients are sent in the dtype of the inputs."""
 
     def make_strategy(self):
         return replace(super().make_strategy(), gradient_comm_dtype="input")
@@ -157,7 +157,7 @@ def test_results_are_bitwise_reproducible():
 
 
 class Unused(torch.autograd.Function):
-    """Has no gradient for what it took, not even zeros."""
+    """Return no gradient for the input, not even zeros."""
 
     @staticmethod
     def forward(ctx, x):
@@ -197,7 +197,7 @@ def heads_first_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 class Brought(torch.autograd.Function):
-    """What a collective of torch's brings, forward and backward: it has no memory before an operator asks for it."""
+    """Return the result type of torch's asynchronous collectives. It has no memory before an operator uses it."""
 
     @staticmethod
     def forward(ctx, x):
@@ -210,7 +210,7 @@ class Brought(torch.autograd.Function):
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("ulysses", 2), ("ring", 1)])
 def test_async_collective_inputs_are_waited_for(strategy, ranks):
-    """Kernels and copies that take addresses would read at 0."""
+    """Kernels and copies that take addresses would otherwise read at address 0."""
     case, addresses = Case(ranks=ranks, strategy=strategy), []
     x = make_inputs(case)
 
@@ -275,7 +275,7 @@ def test_double_backward_raises():
 
 
 def _save_products(_context, operator, *_arguments, **_named):
-    """What selective checkpointing usually keeps, and more: what takes long, and what kernels add up in."""
+    """Save what selective checkpointing usually keeps, and also long operations and the sums of kernels."""
     name = operator.__name__
     kept = "attention" in name or name.startswith(("mm", "bmm", "mul", "add", "exp", "zeros", "_to_copy", "clone"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

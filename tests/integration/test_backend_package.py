@@ -1,4 +1,4 @@
-"""The example of a backend in a package of its own: installed as pip installs it, and examined, with no change here."""
+"""Test the example of a backend in a separate package: pip installs it, and the conformance suite accepts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def environment(tmp_path_factory):
 
 
 def started(environment, *arguments):
-    """Not in the example's folder: Python would find the package there, and not the one that is installed."""
+    """Start a module outside the example's folder, so that Python finds the installed package."""
     command = [sys.executable, "-m", *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
@@ -34,7 +34,7 @@ def started(environment, *arguments):
 
 
 def ended(process):
-    """Return the exit code and the output."""
+    """Wait for the process and return its exit code and output."""
     stdout, stderr = process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 

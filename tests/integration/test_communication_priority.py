@@ -1,4 +1,4 @@
-"""Where kernels that move messages go before kernels that compute: who is told, and what it is priced by."""
+"""Test transports whose messages have priority over kernels: which kernels yield, and the predicted time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUPS = bp.make_strategy("ulysses", head_groups=2)
 
 
 class Asked(WrappedKernel):
-    """Notes down whether a rank's forward kernel is to yield, step by step."""
+    """Record in each step whether the rank's forward kernel must yield."""
 
     def __init__(self, wrapped, seen):
         super().__init__(wrapped)
@@ -103,7 +103,7 @@ def test_where_messages_go_first_replaces_slowdown():
     assert known.with_high_priority() == known
     hopper, other = (hardware_of_machine("NVIDIA H200", 2, kernel) for kernel in ("hopper", "reference"))
     assert hopper.comm_slowdown_high_priority[0] < hopper.comm_slowdown[0]
-    assert other.comm_slowdown_high_priority is None  # what was not measured is taken to wait
+    assert other.comm_slowdown_high_priority is None  # without a measurement, the kernel is assumed to wait
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -126,7 +126,7 @@ def test_auto_uses_slowdown_of_its_transport(first, monkeypatch):
 def test_auto_uses_head_groups_if_messages_have_priority(first):
     """All groups but the first and the last overlap with the kernel if no message waits for it."""
     hardware = hardware_of_machine("NVIDIA H200", 2, "hopper")
-    hardware = replace(hardware, peer_copy_bandwidth=())  # no peer copies: over NCCL
+    hardware = replace(hardware, peer_copy_bandwidth=())  # without peer copies, over NCCL
     strategy = AutoStrategy(hardware=hardware.with_high_priority() if first else hardware)
     plan = bp.plan(seq_len=32768, ranks=2, heads=32, mask="causal", strategy=strategy)
     assert ("ulysses, 2 groups" in plan.reason) is first
@@ -145,7 +145,7 @@ def test_run_uses_slowdown_of_its_process_group(options, monkeypatch):
 
 
 def test_hardware_of_unknown_kernel_is_that_of_first_kernel():
-    """`run` does not know the kernel before tensors exist."""
+    """`run` cannot choose the kernel before tensors exist."""
     unknown, hopper = (hardware_of_machine("NVIDIA H200", 2, kernel) for kernel in ("", "hopper"))
     assert unknown.with_high_priority().comm_slowdown == hopper.comm_slowdown_high_priority
 

@@ -1,4 +1,6 @@
-"""Two models, groups that are apart or overlap, and threads at once share no buffers; a shared pool is caught."""
+"""Test concurrent models, separate or overlapping groups, and threads: they share no buffers, and a shared pool is
+detected.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,11 @@ def test_buffer_pool_shared_by_groups_is_detected(over_gloo):
     assert [found["pool, one at a time"] for found in over_gloo] == [{"model": 0}] * RANKS
     assert (
         sum(sum(wrong.values()) for found in over_gloo for wrong in found["pool, at once"]) > 0
-    )  # they meet at random
+    )  # they collide at random
 
 
 def on_threads(ranks: int, seed: int, pool: Pool | None) -> int:
-    """A model over ranks that are threads; how many of its attentions are wrong on any."""
+    """Run a model on ranks that are threads, and return the number of wrong attention results of all ranks."""
 
     def work(transport: LocalTransport) -> int:
         delaying = Delaying(transport, 10 * seed + transport.rank, pool)
@@ -61,4 +63,4 @@ def test_buffer_pool_shared_by_threads_is_detected():
     tries = (
         run_concurrently({str(n): partial(on_threads, 2, seed + n, pool) for n in range(3)}) for seed in range(0, 15, 3)
     )
-    assert any(sum(wrong.values()) for wrong in tries)  # threads meet at random: a few tries
+    assert any(sum(wrong.values()) for wrong in tries)  # threads collide at random, so there are a few tries

@@ -1,4 +1,4 @@
-"""Sequences over ranks below torch's own data parallelism: one start of four processes for all cases."""
+"""Test sequence parallelism within torch's data parallelism. Four processes are started once for all cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A rank that is killed, stopped, late, out of memory or raises: the others say so, take down their group, and end."""
+"""Test a rank that is killed, stopped, late, out of memory or raises: the other ranks report it, destroy their group
+and end.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ STEPS = ("forward step", "backward step", "to heads", "to sequence", "that ranks
 
 @pytest.fixture(scope="module")
 def play():
-    """Plays scenarios, all at the same time, in a server of their own."""
+    """Return a function that runs scenarios concurrently in a separate server."""
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.faulty_ranks"],
         cwd=ROOT,
@@ -51,7 +53,7 @@ def play():
 
 CASES = (
     ("killed", 9, "ring"),  # in a forward pass
-    ("stopped", 1, "burst"),  # before the first hop
+    ("stopped", 1, "burst"),  # before the first message
     ("late", 12, "burst"),  # in a backward pass
     ("out_of_memory", 26, "ring"),
     ("raises", 14, "burst"),
@@ -78,7 +80,7 @@ def check(scenario: Scenario, outcome: dict) -> None:
         message = told["message"]
         assert message.startswith(f"rank {rank}, "), (scenario, message)
         assert any(step in message for step in STEPS), (scenario, message)
-        assert "rank 1" in message, (scenario, message)  # directly, or from who gave up before
+        assert "rank 1" in message, (scenario, message)  # named directly, or by a rank that gave up earlier
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -91,7 +93,7 @@ def test_injected_fault_is_reported(played, fault):
 
 
 def test_groups_in_another_order_name_both_sides(played):
-    """No rank fails, but rank 1 waits in another group than the others."""
+    """No rank fails, but rank 1 waits in another group than the remaining ranks."""
     _, outcome = played[OTHER_GROUP]
     assert outcome["codes"] == [GAVE_UP] * RANKS, outcome
     for rank in range(RANKS):
@@ -100,7 +102,8 @@ def test_groups_in_another_order_name_both_sides(played):
         assert told["message"].startswith(f"rank {rank}, checking that ranks agree on pass 1 (forward, full)")
         for other in set(range(RANKS)) - {rank}:
             assert f"rank {other}, checking" in told["message"], told["message"]
-        assert "[group 0: ranks 0, 1, 2]" in told["message"]  # where the others are, or rank 1 is not
+        # the group of the other ranks, or that of which rank 1 is no member
+        assert "[group 0: ranks 0, 1, 2]" in told["message"]
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The example of a strategy in a package of its own: installed as pip installs it, with no other line changed."""
+"""Test the example of a strategy in a separate package: pip installs it, and no other line changes."""
 
 from __future__ import annotations
 

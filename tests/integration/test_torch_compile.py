@@ -1,4 +1,4 @@
-"""Under torch.compile models of transformers run between graphs and our own module in one, and the numbers stay."""
+"""Test torch.compile: transformers models run between graphs, our module runs in one graph, and results stay equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from burst_portable.nn import SelfAttention
 from tests.support.compiled_ranks import on_threads
 from tests.support.models import assert_same, make, on_one_device, on_ranks, tokens
 
-# torch's own: the compiler looks at .grad of what it is handed.
+# torch's own warning: the compiler reads .grad of its inputs.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]
 BACKENDS = ["eager", pytest.param("aot_eager", marks=pytest.mark.full)]
 
@@ -66,7 +66,7 @@ def test_compiled_self_attention_equals_eager(backend: str):
 
 
 def test_compiled_self_attention_has_one_graph_for_lengths():
-    """With its own positions and given ones, and a mask of any name."""
+    """Uses its own and given positions, and a mask of any name."""
     counter = CompileCounterWithBackend("aot_eager")
     module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single(), mask=bp.Mask.window(5))
     call = torch.compile(module, backend=counter, fullgraph=True)

@@ -15,7 +15,7 @@ from burst_portable.planning.tiles import Tile, find_tiles, make_tile
 
 
 def boxes(length):
-    """Tiles of every kind: whole masks, striped ones, and small bands across small boxes."""
+    """Yield tiles of all kinds: full masks, striped layouts, and narrow bands across small boxes."""
     for mask in MASKS.values():
         for layout, ranks in (("contiguous", 1), ("striped", 3)):
             shards = make_layout(layout, length, ranks, mask).shards

@@ -1,4 +1,4 @@
-"""Compare the kernels that run on a CPU, the reference among them, with the float64 oracle, one tile list at a time."""
+"""Compare the CPU kernels, including the reference, with the float64 oracle, one tile list at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def run(kernel, q, k, v, dout, parts, options, with_out=False):
-    """All parts (k range, tiles), merged in the kernel's state, then their gradients."""
+    """Compute all parts (k range, tiles) into one state of the kernel, and then their gradients."""
     state = None
     for columns, tiles in parts:
         state = kernel.attend(q, k[:, columns], v[:, columns], tiles, options, state=state)

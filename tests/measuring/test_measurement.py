@@ -1,4 +1,4 @@
-"""Test what `measure` reports, on simulated clocks and over ranks that are threads."""
+"""Test the results of `measure`, on simulated clocks and on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_measure_keeps_slowdown_that_cannot_be_measured(monkeypatch):
 
 @pytest.mark.parametrize("known", [(0.0, 0.0), (0.9, 0.3)])
 def test_high_priority_slowdown_fills_unknown_comm_slowdown(known, monkeypatch):
-    """A value that the backend already knows is kept."""
+    """A value that the backend already has is kept."""
     monkeypatch.setattr(measurement, "measure_slowdown", lambda *_: (0.25, "planted"))
     before = HardwareSpec(tflops=1.0, intra_node_bandwidth=1.0, comm_slowdown=known)
     monkeypatch.setattr(type(load("cpu")), "measured_hardware", lambda *_: before, raising=False)
@@ -63,14 +63,14 @@ def test_high_priority_slowdown_fills_unknown_comm_slowdown(known, monkeypatch):
 
 
 def test_varied_returns_largest_ratio_since_last_call():
-    """Of several calls that which differs most, and each time only what was measured since."""
+    """Returns the ratio of the call that varies most, and each time only for calls since the last one."""
     clock = Simulated(Machine())
-    times = iter([1.0, 4.0, 3.0, 4.0, 2.0, 5.0])  # three rounds of two calls in turn
+    times = iter([1.0, 4.0, 3.0, 4.0, 2.0, 5.0])  # three rounds of two calls
     clock.time = lambda call, calls: next(times)
     assert clock.medians([lambda: None] * 2, 1) == [2.0, 4.0]
     assert clock.pop_max_over_min() == 3.0
     assert clock.pop_max_over_min() == 1.0
-    clock.time = lambda call, calls: 0.0  # a clock that is too coarse tells nothing
+    clock.time = lambda call, calls: 0.0  # a clock that is too coarse gives no ratio
     assert clock.median(lambda: None) == 0.0
     assert clock.pop_max_over_min() == 1.0
 
@@ -109,7 +109,7 @@ def test_measure_over_threads_writes_readable_file(tmp_path, ranks, ranks_per_no
     }
     if (
         "too early to measure a slowdown" in facts["methods"]["comm_slowdown"]["method"]
-    ):  # kernels this small may be shorter than a message
+    ):  # such small kernels may be shorter than a message
         measured.add("comm_slowdown")
     assert measured == alone | (of_links if ranks > 1 else set()) | (
         {"ranks_per_node", "inter_node_bandwidth"} if ranks_per_node else set()
@@ -117,7 +117,7 @@ def test_measure_over_threads_writes_readable_file(tmp_path, ranks, ranks_per_no
     assert [size for size, _ in found.hardware.p2p_bandwidth] == ([1 << 16, 1 << 20, 8 << 20] if ranks > 1 else [])
     assert len(found.hardware.all_to_all_bandwidth) == (
         3 if ranks == 3 else 0
-    )  # two ranks, or two a node: the other is the next
+    )  # with two ranks in total or per node, the other rank is the next one
     assert found.hardware.ranks_per_node == (ranks_per_node or 0)
     assert all(0 <= share <= 1 for share in found.hardware.comm_slowdown)
     guess = hardware_of(load("cpu"), ranks)

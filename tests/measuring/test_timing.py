@@ -1,4 +1,4 @@
-"""Test clocks, timed messages, timed kernels and the arithmetic of their seconds, most of it on a simulated clock."""
+"""Test clocks, timed messages, timed kernels and the arithmetic of their times, mostly on a simulated clock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_measure_curve_and_hop_measure_bandwidth_and_latency():
     points = measure_curve(Simulated(machine), machine, Peers([1], [1]), (10**4, 10**6))
     assert points == ((10**4, pytest.approx(1e4 / 1.01e-3 / 1e9)), (10**6, pytest.approx(1e6 / 2e-3 / 1e9)))
     assert message_latency(Simulated(machine), machine, Peers([1], [1])) == pytest.approx(1e-3 + 256e-9)
-    # To three others at once: bytes of all of them together.
+    # To three other ranks at once: the bytes of all three together.
     spread = measure_curve(Simulated(machine), machine, Peers([1, 2, 3], [3, 2, 1]), (10**6,))
     assert spread == ((999_999, pytest.approx(999_999 / (3e-3 + 999_999e-9) / 1e9)),)
 
@@ -124,14 +124,14 @@ def test_peers_within_and_between_nodes():
     assert Peers.next(4, 8, 4) == Peers([5], [7])
     assert Peers.all_in_node(5, 8, 4) == Peers([6, 7, 4], [4, 7, 6])
     assert Peers.next_node(6, 8, 4) == Peers([2], [2])
-    for rank in range(8):  # who is sent to receives from us
+    for rank in range(8):  # each target of this rank receives from it
         for make in (Peers.next, Peers.all_in_node, Peers.next_node):
             mine = make(rank, 8, 4)
             assert all(rank in make(other, 8, 4).sources for other in mine.targets)
 
 
 class Device:
-    """Events of a device that has begun before its host is done, so many times; then never again."""
+    """Simulate the events of a device that starts before its host is ready: `late` times, and then never again."""
 
     def __init__(self, monkeypatch, late: int) -> None:
         self.late, self.passes = late, []
@@ -151,7 +151,7 @@ class Device:
 
 @pytest.mark.parametrize(("late", "passes"), [(0, 100), (1, 200), (3, 800), (4, 0), (99, 0)])
 def test_clock_holds_device_until_host_is_ahead(monkeypatch, late, passes):
-    """The hold gets longer with each attempt; if the host is never ahead, the last one counts."""
+    """The hold gets longer with each attempt; if the host is never ahead, the last attempt counts."""
     device = Device(monkeypatch, late)
     transport = bp.Mesh.single().transport("cpu")
     clock = TransportClock(transport, CPU, streams=True, delay_bytes=1 << 10)  # a CPU takes many bytes slowly

@@ -81,7 +81,7 @@ def test_standin_stream_waits_for_event_of_other_stream(
     assert cann.HcclSend(sent, size, UINT8, 0, ranks[1], sending) == 0
     assert cann.aclrtSynchronizeStream(copying) == 0
     assert copied.value == b"hello"
-    assert cann.aclrtSynchronizeStream(receiving) == 0  # its event is there a moment before it is done
+    assert cann.aclrtSynchronizeStream(receiving) == 0  # the event exists a moment before it is complete
     assert ready(cann, receiving)
     assert not list(tmp_path.iterdir()), "a message that was read is gone"
 

@@ -1,4 +1,4 @@
-"""Every file in benchmarks/results is named by a page, and every named file exists."""
+"""Check that a page names each file in benchmarks/results, and that each named file exists."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from burst_portable.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-FOLDERS = ("docs", "backends", "benchmarks", "examples", "profiling")  # all that have pages
+FOLDERS = ("docs", "backends", "benchmarks", "examples", "profiling")  # all folders with pages
 EVERY_PAGE = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 # [text](target), [name]: target, src="target"; not of other hosts
 LINK = re.compile(r"""(?:\]\(|^\[[^\]]+\]: +|(?:src|srcset)=")(?!https?://)([^)\s"]+)""", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The evidence in backends/cuda is of the kernels and tuning tables as they are. No compiler runs."""
+"""Check that the evidence in backends/cuda belongs to the present kernels and tuning tables. No compiler runs."""
 
 from __future__ import annotations
 

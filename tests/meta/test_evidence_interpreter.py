@@ -1,4 +1,4 @@
-"""The evidence from Triton's interpreter is of the kernels as they are. Nothing is interpreted here."""
+"""Check that the evidence from Triton's interpreter belongs to the present kernels. Nothing is interpreted here."""
 
 from __future__ import annotations
 

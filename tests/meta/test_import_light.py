@@ -1,4 +1,4 @@
-"""`import burst_portable` costs next to nothing, and a plan needs no torch."""
+"""Check that `import burst_portable` imports little, and that a plan needs no torch."""
 
 from __future__ import annotations
 

@@ -151,4 +151,4 @@ def test_contributing_lists_the_layers():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Layers")[2].partition("\n## ")[0]
     rows = [set(re.findall("`([^`]+)`", line.split("|")[1])) for line in page.splitlines() if line.startswith("| `")]
     layers = [set(line.split(" | ")) for line in OPTIONS.contracts_options[0]["layers"]]
-    assert rows == layers[1:]  # not `__main__`
+    assert rows == layers[1:]  # without `__main__`

@@ -1,4 +1,4 @@
-"""The new half of every diff of docs/migration runs over four ranks and gives the numbers of one device."""
+"""Run the new half of every diff of docs/migration on four ranks, and compare its results with one device."""
 
 from __future__ import annotations
 

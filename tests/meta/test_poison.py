@@ -1,4 +1,4 @@
-"""The poison is on in every test, in every thread, and leaves nothing behind."""
+"""Check that fresh memory is poisoned in every test and thread, and that the fixture restores the former state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_fresh_memory_of_other_threads_is_nan():
 
 @pytest.mark.parametrize(("deterministic", "warn_only", "fill"), [(False, False, True), (True, True, False)])
 def test_fresh_memory_is_nan_restores_state_after_failure(deterministic, warn_only, fill):
-    # The fixture around this test puts its own state back.
+    # The fixture around this test restores its own state.
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill
     with contextlib.suppress(KeyError), fresh_memory_is_nan():

@@ -1,4 +1,4 @@
-"""Check that tests use the public names of the package: objects are replaced through parameters and public names."""
+"""Check that tests use public names of the package, and replace objects only through parameters and public names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parents[1]
 REPLACED = {
     # The compiler makes only one of the two predictions of the saved tensors of a graph.
     ("runtime/test_graph_ops.py", "_keeps_copies"),
-    # Counts the boxes that are computed, a cost that no result shows.
+    # Counts the computed boxes, a cost that no result shows.
     ("planning/test_tiles.py", "_visible_box"),
 }
 """(file, private name of the package that it replaces): three lines at most."""

@@ -1,4 +1,4 @@
-"""The public names, pinned: to add, rename or drop one is a decision, and shows in a diff of this file."""
+"""Check the list of public names: to add, rename or remove one, change this file too."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def modules(package: Path, folder: Path) -> set[str]:
 
 
 def misplaced(tests: Path, package: Path) -> list[str]:
-    """Return the test files whose name begins with no module of the folder of the package that theirs mirrors."""
+    """Return the test files whose name begins with no module of the mirrored folder of the package."""
     found = []
     for path in sorted(tests.rglob("test_*.py")):
         folder = path.relative_to(tests).parent

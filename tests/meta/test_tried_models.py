@@ -1,4 +1,4 @@
-"""The page of models that were tried, and the script that makes it."""
+"""Check the page of tried models and the script that writes it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_tried_models_page_names_transformers_version(script: Any):
 
 
 class Neighbours(LlamaForCausalLM):
-    """Tokens meet outside attention."""
+    """A model whose tokens interact outside attention."""
 
     def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
         return super().forward(input_ids=input_ids.roll(1, dims=-1), position_ids=position_ids, **kwargs)

@@ -1,4 +1,4 @@
-"""What would be computed wrongly on shards is refused before anything runs, and the model stays usable."""
+"""Test that calls which shards would compute wrongly raise before any computation, and that the model stays usable."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_rank_failing_between_attentions_notifies_waiting_ranks(where: str, wait
 
 
 class Apart(LocalTransport):
-    """As where messages live on devices: a call that is known is not asked about again."""
+    """A transport for device messages: known calls are not compared again."""
 
     host = False
 

@@ -1,4 +1,4 @@
-"""The load-balancing loss of mixtures of experts over ranks, against one device; and those that are refused."""
+"""Test the load-balancing loss of mixtures of experts over ranks against one device, and the unsupported models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_router_loss_is_over_all_tokens(kind: str, ranks: int):
     without = on_one_device(make(kind, router_aux_loss_coef=0.0), ids)
     assert expected.loss > 1.1 * without.loss
     for answer in on_ranks(ranks, model, ids):
-        assert_same(answer, expected, gradients=1e-6)  # of a sum in float32
+        assert_same(answer, expected, gradients=1e-6)  # rounding of a float32 sum
 
 
 def test_router_loss_of_jetmoe_reads_its_own_weight():
@@ -86,7 +86,7 @@ def test_router_loss_error_reaches_all_ranks():
         model = copy.deepcopy(whole)
         handle = parallelize(model, mesh)
         if mesh.rank == 1:
-            model.num_experts_per_tok = 1  # the model's own loss is of two still
+            model.num_experts_per_tok = 1  # the loss of the model still uses two
             model.register_forward_hook(lambda *_: setattr(model, "num_experts_per_tok", 2), prepend=True)
         with pytest.raises(MismatchError if mesh.rank == 0 else UnsupportedError, match="router loss"):
             model(**handle.shard(tokens()))

@@ -1,4 +1,4 @@
-"""Padding at the end of rows: one device's loss, gradients and logits wherever a token is. All other is refused."""
+"""Test padding at the end of rows: loss, gradients and token logits equal those of one device. Other padding raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from burst_portable.integrations.transformers.trainer import ShardingCollator
 from tests.support.models import LENGTH, SIZES, Answer, assert_same, gradients_of, make, tokens
 
 HELD = torch.tensor([31, LENGTH, 1])  # tokens of each row
-MOST = torch.tensor([LENGTH, 40, 44])  # where less would give NaN on one device: eager attention with a window of 9
+# with fewer tokens, eager attention with a window of 9 would give NaN on one device
+MOST = torch.tensor([LENGTH, 40, 44])
 
 
 def mask_of(held: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Unedited transformers models over ranks, against the same models on one device."""
+"""Test unedited transformers models on several ranks against the same models on one device."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_causal_loss_accepts_sliced_logits():
 
 
 def _own_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
-    """Smoothed, as people put it into a model; it shifts labels unless they come shifted."""
+    """Compute a smoothed loss, as in custom models. Labels are shifted here unless `shift_labels` is given."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     count = (shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
@@ -166,7 +166,7 @@ def test_loss_function_that_shifts_labels_raises():
 
 
 class _Largest(TorchDispatchMode):
-    """How many numbers the largest tensor of float32 has that was made meanwhile."""
+    """Record the number of elements of the largest float32 tensor that is created."""
 
     size = 0
 
@@ -273,10 +273,10 @@ def test_call_after_interrupted_call_uses_own_documents(called: str, then: str):
     expected = call(copy.deepcopy(model), then)
     parallelize(model, Mesh.single())
     ctrl_c = model.model.layers[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt) as kept:  # with its frames, as by sys.last_traceback
+    with pytest.raises(KeyboardInterrupt) as kept:  # as sys.last_traceback does, this keeps the frames
         call(model, called, cu_seqlens=(0, 9, 47))
     ctrl_c.remove()
-    torch.save(model, io.BytesIO())  # what is kept of that call is not saved
+    torch.save(model, io.BytesIO())  # the state of that call is not saved
     assert (call(model, then) - expected).abs().max() < 1e-12
     assert kept.tb is not None
 
@@ -293,12 +293,12 @@ def test_autocast_model_is_as_accurate_as_one_device(dtype: torch.dtype):
     def work(mesh: Mesh) -> torch.Tensor:
         mine = models[mesh.rank]
         handle = parallelize(mine, mesh)
-        with torch.autocast("cpu", dtype):  # of this thread: autocast is no context variable
+        with torch.autocast("cpu", dtype):  # autocast of this thread, which is not a context variable
             out = mine(**handle.shard(ids))
         out.loss.backward()
         return (out.logits - exact[:, handle.layout_of(47, None).positions(mesh.rank)]).abs().max()
 
-    # No further from the exact logits than one device's autocast, within a factor for the places that rounding takes.
+    # The error may not exceed that of one device under autocast by more than a factor for different rounding.
     allowed = 1.5 * (expected - exact).abs().max()
     assert max(run_threads(2, work)) <= allowed
 

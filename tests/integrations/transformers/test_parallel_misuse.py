@@ -1,4 +1,4 @@
-"""Calls that once gave a wrong number in silence: each test shows the number, and that the call is an error today."""
+"""Test calls that once gave a wrong number silently. Each test shows it, and that the call now raises."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_call_without_seq_len_raises(part: str) -> None:
             InputError, match=r"number of tokens of the unsharded sequence.* got 32 tokens on rank \d, no seq_len"
         ):
             called(**arguments)
-        handle.seq_len = 64  # what such a call assumed
+        handle.seq_len = 64  # the length that such a call assumed
         wrong = called(**arguments)[0].detach()
         return float((wrong - expected).norm() / expected.norm())
 
@@ -91,7 +91,7 @@ def test_parallelize_before_process_group_raises() -> None:
 
 
 def _device_like(mesh: Mesh) -> Mesh:
-    """Return a mesh whose transport compares as those of devices do: without the host."""
+    """Return a mesh whose transport compares calls as device transports do: without the host."""
     transport = mesh.transport("cpu")
     transport.host = False
     return mesh
@@ -172,7 +172,7 @@ def test_training_without_all_reduce_gradients_raises(kind: str, summed: bool) -
 
 
 def test_router_loss_in_direct_forward_call_raises() -> None:
-    """forward() runs no hooks, so each rank would return the router loss of its own tokens."""
+    """forward() runs no hooks, so each rank would return the router loss of its local tokens."""
     whole, ids = make("mixtral", output_router_logits=True), tokens(1, 32)
 
     def work(mesh: Mesh) -> None:

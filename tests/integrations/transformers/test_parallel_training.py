@@ -1,6 +1,6 @@
-"""The ways to train and to evaluate, for each model that the documentation names, on several ranks.
+"""Test each documented model on several ranks, with all ways to train and to evaluate.
 
-By default few cases, in which every pair of choices occurs; with -m full all of them.
+By default, few cases cover each pair of choices; with -m full, all cases run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ assert len(CHOICES) == len(fields(Way))
 
 
 def covering() -> Iterator[Way]:
-    """The case with the most pairs that did not occur yet, again and again."""
+    """Yield cases until each pair of choices occurs. Each time, take the case with the most missing pairs."""
     missing = {pair for way in EVERY for pair in pairs(way)}
     while missing:
         best = max(EVERY, key=lambda way: len(missing & pairs(way)))
@@ -68,7 +68,7 @@ class Answer:
 
 
 def data(way: Way) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """ids, labels, and the number of labels of all batches: what a step's loss is divided by."""
+    """Return ids, labels, and the number of labels of all batches, by which the loss of a step is divided."""
     ids = [tokens(seed=seed) for seed in range(way.batches)]
     labels = [x.clone() for x in ids]
     labels[-1][0, 3:40] = -100
@@ -127,8 +127,8 @@ def test_training_configurations_equal_one_device(way: Way):
     for answer in run_threads(way.ranks, lambda mesh: on_a_rank(way, models[mesh.rank], mesh)):
         assert answer.tensors.keys() == exact.tensors.keys()
         for name, right in exact.tensors.items():
-            # transformers' loss is float32, and its eager attention's softmax. In 16 bits: no further from float64
-            # than one device, but for the places that rounding takes.
+            # transformers computes the loss and eager softmax in float32. In 16 bits, the error against float64 may not
+            # exceed that of one device by more than a factor for rounding.
             allowed = 1e-6
             if way.dtype.itemsize < 4:
                 allowed = 1.5 * apart(expected.tensors[name], right)

@@ -1,4 +1,4 @@
-"""What SequenceTrainer cuts and refuses, in one process; tests/integration/test_data_parallel.py has its losses."""
+"""Test SequenceTrainer in one process: shards and errors. tests/integration/test_data_parallel.py tests its losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_collator_shards_and_turns_examples_into_documents():
 
     whole, *parts = (batch for ranks in (1, 3) for batch in run_threads(ranks, work))
     assert whole["cu_seqlens"] == (0, 9, 13, 25)
-    assert "num_items_in_batch" not in whole  # Trainer counts
+    assert "num_items_in_batch" not in whole  # the Trainer counts the items
     held = [(part["shift_labels"] != -100).sum() for part in (whole, *parts)]
     assert held[0] == 25 - 3 == sum(held[1:])
     assert sum(part["input_ids"].shape[1] for part in parts) == 25
@@ -90,7 +90,7 @@ def test_trainer_rejects_unsupported_settings(tmp_path: Path, monkeypatch: pytes
         trainer(average_tokens_across_devices=False)
     with pytest.raises(UnsupportedError, match="logits"):
         trainer().predict(EXAMPLES[:1])
-    # Of labels that are shifted already these made another loss, in silence.
+    # With labels that are already shifted, these once computed another loss without an error.
     with pytest.raises(
         UnsupportedError, match=r"shifts its labels itself.*label_smoothing_factor.*override compute_loss"
     ):

@@ -27,7 +27,7 @@ SIZES = sorted(
 
 
 def walked(table: BlockTable, tiles: Sequence[Tile], shape: tuple[int, ...], height: int, width: int) -> np.ndarray:
-    """How often the kernels of `kernels.triton` count each pair when they walk over a table as `common` says."""
+    """Return how often the kernels of `kernels.triton` visit each pair when they read a table as `common` defines."""
     seen = np.zeros((shape[0], shape[1] + width), np.int8)
     for start, first, past, _ in table.data[: BLOCK_FIELDS * table.blocks].reshape(-1, BLOCK_FIELDS):
         rows = np.arange(start, min(start + height, shape[0]))

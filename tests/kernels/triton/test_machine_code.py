@@ -1,4 +1,4 @@
-"""The Triton kernels as real machine code, compiled ahead of time for devices that are not here."""
+"""Compile the Triton kernels ahead of time to machine code for devices that are not present."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from burst_portable.errors import UnknownNameError
 from burst_portable.kernels.triton.machine_code import HEADS, TARGETS, Record, kernel_table, launched_kernels, problems
 
-# Every target at every head size but those that take longest to compile and need fewest registers.
+# All targets and head sizes, except those with the longest compile time and the fewest registers.
 ALL = [
     pytest.param(target, head, marks=pytest.mark.full if (target, head) in [("sm_80", 64), ("sm_100", 64)] else [])
     for target in TARGETS
@@ -27,7 +27,7 @@ def of_one(target: str, head: int) -> list[Record]:
 
 @pytest.fixture(scope="module")
 def compiled(compilers: Executor, request: pytest.FixtureRequest) -> dict[tuple[str, int], Future[list[Record]]]:
-    """All kernels for all targets and head sizes that are asked for."""
+    """Compile all kernels for the targets and head sizes of the selected tests."""
     items = [
         item
         for item in request.session.items

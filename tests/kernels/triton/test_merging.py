@@ -1,7 +1,7 @@
-"""What is merged in place is read by all warps before one of them writes it, as machine code shows.
+"""Test in machine code that all warps read a state before one of them overwrites it in place.
 
-A row's LSE is one number, and there are fewer rows than threads: every warp that has the row reads it by itself.
-Without a barrier a warp that is late finds what another has written, and weighs its share of the row by that.
+The LSE of a row is one number, and there are fewer rows than threads. Each warp that has the row reads it. Without a
+barrier, a late warp reads the new value of another warp, and weights its part of the row with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MEANS = {"ld.global": "read", "st.global": "written", "bar.sync": "barrier"}
 
 
 def merge(target: str) -> str:
-    """The machine code of merges of 16-bit parts, all of whose tensors are dense."""
+    """Return the machine code of the merge of 16-bit parts, whose tensors are all dense."""
     constants = {"R": 32, "DV": 128, "PADDED_DV": 128, "lse_row": 1, "part_lse_row": 1}
     types = {"total": "*fp32", "total_lse": "*fp64", "part": "*bf16", "part_lse": "*fp32"}
     names = merge_kernel.arg_names
@@ -33,7 +33,7 @@ def merge(target: str) -> str:
 
 
 def resumed(target: str) -> str:
-    """That of a forward pass into a running state."""
+    """Return the machine code of a forward pass into a running state."""
     return compiled_kernel(target, "resumed", 128, tuned(target, "resumed", 128)).asm["ptx"]
 
 

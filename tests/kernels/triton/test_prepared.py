@@ -1,4 +1,4 @@
-"""A kernel that does not compile names its target and its configuration; other errors are passed on."""
+"""Test that the error of a kernel that does not compile names target and configuration; other errors are passed on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAILURES = [
 
 
 class Refusing:
-    """Stands for a jitted function: whoever compiles it is told this."""
+    """Simulate a jitted function whose compilation raises the given error."""
 
     __name__ = "attend_kernel"
     arg_names = ("R",)

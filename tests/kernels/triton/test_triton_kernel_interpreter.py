@@ -1,6 +1,6 @@
-"""The Triton kernels in Triton's interpreter, against dense attention in float64: every mask, layout and shape.
+"""Test the Triton kernels in Triton's interpreter against dense attention in float64: all masks, layouts and shapes.
 
-float32 and float16 alone: the interpreter's bfloat16 is garbage, without a word (seen in 3.7.1 and 3.9.0).
+Only float32 and float16 are used. The interpreter's bfloat16 is wrong without an error (seen in 3.7.1 and 3.9.0).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.support.triton_interpreter import Ask, as_request
 
 triton = pytest.importorskip("triton")
 
-# Contiguous shards of several ranks differ from one by full and empty tiles alone: with -m full.
+# Contiguous shards of several ranks differ from one rank in full and empty tiles only: with -m full.
 COMMON = [c for c in cases(45, torch.float32, heads=1) if (c.layout, c.ranks) != ("contiguous", 2)]
 
 

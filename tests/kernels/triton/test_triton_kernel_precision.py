@@ -1,4 +1,4 @@
-"""float32 is exact unless tf32 is asked for."""
+"""Test that float32 is exact unless TF32 is requested."""
 
 from __future__ import annotations
 

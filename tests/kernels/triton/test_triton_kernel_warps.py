@@ -1,4 +1,7 @@
-"""On sm_90, two warps where ptxas 12.8 gives matrix products wrong addresses: see backends/cuda/descriptors.py."""
+"""Test the use of two warps on sm_90, where ptxas 12.8 gives matrix products wrong addresses.
+
+See backends/cuda/descriptors.py.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ TWO = 2 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 4
 @pytest.mark.parametrize(
     ("architecture", "dtype", "sizes", "odd", "warps"),
     [
-        ("sm_90", torch.bfloat16, (24, 12), False, TWO),  # rows of 24 bytes: by pointers
+        ("sm_90", torch.bfloat16, (24, 12), False, TWO),  # rows of 24 bytes are read by pointers
         ("sm_90", torch.bfloat16, (64, 32), True, TWO),
-        ("sm_90", torch.bfloat16, (64, 32), False, 4),  # by hardware descriptors
+        ("sm_90", torch.bfloat16, (64, 32), False, 4),  # read by hardware descriptors
         ("sm_90", torch.bfloat16, (64, 64), True, 4),
         ("sm_90", torch.bfloat16, (32, 64), True, 4),
         ("sm_90", torch.bfloat16, (192, 128), True, 8),  # one stage: no pipelined loop
         ("sm_80", torch.bfloat16, (64, 32), True, 8),
-        ("sm_90", torch.float32, (64, 64), False, 2),  # TF32 with results in float64
+        ("sm_90", torch.float32, (64, 64), False, 2),  # TF32 with float64 results
         ("sm_90", torch.float32, (128, 128), False, 4),  # blocks too small for wgmma
     ],
     ids=str,
