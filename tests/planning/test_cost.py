@@ -33,7 +33,8 @@ def test_transfer_reads_bandwidth_by_message_size():
     assert hardware.transfer(4 * MIB, messages=4) == pytest.approx(4 * MIB / 100e9)
     assert hardware.transfer(MIB, direct=True) == pytest.approx(MIB / 400e9)
     assert hardware.transfer(1) == 1e-6
-    assert hardware.transfer(4 * MIB, at_once=True) == hardware.transfer(4 * MIB)  # nothing better is known
+    # the same as without measured concurrent transfers
+    assert hardware.transfer(4 * MIB, at_once=True) == hardware.transfer(4 * MIB)
     many = replace(hardware, all_to_all_bandwidth=((MIB, 300.0),))
     assert many.transfer(4 * MIB, at_once=True) == pytest.approx(4 * MIB / 300e9)
     assert (many.receives_at_once(direct=False), many.receives_at_once(direct=True)) == (True, False)
@@ -43,11 +44,12 @@ def test_transfer_between_nodes_uses_inter_node_bandwidth():
     hardware = HardwareSpec(1.0, 100.0, message_latency=0.0, ranks_per_node=4, inter_node_bandwidth=10.0)
     assert [hardware.is_inter_node(3, other) for other in (0, 2, 4, 7)] == [False, False, True, True]
     assert hardware.transfer(MIB, is_inter_node=True) == pytest.approx(MIB / 10e9)
-    # A rank of Ulysses sends four of seven parts to the other node, while three go round its own.
+    # A rank of Ulysses sends four of seven parts to the other node, and three within its own node.
     made = bp.plan(seq_len=64, ranks=8, heads=8, kv_heads=8, head_dim=64, strategy="ulysses")
     forward = rank_cost(made, "forward", 0, hardware)
     assert forward.link_seconds == pytest.approx(forward.sent * 4 / 7 / 10e9)
-    # Two ranks a node: all that comes to rank 0 of the ring comes over the network, and half of it to rank 1 would.
+    # With two ranks per node, rank 0 of the ring receives all of its data over the network. Rank 1 would receive half
+    # of it.
     ring = bp.plan(
         seq_len=64, ranks=4, heads=8, kv_heads=8, head_dim=64, mask="full", layout="contiguous", strategy="ring"
     )
@@ -117,22 +119,23 @@ def test_comm_slowdown_delays_kernels():
     flops = 4 * 32 * 32 * 8 * 64
     size = rank_cost(made, "forward", 0, HardwareSpec(1, 1)).received
     hardware = HardwareSpec(flops / 1e12, size / 3e9, 0.0, 0.0)
-    for share, seconds in ((0.0, 4.0), (0.5, 4.0), (1.0, 5.0)):  # at half speed it ends before the message comes
+    # at half speed, the computation ends before the message arrives
+    for share, seconds in ((0.0, 4.0), (0.5, 4.0), (1.0, 5.0)):
         found = rank_cost(made, "forward", 0, replace(hardware, comm_slowdown=(share, 0.0)))
         assert found.seconds == pytest.approx(seconds, rel=1e-6)
         assert found.compute_seconds == pytest.approx(2.0)
     short = replace(
         hardware, intra_node_bandwidth=2 * size / 1e9, comm_slowdown=(0.5, 0.0)
-    )  # half a second, half of it lost
+    )  # a message of half a second delays it by half of that
     assert rank_cost(made, "forward", 0, short).seconds == pytest.approx(2.25)
     fetched = bp.plan(seq_len=64, ranks=2, heads=8, head_dim=64, mask="full", layout="contiguous",
                       strategy=make_strategy("ring", transfer="direct"))  # fmt: skip
     free = replace(short, peer_copy_bandwidth=((1, short.intra_node_bandwidth),))
     assert rank_cost(fetched, "forward", 0, free).seconds == pytest.approx(2.0)
-    # What is handed on is not direct, and without a transport of the backend's own nothing is.
+    # Forwarded blocks are not direct, and without a direct transport of the backend none is.
     assert rank_cost(made, "forward", 0, free).seconds == pytest.approx(2.25)
     assert rank_cost(fetched, "forward", 0, short).seconds == pytest.approx(2.25)
-    # Of two blocks that take a second each, the second slows two steps of half a second down for as long as they run.
+    # Two blocks take one second each. The second one slows two steps of half a second as long as they run.
     three = bp.plan(seq_len=96, ranks=3, heads=8, head_dim=64, mask="full", layout="contiguous",
                     strategy=make_strategy("ring", transfer="direct", prefetch_steps=2))  # fmt: skip
     both = replace(hardware, tflops=2 * hardware.tflops, intra_node_bandwidth=size / 1e9, comm_slowdown=(0.5, 0.0))
@@ -151,11 +154,11 @@ def test_all_to_all_bandwidth_applies_to_several_messages():
     for ranks, seconds in (
         (2, 1.0),
         (3, 4.0),
-    ):  # one message alone goes as fast as any other; two together are slow here
+    ):  # one message has full bandwidth; two concurrent ones are slow here
         few = plan(make_strategy("ring", transfer="direct", prefetch_steps=2, blocks_per_launch=2), ranks=ranks,
                    **usual | {"seq_len": 16 * ranks})  # fmt: skip
         assert rank_cost(few, "forward", 0, many).seconds == pytest.approx(seconds, rel=1e-3)
-    crossing = replace(many, ranks_per_node=1, message_latency=1.0)  # one after the other, each a second
+    crossing = replace(many, ranks_per_node=1, message_latency=1.0)  # in sequence, one second each
     assert rank_cost(made, "forward", 0, crossing).seconds == pytest.approx(3.0, rel=1e-3)
 
 
@@ -167,7 +170,8 @@ def test_memory_bandwidth_counts_packing_merging_and_adding():
     """Two ranks with 16 rows each of 8 heads of 64, full mask."""
     usual = {"seq_len": 32, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
     kv, row = 16 * 8 * 128 * 2, 16 * 8 * 64
-    hardware = HardwareSpec(1e9, 1e9, 0.0, 0.0, memory_bandwidth=1e-9)  # a byte a second, and all else at once
+    # one byte per second, and everything else takes no time
+    hardware = HardwareSpec(1e9, 1e9, 0.0, 0.0, memory_bandwidth=1e-9)
 
     def seconds(strategy, pass_name, layout="contiguous", **changes):
         made = plan(make_strategy(strategy), ranks=2, **{**usual, "layout": layout})
@@ -176,32 +180,33 @@ def test_memory_bandwidth_counts_packing_merging_and_adding():
     assert seconds("ring", "forward") == 2 * kv + 8 * row
     assert seconds("ring", "forward", kernel=PIECES) == 2 * kv + 26 * row
     assert seconds("ring", "forward", kernel=ONE_PASS) == 2 * kv + 10 * row
-    # dK and dV of the other's block, and those of our own that come from it. All three of our own are added up in
-    # float32: zeros, and rounding.
+    # Gradients dK and dV of the remote block, and those of the local block that return. All three local gradients are
+    # summed in float32, so they are zeroed and rounded.
     summed = (4 + 4 + 2) * 3 * row
     assert seconds("ring", "backward") == 2 * kv + 3 * 2 * kv + 3 * 2 * kv + summed
     assert seconds("ring", "backward", kernel=KernelTraits(writes_gradients=True)) == seconds("ring", "backward")
     assert seconds("ring", "backward", kernel=PIECES) == 14 * kv + 2 * 10 * row + 2 * 10 * 2 * row + summed
-    # Narrow ones are half as much on their way; added up in float32, they are rounded for it.
+    # Gradients in the input dtype have half the bytes. They are summed in float32 and rounded before they are sent.
     narrow = make_strategy("ring", gradient_comm_dtype="input")
     made = plan(narrow, ranks=2, **usual)
     assert rank_cost(made, "backward", 0, hardware).seconds == pytest.approx(
         2 * kv + (6 + 3) * kv + 5 * kv + summed, rel=1e-6
     )
-    # What comes of the queries is no out, so operators on pieces must be made one.
+    # Circulating queries arrive without out, so operator kernels need a surrogate.
     sums, numbers = 2 * row, 2 * 16 * 8
     assert seconds("burst", "backward") == 2 * (2 * 2 * row + 4 * numbers) + 2 * 3 * 2 * sums + summed
     assert seconds("burst", "backward", kernel=PIECES) == (
         2 * (2 * 2 * row + 4 * numbers) + 2 * 3 * 2 * sums + 2 * (52 + 10 + 20) * row + summed
     )
     assert seconds("ring", "backward", memory_bandwidth=0.0) == pytest.approx(0.0, abs=1e-3)
-    # Q, K and V there and out back; then dO there, and three gradients back, which were float32, or only dQ was.
+    # Forward sends Q, K and V and returns out. Backward sends dO and returns three gradients.
+    # Before, all gradients were float32, or only dQ was.
     assert seconds("ulysses", "forward") == 2 * row * (2 * 3 + 2)
-    # Straight from where they lie; what came does not stay there, so it is copied.
+    # Peer copies read the tensors in place. Received data does not stay in the inbox, so it is copied.
     assert seconds("ulysses", "forward", peer_copy_bandwidth=((1, 1e9),)) == 2 * row * (2 * 3 + 2)
     assert seconds("ulysses", "backward") == 2 * row * (2 + (5 + 2) * 3)
     assert seconds("ulysses", "backward", kernel=KernelTraits(writes_gradients=True)) == 2 * row * (2 + 5 + 2 * 3)
-    # Operators on pieces want natural order, and give gradients that are handed through.
+    # Operator kernels need natural order, and their gradients are returned without a copy.
     assert seconds("ulysses", "forward", kernel=PIECES) == 2 * row * (2 * 3 + 2)
     assert seconds("ulysses", "backward", kernel=PIECES) == 2 * row * (2 + 2 * 3)
     assert seconds("ulysses", "forward", "zigzag", kernel=PIECES) == 2 * row * (4 * 3 + 4)
@@ -210,9 +215,9 @@ def test_memory_bandwidth_counts_packing_merging_and_adding():
     )
     assert seconds("ulysses", "backward", "zigzag", kernel=PIECES) == 2 * row * (4 + 4 * 3)
     assert seconds("ulysses", "forward", "zigzag") == 2 * row * (2 * 3 + 2)
-    # Nor does a kernel that is faster on a square want other than that, which this is.
+    # A kernel that prefers squares also needs natural order, in which this call is a square.
     assert seconds("ulysses", "forward", "zigzag", kernel=KernelTraits(prefers_square=True)) == 2 * row * (4 * 3 + 4)
-    # A crowd of batch rows is packed all the same.
+    # Many batch rows are packed in any case.
     for batch, packed in ((STRIDED_BATCHES, 0), (STRIDED_BATCHES + 1, 2)):
         made, direct = (
             plan(make_strategy("ulysses"), ranks=2, batch=batch, **usual),
@@ -257,7 +262,8 @@ def test_rank_cost_counts_bytes_of_uneven_ulysses():
     assert both.sent == row * (3 * 2 * 18 + 53 - 18) + row * (2 * 18 + 3 * (53 - 18))  # rank 0 sends most
 
 
-@pytest.mark.parametrize(("kv_heads", "itemsize"), [(3, 2), (1, 4)])  # one that is shared is added up where it belongs
+# gradients of a shared head are summed on its owner rank
+@pytest.mark.parametrize(("kv_heads", "itemsize"), [(3, 2), (1, 4)])
 def test_rank_cost_counts_gradient_bytes_of_few_kv_heads(kv_heads, itemsize):
     """Two of six query heads of dO leave; dQ, dK and dV of one K/V head return."""
     plan = make_plan(None, "contiguous", "ulysses", 3, 53, 6, kv_heads)
@@ -292,7 +298,8 @@ def test_predicted_time_includes_exposed_transfer():
     flops, size = 4 * 32 * 32 * 8 * 64, 32 * 8 * 128 * 2
     fast = rank_cost(plan, "forward", 0, HardwareSpec(flops / 1e12, 1e9, 0.0, 0.0))  # a step takes one second
     assert fast.seconds == pytest.approx(2.0, rel=1e-6)
-    slow = rank_cost(plan, "forward", 0, HardwareSpec(flops / 1e12, size / 5e9, 0.0, 0.0))  # a hop takes five
+    # a message takes five seconds
+    slow = rank_cost(plan, "forward", 0, HardwareSpec(flops / 1e12, size / 5e9, 0.0, 0.0))
     assert slow.seconds == pytest.approx(6.0, rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""What exchanges between head shards and sequence shards are predicted to take, by hand."""
+"""Test predicted times of exchanges between head shards and sequence shards against values by hand."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def test_exchange_cost_of_sequential_or_concurrent_parts():
 
 
 def test_head_groups_overlap_exchanges_with_kernels():
-    """Two ranks, four query heads and one K/V head each, in two groups that compute for three seconds each.
+    """Two ranks with four query heads and one K/V head each have two groups that compute for three seconds each.
 
-    Two heads of Q take a second, and so do K and V, which come with the first group: it is here at 2, the second at 3.
-    Kernels run from 2 to 8, and out of the second group, another second, is home at 9.
+    Two heads of Q take one second. K and V also take one second and arrive with the first group. The first group
+    arrives at 2 and the second one at 3. Kernels run from 2 to 8. The output of the second group takes one more second,
+    so the pass ends at 9.
     """
     made = ulysses(2, 64, kv_heads=2, groups=2)
     flops, size = 4 * 64 * 64 * 2 * 64, 32 * 2 * 64 * 2
@@ -62,16 +63,17 @@ def test_head_groups_overlap_exchanges_with_kernels():
     assert forward.seconds == pytest.approx(9.0)
     assert (forward.compute_seconds, forward.link_seconds) == (pytest.approx(6.0), pytest.approx(5.0))
     assert (forward.launches, forward.tiles, forward.messages, forward.flops) == (2, 2, 4, 2 * flops)
-    quick = replace(hardware, tflops=1.0)  # nothing hides what is sent: one exchange after the other
+    quick = replace(hardware, tflops=1.0)  # no compute hides the exchanges, which run in sequence
     assert rank_cost(made, "forward", 0, quick).seconds == pytest.approx(5.0, rel=1e-3)
-    rows, numbers = 64 * 2, 64 * 2 * 64  # of a group: its LSE; its Q or its out, which is as much as K and V
+    rows, numbers = 64 * 2, 64 * 2 * 64  # of a group: its LSE; its Q or out, each as large as K and V
     assert forward.memory == 2 * (2 * 2 * numbers + 4 * (numbers + rows))
 
 
 def test_comm_slowdown_delays_kernels_of_head_groups():
-    """The same backward: dO comes at 1 and at 2, kernels of 7.5 s each lose half of a second to what is beside them.
+    """Backward: dO arrives at 1 and at 2. Two kernels of 7.5 s each lose half a second to concurrent transfers.
 
-    That is dO of the second group, and then dQ of the first. Its own, and dK and dV, take two seconds more.
+    These are dO of the second group, and then dQ of the first. The dQ, dK and dV after the last kernel take two more
+    seconds.
     """
     made = ulysses(2, 64, kv_heads=2, groups=2)
     flops, size = 4 * 64 * 64 * 2 * 64, 32 * 2 * 64 * 2

@@ -1,4 +1,4 @@
-"""Bytes read and written between kernels, by hand, where ranks, blocks, rows and batch rows are several and uneven."""
+"""Compare bytes read and written between kernels with values by hand, for uneven ranks, blocks, rows and batch rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_block_is_packed_once_by_its_owner(moves):
     """Rank 2 of three forwards a larger block unchanged; for fetches two ranks read the same rows."""
     made = bp.plan(seq_len=50, ranks=3, **USUAL, strategy=make_strategy("ring", transfer=moves))
     assert [made.layout.count(rank) for rank in range(3)] == [17, 17, 16]
-    row = 16 * 6 * 64  # numbers of a tensor of rank 2; out is merged twice
+    row = 16 * 6 * 64  # elements of a tensor of rank 2; out is merged twice
     assert seconds(made, "forward", 2) == pytest.approx(2 * (2 * row * 2) + 2 * 8 * row, rel=1e-6)
 
 
@@ -46,7 +46,7 @@ def test_resharded_bytes_of_uneven_ranks():
     plan = bp.plan(seq_len=53, ranks=3, **USUAL, strategy="ulysses")
     row = 2 * 64 * 2  # bytes of one tensor
     for rank, rows in enumerate((18, 18, 17)):
-        # Q, K and V leave, and out comes: each is read and written. What came lies in order, and may stay.
+        # Q, K and V are sent and out is received; each is read and written. Received data is in order and may stay.
         home = 2 * 3 * rows * row
         (told,) = reshard_traffic(plan, "forward", rank, PIECES, sends_strided=False)
         assert told == (2 * 3 * rows * 3 * row, 0, 0, home)
@@ -54,7 +54,7 @@ def test_resharded_bytes_of_uneven_ranks():
         assert told == (0, 0, 2 * 53 * 3 * row, home)
         (told,) = reshard_traffic(plan, "backward", rank, PIECES, sends_strided=False)
         assert told == (2 * 3 * rows * row, 0, 0, 3 * home)
-        # Put into natural order, and out back into that of ranks; it is a copy, which may stay.
+        # Inputs are put into natural order, and out into rank order. This makes a copy, which may stay.
         mixed = bp.plan(seq_len=53, ranks=3, **USUAL | {"layout": "zigzag"}, strategy="ulysses")
         (told,) = reshard_traffic(mixed, "forward", rank, PIECES, sends_strided=True)
         assert told == (0, 2 * 53 * 4 * row, 0, 2 * 3 * mixed.layout.count(rank) * row)

@@ -1,4 +1,4 @@
-"""Files of rates: what is written is read back, what no machine has is refused, a reason says where they come from."""
+"""Test hardware spec files: they round-trip, impossible values raise, and a reason names the source of the rates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_read_hardware_spec_returns_every_field(tmp_path):
     assert as_json(found.hardware) == as_json(ALL)
     assert (found.device, found.ranks, found.kernel, found.date) == ("Abacus 9", 4, "beads", "2026-11-22")
     assert found.hardware.source == f"measured on Abacus 9 ({path}, 2026-11-22)"
-    hash(found.hardware)  # plans are looked up by it
+    hash(found.hardware)  # plans are looked up by its hash
     packed = tmp_path / "hardware.json.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert as_json(read_hardware_spec(packed).hardware) == as_json(ALL)
@@ -107,7 +107,7 @@ def test_reason_names_source_of_inter_node_bandwidth(tmp_path, written_down):
 
 
 def test_source_names_other_dtype_and_head_size(tmp_path):
-    """Older files state neither, and not every caller knows them."""
+    """Older files contain neither, and not every caller has them."""
     found = read_hardware_spec(written(tmp_path, of_a_call()))
     assert (found.dtype, found.head_dim) == ("float32", 128)
     for call, told in (

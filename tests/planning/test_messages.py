@@ -25,7 +25,7 @@ def test_blocks_per_launch_share_launch_and_inbox_piece():
     row = 2 * 8 * 64 * 2
     of = {m.owner: places[m] for s in steps for m in s.receives}
     assert (of[2] - of[1], of[4] - of[0]) == (12 * row, 12 * row)
-    for rank in range(5):  # both ends name the same place
+    for rank in range(5):  # both ends use the same offset
         theirs = inboxes(plan, rank).offsets
         assert all(theirs[m] == places[m] for m in theirs.keys() & places.keys())
     causal = make_plan(

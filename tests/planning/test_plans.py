@@ -1,4 +1,4 @@
-"""Plans of every strategy, verified without running them; the verifier itself against planted mistakes."""
+"""Verify plans of every strategy without running them, and the verifier itself with planted mistakes."""
 
 from __future__ import annotations
 

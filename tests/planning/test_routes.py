@@ -17,7 +17,8 @@ def test_ring_route_of_three_ranks():
     assert [(m.owner, m.source) for s in steps for m in s.receives] == [(0, 0), (2, 0)]
     backward = make_plan(Mask.full(), "contiguous", ranks=3, length=9, strategy="burst").backward.steps_of(1)
     assert [s.compute.q_owners for s in backward if s.compute] == [(1,), (0,), (2,)]
-    # dQ of rank 0 is made at step 1 and goes on to rank 2; dQ of rank 2 is complete at step 2 and goes home.
+    # dQ of rank 0 is computed at step 1 and forwarded to rank 2. dQ of rank 2 is complete at step 2 and sent to its
+    # owner.
     assert [(m.owner, m.target) for s in backward for m in s.gradient_sends] == [(0, 2), (2, 2)]
 
 

@@ -1,4 +1,4 @@
-"""Which plans are changed to rank order, by layout, mask, options and kernel."""
+"""Test which plans use rank order, by layout, mask, options and kernel."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ PARTLY = Layout("partly", 12, ((Segment(0, 4, 2),), (Segment(1, 4, 2), Segment(8
     ("layout", "options", "in_pieces", "kept"),
     [
         ("contiguous", {}, True, True),
-        ("zigzag", {}, False, True),  # few segments a rank
+        ("zigzag", {}, False, True),  # few segments per rank
         ("zigzag", {}, True, False),
         ("striped", {}, False, True),
         ("striped", {}, True, False),
         (PARTLY, {}, True, False),
-        (MANY, {}, False, False),  # of one rank
+        (MANY, {}, False, False),  # on one rank
         ("zigzag", {"ranks_per_node": 2}, False, True),
         (
             "zigzag",
             {"ranks_per_node": 2, "transfer": "direct"},
             False,
             False,
-        ),  # in natural order more rows can be left out
-        ("striped", {"ranks_per_node": 2}, True, True),  # a node's rows are interleaved with those of others anyway
+        ),  # natural order omits more rows
+        # rows of a node are interleaved with those of other nodes in both orders
+        ("striped", {"ranks_per_node": 2}, True, True),
     ],
     ids=str,
 )

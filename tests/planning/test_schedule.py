@@ -22,10 +22,10 @@ from tests.support.plans import make_plan
     ("mask", "rows", "share", "row"),
     [
         (Mask.causal(), 256, 1 / 3, 128),
-        (Mask.causal(), 256, 0.9, 128),  # the last row at which it may be cut
+        (Mask.causal(), 256, 0.9, 128),  # the last row at which a split is allowed
         (Mask.causal(), 1536, 0.5, 1152),  # half of the pairs lie above row 1086
         (Mask.full(), 1536, 1 / 3, 512),
-        (Mask.documents((0, 700, 1536)), 1536, 1 / 3, 700),  # 0.41 of the pairs: near enough
+        (Mask.documents((0, 700, 1536)), 1536, 1 / 3, 700),  # 0.41 of the pairs, which is close enough
         (Mask.documents((0, 450, 800, 1536)), 1536, 1 / 3, 800),  # 0.38 is nearer than 0.23
         (Mask.documents((0, 430, 1536)), 1536, 1 / 3, 1024),  # 0.13 are less than half of that share
         (Mask.documents((0, 1100, 1536)), 1536, 1 / 3, 768),  # 0.86 are more than twice of it
@@ -55,19 +55,19 @@ def merged(rank, mask, layout, ranks=4, **options):
 @pytest.mark.parametrize(
     ("rank", "mask", "layout", "rows"),
     [
-        (0, "window:4096", "contiguous", None),  # computes once
+        (0, "window:4096", "contiguous", None),  # computed once
         (1, "window:4096", "contiguous", (0, 4096)),
         (3, "window:1000", "contiguous", (0, 1024)),  # whole blocks of 128
-        (1, "window:20000", "contiguous", None),  # most are merged
-        (1, "causal", "zigzag", None),  # all are
+        (1, "window:20000", "contiguous", None),  # most rows are merged
+        (1, "causal", "zigzag", None),  # all rows are merged
         (
             1,
             bp.Mask.documents((0, 60000, 70000, 131072)),
             "contiguous",
             None,
-        ),  # one document reaches across: nearly all
+        ),  # one document reaches across, and contains nearly all rows
         (1, bp.Mask.documents((0, 30000, 33000, 65536, 131072)), "contiguous", (0, 256)),  # its last 232 rows
-        (0, bp.Mask.documents((0, 32768, 65536, 98304, 131072)), "contiguous", None),  # nothing crosses
+        (0, bp.Mask.documents((0, 32768, 65536, 98304, 131072)), "contiguous", None),  # no document crosses a boundary
     ],
 )
 def test_merged_rows_of_each_mask_and_layout(rank, mask, layout, rows):
@@ -105,7 +105,7 @@ def test_local_block_order_last_overlaps_gradients():
     assert [[m.source for m in s.gradient_arrivals] for s in steps] == [[], [], [1], [2], [3]]
     together = make_plan(local_block_order="last", blocks_per_launch=3, **options).backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in together] == [None, (1, 2, 3), (0,)]
-    # A step computes for a second, K and V take half of one to come, dK and dV a whole one to leave.
+    # A step takes one second. K and V arrive in half a second, and dK and dV are sent in one second.
     size = rank_cost(first, "forward", 0, HardwareSpec(1, 1)).received / 3
     hardware = HardwareSpec(10 * 16 * 16 * 8 * 64 / 1e12, 2 * size / 1e9, 0.0, 0.0)
     assert rank_cost(first, "backward", 0, hardware).seconds == pytest.approx(5.0, rel=1e-6)
@@ -123,7 +123,7 @@ def test_local_block_order_split_overlaps_both_directions():
     assert [len(s.receives) for s in steps] == [3, 0, 0]
     assert [len(s.gradient_sends) for s in steps] == [0, 3, 0]
     assert [len(s.gradient_arrivals) for s in steps] == [0, 0, 3]
-    # A step with a whole block takes a second, K and V of a block a tenth to come, dK and dV a fifth to leave.
+    # A step with a full block takes one second. K and V of a block take a tenth, and dK and dV a fifth.
     size = rank_cost(plan, "forward", 0, HardwareSpec(1, 1)).received / 3
     hardware = HardwareSpec(10 * 1536 * 1536 * 8 * 64 / 1e12, 10 * size / 1e9, 0.0, 0.0)
     first, last = (
@@ -137,8 +137,9 @@ def test_local_block_order_split_overlaps_both_directions():
     ("mask", "layout", "cuts"),
     [
         (Mask.causal(), "zigzag", [0.34, 0.34, 0.34]),
-        (Mask.documents((0, 1000, 2200, 4608)), "contiguous", [0.367, 0.34]),  # where a document begins, if one does
-        (Mask.causal(), "contiguous", [0.34, 0.34]),  # rank 0 needs no block of others
+        # at the start of a document, if there is one
+        (Mask.documents((0, 1000, 2200, 4608)), "contiguous", [0.367, 0.34]),
+        (Mask.causal(), "contiguous", [0.34, 0.34]),  # rank 0 needs no remote block
         (Mask.window(200), "contiguous", [0.376, 0.376]),
         (Mask.full(), "striped", [0.33, 0.33, 0.33]),
     ],
@@ -160,7 +161,7 @@ def test_verify_detects_rows_computed_by_both_parts():
     plan = make_plan(Mask.full(), "contiguous", length=4 * 1536, transfer="direct", local_block_order="split")
     steps = plan.backward.steps_of(1)
     upper = steps[0].compute
-    wrong = dataclasses.replace(steps[-1], compute=upper)  # the same rows again, and as many never
+    wrong = dataclasses.replace(steps[-1], compute=upper)  # the same rows twice, and as many never
     plan.backward._steps[1] = (*steps[:-1], wrong)
     assert any("computed more than once: [(1, 1)]" in one for one in verify(plan))
 

@@ -1,4 +1,4 @@
-"""Tiles, where masks meet layouts, against matrices; a million tokens cost neither time nor memory."""
+"""Test tiles, intersections of masks and layouts, against matrices. A million tokens need little time and memory."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_find_tiles_equals_mask_for_random_segments(data):
     k = [p for s in keys for p in s.positions()]
     expected = [(i, j) for i, a in enumerate(q) for j, b in enumerate(k) if seen[a, b]]
     found = [cell for tile in find_tiles(mask, queries, keys) for cell in cells(tile)]
-    assert sorted(found) == expected  # sorted: a cell in two tiles would show twice
+    assert sorted(found) == expected  # sorted, so that a cell in two tiles appears twice
 
 
 def test_find_tiles_gives_one_causal_tile_for_zigzag_and_striped():
@@ -133,11 +133,12 @@ def test_fused_keeps_visible_pairs(corners, size):
 @pytest.mark.parametrize(
     ("corners", "boxes"),
     [
-        # Two columns of blocks: a block's next below comes after one beside it.
+        # Two columns of blocks: the next block below one follows a block of the other column.
         ([(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)], [(0, 3, 0, 1), (0, 3, 2, 3)]),
-        # The lower row is whole only when its blocks are one; then the upper row, which was tried before, goes with it.
+        # The lower row is full only after its blocks are joined. Then it is joined with the upper row, which was tried
+        # before.
         ([(0, 0, 2), (1, 0), (1, 1), (5, 5)], [(0, 2, 0, 2), (5, 6, 5, 6)]),
-        # Too many to try each with each: those beside each other are still one.
+        # Too many to compare all pairs; adjacent ones are still joined.
         (
             [corner for row in range(0, 36, 2) for corner in ((row, row), (row, row + 1))],
             [(row, row + 1, row, row + 2) for row in range(0, 36, 2)],

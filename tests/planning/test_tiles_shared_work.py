@@ -1,4 +1,4 @@
-"""What plans of one mask have in common is worked out once, and is what each would find by itself."""
+"""Test that plans of one mask share work, and that the results equal those of separate plans."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tiles_are_found_once_per_layout_and_block_pair(monkeypatch):
 
 
 class ClearedAtOnce(dict):
-    """What is kept here is let go of before it is asked for again, as another thread may do."""
+    """A cache that is cleared before the next read, as another thread may do."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)

@@ -36,11 +36,11 @@ class TestPlantedMistakes:
 
     def broken(self, change, rank=1, side="kv", ranks=None):
         plan = make_plan(Mask.full(), strategy="ring" if side == "kv" else "burst")
-        own = {name: dataclasses.replace(part) for name, part in plan.passes()}  # passes are shared by plans
+        own = {name: dataclasses.replace(part) for name, part in plan.passes()}  # plans share passes
         plan = dataclasses.replace(plan, **own)
         for part in own.values():
             steps = list(part.steps_of(rank))
-            part._steps[rank] = tuple(change(steps))  # kept: so few ranks never push it out
+            part._steps[rank] = tuple(change(steps))  # stored; with so few ranks it is never evicted
         return verify(plan, ranks=ranks)
 
     def test_verify_accepts_correct_plan(self):

@@ -1,4 +1,4 @@
-"""A step with communication off, computing off, and both: each takes away what it should, and nothing else."""
+"""Test a step without communication, without compute, and without both: each removes only its own part."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.thread_peers import World, run_peers
 
 pytestmark = pytest.mark.alone
 
-SLOW_KERNEL, SLOW_LINK = 0.15, 0.1  # seconds: a busy machine loses some thousandths anywhere
-SHORT = 0.01  # a tenth of the shorter one
+SLOW_KERNEL, SLOW_LINK = 0.15, 0.1  # seconds; a busy machine loses some milliseconds at any time
+SHORT = 0.01  # a tenth of the shorter delay
 
 
 class Late:
-    """A message that is there a while after it was posted."""
+    """A message that arrives some time after it was posted."""
 
     def __init__(self, handle) -> None:
         self._handle, self._from = handle, time.perf_counter() + SLOW_LINK
@@ -59,7 +59,7 @@ def slow_down(monkeypatch, *places: str) -> None:
 
 
 def ablated(strategy: str):
-    """What two ranks find of a forward pass; and that nothing stays switched off."""
+    """Return the ablation of a forward pass on two ranks. Assert that communication and compute work again."""
 
     def work(mesh):
         q, k, v = (torch.ones(1, 16, 4, 8) for _ in range(3))
@@ -125,12 +125,13 @@ def test_ablation_without_communication_skips_unused_packing(picks, monkeypatch)
 
     run_peers(World(2), work)
     assert set(owned) == ({0} if picks else {1, 3}), "tensors that a rank copies to itself"
-    # Forward only if it must be; the gradient is one number, expanded, and always packed. Two ranks, five steps.
+    # Packed in forward only if necessary. The gradient is one expanded number and is always packed. Two ranks, five
+    # steps.
     assert len(packed) == 2 * 5 * (1 if picks else 2)
 
 
 class Model(nn.Module):
-    """Attention between what draws random numbers and what keeps statistics."""
+    """Attention between a module with random numbers and one with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ def test_ablate_rejects_zero_repeats():
 
 @pytest.fixture
 def devices(monkeypatch) -> set[str]:
-    """The devices on which ranks meet: those of the steps."""
+    """Record the devices on which ranks connect, which are those of the steps."""
     transport, found = bp.Mesh.transport, set()
 
     def counted(mesh: bp.Mesh, device: str) -> Transport:

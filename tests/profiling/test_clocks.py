@@ -1,4 +1,4 @@
-"""The clock of devices with streams, on events that are made up: order, late reading, reuse, long sessions."""
+"""Test the clock of devices with streams on simulated events: order, late reads, reuse, long sessions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from burst_portable.profiling.clocks import DeviceClock, HostClock, make_clock
 
 
 class FakeEvent:
-    """An event of a device whose stream is always idle. Elapsed times are what devices give: float32 milliseconds."""
+    """Simulate an event of a device with an idle stream. Elapsed times are float32 milliseconds, as on devices."""
 
-    now = 0  # nanoseconds of the pretended device
+    now = 0  # nanoseconds on the simulated device
     made = 0
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -65,8 +65,10 @@ def test_late_host_shifts_device_clock_little(monkeypatch):
 
 
 def drifting(monkeypatch, ppm: float, wait: int = 10_000):
-    """A clock of a device that is slower than the host by so many millionths, and the host's time to set; every anchor
-    is waited for as long as told, in nanoseconds."""
+    """Return a device clock that is slower than the host by `ppm` millionths, and the host's time, which tests may set.
+
+    The wait for each anchor takes `wait` nanoseconds.
+    """
     host = {"now": 5_000_000_000}
     begin = host["now"]
 
@@ -148,7 +150,7 @@ def test_arrival_is_watched_on_separate_stream(monkeypatch):
 
     def wait() -> None:
         assert current[-1] == "watcher"
-        FakeEvent.now = 7_000_000  # there when the transfer is over
+        FakeEvent.now = 7_000_000  # the event is complete when the transfer is over
 
     clock = clock_of_fakes(monkeypatch)
     monkeypatch.setattr(clocks.torch, "Stream", FakeStream)

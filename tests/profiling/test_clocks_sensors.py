@@ -1,4 +1,4 @@
-"""Sensors of devices: read while a session runs, by libraries that are made up here, and told in the reports."""
+"""Test device sensors with simulated libraries: a session reads them, and reports show them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_amdsmi_meter_reads_available_sensors(monkeypatch, power, watts, energy)
 
 
 def with_clocks(clocks):
-    """Three ranks of which the second takes four times as long, and three samples of each one's device."""
+    """Return records of three ranks, with three sensor samples each. The second rank takes four times as long."""
     makers = [Maker(rank) for rank in range(3)]
     for one, took in zip(makers, (100, 400, 100), strict=True):
         one.compute(0, 0, took)

@@ -1,4 +1,4 @@
-"""Interval arithmetic and the partition, against a grid of whole nanoseconds that is walked one by one."""
+"""Test interval arithmetic and the partition against a grid of nanoseconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def array(pairs):
 
 
 def covered(pairs) -> np.ndarray:
-    """Which nanoseconds some span holds."""
+    """Return for each nanosecond whether a span contains it."""
     grid = np.zeros(GRID, dtype=bool)
     for start, stop in pairs:
         grid[start:stop] = True
@@ -78,9 +78,9 @@ def test_measured_pieces_add_up(compute, comm, cuts):
 
 
 def test_union_of_a_million_intervals_is_fast():
-    starts = np.sort(np.random.default_rng(0).integers(0, 10**9, 1_000_000))  # recorded: in order, give or take
+    starts = np.sort(np.random.default_rng(0).integers(0, 10**9, 1_000_000))  # nearly in order, as recorded
     many = np.stack((starts, starts + np.random.default_rng(1).integers(1, 2000, len(starts))), axis=1)
-    seconds = []  # of this process: others share the machine
+    seconds = []  # CPU seconds of this process, because other processes share the machine
     for _ in range(5):
         began = time.process_time()
         union(many)

@@ -1,4 +1,4 @@
-"""What is recorded: nothing when off, everything the plan says when on, and never another bit of the result."""
+"""Test records: none if profiling is off, all parts of the plan if it is on, and bitwise unchanged results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.recorded_calls import LENGTH, RANKS, inputs, one_step
 
 
 def recorded(strategy, level="standard", steps=1, mask="causal"):
-    """Results and records of every rank."""
+    """Return the results and the records of all ranks."""
 
     def work(mesh):
         with bp.profile(level, mesh=mesh) as session:
@@ -106,7 +106,7 @@ def test_recorded_reshards_belong_to_their_pass():
     for one in records:
         c = one.tables["collective"]
         reshards = c.select(c["agreement"] == 0)
-        # q, k, v to heads and the output back; then dO to heads and three gradients back.
+        # q, k, v are resharded and the output returned; then dO is resharded and three gradients are returned.
         assert [int((reshards["backward"] == b).sum()) for b in (0, 1)] == [2, 2]
         assert list(one.tables["compute"]["backward"]) == [0, 1]
 
@@ -122,9 +122,10 @@ def test_records_survive_pack_and_unpack():
 
 @pytest.mark.parametrize(("strategy", "forward", "backward"), [("ring", 1, 5), ("burst", 1, 5), ("ulysses", 5, 7)])
 def test_recorded_copies_equal_plan(strategy, forward, backward):
-    """In rings a rank's own block is packed, each pass; of two foreign ones, gradients are cleared, and added to.
+    """In rings, each pass packs the local block. For two remote blocks, gradients are zeroed and accumulated.
 
-    Ulysses packs, puts its own piece beside what comes, and what came in order: to heads 2; back 3, of 3 gradients 5.
+    Ulysses packs data, copies its local part and orders received data. Resharding to heads takes 2 copies. The way back
+    takes 3, or 5 for 3 gradients.
     """
     _, records = recorded(strategy, mask="full")
     for one in records:
@@ -199,7 +200,7 @@ def test_backward_after_session_is_recorded():
 
 class Arrived:
     def wait(self):
-        """It is there."""
+        """Return at once."""
 
 
 def test_batched_messages_are_watched_once():

@@ -1,4 +1,4 @@
-"""Sessions inside one another, closed in another order, marked by ranks that are threads, and by some ranks alone."""
+"""Test sessions that are nested, closed in another order, marked by rank threads, or opened on some ranks only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_rank_threads_mark_their_own_steps():
 
     with bp.profile() as session:
         bp.run_threads(3, work)
-        session.mark()  # the thread that opened it: for all
+        session.mark()  # the thread that opened the session marks it for all
         bp.run_threads(3, attend)
     for one in session.records():
         steps = one.tables["compute"]["train_step"]
@@ -101,7 +101,7 @@ def test_ablate_rejects_invalid_arguments(changes, told):
 
 
 def quickly(work, timeout=30.0):
-    """What each of three ranks was told, with its class; no rank waits for the timeout."""
+    """Return class and message of the error on each of three ranks. Assert that no rank waited for the timeout."""
 
     def told(mesh):
         with pytest.raises(BurstError) as refused:

@@ -1,4 +1,4 @@
-"""Beside data parallelism every sequence group has ranks 0, 1, ...: sessions without mesh= never mix them."""
+"""Test sessions without mesh= under data parallelism: sequence groups with equal rank numbers are not mixed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes over gloo with 50 ms of delay in one place: the summary names the place and the time."""
+"""Test processes over gloo with a delay of 50 ms in one place: the summary names the place and the time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module", params=[2, 4])
 def reports(request, tmp_path_factory):
-    """ranks, and for "link" and "compute" the report and the delays that there really were, in seconds."""
+    """Return the number of ranks, and by case the report and the measured delays in seconds."""
     ranks, folder = request.param, tmp_path_factory.mktemp("gloo")
     command = [sys.executable, "-m", "tests.support.profiled_gloo_ranks", str(ranks), str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -69,7 +69,8 @@ def test_ablation_finds_slow_kernels(reports):
         data, delays = found["ablated"]
         rows = data["ablation"]
         assert [row["rank"] for row in rows] == [0, 1]
-        # two kernels a step: one step before, one that warms up, then a whole one and one without messages in turns
+        # Two kernels per step. One step precedes, one warms up, and then full steps alternate with steps without
+        # messages.
         steps = [a + b for a, b in zip(delays[::2], delays[1::2], strict=True)]
         assert len(steps) == 2 + 2 * REPEAT
         assert rows[SLOW_RANK]["exposed_computing_ns"] == pytest.approx(min(steps[2::2]) * 1e9, rel=0.1)

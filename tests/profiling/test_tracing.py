@@ -1,4 +1,4 @@
-"""The deep level: a tracer's events under the plan's names, by hand on a made-up device and for real on this one."""
+"""Test the level "kernels": traced events get the names of the plan, on a simulated device and on a real one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def here(backward, iteration, step, what):
 EVENTS = [
     span("user_annotation", here(False, 0, 1, "q3 x kv2"), 0, 10),
     span("cuda_driver", "cuLaunchKernelEx", 2, 1, correlation=11),
-    span("cuda_runtime", "cudaLaunchKernel", 12, 1, correlation=12),  # between annotations: the model's own
+    span("cuda_runtime", "cudaLaunchKernel", 12, 1, correlation=12),  # between annotations, so it belongs to the model
     span("user_annotation", here(False, 0, 1, "posts messages"), 20, 10),
     span("cuda_runtime", "cudaLaunchKernel", 21, 1, correlation=13),
     span("cuda_runtime", "cudaLaunchKernelExC", 23, 1, correlation=14),
@@ -135,7 +135,7 @@ def test_cpu_operators_are_assigned_to_marked_kernels(session):
     for one in report.data["kernel_trace"]:
         assert not one["on_device"]
         assert one["partition"] is None
-        # Contiguous causal: rank 1 meets two blocks, rank 0 its own; two calls, forward and backward.
+        # Contiguous causal: rank 1 computes two blocks and rank 0 one. There are two calls, forward and backward.
         met = {(k["backward"], k["activity"]) for k in one["kernels"] if k["kind"] == "compute"}
         owners = range(one["rank"] + 1)
         assert met == {(backward, f"q{one['rank']} x kv{owner}") for backward in (0, 1) for owner in owners}

@@ -1,4 +1,4 @@
-"""Kineto's JSON, new and old, read into the partition; answers by hand."""
+"""Test Kineto's JSON, new and old, against partitions by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events with answers worked out by hand, and the golden trace of `profiling/` with its expected numbers."""
+"""Test the analysis of events against values by hand, and of the golden trace of `profiling/`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parents[3] / "profiling" / "golden"
 
 
 def two_ranks() -> list[RankRecords]:
-    """Microseconds::
+    """Return records of two ranks, with times in microseconds::
 
     rank 0   compute 0-100 | compute 100-140, posts at 140 |           waits 140-150 for the send
     rank 1   compute 0-60  | waits 60-200 for rank 0's block (posted by itself at 0) | compute 200-260
@@ -52,7 +52,8 @@ def test_analyze_separates_late_sender_and_transfer():
     assert (link["sender_wait_ns"], link["transfer_wait_ns"], link["transfer_ns"]) == (80_000, 60_000, 60_000)
     assert link["bytes_per_second"] == round(1000 / 60e-6)
     causes = {(c["kind"], c["rank"], c["peer"]): c["wait_ns"] for c in report["causes"]}
-    # Rank 1 waited 80 µs while rank 0 computed (60-140), then 60 µs for the link; rank 0's own wait is the link's too.
+    # Rank 1 waited 80 µs while rank 0 computed (60-140), then 60 µs for the link. The wait of rank 0 is also for the
+    # link.
     assert causes["compute", 0, -1] == {"1": 80_000}
     assert causes["link", 0, 1] == {"0": 10_000, "1": 60_000}
 
@@ -149,11 +150,11 @@ def test_watched_transfer_overlaps_kernel():
 
 
 def test_analyze_separates_idle_stream_from_message_wait():
-    """Both posted from 0 to 20; it came at 130, and only at 160 did the host say to go on.
+    """Both ranks posted from 0 to 20. The message arrived at 130, but the host continued only at 160.
 
     ::
 
-        rank 1   compute 20-100 | waits 100-130, stands idle 130-160 | compute 160-200
+        rank 1   compute 20-100 | waits 100-130, idle 130-160 | compute 160-200
     """
     zero, one = Maker(0), Maker(1)
     zero.compute(0, 20, 200)
@@ -180,17 +181,17 @@ def test_analyze_separates_idle_stream_from_message_wait():
 @pytest.mark.parametrize(
     ("posted", "start", "took", "seen"),
     [
-        (0, 20_000, 41, False),  # it was there; asking took as long as asking takes
+        (0, 20_000, 41, False),  # it had arrived; the wait took the usual time of a check
         (0, 1_000, 219, False),
-        (0, 1_000, 221, True),  # more than ten times the 22 that the shorter waits took
+        (0, 1_000, 221, True),  # more than ten times the 22 that short waits take
         (
             0,
             20_000,
             2_000,
             False,
-        ),  # under a tenth of the time in which it may have come: as likely the host was held up
+        ),  # under a tenth of the possible time of arrival; the host may as well have been delayed
         (0, 18_000, 2_000, True),
-        (1_005, 1_000, 30, True),  # not even sent when the wait for it began
+        (1_005, 1_000, 30, True),  # not yet sent when the wait began
     ],
 )
 def test_short_wait_does_not_count_as_transfer(posted, start, took, seen):

@@ -1,4 +1,4 @@
-"""Training steps from mark to mark: the shortest, the middle, the longest, and what of it attention took."""
+"""Test training steps between marks: the shortest, median and longest step, and the part of attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLEPT = 0.2  # seconds
 
 
 def marked(usual: float = 1000, longest: float = 2600) -> list[RankRecords]:
-    """Five steps of 1000 microseconds, 400 of them attention in two passes; but step 2 takes 2500, on rank 1 2600."""
+    """Return records of five steps of `usual` µs. Step 2 takes up to `longest` µs, and 100 less on rank 0."""
     makers = Maker(0), Maker(1)
     for one in makers:
         at = 50.0
@@ -30,7 +30,7 @@ def marked(usual: float = 1000, longest: float = 2600) -> list[RankRecords]:
             took = usual if step != 2 else longest - 100 + 100 * one.rank
             one.compute(0, at + 100, at + 350)
             one.compute(0, at + 500, at + 600, backward=1)
-            one.compute(1, at + 620, at + 650, backward=1)  # 20 between kernels are attention's too
+            one.compute(1, at + 620, at + 650, backward=1)  # the 20 between kernels also count as attention
             one.mark(at, at + took)
             at += took
     plan = bp.plan(seq_len=128, ranks=2, heads=2, head_dim=16, itemsize=4, strategy="ring")
@@ -130,7 +130,7 @@ def test_reports_without_training_are_valid():
 def test_sleep_outside_attention_makes_longest_step():
     def work(mesh):
         with bp.profile(mesh=mesh) as session:
-            time.sleep(SLEPT)  # no part of the first step, for a mark follows
+            time.sleep(SLEPT)  # not part of the first step, because a mark follows
             session.mark()
             for step in range(4):
                 one_step(mesh, "ring")
@@ -138,7 +138,7 @@ def test_sleep_outside_attention_makes_longest_step():
                     time.sleep(SLEPT)
                 session.mark()
             one_step(mesh, "ring")  # no mark follows
-        return session.report(skip=1)  # the first one also warms up
+        return session.report(skip=1)  # the first step also warms up
 
     report = bp.run_threads(3, work)[0]
     told = report.data["training"]

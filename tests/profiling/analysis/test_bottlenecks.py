@@ -1,4 +1,4 @@
-"""Every kind of loss by hand: it is the largest, its time is right, and the advice names what to change."""
+"""Test each kind of loss against values by hand: it is the largest, its time is right, the advice names a change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {"seq_len": 256, "ranks": 2, "head_dim": 16, "itemsize":
 
 
 def verdict(records: list[RankRecords], kind: str, lost: float, rank: int = -1) -> str:
-    """The advice of a verdict of that kind, microseconds and rank."""
+    """Check the kind, lost microseconds and rank of the summary, and return its recommendation."""
     found = analyze(records)["summary"]
     assert (found["kind"], found["rank"]) == (kind, rank), found["text"]
     assert found["lost_ns"] == pytest.approx(1000 * lost, abs=2)
@@ -28,7 +28,7 @@ def verdict(records: list[RankRecords], kind: str, lost: float, rank: int = -1) 
 
 
 def exposed(plan: bp.plans.Plan | None = None, size: int = 1 << 20, **facts: Any) -> list[RankRecords]:
-    """Two ranks compute for 100 µs, wait 300 for bytes on their way, and compute for 100."""
+    """Return records of two ranks that compute for 100 µs, wait 300 for transfers, and compute for 100."""
     makers = Maker(0), Maker(1)
     for one in makers:
         other = 1 - one.rank
@@ -121,13 +121,14 @@ def test_slow_link_is_charged_once():
     assert report["summary"]["lost_ns"] == 990_000
     assert "try another strategy" in report["summary"]["recommendation"]
     (everywhere,) = (loss for loss in report["bottlenecks"] if loss["kind"] == "communication")
-    # 10 µs of each link, the agreement's last 10 of each rank, and what the three others waited at the usual pace.
+    # 10 µs of each link, the last 10 of the agreement per rank, and the waits of the remaining three ranks at usual
+    # bandwidth.
     assert everywhere["lost_ns"] < 60_000
 
 
 @pytest.mark.parametrize(("others", "kind"), [(250_000_000, "slow link"), (150_000_000, "communication")])
 def test_link_as_fast_as_others_is_not_reported_as_slow(others, kind):
-    """At 100 MB/s the link is slow only if the others reach twice that."""
+    """At 100 MB/s, the link is slow only if the other links reach twice that."""
     report = analyze(exposed())
     report["links"][0]["bytes_per_second"], report["links"][1]["bytes_per_second"] = 100_000_000, others
     causes = {(c["rank"], c["peer"]): c for c in report["causes"] if c["kind"] == "link"}
@@ -178,7 +179,9 @@ def test_verdict_recommends_more_tokens_as_last_resort():
 
 
 def asked(question: float, blocks: float, agreement: bool) -> list[RankRecords]:
-    """Two ranks that exchange all at once for so many microseconds, then wait for blocks on their way."""
+    """Return records of two ranks that exchange data among all ranks for `question` µs, then wait `blocks` µs for
+    transfers.
+    """
     makers = Maker(0), Maker(1)
     for one in makers:
         other = 1 - one.rank
@@ -188,7 +191,7 @@ def asked(question: float, blocks: float, agreement: bool) -> list[RankRecords]:
         one.message(1, other, sends=True, posted=question, start=at, end=at, owner=one.rank, size=4096, issued=0)
         one.message(1, other, sends=False, posted=question, start=at, end=at + blocks, owner=other, size=4096, issued=0)
         one.compute(1, at + blocks, at + blocks + 100)
-    plan = bp.plan(strategy="ring", heads=2, kv_heads=1, **SIZES)  # small: its messages are mostly latency
+    plan = bp.plan(strategy="ring", heads=2, kv_heads=1, **SIZES)  # small messages, which are mostly latency
     return [one.records(plan) for one in makers]
 
 
@@ -240,7 +243,10 @@ def test_verdict_names_gaps_between_kernels():
 
 
 def apart(gap: float, wait: float) -> list[RankRecords]:
-    """Two attentions of 1000 µs, so far apart; the second waits so long for bytes on their way."""
+    """Return records of two attention calls of 1000 µs with `gap` µs between them.
+
+    The second waits `wait` µs for transfers.
+    """
     makers = Maker(0), Maker(1)
     for one in makers:
         one.compute(0, 0, 1000)

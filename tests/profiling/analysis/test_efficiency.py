@@ -1,4 +1,4 @@
-"""Achieved beside planned, and the roofline: by hand; and that every number of a report says how it is known."""
+"""Test achieved and planned rates and the roofline by hand, and that a report states the evidence of each number."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ PLAN = {
 
 
 def two_ranks(peaks: dict[str, Any] | None):
-    """Rank 1 computes 1,000,000 FLOPs in 100 µs, twice; 4,000 bytes are on their way to it from 20 to 60 µs."""
+    """Return records in which rank 1 computes 1,000,000 FLOPs in 100 µs, twice.
+
+    It receives 4,000 bytes from 20 to 60 µs.
+    """
     a, b = Maker(0), Maker(1)
     a.compute(0, 0, 200, flops=2_000_000)
     a.message(1, 1, sends=True, posted=20, start=200, end=201, size=4000, issued=0)
@@ -180,7 +183,7 @@ HOLDERS = {"cuda": "cuda.machines", "rocm": "rocm.device"}
         ("cuda", ("NVIDIA H200", "float16"), 989.4, 4800),
         ("cuda", ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16"), None, None),
         ("cuda", ("NVIDIA H200", "float32"), None, 4800),
-        ("cuda", ("NVIDIA H200 NVL", "bfloat16"), None, None),  # another clock than the H200's
+        ("cuda", ("NVIDIA H200 NVL", "bfloat16"), None, None),  # the clock is not that of the H200
         ("cuda", ("NVIDIA L40S", "bfloat16"), 362.05, 864),
         ("rocm", ("AMD Instinct MI250X / MI250", "gfx90a", 110, "bfloat16"), 191.5, 1638.4),
         ("rocm", ("AMD Instinct MI250X / MI250", "gfx90a", 104, "bfloat16"), 181.05, 1638.4),
@@ -211,7 +214,7 @@ def test_backend_without_peaks_reports_unknown():
 
 # -------------------------------------------------------------------------------------------------------- evidence
 
-NAMES = {  # where something is, which it is, or how often it came: no measurement
+NAMES = {  # locations, identities and counts, which are no measurements
     *(
         "rank",
         "peer",
@@ -277,7 +280,7 @@ def test_planned_rates_use_hardware_spec_of_settings(tmp_path, capsys):
     measured.write_html(tmp_path / "page.html")
     assert f"Planned for {told}.".replace(" ", "") in _page(tmp_path / "page.html")
     assert hardware_text(report("").data)[0].endswith(" (the backend's guess)")
-    path.unlink()  # a report that is asked for is given
+    path.unlink()  # a requested report is written
     gone = hardware_text(report(str(path)).data)[0]
     assert gone.endswith(" (the backend's guess; the hardware spec file in the settings cannot be used)")
 

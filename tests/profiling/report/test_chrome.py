@@ -18,7 +18,7 @@ def test_chrome_trace_has_all_ranks_and_events(files):
     assert {rank for rank, _ in tracks} == {0, 1, 2, 3}
     spans = [e for e in events if e["ph"] == "X"]
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    for e in events:  # what Perfetto and Chrome want of the two kinds that there are
+    for e in events:  # required fields of the two kinds of events
         assert e["ph"] in "XM"
         assert isinstance(e["pid"], int)
         if e["ph"] == "M":
@@ -32,7 +32,7 @@ def test_chrome_trace_has_all_ranks_and_events(files):
         by_track.setdefault((e["pid"], e["tid"]), []).append(
             (round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000))
         )
-    for track in by_track.values():  # one that began within another and outlived it would be drawn wrong
+    for track in by_track.values():  # an event that begins within another one and ends after it would be drawn wrong
         open_until: list[int] = []
         for start, end in track:
             while open_until and open_until[-1] <= start:

@@ -22,7 +22,7 @@ def test_compare_names_slower_part(files, capsys):
 
 
 def changed(files, name: str, change) -> str:
-    """The even report with something else in it."""
+    """Write the report of the even run with a change, and return its path."""
     data = json.loads((files / "even.json").read_text())
     change(data)
     (files / name).write_text(json.dumps(data))

@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: no error, no request, the JSON's numbers, hover and zoom; and its size."""
+"""Test the HTML report in a real browser: no error, no request, the numbers of the JSON, hover, zoom, and file size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNITS = {
     **dict.fromkeys(("bytes_per_second", "planned_bytes_per_second"), "B/s"),
     "flops_per_byte": "",
 }
-# The color of the timeline at a place in the window, from a copy: the canvas itself is not made for being read.
+# Return the color of the timeline at a point of the window. It is read from a copy, as reads would slow the canvas.
 PIXEL = """(() => {
   const canvas = document.getElementById("timeline"), copy = document.createElement("canvas");
   const seen = canvas.getBoundingClientRect(), pen = copy.getContext("2d");

@@ -1,4 +1,4 @@
-"""Test the report of a profile: what it holds, and the files that are made of it."""
+"""Test the report of a profile: its contents, and the files made from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test which files are refused as reports."""
+"""Test which files are rejected as reports."""
 
 from __future__ import annotations
 

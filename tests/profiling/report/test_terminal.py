@@ -34,7 +34,7 @@ def test_terminal_indents_wrapped_verdict(files, capsys):
 
 
 def test_narrow_terminal_truncates_no_number(files, capsys):
-    """Numbers went to dots, beside a bar as wide as ever."""
+    """Numbers were once truncated to dots, while the bar next to them kept its width."""
     data = Report.load(files / "slow.json").data
     for width in (40, 60, 80):
         show(data, Console(force_terminal=True, width=width, color_system=None))
