@@ -1,4 +1,4 @@
-"""Hooks on saved tensors may hand them back laid out in another way: gradients are the same."""
+"""Test hooks on saved tensors that return them with other strides: gradients stay equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of other ranks: in which form kernels get them, and how many are in memory at once."""
+"""Test blocks of other ranks: the tensors that kernels get, and the number of blocks in memory at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.seams import calls_with
 
 
 class Noted:
-    """What backward kernels get, and, by rank, how many blocks are in memory at each forward step."""
+    """Record the inputs of backward kernels and, by rank, the number of blocks in memory at each forward step."""
 
     def __init__(self):
         self.in_one_piece: defaultdict[str, set[bool]] = defaultdict(set)
@@ -33,7 +33,7 @@ class NotingKernel(WrappedKernel):
 
     def attend_backward(self, x, tiles, call, *, into):
         for name in ("q", "dout", "lse", "delta"):
-            if (tensor := getattr(x, name)) is not None:  # delta only where queries travel
+            if (tensor := getattr(x, name)) is not None:  # delta is used only if queries circulate
                 self._noted.in_one_piece[name].add(tensor.is_contiguous())
         self._noted.dtypes.update(sums.dtype for sums in into)
         super().attend_backward(x, tiles, call, into=into)
@@ -66,7 +66,7 @@ class NotingObserver(Observer):
 
 
 def attend(ranks, strategy, dtype=torch.float32):
-    """Run both passes with the full mask; return what was noted."""
+    """Run both passes with the full mask; return the record."""
     noted = Noted()
 
     def work(mesh):

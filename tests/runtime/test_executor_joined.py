@@ -1,4 +1,4 @@
-"""Launches that take a rank's own block together with blocks that arrived: against attention in float64."""
+"""Test launches that compute the local block together with received blocks, against attention in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.thread_peers import World, run_peers
 
 @dataclass(frozen=True)
 class Joined(Strategy):
-    """Gathers K and V forward, and either side backward."""
+    """Gather K and V in forward, and K and V or queries in backward."""
 
     name = "joined"
     title = "all blocks in one launch"
@@ -37,7 +37,7 @@ class Joined(Strategy):
 
 @dataclass(frozen=True)
 class JoinedCase(Case):
-    chosen: Strategy = Joined()  # frozen
+    chosen: Strategy = Joined()  # a field of a frozen dataclass
 
     def make_strategy(self):
         return self.chosen
@@ -69,7 +69,7 @@ def test_joined_launch_supports_input_dtype_gradients(kernel):
     x = make_inputs(case)
     answers = bp.run_threads(3, lambda mesh: on_one_rank(mesh, case, x, kernel))
     wrong = find_violations(answers[0], *expected(case, x), case.dtype)
-    assert set(wrong) <= {"dk", "dv"}  # rounded on their way home
+    assert set(wrong) <= {"dk", "dv"}  # rounded before they are sent to the owner rank
     wide = replace(case, chosen=Joined())
     answers = bp.run_threads(3, lambda mesh: on_one_rank(mesh, wide, x, kernel))
     assert find_violations(answers[0], *expected(wide, x), wide.dtype) == {}

@@ -1,4 +1,4 @@
-"""No rank holds more than its own shard and the blocks in flight: live tensor memory, counted op by op."""
+"""Test that a rank holds only its shard and the blocks in flight: live tensor memory, counted by operation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.support.live_memory import KV_BYTES, LENGTH, RESULT_BYTES, LiveMemory
 @pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring"])
 def test_peak_memory_falls_with_ranks(strategy):
     peaks = {ranks: max(m.peak for m in measured(ranks, strategy)) for ranks in (1, 2, 4, 8)}
-    # One rank has its results alone; two merge and add theirs in wider numbers (float64 out, of float32 tensors), and
-    # hold blocks besides. From two to four a second block is in flight (a third for the outer ring); from there on all
-    # is in proportion to the shard.
+    # One rank has only its results. Two ranks also hold blocks, and merge and sum results in wider dtypes (float64 out,
+    # from float32 tensors). From two to four ranks, a second block is in flight, or a third one for the outer ring.
+    # With more ranks, all memory is proportional to the shard.
     assert peaks[1] < 1.1 * RESULT_BYTES
     assert peaks[2] < (1.5 if strategy == "ring" else 1.82) * RESULT_BYTES
     assert peaks[4] < 0.85 * peaks[2]

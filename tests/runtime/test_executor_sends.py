@@ -1,4 +1,4 @@
-"""What a rank sends is waited for, and not before its receiver needs it: its buffer may not be let go of earlier."""
+"""Test that a rank waits for its sends, not before the receiver needs them, and then releases the buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANKS = 3
 
 
 class Noted:
-    """A handle that says when it is waited for."""
+    """A handle that records the wait for it."""
 
     def __init__(self, handle, log, name):
         self._handle, self._log, self._name = handle, log, name
@@ -24,7 +24,7 @@ class Noted:
 
 
 class Noting(Observer):
-    """Notes down what a rank computes and sends, and for which of its messages it waits."""
+    """Record what a rank computes and sends, and the messages for which it waits."""
 
     def __init__(self, log):
         self._log = log
@@ -48,7 +48,7 @@ class NotingPosting(Posting):
 
 
 def logs(backward=False, **call):
-    """By rank: of a forward pass, or of a backward pass alone."""
+    """Return by rank the record of a forward pass, or of a backward pass only."""
     found = {rank: [] for rank in range(RANKS)}
 
     def work(mesh):
@@ -87,7 +87,7 @@ def test_ranks_without_work_wait_for_their_sends():
     "strategy",
     [
         *("ring", "burst", "double_ring", bp.make_strategy("ring", transfer="direct", local_block_order="last")),
-        # Causal: rank 0 is done before any of its two is needed.
+        # Causal: rank 0 is finished before any of its two sends is needed.
         bp.make_strategy("ring", transfer="direct", prefetch_steps=2),
     ],
     ids=str,

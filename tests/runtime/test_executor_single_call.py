@@ -1,4 +1,4 @@
-"""Attention that one kernel call of a rank computes as a whole: nothing is merged there, and nothing is added up."""
+"""Test attention that a rank computes by a single kernel call: nothing is merged or accumulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def qkv():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Which methods for attention as a whole the reference kernel is asked for; it has them here, and gives 16 bits."""
+    """Record which single-call methods of the reference kernel are called. They are added here and return 16 bits."""
     names = []
 
     def forward_single_call(self, *arguments, yields_to_comm):
@@ -60,9 +60,9 @@ def test_one_rank_uses_single_call_kernels(asked):
 @pytest.mark.parametrize(
     ("mask", "layout", "forward", "backward"),
     [
-        # Each rank holds whole documents: nothing moves.
+        # Each rank holds whole documents, so no message is sent.
         (bp.Mask.documents((0, 8, 13, 16)), "contiguous", [True, True], [True, True]),
-        # Rank 0 sees no other's rows, but what it sends is used, and its gradients come back.
+        # Rank 0 sees no remote rows. The other rank uses its block, and the gradients are returned.
         (bp.Mask.window(3), "contiguous", [True, False], [False, False]),
         ("causal", "zigzag", [False, False], [False, False]),
     ],
@@ -114,7 +114,7 @@ def test_rows_of_one_step_are_written_once(monkeypatch):
 
     merged = bp.run_threads(
         3, work
-    )  # this kernel does not write where it is told: all rows are merged, and rounded last
+    )  # this kernel does not write into given outputs, so all rows are merged and then rounded
     monkeypatch.setattr(ReferenceKernel, "attend_into", attend_into)
     monkeypatch.setattr(ReferenceKernel, "traits", KernelTraits(writes_into=True))
     made = bp.run_threads(3, work)

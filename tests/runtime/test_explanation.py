@@ -1,4 +1,4 @@
-"""What `explain` tells is what `attention` does, for the same arguments."""
+"""Test that `explain` describes what `attention` does for the same arguments."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_explain_predicts_time_for_chosen_kernel():
     class Measured(CpuBackend):
         def measured_hardware(self, ranks, kernel):
             asked.append((ranks, kernel))
-            return HardwareSpec(1.0, 1e-3, memory_bandwidth=1e-6)  # merging is all that counts
+            return HardwareSpec(1.0, 1e-3, memory_bandwidth=1e-6)  # only merging takes time
 
     backend = Measured()
     mesh = bp.Mesh(0, 2, local_transport)

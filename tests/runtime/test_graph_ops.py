@@ -1,4 +1,4 @@
-"""`attention` inside the graphs of torch.compile: the numbers of the same code uncompiled, to the bit."""
+"""Test `attention` inside the graphs of torch.compile: results are bitwise equal to those of the uncompiled code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from burst_portable.runtime import graph_ops
 from burst_portable.runtime.prepare import Request
 from tests.support.compiled_ranks import on_threads
 
-# torch's own: the compiler looks at .grad of what it is handed.
+# torch's own warning: the compiler reads .grad of its inputs.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]
 LENGTH = 23
 MESH = bp.Mesh.single()
@@ -64,7 +64,7 @@ def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 0.0) 
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Attention between other operators, which a compiler fuses, reorders, and whose memory it takes again."""
+    """Call attention between other operators, which a compiler fuses and reorders, and whose memory it reuses."""
     out: Tensor = bp.attention(q * 2, k.sin(), v + 1, mesh=MESH, **options)
     return out.cos() * out
 
@@ -97,7 +97,7 @@ def test_attention_compiles_to_one_graph(case: str, ranks: int):
         *rows, sinks = whole()
         mine = [*(bp.shard(x, mesh, layout=layout, mask=mask) for x in rows), sinks]
         call, found = wrap(step), []
-        for _ in range(2):  # the second time as remembered
+        for _ in range(2):  # the second call uses cached results
             found += results(lambda *leaves: call(*leaves)[0], mine)
         with torch.no_grad():
             return [*found, *call(*mine)]
@@ -175,7 +175,7 @@ TRANSFORMED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own warning, in jvp
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_torch_func_transforms_in_compiled_function_raise(name: str):
     """In a graph, the tangents of jvp would be 0."""
@@ -203,7 +203,7 @@ def test_compiled_attentions_keep_program_order():
         return [out, *results(call, mine)]
 
     def late_first(graph: torch.fx.GraphModule, _: Any) -> Any:
-        """As a compiler may: what the end of the graph needs last is computed first."""
+        """Reorder the graph as a compiler may: the last needed values are computed first."""
         order: dict[torch.fx.Node, None] = {}
 
         def visit(node: torch.fx.Node) -> None:
@@ -268,7 +268,7 @@ def test_compiled_attention_error_reaches_all_ranks():
         kv = torch.randn(1, 8, 2, 8)
         with pytest.raises((ShapeError, MismatchError)) as refusal:
             call(torch.randn(1, 8, 2 if mesh.rank else 3, 8), kv, kv)
-        assert call(kv, kv, kv).shape == kv.shape  # and the mesh is as good as before
+        assert call(kv, kv, kv).shape == kv.shape  # the mesh still works
         return type(refusal.value).__name__
 
     assert bp.run_threads(2, work) == ["ShapeError", "MismatchError"]

@@ -1,4 +1,7 @@
-"""Resharded heads: in groups, rows as they come or in natural order, with every kernel; only what is needed is sent."""
+"""Test resharded heads in groups, with rows in rank order or natural order, and with all kernels.
+
+Only needed data is sent.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ CASES = [
     Case(strategy="ulysses+groups", ranks=3, heads="gqa", layout="striped", mask="window"),
     Case(
         strategy="ulysses+groups", ranks=2, heads="mqa", mask="custom", sinks=True
-    ),  # one K/V head, both groups read it
+    ),  # both groups read the one K/V head
     Case(strategy="ulysses+groups", ranks=6, heads="wide_values", layout="contiguous", dtype=torch.bfloat16),
     Case(strategy="ulysses+groups", ranks=3, heads="mha", batch=1, mask="documents", layout="document_zigzag"),
     Case(strategy="ulysses+groups", ranks=2, heads="mha", mask="fully_masked_rows", dtype=torch.float64),
@@ -170,7 +173,7 @@ def test_head_groups_assign_heads(heads, kv_heads, groups, keys, shared):
 
 
 def test_head_groups_reject_invalid_counts():
-    assert not can_group_heads(6, 3, 2)  # three heads would read one K/V head and a half
+    assert not can_group_heads(6, 3, 2)  # three heads would read one and a half K/V heads
     with pytest.raises(InputError, match="head_groups is not a number of groups; got 0"):
         bp.make_strategy("ulysses", head_groups=0)
     with pytest.raises(
@@ -261,7 +264,7 @@ def test_row_orders_are_inverse(layout):
 
 
 class RoundsWhole(ReferenceKernel):
-    """As kernels of devices do: out in q's dtype where one call is all of it."""
+    """Return out in q's dtype from a single call, as kernels of devices do."""
 
     def forward_single_call(self, q, k, v, tiles, call, *, yields_to_comm=False):
         out, lse = self.attend(q, k, v, tiles, call)

@@ -1,4 +1,6 @@
-"""Heads are shared out inside nodes, blocks go round between them: against float64, beside Ulysses and rings, bytes."""
+"""Test heads sharded within nodes and blocks circulating between them: against float64, Ulysses and rings, and in
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from tests.support.thread_peers import World, run_peers
 
 @dataclass(frozen=True)
 class Nodes(Case):
-    """With nodes of a size."""
+    """A case with nodes of a given size."""
 
     strategy: str = "usp"
     ranks_per_node: int = 2
@@ -65,8 +67,8 @@ def check(case: Case, kernel: str) -> None:
     ("strategy", "why"),
     [
         ("usp", "rows that cross nodes: .* 'reference' takes on rank 0, 1 but .*'cpu_flash'.*; name one kernel="),
-        ("usp+fetch", ""),  # takes rows in natural order, whatever the kernel
-        ("ulysses", ""),  # each rank for itself
+        ("usp+fetch", ""),  # uses natural order with any kernel
+        ("ulysses", ""),  # each rank separately
     ],
 )
 def test_different_kernels_on_ranks_raise_or_agree(strategy, why):
@@ -177,7 +179,7 @@ def test_usp_late_ranks_do_not_change_results(seed):
 
 
 class Mute(Transport):
-    """Another one; its rank posts nothing of a step."""
+    """A transport whose rank fails before it posts a given step."""
 
     def __init__(self, wrapped: Transport, step: str) -> None:
         super().__init__(wrapped.name, wrapped.rank, wrapped.size)

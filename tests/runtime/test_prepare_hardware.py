@@ -1,4 +1,4 @@
-"""`auto` chooses with a hardware spec file that the settings name: the same on all ranks, or a refusal on all."""
+"""Test that `auto` uses the hardware spec file of the settings: it chooses equally on all ranks, or all ranks raise."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from burst_portable.errors import InputError, MismatchError, UnsupportedError
 from burst_portable.planning.hardware import SCHEMA
 
 SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16}
-# A launch costs much, and links nothing: Ulysses has the fewest launches. Slow links: K and V of two heads are less
-# than what Ulysses moves of eight.
+# Fast: launches are slow and links take no time, so Ulysses is best because it has the fewest launches. Slow: K and V
+# of two heads are fewer bytes than those that Ulysses sends for eight heads.
 FAST = {
     "tflops": 1.0,
     "intra_node_bandwidth": 1e5,
@@ -31,7 +31,7 @@ SLOW = {**FAST, "intra_node_bandwidth": 1e-4, "p2p_bandwidth": [[1024, 1e-4]], "
 
 @pytest.fixture
 def files(tmp_path):
-    """Files of links that are fast and slow."""
+    """Write hardware specs with fast and slow links and return their paths."""
 
     def written(name: str, hardware: dict, kernel: str = "cpu_flash", ranks: int = 2) -> str:
         about = {"device": f"{name} machine", "ranks": ranks, "kernel": kernel, "date": "2026-11-22"}
@@ -72,7 +72,7 @@ def test_auto_chooses_by_hardware_spec(files):
     other = first["other"][0].why
     unlike = "the kernel beads and not cpu_flash, of bfloat16 and not float32, with heads of 128 and not 16"
     assert f"2026-11-22), with {unlike}, on 4 ranks and not 2 (" in other
-    torch.testing.assert_close(first["fast"][1], first["slow"][1])  # exact either way
+    torch.testing.assert_close(first["fast"][1], first["slow"][1])  # both results are exact
 
 
 def test_plan_for_mesh_reads_hardware_spec_of_environment(files, monkeypatch):
@@ -106,7 +106,7 @@ def test_different_hardware_specs_name_both_strategies(files):
 
 
 class Straight(CpuBackend):
-    """A CPU whose ranks ask each other for a transport of their own, as those of GPUs do."""
+    """A CPU backend whose ranks exchange data to connect a direct transport, as those of GPUs do."""
 
     capabilities = replace(CpuBackend.capabilities, direct_transport="straight")
 

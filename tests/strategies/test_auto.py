@@ -1,4 +1,4 @@
-"""What `auto` compares: each candidate does what it is called, ties go by bytes, few ranks of many are priced."""
+"""Test what `auto` compares: each label matches its strategy, bytes break ties, and few of many ranks are costed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEASURED = {
     "ring+fetch, all together, own last", "ring+fetch, all together, own divided", "burst+fetch, all ahead",
     "burst+fetch, all together", "ulysses, 2 groups", "ulysses, 4 groups",
 }  # fmt: skip
-TABLED = {"ring", "burst", "double_ring", "ulysses", "usp"}  # a further strategy has its candidates tested in its file
+TABLED = {"ring", "burst", "double_ring", "ulysses", "usp"}  # tests of further strategies are in their own files
 
 
 def problem(
@@ -58,7 +58,7 @@ def called(label: str, ranks: int, node: int) -> object:
     [
         (8, None, HardwareSpec(400.0, 100.0), 96, ALWAYS),
         (8, None, COPIES, 96, ALWAYS | MEASURED),
-        (24, None, COPIES, 96, ALWAYS | {"ulysses, 2 groups", "ulysses, 4 groups"}),  # too many blocks to hold
+        (24, None, COPIES, 96, ALWAYS | {"ulysses, 2 groups", "ulysses, 4 groups"}),  # too many blocks for the memory
         (8, 4, COPIES, 96, ALWAYS | {"double_ring", "double_ring+kv", "usp", "usp+q", "usp+fetch"}),
         (8, 4, COPIES, 6, ALWAYS | {"double_ring", "double_ring+kv", "usp in 2", "usp in 2+q", "usp in 2+fetch"}),
         (8, 8, HardwareSpec(400.0, 100.0), 96, ALWAYS | {"double_ring", "double_ring+kv"}),
@@ -91,8 +91,9 @@ def test_auto_breaks_ties_by_bytes_sent():
         (Mask.full(), 4, (0, 1, 2, 3)),
         (Mask.full(), 7, (0, 2, 4, 6)),
         (Mask.full(), 12, (0, 3, 7, 11)),
-        (Mask.documents((0, 80, 400, 480, 960), causal=False), 12, (0, 3, 6, 7, 11)),  # those from 6 on have most
-        (Mask.documents((0, 80, 400, 960)), 12, (0, 3, 5, 7, 11)),  # keys of rank 5 are seen by most
+        # the ranks from 6 on have most pairs
+        (Mask.documents((0, 80, 400, 480, 960), causal=False), 12, (0, 3, 6, 7, 11)),
+        (Mask.documents((0, 80, 400, 960)), 12, (0, 3, 5, 7, 11)),  # the keys of rank 5 are visible to most queries
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Which layout a plan takes where the user leaves it open, and what that is decided by."""
+"""Test which layout a plan uses by default, and the criteria for it."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def test_auto_layout_is_fastest_predicted(mask, ranks):
 
 
 def test_auto_layout_suits_the_mask():
-    assert plan().layout.name == "zigzag"  # where all are alike
-    assert plan(mask="window:2000").layout.name == "contiguous"  # neighbours alone
-    # Operators on pieces want natural order: contiguous needs no pass over memory for it.
+    assert plan().layout.name == "zigzag"  # all layouts take equal time
+    assert plan(mask="window:2000").layout.name == "contiguous"  # exchanges with neighbors only
+    # Operator kernels need natural order: the contiguous layout needs no extra pass over memory.
     pieces = plan(hardware=replace(H200, kernel=KernelTraits(splits_tiles=True)))
     assert (pieces.strategy, pieces.layout.name) == ("ulysses", "contiguous")
     row = ROWS["128k-documents"]
     assert plan(mask=row.mask, seq_len=row.length).layout.name == "whole_documents"
     assert plan(ranks=1).layout.name == "zigzag"
-    with_strategy = plan(strategy="ring")  # a strategy that is named stays
+    with_strategy = plan(strategy="ring")  # a named strategy is kept
     assert (with_strategy.strategy, with_strategy.layout.name) == ("ring", "zigzag")
     assert with_strategy.reason.startswith("layout zigzag by predicted time (zigzag ")
 
@@ -82,10 +82,11 @@ def test_plan_cost_counts_visited_blocks_and_kernel_calls():
     mask = Mask.documents((0, 96, 160, 1000, 1024))
     made = plan(mask=mask, ranks=1, seq_len=1024, strategy="ring", layout="contiguous")
     tiles = made.forward.steps_of(0)[0].compute.tiles
-    hardware = HardwareSpec(1e-6, 1.0, launch_latency=3.0, backward_launch_latency=5.0)  # a million FLOPs a second
-    flops = 4 * 32 * 128 / 1e6  # a pair
+    hardware = HardwareSpec(1e-6, 1.0, launch_latency=3.0, backward_launch_latency=5.0)  # 1e6 FLOP/s
+    flops = 4 * 32 * 128 / 1e6  # per pair
     assert len(tiles) == 4
-    # Rows 0-95 in one block; 96-159 in two; 160-999 in seven, of one to seven blocks of columns; 1000-1023 in one.
+    # Rows 0-95 are in one block and 96-159 in two. Rows 160-999 are in seven, of one to seven column blocks, and
+    # 1000-1023 in one.
     visited = 128 * 128 * (1 + 2 + sum((1, 2, 3, 4, 5, 6, 7)) + 1)
     for block, pairs in ((1, mask.num_pairs(1024)), (128, visited)):
         for in_pieces, calls in ((False, 1), (True, 4)):

@@ -1,4 +1,4 @@
-"""What is predicted to be the fastest, and what `auto` makes of it: beside what was measured on H200."""
+"""Compare predicted times and the choice of `auto` with measurements on H200."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = {2: "strategies-h200x2-2026-11-23.json", 4: "strategies-h200x4-2026-11-2
 
 
 def as_auto_says(one):
-    """A contestant's strategy in the words of `auto`, and its transport."""
+    """Return the label that `auto` uses for a contestant's strategy, and its transport."""
     name, _, transport = one["contestant"].rpartition(" ")
     base, _, how = name.partition("+")
     if name == "auto":
@@ -41,9 +41,9 @@ def results_of(ranks, run):
 
 
 def measured(ranks, runs):
-    """(row, kernel, transport) -> {(strategy, layout): milliseconds of both passes}, the least of several measurements.
+    """Return {(row, kernel, transport): {(strategy, layout): milliseconds of both passes}}.
 
-    What disturbs them only makes them longer.
+    Each value is the least of several measurements, because disturbances only make them longer.
     """
     found = defaultdict(lambda: defaultdict(list))
     for run in runs:
@@ -52,7 +52,7 @@ def measured(ranks, runs):
             priced = transport == "nccl" or (transport == "peer_copy" and label not in ("ring", "burst"))
             if priced and one["milliseconds"]:
                 total = one["milliseconds"]["forward"] + one["milliseconds"]["backward"]
-                layout = one.get("layout") or ROWS[one["row"]].layout  # of its own where `auto` chose it
+                layout = one.get("layout") or ROWS[one["row"]].layout  # `auto` may have chosen another layout
                 found[one["row"], one["kernel"], transport][label, layout].append(total)
     least = {case: {label: min(t) for label, t in times.items()} for case, times in found.items()}
     return {case: times for case, times in least.items() if len(times) > 1}
@@ -87,12 +87,12 @@ def test_fastest_predicted_strategy_is_fastest_measured(runs, case):
                 predicted[label, layout] = plan_cost(made, hardware).seconds * 1e3
     assert len(predicted) >= 2
     chosen = min(predicted, key=predicted.__getitem__)
-    # On two ranks some names stand for one plan, which then was measured twice.
+    # On two ranks, some names are the same plan, which was measured twice.
     took = min(times[one] for one in predicted if predicted[one] == predicted[chosen])
     close = took <= 1.03 * min(times[one] for one in predicted)
     assert close, (chosen, predicted, times)
     for one, seconds in predicted.items():
-        if one[1] == "document_zigzag":  # what its short rows cost besides blocks is not in the rates
+        if one[1] == "document_zigzag":  # the rates do not include all costs of its short rows
             assert times[one] / 1.2 < seconds < times[one], one
         else:
             assert seconds == pytest.approx(times[one], rel=0.12), one
@@ -157,11 +157,12 @@ def test_auto_choices_on_h200():
     assert "all ahead" in without
     assert "4 groups" in reason
     assert "groups" not in without
-    nodes = plan(AutoStrategy(ranks_per_node=4, hardware=hardware)).reason  # peer copies end at the node
+    nodes = plan(AutoStrategy(ranks_per_node=4, hardware=hardware)).reason  # peer copies work within a node only
     assert "groups" not in nodes
     assert "double_ring" in nodes
     assert "all ahead" not in plan(AutoStrategy(hardware=hardware_of_machine("NVIDIA H100 80GB HBM3", 8))).reason
-    assert "all ahead" not in plan(AutoStrategy(hardware=hardware), ranks=32, seq_len=4096).reason  # blocks of too many
+    # too many ranks to hold all blocks
+    assert "all ahead" not in plan(AutoStrategy(hardware=hardware), ranks=32, seq_len=4096).reason
     window = plan(AutoStrategy(hardware=hardware), seq_len=131072, mask="window:4096", layout="contiguous").reason
     assert window.startswith("chose ring+fetch")
     few_heads = plan(AutoStrategy(hardware=hardware), seq_len=524288, heads=12, kv_heads=3).reason

@@ -47,7 +47,7 @@ def test_double_ring_splits_round_of_own_node():
     assert [[(m.owner, m.target) for m in s.gradient_sends] for s in steps][:8] == [
         [], [(4, 1)], [(7, 1)], [(6, 1)], [(5, 5)], [(3, 1)], [(2, 1)], [(1, 1)],
     ]  # fmt: skip
-    # A step computes for a second, a block takes one to come, and its gradients two to go home.
+    # A step takes one second, a block arrives in one second, and its gradients reach the owner rank in two.
     size = rank_cost(plan, "forward", 0, HardwareSpec(1, 1)).received / 7
     hardware = HardwareSpec(
         10 * 8 * 8 * 8 * 64 / 1e12, 1e6, 0.0, 0.0, ranks_per_node=4, inter_node_bandwidth=size / 1e9

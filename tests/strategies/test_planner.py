@@ -1,4 +1,4 @@
-"""What plans cannot be made of: options of no meaning, and what does not go together."""
+"""Test invalid arguments of plans: meaningless options and invalid combinations."""
 
 from __future__ import annotations
 

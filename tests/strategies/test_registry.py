@@ -1,4 +1,4 @@
-"""Strategies by name: ours, and those of other packages, which may be anything."""
+"""Test strategies by name: built-in ones, and arbitrary ones of other packages."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_load_rejects_invalid_strategies(package, target, message):
     package({"theirs": target})
     with pytest.raises(UnsupportedError, match=message):
         make_strategy("theirs")
-    reason = bp.plan(seq_len=128, ranks=4, heads=4).reason  # not named: the others still serve
+    reason = bp.plan(seq_len=128, ranks=4, heads=4).reason  # not named, so the remaining strategies still work
     assert "not theirs: the strategy 'theirs'" in reason
 
 

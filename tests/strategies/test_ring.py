@@ -1,4 +1,4 @@
-"""A ring whose own block is computed in two parts, around all others: the numbers of float64, whoever is late."""
+"""Test a ring that computes the local block in two parts around the remote blocks, against float64, with late ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans with heads shared out inside nodes: verified, with planted mistakes; priced by hand; which nodes are taken."""
+"""Test plans with heads sharded within nodes: verification with planted mistakes, predicted times, and node sizes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TestPlantedMistakes:
 
     def broken(self, change, rank=4):
         plan = make(ranks=6, mask="full")
-        own = {name: replace(part) for name, part in plan.passes()}  # passes are shared by plans
+        own = {name: replace(part) for name, part in plan.passes()}  # plans share passes
         for part in own.values():
             part._steps[rank] = tuple(change(list(part.steps_of(rank))))
         return verify(replace(plan, **own))
@@ -80,7 +80,7 @@ class TestPlantedMistakes:
         assert any("pairs computed, but the mask has" in w for w in self.broken(lambda steps: steps[:-1]))
 
     def test_verify_detects_block_sent_to_wrong_rank_of_node(self):
-        """Rank 0 has other heads of the rows."""
+        """Rank 0 has other heads of these rows."""
 
         def astray(steps: list[Step]):
             return [replace(s, sends=tuple(m._replace(target=0) for m in s.sends)) for s in steps]
@@ -145,12 +145,13 @@ def test_usp_predicted_time():
     assert (forward.sent, forward.received, forward.messages) == (there + back + block, there + back + block, 3)
     assert forward.link_seconds == pytest.approx(3 + 5 + 1)
     assert (forward.launches, forward.compute_seconds) == (2, pytest.approx(2.0))
-    # Backward: dO comes in a second. The block's 5 seconds outlast a step of 2.5; its gradients, in float32, take 10.
+    # Backward: dO arrives in one second. The block takes 5 seconds, longer than a step of 2.5. Its float32 gradients
+    # take 10.
     backward = rank_cost(plan, "backward", 1, hardware)
     assert backward.seconds == pytest.approx(1 + 5 + 2.5 + 10 + 3)
-    one_node = replace(hardware, ranks_per_node=0)  # the block takes the same link as what is resharded, 4 s
+    one_node = replace(hardware, ranks_per_node=0)  # the block uses the same link as the resharded rows and takes 4 s
     assert rank_cost(plan, "forward", 1, one_node).seconds == pytest.approx(3 + 4 + 1 + 1)
-    crossing = replace(hardware, ranks_per_node=1)  # now the exchange crosses as well
+    crossing = replace(hardware, ranks_per_node=1)  # now the exchange also crosses nodes
     assert rank_cost(plan, "forward", 1, crossing).seconds == pytest.approx((there + back + block) / block * 5 + 1)
 
 
@@ -180,7 +181,7 @@ def test_usp_has_fewer_launches_than_double_ring():
     assert ours.flops == theirs.flops
 
 
-@pytest.mark.parametrize("kv_heads", [6, 1])  # of one that is shared, gradients are wide: backward needs more room
+@pytest.mark.parametrize("kv_heads", [6, 1])  # gradients of a shared head are float32, so backward needs a larger inbox
 def test_usp_inbox_offsets_do_not_overlap(kv_heads):
     """Resharded rows come first, then the messages; both passes use the same offsets."""
     plan = make(ranks=6, transfer="direct", mask="full", kv_heads=kv_heads)

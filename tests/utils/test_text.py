@@ -1,4 +1,4 @@
-"""Numbers as people read them, where they round into the next unit too."""
+"""Test numbers in readable units, also if rounding reaches the next unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads in the background: told to stop, joined, and never in the way of the end of a process."""
+"""Test background threads: they can be stopped and joined, and never delay or abort the end of a process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from burst_portable.utils.threads import Background
 
 TIMES = 15
 
-# A process that ends while a thread of it goes in and out of torch, many times a millisecond. Forked, so that torch is
-# loaded once; every child ends as a script does, by its last line.
+# A process that ends while one of its threads enters and leaves torch many times per millisecond. Processes are forked,
+# so that torch is loaded once. Each child ends as a script does, after its last line.
 ENDS = f"""
 import gc, os, sys, threading
 from types import SimpleNamespace
@@ -100,7 +100,7 @@ for _ in range({TIMES}):
 
 
 def ends(*names):
-    """Exit codes of so many processes with these threads, the seconds that all of them took, and what they said."""
+    """Run `TIMES` processes with these threads. Return their exit codes, total seconds and stderr."""
     started = time.monotonic()
     run = subprocess.run([sys.executable, "-c", ENDS, *names], capture_output=True, text=True, timeout=120)
     codes = [int(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("ended with")]
