@@ -49,7 +49,7 @@ def all_reduce_gradients(mesh: bp.Mesh) -> torch.Tensor:
 
 
 def unshard_wrong_rows(mesh: bp.Mesh) -> torch.Tensor:
-    """Make a call that raises on this rank alone, which reports it to all ranks."""
+    """Make a call that raises on this rank only. The rank reports the error to all ranks."""
     return bp.unshard(torch.ones(1, 3, 2, 8), mesh, seq_len=8)
 
 
@@ -57,7 +57,7 @@ CALLS = {one.__name__: one for one in (attention, unshard, all_reduce, all_reduc
 
 
 class Waited:
-    """A handle after whose wait something is done."""
+    """A handle that calls a function after its wait."""
 
     def __init__(self, wrapped, then: Callable[[], None]) -> None:
         self._wrapped, self._then = wrapped, then
@@ -119,9 +119,7 @@ def main(process: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     transport = TorchDistTransport(None, "gloo", batched=False, timeout=DEADLINE)
     mesh = bp.Mesh(rank, RANKS, lambda _: transport, config=Config(timeout=DEADLINE))
-    assert [outcome_of(CALLS[name], mesh) for name in GLOO[number][::2]] == [
-        "right"
-    ] * 2  # connected, and values compared
+    assert [outcome_of(CALLS[name], mesh) for name in GLOO[number][::2]] == ["right"] * 2  # connected, and equal values
     other = bp.Mesh.from_group(config=Config(timeout=DEADLINE))
     found = play(mesh, transport, *GLOO[number], mesh if number < 2 else other)
     (folder / f"{number}rank{rank}.json").write_text(json.dumps(found))

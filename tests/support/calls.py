@@ -1,4 +1,4 @@
-"""Make the `AttentionCall` that a kernel is given, from settings or sizes alone."""
+"""Make the `AttentionCall` that a kernel gets, from settings or sizes only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from burst_portable.planning.call import AttentionCall
 
 
 def settings(scale: float = 1.0, softcap: float | None = None, deterministic: bool = True) -> AttentionCall:
-    """Return a call with these settings. A kernel takes sizes from its tensors, so here they are all 1."""
+    """Return a call with these settings. A kernel reads sizes from its tensors, so here they are all 1."""
     layout = make_layout("contiguous", 1, 1)
     return AttentionCall(Mask.full(), layout, 1, 1, 1, 1, scale=scale, softcap=softcap, deterministic=deterministic)
 
@@ -27,7 +27,7 @@ def kernel_call(
     softcap: float | None = None,
     deterministic: bool = True,
 ) -> AttentionCall:
-    """Return a call with the sizes of one rank, as `Kernel.supports` is given."""
+    """Return a call with the sizes of one rank, as `Kernel.supports` gets it."""
     return AttentionCall(
         Mask.full(),
         make_layout("contiguous", 1, 1),

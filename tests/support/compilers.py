@@ -1,4 +1,4 @@
-"""Fixture: processes that compile kernels, for the tests that read machine code."""
+"""Fixture: processes that compile kernels for the tests that read machine code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ import pytest
 
 @pytest.fixture(scope="module")
 def compilers() -> Iterator[Executor]:
-    """Processes on both of CI's cores: compiling is most of what these tests do."""
+    """Start processes on both cores of CI, because these tests mostly compile."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         yield pool

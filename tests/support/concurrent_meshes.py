@@ -1,4 +1,6 @@
-"""Attention on several threads at once, a mesh each, with random delays. As a program it is four gloo ranks.
+"""Compute attention on several concurrent threads, each with its own mesh and random delays.
+
+As a program, run four gloo ranks.
 
 python -m tests.support.concurrent_meshes FOLDER
 """
@@ -28,7 +30,7 @@ from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.forked import run_forked
 
 RANKS = 4
-GROUPS = {  # two models over the same ranks, a pair of which there is another, and groups that overlap
+GROUPS = {  # two models over the same ranks, two separate pairs, and two groups that overlap
     "model": (0, 1, 2, 3),
     "other_model": (0, 1, 2, 3),
     "pair": (0, 1),
@@ -37,15 +39,15 @@ GROUPS = {  # two models over the same ranks, a pair of which there is another, 
     "last_three": (1, 2, 3),
 }
 _CHOICES = (("ring", "causal"), ("burst", "documents"), ("ulysses", "window"), ("burst+fetch", "prefix"))
-_LONGEST = 0.003  # seconds of a delay
+_LONGEST = 0.003  # seconds of the longest delay
 
 
 class Pool:
-    """The bug that is looked for: buffers that are used in turns, by whoever asks. Right as long as that is one."""
+    """A planted bug: all callers take buffers in turn from one pool. Results are correct only with a single caller."""
 
     def __init__(self, ranks: int) -> None:
         self._free: dict[int, deque[torch.Tensor]] = defaultdict(deque)
-        self._most = 3 * ranks  # buffers of a size: more than one attention has under way, Ulysses' exchange the most
+        self._most = 3 * ranks  # buffers per size, more than one attention call needs; Ulysses' exchange needs most
 
     def __call__(self, size: int) -> torch.Tensor:
         rounded = 1 << (size - 1).bit_length()
@@ -57,7 +59,7 @@ class Pool:
 
 
 class Delaying(Transport):
-    """Another transport, at random moments; its buffers from a pool if there is one."""
+    """Delay another transport at random, and take its buffers from a pool if there is one."""
 
     def __init__(self, wrapped: Transport, seed: int, pool: Pool | None = None) -> None:
         super().__init__(wrapped.name, wrapped.rank, wrapped.size)

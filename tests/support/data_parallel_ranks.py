@@ -4,7 +4,7 @@ Two sequences are trained at a time, each over two ranks.
 
 python -m tests.support.data_parallel_ranks FOLDER
 
-Each writes down, by case, how far its gradients are from one device's, and the losses of Trainer.
+Each rank writes by case the difference of its gradients from those of one device, and the losses of Trainer.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def fsdp_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor
         all_reduce_gradients(model.parameters(), mesh)
     all_reduce_gradients(
         model.parameters(), Mesh.single()
-    )  # no other rank shares such a sequence: they stay as they are
+    )  # no other rank shares such a sequence, so its gradients stay unchanged
     return gradients(model)
 
 
@@ -98,10 +98,10 @@ def fsdp_over_data_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[s
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    # As torchrun would; accelerate reads them.
+    # Set by torchrun, and read by accelerate.
     size = str(DATA * SEQUENCE)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: the store is a file
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # required but unused, because the store is a file
     store = dist.FileStore(str(folder / "store"), DATA * SEQUENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=DATA * SEQUENCE)
     grid = init_device_mesh("cpu", (DATA, SEQUENCE), mesh_dim_names=("data", "sequence"))

@@ -1,4 +1,4 @@
-"""One rank of tests/device/test_ranks.py: every strategy over the process group of this machine's accelerators."""
+"""Run one rank of tests/device/test_ranks.py: every strategy over the process group of this machine's accelerators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS, KV_HEADS, DIM = 8, 4, 64
 
 
 def tried(ranks: int) -> dict[str, tuple[str, str, str, torch.dtype]]:
-    """name -> (mask, layout, strategy, dtype); masks and layouts take turns over the strategies."""
+    """Return name -> (mask, layout, strategy, dtype). Masks and layouts alternate over the strategies."""
     cases = {}
     for index, (strategy, mask) in enumerate((s, m) for s in STRATEGIES for m in ("causal", "documents", "window")):
         layout = ("zigzag", "striped", "contiguous")[index % 3]

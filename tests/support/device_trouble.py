@@ -123,7 +123,10 @@ def allocations(rank: int, device: torch.device, config: Config) -> dict[str, ob
 
 
 def graph(rank: int, device: torch.device, config: Config) -> dict[str, object]:
-    """Forward and backward of all ranks in a graph: replayed, it computes what is in its tensors then."""
+    """Capture both passes of all ranks in a graph.
+
+    Check that a replay computes from the present contents of the tensors.
+    """
     wrong = []
     for strategy in ("ring", "burst", "ulysses"):
         mesh, stream = bp.Mesh.from_group(config=config), torch.cuda.Stream()
@@ -136,7 +139,7 @@ def graph(rank: int, device: torch.device, config: Config) -> dict[str, object]:
                 out = bp.attention(*mine[:3], mesh=mesh, strategy=strategy, deterministic=True)
                 return [out.detach(), *torch.autograd.grad(out, mine[:3], mine[3].detach())]
 
-            for _ in range(3):  # plans, agreement, tables and compiled kernels are made before anything is captured
+            for _ in range(3):  # make plans, agreement, tables and compiled kernels before the capture
                 step()
         stream.synchronize()
         captured = torch.cuda.CUDAGraph()
@@ -183,7 +186,7 @@ def fault(rank: int, device: torch.device, config: Config, what: str, folder: Pa
 
 
 def disagree(rank: int, device: torch.device, config: Config) -> None:
-    """Rank 1 calls with other shapes, when each rank's last call was known."""
+    """Make a call with other shapes on rank 1, after a call that all ranks have cached."""
     mesh = bp.Mesh.from_group(config=config)
     for kv_heads in (KV_HEADS, KV_HEADS, KV_HEADS // 2 if rank == 1 else KV_HEADS * 2):
         train(mesh, device, 1024, 0, kv_heads=kv_heads)
@@ -191,7 +194,7 @@ def disagree(rank: int, device: torch.device, config: Config) -> None:
 
 
 def run_out_of_memory(rank: int, device: torch.device, config: Config) -> None:
-    """Rank 1 has its longer inputs, and room for nothing else."""
+    """Allocate longer inputs, and fill all remaining memory on rank 1."""
     mesh = bp.Mesh.from_group(config=config)
     train(mesh, device, 1024, 0)
     longer = shards(mesh, device, 65536, 0, KV_HEADS)
@@ -236,12 +239,12 @@ def main(ranks: int, folder: Path, rank: int, what: str, transport: str) -> None
         found = PLAYS[what](rank, device, config, folder)
     except UnsupportedError as error:  # this machine has no such transport
         found = {"absent": str(error)}
-    # Whatever else it is, the test should see it, and not miss a rank.
+    # Report any other error, so that the test does not miss a rank.
     except Exception:  # noqa: BLE001
         found = {"error": "unforeseen", "message": traceback.format_exc(), "seconds": 0.0, "wrong": ["unforeseen"]}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     sys.stderr.flush()
-    os._exit(0)  # after a fault there is nothing left to take down in order
+    os._exit(0)  # after a fault, an ordered shutdown is impossible
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from burst_portable.planning.plans import PASSES
 from tests.support.device_trouble import join
 
 DEADLINE, CALLS = 30.0, 10
-LENGTH = 32768  # with two to eight ranks, messages of MiB, much larger than flags
+LENGTH = 32768  # messages of several MiB with two to eight ranks, much larger than flags
 CUTS = "0,5000,14000,14800,25000,32768"  # ranks need much of some blocks, little of others, and nothing of the rest
 ROWS = {
     "full": Row(LENGTH, (8, 8), mask="full", layout="contiguous"),

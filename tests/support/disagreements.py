@@ -25,7 +25,7 @@ RANKS = 3
 
 @dataclass(frozen=True)
 class Broken(Strategy):
-    """A strategy with a mistake in it."""
+    """A strategy with a planted mistake."""
 
     name: ClassVar[str] = "broken"
 
@@ -95,7 +95,7 @@ def error_of_rank(mesh: bp.Mesh, name: str) -> str:
 
 
 def error_if_swapped(rank: int) -> str:
-    """Rank 1 goes backward in another order, of calls that name no mesh: its passes are counted by the group."""
+    """Run backward in another order on rank 1, for calls without a mesh. The group counts their passes."""
     q = torch.randn(1, 8, 2, 4, requires_grad=True)
     outs = [bp.attention(q, q, q, strategy="ring") for _ in range(2)]
     try:
@@ -109,9 +109,10 @@ def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     mesh = bp.Mesh.from_group(config=Config(timeout=20))
-    call(mesh)  # so that all have a plan of the usual call cached
+    call(mesh)  # all ranks then have the plan of the usual call cached
     found = {name: error_of_rank(mesh, name) for name in DISAGREEMENTS}
-    found["cached"] = {name: error_of_rank(mesh, name) for name in DISAGREEMENTS}  # by now all have these plans too
+    # all ranks then have these plans cached too
+    found["cached"] = {name: error_of_rank(mesh, name) for name in DISAGREEMENTS}
     found["swapped"] = error_if_swapped(rank)
     found["afterwards"] = "right" if bool(call(mesh).isfinite().all()) else "wrong"
     (folder / f"rank{rank}.json").write_text(json.dumps(found))

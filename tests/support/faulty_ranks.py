@@ -1,4 +1,6 @@
-"""Ranks with a planted fault. As a program, a server that forks them, so that torch is imported once for all faults.
+"""Run ranks with a planted fault.
+
+As a program, run a server that forks them, so that torch is imported once for all faults.
 
 python -m tests.support.faulty_ranks        reads scenarios, a JSON list, from each line of stdin, answers with a line
 """
@@ -30,13 +32,13 @@ GAVE_UP = 3
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """`fault` strikes on rank 1 at its `at`-th event: a question, a post, or a kernel call, forward or backward."""
+    """Cause `fault` on rank 1 at its `at`-th event: an agreement, a post, or a kernel call, forward or backward."""
 
     folder: str
     fault: str
     at: int = 1
     strategy: str = "ring"
-    timeout: float = 4.0  # a busy machine must not be taken for a fault
+    timeout: float = 4.0  # long enough for a busy machine without a fault
 
 
 def raise_memory_error() -> None:
@@ -59,7 +61,7 @@ OTHER_GROUP = "other_group"
 
 
 class Countdown:
-    """Strikes at the n-th event."""
+    """Cause the fault at the n-th event."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario, self._left = scenario, scenario.at
@@ -72,7 +74,7 @@ class Countdown:
 
 
 class Striking(TorchDistTransport):
-    """Questions and posts are events."""
+    """Count agreements and posts as events."""
 
     def __init__(self, timeout: float, group: dist.ProcessGroup | None, event) -> None:
         super().__init__(group, "gloo", batched=False, timeout=timeout)
@@ -88,7 +90,7 @@ class Striking(TorchDistTransport):
 
 
 class StrikingObserver(Observer):
-    """Kernel calls are events: between a transfer that is under way and the wait for it."""
+    """Count kernel calls as events, which are between the start of a transfer and the wait for it."""
 
     def __init__(self, event) -> None:
         self._event = event

@@ -28,7 +28,10 @@ def inputs(rows, columns, heads, dim, device, dtype=torch.bfloat16, batch=2):
 
 
 def compare_whole(kernel, dout, q, k, v, tiles, merged=False):
-    """Forward, and backward from what forward gave, as calls that compute all; `merged`: of pieces, in wider dtypes."""
+    """Compare the forward pass, and a backward pass from its results, in single calls.
+
+    `merged`: the results of merged parts, in wider dtypes.
+    """
     tolerance = TOLERANCE[q.dtype]
     out, lse = kernel.forward_single_call(q, k, v, tiles, OPTIONS)
     if merged:

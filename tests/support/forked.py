@@ -1,4 +1,4 @@
-"""Ranks as processes that are forked from one, so that what they all import is imported once."""
+"""Fork ranks from one process, so that their common imports run once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed.tensor  # a rank's first collective imports it, and wit
 
 from tests.support.poison import fresh_memory_is_nan
 
-_LONGEST = 80.0  # seconds; who started this waits longer
+_LONGEST = 80.0  # seconds; the calling process waits longer
 
 
 def run_forked(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
@@ -22,7 +22,7 @@ def run_forked(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
     The calling program must not have started threads; torch starts none before it computes.
     """
     context = multiprocessing.get_context("fork")
-    gc.freeze()  # what is imported stays: no rank looks for garbage there
+    gc.freeze()  # imported objects are excluded from garbage collection
     with fresh_memory_is_nan():
         processes = [context.Process(target=work, args=(rank, *arguments)) for rank in range(ranks)]
         for process in processes:

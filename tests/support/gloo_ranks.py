@@ -34,7 +34,7 @@ from tests.support.forked import run_forked
 
 
 class Counting(TorchDistTransport):
-    """Counts the bytes that leave."""
+    """Count the sent bytes."""
 
     sent = 0
 
@@ -104,7 +104,7 @@ def two_levels(ranks: int) -> dict[str, object]:
 
 
 def late(rank: int) -> str:
-    """Rank 0 waits for a message that rank 1 does not send in time."""
+    """Wait on rank 0 for a message that rank 1 does not send in time."""
     message = ""
     if rank == 0:
         transport = TorchDistTransport(None, "gloo", batched=False, timeout=0.5)

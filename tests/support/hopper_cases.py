@@ -56,7 +56,7 @@ def new_kernel(monkeypatch):
 
 
 def use_tall_blocks(monkeypatch):
-    """Forward passes at head size 64 are cut as those of long rows, however short they are."""
+    """Use the blocks of long rows in forward passes at head size 64, however short the rows are."""
     monkeypatch.setattr(configs, "TALL_BLOCKS", 0)
     monkeypatch.setattr(configs, "TALL_ITEMS", 0)
     new_kernel(monkeypatch)
@@ -176,7 +176,7 @@ def gap(x, exact):
 
 
 def compare(q, k, v, tiles, *, seed=0, softcap=None):
-    """Forward, backward with delta and with out, all against float64."""
+    """Compare forward, backward with delta, and backward with out, with float64."""
     tolerance = TOLERANCE[q.dtype]
     options = options_for(q, softcap)
     out, lse = KERNEL.attend(q, k, v, tiles, options)

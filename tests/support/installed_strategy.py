@@ -1,4 +1,4 @@
-"""In a process that has `examples/strategy_package` installed: print what shows its strategy, as JSON."""
+"""Print results of the strategy of `examples/strategy_package` as JSON, in a process in which it is installed."""
 
 from __future__ import annotations
 

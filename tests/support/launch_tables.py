@@ -1,4 +1,4 @@
-"""Random lists of disjoint tiles, and the pairs that a launch table of the Hopper kernels covers."""
+"""Make random lists of disjoint tiles, and count the pairs that a launch table of the Hopper kernels covers."""
 
 from __future__ import annotations
 

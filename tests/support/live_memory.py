@@ -40,7 +40,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def measured(ranks: int, strategy: str) -> list[LiveMemory]:
-    """Forward and backward on every rank; inputs are made before counting starts."""
+    """Return the live memory of each rank in a forward and a backward pass. The inputs are not counted."""
     whole = [torch.randn(1, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
 
     def work(mesh):

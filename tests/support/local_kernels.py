@@ -1,4 +1,4 @@
-"""Inputs of a local kernel, and the oracle's answer for them."""
+"""Make inputs of a local kernel, and compute the results of the oracle."""
 
 from __future__ import annotations
 

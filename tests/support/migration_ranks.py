@@ -142,7 +142,7 @@ def hugging_face(batches: list[Any]) -> Callable[[], Example]:
 
 
 class TinyModel(nn.Module):
-    """Takes token ids and position ids, as the model of the page."""
+    """A model that takes token ids and position ids, as that of the page."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()

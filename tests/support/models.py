@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, and one device's answer to compare with."""
+"""Make small transformers models with random weights, and compute results on one device for comparison."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# The other implementations of experts take no float64.
+# Other implementations of experts do not support float64.
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 MODELS: dict[str, Any] = {
     "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
@@ -54,10 +54,10 @@ MODELS: dict[str, Any] = {
     "qwen3_moe": lambda **o: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts=4, moe_intermediate_size=24, **o)
     ),
-    # A softcap, and layers that alternate between a window and full attention.
+    # Softcap, and layers that alternate between a window and full attention.
     "gemma2": lambda **o: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=9, **o)),
 }
-LENGTH = 47  # neither 2, 3, 4 nor 6 divide it
+LENGTH = 47  # not divisible by 2, 3, 4 or 6
 
 
 def mesh_without_peer() -> Mesh:

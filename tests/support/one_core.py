@@ -1,4 +1,4 @@
-"""Threads that take turns, on one core: to wake one on another core takes longer than what it does there."""
+"""Pin threads to one core, because waking a thread on another core takes longer than its work."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ class Stream:
     cuda_stream = 0
 
     def __init__(self, *arguments, **options):
-        """Does at once what it is given."""
+        """Accept the arguments of a stream."""
 
     def wait_event(self, event):
         assert isinstance(event, Event)
 
 
 class Driver:
-    """On the process's own memory. A wait gives up after a second: what a watch would end."""
+    """Simulate the driver on memory of this process. A wait ends after one second, as a watch would end it."""
 
     def set_flags(self, stream, addresses, value):
         for address in addresses:

@@ -1,4 +1,7 @@
-"""Wrong backends: a real one with one bug each, around its kernels and transport. `--backend` of pytest names it."""
+"""Define wrong backends: a real one with one bug each, in its kernels or transport.
+
+`--backend` of pytest selects the real one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tests.support.planted_transports import TransportWrapper
 
 
 class KernelWrapper(Kernel):
-    """A kernel that does what the real one does; a bug overrides a part. It has no traits."""
+    """A kernel that forwards to the real one. A bug overrides a method. It has no traits."""
 
     name = ""
 
@@ -47,14 +50,14 @@ def changed_state(state: State, *, out: Tensor | None = None, lse: Tensor | None
 
 
 class WrongScale(KernelWrapper):
-    """1/D in place of 1/sqrt(D)."""
+    """Use 1/D instead of 1/sqrt(D)."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         return super().attend(q, k, v, tiles, replace(call, scale=call.scale**2), state=state)
 
 
 class OwnScale(KernelWrapper):
-    """1/sqrt(D), forward and backward, whatever scale is given."""
+    """Use 1/sqrt(D) in both passes, whatever scale is given."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         return super().attend(q, k, v, tiles, replace(call, scale=q.shape[-1] ** -0.5), state=state)
@@ -64,7 +67,7 @@ class OwnScale(KernelWrapper):
 
 
 class OtherTiles(KernelWrapper):
-    """Other pairs than asked for, forward and backward alike."""
+    """Compute other pairs than requested, equally in forward and backward."""
 
     def changed(self, tile: Tile) -> Tile | None:
         raise NotImplementedError
@@ -80,7 +83,7 @@ class OtherTiles(KernelWrapper):
 
 
 class BandOffByOne(OtherTiles):
-    """A window that ends one token too early."""
+    """End a window one token too early."""
 
     def changed(self, tile):
         bounded = tile.hi < tile.q_stop - 1 - tile.k_start
@@ -89,7 +92,7 @@ class BandOffByOne(OtherTiles):
 
 
 class FewBlocks(OtherTiles):
-    """Of a long row of keys, those past the first 512 are not seen: two blocks of 256."""
+    """Ignore keys past the first 512 of a tile, which are two blocks of 256."""
 
     def changed(self, tile):
         stop = min(tile.k_stop, tile.k_start + 512)
@@ -97,7 +100,7 @@ class FewBlocks(OtherTiles):
 
 
 class FewHeads(KernelWrapper):
-    """Of many heads, those past the first 32 are left at 0."""
+    """Return 0 for heads past the first 32."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = super().attend(q, k, v, tiles, call, state=state)
@@ -105,7 +108,7 @@ class FewHeads(KernelWrapper):
 
 
 class FewSequences(FewHeads):
-    """The same of a batch, past the first 8."""
+    """Return 0 for sequences of a batch past the first 8."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = KernelWrapper.attend(self, q, k, v, tiles, call, state=state)
@@ -113,7 +116,7 @@ class FewSequences(FewHeads):
 
 
 class BottomRight(OtherTiles):
-    """Causal tiles that are not square, aligned at their last row and column."""
+    """Align causal tiles that are not square at their last row and column."""
 
     def changed(self, tile):
         if tile.full or tile.rows == tile.columns:
@@ -123,7 +126,7 @@ class BottomRight(OtherTiles):
 
 
 class StaleKeys(KernelWrapper):
-    """The backward pass keeps the first K and V of a shape that it was ever given (by a thread)."""
+    """Use in backward the first K and V of each shape that the thread has seen."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
@@ -136,7 +139,7 @@ class StaleKeys(KernelWrapper):
 
 
 class Base2(KernelWrapper):
-    """LSE as a logarithm to base 2; the kernel understands itself."""
+    """Return LSE as a logarithm to base 2. The kernel accepts its own states."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = None if state is None else changed_state(state, lse=state[1] * math.log(2))
@@ -155,13 +158,13 @@ class EmptyRows(KernelWrapper):
 
 
 class EmptyRowsInfinite(EmptyRows):
-    """As aten's flash attention on CUDA."""
+    """Give rows without keys an infinite LSE, as aten's flash attention on CUDA does."""
 
     value = math.inf
 
 
 class SixteenBits(KernelWrapper):
-    """Sums in bfloat16: the running out, and the gradients."""
+    """Keep sums in bfloat16: the running out, and the gradients."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = super().attend(q, k, v, tiles, call, state=state)
@@ -174,7 +177,7 @@ class SixteenBits(KernelWrapper):
 
 
 class SixteenBitsOf16(SixteenBits):
-    """The same where inputs have 16 bits, and right elsewhere: one rounding is hidden, thirty are not."""
+    """Keep sums in bfloat16 only for 16-bit inputs. A single rounding is within the tolerance, and thirty are not."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         way = SixteenBits if q.dtype.itemsize == 2 else KernelWrapper
@@ -215,7 +218,7 @@ class SaysNothingOfIt(Coarse):
 
 
 class SwappedGradients(KernelWrapper):
-    """dK where dV belongs, where shapes allow."""
+    """Swap dK and dV if their shapes are equal."""
 
     def attend_backward(self, x, tiles, call, *, into):
         dq, dk, dv = into
@@ -224,7 +227,7 @@ class SwappedGradients(KernelWrapper):
 
 
 class SwappedAsAWhole(KernelWrapper):
-    """dk and dv in each other's place, where all gradients are asked for at once."""
+    """Swap dK and dV in single-call gradients."""
 
     def backward_single_call(self, x, tiles, call):
         dq, dk, dv = self.kernel.load().backward_single_call(x, tiles, call)
@@ -242,7 +245,7 @@ class WritesIntoOutputs(KernelWrapper):
 
 
 class WritesItsLseElsewhere(WritesIntoOutputs):
-    """Of parts of the rows, LSE goes to the first rows of all."""
+    """Write the LSE of a part of the rows into the first rows."""
 
     def attend_into(self, q, k, v, tiles, call, out, lse, *, yields_to_comm=False):
         start = lse.as_strided(lse.shape, lse.stride(), 0)
@@ -250,7 +253,7 @@ class WritesItsLseElsewhere(WritesIntoOutputs):
 
 
 class Overwrites(KernelWrapper):
-    """Gradients written, not added."""
+    """Overwrite gradients instead of accumulating them."""
 
     def attend_backward(self, x, tiles, call, *, into):
         for total in into:
@@ -259,7 +262,7 @@ class Overwrites(KernelWrapper):
 
 
 class ForgetsRows(KernelWrapper):
-    """Rows outside every tile are left as memory was."""
+    """Leave rows outside all tiles as uninitialized memory."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = super().attend(q, k, v, tiles, call, state=state)
@@ -268,7 +271,7 @@ class ForgetsRows(KernelWrapper):
 
 
 class SinksEveryHop(KernelWrapper):
-    """Counts the calls of a pass, so that a test can have `add_sinks` merge the sinks once for each of them."""
+    """Count the calls of a pass, so that a test can make `add_sinks` merge the sinks once per call."""
 
     calls = threading.local()
 
@@ -278,7 +281,7 @@ class SinksEveryHop(KernelWrapper):
 
 
 class ClaimsTooMuch(KernelWrapper):
-    """Claims every call. `changed`: whether the kernel declined one, so that this is a bug."""
+    """Support every call. `changed`: whether the kernel declined a call, so that this is a bug."""
 
     changed = False
 
@@ -289,7 +292,7 @@ class ClaimsTooMuch(KernelWrapper):
 
 
 class NoReasons(KernelWrapper):
-    """Declines without a reason. `changed` as above."""
+    """Decline without a reason. `changed` is as above."""
 
     changed = False
 
@@ -307,7 +310,7 @@ class RaisesInSupports(KernelWrapper):
 
 
 class SaysTrue(KernelWrapper):
-    """A bool where a `Support` is due."""
+    """Return a bool instead of a `Support`."""
 
     def supports(self, call):
         return True
@@ -329,7 +332,7 @@ class FewSizes(KernelWrapper):
 
 
 class Unsteady(KernelWrapper):
-    """Other bits every time."""
+    """Return slightly different numbers in each call."""
 
     def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = super().attend(q, k, v, tiles, call, state=state)
@@ -350,16 +353,16 @@ class SideStream(KernelWrapper):
 
 @dataclass(frozen=True)
 class Planted(Backend):
-    """A backend with a bug around each of its kernels, or around its own transport between processes."""
+    """A backend with a bug in each of its kernels, or in its own transport between processes."""
 
     bug: Callable[[Kernel | LazyKernel], Kernel] = KernelWrapper
     wire: Callable[[Transport], Transport] = TransportWrapper
     real: Any = field(default_factory=lambda: load("cpu"))
     name: str = "planted"
-    direct_transport: str = ""  # named, and not there
+    direct_transport: str = ""  # named, but missing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By name: kernels may keep tensors of a device, and those are no other process's."""
+        """Pickle by name: kernels may keep tensors of a device, which other processes cannot use."""
         return recreate_planted, (self.bug, self.wire, self.real.name, self.name, self.direct_transport)
 
     @property

@@ -1,4 +1,4 @@
-"""Wrong transports: a real one with one bug each, around its messages. See `planted_bugs`."""
+"""Define wrong transports: a real one with one bug each in its messages. See `planted_bugs`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from burst_portable.comm.base import Handle, Message, Transport
 
 
 class TransportWrapper(Transport):
-    """A transport that does what the real one does."""
+    """A transport that forwards to the real one."""
 
     def __init__(self, wrapped: Transport) -> None:
         super().__init__(wrapped.name, wrapped.rank, wrapped.size, wrapped.state)
@@ -55,7 +55,7 @@ class ReusesBuffers(TransportWrapper):
 
 class _Nothing:
     def wait(self) -> None:
-        """Does not wait."""
+        """Return without waiting."""
 
 
 class SkipsReceiveWait(TransportWrapper):
@@ -76,7 +76,7 @@ class SkipsSendWait(TransportWrapper):
 
 
 class UsesGlobalRanks(TransportWrapper):
-    """Passes on the numbers of ranks in the group as those of processes. In the default group these are the same."""
+    """Use ranks of the group as global ranks. In the default group, both are equal."""
 
     def post(self, sends, receives, label=""):
         group = self.inner.group
@@ -85,7 +85,7 @@ class UsesGlobalRanks(TransportWrapper):
 
 
 class SendsOthersShares(TransportWrapper):
-    """Of what all ranks exchange at once, each gets what is meant for the one before it."""
+    """Send each rank the part for the previous rank in an exchange among all ranks."""
 
     def exchange(self, sends, receives, label, *, exclusive=False):
         (one,) = sends
@@ -112,7 +112,7 @@ class SharesInWrongOrder(TransportWrapper):
 
 
 class BeginsAnyhow(TransportWrapper):
-    """A pass begins though the last one has not ended."""
+    """Begin a pass although the last one has not ended."""
 
     def check_in_sync(self):
         """Check nothing."""

@@ -1,11 +1,11 @@
 """Run the ranks of tests/profiling/test_session_processes.py: attention over gloo with a planted delay.
 
-One link is slow, then one rank, then all ranks, so that every message has come long before it is awaited. Rank 0 writes
+One link is slow, then one rank, then all ranks, so that every message arrives long before it is awaited. Rank 0 writes
 the reports.
 
 python -m tests.support.profiled_gloo_ranks RANKS FOLDER
 
-The slow place writes down how long it really was slow: on a machine with other work, a sleep of 50 ms takes longer.
+The slow rank writes the measured delays, because a sleep of 50 ms takes longer on a busy machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.forked import run_forked
 
 DELAY = 0.05  # seconds
 SLOW_RANK = 1
-slept: list[float] = []  # seconds, as they were
+slept: list[float] = []  # measured seconds
 
 
 def slow_link(ranks: int) -> tuple[int, int]:

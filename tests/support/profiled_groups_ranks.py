@@ -25,7 +25,7 @@ from burst_portable.errors import BurstError
 from tests.support.forked import run_forked
 
 RANKS, SLOW_RANK, DELAY = 4, 3, 0.05
-MISSED = 2.0  # seconds that a rank waits for one that never comes
+MISSED = 2.0  # seconds that a rank waits for a rank that never arrives
 
 
 def slow_kernel() -> None:

@@ -1,8 +1,8 @@
-"""A script over ranks as torchrun starts it, but forked from one process: what it imports is imported once.
+"""Run a script over ranks as torchrun does, but fork them from one process, so that imports run once.
 
 python -m tests.support.ranks_of RANKS MODULE OPTIONS OF ITS main()
 
-That torchrun itself can start such a script is tested with one of them, in `tests/benchmarks/test_ring.py`.
+`tests/benchmarks/test_ring.py` starts one of these scripts with torchrun itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One forward and backward pass of a rank, to be recorded by a session."""
+"""Run one forward and backward pass of a rank for a recording session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LENGTH = 96
 
 
 def inputs(rank: int):
-    own = torch.Generator().manual_seed(rank)  # ranks are threads, and torch's own generator is shared
+    own = torch.Generator().manual_seed(rank)  # ranks are threads, which share torch's default generator
     q, k, v, dout = (torch.randn(2, LENGTH // RANKS, heads, 8, generator=own) for heads in (6, 3, 3, 6))
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 

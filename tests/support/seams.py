@@ -1,4 +1,4 @@
-"""Put an observer, a kernel or a transport into the calls of attention that a test makes."""
+"""Replace the observer, the kernel or the transport in attention calls of a test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def calls_with(
     kernel: Callable[[Kernel], Kernel] | None = None,
     transport: Callable[[Transport], Transport] | None = None,
 ) -> Iterator[None]:
-    """Replace parts of each call whose forward pass begins inside; each argument makes the new part of the old one."""
+    """Replace parts of each call whose forward pass begins in this context.
+
+    Each argument makes the new part from the old one.
+    """
 
     def change(prepared: PreparedCall, _: object) -> PreparedCall:
         parts: dict[str, Any] = {}

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 class Machine:
     """Simulate the time of a rank: of kernel calls, and of messages on a separate link.
 
-    A kernel that overlaps messages is delayed by a share of their time.
+    Concurrent messages delay a kernel by a share of their time.
     """
 
     def __init__(self, *, kernel: float = 0.0, message: float = 0.0, per_byte: float = 0.0, share: float = 0.0) -> None:
@@ -24,7 +24,7 @@ class Machine:
         alone = self.kernel / (1 - self.share) if self.share < 1 else float("inf")
         self.now += min(alone, self.kernel + self.share * beside)
 
-    # As a transport.
+    # The interface of a transport.
 
     def begin(self, digest: bytes, inbox: int) -> None:
         self.link = max(self.link, self.now)

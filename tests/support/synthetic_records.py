@@ -13,7 +13,7 @@ from burst_portable.profiling.recorder import PlanFacts
 
 
 class Maker:
-    """One rank's rows, written one by one; times in microseconds."""
+    """Make the records of one rank, row by row. Times are in microseconds."""
 
     def __init__(self, rank: int, host: str = "host") -> None:
         self.rank, self.host = rank, host

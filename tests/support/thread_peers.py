@@ -1,6 +1,6 @@
-"""Peer memory among threads: real inboxes and flags, a copy stream that is a thread, and delays by chance.
+"""Simulate peer memory between threads: real inboxes and flags, a thread as copy stream, and random delays.
 
-The current stream is the rank's own thread: what is put on it is done at once.
+The current stream is the rank's own thread, which runs its work immediately.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class World:
         self.inboxes: list[Tensor] = [torch.empty(0)] * size
         self.flags = [[0] * flags(size) for _ in range(size)]
         self.met = threading.Barrier(size)
-        self.moved = [[0] * size for _ in range(size)]  # bytes, from a rank to another
+        self.moved = [[0] * size for _ in range(size)]  # bytes, by source and target rank
 
     @property
     def copied(self) -> list[int]:
-        """Bytes that each rank has sent to others."""
+        """Return the bytes that each rank has sent to other ranks."""
         return [sum(to) for to in self.moved]
 
 
 class ThreadPeers:
-    """See `comm.peer_copy.PeerMemory`."""
+    """Implement `comm.peer_copy.PeerMemory`."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
@@ -137,7 +137,7 @@ class ThreadPeers:
 
 
 class Done:
-    """Handle of the work given to the copy stream."""
+    """A handle of the work on the copy stream."""
 
     def __init__(self, memory: ThreadPeers) -> None:
         self._memory, self.event = memory, threading.Event()
@@ -150,7 +150,7 @@ class Done:
 
 
 def run_peers(world: World, work: Callable, peers: type[ThreadPeers] = ThreadPeers) -> list:
-    """Run `work(mesh)` on ranks that have peer copies; the results in rank order."""
+    """Run `work(mesh)` on ranks with peer copies and return the results in rank order."""
 
     def body(local):
         transport = PeerCopyTransport(peers(world, local.rank), local)

@@ -28,7 +28,7 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """One attention. `poison`: NaN lies around every tensor, in memory that the kernel must not use."""
+    """One attention call. `poison`: surround every tensor with NaN, in memory that the kernel must not use."""
 
     mask: str
     length: int = 53
@@ -89,7 +89,7 @@ SHAPES = [
     Case("causal", scale=-0.3),
     Case("causal", scale=0.0),
     Case("causal", scale=1e-50),  # 0 in float32
-    Case("causal", softcap=1e4),  # far above the scores, which must not lose digits by it
+    Case("causal", softcap=1e4),  # far above the scores, which must not lose digits
     Case("causal", length=64, poison=False),
     Case("full", length=1),
     Case("documents:0,1,2,40,53", layout="striped", ranks=4, deltas=True),
@@ -232,7 +232,7 @@ def check_errors(found: tuple[Tensor, ...], right: tuple[Tensor, ...], case: Cas
         errors[name] = float(difference.norm() / right.norm().clamp_min(0.2 * finite.sum().sqrt()))
         largest[name] = float(difference.abs().max() / right.abs().max().clamp_min(0.2)) if finite.any() else 0.0
     limit = LIMITS[case.dtype]
-    bad = {name: error for name, error in errors.items() if not error < limit}  # NaN is bad too
+    bad = {name: error for name, error in errors.items() if not error < limit}  # true for NaN
     bad |= {f"{name} (max)": error for name, error in largest.items() if not error < 2 * limit}
     assert not bad, f"{case}: relative errors {bad}, allowed {limit}"
     return errors

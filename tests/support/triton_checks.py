@@ -84,7 +84,7 @@ def check_flat(kernel: Kernel, device: str) -> None:
 
 def check_far(kernel: Kernel, device: str, *, far_lse: bool = True) -> None:
     """Check reads and writes at offsets beyond 32 bits from the start of a tensor."""
-    # A long tensor; and rows so long that those of one block of 128 (in the interpreter 32) span as much.
+    # A long tensor, and rows so long that one block of 128 (32 in the interpreter) spans as much.
     for stride in (1 << 16, 1 << 27 if device == "cpu" else 1 << 25):
         _check_far(kernel, device, stride, far_lse)
 
@@ -146,7 +146,7 @@ def check_merging(kernel: Kernel, device: str) -> None:
         generator = torch.Generator().manual_seed(seed)
         heads_first = torch.randn(batch, heads, rows, size, generator=generator).half().to(device)
         lse = (torch.randn(batch, heads, rows, generator=generator) * height).to(device)
-        lse[:, 1, seed::4] = lse[:, 1, 3::4] = -torch.inf  # rows that some parts saw, and rows that none did
+        lse[:, 1, seed::4] = lse[:, 1, 3::4] = -torch.inf  # rows that some parts saw, and rows that no part saw
         out = heads_first.transpose(1, 2).masked_fill(per_row(lse == -torch.inf), 0.0)
         merge((total, total_lse), out, lse)
         merge_into(exact, out.double(), lse.double())
@@ -163,7 +163,7 @@ def check_merging(kernel: Kernel, device: str) -> None:
     assert memory[:, 7 + rows :].isnan().all()
     assert memory[..., size:].isnan().all()
     assert numbers[:, :, 7 + rows :].isnan().all()
-    merge((total[:, :0], total_lse[:, :, :0]), out[:, :0], lse[:, :, :0])  # of no rows, nothing is launched
+    merge((total[:, :0], total_lse[:, :, :0]), out[:, :0], lse[:, :, :0])  # without rows, nothing is launched
 
 
 def check_push(kernel: Kernel, device: str) -> None:
@@ -172,7 +172,8 @@ def check_push(kernel: Kernel, device: str) -> None:
     from burst_portable.backends.cuda.peers.push_kernel import push_kernel
 
     generator = torch.Generator().manual_seed(3)
-    # Lines, their width, and from one to the next here and there, in 16 bytes; a program takes 1024 of these at once.
+    # Lines, their width, and their distances in source and target, in units of 16 bytes. A program copies 1024 units at
+    # once.
     whole = [(1, width, 0, 0) for width in (0, 1, 1023, 1024, 1025, 5000)]
     apart = [(7, 1, 3, 2), (5, 3, 3, 9), (200, 16, 64, 48), (33, 200, 200, 201), (1, 40, 7, 7), (9, 5, 0, 5)]
     shapes = whole + apart + [(n, n + 1, 2 * n + 1, n + 2) for n in range(1, AT_ONCE - len(whole) - len(apart))]

@@ -21,7 +21,7 @@ Ask = Callable[[dict[str, object]], None]
 
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Ask]:
-    """Sends one request to the worker and fails as it failed."""
+    """Return a function that sends one request to the worker and raises its error."""
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 makes numbers of arrays in a way that numpy 2.4 no longer has")

@@ -64,10 +64,10 @@ def main() -> None:
 
     patch_once_per_launch()
     skip_overflow_checks()
-    gc.freeze()  # what is imported stays
+    gc.freeze()  # imported objects are excluded from garbage collection
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "overflow encountered in exp2")  # a softcap that saturates, as it should
+    warnings.filterwarnings("ignore", "overflow encountered in exp2")  # expected of a saturated softcap
     kernel = TritonKernel()
     blocks = (Blocks(32, 16, 1, 1, tma=True),)
     tables = {**HALF, "interpreter": {256: Tuning(blocks, blocks, blocks)}}

@@ -11,7 +11,7 @@ from burst_portable.comm.base import WrappedTransport
 
 
 class Counted(WrappedTransport):
-    """Counts the bytes that leave and come."""
+    """Count the sent and received bytes."""
 
     crossed = (0, 0)
 
@@ -22,7 +22,7 @@ class Counted(WrappedTransport):
 
 
 class Counters:
-    """See `backends.base.LinkCounters`."""
+    """Implement `backends.base.LinkCounters`."""
 
     def read(self):
         return self.transport.crossed

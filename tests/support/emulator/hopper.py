@@ -24,7 +24,7 @@ _PROCESSORS = 3
 
 
 class EmulatedKernels:
-    """Kernels that run on the machine at once. Each launch creates its descriptors and counters."""
+    """Run kernels on the machine immediately. Each launch creates its descriptors and counters."""
 
     def __init__(
         self,

@@ -133,7 +133,7 @@ class _Language(_OnMachine):
     def inline_asm_elementwise(self, asm: str, constraints: str, args: Sequence[Tile], *, dtype: Any, **_: Any) -> Any:
         if "%ctaid.x" in asm:
             return self.program_id(0)
-        if "mul.f32" in asm:  # whether a warp jumps over its products makes no difference
+        if "mul.f32" in asm:  # the products are computed whether or not a warp would skip them
             return Tile(plain(args[0]) * plain(args[1]))
         if "rcp.approx" in asm:  # tanh of half of it, in base 2
             return Tile(1.0 - 2.0 / (1.0 + torch.exp2(plain(args[0]))))
@@ -155,7 +155,7 @@ class _Language(_OnMachine):
         return before
 
     def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
-        if dtype == gl.int64:  # of barriers alone, which are called as the kernel calls them
+        if dtype == gl.int64:  # only barriers, which are called as the kernel calls them
             place = sys._getframe(1)
             name = linecache.getline(place.f_code.co_filename, place.f_lineno).split("=")[0].strip()
             return Barrier(name) if len(shape) == 1 else Barriers(name, shape[0])

@@ -40,7 +40,7 @@ class Deadlock(AssertionError):
 
 
 class _Stopped(BaseException):
-    """Another thread has failed."""
+    """Raised in a thread after another thread has failed."""
 
 
 def acquired_lock() -> threading.Lock:
@@ -68,12 +68,12 @@ class Thread:
 
 
 class Machine:
-    """Runs launches one after the other.
+    """Run launches in sequence.
 
     Args:
-        seed: of the order in which threads and engines take turns.
-        eager: how often an engine's work goes before a thread's.
-        together: programs of a launch that run side by side.
+        seed: Seed of the order in which threads and engines run.
+        eager: Probability that an engine runs before a thread.
+        together: Number of programs of a launch that run concurrently.
     """
 
     def __init__(self, seed: int = 0, eager: float = 0.5, together: int = 3) -> None:
@@ -88,7 +88,7 @@ class Machine:
         self.me: Thread = Thread("host", (), ())
 
     def launch(self, kernel: JITFunction, grid: Sequence[int], *arguments: Any) -> None:
-        """Raises what a thread raised, or `Deadlock`."""
+        """Run a kernel. Raise the error of a thread, or `Deadlock`."""
         function = self._bound(kernel)
         given = [Pointer.to(x) if isinstance(x, Tensor) else x for x in arguments]
         programs = list(itertools.product(*(range(n) for n in grid)))
@@ -110,7 +110,7 @@ class Machine:
             raise self._failure
 
     def start(self, thread: Thread, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """Add a thread. It begins at its first turn."""
+        """Add a thread, which begins at its first turn."""
         self._threads.append(thread)
         threading.Thread(target=self._body, args=(thread, function, arguments), daemon=True).start()
 

@@ -37,7 +37,7 @@ class Tile:
         return SimpleNamespace(layout=None)
 
     def to(self, dtype: Any, bitcast: bool = False) -> Tile:
-        if dtype == gl.uint32:  # torch compares no uint32
+        if dtype == gl.uint32:  # torch does not compare uint32
             assert bitcast, "a conversion that no kernel has needed yet"
             return Tile(self.x.long() & 0xFFFFFFFF)
         return Tile(self.x.to(TORCH[dtype]))
@@ -70,14 +70,14 @@ def plain(x: Any) -> Any:
 
 
 class Scalar(int):
-    """A program's number, which kernels widen."""
+    """A number of a program, which kernels widen."""
 
     def to(self, dtype: Any) -> int:
         return int(self)
 
 
 class Pointer:
-    """Into a tensor's memory: one address, or a tile of them."""
+    """A pointer into the memory of a tensor: one address, or a tile of addresses."""
 
     def __init__(self, memory: Tensor, at: Any = 0) -> None:
         self.memory, self.at = memory, at
@@ -115,7 +115,7 @@ class Pointer:
 
 
 class Descriptor:
-    """A TMA descriptor: blocks of a tensor, where what is outside reads as 0 and is never written."""
+    """A TMA descriptor of the blocks of a tensor. Elements outside the tensor read as 0 and are never written."""
 
     layout = None
 
@@ -144,7 +144,7 @@ class Descriptor:
 
 
 class Shared:
-    """Shared memory as threads see it, and as TMA and wgmma see it.
+    """Shared memory as threads and as TMA and wgmma see it.
 
     `fence` is called after each store of a thread. Engines do not see the store before the thread's fence.
     """
@@ -207,7 +207,7 @@ class Shared:
 
 
 class Turned:
-    """Shared memory whose rows are other ones than its lines. It is only written."""
+    """Write-only shared memory whose rows are in another order than its lines."""
 
     def __init__(self, lines: Shared, rows: list[int], dim: int) -> None:
         self._lines, self._rows, self._dim = lines, rows, dim
@@ -226,7 +226,7 @@ def rows_of_lines(bases: tuple[tuple[int, int], ...]) -> list[int]:
     width = 1 << sum(row == 0 for row, _ in bases[: next(i for i, (row, _) in enumerate(bases) if row)])
     lines = [(row, column) for row, column in bases[width.bit_length() - 1 :] if row]
     chunk = min(column for _, column in lines[:3] if column)
-    swizzle = {8: [1, 2, 4], 4: [0, 1, 2]}[width // chunk]  # by chunks of 16 bytes in a line
+    swizzle = {8: [1, 2, 4], 4: [0, 1, 2]}[width // chunk]  # in chunks of 16 bytes per line
     assert [column // chunk for _, column in lines] == [*swizzle, *[0] * (len(lines) - 3)], "not the swizzle of TMA"
     return [sum(row for i, (row, _) in enumerate(lines) if at >> i & 1) for at in range(1 << len(lines))]
 
@@ -236,7 +236,7 @@ def _poison(x: Tensor) -> None:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+    """An mbarrier. A phase ends when all threads have arrived and all bytes are present."""
 
     def __init__(self, name: str) -> None:
         self.name, self.count, self.missing, self.bytes, self.phase = name, 0, 0, 0, 0
@@ -257,7 +257,7 @@ class Barrier:
 
 
 class Barriers:
-    """Several, one an index."""
+    """Several barriers, one per index."""
 
     def __init__(self, name: str, count: int) -> None:
         self._each = [Barrier(f"{name}[{i}]") for i in range(count)]
