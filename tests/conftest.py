@@ -1,4 +1,4 @@
-"""Configure all tests: poisoned memory, fixed seeds, one thread per rank."""
+"""Configure all tests: poisoned memory, fixed seeds, one torch thread per rank."""
 
 from __future__ import annotations
 

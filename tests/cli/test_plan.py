@@ -1,4 +1,4 @@
-"""Test that the numbers of `burst-portable plan` equal values by hand, and that it needs no torch."""
+"""Test that the numbers of `burst-portable plan` equal hand-computed values, and that it needs no torch."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_groups_in_another_order_name_both_sides(played):
         assert told["message"].startswith(f"rank {rank}, checking that ranks agree on pass 1 (forward, full)")
         for other in set(range(RANKS)) - {rank}:
             assert f"rank {other}, checking" in told["message"], told["message"]
-        # the group of the other ranks, or that of which rank 1 is no member
+        # the group in which the other ranks wait, or which rank 1 has not entered
         assert "[group 0: ranks 0, 1, 2]" in told["message"]
 
 

@@ -1,4 +1,4 @@
-"""Compare predicted bytes, FLOPs and times with values by hand: link curves, rates per pass, overlap, memory."""
+"""Compare predicted bytes, FLOPs and times with hand-computed values: link curves, rates per pass, overlap, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test predicted times of exchanges between head shards and sequence shards against values by hand."""
+"""Test predicted times of exchanges between head shards and sequence shards against hand-computed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare bytes read and written between kernels with values by hand, for uneven ranks, blocks, rows and batch rows."""
+"""Compare bytes read and written between kernels with hand-computed values, for uneven ranks, blocks and rows."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.support.plans import make_plan
     [
         (Mask.causal(), 256, 1 / 3, 128),
         (Mask.causal(), 256, 0.9, 128),  # the last row at which a split is allowed
-        (Mask.causal(), 1536, 0.5, 1152),  # half of the pairs lie above row 1086
+        (Mask.causal(), 1536, 0.5, 1152),  # half of the pairs are above row 1086
         (Mask.full(), 1536, 1 / 3, 512),
         (Mask.documents((0, 700, 1536)), 1536, 1 / 3, 700),  # 0.41 of the pairs, which is close enough
         (Mask.documents((0, 450, 800, 1536)), 1536, 1 / 3, 800),  # 0.38 is nearer than 0.23

@@ -1,4 +1,4 @@
-"""Test Kineto's JSON, new and old, against partitions by hand."""
+"""Test Kineto's JSON, new and old, against hand-computed partitions."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_one_rank_uses_single_call_kernels(asked):
     [
         # Each rank holds whole documents, so no message is sent.
         (bp.Mask.documents((0, 8, 13, 16)), "contiguous", [True, True], [True, True]),
-        # Rank 0 sees no remote rows. The other rank uses its block, and the gradients are returned.
+        # Rank 0 sees no remote rows. Rank 1 uses the block of rank 0 and returns its gradients.
         (bp.Mask.window(3), "contiguous", [True, False], [False, False]),
         ("causal", "zigzag", [False, False], [False, False]),
     ],

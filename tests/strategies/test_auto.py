@@ -98,7 +98,7 @@ def test_auto_breaks_ties_by_bytes_sent():
     ids=str,
 )
 def test_sampled_ranks_include_busiest_ranks(mask, ranks, priced):
-    """Ranks at equal distances, the one whose queries see most, and the one whose keys are seen most."""
+    """Samples ranks at equal distances, that with most visible pairs of its queries, and that with most of its keys."""
     assert sampled_ranks(problem(ranks, mask=mask)) == priced
 
 

@@ -19,7 +19,7 @@ def install(folder: Path, package: str, points: dict[str, str], group: str, file
 
 
 def pip_install(package: Path, folder: Path) -> Path:
-    """Install a package of this repository as pip does; return the folder that belongs on the path.
+    """Install a package of this repository as pip does; return the folder to add to the path.
 
     The package is copied first, because building writes files into the source folder.
     """

@@ -1,4 +1,4 @@
-"""Simulated clock: kernel calls and messages take given numbers of seconds."""
+"""Simulate a clock on which kernel calls and messages take given numbers of seconds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Define cases for the Triton kernels, in the interpreter and on a device.
 
-A case is one attention call over a sequence, computed as by a ring. The queries of each rank meet the keys of each
+A case is one attention call over a sequence, computed as by a ring. The queries of each rank attend to the keys of each
 rank: forward into a running state, backward with the global LSE of a row into float32 buffers. The reference is dense
 attention in float64, whose mask comes from the regions, without layouts or tiles.
 """

@@ -1,4 +1,4 @@
-"""Compare model FLOPs and utilization with sums by hand."""
+"""Compare model FLOPs and utilization with hand-computed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the analysis of events against values by hand, and of the golden trace of `profiling/`."""
+"""Test the analysis of events against hand-computed values, and of the golden trace of `profiling/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test each kind of loss against values by hand: it is the largest, its time is right, the advice names a change."""
+"""Test each kind of loss by hand-computed values: it is the largest, its time is right, the advice names a change."""
 
 from __future__ import annotations
 

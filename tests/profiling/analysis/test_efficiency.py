@@ -1,4 +1,4 @@
-"""Test achieved and planned rates and the roofline by hand, and that a report states the evidence of each number."""
+"""Test rates and the roofline against hand-computed values, and that a report states the evidence of each number."""
 
 from __future__ import annotations
 

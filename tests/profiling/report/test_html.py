@@ -130,7 +130,7 @@ def test_page_shows_longest_wait_of_step(profile_page):
 
 
 def kernels_of(ranks: int) -> Report:
-    """Return a report of one kernel per rank, all alike, and one wait at step 1 of the rank before the last."""
+    """Return a report of one equal kernel per rank, and one wait at step 1 of the rank before the last."""
     makers = [Maker(rank) for rank in range(ranks)]
     for one in makers:
         one.compute(0, 0, 100)

@@ -1,4 +1,4 @@
-"""Gluon kernels for Hopper on the CPU: their numbers, their races and their deadlocks, without a GPU.
+"""Run Gluon kernels for Hopper on the CPU and detect wrong results, races and deadlocks.
 
     Machine(seed=0, eager=0.5).launch(kernel, grid, *arguments)    # tensors, Descriptors, numbers
 
