@@ -253,7 +253,7 @@ def test_attention_rejects_torch_func_transforms(transformed, ranks):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch itself warns when the first level is entered
 @pytest.mark.parametrize("which", ["q", "v", "sinks"])
 def test_attention_rejects_forward_mode_tangents(which):
-    """Otherwise torch raises in the middle of a pass, or loses the tangent."""
+    """Without this check, torch raises in the middle of a pass, or loses the tangent."""
     q, k, v = qkv()
     given = {"q": q, "k": k, "v": v, "sinks": torch.zeros(q.shape[2])}
     with forward_ad.dual_level():
@@ -403,7 +403,7 @@ def test_attention_ignores_default_device(mask: str, strategy: str):
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-50, 1e-31])
 def test_attention_accepts_scales_that_are_not_positive(scale):
-    """Not positive in float32: 1e-50 is 0 there, where cpu_flash would return NaN."""
+    """In float32, 1e-50 is 0, with which cpu_flash would return NaN."""
     q, k, v, dout = inputs(torch.float32)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = bp.attention(*leaves, mask="causal", scale=scale, return_lse=True)
@@ -460,7 +460,7 @@ def test_partial_attention_accepts_disjoint_tiles(tiles):
     ],
 )
 def test_partial_attention_rejects_invalid_tiles(tile, message):
-    """For some of them torch's operator would end the process."""
+    """For some of these tiles, torch's operator would abort the process."""
     q, k = torch.randn(1, 16, 2, 4), torch.randn(1, 12, 2, 4)
     with pytest.raises(ShapeError, match=message):
         bp.partial_attention(q, k, k, [tile])

@@ -167,7 +167,7 @@ def test_layout_rejects_invalid_shards(length, shards, message):
 
 
 def test_layout_rejects_too_many_ranks():
-    """It raises before it lists any segment."""
+    """The error is raised before any segment is listed."""
     with pytest.raises(LayoutError, match="too many ranks; got 1073741824; allowed: at most 16384"):
         make_layout("zigzag", 1 << 40, 1 << 30)
     with pytest.raises(LayoutError, match="too many ranks"):

@@ -96,7 +96,7 @@ def test_run_threads_rejects_invalid_arguments(arguments, message):
 
 @pytest.mark.parametrize("again", [0, 1])
 def test_rank_that_returned_raises_peer_lost_error(again):
-    """It raises long before the timeout; calls before the return have completed."""
+    """The error is raised long before the timeout. Calls before the return have completed."""
 
     def work(mesh):
         rows = torch.randn(1, 8, 2, 4)

@@ -47,7 +47,7 @@ def test_compensated_merge_of_64_parts_is_accurate(spread: float) -> None:
 
 
 def test_compensated_merge_keeps_rows_without_keys() -> None:
-    """They stay 0 and -inf; a part without keys changes nothing, to the bit."""
+    """Such rows stay 0 and -inf. Merging a part without keys is bitwise neutral."""
     q = torch.empty(1, 3, 2, 4)
     state = numerics.Compensated.empty(q, 4)
     assert not state[0].any()
@@ -186,7 +186,7 @@ def test_merge_ignores_out_of_rows_without_keys():
 
 @pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
 def test_surrogate_out_has_given_row_sums(size):
-    """Also if the square of dO would underflow or overflow."""
+    """This holds even if the square of dO underflows or overflows."""
     dout = torch.randn(2, 5, 3, 8) * size
     dout[:, 2] = 0
     delta = torch.randn(2, 3, 5) * size

@@ -76,7 +76,7 @@ def gives_help() -> None:
 
 @pytest.mark.parametrize("main", [says_much, says_little, gives_help])
 def test_end_returns_sigpipe_without_reader(main, monkeypatch, capsys):
-    """As in `... | head -1`, also if all output is buffered until the end."""
+    """The reader may be `head -1`, and all output may be buffered until the end."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
@@ -238,7 +238,7 @@ def test_errors_detect_one_wrong_checked_head(head, monkeypatch):
 
 
 def test_triton_whole_returns_16_bit_results(monkeypatch):
-    """Zeroing and rounding of gradients within the call: the same numbers each time, in 16 bits."""
+    """The call zeroes and rounds gradients. Repeated calls give equal 16-bit results."""
     kernel = next(one for one in for_device("cpu").kernels() if one.name == "cpu_flash")
     monkeypatch.setattr("burst_portable.kernels.triton.triton_kernel.TritonKernel", lambda: kernel)
     forward, backward = providers.PROVIDERS["triton-whole"](task_on_cpu(bp.Mask.causal()))

@@ -99,7 +99,7 @@ def test_transport_jobs_between_and_within_passes(job):
 
 
 def test_exchange_that_waits_for_all_ranks_is_detected(monkeypatch):
-    """Only named ranks set their flags."""
+    """Only the given ranks set their flags."""
     flags_of = peer_copy.exchange_flags
     monkeypatch.setattr(peer_copy, "exchange_flags", lambda size, index, _: flags_of(size, index, tuple(range(size))))
     with pytest.raises(CommunicationTimeoutError, match=r"rank \d has not sent its message"):

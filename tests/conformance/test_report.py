@@ -37,7 +37,7 @@ def test_junit_counts_results(failed):
 
 
 def test_reports_escape_vendor_text(failed):
-    """Control characters, and errors that are not numbers."""
+    """The text has control characters, and errors that are not numbers."""
     odd = replace(failed.failures[0], message="\x1b[31mred\x00 <&> \ud800", errors={"out": (float("nan"), 1.0)})
     report = replace(failed, results=(odd, replace(odd, ok=True, skipped="\x07")))
     (suite,) = root = ElementTree.fromstring(report.junit())

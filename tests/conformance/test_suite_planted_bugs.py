@@ -163,7 +163,7 @@ def test_kernel_that_writes_into_outputs_passes(real):
 
 @pytest.mark.parametrize("group", ["kernels", "claims"])
 def test_rounding_stated_by_kernel_is_allowed(group, real):
-    """As for TF32, and only if the kernel is named."""
+    """The rounding is that of TF32. It is allowed only if the kernel is named."""
     report = examine(Planted(planted_bugs.Coarse, real=real), group)
     assert report.ok, report.failures[0].message
 

@@ -92,7 +92,7 @@ HEADS = [
 
 @pytest.mark.parametrize(("dim", "value_dim"), HEADS)
 def test_hopper_other_head_sizes(dim, value_dim):
-    """All masks, both types, groups, lengths that fill no block, and neighbors full of NaN."""
+    """Covers all masks, both dtypes, groups, partial blocks, and NaN in neighboring memory."""
     for mask in MASKS:
         compare(*inputs(2, 600, 4, 2, dim, value_dim), tiles_of(mask, 600))
     compare(*inputs(2, 1000, 6, 2, dim, value_dim, torch.float16), tiles_of("causal", 1000))
@@ -142,7 +142,7 @@ def test_hopper_forward_lengths_in_tall_blocks(length, dtype, monkeypatch):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)
 def test_hopper_backward_one_program_per_kv_head(mask, dim, monkeypatch):
-    """As with many programs; with this few, the last program would finish late."""
+    """Uses the blocks of a call with many programs. With few programs, these blocks would delay the last program."""
     use_one_program_per_kv_head(monkeypatch)
     q, k, v = (randn(2, 600, h, dim, seed=i) for i, h in enumerate((6, 2, 2)))
     compare(q, k, v, tiles_of(mask, 600))
@@ -239,7 +239,7 @@ def test_hopper_strided_inputs_and_state():
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_hopper_yielding_programs(dim, monkeypatch):
-    """Many more programs than multiprocessors, or a single one."""
+    """There are many more programs than multiprocessors, or a single one."""
     for room, length in ((1, 6000), (64, 6000), (1 << 30, 300)):
         use_yielding_programs(monkeypatch, room)
         q, k, v = (randn(1, length, h, dim, seed=i) for i, h in enumerate((8, 2, 2)))

@@ -81,7 +81,7 @@ def test_flash4_windows_of_package_kernel(kernel, left, dim, heads):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_flash4_strides(kernel, dim):
-    """Heads before rows, slices of a packed tensor, and rows not aligned to 16 bytes."""
+    """Covers heads before rows, slices of a packed tensor, and rows not aligned to 16 bytes."""
     tensors = inputs(300, 300, (4, 4), dim, "cuda")
     compare_whole(kernel, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors), causal(300))
     for tiles in (causal(300), tiles_of("window:100", 300)):

@@ -32,7 +32,7 @@ def device() -> torch.device:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_on_one_rank_matches_oracle(name, dtype, deterministic):
-    """The chosen kernel, with all that `attention` does around it."""
+    """Uses the chosen kernel and all other parts of `attention`."""
     length, heads, kv_heads, d = 53, 4, 2, 64
     shapes = [(2, length, h, d) for h in (heads, kv_heads, kv_heads, heads)]
     q, k, v, dout = (torch.randn(shape, device=device()).to(dtype) for shape in shapes)

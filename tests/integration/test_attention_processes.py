@@ -41,7 +41,7 @@ def test_sub_groups_of_device_mesh_have_own_sequences(answers):
 
 
 def test_all_reduce_accepts_device_mesh_and_groups(answers):
-    """A DeviceMesh of one axis, a process group, and the default group of all four ranks."""
+    """The group may be a DeviceMesh of one axis, a process group, or the default group of all four ranks."""
     pairs = [11.0, 11.0, 1100.0, 1100.0]
     assert [found["summed"] for found in answers] == [[pair, pair, 1111.0, pair] for pair in pairs]
 

@@ -183,7 +183,7 @@ def test_rank_with_unused_result_runs_backward(strategy):
 
 
 def test_strided_inputs_give_equal_results():
-    """Heads-first memory, as in transformers."""
+    """Memory has heads before rows, as in transformers."""
     case = Case(ranks=2, strategy="ring")
     x = make_inputs(case)
     strided = replace(x, q=heads_first_memory(x.q), k=heads_first_memory(x.k), v=heads_first_memory(x.v))
@@ -262,7 +262,7 @@ def test_partial_attention_waits_for_async_collectives(monkeypatch):
 
 
 def test_double_backward_raises():
-    """autograd.grad would otherwise omit terms without an error."""
+    """Without this error, autograd.grad would silently omit terms."""
 
     def work(mesh):
         q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))

@@ -109,7 +109,7 @@ def test_groups_in_another_order_name_both_sides(played):
 @pytest.mark.full
 @pytest.mark.timeout(0)
 def test_random_faults_are_reported(play, tmp_path):
-    """Bounded in time; prints how often each fault occurred."""
+    """The test is bounded in time and prints how often each fault occurred."""
     random_ = random.Random(0)
     started = time.monotonic()
     seen, slowest = Counter(), 0.0

@@ -101,7 +101,7 @@ def test_ablate_reports_hidden_transfer(monkeypatch):
 
 @pytest.mark.parametrize("picks", [True, False])
 def test_ablation_without_communication_skips_unused_packing(picks, monkeypatch):
-    """Otherwise the packing time would be missing in the communication part."""
+    """Otherwise the communication part would lack the packing time."""
     monkeypatch.setattr(PeerCopyTransport, "supports_strided_sends", picks)
     packed, owned = [], []
 

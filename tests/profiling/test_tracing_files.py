@@ -59,7 +59,7 @@ def test_read_trace_accepts_older_and_compressed_files(tmp_path):
 
 
 def test_read_trace_keeps_nanoseconds_since_1970(tmp_path):
-    """As strings, as torch_npu writes them, and as numbers that float64 cannot represent."""
+    """Times may be strings, as torch_npu writes them, or numbers that float64 cannot represent."""
     lines = '{"traceEvents": [%s]}' % ", ".join(  # noqa: UP031
         '{"ph": "X", "cat": "kernel", "name": "k", "ts": %s, "dur": 0.001}' % ts  # noqa: UP031
         for ts in ("1700000000000000.001", '"1700000000000000.003"')

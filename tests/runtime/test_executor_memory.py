@@ -22,7 +22,7 @@ def test_peak_memory_falls_with_ranks(strategy):
 
 @pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring"])
 def test_no_tensor_is_as_large_as_full_kv(strategy):
-    """On 8 ranks: no tensor of S x S, and none near the size of all K and V."""
+    """On 8 ranks, no tensor has S x S elements or nearly the size of all K and V."""
     for memory in measured(8, strategy):
         assert memory.largest < KV_BYTES / 2
         assert memory.largest < LENGTH * LENGTH * 4 / 16

@@ -69,7 +69,7 @@ def test_one_rank_uses_single_call_kernels(asked):
     ids=["documents", "window", "causal"],
 )
 def test_single_block_ranks_use_single_call_kernels(asked, mask, layout, forward, backward):
-    """Nothing is merged there; merging would round the results twice."""
+    """Nothing is merged on these ranks, because merging would round the results twice."""
     whole_q, whole_k, whole_v = (x.bfloat16() for x in qkv())
     weights = torch.randn(whole_q.shape)
 

@@ -249,7 +249,7 @@ def test_single_call_gradients_are_returned_without_copy():
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "document_zigzag"])
 def test_row_orders_are_inverse(layout):
-    """They use slices for few segments and indices for many."""
+    """Orders use slices for few segments and indices for many."""
     mask = Mask.documents(tuple(range(0, 1001, 100)))
     where, one = make_layout(layout, 1000, 4, mask), make_layout("contiguous", 1000, 1)
     to_ranks, to_plan = row_orders(where, one, 0, torch.device("cpu"))
@@ -285,7 +285,7 @@ def test_sinks_are_merged_before_rounding():
 
 
 def test_only_exchanges_without_kernel_are_marked_alone():
-    """The first rows in and the last results out; with one group, both exchanges."""
+    """These are the first inputs and the last results; with one group, both exchanges."""
 
     def work(mesh, groups):
         transport, told = mesh.transport("cpu"), []

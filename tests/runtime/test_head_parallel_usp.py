@@ -105,7 +105,7 @@ def test_usp_attention_matches_oracle(case, kernel):
 @pytest.mark.parametrize("strategy", ["usp", "usp+fetch"])
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (12, 3), (12, 6)])
 def test_usp_attention_with_nodes_of_each_size(ranks, ranks_per_node, strategy, heads, kv_heads, v_head_dim, kernel):
-    """Query heads per rank; K/V heads per rank, or one for all ranks."""
+    """Each rank has its own query heads. K/V heads are per rank, or one is shared by all ranks."""
     kv_heads = 1 if kv_heads == "one" else int(kv_heads) * ranks_per_node
     heads = f"{int(heads) * ranks_per_node}x{kv_heads}x8x{v_head_dim}"
     for layout, mask in (("zigzag", "causal"), ("striped", "window_both"), ("contiguous", "custom")):

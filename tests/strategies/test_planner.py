@@ -59,6 +59,6 @@ def test_make_strategy_rejects_invalid_option_values(name):
 
 @pytest.mark.parametrize(("length", "ranks"), [(32, 2), (16, 4)])
 def test_plan_rejects_layout_of_another_problem(length, ranks):
-    """`plan` checks a given layout as `attention` does."""
+    """`plan` checks a given layout in the same way as `attention`."""
     with pytest.raises(LayoutError, match=r"another mesh or sequence.*allowed: 2 ranks and 16 tokens"):
         plan(seq_len=16, ranks=2, heads=2, layout=make_layout("zigzag", length, ranks))

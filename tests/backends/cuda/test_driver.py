@@ -187,7 +187,7 @@ def test_kernel_driver_raises_device_error_on_failed_launch():
     ("version", "rows", "cleared"), [(13000, 300, True), (13000, 3000, False), (13020, 300, False)]
 )
 def test_tensor_map_clears_bit_set_by_older_drivers(version, rows, cleared):
-    """Only for small tensors, and without changing other bits of the tensor map."""
+    """The bit is cleared only for small tensors, and all other bits of the tensor map are kept."""
     room = ctypes.create_string_buffer(b"\xff" * 128, 128)
     asked = []
 

@@ -90,7 +90,7 @@ def test_link_counters_sum_active_links(nvml):
     ],
 )
 def test_unreadable_link_counters_raise(nvml, refused, told):
-    """On creation and on each read: a sum must never leave out a link."""
+    """This holds on creation and on each read, because a sum must include all links."""
     counters = NvlinkCounters("1234")
     nvml.refused = refused
     with pytest.raises(BackendUnavailableError, match=told):

@@ -164,7 +164,7 @@ def test_run_joins_torchrun(tmp_path: Path):
     ],
 )
 def test_interrupted_run_leaves_no_process(config: Path, tmp_path: Path, again: float | None):
-    """It ends fast, prints nothing, and leaves no rank and no temporary folder."""
+    """The run ends fast, prints nothing, and leaves no rank and no temporary folder."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     process = subprocess.Popen(

@@ -110,6 +110,6 @@ def test_launched_names_rank_that_failed_first(launched, capfd, deeds, kind, tol
 
 
 def test_launched_ends_remaining_ranks(launched):
-    """They get some time to report errors; the fixture checks that none remains."""
+    """Ranks get some time to report errors. The fixture checks that no rank remains."""
     with pytest.raises(PeerLostError, match="rank 1 ended with code 9"):
         launched("goes_on", "gives_up", grace=0.5)

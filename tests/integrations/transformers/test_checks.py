@@ -98,7 +98,7 @@ def test_call_rejects_invalid_arguments(change: dict[str, Any], error: type[Burs
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_rank_with_invalid_batch_raises_on_all_ranks(change: dict[str, Any], error: type[BurstError]):
-    """Otherwise the batch would be computed with the rows of the rank's next one."""
+    """Otherwise the other ranks would compute the batch with the rows of the rank's next one."""
     first, second = tokens(1, 32), tokens(1, 32).flip(1)
     whole = make("llama")
     alone = whole(input_ids=second).logits.detach()

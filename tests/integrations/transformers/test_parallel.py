@@ -77,7 +77,7 @@ def test_label_counts_add_up_over_batches(ranks: int):
 
 
 def test_loss_and_gradients_in_parts_equal_one_device():
-    """Parts of 7 logit rows, and small gradient buckets."""
+    """Logits are computed in parts of 7 rows, and gradient buckets are small."""
     model, ids = make("llama"), tokens()
     labels = ids.clone()
     labels[0, 5:30] = -100

@@ -34,7 +34,7 @@ def test_collator_shards_and_turns_examples_into_documents():
 
 @pytest.mark.parametrize("examples", [EXAMPLES, EXAMPLES[:1]], ids=["three", "one"])
 def test_flash_attention_kwargs_of_collator_change_nothing(examples: list[dict[str, Any]]):
-    """They repeat the documents, which position ids already describe."""
+    """These arguments repeat the documents, which position ids already describe."""
     told = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"} < set(told(examples))
 

@@ -42,7 +42,7 @@ def test_interpreted_kernel_with_descriptors(ask: Ask, case: Case) -> None:
 @pytest.mark.parametrize("sizes", [(16, 16), (40, 24), (24, 48)], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "window:9", "full"])
 def test_dk_and_dv_in_separate_launches(ask: Ask, mask: str, sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    """The launches of large heads, with different block sizes, and values that are smaller and larger than heads."""
+    """Large heads use these launches. Block sizes differ, and values are smaller or larger than heads."""
     case = Case(mask, heads=2, kv_heads=1, head_dim=sizes[0], v_head_dim=sizes[1], dtype=dtype, scale=0.2)
     ask({**as_request(case), "loads": "separate"})
 

@@ -164,7 +164,7 @@ def test_verdict_recommends_direct_transport_of_backend():
 
 
 def test_verdict_recommends_larger_messages_if_small():
-    """At CPU rates a message takes 200 µs of latency; 64 MB messages are limited by bandwidth."""
+    """At CPU rates, a message takes 200 µs of latency; 64 MB messages are limited by bandwidth."""
     small = bp.plan(strategy="ring", heads=2, kv_heads=1, **SIZES)
     advice = verdict(exposed(small, size=4096), "communication", 300)
     assert "send larger messages: of 4 KiB each, latency costs more than bytes" in advice

@@ -169,7 +169,7 @@ def test_writing_cuts_number_of_launches(mask, length, heads, group, launches):
 
 
 def test_backward_table_starts_blocks_after_excluded_keys():
-    """Also if only a few keys follow."""
+    """This also holds if only a few keys follow."""
     tiles = Tiles([Tile(0, 900, 0, 300, -900, 900), Tile(0, 900, 500, 700, 0, 900)])
     table = backward_table(tiles, 900, 64, 128, 900, apart=(300, 500))
     spans = sorted(tuple(table.numbers[16 * w : 16 * w + 7 : 6]) for w in range(table.blocks))

@@ -104,7 +104,7 @@ def test_ulysses_plan_gives_pair_one_causal_square(called):
     ],
 )
 def test_package_computes_long_forwards_with_heads_of_128(called, monkeypatch, case, long, faster):
-    """Above a threshold: without a mask, or causal with shared K/V heads."""
+    """Above a threshold, the package computes calls without a mask, and causal calls with shared K/V heads."""
     monkeypatch.setattr(flash4, "LONG", long)
     rows, columns, heads, tiles = WHOLE[case]
     compare_whole(kernel_of()[0], *inputs(rows, columns, heads, 128, "cpu"), tiles)
@@ -114,7 +114,7 @@ def test_package_computes_long_forwards_with_heads_of_128(called, monkeypatch, c
 @pytest.mark.parametrize(("more", "asked"), [(0, ["forward", "backward"]), (1, [])])
 @pytest.mark.parametrize("case", ["box, fewer K/V heads", "causal"])
 def test_small_work_uses_own_kernel(called, monkeypatch, case, more, asked):
-    """Below the threshold, host code of the package takes longer than the kernel."""
+    """Below the threshold, the host code of the package takes longer than our kernel."""
     rows, columns, heads, tiles = WHOLE[case]
     pairs = 139 * 70 if case != "causal" else 131 * 132 // 2
     monkeypatch.setattr(flash4, "LEAST", 2 * pairs * heads[0] * 64 + more)

@@ -258,7 +258,7 @@ def test_emulated_documents_at_block_boundaries(mask, dim, machine):
     ("mask", "dim"), [("causal", 64), ("causal", 128), ("documents:0,100,357,600", 128), ("sink:4:150", 64)]
 )
 def test_emulated_backward_one_program_per_kv_head(mask, dim, machine, monkeypatch):
-    """As with many programs; with this few, the last program would finish late."""
+    """Uses the blocks of a call with many programs. With few programs, these blocks would delay the last program."""
     use_one_program_per_kv_head(monkeypatch)
     q, k, v = inputs(2, 301, 3, 1, dim)
     compare_backward(q, k, v, tiles_of(mask, 301))

@@ -106,7 +106,7 @@ def test_push_kernel_that_fails_to_compile_is_not_used(machine, monkeypatch, bro
 
 @pytest.mark.parametrize("how", ["refused", "wrong"])
 def test_connect_raises_if_engines_cannot_copy_lines(machine, pushes, monkeypatch, how):
-    """The trial detects it before any message needs it."""
+    """The trial detects this before any message needs strided copies."""
 
     def copy_lines(self, stream, target, source, strip):
         if how == "refused":
