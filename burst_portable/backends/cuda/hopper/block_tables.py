@@ -1,19 +1,28 @@
-"""Launch tables of the Hopper kernels: which inner blocks each outer block visits, in runs, from a list of tiles.
+"""Define `forward_table` and `backward_table`, which build the launch tables of the Hopper kernels from tiles.
 
-Forward has query blocks outside and walks over keys; backward has key blocks outside and walks over queries. Per
-outer block the table holds the blocks that a band or a border cuts, each with its bounds, and the full blocks as
-runs, so that its size follows the borders of the mask and not its area. One flat list of int32::
+A launch table lists the inner blocks that each outer block visits. In the forward, outer blocks contain queries and
+inner blocks contain keys. In the backward, outer blocks contain keys and inner blocks contain queries.
 
-    work    16 a block    outer start, runs at, runs, full blocks, masked at, masked blocks, outer stop, 0, one masked
-                          block
-    runs    2 a run       first inner index, number of blocks: all that is visited, in order, but for the peeled one
-    masked  8 a block     first inner index, inner start, stop, outer start, stop, lo, hi, 1 if it shows all
+An inner block is full if all its pairs are visible. Full blocks are stored as runs of consecutive blocks. An inner
+block that a band or a border cuts is masked. It has an entry with its bounds. So the size of a table is proportional to
+the borders of the mask, not to its area. A table is one flat list of int32::
 
-The forward peels one masked block off its loop: that one stands in the work row itself, so that one load finds
-all that a program begins with. Then come its full blocks, then the masked rest; the backward begins with the masked
-ones. "at" counts int32 from the list's beginning. Blocks start anywhere (inner ones of the backward at multiples of
-4). A masked block shows the pairs with inner in [start, stop), outer in
-[start, stop), lo <= outer - inner <= hi.
+    work    16 per outer block     outer start, offset of its runs, number of runs, number of full blocks,
+                                   offset of its masked entries, number of masked entries, outer stop, 0,
+                                   the 8 values of one masked entry
+    runs    2 per run              first inner index, number of blocks
+    masked  8 per masked entry     first inner index, inner start, inner stop, outer start, outer stop, lo, hi,
+                                   1 if all pairs are visible
+
+Offsets count int32 values from the start of the list. A pair of a masked block is visible if inner is in
+[inner start, inner stop), outer is in [outer start, outer stop), and lo <= outer - inner <= hi.
+
+The forward computes one masked block before its loop. Its entry is part of the work row, so a program reads only
+this row to start. Then come the full blocks, then the other masked blocks. The backward visits the masked blocks first,
+then the full blocks, and does not use the entry in the work row. The runs contain all visited blocks in this order,
+masked ones too, except the entry in the work row.
+
+Blocks may start at any index. Inner blocks of the backward start at multiples of 4.
 """
 
 from __future__ import annotations
@@ -25,24 +34,30 @@ from itertools import pairwise
 
 from burst_portable.planning.tiles import Tile, Tiles
 
-_WORK = 16
-_HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # a masked block that shows nothing
-SHORT = 64  # inner blocks: shorter work need not be divided
-_LONG = 4  # outer blocks: a document of this many has blocks of its own
-_PART = 8  # inner blocks: a shorter part costs more by adding at its end than it saves
+_WORK = 16  # int32 values per work row
+_HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # entry of a masked block without visible pairs
+SHORT = 64  # inner blocks; dividing an outer block that visits at most this many saves no time
+_LONG = 4  # outer blocks; a block starts at the start of each document that is at least this long
+_PART = 8  # inner blocks; adding the gradients of a shorter part takes more time than the division saves
 
-ABREAST = 32  # query blocks of a head that run side by side, and how many MiB of K and V apart they may be in the L2
+# Query blocks of one head that run at the same time. Each starts 1 MiB of K and V after the previous one, see `_apart`.
+ABREAST = 32
 
 Span = tuple[int, int]
-"""[start, stop) of outer indices. A block's is shorter than others' where the next starts at a document's start."""
+"""[start, stop) of outer indices. It is shorter than the block size if the next block starts at a document's start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTable:
-    """One launch table, before it is on a device: its int32 numbers, and how many outer blocks are launched a head.
+    """One launch table in host memory.
 
-    long: from the first to the last outer block that visits so many more than the others that it is better divided.
-    longest, total: inner blocks that one visits at most, and all together.
+    Attributes:
+        numbers: The int32 values of the table.
+        blocks: Work rows, which is the number of outer blocks (or parts of them) that are launched per head.
+        long: Outer indices from the first to the last block that visits more inner blocks than `_longest_of`; None
+            if there is none. Dividing these blocks is faster.
+        longest: Maximum number of inner blocks per work row.
+        total: Sum of the inner blocks of all work rows.
     """
 
     numbers: list[int]
@@ -54,7 +69,13 @@ class LaunchTable:
 
 @dataclass(slots=True)
 class _Block:
-    """What one outer block visits. banded: a band cuts one of its tiles, so that its neighbours visit more or less."""
+    """Inner blocks that one outer block visits.
+
+    Attributes:
+        runs: (first inner index, number of blocks) of each run of full blocks.
+        masked: Entries of the masked blocks.
+        banded: Whether a band cuts one of its tiles. Adjacent outer blocks then visit more or fewer inner blocks.
+    """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
     masked: list[tuple[int, ...]] = field(default_factory=list)
@@ -71,13 +92,17 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """One direction: block sizes and which padding does no harm.
+    """Block sizes of one pass, and the padding that its kernel may treat as visible.
 
-    outer_padding: whether a kernel may treat outer indices from a block's stop on as seen (forward: they are never
-    stored).
-    inner_length: where padding begins, if a kernel may treat padded rows as seen (backward: padded queries have LSE
-    -inf), else None.
-    inner_align: where inner blocks may start: TMA reads a row of float32 from multiples of 16 bytes on.
+    Attributes:
+        outer: Rows per outer block.
+        inner: Rows per inner block.
+        outer_padding: Whether outer indices after a block's stop may count as visible. True in the forward, which
+            never stores them.
+        inner_length: Number of inner rows if padding after them may count as visible, else None. The backward may count
+            it, because the row terms of padded queries are -inf and P is 0.
+        inner_align: Inner blocks start at multiples of this. TMA reads float32 row terms only from multiples of 16
+            bytes.
     """
 
     outer: int
@@ -90,12 +115,17 @@ class Walk:
 def forward_table(
     tiles: Tiles, rows: int, q_block: int, k_block: int, every_block: bool, mebibyte: int = 1 << 30
 ) -> LaunchTable:
-    """Query blocks outside. Each has at least one masked block, the one that is peeled.
+    """Return the table of the forward: outer blocks of queries, inner blocks of keys.
+
+    Each outer block has at least one masked block, which the kernel computes before its loop.
 
     Args:
-        rows: length of the queries.
-        every_block: launch blocks that see nothing as well, for they must write 0 and -inf.
-        mebibyte: inner blocks whose K and V are so large.
+        tiles: Visible pairs.
+        rows: Number of queries.
+        q_block: Queries per outer block.
+        k_block: Keys per inner block.
+        every_block: Include blocks without visible keys, because they must write 0 and -inf.
+        mebibyte: Number of inner blocks whose K and V take 1 MiB.
     """
     spans = _spans(tiles, rows, q_block)
     blocks = _collect(tiles, Walk(q_block, k_block, outer_padding=True), spans)
@@ -121,14 +151,19 @@ def backward_table(
     apart: Span | None = None,
     fill: tuple[int, int] | None = None,
 ) -> LaunchTable:
-    """Key blocks outside, some more than once: all add to their gradients, so that a long one may be divided.
+    """Return the table of the backward: outer blocks of keys, inner blocks of queries.
+
+    A long outer block is divided into parts with one work row each. All parts add to the same gradients.
 
     Args:
-        rows: length of the queries.
-        every_block_of: length of the keys, if blocks write their gradients instead: none is divided then, and those
-            that nobody sees are launched as well, for they must write 0.
-        apart: whole blocks of keys, of these, that another launch serves: no tile may reach them.
-        fill: heads and multiprocessors; blocks are divided so that all parts of these heads end together.
+        tiles: Visible pairs.
+        rows: Number of queries.
+        q_block: Queries per inner block.
+        k_block: Keys per outer block.
+        every_block_of: Number of keys if blocks write their gradients instead of adding to them, else 0. Then no block
+            is divided. Blocks without visible queries are included, because they must write 0.
+        apart: [start, stop) of the keys that another launch computes, as whole blocks. No tile may contain them.
+        fill: (heads, multiprocessors). Blocks are divided so that the parts of all heads end at about the same time.
     """
     turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
     walk = Walk(k_block, q_block, inner_length=rows, inner_align=4)
@@ -151,16 +186,18 @@ def backward_table(
 
 
 def _grid(start: int, stop: int, size: int) -> list[Span]:
+    """Divide [start, stop) into spans of `size` indices. The last may be shorter."""
     return [(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 def _spans(tiles: Iterable[Tile], length: int, size: int, cuts: Iterable[int] = ()) -> list[Span]:
-    """Outer blocks, from each long document's start on: the diagonal of all its blocks is then in one inner block.
+    """Return the spans of the outer blocks. A block starts at 0, at `cuts` and at the start of each long document.
 
-    A block that stops short costs as much as a whole one, so that short documents are not worth one. Blocks also start
-    at `cuts`.
+    If blocks start with their document, the diagonal lies in one inner block per outer block. A block that ends early
+    takes as much time as a full one, so blocks do not start at short documents.
 
-             16 keys a block, a document of 40 rows from row 8 on
+    Example with 16 keys per block and a document of 40 rows from row 8 on. On the right, a block starts at row 8::
+
         0   #...........         0    #...........     rows 0 to 7
         8   .#..........         8    .#..........
         16  .##.........         24   .##.........
@@ -173,24 +210,27 @@ def _spans(tiles: Iterable[Tile], length: int, size: int, cuts: Iterable[int] = 
 
 
 def _longest_of(blocks: dict[Span, _Block]) -> int:
-    """How many inner blocks a block may visit. A head's long ones begin first, but the last head's end last."""
+    """Return the number of inner blocks above which an outer block is divided: twice the mean, at least `SHORT`.
+
+    The long blocks of each head start first, but those of the last head end last.
+    """
     total = sum(block.length for block in blocks.values())
     return max(SHORT, 2 * -(-total // max(1, len(blocks))))
 
 
 def _filling(lengths: list[int], heads: int, processors: int) -> int:
-    """How many inner blocks a part may visit so that the last of all heads' parts ends soonest."""
+    """Return the maximum number of inner blocks per part for which the last part of all heads ends earliest."""
 
     def ends(most: int) -> int:
         parts = heads * sum(-(-length // most) for length in lengths)
-        return -(-parts // processors) * (most + 1)  # what begins and ends a part takes about as long as a block
+        return -(-parts // processors) * (most + 1)  # start and end of a part take about as long as a block
 
     longest = max(lengths, default=_PART)
     return min((max(_PART, -(-longest // parts)) for parts in range(1, processors + 1)), key=ends)
 
 
 def _divided(block: _Block, most: int, inner: int) -> Iterator[_Block]:
-    """Parts of one block, about equally long, none longer than `most`."""
+    """Yield parts of one block. They have about equal lengths, at most `most` inner blocks each."""
     each = -(-block.length // -(-block.length // most))
     left = _Block(list(block.runs), list(block.masked))
     while left.length:
@@ -206,6 +246,7 @@ def _divided(block: _Block, most: int, inner: int) -> Iterator[_Block]:
 
 
 def _collect(tiles: Iterable[Tile], walk: Walk, spans: list[Span]) -> dict[Span, _Block]:
+    """Return the outer blocks that visit at least one inner block, by span."""
     blocks: dict[Span, _Block] = {}
     starts = [start for start, _ in spans]
     for tile in tiles:
@@ -215,7 +256,10 @@ def _collect(tiles: Iterable[Tile], walk: Walk, spans: list[Span]) -> dict[Span,
 
 
 def _visit(block: _Block, span: Span, tile: Tile, walk: Walk) -> None:
-    """Add what one outer block sees of one tile. Its inner blocks start at the first index that it sees."""
+    """Add the inner blocks that an outer block visits in one tile.
+
+    They start at the first visible inner index, rounded down to `inner_align`.
+    """
     block.banded |= not tile.full
     top, bottom = span
     first, last = max(top, tile.q_start), min(bottom, tile.q_stop) - 1
@@ -225,7 +269,7 @@ def _visit(block: _Block, span: Span, tile: Tile, walk: Walk) -> None:
     whole_outer = first == top and last + 1 == bottom and (walk.outer_padding or bottom - top == walk.outer)
     full_from, full_to = count, count
     if whole_outer:
-        # what every outer index of the block sees
+        # inner indices that are visible from every outer index of the block
         seen_start, seen_stop = max(tile.k_start, last - tile.hi), min(tile.k_stop, first - tile.lo + 1)
         if seen_stop == walk.inner_length:
             seen_stop = start + count * walk.inner
@@ -239,16 +283,17 @@ def _visit(block: _Block, span: Span, tile: Tile, walk: Walk) -> None:
 
 
 def _peel(block: _Block, span: Span, inner: int) -> None:
-    """Treat the first full block as a masked one: a mask that shows all of it."""
+    """Convert the first full block to a masked one whose mask shows all pairs."""
     (start, count), *rest = block.runs
     block.runs = [(start + inner, count - 1), *rest] if count > 1 else rest
     block.masked.append((start, start, start + inner, *span, -(1 << 30), 1 << 30, 1))
 
 
 def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int, int]]:
-    """Walk a run from the outer block's own index on, where the run holds it, and then the run's beginning.
+    """Yield a run in two parts: from the outer block's index to the end, then the beginning.
 
-    Programs that run side by side would otherwise add to the same rows of dq at the same time.
+    Otherwise, programs that run at the same time would add to the same rows of dq at the same time. A run that does
+    not contain the index is yielded unchanged.
     """
     start, count = run
     skip = (outer - start) // inner
@@ -260,10 +305,11 @@ def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int,
 
 
 def _apart(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int, int]]:
-    """Walk a run from some blocks on, and then its beginning.
+    """Yield a run in two parts: from block number `skip` to the end, then the beginning.
 
-    Programs that walk boxes equally long stay abreast, and where the L2 does not hold those all would wait for the same
-    block from memory: each begins a MiB further on than the one before it. Those of a causal square drift apart.
+    Programs that visit boxes of equal length advance at the same speed. If the L2 does not hold the box, all of them
+    would wait for the same block from memory. So each program starts 1 MiB after the previous one. Programs of a causal
+    square have different lengths and need no offset.
     """
     start, count = run
     if 0 < skip < count:
@@ -274,7 +320,7 @@ def _apart(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int, i
 
 
 def _pack(blocks: Iterable[tuple[Span, _Block]], *, peel: bool, long: Span | None = None) -> LaunchTable:
-    """Long blocks first: what is launched last should be short."""
+    """Return the table with its outer blocks in order of decreasing length, so that short ones are launched last."""
     order = sorted(blocks, key=lambda item: -item[1].length)
     work: list[int] = []
     runs: list[int] = []

@@ -1,4 +1,9 @@
-"""How the Hopper kernels are cut, by head size, and which cut, or cuts, a pass gets."""
+"""Define the block sizes of the Hopper kernels by head size, and choose the configuration of each launch.
+
+A config contains the compile-time constants of a kernel. A cut is the config of one launch, together with the part of
+the work that this launch computes. The choice depends on the tiles: the functions build a launch table and compare
+the length of its work rows.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,16 @@ from burst_portable.planning.tiles import Tiles
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """How the forward kernel is cut.
+    """Compile-time constants of the forward kernel.
 
     Attributes:
-        BN: keys of a block.
-        NS: slots of shared memory for blocks of keys, and as many for values.
-        W: workers, warpgroups of 64 query rows.
-        REGS: registers of a worker's thread.
-        share: stage the result where the queries were. Large heads leave no shared memory for both. A float32 result
-            is then written without TMA.
+        BN: Keys per block.
+        NS: Slots in shared memory for blocks of keys, and the same number for values.
+        W: Workers per program. Each is a warpgroup that computes 64 query rows.
+        REGS: Registers per worker thread.
+        maxnreg: Triton's launch option of this name: maximum number of registers per thread.
+        share: Whether the result is staged in the shared memory of the queries. Large heads leave no space for both. A
+            float32 result is then written without TMA.
     """
 
     BN: int
@@ -31,13 +37,14 @@ class ForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """How the backward kernel is cut.
+    """Compile-time constants of the backward kernel that computes all gradients in one launch.
 
     Attributes:
-        BM: queries of a block.
-        NQ: slots of shared memory for blocks of queries.
-        REGS: registers of a thread of the two workers of 64 keys.
-        early: read the row terms before the product that they are added to, not after it.
+        BM: Queries per block.
+        NQ: Slots in shared memory for blocks of queries, and the same number for dO.
+        REGS: Registers per worker thread. Each of the two workers computes 64 keys.
+        maxnreg: Triton's launch option of this name: maximum number of registers per thread.
+        early: 1 to read the row terms before the product to which they are added, 0 to read them after it.
     """
 
     BM: int
@@ -49,13 +56,15 @@ class BackwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How a launch of the split backward, for one gradient, is cut.
+    """Compile-time constants of the split backward kernel, for the launch of one gradient.
 
     Attributes:
-        BN: streamed rows of a block.
-        NX, NY: slots for the streamed rows that make S (keys or queries), and for those that make dP (values or dO).
-        early: row terms that are read before the products: 0 none, 1 LSE, 2 LSE and delta.
-        REGS: registers of a thread of the two workers of 64 rows.
+        BN: Streamed rows per block.
+        NX: Slots in shared memory for the streamed rows of the product S: keys or queries.
+        NY: Slots in shared memory for the streamed rows of the product dP: values or dO.
+        early: Row terms that are read before the products: 0 none, 1 LSE, 2 LSE and delta.
+        REGS: Registers per worker thread. Each of the two workers computes 64 rows.
+        maxnreg: Triton's launch option of this name: maximum number of registers per thread.
     """
 
     BN: int
@@ -70,9 +79,9 @@ PANELS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64)
 
 
 def panels(size: int) -> tuple[int, int]:
-    """Return the columns of both panels in which shared memory holds a head of this size; the second may be 0.
+    """Return the columns of the two panels in which shared memory holds a head of this size. The second may be 0.
 
-    Gluon wants powers of two. TMA reads 0 past a head's end, and writes nothing there.
+    Gluon requires powers of two. TMA reads 0 for columns past the end of a head, and does not write them.
     """
     return next(pair for pair in PANELS if sum(pair) >= size)
 
@@ -80,7 +89,7 @@ def panels(size: int) -> tuple[int, int]:
 def forward_value_panels(size: int) -> tuple[int, int]:
     """Return the panels of V and out in the forward.
 
-    One product of 128 columns takes less time than one of 64 and one of 16 or 32, because P is read once.
+    One product of 128 columns takes less time than two products of 64 and of 16 or 32, because P is read once.
     """
     return (128, 0) if 64 < size <= 128 else panels(size)
 
@@ -91,7 +100,7 @@ FORWARD: dict[tuple[int, int], ForwardConfig] = {
     (192, 128): ForwardConfig(128, 2, 2, 240, 168, share=True),
     (256, 256): ForwardConfig(64, 2, 2, 240, 168, share=True),
 }
-"""By the largest sizes of heads and of value heads, in order: the first that holds both serves them."""
+"""Forward configs by largest head size and largest value head size. The first entry that holds both sizes is used."""
 
 SPLIT: dict[tuple[int, int], tuple[SplitConfig, SplitConfig, SplitConfig]] = {
     (160, 160): (SplitConfig(64, 3, 3), SplitConfig(64, 3, 3, early=2), SplitConfig(64, 3, 3)),
@@ -99,49 +108,54 @@ SPLIT: dict[tuple[int, int], tuple[SplitConfig, SplitConfig, SplitConfig]] = {
     (192, 192): (SplitConfig(64, 2, 2), SplitConfig(64, 2, 2, early=1), SplitConfig(64, 3, 3)),
     (256, 256): (SplitConfig(64, 2, 1), SplitConfig(64, 2, 1, early=1), SplitConfig(64, 2, 2)),
 }
-"""Of dQ, dK and dV, for heads or value heads above 128: by the largest sizes, as in `FORWARD`."""
+"""Configs for dQ, dK and dV if a head or a value head is larger than 128. The keys are as in `FORWARD`."""
 
 
 def forward_config(dim: int, value_dim: int) -> ForwardConfig:
-    """Return the cut of the forward for these sizes of heads and value heads."""
+    """Return the config of the forward for these sizes of heads and value heads."""
     return next(config for (d, v), config in FORWARD.items() if dim <= d and value_dim <= v)
 
 
 def backward_config(dim: int, value_dim: int) -> BackwardConfig:
-    """Return the cut of the backward that computes all gradients in one launch, for sizes up to 128."""
+    """Return the config of the backward that computes all gradients in one launch, for sizes up to 128."""
     return next(config for size, config in BACKWARD.items() if max(dim, value_dim) <= size)
 
 
 def split_configs(dim: int, value_dim: int) -> tuple[SplitConfig, SplitConfig, SplitConfig] | None:
-    """Return the cuts of the launches for dQ, dK and dV; None if one launch computes all gradients."""
+    """Return the configs of the launches for dQ, dK and dV; None if one launch computes all gradients."""
     if max(dim, value_dim) <= max(BACKWARD):
         return None
     return next(configs for (d, v), configs in SPLIT.items() if dim <= d and value_dim <= v)
 
 
 TALL = {64: ForwardConfig(128, 2, 3, 160, 128)}
-"""Each key block serves three workers: faster where rows are long and there are many of them."""
+"""Forward configs in which three workers share each key block, by head size.
+
+They are faster if query blocks visit many key blocks and there are many query blocks.
+"""
 BACKWARD = {
     64: BackwardConfig(128, 2, 240, 168),
     96: BackwardConfig(64, 2, 240, 168, early=1),  # +10 % at 80 and +6 % at 96 on one H100; -2 % at 112
     128: BackwardConfig(64, 2, 240, 168),
 }
-"""By the largest size of heads and value heads."""
-KEY_BLOCK = 128  # of the backward
+"""Backward configs by the largest size of heads and value heads."""
+KEY_BLOCK = 128  # keys per block of the backward
 
-TALL_BLOCKS = 32  # key blocks that a query block must visit, on average, for the tall cut to be worth it
-TALL_ITEMS = 4  # query blocks of all heads per multiprocessor that the tall cut needs
-ROOM = 64  # key blocks, of heads of 128, that a program visits before it makes way: about 0.1 ms on one H100
-LATE = 6  # a program of the backward may be at most 1/LATE of what a multiprocessor does
-FEW = 4  # keys whose gradients are added up separately may be at most 1/FEW of all
+TALL_BLOCKS = 32  # key blocks that a query block must visit on average if `TALL` is used
+TALL_ITEMS = 4  # minimum of query blocks, of all heads, per multiprocessor if `TALL` is used
+ROOM = 64  # key blocks, at head size 128, that a forward program visits before it ends: about 0.1 ms on one H100
+LATE = 6  # a program of the backward may take at most 1/LATE of the mean work of a multiprocessor
+FEW = 4  # a second launch may accumulate the gradients of at most 1/FEW of all keys
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardCut:
     """One launch of the backward.
 
-    span: query heads that one program computes.
-    keys: [start, stop) of the only keys that it sees, and whose gradients it adds up; None: all.
+    Attributes:
+        config: Compile-time constants.
+        span: Query heads that one program computes.
+        keys: [start, stop) of the keys that the launch reads, and whose gradients it accumulates; None for all keys.
     """
 
     config: BackwardConfig
@@ -152,13 +166,18 @@ class BackwardCut:
 def forward_cut(
     tiles: Tiles, rows: int, dim: int, value_dim: int, heads: int, processors: int, *, every_block: bool
 ) -> tuple[ForwardConfig, LaunchTable]:
-    """Return the faster cut for these tiles, by what was measured on one H100 (benchmarks/attention.py).
+    """Return the faster config for these tiles, and its table.
+
+    The thresholds were measured on one H100 (benchmarks/attention.py).
 
     Args:
-        rows: length of the queries.
-        dim, value_dim: the sizes of heads and value heads.
-        heads: query heads of all batches.
-        every_block: launch query blocks that see nothing as well.
+        tiles: Visible pairs.
+        rows: Number of queries.
+        dim: Head size.
+        value_dim: Size of value heads.
+        heads: Query heads of all batch rows.
+        processors: Multiprocessors of the device.
+        every_block: Include query blocks without visible keys.
     """
     tall = TALL.get(max(dim, value_dim))
     if tall is not None:
@@ -173,32 +192,38 @@ def forward_cut(
 
 
 def turns(table: LaunchTable, dim: int, heads: int, at_once: int) -> int:
-    """Query blocks that a program of the forward does in a row before it makes way for kernels that move messages.
+    """Return the number of consecutive query blocks that a forward program computes before it ends.
 
-    Enough that the start of a program, about 4 us, is a small part of it; not more, since messages wait until one ends.
-    Never so many that a multiprocessor has nothing to do.
+    A kernel that sends messages can start only if a program ends. So the number is small: just large enough that the
+    start of a program, about 4 us, takes a small part of its time. It is limited so that no multiprocessor is idle.
 
     Args:
-        table: of the launch.
-        dim, heads: the size of a head, and how many there are in all sequences.
-        at_once: programs that run side by side.
+        table: Table of the launch.
+        dim: Head size.
+        heads: Query heads of all batch rows.
+        at_once: Programs that run at the same time.
     """
     visited = table.total * dim // 128
     return max(1, min(ROOM * table.blocks // max(1, visited), table.blocks * heads // at_once))
 
 
 def blocks_per_mebibyte(keys: int, dim: int) -> int:
-    """Return how many blocks of this many keys, with their values, in 16 bits, make a mebibyte."""
+    """Return the number of blocks in 1 MiB, if a block contains `keys` keys and their values in 16 bits."""
     return (1 << 20) // (2 * 2 * keys * dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What the programs of a backward pass share.
+    """Sizes of one backward pass.
 
-    rows, keys: lengths of the queries and of the keys.
-    dim, value_dim: sizes of heads and value heads.
-    heads: query heads of all batches, of which `group` share a K/V head.
+    Attributes:
+        rows: Number of queries.
+        keys: Number of keys.
+        dim: Head size.
+        value_dim: Size of value heads.
+        heads: Query heads of all batch rows.
+        group: Query heads that share one K/V head.
+        processors: Multiprocessors of the device.
     """
 
     rows: int
@@ -210,23 +235,23 @@ class Pass:
     processors: int
 
     def ends_late(self, table: LaunchTable) -> bool:
-        """Whether its last program may end long after the others if each computes all heads of a group."""
+        """Return whether the last program may end much later than the rest, if each computes all heads of a group."""
         return table.longest * self.group * LATE * self.processors > table.total * self.heads
 
 
 def adding_cut(tiles: Tiles, about: Pass) -> tuple[BackwardCut, LaunchTable]:
-    """The cut if dK and dV are added to."""
+    """Return the cut and the table of the launch that adds to dK and dV."""
     config = backward_config(about.dim, about.value_dim)
     table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK)
     return BackwardCut(config, 1 if about.ends_late(table) else about.group), table
 
 
 def writing_cuts(tiles: Tiles, about: Pass) -> list[tuple[BackwardCut, LaunchTable]]:
-    """The cuts if dK and dV are written once, by programs that compute all query heads of their keys.
+    """Return the cuts and tables of launches that write dK and dV once.
 
-    If a few keys, such as sinks, are seen by so many queries that their programs would end late, a second launch
-    divides them and adds up. An empty list means that everything is better added up, by programs of one head or of some
-    queries.
+    A program computes all query heads of its keys. If a few keys, such as attention sinks, are visible to very many
+    queries, their programs would end late. A second launch then divides these keys among programs and accumulates their
+    gradients. An empty list means that accumulation is faster for all keys (`adding_cut`).
     """
     config = backward_config(about.dim, about.value_dim)
     whole = BackwardCut(config, about.group)
@@ -253,5 +278,6 @@ def writing_cuts(tiles: Tiles, about: Pass) -> list[tuple[BackwardCut, LaunchTab
 
 
 def _of_keys(tiles: Tiles, start: int, stop: int) -> Tiles:
+    """Return the parts of the tiles with keys in [start, stop)."""
     parts = (tile.clipped(tile.q_start, tile.q_stop, start, stop) for tile in tiles)
     return Tiles(part for part in parts if part is not None)

@@ -1,8 +1,8 @@
-"""Launching Gluon kernels with little host time: tensor descriptors and compiled kernels are kept and reused.
+"""Launch the Hopper kernels with little host time: keep and reuse compiled kernels, tensor descriptors and tables.
 
-Triton binds, specialises and looks up each launch again, which costs more than a short kernel takes. Our kernels
-specialise only on what is in the key given here, so the compiled kernel may be called directly, bypassing Triton if the
-driver can be called (`backends.cuda.driver`).
+Triton binds and specializes the arguments of each launch, and then looks up the compiled kernel. On the host this takes
+longer than a short kernel takes on the device. Our kernels specialize only on the key that the caller passes. So the
+compiled kernel is called directly, without Triton if the driver can be called (`backends.cuda.driver`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from burst_portable.kernels.base import align_rows
 from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
 from burst_portable.planning.tiles import Tile, Tiles
 
-_DESCRIPTORS = 8192  # the most that are kept: 13 per layer and group of heads
-_COUNTERS = 1024  # in a pool
+_DESCRIPTORS = 8192  # maximum number of descriptors that are kept; a layer uses 13 per head group
+_COUNTERS = 1024  # counters per pool
 
 
 class Launcher:
-    """One kernel: launched by Triton the first time, by the driver afterwards."""
+    """Launcher of one kernel. The first launch of a key goes through Triton, later ones through the driver."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -54,10 +54,15 @@ class Launcher:
         options: dict[str, int],
         stream: int,
     ) -> None:
-        """On the current device, of which `stream` must be the current one.
+        """Launch the kernel on the current device.
 
         Args:
-            key: the device, and everything that the types of `args`, and `constants`, depend on.
+            key: The device, and everything on which `constants` and the types of `args` depend.
+            grid: Number of programs along x, y and z.
+            args: Arguments at run time, in the order of the kernel's signature.
+            constants: Compile-time constants, which follow `args` in the signature.
+            options: Launch options of Triton.
+            stream: Current stream of the device.
         """
         launch = self._launches.get(key)
         if launch is None:
@@ -73,6 +78,7 @@ class Launcher:
         constants: Sequence[Any],
         options: dict[str, int],
     ) -> Callable[[tuple[int, int, int], Sequence[Any], int], None]:
+        """Compile and launch the kernel through Triton. Return the function that launches it again."""
         configuration = f"{key}, {tuple(constants)}, {options}"
         with name_compile_errors(self._kernel, "sm_90", configuration, "name another kernel, such as 'triton'"):
             compiled = self._kernel[grid](*_for_triton(args), *constants, **options, **ALWAYS)
@@ -84,17 +90,21 @@ class Launcher:
 
 
 def _for_triton(args: Sequence[Any]) -> list[Any]:
+    """Return the arguments with each descriptor replaced by that of Triton."""
     return [a.triton if isinstance(a, Described) else a for a in args]
 
 
 class Counters:
-    """Work counters that stand at 0, one per launch: a pool per stream, so that none is cleared each time."""
+    """Work counters of value 0, one per launch. One pool per stream is cleared at once, so no launch clears its own."""
 
     def __init__(self) -> None:
         self._pools: dict[Hashable, Iterator[Tensor]] = {}
 
     def take(self, device: torch.device, stream: int) -> Tensor:
-        """An int32 0 that no launch has used. A graph under capture gets one that its replay clears."""
+        """Return an int32 counter of value 0 that no launch has used.
+
+        During graph capture, return a new counter, which each replay of the graph clears.
+        """
         if torch.cuda.is_current_stream_capturing():
             return torch.zeros(1, dtype=torch.int32, device=device)
         key = (device.index, stream)
@@ -108,12 +118,12 @@ class Counters:
 
 @cache
 def processors(device: int) -> int:
-    """How many multiprocessors it has."""
+    """Return the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Descriptors:
-    """TMA descriptors by address, shape, strides and block; the caching allocator hands out the same ones again."""
+    """TMA descriptors by address, shape, strides and block. They are reused because the allocator reuses addresses."""
 
     def __init__(self) -> None:
         from triton.experimental.gluon import language as gl
@@ -130,7 +140,7 @@ class Descriptors:
         self._vector = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
     def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Described:
-        """For `rows` rows and `columns` columns of one head of [B, S, H, D]."""
+        """Return the descriptor of x [B, S, H, D] for blocks of `rows` rows and `columns` columns of one head."""
         key = (x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns)
         found = self._kept.get(key)
         if found is None:
@@ -139,7 +149,7 @@ class Descriptors:
         return found
 
     def aligned(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Described]:
-        """`x`, or a copy if TMA does not accept its strides or address, and its descriptor."""
+        """Return `x` and its descriptor, or those of a copy if TMA does not accept the strides or address of `x`."""
         found = self._kept.get((x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns))
         if found is not None:
             return x, found
@@ -147,7 +157,7 @@ class Descriptors:
         return x, self.rows(name, x, rows, columns)
 
     def panels(self, name: str, x: Tensor, rows: int, panels: tuple[int, int]) -> tuple[Described, Described]:
-        """Return the descriptors of both panels of a head's columns; the same one twice if there is only one panel."""
+        """Return the descriptors of both panels of a head. If there is only one panel, return its descriptor twice."""
         first = self.rows(name, x, rows, panels[0])
         return first, self.rows(name, x, rows, panels[1]) if panels[1] else first
 
@@ -159,12 +169,12 @@ class Descriptors:
         return x, (first, self.rows(name, x, rows, panels[1]) if panels[1] else first)
 
     def vector(self, x: Tensor, rows: int) -> Described:
-        """For `rows` entries of one row of [B·H, S]."""
+        """Return the descriptor of a matrix x for blocks of `rows` consecutive entries of one of its rows."""
         key = (x.data_ptr(), x.shape, x.stride(), rows)
         return self._kept.get(key) or self._keep(key, x, [1, rows], self._vector, list(x.stride()))
 
     def strides(self, name: str, x: Tensor, unit: int) -> tuple[int, ...]:
-        """The strides of batch, row and head as TMA takes them, in units of `unit` elements."""
+        """Return the strides of batch row, row and head as in `tma_strides`, in units of `unit` elements."""
         key = (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, unit)
         found = self._units.get(key)
         if found is None:
@@ -175,7 +185,7 @@ class Descriptors:
 
     def _keep(self, key: Hashable, x: Tensor, block: list[int], layout: Any, strides: list[int]) -> Described:
         shape, swizzle = list(x.shape), layout.swizzle_byte_width
-        # One copy of TMA is no wider than a swizzled line.
+        # One TMA copy is at most as wide as a swizzled line.
         box = (*block[:-1], min(block[-1], swizzle // x.element_size()) if swizzle else block[-1])
         driver = kernel_driver()
         packed = b""
@@ -190,7 +200,11 @@ class Descriptors:
 
 
 def tma_strides(name: str, x: Tensor) -> list[int]:
-    """The strides of [B, S, H, D] as TMA takes them; dimensions of one element get one that fits."""
+    """Return the strides of x [B, S, H, D]. A dimension of size 1 gets a stride that TMA accepts.
+
+    Raises:
+        UnsupportedError: TMA does not accept the strides or the address of `x`.
+    """
     each = 16 // x.element_size()
     strides = [each * x.shape[3] if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
     if x.stride(3) != 1 or any(s % each or s <= 0 for s in strides) or x.data_ptr() % 16:
@@ -204,7 +218,7 @@ def tma_strides(name: str, x: Tensor) -> list[int]:
 
 
 class Compiled:
-    """The kernels and what their launches need, imported on first use."""
+    """Launchers of all kernels, and their descriptors and counters. Creating it imports Triton."""
 
     def __init__(self) -> None:
         from burst_portable.backends.cuda.hopper import backward, forward, split_backward
@@ -228,12 +242,12 @@ class Compiled:
 
 @cache
 def compiled_kernels() -> Compiled:
-    """One object for all: a kernel is compiled once per process."""
+    """Return the only `Compiled` of this process, so that each kernel is compiled once."""
     return Compiled()
 
 
-_KEPT = 256
-_L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) in the L2 that heads running side by side should share
+_KEPT = 256  # maximum number of prepared launches that are kept
+_L2_SHARE = 8 << 20  # maximum bytes in the L2 of K and V (backward: Q and dO) of the heads that run at the same time
 
 C = TypeVar("C", ForwardConfig, BackwardCut, SplitConfig)
 T = TypeVar("T")
@@ -241,14 +255,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PreparedLaunch(Generic[C]):
-    """What a launch needs besides its tensors: made once for equal tiles and shapes, and kept by `LaunchTables`.
+    """Arguments of a launch, except its tensors. `LaunchTables` keeps them for calls with equal tiles and shapes.
 
     Attributes:
-        cut: Sizes of the blocks into which rows and keys are cut, and all else that the kernel is compiled for; of a
-            backward pass also which keys the launch serves.
-        table: The numbers of a `LaunchTable`, on the device: which blocks each program computes.
-        grid: How many programs.
-        heads: How the kernel tells heads apart: its parameters of that, in their order.
+        cut: Block sizes and other compile-time constants. A `BackwardCut` also defines the query heads per program and
+            the keys that the launch computes.
+        table: The int32 values of a `LaunchTable`, on the device. They list the blocks that each program computes.
+        grid: Number of programs along x, y and z.
+        heads: The kernel's arguments that map a program to a head, in the order of its signature.
     """
 
     cut: C
@@ -258,7 +272,7 @@ class PreparedLaunch(Generic[C]):
 
 
 class LaunchTables:
-    """Keeps the prepared launches of one kernel, by tiles, shapes and device; the oldest are dropped first."""
+    """Prepared launches of one `HopperKernel`, by tiles, shapes and device. The oldest are dropped first."""
 
     def __init__(self) -> None:
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
@@ -266,7 +280,11 @@ class LaunchTables:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, every_block: bool, yields_to_comm: bool = False
     ) -> PreparedLaunch[ForwardConfig]:
-        """See `configs.forward_cut`, and `configs.turns` for `yields_to_comm`."""
+        """Return the launch of the forward (`configs.forward_cut`).
+
+        If `yields_to_comm`, each program ends after a few items (`configs.turns`). Otherwise programs run until no item
+        is left.
+        """
 
         def made() -> PreparedLaunch[ForwardConfig]:
             batch, rows, heads, dim = q.shape
@@ -282,7 +300,7 @@ class LaunchTables:
         return self._kept(("forward", tiles, q.shape, k.shape, v.shape[3], every_block, yields_to_comm, q.device), made)
 
     def adding(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> PreparedLaunch[BackwardCut]:
-        """See `configs.adding_cut`."""
+        """Return the launch of the backward that adds to dK and dV (`configs.adding_cut`)."""
 
         def made() -> PreparedLaunch[BackwardCut]:
             return _backward(*adding_cut(tiles, _pass(q, k, v)), q, k)
@@ -290,7 +308,7 @@ class LaunchTables:
         return self._kept(("adding", tiles, q.shape, k.shape, v.shape[3], q.device), made)
 
     def writing(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[PreparedLaunch[BackwardCut], ...]:
-        """See `configs.writing_cuts`."""
+        """Return the launches of the backward that write dK and dV (`configs.writing_cuts`)."""
 
         def made() -> tuple[PreparedLaunch[BackwardCut], ...]:
             return tuple(_backward(*cut, q, k) for cut in writing_cuts(tiles, _pass(q, k, v)))
@@ -305,7 +323,7 @@ class LaunchTables:
         def made() -> PreparedLaunch[SplitConfig]:
             batch, rows, heads, dim = q.shape
             group = heads // k.shape[2]
-            if gradient == 0:  # blocks of queries outside, walking over keys
+            if gradient == 0:  # outer blocks of queries, inner blocks of keys
                 turned = Tiles(Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
                 table = backward_table(turned, -1, config.BN, KEY_BLOCK, rows)
                 span, side = 1, _side_by_side(heads, group, k.shape[1] * dim * 4)
@@ -328,6 +346,7 @@ class LaunchTables:
 
 
 def _backward(cut: BackwardCut, table: LaunchTable, q: Tensor, k: Tensor) -> PreparedLaunch[BackwardCut]:
+    """Return the launch for one cut of the backward and its table."""
     batch, rows, heads, dim = q.shape
     group, units = heads // k.shape[2], heads // cut.span
     side_by_side = _side_by_side(units, group // cut.span, rows * dim * 4 * group)
@@ -337,17 +356,22 @@ def _backward(cut: BackwardCut, table: LaunchTable, q: Tensor, k: Tensor) -> Pre
 
 
 def _upload(table: LaunchTable, device: torch.device) -> Tensor:
-    """Return the numbers of a table on the device."""
+    """Copy the int32 values of a table to the device."""
     return torch.tensor(table.numbers, dtype=torch.int32).to(device)
 
 
 def _side_by_side(heads: int, group: int, bytes_a_key_head: int) -> int:
-    """How many query heads run side by side: as many as share the L2, whole groups of a K/V head, a divisor of all."""
+    """Return the number of query heads whose programs run at the same time.
+
+    It is the largest divisor of `heads` for which the K/V heads that they read fit in `_L2_SHARE`. At least one K/V
+    head is allowed.
+    """
     wanted = max(1, _L2_SHARE // max(1, bytes_a_key_head)) * group
     return max(d for d in range(1, heads + 1) if heads % d == 0 and (d <= wanted or d == 1))
 
 
 def _pass(q: Tensor, k: Tensor, v: Tensor) -> Pass:
+    """Return the sizes of a backward pass over these tensors."""
     batch, rows, heads, dim = q.shape
     group = heads // k.shape[2]
     return Pass(rows, k.shape[1], dim, v.shape[3], batch * heads, group, processors(q.device.index))
