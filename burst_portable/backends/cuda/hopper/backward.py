@@ -1,20 +1,24 @@
-"""Backward attention for Hopper (sm_90) in Gluon: a loader, which is a warp, and two workers, warpgroups of 64 keys.
+"""Define the backward kernel for Hopper (sm_90) that computes all gradients in one launch, in Gluon.
 
-One program does one block of 128 keys of one query head, or of all heads that read them (`span`), with keys as rows,
-so that Pᵀ and dSᵀ are register operands of dV and dK. Per block of BM queries, a worker computes::
+A program has one loader and one adder, which are warps, and two workers. Each worker is a warpgroup that computes 64
+keys. So a program computes one block of 128 keys, for `span` query heads: one, or all that share the K/V head. Keys are
+the rows of all products, so Pᵀ and dSᵀ are register operands of dV and dK. Per block of BM queries, a worker computes::
 
     Sᵀ = K·Qᵀ       dPᵀ = V·dOᵀ     Pᵀ = exp2(Sᵀ - LSE)     dSᵀ = Pᵀ∘(dPᵀ - delta)
-    dV += Pᵀ·dO     dQ = dS·K  (half of it, dS of both through shared memory)         dK += dSᵀ·Q
+    dV += Pᵀ·dO     dQ = dS·K  (one half per worker; shared memory holds dS of both)  dK += dSᵀ·Q
 
-dQ is added to global float32 by TMA, by a warp of its own (the adder), and so are dK and dV at the end, by the workers:
-a ring's steps, and the query heads of one K/V head, add up with no merge. Such additions come in any order, so this
-kernel is not deterministic. Where nothing is to be added to them (STORE), dK and dV are written in 16 bits instead.
+The adder adds dQ to global float32 by TMA. At the end, the workers add dK and dV in the same way. So the steps of a
+ring, and the query heads of one K/V head, accumulate without a merge. The order of these additions varies, so this
+kernel is not deterministic. If nothing is to be added to dK and dV (STORE), they are written in 16 bits instead.
 
-Which query blocks a key block visits stands in an int32 table (see `block_tables`): the masked ones, then the full
-ones, in one loop.
+An int32 table lists the query blocks of each key block (see `block_tables`). One loop visits the masked blocks and then
+the full blocks.
 
-Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` makes the row terms
-[2·B·Hq, Sq + padding], -LSE of all heads and then -delta.
+Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` computes the row terms
+[2·B·Hq, Sq + padding]: -LSE of all heads, then -delta of all heads.
+
+Names: `_sm` shared memory, `_rdy` barrier of a full slot, `_emp` barrier of an empty slot, `2` second panel of columns,
+`it` query blocks so far, `do` the gradient of out, `l` and `d` the row terms -LSE and -delta.
 """
 
 import triton
@@ -51,10 +55,13 @@ def prepare_kernel(
     HAS_OUT: tl.constexpr, CLEAR: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
-    # TERMS: shift - lse·slope of every head, -inf where a row sees nothing or does not exist (its P is then 0), and
-    # after them -delta. CLEAR: DQ, float32 in one piece, is set to 0.
-    # Strides of out and dout come in units of 4 and 8 elements, so that the compiler knows that they are aligned.
-    # Programs side by side do heads that lie side by side.
+    """Write the row terms: shift - lse·slope of every head, then -delta of every head. If CLEAR, set DQ to 0.
+
+    The first term is -inf if a row sees no key or is padding; its P is then 0. DQ is contiguous float32. Delta is the
+    row sum of OUT·DOUT if HAS_OUT, else it is read from DELTA.
+    """
+    # Strides of out and dout are in units of 4 and 8 elements, so that the compiler can derive their alignment.
+    # Consecutive programs compute consecutive heads.
     head = tl.program_id(0) % all_heads
     row = tl.program_id(0) // all_heads * BM + tl.arange(0, BM)
     b = head // heads
@@ -85,8 +92,11 @@ def prepare_kernel(
 
 @gluon.jit
 def _work(table, heads, span, head_group):
-    # program -> batch, its first query head, both as one, row of the work table. Along x run heads that share rows in
-    # the L2, along y blocks, long columns first, along z the other heads and batches.
+    """Return the batch row, the first query head, its index among all heads of the batch, and the work row.
+
+    Programs along x compute heads that share rows in the L2. Programs along y compute blocks, long ones first. Programs
+    along z compute the other heads and batch rows.
+    """
     head = (gl.program_id(2) * head_group + gl.program_id(0)) * span
     return head // heads, head % heads, head, table + 16 * gl.program_id(1)
 
@@ -96,7 +106,7 @@ def _load_rows(
     desc, desc2, term_desc, b, row, h, at, ready, empty, rows_sm, rows2_sm, terms_sm, it,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, NQ: gl.constexpr,
 ):  # fmt: skip
-    # queries or dO, and the row terms that go with them
+    """Load a block of BM queries or rows of dO, and their row terms, as soon as the slot is empty."""
     slot = it % NQ
     mbarrier.wait(empty.index(slot), ((it // NQ) & 1) ^ 1)
     size: gl.constexpr = desc.block_type.nbytes
@@ -111,7 +121,7 @@ def _load_rows(
 
 @gluon.jit
 def _load_keys(desc, desc2, b, col, kv, ready, keys_sm, keys2_sm, A: gl.constexpr, B: gl.constexpr):
-    # keys or values of both workers; `ready` expects them already
+    """Start loading the keys or values of both workers. The barrier `ready` already expects their bytes."""
     for w in gl.static_range(2):
         view = reinterpret(keys_sm.index(w), desc.dtype, [1, 64, 1, A], desc.layout)
         tma_load(desc, [b, col + 64 * w, kv, 0], ready, view)
@@ -127,6 +137,7 @@ def _loader(
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, NQ: gl.constexpr,
 ):  # fmt: skip
+    """Load the keys and values once, then the query blocks of all heads in the order in which workers read them."""
     b, h, bh, work = _work(table, heads, span, head_group)
     col = gl.load(work)
     kv = h // kv_group
@@ -157,6 +168,7 @@ def _loader(
 
 @gluon.jit
 def _add_dq(dq_desc, dq2_desc, b, row, h, dq_sm, dq2_sm, dq_rdy, dq_emp, it, A: gl.constexpr, B: gl.constexpr):
+    """Add both workers' halves of one block of dQ to global memory, then mark their buffers as empty."""
     for w in gl.static_range(2):
         mbarrier.wait(dq_rdy.index(w), it & 1)
         if w == 1 and B:
@@ -177,7 +189,7 @@ def _adder(
     dq_desc, dq2_desc, table, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
 ):  # fmt: skip
-    # a warp of its own: the workers have no registers left for where a block lies
+    """Add dQ of all query blocks to global memory. A separate warp does this: workers lack registers for positions."""
     b, h, _bh, work = _work(table, heads, span, head_group)
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
@@ -194,7 +206,7 @@ def _adder(
 
 @gluon.jit
 def _bounds(entry, col0, sl: gl.constexpr):
-    # a masked block's visible queries [first, last) of each key, counted from its first query
+    """Return the visible queries [first, last) of each key in a masked block, relative to its first query."""
     row = gl.load(entry)
     q_start = gl.load(entry + 1)
     q_stop = gl.load(entry + 2)
@@ -211,7 +223,7 @@ def _bounds(entry, col0, sl: gl.constexpr):
 
 @gluon.jit
 def _broadcast_terms(buf, factor, BM: gl.constexpr, sl: gl.constexpr):
-    # a term a query, the same for every key: [BM] -> [64, BM]
+    """Return the row terms of BM queries times `factor`, the same for each of 64 keys: [BM] to [64, BM]."""
     terms, _ = gl.broadcast(
         (buf.reshape([BM]).load(gl.SliceLayout(0, sl)) * factor)[None, :],
         gl.zeros([64], gl.float32, gl.SliceLayout(1, sl))[:, None],
@@ -221,7 +233,7 @@ def _broadcast_terms(buf, factor, BM: gl.constexpr, sl: gl.constexpr):
 
 @gluon.jit
 def _product(keys, keys2, rows, rows2, BM: gl.constexpr, B: gl.constexpr):
-    # Sᵀ or dPᵀ of a block, begun
+    """Start Sᵀ or dPᵀ of a block. Return [64, BM], which is complete after `warpgroup_mma_wait`."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     s = gl.zeros([64, BM], gl.float32, sl)
     s = warpgroup_mma(keys, rows.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -232,7 +244,7 @@ def _product(keys, keys2, rows, rows2, BM: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def _summed(p, rows, rows2, x, x2, B: gl.constexpr):
-    # P·rows added to x, and that of the other columns to x2, begun
+    """Start adding p·rows to x, and p·rows2 to x2 (second panel). Both are complete after `warpgroup_mma_wait`."""
     xt = warpgroup_mma(p, rows, x, is_async=True)
     if B:
         p = gl.convert_layout(p, gl.DotOperandLayout(0, x2.type.layout, 2))
@@ -248,6 +260,7 @@ def _step(
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
     NQ: gl.constexpr, FOLD: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
+    """Compute one query block: add to dK and dV in registers, and pass this worker's half of dQ to the adder."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
     vl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16])
@@ -259,13 +272,13 @@ def _step(
     slot = it % NQ
     phase = (it // NQ) & 1
     pair = it % 2
-    # 0, which the compiler does not know: it would work out where all operands lie before the loop, and keep that in
-    # registers and scratch
+    # This is 0, but not a compile-time constant. Otherwise the compiler would compute the addresses of all operands
+    # before the loop, and keep them in registers and scratch memory.
     zero = it >> 30
     mbarrier.wait(q_rdy.index(slot), phase)
     mine = WG + zero
     factor = exponent_scale(qk_scale, CAP)
-    if EARLY:  # read while the products go on
+    if EARLY:  # read before the products start
         terms = _broadcast_terms(l_sm.index(slot), factor, BM, sl)
     s = _product(k_sm.index(mine), k2_sm.index(mine), q_sm.index(slot), q2_sm.index(slot), BM, B)
     mbarrier.wait(do_rdy.index(slot), phase)
@@ -280,7 +293,7 @@ def _step(
         first, last = _bounds(masked + 8 * i, col0, sl)
         p = hide(p, first, last, 0.0)
     p16 = gl.convert_layout(p.to(q_sm.dtype), gl.DotOperandLayout(0, vl, 2))
-    if CAP > 0:  # from here on, P times the slope of the cap
+    if CAP > 0:  # from here on, p is P times the slope of the cap
         p = p * (1.0 - s * s)
     minus_delta = _broadcast_terms(d_sm.index(slot), 1.0, BM, sl)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -294,7 +307,7 @@ def _step(
     dq = gl.zeros([64, QN], gl.float32, ql)
     ds0 = ds_sm.index(2 * pair)
     ds1 = ds_sm.index(2 * pair + 1)
-    if WG == 1 and B:  # the other columns
+    if WG == 1 and B:  # the second panel
         dq = warpgroup_mma(ds0, k2_sm.index(0), dq, use_acc=False, is_async=True)
         dq = warpgroup_mma(ds1, k2_sm.index(1), dq, is_async=True)
     elif B:
@@ -312,7 +325,7 @@ def _step(
         dv, p16 = warpgroup_mma_wait(2, deps=[dvt, p16])
     mbarrier.arrive(do_emp.index(slot), count=1)
     dkt, dkt2 = _summed(ds, q_sm.index(slot), q2_sm.index(slot), dk, dk2, B)
-    # dQ is written beside dK's product, which leaves half of shared memory's bandwidth to others
+    # dQ is written during the product of dK, which uses only half of the bandwidth of shared memory.
     dq = warpgroup_mma_wait(2 if B else 1, deps=[dq])
     if not FOLD:
         dq = dq * scale
@@ -333,7 +346,7 @@ def _step(
 
 @gluon.jit
 def _add_out(x, desc, buffer, b, row, kv, FIRST: gl.constexpr):
-    # 64 rows of float32, columns from FIRST on, through a buffer that nobody reads any more
+    """Add 64 float32 rows to global memory, from column FIRST on. `buffer` is staging that is no longer read."""
     N: gl.constexpr = x.shape[1]
     reinterpret(buffer, gl.float32, [64, N], panel(N, 32)).store(x)
     fence_async_shared()
@@ -342,14 +355,14 @@ def _add_out(x, desc, buffer, b, row, kv, FIRST: gl.constexpr):
 
 @gluon.jit
 def _store_out(x, desc, out, buffer, b, row, stop, keys, kv, kv_heads, FIRST: gl.constexpr, D: gl.constexpr):
-    # 64 rows in 16 bits, those before `stop`, columns from FIRST on
+    """Write those of 64 rows that are before `stop`, in 16 bits, from column FIRST on."""
     N: gl.constexpr = x.shape[1]
-    if (stop - row >= 64) | (stop == keys):  # TMA leaves out what is past a batch's end
+    if (stop - row >= 64) | (stop == keys):  # TMA does not write past a batch row's end
         buffer.store(x.to(buffer.dtype))
         fence_async_shared()
         view = reinterpret(buffer, buffer.dtype, [1, 64, 1, N], desc.layout)
         tma_store(desc, [b, row, kv, FIRST], view)
-    else:  # the rows from there on are another program's
+    else:  # rows from `stop` on belong to another program
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
         columns = FIRST + gl.arange(0, N, gl.SliceLayout(0, x.type.layout))
         place = ((gl.cast(b, gl.int64) * keys + rows) * kv_heads + kv)[:, None] * D + columns[None, :]
@@ -366,6 +379,7 @@ def _worker(
     DV: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
+    """Compute dK and dV of 64 keys: visit all query blocks of all `span` heads, then add or write the sums."""
     b, h, _bh, work = _work(table, heads, span, head_group)
     col0 = gl.load(work) + 64 * WG
     masked = table + gl.load(work + 4)
@@ -381,7 +395,7 @@ def _worker(
         dv2 = gl.zeros([64, VB], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VB, 16]))
     mbarrier.wait(kv_rdy, 0)
     i = 0
-    for it in range(span * n):  # one loop, or the compiler takes `it` for a number that threads differ in
+    for it in range(span * n):  # with nested loops, the compiler would treat `it` as different per thread
         dk, dk2, dv, dv2 = _step(
             WG, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
             q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, i, dk, dk2, dv, dv2,
@@ -397,7 +411,8 @@ def _worker(
         dk = dk * scale
         if B:
             dk2 = dk2 * scale
-    # What was loaded serves as staging now, a part of it for each; the other worker must have read its last of it.
+    # The shared memory of the inputs now serves as staging, one part per worker. So wait until the other worker has
+    # read its last input.
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
     kv = h // kv_group
@@ -420,7 +435,7 @@ def _worker(
     tma.store_wait(0)
 
 
-# Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
+# No argument is specialized by value, because the launcher reuses one compiled kernel for all values.
 @gluon.jit(do_not_specialize=["dk_out", "dv_out", "table", "all_heads", "heads", "kv_group", "span", "head_group", "keys"])  # fmt: skip # noqa: E501
 def backward_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, dq_desc, dq2_desc,
@@ -433,6 +448,7 @@ def backward_kernel(
     EARLY: gl.constexpr,
     REGS: gl.constexpr,
 ):  # fmt: skip
+    """Compute all gradients: allocate shared memory and barriers, then start the workers, the loader and the adder."""
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -478,7 +494,7 @@ def backward_kernel(
         mbarrier.init(dq_rdy.index(i), count=1)
         mbarrier.init(dq_emp.index(i), count=1)
     fence_async_shared()
-    # The argument tuples stand inline: a local variable would turn their constants into tensors.
+    # The argument tuples are written inline, because a local variable would turn their constants into tensors.
     gl.warp_specialize([
         (_worker, (0, dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,

@@ -1,19 +1,26 @@
-"""Forward attention for Hopper (sm_90) in Gluon: a loader, which is a warp, and W workers, warpgroups of 64 query rows.
+"""Define the forward kernel for Hopper (sm_90), in Gluon.
 
-A work item is one block of up to 64·W query rows of one head. One program a multiprocessor stays and takes items off a
-counter, so that the loads of an item run beside the end of the one before, and nobody waits for a longer row. Where
-kernels that move messages wait for room, programs make way instead: each ends after a few items in a row. Per
-key block, a worker starts Q·Kᵀ of the next block and P·V of this one together, and does the softmax of the next
-while the tensor cores work::
+A program has one loader, which is a warp, and W workers. Each worker is a warpgroup that computes 64 query rows. A work
+item is one block of up to 64·W query rows of one head.
 
-    loader      Q | K0 V0 | K1 V1 | K2 V2 ...        TMA into NS slots; full and empty barriers a slot
+One program runs on each multiprocessor and takes items from a counter until none is left. So the loads of an item
+overlap the end of the previous item, and items of different lengths are balanced. If kernels that send messages need a
+free multiprocessor (`turns` > 0), each program ends after a few items instead.
+
+For each key block, a worker starts Q·Kᵀ of the next block and P·V of the current block together. It computes the
+softmax of the next block while the tensor cores work::
+
+    loader      Q | K0 V0 | K1 V1 | K2 V2 ...        TMA into NS slots, each with a full and an empty barrier
     worker w    QK0 softmax0 | QK1+PV0 softmax1 | QK2+PV1 softmax2 | ... | PV(n-1) epilogue
 
-Which key blocks an item visits stands in an int32 table (see `block_tables`): one masked block that is peeled
-off the loop, then the full ones in a loop that knows no mask, then the masked rest.
+An int32 table lists the key blocks of each item (see `block_tables`). The first block is masked and is computed before
+the loop. Then come the full blocks, in a loop without a mask, and then the other masked blocks.
 
 Shapes: q, out [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; lse [B, Hq, Sq]. Tensor descriptors have four dimensions, so
-rows past a batch's end are read as 0 and never written.
+rows past the end of a batch row are read as 0 and never written.
+
+Names: `_sm` shared memory, `_rdy` barrier of a full slot, `_emp` barrier of an empty slot, `2` second panel of columns,
+`it` key blocks so far, `turn` items so far, `top` row maximum in base 2, `total` row sum of P.
 """
 
 from triton.experimental import gluon
@@ -40,27 +47,34 @@ from burst_portable.backends.cuda.hopper.parts import (
     tma_store,
 )
 
-# What the epilogue writes.
-OUT_16 = 0  # out in the input's dtype
-OUT_32 = 1  # out in float32
-MERGE_32 = 2  # merges into a running float32 (out, lse)
+# MODE: output of the epilogue.
+OUT_16 = 0  # write out in the dtype of the inputs
+OUT_32 = 1  # write out in float32
+MERGE_32 = 2  # merge into a running float32 (out, lse)
 
 _OUT_16 = gl.constexpr(OUT_16)
 _MERGE_32 = gl.constexpr(MERGE_32)
 
-# A row's maximum may stay behind by this many powers of 2: P is at most 256 then, the sums are float32.
+# A row is rescaled only if its maximum grows by more than this, in base 2. So P is at most 2^8 = 256, and its sums are
+# float32.
 _BEHIND = gl.constexpr(8.0)
 
 
 @gluon.jit
 def _program():
-    # Read where it is used: left alone, the compiler reads it once for all warps and keeps it in memory until then.
+    """Return the index of this program.
+
+    Without the inline assembly, the compiler reads the index once for all warps and keeps it in memory.
+    """
     return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _item(t, table, heads, blocks, head_group):
-    # number -> batch, head, row of the work table: groups of heads whose K/V share the L2, long rows first
+    """Return the batch row, the query head and the work row of item t.
+
+    The items of one group of heads are consecutive, so that their K and V share the L2. Long blocks come first.
+    """
     per_group = blocks * head_group
     group = t // per_group
     rest = t - group * per_group
@@ -71,7 +85,7 @@ def _item(t, table, heads, blocks, head_group):
 
 @gluon.jit
 def _load(desc, desc2, b, row, h, ready, slot, slot2, ROWS: gl.constexpr, A: gl.constexpr, B: gl.constexpr):
-    # columns [0, A) and [A, A + B) of some rows
+    """Start loading ROWS rows of one head: columns [0, A) and, if B, [A, A + B)."""
     size: gl.constexpr = desc.block_type.nbytes
     mbarrier.expect(ready, size + size * B // A)
     tma_load(desc, [b, row, h, 0], ready, reinterpret(slot, desc.dtype, [1, ROWS, 1, A], desc.layout))
@@ -84,6 +98,7 @@ def _load_pair(
     k_desc, k2_desc, v_desc, v2_desc, b, row, h, k_sm, k2_sm, v_sm, v2_sm, k_rdy, v_rdy, k_emp, v_emp, it,
     BN: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
+    """Load a block of BN keys, and then its values, as soon as their slots are empty."""
     slot = it % NS
     phase = ((it // NS) & 1) ^ 1
     mbarrier.wait(k_emp.index(slot), phase)
@@ -94,7 +109,7 @@ def _load_pair(
 
 @gluon.jit
 def _load_parts(desc, desc2, b, row, h, ready, buffer, buffer2, A: gl.constexpr, B: gl.constexpr):
-    # each worker's 64 rows, all behind one barrier
+    """Start loading 64 rows for each worker. One barrier, `ready`, covers all of them."""
     W: gl.constexpr = buffer.shape[0]
     size: gl.constexpr = W * desc.block_type.nbytes
     mbarrier.expect(ready, size + size * B // A)
@@ -108,22 +123,23 @@ def _load_parts(desc, desc2, b, row, h, ready, buffer, buffer2, A: gl.constexpr,
 
 @gluon.jit
 def _load_out(o_desc, o2_desc, b, row, h, o_rdy, o_emp, o_sm, o2_sm, turn, VA: gl.constexpr, VB: gl.constexpr):
-    # its place is free once the item before is written
+    """Load the running out of an item, as soon as the previous item's result is written from this space."""
     mbarrier.wait(o_emp, (turn & 1) ^ 1)
     _load_parts(o_desc, o2_desc, b, row, h, o_rdy, o_sm, o2_sm, VA, VB)
 
 
 @gluon.jit
 def _first_item(turns):
+    """Return the first item of this program."""
     return _program() * gl.maximum(turns, 1)
 
 
 @gluon.jit
 def _next_item(t, items, turns, counter, t_sm, t_rdy, t_emp, turn):
-    # which item comes next, for the workers as well
-    if turns > 0:  # a program makes way after so many in a row
+    """Return the next item, and pass it to the workers through shared memory. `items` or more ends the program."""
+    if turns > 0:  # the program ends after `turns` consecutive items
         t = gl.where((t + 1) % turns == 0, items, t + 1)
-    else:  # it stays, and whoever is free takes what is left
+    else:  # the program takes the first item that no program has taken
         t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
     mbarrier.wait(t_emp.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     t_sm.index(turn & 1).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + t)
@@ -140,6 +156,7 @@ def _loader(
     BN: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
     NS: gl.constexpr, MODE: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
+    """Load the blocks of all items of this program, in the order in which the workers read them."""
     it = 0
     turn = 0
     t = _first_item(turns)
@@ -152,7 +169,7 @@ def _loader(
         first = gl.load(work + 8)
         slot = it % NS
         phase = ((it // NS) & 1) ^ 1
-        mbarrier.wait(k_emp.index(slot), phase)  # free before the queries' place is
+        mbarrier.wait(k_emp.index(slot), phase)  # this slot is empty before the space of the queries
         _load(k_desc, k2_desc, b, first, kv, k_rdy.index(slot), k_sm.index(slot), k2_sm.index(slot), BN, A, B)
         mbarrier.wait(q_emp, (turn & 1) ^ 1)
         _load_parts(q_desc, q2_desc, b, row0, h, q_rdy, q_sm, q2_sm, A, B)
@@ -164,8 +181,8 @@ def _loader(
             col = gl.load(runs + 2 * r)
             count = gl.load(runs + 2 * r + 1)
             for i in range(count):
-                if MODE == _MERGE_32 and not SHARE:  # noqa: SIM102  (known when compiling; the next one is not)
-                    # the running out, as soon as its place is free: when the item's first block has begun
+                if MODE == _MERGE_32 and not SHARE:  # noqa: SIM102  (a compile-time condition; the next one is not)
+                    # Load the running out once its space is free: the workers release it in the item's first step.
                     if it == start + NS - 1:
                         _load_out(o_desc, o2_desc, b, row0, h, o_rdy, o_emp, o_sm, o2_sm, turn, VA, VB)
                 _load_pair(
@@ -181,7 +198,7 @@ def _loader(
 
 @gluon.jit
 def _entry(entry):
-    # a masked block as it stands in the table
+    """Return the eight values of a masked block's table entry."""
     return (
         gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3),
         gl.load(entry + 4), gl.load(entry + 5), gl.load(entry + 6), gl.load(entry + 7),
@@ -190,7 +207,7 @@ def _entry(entry):
 
 @gluon.jit
 def _bounds(entry, row0, sl: gl.constexpr):
-    # its visible columns [left, right) of each row, counted from its first column
+    """Return the visible columns [left, right) of each row in a masked block, relative to its first column."""
     col, k_start, k_stop, q_start, q_stop, lo, hi, _all_seen = entry
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, sl))
     left = gl.maximum(rows - hi, k_start) - col
@@ -201,7 +218,7 @@ def _bounds(entry, row0, sl: gl.constexpr):
 
 @gluon.jit
 def _scores(q, q2, k, k2, BN: gl.constexpr, B: gl.constexpr):
-    # Q·Kᵀ, begun
+    """Start Q·Kᵀ. Return the scores [64, BN], which are complete after `warpgroup_mma_wait`."""
     s = gl.zeros([64, BN], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
     s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
     if B:
@@ -215,7 +232,7 @@ def _first_step(
     BN: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, SHARE: gl.constexpr,
     CAP: gl.constexpr,
 ):  # fmt: skip
-    # Q·Kᵀ and the softmax of an item's first block; nothing to multiply by V yet
+    """Compute Q·Kᵀ and the softmax of an item's first block. Return (top, total, p16); `_step` multiplies by V."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16])
     left, right = _bounds(peeled, row0, sl)
@@ -225,18 +242,18 @@ def _first_step(
     s = _scores(q, q2, k_sm.index(slot), k2_sm.index(slot), BN, B)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_emp.index(slot), count=1)
-    # The item before is written by now. Not beside the product, or no barrier stands between its end and the slot's
-    # release.
+    # Wait until the previous item is written. This wait must not overlap the product. Otherwise there is no barrier
+    # between the end of the product and the release of its slot.
     if not SHARE:
         tma.store_wait(0)
         if MODE == _MERGE_32:
             mbarrier.arrive(o_emp, count=1, pred=turn > 0)
     if CAP > 0:
         s = capped(s, qk_scale)
-    if MODE == _MERGE_32 or peeled[7] == 0:  # merging has no register for it
+    if MODE == _MERGE_32 or peeled[7] == 0:  # merging has no register for this test
         s = hide(s, left, right, float("-inf"))
     factor = exponent_scale(qk_scale, CAP)
-    top = gl.maximum(gl.max(s, axis=1) * factor, -1e30)  # finite, also where nothing is seen
+    top = gl.maximum(gl.max(s, axis=1) * factor, -1e30)  # finite even without visible keys
     p = gl.exp2(s * factor - top[:, None])
     total = partial_sum(p, BN)
     p16 = gl.convert_layout(convert_to_16_bits(p, q.dtype), gl.DotOperandLayout(0, ol, 2))
@@ -245,7 +262,7 @@ def _first_step(
 
 @gluon.jit
 def _weighted(p16, v, v2, o, o2, VB: gl.constexpr):
-    # P·V added to o, and that of the other columns to o2, begun
+    """Start adding P·V to o, and P·V of the second panel to o2. Both are complete after `warpgroup_mma_wait`."""
     ot = warpgroup_mma(p16, v, o, is_async=True)
     if VB:
         p16 = gl.convert_layout(p16, gl.DotOperandLayout(0, o2.type.layout, 2))
@@ -260,7 +277,10 @@ def _step(
     MASK: gl.constexpr, BN: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, NS: gl.constexpr,
     CAP: gl.constexpr,
 ):  # fmt: skip
-    # P·V of block `it` beside Q·Kᵀ and the softmax of block it + 1, with MASK the one at `masked` in the table
+    """Compute P·V of block `it`, overlapped with Q·Kᵀ and the softmax of block `it + 1`.
+
+    If MASK, `masked` is the table entry of block `it + 1`.
+    """
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16])
     if MASK:
@@ -297,12 +317,16 @@ def _step(
 
 @gluon.jit
 def _stage(x, buffer):
+    """Store x in shared memory, in the dtype of the buffer."""
     buffer.store(x.to(buffer.dtype))
 
 
 @gluon.jit
 def _put(o, place, rows, stop, row_stride, keep, FIRST: gl.constexpr, DV: gl.constexpr, MODE: gl.constexpr):
-    # Columns from FIRST on, without TMA. `keep`: of a running result that is merged.
+    """Write rows before `stop` and columns from FIRST on to global memory, without TMA.
+
+    If MODE is MERGE_32, first add the running result, multiplied by its weight `keep` per row.
+    """
     columns = FIRST + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
     rl: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     rows = gl.convert_layout(rows, rl)
@@ -321,6 +345,7 @@ def _worker(
     BN: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, DV: gl.constexpr,
     NS: gl.constexpr, MODE: gl.constexpr, SHARE: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
+    """Compute 64 query rows of each item: the online softmax over its key blocks, then LSE and out."""
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16])
     ol2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VB if VB else 16, 16])
     rl: gl.constexpr = gl.SliceLayout(1, ol)
@@ -368,7 +393,7 @@ def _worker(
         slot = it % NS
         mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)
         ot, ot2 = _weighted(p16, v_sm.index(slot), v2_sm.index(slot), o, o2, VB)
-        # what the next item needs, while the tensor cores work
+        # read the next item's work row while the tensor cores work
         at_b, at_h, at_row, at_stop = b, h, row0, stop
         mbarrier.wait(t_rdy.index(turn & 1), (turn >> 1) & 1)
         t = gl.sum(t_sm.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
@@ -394,12 +419,12 @@ def _worker(
             o = o + part.load(ol) * keep[:, None]
             if VB:
                 o2 = o2 + part2.load(ol2) * gl.convert_layout(keep, gl.SliceLayout(1, ol2))[:, None]
-        if SHARE and MODE != _OUT_16:  # no place for it in shared memory
+        if SHARE and MODE != _OUT_16:  # shared memory has no space for float32
             place = out + at_b * o_sb + at_h * o_sh
             _put(o, place, rows, at_stop, o_ss, keep, 0, DV, MODE)
             if VB:
                 _put(o2, place, rows, at_stop, o_ss, keep, VA, DV, MODE)
-        elif (at_stop - at_row >= 64) | (at_stop == Sq):  # TMA leaves out what is past a batch's end
+        elif (at_stop - at_row >= 64) | (at_stop == Sq):  # TMA does not write past a batch row's end
             _stage(o, part)
             if VB:
                 _stage(o2, part2)
@@ -408,19 +433,19 @@ def _worker(
             if VB:
                 view2 = reinterpret(part2, o_sm.dtype, [1, 64, 1, VB], o2_desc.layout)
                 tma_store(o2_desc, [at_b, at_row, at_h, VA], view2)
-        else:  # the rows from there on are another item's
+        else:  # rows from `at_stop` on belong to another item
             place = out + at_b * o_sb + at_h * o_sh
             _put(o, place, rows, at_stop, o_ss, keep, 0, DV, _OUT_16)
             if VB:
                 _put(o2, place, rows, at_stop, o_ss, keep, VA, DV, _OUT_16)
-        if SHARE:  # the next item's queries come where this one's rows of out lie
+        if SHARE:  # the next item's queries overwrite this item's rows of out
             tma.store_wait(0)
             mbarrier.arrive(q_emp, count=1)
         turn += 1
     tma.store_wait(0)
 
 
-# Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
+# No argument is specialized by value, because the launcher reuses one compiled kernel for all values.
 @gluon.jit(do_not_specialize=["out", "lse", "table", "counter", "Sq", "o_sb", "o_ss", "o_sh", "lse_sb", "lse_sh", "items", "turns", "heads", "kv_group", "blocks", "head_group"])  # fmt: skip # noqa: E501
 def forward_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, o_desc, o2_desc, out, lse, table, counter,
@@ -430,6 +455,7 @@ def forward_kernel(
     BN: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, DV: gl.constexpr,
     NS: gl.constexpr, MODE: gl.constexpr, SHARE: gl.constexpr, CAP: gl.constexpr, W: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
+    """Compute out and LSE of all items: allocate shared memory and barriers, then start the loader and W workers."""
     dtype: gl.constexpr = q_desc.dtype
     q_sm = gl.allocate_shared_memory(dtype, [W, 64, A], panel(A, 16))
     k_sm = gl.allocate_shared_memory(dtype, [NS, BN, A], panel(A, 16))
@@ -474,7 +500,7 @@ def forward_kernel(
         mbarrier.init(k_emp.index(i), count=W)
         mbarrier.init(v_emp.index(i), count=W)
     fence_async_shared()
-    # The argument tuples stand inline: a local variable would turn their constants into tensors.
+    # The argument tuples are written inline, because a local variable would turn their constants into tensors.
     if W == 2:
         gl.warp_specialize([
             (_worker, (0, o_desc, o2_desc, out, lse, table, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm,
