@@ -1,18 +1,20 @@
 """Attention for Hopper (sm_90), in Gluon.
 
 =================  ============================================================================================
-`kernel`           `HopperKernel`: launches both passes
-`flash4`           the same, with flash-attn-4 where that was measured to be faster
-`forward`          the forward on the device
-`backward`         the backward on the device, all gradients in one launch: heads of up to 128
-`split_backward`   the backward on the device, one launch for each gradient: larger heads
-`parts`            parts of those: shared memory and TMA, softmax, softcap, masks, layouts
-`block_tables`     which blocks each block visits, from a list of tiles
-`configs`          the sizes of blocks, by head size; which cut, or cuts, a pass gets
-`launch`           launches that cost the host little, by `backends.cuda.driver`; tables kept on their device
+`kernel`           `HopperKernel`: launches the forward and the backward.
+`flash4`           `HopperFlash4Kernel`: calls flash-attn-4 if that was measured to be faster.
+`forward`          the forward kernel.
+`backward`         the backward kernel that computes all gradients in one launch, for heads of up to 128.
+`split_backward`   the backward kernel with one launch per gradient, for larger heads.
+`parts`            functions that the kernels share: shared memory, TMA, softmax, softcap, masks, layouts.
+`block_tables`     tables of the blocks that each program visits, built from a list of tiles.
+`configs`          block sizes by head size, and the choice of the launches of a pass.
+`launch`           launches with little host time (`backends.cuda.driver`); tables kept on their device.
 =================  ============================================================================================
 
-Shared memory holds a head as two panels of columns, powers of two, of which the second may be empty (`configs.panels`).
-So one kernel serves all head sizes: its constants A and B are the columns of the panels of Q and K, VA and VB those of
-V and of the result. None of these modules is imported here; the kernels import Triton.
+Shared memory holds a head as two panels of columns (`configs.panels`). Their sizes are powers of two, and the second
+panel may be empty. So one kernel supports all head sizes. Its constants A and B are the columns of the two panels of Q
+and K; VA and VB are those of V and of the result.
+
+This file imports none of these modules, because the kernels import Triton.
 """

@@ -1,4 +1,7 @@
-"""Define `HopperFlash4Kernel`, which calls flash-attn-4 where that was measured to be faster."""
+"""Define `HopperFlash4Kernel`, which calls flash-attn-4 for the calls on which it was measured to be faster.
+
+The constants contain the measured limits. "Ours" is `HopperKernel`.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +19,50 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
 
 FORWARD, BACKWARD = (64, 80, 96), (64, 80, 112, 128)
-"""Head sizes at which flash-attn-4 was faster on one H100, with values as large as heads.
+"""Head sizes for which flash-attn-4 was faster on one H100, with value heads of the same size.
 
-At 16,384 tokens, causal, 16 heads (benchmarks/results/large-heads-h100-2026-11-24.json), its speed over ours was 1.06,
-1.16, 1.14, 0.87 and 0.96 forward with heads of 64, 80, 96, 112 and 128; 1.05, 1.03, 1.01, 1.09 and 1.04 backward, and
-0.98 with heads of 96 and 8 K/V heads for 32.
+Its speed divided by ours, with 16,384 tokens, a causal mask and 16 heads
+(benchmarks/results/large-heads-h100-2026-11-24.json)::
+
+    head size    64      80      96      112     128
+    forward      1.06    1.16    1.14    0.87    0.96
+    backward     1.05    1.03    1.01    1.09    1.04
+
+With heads of 96 and 8 K/V heads for 32 query heads, it was 0.98 backward.
 """
 LONG, LONG_HEADS = 16384, (128,)
-"""Rows and keys from which its forward was faster with these heads too, except where each query head has its own keys.
+"""Number of queries and keys from which its forward was faster for these head sizes too.
 
-In 109 to 221 rounds, times its speed (benchmarks/attention.py, 2026-11-23), ours reached 0.985 and 0.979 in squares of
-16,384 and 32,768 without a mask and 0.980 in a causal one of 32,768 with 8 K/V heads for 32, but 1.012 with 16 for 16.
+The exception is a causal mask with as many K/V heads as query heads. The speed of ours divided by its speed, in 109 to
+221 rounds (benchmarks/attention.py, 2026-11-23), was 0.985 and 0.979 in squares of 16,384 and 32,768 tokens without a
+mask. In a causal square of 32,768 tokens it was 0.980 with 8 K/V heads for 32 query heads, but 1.012 with 16 for 16.
 """
 LEAST = 5e10
-"""Pairs times query heads times head size from which it is called at all.
+"""Minimum of pairs times query heads times head size for which flash-attn-4 is called.
 
-Below that its host takes longer than the device. Least microseconds of the host for a call on one H100
-(benchmarks/attention.py, 2026-11-23), ours and then flash-attn-4's: 51 and 107 forward, 89 and 193 backward. In a
-causal square of 4,096 with 32 heads of 128, 3.4e10, ours was 1.3 % faster backward; without a mask, 6.9e10, 5 % slower.
+Below it, its host time is longer than its device time. The minimum host time per call on one H100
+(benchmarks/attention.py, 2026-11-23) was 51 us for ours and 107 us for flash-attn-4 forward, 89 us and 193 us backward.
+In a causal square of 4,096 tokens with 32 heads of 128 (3.4e10), ours was 1.3 % faster backward. Without a mask
+(6.9e10), it was 5 % slower.
 """
 WINDOW_BACKWARD = (128,)
-"""Head sizes at which it was faster on one H100 backward with a causal window, if K and V have as many heads as Q.
+"""Head sizes for which its backward with a causal window was faster on one H100, if K and V have as many heads as Q.
 
-Measured with 16,384 tokens and window:1024, TFLOP/s in turns, ours and then flash-attn-4: 412 and 435 with 32 heads,
-but 424 and 358 with 8 K/V heads for 32. Forward ours led, 500 and 482. Heads of 64 were not measured.
+Both were measured alternately with 16,384 tokens and window:1024. With 32 heads, ours reached 412 TFLOP/s and
+flash-attn-4 435. With 8 K/V heads for 32 query heads, ours reached 424 and flash-attn-4 358. The forward of ours was
+faster: 500 against 482. Heads of 64 were not measured.
 """
 
 
 class HopperFlash4Kernel(HopperKernel):
-    """`HopperKernel`, but flash-attn-4 computes an attention that is one box or one causal square.
+    """`HopperKernel` that lets flash-attn-4 compute large calls that are one box or one causal square.
 
-    It also computes the gradients of a causal window, from a version on that is known to support windows. That package
-    supports no other masks, and its 16-bit results would have to be merged. So it is called only for an attention that
-    one launch computes; our own kernel computes the steps of a ring.
+    flash-attn-4 also computes the gradients of a causal window, if its version supports windows. It supports no other
+    masks, and its 16-bit results would have to be merged. So it is called only if one launch computes the whole
+    attention. `HopperKernel` computes the steps of a ring.
 
     Args:
-        flash: flash-attn-4.
+        flash: The kernel of flash-attn-4.
     """
 
     name = "hopper+flash-attn-4"
@@ -62,13 +73,13 @@ class HopperFlash4Kernel(HopperKernel):
         self._flash = flash
 
     def supports(self, call: AttentionCall) -> Support:
-        """Return whether both serve the call. If ours declines, the package is not imported."""
+        """Return whether both kernels support the call. If ours does not, flash-attn-4 is not imported."""
         own = super().supports(call)
         if not own.ok:
             return own
         try:
             return self._flash.supports(call)
-        except BackendUnavailableError as error:  # broken; `auto` does without it, and whoever names it hears why
+        except BackendUnavailableError as error:  # `auto` then skips this kernel; a call that names it gets the reason
             return Support(False, str(error))
 
     def forward_single_call(
@@ -96,7 +107,7 @@ class HopperFlash4Kernel(HopperKernel):
 
 
 def _allowed(q: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
-    """Return whether there is enough to compute, and no setting that `supports` declines."""
+    """Return whether the call is large enough, is not deterministic, and has no softcap and a positive scale."""
     batch, _, heads, dim = q.shape
     enough = tiles.num_pairs * batch * heads * dim >= LEAST and q.numel() > 0
     return enough and not call.deterministic and call.softcap is None and call.positive_scale
@@ -113,11 +124,11 @@ def _faster_forward(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
 
 
 def _single_call(q: Tensor, k: Tensor, tiles: Tiles) -> CausalSquare | None:
-    """Return the box or the causal square that is all of the call, or None."""
+    """Return the box or the causal square that covers the whole call; None if there is none."""
     part = single_operator_call(_first_two(tiles), q.shape[1], k.shape[1])
     return None if part is None or part.reversed else part
 
 
 def _first_two(tiles: Tiles) -> list[CausalSquare]:
-    """Return the first operator calls of the tiles: whether there is just one matters, not how many there are."""
+    """Return at most two operator calls for the tiles. This is enough to decide whether one call covers them."""
     return list(islice((part for tile in tiles for part in causal_squares(tile)), 2))

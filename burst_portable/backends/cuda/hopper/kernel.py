@@ -1,4 +1,4 @@
-"""Define `HopperKernel`, which launches the programs of `forward` and `backward`.
+"""Define `HopperKernel`, which launches the kernels of `forward`, `backward` and `split_backward`.
 
 Triton is imported when a kernel is first launched, not before.
 """
@@ -35,18 +35,22 @@ if TYPE_CHECKING:
     from burst_portable.kernels.triton.triton_kernel import TritonKernel
 
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
-"""Triton versions whose Gluon compiles these kernels; see tests/backends/cuda/hopper/test_kernel_machine_code.py."""
+"""First Triton version whose Gluon compiles these kernels, and first later version that is not supported.
+
+See tests/backends/cuda/hopper/test_kernel_machine_code.py.
+"""
 
 _PLAIN = torch.contiguous_format
 
 
 class HopperKernel(Kernel):
-    """Attention for sm_90. Its programs merge into a state and add to gradients themselves.
+    """Attention for sm_90. The kernels merge into a running state and add to gradients, without separate launches.
 
-    Inputs whose strides or address TMA does not accept are copied first; outputs must be as TMA accepts them.
+    If TMA does not accept the strides or the address of an input, the input is copied first. TMA must accept the
+    outputs as they are.
 
-    Rows that are in no tile may be read if they share a block with rows that are, and are multiplied by 0: in k, v,
-    dout and q they must hold finite numbers. The portable kernels read no such row.
+    A row outside all tiles may be read if it shares a block with a row of a tile. It is then multiplied by 0, so such
+    rows of q, k, v and dout must be finite. The portable kernels read no such row.
     """
 
     name = "hopper"
@@ -71,10 +75,10 @@ class HopperKernel(Kernel):
         yields_to_comm: bool = False,
         out_dtype: torch.dtype = torch.float32,
     ) -> State:
-        """Return (out, lse) in float32. Without `state`, `out_dtype` may be the dtype of q, which saves a cast."""
+        """Return (out, lse) in float32. If `state` is None, `out_dtype` may be the dtype of q, which saves a cast."""
         _check_settings(call)
         if state is not None:
-            state = finished(state, q.dtype)  # both in float32, without a copy if they already are
+            state = finished(state, q.dtype)  # both in float32; no copy if they already are
         if not tiles or q.numel() == 0:
             return _nothing_seen(q, v.shape[3], out_dtype) if state is None else state
         fresh = state is None
@@ -99,7 +103,7 @@ class HopperKernel(Kernel):
         fresh: bool,
         yields_to_comm: bool,
     ) -> None:
-        """Write out and LSE of all rows, or merge into those that tiles name."""
+        """Write out and LSE of all rows if `fresh`, else merge into the rows that are in tiles."""
         rows, dim, value_dim = q.shape[1], q.shape[3], v.shape[3]
         _check_last_stride("lse", lse)
         launch = self._tables.forward(q, k, v, tiles, every_block=fresh, yields_to_comm=yields_to_comm)
@@ -175,9 +179,10 @@ class HopperKernel(Kernel):
                 _launch_backward(launch, terms, dout, q, k, v, call, into, store=False)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
-        """Return dK and dV in the dtype of k, unless adding up parts is faster for most keys.
+        """Return dQ in float32, and dK and dV in the dtype of k.
 
-        Return dQ in the dtype of q as well if each gradient has a launch of its own.
+        If each gradient has a separate launch (heads above 128), dQ has the dtype of q. If accumulation is faster for
+        all keys (`configs.writing_cuts`), all gradients are in float32.
         """
         dout, q, k, v, lse, out, _ = x
         split = split_configs(q.shape[3], v.shape[3])
@@ -222,10 +227,10 @@ class HopperKernel(Kernel):
         *,
         store: bool,
     ) -> None:
-        """Compute dQ, dK and dV by one launch each: add to float32 gradients or, with `store`, write 16-bit ones."""
+        """Compute dQ, dK and dV with one launch each. If `store`, write 16-bit gradients, else add to float32 ones."""
         compiled, dim, value_dim = compiled_kernels(), q.shape[3], v.shape[3]
         head, values = panels(dim), panels(value_dim)
-        # Copies, if there are any, must live as long as the launches.
+        # The launches read the copies, if there are any, so the copies must live as long as the launches.
         q, k = (compiled.aligned_panels(name, x, 64, head)[0] for name, x in (("q", q), ("k", k)))
         v, dout = (compiled.aligned_panels(name, x, 64, values)[0] for name, x in (("v", v), ("dout", dout)))
         for gradient, (config, made) in enumerate(zip(configs, into, strict=True)):
@@ -271,7 +276,10 @@ def _launch_backward(
     *,
     store: bool,
 ) -> None:
-    """Add to dq; add to dk and dv or, with `store`, write them, which must be contiguous. On the current device."""
+    """Launch the kernel that computes all gradients, on the current device.
+
+    It adds to dq. It writes dk and dv if `store`, and adds to them otherwise. If `store`, they must be contiguous.
+    """
     compiled = compiled_kernels()
     config, dim, value_dim = launch.cut.config, q.shape[3], v.shape[3]
     head, values = panels(dim), panels(value_dim)
@@ -300,12 +308,12 @@ def _launch_backward(
 
 
 def _score_factor(call: AttentionCall) -> float:
-    """Return the factor of QKᵀ in the exponent, in base 2; with a softcap, that in the exponent of its tanh."""
+    """Return the factor from QKᵀ to the exponent of 2 in the softmax or, with a softcap, in its tanh."""
     return call.scale * LOG2_E if call.softcap is None else 2.0 * call.scale / call.softcap * LOG2_E
 
 
 def _folds(dtype: torch.dtype) -> int:
-    """Return whether the scale is folded into P: free in bf16; in fp16 small P would become subnormal."""
+    """Return 1 if the scale is folded into P, else 0. It is free in bf16. In fp16, small P would be subnormal."""
     return int(dtype == torch.bfloat16)
 
 
@@ -320,14 +328,19 @@ def _row_terms(
     *,
     cleared: Tensor | None = None,
 ) -> Tensor:
-    """Return [2·B·H, rows and padding]: shift - lse / scale of each head, then -delta; padded rows get -inf and 0.
+    """Return the row terms [2·B·H, padded rows] in float32: shift - lse / scale of each head, then -delta of each head.
 
-    With a softcap, scores are multiples of it, so it takes the place of the scale here.
+    Padded rows get -inf and 0. With a softcap, scores are multiples of the cap, so the cap replaces the scale.
 
     Args:
-        block: query rows of a block, which may begin at the last row.
-        dim: the size of a head of q.
-        cleared: contiguous float32 [B, Sq, Hq, D], set to 0 by the same launch.
+        block: Query rows per block. The last block may start at the last row, so the padding covers a whole block.
+        dout: Gradient of out.
+        lse: LSE of the whole rows, [B, H, S].
+        delta: Row sums of out·dout, [B, H, S]; None to compute them from `out`.
+        out: Result of the forward; None if `delta` is given.
+        call: Settings.
+        dim: Head size of q.
+        cleared: Contiguous float32 tensor [B, Sq, Hq, D] that the same launch sets to 0.
     """
     compiled = compiled_kernels()
     batch, rows, heads, value_dim = dout.shape
@@ -362,11 +375,13 @@ def _row_terms(
 
 
 def _nothing_seen(q: Tensor, value_dim: int, dtype: torch.dtype) -> State:
+    """Return the result of rows without visible keys: out 0 and LSE -inf."""
     out, lse = finished(empty_state(q, value_dim), q.dtype)
     return out.to(dtype), lse
 
 
 def _check_settings(call: AttentionCall) -> None:
+    """Raise `UnsupportedError` if the scale is not positive."""
     if not call.scale > 0:
         raise UnsupportedError(
             "the hopper kernel needs a positive scale", got=call.scale, next_step="use the triton kernel"
@@ -374,12 +389,13 @@ def _check_settings(call: AttentionCall) -> None:
 
 
 def _check_last_stride(name: str, x: Tensor) -> None:
+    """Raise `UnsupportedError` if the last dimension of x is not contiguous."""
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         raise UnsupportedError(f"the last stride of {name} must be 1", got=x.stride(), next_step="make it contiguous")
 
 
 def _declined(call: AttentionCall) -> str:
-    """Return why the kernel cannot serve a call; "" if it can."""
+    """Return the reason why the kernel does not support a call; "" if it supports it."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}"
     if max(call.head_dim, call.v_head_dim) > 256 or call.head_dim % 8 or call.v_head_dim % 8:
@@ -397,7 +413,7 @@ def _declined(call: AttentionCall) -> str:
 
 @cache
 def triton_reason() -> str:
-    """Return why the installed Triton cannot be used; "" if it can."""
+    """Return the reason why the installed Triton cannot be used; "" if it can."""
     try:
         text = version("triton")
     except PackageNotFoundError:
@@ -411,7 +427,7 @@ def triton_reason() -> str:
 
 @cache
 def device_reason(device: str) -> str:
-    """Return why a device cannot run the kernel; "" if it can."""
+    """Return the reason why a device cannot run the kernel; "" if it can."""
     if torch.device(device).type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return f"it runs on NVIDIA GPUs, not on {device}"
     major, minor = torch.cuda.get_device_capability(device)

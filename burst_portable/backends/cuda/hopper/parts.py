@@ -1,7 +1,7 @@
-"""Parts of the Hopper kernels: shared memory and TMA, softmax, rescaling, masks, a swizzle.
+"""Define the functions that the Hopper kernels share: shared memory, TMA, softmax, rescaling, masks, layouts.
 
-Shared memory and TMA have names here that all versions of Gluon understand: its Python renames them, its compiler does
-not.
+Versions of Gluon differ in the Python names of some functions for shared memory and TMA, but their compilers do not.
+The names in this module work with all supported versions.
 """
 
 from triton._C.libtriton import ir
@@ -10,14 +10,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# From Triton 3.8 on, and before.
+# The first name exists from Triton 3.8 on, the second one before.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @builtin
 def tma_add(desc, coord, src, _semantic=None):
-    """Add a buffer to global memory. Gluon names it `tma.async_atomic_add` from Triton 3.8 on, and has none before."""
+    """Add a buffer in shared memory to global memory.
+
+    Gluon has `tma.async_atomic_add` for this from Triton 3.8 on, and no function before.
+    """
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
@@ -34,13 +37,16 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
 
 @gluon.jit
 def partial_sum(p, BN: gl.constexpr):
-    """Sum, [64, BN] to [64, 8], only what a thread holds of a row, without shuffles."""
+    """Sum [64, BN] to [64, 8]. Each thread adds only its own elements of a row, so no shuffles are needed."""
     return gl.sum(gl.reshape(p, [64, BN // 8, 8]), axis=1)
 
 
 @gluon.jit
 def convert_to_16_bits(p, dtype: gl.constexpr):
-    """Convert in pairs: by itself the compiler carries halves around the loop and swaps each pair in it."""
+    """Convert float32 to 16 bits in pairs.
+
+    Without the inline assembly, the compiler carries halves of pairs around the loop and swaps each pair in it.
+    """
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=True, pack=2)  # fmt: skip
@@ -51,10 +57,10 @@ def convert_to_16_bits(p, dtype: gl.constexpr):
 
 @gluon.jit
 def capped(s, factor):
-    """Return tanh(x) where 2·x·log2(e) = s·factor. Saturates, and is never NaN if s is not.
+    """Return tanh(x) for 2·x·log2(e) = s·factor. It saturates, and is never NaN if s is not NaN.
 
-    `tanh.approx` would take one instruction of the special function unit instead of two, but its error, 5e-4, would be
-    multiplied by the cap.
+    `tanh.approx` takes one instruction of the special function unit instead of two. But the cap would multiply its
+    error of 5e-4.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 e, e; "
@@ -64,18 +70,18 @@ def capped(s, factor):
 
 @gluon.jit
 def exponent_scale(qk_scale, CAP: gl.constexpr):
-    """Return what turns scores into exponents of 2: with a softcap CAP, scores are what `capped` returns."""
+    """Return the factor from scores to exponents of 2. With a softcap CAP, the scores are the results of `capped`."""
     return CAP * 1.4426950408889634 if CAP > 0 else qk_scale
 
 
 @gluon.jit
 def finish(row_sum, row_max, old_lse, MERGE: gl.constexpr):
-    """Return a row's LSE, and the weights of the running result, if there is one, and of this one."""
+    """Return the LSE of each row, the weight of the running result if MERGE, and the weight of the new result."""
     new = (row_max + gl.log2(row_sum)) * 0.6931471805599453
     if MERGE:
         high = gl.maximum(gl.maximum(old_lse, new), -1e30)
         both = high + gl.log(gl.exp(old_lse - high) + gl.exp(new - high))
-        # a row that saw nothing on either side: its weights are 0, not exp(-inf + inf)
+        # A row without visible keys in both results gets weights of 0, not exp(-inf + inf).
         anchor = gl.maximum(both, -1e30)
         keep = gl.exp(old_lse - anchor)
         gain = gl.where(row_sum > 0, gl.exp(new - anchor) / row_sum, 0.0)
@@ -87,10 +93,10 @@ def finish(row_sum, row_max, old_lse, MERGE: gl.constexpr):
 
 
 def _rescale_asm(n: int) -> tuple[str, str]:
-    """Return PTX and its operands for a thread's part of [64, D]: n elements, alternately two of each of two rows.
+    """Return PTX code, and its operands, that multiplies a thread's n elements of [64, D] by the factors of their rows.
 
-    A warp skips the n multiplications if all factors of its rows are 1, as for most blocks of keys: they would be a
-    seventh of all instructions of a block.
+    The elements are alternately two of one row and two of another row. A warp skips the n multiplications if all
+    factors of its rows are 1, as for most key blocks. They would be a seventh of all instructions of a block.
     """
     one, other = f"${2 * n}", f"${2 * n + 2}"
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i}; " for i in range(n))
@@ -109,7 +115,7 @@ _ASM_64, _OPERANDS_64 = map(gl.constexpr, _rescale_asm(64))
 
 @gluon.jit
 def rescale(o, alpha):
-    """Multiply o [64, D], an accumulator of 16 to 128 columns, by a factor per row."""
+    """Return o * alpha[:, None] for an accumulator o [64, D] of 16, 32, 64 or 128 columns."""
     factors = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
     if o.shape[1] == 128:
         return gl.inline_asm_elementwise(
@@ -127,9 +133,9 @@ def rescale(o, alpha):
 
 @gluon.jit
 def hide(x, first, last, hidden):
-    """Return x [64, N], an accumulator, where first <= column < last of its row, and `hidden` elsewhere."""
-    # A thread has columns 8·i + 2·(lane % 4) + pair of a row. Taken apart, i and pair are known when compiling: as
-    # numbers in registers they would cost N / 4 of them, and the loops that know no mask as well.
+    """Return the accumulator x [64, N] with `hidden` in place of elements outside first <= column < last of a row."""
+    # A thread has columns 8·i + 2·(lane % 4) + pair of a row. The reshape makes i and pair compile-time constants. As
+    # numbers in registers they would take N / 4 registers, also in the loops without a mask.
     #     lane % 4   0   1   2   3   0   1 ...
     #     column    0 1 2 3 4 5 6 7 8 9 10 ...
     layout: gl.constexpr = x.type.layout
@@ -146,7 +152,7 @@ def hide(x, first, last, hidden):
     first = gl.convert_layout(first, rl)
     count = gl.maximum(gl.convert_layout(last, rl) - first, 0)[:, None][:, :, None] + 0 * lanes
     shift = 2 * lanes - first[:, None][:, :, None]
-    # One comparison: as an unsigned number, what is before the first is beyond the last.
+    # One unsigned comparison tests both bounds: a negative difference becomes a large number.
     place = (8 * eights + pairs) + gl.expand_dims(shift, 3)
     seen = place.to(gl.uint32, bitcast=True) < gl.expand_dims(count, 3).to(gl.uint32, bitcast=True)
     return gl.convert_layout(gl.reshape(gl.where(seen, parts, hidden), [64, N]), layout)
@@ -154,20 +160,22 @@ def hide(x, first, last, hidden):
 
 @gluon.constexpr_function
 def swizzled_rows(rows, columns, bits):
-    """Return a layout of lines of up to 128 bytes, swizzled as TMA does, in which eight rows at a time change order.
+    """Return a shared memory layout in which dQ is written without bank conflicts.
 
-    It holds [rows, columns] elements of 16 or 32 bits, so that dQ is written without bank conflicts.
+    It holds [rows, columns] elements of 16 or 32 bits in lines of up to 128 bytes, swizzled as by TMA. The order of
+    the rows in each group of eight is changed.
 
-    A warp writes float32 accumulators by half warps of four rows, and of each row 32 bytes. Rows 0 and 1 of the swizzle
-    meet in the same banks, and so do 2 and 3; but 0, 2, 4 and 6 do not. So dS (16 bits) is written with its queries in
-    the order 0 2 4 6 1 3 5 7, its product dQ comes out in this order, and is written (32 bits) to where they belong::
+    Half a warp writes four rows of a float32 accumulator, and 32 bytes of each row. In the swizzle, rows 0 and 1 use
+    the same banks, and so do rows 2 and 3. Rows 0, 2, 4 and 6 use different banks. So dS (16 bits) is written with its
+    queries in the order 0 2 4 6 1 3 5 7. Its product dQ has the same order, and each row is written (32 bits) to the
+    line of its query::
 
         line of dS      0 1 2 3 4 5 6 7          row of the product    0 1 2 3 4 5 6 7
         holds query     0 2 4 6 1 3 5 7          goes to line          0 2 4 6 1 3 5 7
     """
-    # elements of a line, and of the 16 bytes that the swizzle moves
+    # elements per line, and per chunk of 16 bytes, which the swizzle moves as a unit
     line, chunk = min(columns, 1024 // bits), 128 // bits
-    order = [2, 4, 1] if bits == 16 else [4, 1, 2]  # where lines 1, 2 and 4 are
+    order = [2, 4, 1] if bits == 16 else [4, 1, 2]  # positions of lines 1, 2 and 4
     bases = [[0, 1 << i] for i in range(min(line, columns).bit_length() - 1)]
     narrow = (1024 // bits // line).bit_length() - 1  # 1 for lines of 64 bytes
     bases += [[row, chunk * (1 << i >> narrow)] for i, row in enumerate(order)]
@@ -178,8 +186,8 @@ def swizzled_rows(rows, columns, bits):
 
 @gluon.constexpr_function
 def panel(columns, bits):
-    """Return the layout of rows of so many columns in shared memory, as TMA and matrix products take it.
+    """Return the shared memory layout of rows of `columns` elements that TMA and matrix products require.
 
-    Lines of 128 bytes are swizzled, or shorter ones if a row is shorter.
+    Lines of 128 bytes are swizzled, or shorter lines if a row is shorter.
     """
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns * bits // 8), element_bitwidth=bits, rank=2)

@@ -1,8 +1,8 @@
-"""Backward attention for Hopper (sm_90) in Gluon for large heads: dQ, dK and dV in one launch each.
+"""Define the backward kernel for Hopper (sm_90) and heads above 128, with one launch per gradient, in Gluon.
 
-One program computes one gradient of 128 rows: of queries for dQ, of keys for dK and dV. A loader, which is one warp,
-feeds two workers, warpgroups of 64 rows, which keep their sums in registers. The program's own rows stay in shared
-memory; the other rows are streamed in blocks of BN. S, P and dP below are transposed for dK and dV::
+A program computes one gradient of 128 rows: queries for dQ, keys for dK and dV. It has one loader, which is a warp, and
+two workers. Each worker is a warpgroup that accumulates 64 rows in registers. The program's own rows stay in shared
+memory. The other rows are streamed in blocks of BN. S, P, dP and dS below are transposed for dK and dV::
 
     S = own·streamedᵀ    P = exp2(S - LSE)    dP = own2·streamed2ᵀ    dS = P∘(dP - delta)
 
@@ -11,11 +11,14 @@ memory; the other rows are streamed in blocks of BN. S, P and dP below are trans
     dK += dSᵀ·Q       K          V       Q           dO
     dV += Pᵀ·dO       K          -       Q           dO
 
-These are eight products where one launch needs five. But one launch would keep two sums of 64 rows of 256 columns, and
-have no registers left to overlap products with exponentials. These launches run at the rate of the forward. Each
-element is computed by one program, so the result is deterministic.
+These are eight products; one launch would need only five. But a worker of one launch would keep two sums of 64 rows and
+256 columns. It would have no registers left to overlap products with exponentials. These launches run at the rate of
+the forward. Each element is computed by one program, so the result is deterministic.
 
-An int32 table says which blocks of streamed rows each program visits, as in `backward`.
+An int32 table lists the blocks of streamed rows that each program visits, as in `backward`.
+
+Names: `own` and `ownv` the rows of the columns own and own2, `x` and `y` those of streamed and streamed2, `_sm`
+shared memory, `_rdy` barrier of a full slot, `_emp` barrier of an empty slot, `2` second panel of columns.
 """
 
 from triton.experimental import gluon
@@ -45,7 +48,7 @@ _DQ, _DK, _DV = gl.constexpr(DQ), gl.constexpr(DK), gl.constexpr(DV)
 
 @gluon.jit
 def _load(desc, desc2, b, row, h, ready, slot, slot2, ROWS: gl.constexpr, A: gl.constexpr, B: gl.constexpr):
-    # columns [0, A) and [A, A + B) of some rows, which `ready` expects already
+    """Start loading ROWS rows: columns [0, A) and, if B, [A, A + B). The barrier `ready` already expects the bytes."""
     tma_load(desc, [b, row, h, 0], ready, reinterpret(slot, desc.dtype, [1, ROWS, 1, A], desc.layout))
     if B:
         tma_load(desc2, [b, row, h, A], ready, reinterpret(slot2, desc.dtype, [1, ROWS, 1, B], desc2.layout))
@@ -59,12 +62,13 @@ def _loader(
     GRADIENT: gl.constexpr, BN: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
     NX: gl.constexpr, NY: gl.constexpr,
 ):  # fmt: skip
+    """Load the program's own rows once, then the streamed rows and their row terms, as soon as slots are empty."""
     b, h, bh, work = _work(table, heads, span, head_group)
     row0 = gl.load(work)
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
     mine = h if GRADIENT == _DQ else h // kv_group
-    bytes_s: gl.constexpr = 2 * (A + B)  # of a row, 16 bits each
+    bytes_s: gl.constexpr = 2 * (A + B)  # bytes per row, 16 bits per element
     bytes_v: gl.constexpr = 2 * (VA + VB)
     terms: gl.constexpr = 0 if GRADIENT == _DQ else BN * 4
     mbarrier.expect(own_rdy, 128 * bytes_s + (0 if GRADIENT == _DV else 128 * bytes_v))
@@ -108,18 +112,18 @@ def _step(
     GRADIENT: gl.constexpr, BN: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VB: gl.constexpr,
     NX: gl.constexpr, NY: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    # dQ and dK: one block
+    """Add one block of streamed rows to dQ or dK."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     pl: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     xs = it % NX
     ys = it % NY
     mbarrier.wait(x_rdy.index(xs), (it // NX) & 1)
     factor = exponent_scale(qk_scale, CAP)
-    mine = WG + (it >> 30)  # + 0, which the compiler does not know: as in `backward`
+    mine = WG + (it >> 30)  # + 0, but not a compile-time constant: see `backward`
     if GRADIENT == _DQ:
         terms = lse[:, None]
         delta = minus_delta[:, None]
-    elif EARLY >= 1:  # read while the products go on
+    elif EARLY >= 1:  # read before the products start
         terms = _broadcast_terms(l_sm.index(xs), factor, BN, sl)
     s = _product(own_sm.index(mine), own2_sm.index(mine), x_sm.index(xs), x2_sm.index(xs), BN, B)
     mbarrier.wait(y_rdy.index(ys), (it // NY) & 1)
@@ -132,7 +136,7 @@ def _step(
     if CAP > 0:
         s = capped(s, qk_scale)
     p = gl.exp2(s * factor + terms)
-    if CAP > 0:  # from here on, P times the slope of the cap
+    if CAP > 0:  # from here on, p is P times the slope of the cap
         p = p * (1.0 - s * s)
     if i < n_masked:
         first, last = _bounds(masked + 8 * i, row0, sl)
@@ -155,7 +159,7 @@ def _step(
 def _weights(
     s, l_sm, xs, i, masked, n_masked, row0, qk_scale, BN: gl.constexpr, CAP: gl.constexpr
 ):  # fmt: skip
-    # Pᵀ of Sᵀ
+    """Return Pᵀ = exp2(Sᵀ - LSE) of one block, with the softcap and the mask applied."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     factor = exponent_scale(qk_scale, CAP)
     if CAP > 0:
@@ -173,7 +177,7 @@ def _sum_values(
     masked, n_masked, row0, qk_scale,
     BN: gl.constexpr, B: gl.constexpr, VB: gl.constexpr, NX: gl.constexpr, NY: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
-    # dV: Pᵀ·dO of a block beside K·Qᵀ and exp2 of the next one; total > 0
+    """Compute dV over `total` > 0 blocks. Pᵀ·dO of a block overlaps K·Qᵀ and exp2 of the next block."""
     pl: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     mbarrier.wait(x_rdy.index(0), 0)
     s = _product(own, own2, x_sm.index(0), x2_sm.index(0), BN, B)
@@ -218,11 +222,11 @@ def _put(
     x, desc, out, buffer, b, row, stop, length, head, out_sb, out_ss, out_sh,
     FIRST: gl.constexpr, D: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    # 64 rows before `stop`, columns from FIRST on: written in 16 bits, or added to float32
+    """Write those of 64 rows that are before `stop`, from column FIRST on: write 16 bits if STORE, else add float32."""
     N: gl.constexpr = x.shape[1]
     place = out + b * out_sb + head * out_sh
     if STORE:
-        if (stop - row >= 64) | (stop == length):  # TMA leaves out what is past a batch's end
+        if (stop - row >= 64) | (stop == length):  # TMA does not write past a batch row's end
             reinterpret(buffer, buffer.dtype, [64, N], panel(N, 16)).store(x.to(buffer.dtype))
             fence_async_shared()
             view = reinterpret(buffer, buffer.dtype, [1, 64, 1, N], desc.layout)
@@ -235,7 +239,7 @@ def _put(
 
 @gluon.jit
 def _put_before(x, place, row, stop, row_stride, FIRST: gl.constexpr, D: gl.constexpr, ADD: gl.constexpr):
-    # without TMA, which knows no `stop`
+    """Write, or add if ADD, the rows before `stop`. This avoids TMA, which stops only at the end of a tensor."""
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
     columns = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     place += rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
@@ -255,6 +259,7 @@ def _worker(
     VA: gl.constexpr, VB: gl.constexpr, DV: gl.constexpr, NX: gl.constexpr, NY: gl.constexpr,
     FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
+    """Compute one gradient of 64 rows: visit all streamed blocks of all `span` heads, then add or write the sum."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OA: gl.constexpr = VA if GRADIENT == _DV else A
     OB: gl.constexpr = VB if GRADIENT == _DV else B
@@ -310,7 +315,7 @@ def _worker(
     tma.store_wait(0)
 
 
-# Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
+# No argument is specialized by value, because the launcher reuses one compiled kernel for all values.
 @gluon.jit(do_not_specialize=["out", "terms", "table", "all_heads", "heads", "kv_group", "span", "head_group", "length", "padded", "out_sb", "out_ss", "out_sh"])  # fmt: skip # noqa: E501
 def split_kernel(
     own_desc, own2_desc, ownv_desc, ownv2_desc, x_desc, x2_desc, y_desc, y2_desc, term_desc, out_desc, out2_desc,
@@ -321,6 +326,7 @@ def split_kernel(
     VA: gl.constexpr, VB: gl.constexpr, DV: gl.constexpr, NX: gl.constexpr, NY: gl.constexpr,
     FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
+    """Compute one gradient: allocate shared memory and barriers, then start the two workers and the loader."""
     dtype: gl.constexpr = x_desc.dtype
     own_sm = gl.allocate_shared_memory(dtype, [2, 64, A], panel(A, 16))
     x_sm = gl.allocate_shared_memory(dtype, [NX, BN, A], panel(A, 16))
@@ -355,7 +361,7 @@ def split_kernel(
         mbarrier.init(y_rdy.index(i), count=1)
         mbarrier.init(y_emp.index(i), count=2)
     fence_async_shared()
-    # The argument tuples stand inline: a local variable would turn their constants into tensors.
+    # The argument tuples are written inline, because a local variable would turn their constants into tensors.
     gl.warp_specialize([
         (_worker, (0, out_desc, out2_desc, out, terms, table,
                    own_sm, own2_sm, ownv_sm, ownv2_sm, x_sm, x2_sm, y_sm, y2_sm, l_sm, d_sm,
