@@ -1,10 +1,17 @@
-"""The backward kernels: one pass over keys for dK and dV, one over queries for dQ. No atomics, so always the same.
+"""Define the backward kernels: one for dK and dV, one for dQ, and one for delta.
 
-FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes. LSE and delta are those of the whole row, so the
-passes need nothing of the forward one. Gradients are added to float32 buffers, each element by one program; or, where
-one launch makes all of them, written in the dtype of the inputs (ADD false). Two sums of a large head do not fit a
-program's registers: there the pass over keys is launched for dV and again for dK (PART), and multiplies K·Qᵀ twice.
-Shapes: R own rows, C columns of one step; in the keys' pass own rows are keys and columns are queries.
+They implement FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes. `keys_kernel` computes dK and dV of a
+block of keys and visits queries. `queries_kernel` computes dQ of a block of queries and visits keys. LSE and delta are
+those of the whole row, so the passes need no other result of the forward. They use no atomics, so results are
+deterministic.
+
+If ADD, gradients are added to float32 buffers, each element by one program. Otherwise one launch computes all of them
+and writes them in the dtype of the inputs.
+
+For large heads, the sums of dK and dV do not both fit in the registers of a program. The pass over keys is then
+launched once for dV and once for dK (PART), and computes K·Qᵀ twice.
+
+Shapes: R own rows, C columns of one step. In `keys_kernel`, own rows are keys and columns are queries.
 """
 
 from __future__ import annotations
@@ -31,13 +38,13 @@ _ONLY_DV, _ONLY_DK = tl.constexpr(ONLY_DV), tl.constexpr(ONLY_DK)
 
 @triton.jit
 def _base_two(lse):
-    """LSE in base 2. +inf for a row that saw nothing: its weights become exp2(-inf) = 0."""
+    """Return LSE in base 2. A row without visible keys gets +inf, so that its weights are exp2(-inf) = 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 
 @triton.jit
 def _weights(s, lse, scale, inner, outer, CAP: tl.constexpr):
-    """(probabilities, the cap's derivative)."""
+    """Return the probabilities and the derivative of the softcap, which is 1 without a softcap."""
     if CAP:
         t = capped(s, inner)
         return tl.math.exp2(t * outer - lse), 1.0 - t * t
@@ -53,7 +60,10 @@ def _walk_queries(
     CAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, TMA_NUMBERS: tl.constexpr, MASKED: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """All full, or all masked, blocks of queries of one entry: scores are transposed, [keys, queries]."""
+    """Add all full or, if MASKED, all masked query blocks of one table entry to dk and dv.
+
+    Scores are transposed: [keys, queries].
+    """
     first, left, second, count = stretch(entry, MASKED)
     stop = tl.load(entry + 10)
     last_start = tl.load(entry + 11)
@@ -77,7 +87,7 @@ def _walk_queries(
             dp = tl.dot(values, tl.trans(dout), input_precision=PRECISION)
             ds = p * (dp - row_delta[None, :]) * slope
             if MASKED:
-                ds = tl.where(keep, ds, 0.0)  # 0 times what lies outside may be NaN
+                ds = tl.where(keep, ds, 0.0)  # 0 times a value outside the tile may be NaN
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -88,7 +98,7 @@ def _walk_keys(
     C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """All full, or all masked, blocks of keys of one entry: scores are [queries, keys]."""
+    """Add all full or, if MASKED, all masked key blocks of one table entry to dq. Scores are [queries, keys]."""
     first, left, second, count = stretch(entry, MASKED)
     stop = tl.load(entry + 10)
     last_start = tl.load(entry + 11)
@@ -110,7 +120,7 @@ def _walk_keys(
 
 @triton.jit
 def _put_rows(target, value, rows, stop, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr):
-    """target[rows] += value, or = value, for rows before `stop`."""
+    """Write `value` to target[rows], or add it if ADD, for rows before `stop`."""
     inner = tl.arange(0, PADDED)
     address = target + rows.to(tl.int64)[:, None] * row_stride + inner[None, :]
     keep = (rows < stop)[:, None] & (inner < SIZE)[None, :]
@@ -119,7 +129,7 @@ def _put_rows(target, value, rows, stop, row_stride, SIZE: tl.constexpr, PADDED:
     tl.store(address, value.to(target.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["k_rows", "blocks", "heads", "group"])  # or every length compiles anew
+@triton.jit(do_not_specialize=["k_rows", "blocks", "heads", "group"])  # avoids one compilation per length
 def keys_kernel(
     q, k, v, dout, lse, delta, dk, dv, table, scale, inner, outer, gradient_scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
@@ -131,9 +141,9 @@ def keys_kernel(
     PRECISION: tl.constexpr, TMA: tl.constexpr, TMA_NUMBERS: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys, or one of both, summed over the query heads that share it.
+    """Compute dK and dV of one block of R keys, or only one of them (PART), summed over the query heads that share it.
 
-    `heads` are K/V heads.
+    `heads` are K/V heads; `group` query heads share each of them.
     """
     batch, head, block = place(table, blocks, heads, TOGETHER)
     start = tl.load(block)
@@ -162,7 +172,7 @@ def keys_kernel(
                 batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row,
                 C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, True, PART,
             )  # fmt: skip
-    if not ADD:  # else what addresses were made of stays in registers till here
+    if not ADD:  # a second load: frees the registers of addresses during the loop
         rows = tl.load(block, volatile=True) + tl.arange(0, R)
     dk = head_of(dk, batch, head, dk_batch, dk_head, False)
     dv = head_of(dv, batch, head, dv_batch, dv_head, False)
@@ -172,7 +182,7 @@ def keys_kernel(
         _put_rows(dv, sum_dv, rows, k_rows, dv_row, DV, PADDED_DV, ADD)
 
 
-@triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # or every length compiles anew
+@triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # avoids one compilation per length
 def queries_kernel(
     q, k, v, dout, lse, delta, dq, table, scale, inner, outer, gradient_scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
@@ -182,7 +192,7 @@ def queries_kernel(
     PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOGETHER: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries."""
+    """Compute dQ of one block of R queries. `heads` are query heads; `group` of them share a K/V head."""
     batch, head, block = place(table, blocks, heads, TOGETHER)
     start = tl.load(block)
     rows = start + tl.arange(0, R)
@@ -215,13 +225,13 @@ def queries_kernel(
     _put_rows(dq, sum_dq * gradient_scale, rows, q_rows, dq_row, D, PADDED_D, ADD)
 
 
-@triton.jit(do_not_specialize=["q_rows", "heads", "blocks"])  # or every length compiles anew
+@triton.jit(do_not_specialize=["q_rows", "heads", "blocks"])  # avoids one compilation per length
 def delta_kernel(
     dout, out, delta, dout_batch, dout_row, dout_head, out_batch, out_row, out_head, q_rows, heads, blocks,
     R: tl.constexpr, DV: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
-    """numerics.row_delta in one pass: delta [B, H, S], contiguous."""
-    line = tl.program_id(0) // blocks  # of [B·H]
+    """Compute `numerics.row_delta` in one pass: delta [B, H, S], contiguous."""
+    line = tl.program_id(0) // blocks  # index in [B·H]
     rows = tl.program_id(0) % blocks * R + tl.arange(0, R)
     inner = tl.arange(0, PADDED_DV)
     keep = (rows < q_rows)[:, None] & (inner < DV)[None, :]

@@ -1,7 +1,11 @@
-"""The forward kernel: one launch for all tiles of a block pair, merged into a running state if there is one.
+"""Define the forward kernel: one launch for all tiles of a block pair, merged into a running state if there is one.
 
-Online softmax in base 2 (FlashAttention-2, arXiv 2307.08691, algorithm 1). Shapes: R own rows (queries),
-C columns (keys) of one step; q [R, D], k [C, D], v [C, Dv], scores [R, C], acc [R, Dv].
+A program computes R queries of one head. It visits the visible keys in steps of C and keeps an online softmax in base 2
+(FlashAttention-2, arXiv 2307.08691, algorithm 1). Blocks without a mask and blocks with a mask have separate loops. At
+the end, the program divides by the row sums and writes out and LSE.
+
+Shapes: q [R, D], k [C, D], v [C, Dv], scores [R, C], acc [R, Dv]; top and total [R]. `top` is the row maximum in base 2
+and `total` is the row sum.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from burst_portable.kernels.triton.common import (
 
 @triton.jit
 def _weights(s, top, scale, keep, inner, outer, MASKED: tl.constexpr, CAP: tl.constexpr, PRESCALE: tl.constexpr):
-    """Scores to (weights, new maximum in base 2, factor for what was summed so far)."""
+    """Return the weights [R, C], the new row maximum in base 2 [R], and the factor for all previous sums [R]."""
     factor = scale
     if CAP:
         s = capped(s, inner) * outer
         factor = 1.0
-    elif PRESCALE:  # a scale that is not positive would turn the maximum into a minimum
+    elif PRESCALE:  # for a scale that is not positive, max(s) * scale is not the maximum
         s = s * scale
         factor = 1.0
     if MASKED:
@@ -37,7 +41,7 @@ def _weights(s, top, scale, keep, inner, outer, MASKED: tl.constexpr, CAP: tl.co
     new = tl.maximum(top, tl.max(s, 1) * factor)
     anchor = new
     if MASKED:
-        anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing: no -inf - -inf
+        anchor = tl.where(new == float("-inf"), 0.0, new)  # a row without visible keys: avoids -inf - -inf
     return tl.math.exp2(s * factor - anchor[:, None]), new, tl.math.exp2(top - anchor)
 
 
@@ -47,7 +51,7 @@ def _walk(
     C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     CAP: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """All full, or all masked, blocks of one table entry."""
+    """Add all full or, if MASKED, all masked blocks of one table entry to the online softmax (acc, top, total)."""
     first, left, second, count = stretch(entry, MASKED)
     stop = tl.load(entry + 10)
     last_start = tl.load(entry + 11)
@@ -70,10 +74,10 @@ def _resume(
     out, lse, rows, inside, out_row, lse_row, DV: tl.constexpr, PADDED_DV: tl.constexpr, MERGE: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """Where the online softmax starts: (acc, top, total).
+    """Return the initial online softmax (acc, top, total): from `out` and `lse` if MERGE, else empty.
 
-    A running state (out, lse) is what the softmax would hold after a single score of lse whose value is out. So
-    it is merged by going on from there: no second set of R x Dv numbers is ever in registers.
+    A running state (out, lse) equals the softmax after a single score `lse` with value `out`. If the softmax continues
+    from it, no separate merge is needed. So registers never hold a second set of R x Dv numbers.
     """
     if MERGE:
         inner = tl.arange(0, PADDED_DV)
@@ -94,13 +98,13 @@ def _store(
     acc, top, total, out, lse, rows, inside, out_row, lse_row,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and write."""
+    """Divide acc by the row sums, and write out and LSE."""
     inner = tl.arange(0, PADDED_DV)
     wide = rows.to(tl.int64)
-    if MERGE:  # rows that saw nothing new stay as they are, to the bit
+    if MERGE:  # rows without new keys must stay bitwise unchanged
         before = tl.load(lse + wide * lse_row, mask=inside, other=float("-inf")) * 1.4426950408889634
         inside &= (total != 1.0) | (top != before)
-    # Exactly 0 means that nothing was seen: then acc is 0 and top is -inf. A NaN stays one.
+    # A sum of exactly 0 means no visible keys; acc is then 0 and top is -inf. NaN stays NaN.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc * (1.0 / total)[:, None]
     mine = (top + tl.math.log2(total)) * 0.6931471805599453
@@ -114,9 +118,10 @@ def _store_double(
     acc, top, total, out, lse, rows, inside, out_row, lse_row,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, MERGE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and write in float64, `numerics.running_dtype` of float32. A running state is merged here.
+    """Divide acc by the row sums, merge a running state if MERGE, and write out and LSE in float64.
 
-    As `numerics.merge_into`: what a merge rounds is then below what float32 can hold, and does not add up.
+    float64 is `numerics.running_dtype` of float32. The merge is that of `numerics.merge_into`. Its rounding errors are
+    below the precision of float32, so they do not accumulate.
     """
     inner = tl.arange(0, PADDED_DV)
     wide = rows.to(tl.int64)
@@ -132,7 +137,7 @@ def _store_double(
         anchor = tl.maximum(before, mine)
         merged = anchor + tl.math.log(tl.math.exp(before - anchor) + tl.math.exp(mine - anchor))
         share *= tl.math.exp(mine - merged)
-        inside &= seen  # rows that saw nothing new stay as they are
+        inside &= seen  # rows without new keys stay unchanged
     keep = inside[:, None] & (inner < DV)[None, :]
     result = acc.to(tl.float64) * share[:, None]
     if MERGE:
@@ -141,7 +146,7 @@ def _store_double(
     tl.store(lse, merged, mask=inside)
 
 
-@triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # or every length compiles anew
+@triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # avoids one compilation per length
 def attend_kernel(
     q, k, v, out, lse, table, scale, inner, outer,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
@@ -152,6 +157,7 @@ def attend_kernel(
     PRESCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, MERGE: tl.constexpr,
     DOUBLE: tl.constexpr,
 ):  # fmt: skip
+    """Compute out and LSE of one block of R queries of one head. `heads` are query heads, `group` per K/V head."""
     batch, head, block = place(table, blocks, heads, TOGETHER)
     start = tl.load(block)
     rows = start + tl.arange(0, R)
@@ -175,7 +181,7 @@ def attend_kernel(
             mine, keys, values, acc, top, total, rows, table + entry, batch, shared, scale, inner, outer, k_row, v_row,
             C, D, DV, PADDED_D, PADDED_DV, CAP, PRESCALE, PRECISION, TMA, True,
         )  # fmt: skip
-    if out.dtype.element_ty.primitive_bitwidth == 16:  # else what Q's addresses were made of is kept in registers
+    if out.dtype.element_ty.primitive_bitwidth == 16:  # a second load: frees the registers of Q's addresses
         rows = tl.load(block, volatile=True) + tl.arange(0, R)
         inside = rows < q_rows
     if DOUBLE:
