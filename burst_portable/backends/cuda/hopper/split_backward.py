@@ -17,8 +17,8 @@ the forward. Each element is computed by one program, so the result is determini
 
 An int32 table lists the blocks of streamed rows that each program visits, as in `backward`.
 
-Names: `own` and `ownv` the rows of the columns own and own2, `x` and `y` those of streamed and streamed2, `_sm`
-shared memory, `_rdy` barrier of a full slot, `_emp` barrier of an empty slot, `2` second panel of columns.
+Names: `own`, `ownv`, `x` and `y` are own, own2, streamed and streamed2 of this table. In names of variables, a final
+`2` is the second panel of columns, `_sm` shared memory, `_rdy` and `_emp` the barriers of a full and an empty slot.
 """
 
 from triton.experimental import gluon
