@@ -36,7 +36,7 @@ from burst_portable.planning.tiles import Tile, Tiles
 
 _WORK = 16  # int32 values per work row
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # entry of a masked block without visible pairs
-SHORT = 64  # inner blocks; dividing an outer block that visits at most this many saves no time
+SHORT = 64  # inner blocks; an outer block that visits at most this many need not be divided
 _LONG = 4  # outer blocks; a block starts at the start of each document that is at least this long
 _PART = 8  # inner blocks; adding the gradients of a shorter part takes more time than the division saves
 

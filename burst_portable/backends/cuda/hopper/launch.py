@@ -39,7 +39,11 @@ _COUNTERS = 1024  # counters per pool
 
 
 class Launcher:
-    """Launcher of one kernel. The first launch of a key goes through Triton, later ones through the driver."""
+    """Launcher of one kernel.
+
+    The first launch of a key goes through Triton. Later launches go through the driver if it can be called, else
+    through Triton's compiled kernel.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
