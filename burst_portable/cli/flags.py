@@ -10,10 +10,20 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import known as known_backends
+from burst_portable.backends.selection import load as load_backend
+from burst_portable.backends.selection import probed
 from burst_portable.cli import PROGRAM
 from burst_portable.config import LauncherEnv
-from burst_portable.errors import BurstError, InputError, format_error, shown
+from burst_portable.errors import (
+    BackendUnavailableError,
+    BurstError,
+    InputError,
+    format_error,
+    shown,
+    unknown_name,
+)
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import Option, options_of
@@ -186,3 +196,56 @@ def add_rank_to_errors(launcher: LauncherEnv | None) -> Iterator[None]:
         if launcher is None:
             raise
         raise type(error)(f"rank {launcher.rank}: {error}") from error
+
+
+def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
+    """Return a backend that can run this many ranks on this machine, and the reason for the choice.
+
+    Args:
+        name: Name of a backend; the reason is then empty. "auto" prefers an accelerator with a device per rank.
+        ranks: Number of ranks.
+
+    Raises:
+        UnknownNameError: If there is no backend of this name.
+        BackendUnavailableError: If the backend cannot run, or for "auto", none can.
+    """
+    if name not in ("auto", *known_backends()):
+        raise unknown_name("backend", name, ("auto", *known_backends()))
+    if name != "auto":
+        backend = load_backend(name)
+        if reason := _unavailable_reason(backend, ranks):
+            raise BackendUnavailableError(f"the backend {name!r} cannot run here", got=reason)
+        return backend, ""
+    backends, reasons = [], []
+    for one in known_backends():
+        try:
+            backends.append(load_backend(one))
+        except BackendUnavailableError as error:
+            reasons.append(_short_reason(one, str(error)))
+    for backend in sorted(backends, key=lambda b: not b.capabilities.streams):
+        if reason := _unavailable_reason(backend, ranks):
+            reasons.append(_short_reason(backend.name, reason))
+            continue
+        return backend, "; ".join([f"chose {backend.name}", *reasons])
+    raise BackendUnavailableError(
+        "no backend can run here", got="; ".join(reasons), next_step="run `burst-portable doctor`"
+    )
+
+
+def _short_reason(name: str, reason: str) -> str:
+    """Return why a backend is not used, without the next step, which `burst-portable doctor` prints."""
+    return f"not {name}: {reason.partition(';')[0]}"
+
+
+def _unavailable_reason(backend: Backend, ranks: int) -> str | None:
+    """Return why a backend cannot run this many ranks on this machine, or None if it can."""
+    probe = probed(backend)
+    if not probe.ok:
+        return probe.reason
+    if backend.capabilities.streams:
+        import torch
+
+        count = torch.get_device_module(backend.capabilities.device_type).device_count()
+        if count < ranks:
+            return f"{count} devices for {ranks} ranks"
+    return None

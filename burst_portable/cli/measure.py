@@ -103,7 +103,7 @@ def _job(
     import torch
 
     from burst_portable.backends.selection import choose_kernel
-    from burst_portable.cli.backends import choose_backend
+    from burst_portable.cli.flags import choose_backend
     from burst_portable.cli.measure_worker import MeasureJob
     from burst_portable.cli.run.job import check_processes, check_tensor_memory, cores
     from burst_portable.config import from_environment

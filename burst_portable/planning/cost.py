@@ -17,9 +17,8 @@ from typing import NamedTuple
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import exchanges, local_block_size, row_size
-from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
+from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, keeps_rank_order
 from burst_portable.planning.routes import Move, to_pack
-from burst_portable.planning.row_order import keeps_rank_order
 from burst_portable.planning.schedule import Compute, Step
 
 Size = Callable[[Move], int]

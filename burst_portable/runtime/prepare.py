@@ -29,8 +29,7 @@ from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import Inboxes, inboxes
-from burst_portable.planning.plans import Plan
-from burst_portable.planning.row_order import with_rank_order
+from burst_portable.planning.plans import Plan, with_rank_order
 from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
 from burst_portable.runtime.prepared_call import Executor, PreparedCall, PreparedPass

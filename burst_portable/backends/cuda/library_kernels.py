@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.kernels import aten_flash
 from burst_portable.kernels.base import BackwardInputs, Gradients, Support
-from burst_portable.kernels.operator_kernel import AcceleratorKernel, causal_window
+from burst_portable.kernels.operator_kernel import AcceleratorKernel, AtenFlashKernel, causal_window, declined_by_flash
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tiles
@@ -36,7 +35,7 @@ _STAGES = ("a", "b", "rc", "")
 
 def declined(call: AttentionCall, largest_head: int) -> str:
     """Return why none of these kernels can serve a call; "" if one may."""
-    if reason := aten_flash.declined(call, largest_head):
+    if reason := declined_by_flash(call, largest_head):
         return reason
     if call.deterministic:
         return "its backward adds dq in any order; it serves deterministic=False only"
@@ -56,7 +55,7 @@ def _older_than(first: tuple[int, int]) -> str:
     return f"it needs sm_{first[0]}{first[1]} or later, not {old[0]}" if old else ""
 
 
-class CudaFlashKernel(aten_flash.AtenFlashKernel):
+class CudaFlashKernel(AtenFlashKernel):
     """Call torch's flash attention (FlashAttention-2)."""
 
     def supports(self, call: AttentionCall) -> Support:

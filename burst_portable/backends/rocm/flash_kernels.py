@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.rocm.device import architecture
-from burst_portable.kernels import aten_flash
 from burst_portable.kernels.base import Gradients, Support
-from burst_portable.kernels.operator_kernel import AcceleratorKernel
+from burst_portable.kernels.operator_kernel import AcceleratorKernel, AtenFlashKernel, declined_by_flash
 from burst_portable.numerics import State
 from burst_portable.planning.call import AttentionCall
 
@@ -30,7 +29,7 @@ LARGEST_HEAD = 256
 
 def declined(call: AttentionCall) -> str:
     """Return why no flash attention for AMD, of torch or of AITER, can serve a call; "" if one can."""
-    if reason := aten_flash.declined(call, LARGEST_HEAD):
+    if reason := declined_by_flash(call, LARGEST_HEAD):
         return reason
     if call.deterministic:
         return "the order of additions in its backward is not documented; it serves deterministic=False only"
@@ -47,7 +46,7 @@ def device_reason(device: str) -> str:
     return f"it supports {', '.join(ARCHITECTURES)}, not {', '.join(unsupported)}" if unsupported else ""
 
 
-class RocmFlashKernel(aten_flash.AtenFlashKernel):
+class RocmFlashKernel(AtenFlashKernel):
     """Call torch's flash attention for ROCm."""
 
     def supports(self, call: AttentionCall) -> Support:

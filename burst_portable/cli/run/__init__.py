@@ -3,7 +3,7 @@
 ::
 
     command.py -> setup.py -> Job -> spawn.py -> worker.py (a process per rank) -> train.py    losses, gradients, times
-                                  -> torchrun.py (a launcher's ranks)           -> train.py
+                                  -> worker.py (a launcher's rank)
                                   -> train.run_reference                                       the same on one device
                                   -> outcome.py                                                status and JSON
 """

@@ -219,8 +219,8 @@ def _distributed(
     import tempfile
 
     from burst_portable.cli.run.spawn import run_processes
-    from burst_portable.cli.run.torchrun import run_in_launcher
     from burst_portable.cli.run.train import Outcome, load_gradients
+    from burst_portable.cli.run.worker import run_in_launcher
 
     job = prepared.job
     with view.progress(f"{job.ranks} rank{'s' if job.ranks > 1 else ''}", job.steps) as step:

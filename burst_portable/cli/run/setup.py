@@ -12,8 +12,7 @@ import torch
 from torch.nn import Embedding
 
 from burst_portable.backends.base import Backend
-from burst_portable.cli.backends import choose_backend
-from burst_portable.cli.flags import make_named_strategy
+from burst_portable.cli.flags import choose_backend, make_named_strategy
 from burst_portable.cli.run.job import DTYPES, Job, check_memory, check_numbers, check_processes, cores, hardware_of_run
 from burst_portable.cli.run.models import (
     check_tokens,
