@@ -64,7 +64,7 @@ def test_raised_names_file_and_line():
     assert describe_error(caught.value) == f"OSError: link is down (in {__file__}:{line})"
 
 
-def test_describe_error_names_the_backend_and_not_the_standard_library():
+def test_describe_error_skips_the_standard_library():
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("x")  # raised inside the standard library
     assert f"(in {__file__}:" in describe_error(caught.value)
