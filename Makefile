@@ -34,12 +34,13 @@ demo: $(STAMP)
 
 # Tests that measure time run by themselves, all others in two processes; with options, one pytest runs what they say.
 # To look for the first in all files would take ten seconds, in which the second core has nothing to do.
+# By default xdist would run files of few tests last, and these hold the longest tests.
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 
 test: $(STAMP)
 ifeq ($(strip $(ARGS)),)
 	@$(PYTHON_IN_VENV) -m pytest -m "alone and $(USUAL)" $(ALONE); alone=$$?; \
-	$(PYTHON_IN_VENV) -m pytest -m "not alone and $(USUAL)" -n 2 --dist loadfile && exit $$alone
+	$(PYTHON_IN_VENV) -m pytest -m "not alone and $(USUAL)" -n 2 --dist loadfile --no-loadscope-reorder && exit $$alone
 else
 	@$(PYTHON_IN_VENV) -m pytest $(ARGS)
 endif
