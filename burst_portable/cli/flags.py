@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import known as known_backends
 from burst_portable.backends.selection import load as load_backend
 from burst_portable.backends.selection import probed
@@ -28,6 +27,9 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import Option, options_of
 from burst_portable.strategies.registry import classes, has_option, known, load, make_strategy
+
+if TYPE_CHECKING:
+    from burst_portable.backends.base import Backend
 
 LENGTH = "128k and 1m are 131072 and 1048576."
 """Help of an option whose value `tokens` parses."""

@@ -342,7 +342,7 @@ BACKWARD_BUGS = {
     "row terms are not waited for": ("    mbarrier.wait(do_rdy.index(slot), phase)\n", ""),
     "keys are not waited for": ("    mbarrier.wait(kv_rdy, 0)\n", ""),
     "staging over what the other worker still reads": ("    mbarrier.wait(done, 0)\n", ""),
-    "the end does not wait for what it adds": ("    tma.store_wait(0)\n\n\n# Nothing", "\n\n# Nothing"),
+    "the end does not wait for what it adds": ("    tma.store_wait(0)\n\n\n# No argument", "\n\n# No argument"),
 }  # fmt: skip
 
 
@@ -427,7 +427,7 @@ SPLIT_BUGS = {
     "dO is not waited for": ("        mbarrier.wait(y_rdy.index(ys), (it // NY) & 1)\n", ""),
     "own rows are not waited for": ("    mbarrier.wait(own_rdy, 0)\n", ""),
     "stored without a fence": ("            fence_async_shared()\n", ""),
-    "the end does not wait for what it stores": ("    tma.store_wait(0)\n\n\n# Nothing", "\n\n# Nothing"),
+    "the end does not wait for what it stores": ("    tma.store_wait(0)\n\n\n# No argument", "\n\n# No argument"),
     "the second panel is not summed": ("        acc, acc2, ds = warp", "        acc, _, ds = warp"),
     "rows of the next document are written as well": ("if (stop - row >= 64) | (stop == length):", "if stop > row:"),
     "columns of the second panel over the first": ("out_ss, out_sh, OA, OD, STORE)", "out_ss, out_sh, 0, OD, STORE)"),
