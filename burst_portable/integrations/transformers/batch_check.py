@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from heapq import nsmallest
 
 import torch
 from torch import Tensor
@@ -52,14 +53,19 @@ def parameter_checksum(parameters: Iterable[Tensor], device: torch.device) -> Te
     """Return a checksum of the smallest trainable parameters on a device, by their bits.
 
     If a training loop does not add the ranks' gradients, all parameters differ between ranks after the first step, so
-    a few small ones show it. Parameters that are sharded (DTensor) do not count.
+    a few small ones show it. Parameters that FSDP shards do not count: each rank has another part of them.
     """
-    plain = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor) and p.device == device]
+    plain = [p for p in parameters if p.requires_grad and p.device == device and not _is_sharded(p)]
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for parameter in sorted(plain, key=Tensor.numel)[:_SAMPLED]:
+    for parameter in nsmallest(_SAMPLED, plain, key=Tensor.numel):
         bits = parameter.detach().reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8)
         total = total * _GOLDEN + (bits.to(torch.int64) * _weights(bits.numel(), device)).sum()
     return total
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Return whether FSDP2 (DTensor) or FSDP1 (a mark of torch's) shards a parameter."""
+    return isinstance(parameter, DTensor) or getattr(parameter, "_fsdp_flattened", False)
 
 
 class BatchCheck:

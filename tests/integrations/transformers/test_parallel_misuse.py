@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from typing import Any
@@ -183,3 +184,21 @@ def test_router_loss_in_direct_forward_call_raises() -> None:
         assert model(**handle.shard(ids)).aux_loss.isfinite()
 
     run_threads(2, work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", [pytest.param("original", marks=pytest.mark.full), "flat"])
+def test_shards_of_fsdp1_are_not_taken_for_different_parameters(parameters: str) -> None:
+    """Each rank has another part of a flat parameter, which once counted as a model that had drifted apart."""
+    command = [sys.executable, "-m", "tests.support.fsdp1_ranks", parameters]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    model, ids = make("llama").float(), tokens(1, 32)
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(expected, rel=1e-4)
