@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from burst_portable.errors import InputError, LayoutError, UnsupportedError, shown, unknown_name
+from burst_portable.errors import InputError, UnsupportedError, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
@@ -128,8 +128,7 @@ class Case:
 
     def __str__(self) -> str:
         extra = "-softcap" * (self.softcap is not None) + "-sinks" * self.sinks
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.mask}-{self.layout}-{self.strategy}-{self.ranks}ranks-{self.heads}-{dtype}{extra}"
+        return f"{self.mask}-{self.layout}-{self.strategy}-{self.ranks}ranks-{self.heads}-{_text(self.dtype)}{extra}"
 
     def spec(self) -> str:
         """Return the choices that differ from the defaults, as `parse` reads them: ``mask=full,ranks=3``."""
@@ -157,7 +156,7 @@ class Case:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Query heads, K/V heads, head size, value size: of a name in `HEADS`, or of a text like ``4x2x80x64``."""
-        return HEADS[self.heads] if self.heads in HEADS else _parse_sizes(self.heads)
+        return _sizes(self.heads)
 
     @property
     def factor(self) -> float:
@@ -185,7 +184,7 @@ class Case:
             v_head_dim=v_head_dim,
             batch=self.batch,
             itemsize=self.dtype.itemsize,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=_text(self.dtype),
             device=device,
             scale=self.factor,
             softcap=self.softcap,
@@ -195,10 +194,6 @@ class Case:
 
     def possible(self) -> bool:
         """Return whether the choices can be combined."""
-        try:
-            self.make_layout()
-        except LayoutError:
-            return False
         if not self.make_mask().regions:
             return False
         try:
@@ -214,21 +209,22 @@ class Case:
 
 def _strategy(label: str) -> Strategy:
     """Return the strategy of a label. Raise `UnknownNameError` if there is none."""
-    if label not in STRATEGIES:
-        registered = known()
-        name, _, _ = label.partition("+")
-        found = strategy_trials(name) if name in registered and name not in OURS else {}
-        if label not in found:
-            raise unknown_name("strategy", label, {**STRATEGIES, **found, **registered})
-        return found[label]
-    return STRATEGIES[label]
+    if label in STRATEGIES:
+        return STRATEGIES[label]
+    registered, name = known(), label.partition("+")[0]
+    found = strategy_trials(name) if name in registered and name not in OURS else {}
+    if label not in found:
+        raise unknown_name("strategy", label, {**STRATEGIES, **found, **registered})
+    return found[label]
 
 
 def _text(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _parse_sizes(text: str) -> tuple[int, int, int, int]:
+def _sizes(text: str) -> tuple[int, int, int, int]:
+    if text in HEADS:
+        return HEADS[text]
     parts = text.split("x")
     if len(parts) != 4 or not all(p.isdecimal() and int(p) for p in parts) or int(parts[0]) % int(parts[1]):
         allowed = f"{', '.join(HEADS)}, or HEADSxKV_HEADSxSIZExVALUE_SIZE such as 4x2x80x64"
@@ -237,17 +233,15 @@ def _parse_sizes(text: str) -> tuple[int, int, int, int]:
     return heads, kv_heads, size, value_size
 
 
-def _one_of(kind: str, names: Mapping[str, object]) -> Callable[[str], object]:
+def _one_of(kind: str, names: Collection[str]) -> Callable[[str], object]:
+    """Return a function that reads one of some names, or one of the values of a mapping by its name."""
+
     def read(text: str) -> object:
         if text not in names:
             raise unknown_name(kind, text, names)
-        return names[text]
+        return names[text] if isinstance(names, Mapping) else text
 
     return read
-
-
-def _name_of(kind: str, names: Iterable[str]) -> Callable[[str], object]:
-    return _one_of(kind, {name: name for name in names})
 
 
 def _count(text: str) -> int:
@@ -256,55 +250,47 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _softcap(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise InputError("invalid softcap", got=repr(text), allowed="a number above 0")
-    return value
+def _number(name: str, allowed: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise InputError(f"invalid {name}", got=repr(text), allowed=allowed)
+        return value
+
+    return read
 
 
-def _scale(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise InputError("invalid scale", got=repr(text), allowed="a finite number, such as 0.05")
-    return value
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a function that returns its text, after `check` has accepted it."""
 
+    def read(text: str) -> str:
+        check(text)
+        return text
 
-def _strategy_label(text: str) -> str:
-    _strategy(text)
-    return text
-
-
-def _heads(text: str) -> str:
-    if text not in HEADS:
-        _parse_sizes(text)
-    return text
+    return read
 
 
 DTYPES = {_text(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 _BOOLEANS = {"True": True, "False": False}
 
 _READERS: Mapping[str, Callable[[str], object]] = {
-    "mask": _name_of("mask", MASKS),
-    "layout": _name_of("layout", LAYOUTS),
-    "strategy": _strategy_label,
+    "mask": _one_of("mask", tuple(MASKS)),
+    "layout": _one_of("layout", LAYOUTS),
+    "strategy": _checked(_strategy),
     "ranks": _count,
-    "heads": _heads,
+    "heads": _checked(_sizes),
     "dtype": _one_of("dtype", DTYPES),
     "batch": _count,
-    "softcap": _softcap,
+    "softcap": _number("softcap", "a number above 0", lambda value: 0 < value < math.inf),
     "sinks": _one_of("boolean", _BOOLEANS),
     "length": _count,
     "deterministic": _one_of("boolean", _BOOLEANS),
-    "values": _name_of("kind of values", VALUES),
-    "memory": _name_of("memory layout", MEMORY),
-    "scale": _scale,
+    "values": _one_of("kind of values", VALUES),
+    "memory": _one_of("memory layout", MEMORY),
+    "scale": _number("scale", "a finite number, such as 0.05", math.isfinite),
 }
 
 
@@ -319,7 +305,7 @@ AXES: Axes = {
     "layout": LAYOUTS,
     "ranks": (1, 2, 3, 4, 6, 8),
     "heads": tuple(HEADS),
-    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "dtype": tuple(DTYPES.values()),
     "softcap": (None, 5.0),
     "sinks": (False, True),
 }

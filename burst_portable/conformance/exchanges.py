@@ -33,6 +33,15 @@ def _wait(*groups: Sequence[Handle]) -> None:
             handle.wait()
 
 
+def _pass_on(transport: Transport, message: Tensor, label: str) -> Tensor:
+    """Send a message to the next rank, and return that of the previous one, which has the same size."""
+    came = _empty(transport, message.numel(), message.device)
+    following, previous = transport.others[0], transport.others[-1]
+    sent, received = transport.post([Message(message, following)], [Message(came, previous)], label)
+    _wait(received, sent)
+    return came
+
+
 def rank_numbers(transport: Transport, device: torch.device) -> str:
     """Check that the ranks have the numbers 0 to size - 1."""
     message = torch.full((8,), transport.rank, dtype=torch.uint8, device=device)
@@ -46,12 +55,7 @@ def message_sizes(transport: Transport, device: torch.device) -> str:
     """Send to the next rank and receive from the previous one, from 1 byte to 2 MiB, odd sizes too."""
     rank, size = transport.rank, transport.size
     for count in (1, 3, 16, 17, 4096, 65537, 1 << 21):
-        out = _bytes(count, 100 * rank + count, device)
-        came = _empty(transport, count, device)
-        sent, received = transport.post(
-            [Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "message sizes"
-        )
-        _wait(received, sent)
+        came = _pass_on(transport, _bytes(count, 100 * rank + count, device), "message sizes")
         if not torch.equal(came, _bytes(count, 100 * ((rank - 1) % size) + count, device)):
             return f"a message of {count} bytes arrived with other bytes"
     return ""
@@ -61,18 +65,12 @@ def message_order(transport: Transport, device: torch.device) -> str:
     """Check the order of messages between two ranks: several in one post, and several posts before the first wait."""
     rank, size = transport.rank, transport.size
     following, previous = (rank + 1) % size, (rank - 1) % size
-    handles: list[Sequence[Handle]] = []
-    came: list[Tensor] = []
-    kept: list[Tensor] = []
-    for first in (0, 3, 6):
-        outs = [torch.full((64,), first + i, dtype=torch.uint8, device=device) for i in range(3)]
-        ins = [_empty(transport, 64, device) for _ in range(3)]
-        sends, receives = [Message(b, following) for b in outs], [Message(b, previous) for b in ins]
-        sent, received = transport.post(sends, receives, "message order")
-        handles += [received, sent]
-        came += ins
-        kept += outs
-    _wait(*handles)
+    outs = [torch.full((64,), number, dtype=torch.uint8, device=device) for number in range(9)]
+    came = [_empty(transport, 64, device) for _ in outs]
+    sends, receives = [Message(b, following) for b in outs], [Message(b, previous) for b in came]
+    posts = (slice(0, 3), slice(3, 6), slice(6, 9))
+    posted = [transport.post(sends[three], receives[three], "message order") for three in posts]
+    _wait(*(handles for sent, received in posted for handles in (received, sent)))
     found = [int(buffer[0]) for buffer in came]
     return "" if found == list(range(9)) else f"messages 0 to 8 arrived as {found}"
 
@@ -109,13 +107,7 @@ def ring_laps(transport: Transport, device: torch.device) -> str:
     for lap in range(6):
         message = _bytes(1025, 50 * lap + rank, device)
         for hop in range(1, size + 1):
-            came = _empty(transport, 1025, device)
-            sent, received = transport.post(
-                [Message(message, (rank + 1) % size)], [Message(came, (rank - 1) % size)], f"hop {hop}"
-            )
-            _wait(received)
-            _wait(sent)
-            message = came
+            message = _pass_on(transport, message, f"hop {hop}")
         if not torch.equal(message, _bytes(1025, 50 * lap + rank, device)):
             return f"a message changed on its way around the ring (lap {lap})"
     return ""
@@ -134,13 +126,9 @@ def distinct_buffers(transport: Transport, device: torch.device) -> str:
 
 def unchanged_sends(transport: Transport, device: torch.device) -> str:
     """Check that sending does not change the sent tensor."""
-    rank, size = transport.rank, transport.size
-    out = _bytes(2000, rank, device)
-    before, came = out.clone(), _empty(transport, 2000, device)
-    sent, received = transport.post(
-        [Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "unchanged sends"
-    )
-    _wait(received, sent)
+    out = _bytes(2000, transport.rank, device)
+    before = out.clone()
+    _pass_on(transport, out, "unchanged sends")
     return "" if torch.equal(out, before) else "sending changed the sent tensor"
 
 
@@ -185,10 +173,7 @@ def late_rank(transport: Transport, device: torch.device) -> str:
     rank, size = transport.rank, transport.size
     if rank == size - 1:
         time.sleep(0.1)
-    out = torch.full((100,), rank + 1, dtype=torch.uint8, device=device)
-    came = _empty(transport, 100, device)
-    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "late rank")
-    _wait(received, sent)
+    came = _pass_on(transport, torch.full((100,), rank + 1, dtype=torch.uint8, device=device), "late rank")
     return "" if int(came[0]) == (rank - 1) % size + 1 else "other bytes arrived than a late rank sent"
 
 

@@ -74,21 +74,16 @@ def attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
-    columns = [scores]
+    leaves, columns = [q, k, v], [scores]
     if sinks is not None:
-        sinks = sinks.detach().to(dtype).requires_grad_()
-        columns.append(sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1))
+        leaves.append(sinks.detach().to(dtype).requires_grad_())
+        columns.append(leaves[-1].view(1, -1, 1, 1).expand(*scores.shape[:3], 1))
     every = torch.cat(columns, dim=-1)
     seen = (every > -torch.inf).any(-1, keepdim=True)
     p = torch.softmax(torch.where(seen, every, 0.0), dim=-1) * seen
     out = torch.einsum("bhij,bjhd->bihd", p[..., : k.shape[1]], values)
-    out.backward(dout.to(dtype))
     lse = torch.logsumexp(every.detach().double(), dim=-1)
-    dq, dk, dv = q.grad, k.grad, v.grad
-    assert dq is not None
-    assert dk is not None
-    assert dv is not None
-    return Answer(out.detach(), lse, dq, dk, dv, None if sinks is None else sinks.grad)
+    return Answer(out.detach(), lse, *torch.autograd.grad(out, leaves, dout.to(dtype)))
 
 
 _SHIFT = 90.0  # of scores, for "high" and "low": exp(90) overflows in float32, exp(-90) is subnormal
@@ -140,25 +135,18 @@ def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
 def in_memory(x: Tensor, how: str, device: torch.device) -> Tensor:
     """Return the same numbers on a device with other strides; the last stride is 1."""
     x = x.to(device)
+    batch, rows, heads, dim = x.shape
+    if how == "rows":
+        return x.contiguous()
     if how == "heads":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
-    batch, rows, heads, dim = x.shape
     if how == "padded":  # like a slice of a fused projection
-        wide = x.new_full((batch, rows, heads, dim + 8), float("nan"))
-        wide[..., :dim] = x
-        return wide[..., :dim]
-    if how == "sliced":
-        wide = x.new_full((batch, 2 * rows, heads, dim), float("nan"))
-        wide[:, ::2] = x
-        return wide[:, ::2]
-    if how == "odd":
-        wide = x.new_full((batch, rows, heads, dim + 1), float("nan"))
-        wide[..., 1:] = x
-        return wide[..., 1:]
-    return x.contiguous()
-
-
-MULTIPLE = {"out": 1.5, "lse": 1.5, "dq": 1.5, "dk": 1.5, "dv": 1.5, "dsinks": 1.5}
+        view = x.new_full((batch, rows, heads, dim + 8), float("nan"))[..., :dim]
+    elif how == "sliced":
+        view = x.new_full((batch, 2 * rows, heads, dim), float("nan"))[:, ::2]
+    else:
+        view = x.new_full((batch, rows, heads, dim + 1), float("nan"))[..., 1:]
+    return view.copy_(x)
 
 
 # A few units of rounding: if plain attention happens to be exact, a sum in another order still rounds.
@@ -166,7 +154,9 @@ FLOOR = {torch.float64: 1e-14, torch.float32: 6e-7, torch.float16: 1e-3, torch.b
 
 _ROUNDINGS = 4
 
-# The largest of many rounding errors varies more than their 2-norm does.
+# Tolerances: multiples of the error of plain attention, and of the floor. The largest of many rounding errors varies
+# more than their 2-norm does.
+_MULTIPLE, _FLOORS = 1.5, 1.0
 _MAX_MULTIPLE, _MAX_FLOORS = 2.0, 2.0
 
 
@@ -204,22 +194,15 @@ def errors(
 
     Each quantity is compared twice: `name` in the 2-norm, which averages over all elements, and `name (max)` by the
     largest absolute error, relative to the largest absolute value. One wrong element of many exceeds only the latter,
-    and a small error of every element only the former.
-
-    Args:
-        answer: The tested answer.
-        exact: The oracle's answer in float64.
-        plain: The answer of plain attention in `dtype`.
-        dtype: The dtype of the inputs.
-        extra: Additional relative error that gradients may have.
-        rounding: Relative rounding of the kernel's operands.
+    and a small error of every element only the former. `extra` is a relative error that gradients may have in addition,
+    `rounding` the relative rounding of the kernel's operands.
     """
     expected, usual, found = exact.quantities(), plain.quantities(), {}
     floor = FLOOR[dtype] + _ROUNDINGS * rounding
     for name, value in answer.quantities().items():
         more = extra if name.startswith("d") else 0.0
         for title, order, multiple, floors in (
-            (name, 2, MULTIPLE[name], 1.0),
+            (name, 2, _MULTIPLE, _FLOORS),
             (f"{name} (max)", math.inf, _MAX_MULTIPLE, _MAX_FLOORS),
         ):
             allowed = multiple * relative_error(usual[name], expected[name], order) + floors * floor + more
@@ -229,5 +212,4 @@ def errors(
 
 def find_violations(answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """Return the quantities whose error exceeds the tolerance: name -> (error, tolerance)."""
-    every = errors(answer, exact, plain, dtype)
-    return {name: (error, allowed) for name, (error, allowed) in every.items() if not error <= allowed}
+    return {name: pair for name, pair in errors(answer, exact, plain, dtype).items() if not pair[0] <= pair[1]}

@@ -22,22 +22,18 @@ import torch.distributed as dist
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import group_options_of, known, load
-from burst_portable.comm.base import Transport
 from burst_portable.config import listen_on_loopback
 from burst_portable.conformance.base import BackendUnderTest, describe_error, identity
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
-from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.running import Shard, fresh_memory_is_nan, run_rank
+from burst_portable.conformance.oracle import Answer, make_inputs
+from burst_portable.conformance.running import fresh_memory_is_nan, run_rank
 from burst_portable.errors import CommunicationError
 
 START = 120.0
 """Default seconds until all ranks have imported torch and connected."""
 REPORT_TIMEOUT = 3.0
 """Default seconds for the other ranks to report after the first failure, which may be a consequence of theirs."""
-_JOBS, _JOBS_IN_SUBGROUP = "jobs", "jobs in a subgroup"
-
-Work = str | Case
 
 
 class RankError(Exception):
@@ -51,23 +47,16 @@ def count_devices(backend: Backend) -> int | None:
     return int(torch.get_device_module(backend.capabilities.device_type).device_count())
 
 
-def run_exchanges(target: BackendUnderTest, ranks: int) -> str:
-    """Run every job of `exchanges` on `ranks` processes and return what is wrong, or ""."""
-    return _join_errors(_spawn(target, ranks, _JOBS))
+def run_exchanges(target: BackendUnderTest, ranks: int, *, in_subgroup: bool = False) -> str:
+    """Run every job of `exchanges` on `ranks` processes and return what is wrong, or "".
+
+    If `in_subgroup`, the jobs run in a process group of all these processes but the first.
+    """
+    reports = enumerate(_spawn(target, ranks, None, in_subgroup))
+    return "; ".join(f"rank {r}, {job}: {wrong}" for r, jobs in reports for job, wrong in jobs.items() if wrong)
 
 
-def run_exchanges_in_subgroup(target: BackendUnderTest, ranks: int) -> str:
-    """Run every job in a process group of all these processes but the first, and return what is wrong, or ""."""
-    return _join_errors(_spawn(target, ranks, _JOBS_IN_SUBGROUP))
-
-
-def _join_errors(reports: Sequence[dict[str, str]]) -> str:
-    return "; ".join(
-        f"rank {r}, {job}: {wrong}" for r, jobs in enumerate(reports) for job, wrong in jobs.items() if wrong
-    )
-
-
-def run_on_processes(target: BackendUnderTest, case: Case) -> list[Shard]:
+def run_on_processes(target: BackendUnderTest, case: Case) -> list[Answer]:
     """Run a case with one process per rank and return the shards in rank order."""
     return _spawn(target, case.ranks, case)
 
@@ -95,15 +84,15 @@ def ignore_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _spawn(target: BackendUnderTest, ranks: int, work: Work) -> list[Any]:
-    """Start one process per rank and return their results. Raise `RankError` with the error and its rank."""
+def _spawn(target: BackendUnderTest, ranks: int, case: Case | None, in_subgroup: bool = False) -> list[Any]:
+    """Run a case, or the jobs, on one process per rank. Raise `RankError` with the error and its rank."""
     context = multiprocessing.get_context("spawn")
     lean = replace(pack(target), wrap=identity)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):
             receiver, sender = context.Pipe(duplex=False)
-            arguments = (sender, lean, rank, ranks, str(Path(folder, "store")), work)
+            arguments = (sender, lean, rank, ranks, str(Path(folder, "store")), case, in_subgroup)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             with ignore_interrupts():
                 process.start()
@@ -164,19 +153,21 @@ def collect(
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(pipe: Connection, target: BackendUnderTest, rank: int, ranks: int, store: str, work: Work) -> None:
+def _rank(pipe: Connection, *work: Any) -> None:
     """Run one rank in its process."""
     torch.set_num_threads(1)
     try:
         # By value: multiprocessing would send tensors in shared memory, which ends with this process.
-        pipe.send_bytes(pickle.dumps((True, _run(target, rank, ranks, store, work))))
+        pipe.send_bytes(pickle.dumps((True, _run(*work))))
     except BaseException as error:  # noqa: BLE001  (sent to the parent, which raises it)
         pipe.send_bytes(pickle.dumps((False, (isinstance(error, CommunicationError), describe_error(error)))))
 
 
-def _run(target: BackendUnderTest, rank: int, ranks: int, store: str, work: Work) -> Any:
+def _run(
+    target: BackendUnderTest, rank: int, ranks: int, store: str, case: Case | None, in_subgroup: bool
+) -> Answer | dict[str, str]:
     target = unpack(target)
-    capabilities, device = target.backend.capabilities, target.device
+    capabilities, device, timeout = target.backend.capabilities, target.device, timedelta(seconds=target.timeout)
     if capabilities.streams:
         device = torch.device(capabilities.device_type, rank)
         torch.get_device_module(device).set_device(device)
@@ -186,23 +177,18 @@ def _run(target: BackendUnderTest, rank: int, ranks: int, store: str, work: Work
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
-        **group_options_of(target.backend, timedelta(seconds=target.timeout)),
+        **group_options_of(target.backend, timeout),
     )
     try:
         group = None
-        if work == _JOBS_IN_SUBGROUP:
-            timeout = timedelta(seconds=target.timeout)
+        if in_subgroup:
             group = dist.new_group(list(range(1, ranks)), **group_options_of(target.backend, timeout))
             if rank == 0:
                 return {}
         transport = target.backend.transport(group, target.timeout)
         with fresh_memory_is_nan():
-            return _do(target, transport, device, work)
+            if case is not None:
+                return run_rank(target, case, make_inputs(case), transport, device)
+            return {name: job(transport, device) for name, job in JOBS.items()}
     finally:
         dist.destroy_process_group()
-
-
-def _do(target: BackendUnderTest, transport: Transport, device: torch.device, work: Work) -> Any:
-    if isinstance(work, Case):
-        return run_rank(target, work, make_inputs(work), transport, device)
-    return {name: job(transport, device) for name, job in JOBS.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,18 +50,6 @@ class _Context:
         """Do nothing: no gradient of LSE is passed."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Outputs and gradients of one rank."""
-
-    out: Tensor
-    lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsinks: Tensor | None
-
-
 def plan_of(case: Case, device: str = "cpu") -> Plan:
     """Return the plan of a case. A kernel gets its `forward.call`, which has the heads of one rank."""
     return planned(case.make_strategy(), case.make_call(device))
@@ -77,8 +64,8 @@ def serves(kernel: Kernel | LazyKernel, case: Case, device: str) -> bool:
         return True
 
 
-def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transport, device: torch.device) -> Shard:
-    """Run one rank's part of a case."""
+def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transport, device: torch.device) -> Answer:
+    """Run one rank's part of a case, and return its shards."""
     plan = plan_of(case, device.type)
     kernel = target.choose(plan.forward.call)
     plan = plan_for_kernel(plan, kernel)
@@ -102,13 +89,10 @@ def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transpo
     context: Any = _Context()
     with torch.no_grad():
         begin(prepared, device)
-        out, lse = Attention.forward(context, q, k, v, sinks, prepared)
-        dq, dk, dv, dsinks, _ = (None if g is None else g.cpu() for g in Attention.backward(context, dout, None))
-    assert lse is not None, "return_lse is the default"
-    assert dq is not None
-    assert dk is not None
-    assert dv is not None
-    return Shard(out.cpu(), lse.cpu(), dq, dk, dv, dsinks)
+        outputs = Attention.forward(context, q, k, v, sinks, prepared)
+        gradients = Attention.backward(context, dout, None)[:4]
+    shards: Any = (None if x is None else x.cpu() for x in (*outputs, *gradients))
+    return Answer(*shards)
 
 
 def run_case(target: BackendUnderTest, case: Case, x: Inputs) -> Answer:
@@ -118,13 +102,11 @@ def run_case(target: BackendUnderTest, case: Case, x: Inputs) -> Answer:
         UnsupportedError: If the backend does not support the case.
     """
     target.choose(plan_of(case, target.device.type).forward.call)
-    return gather_shards(
-        target.threads(case.ranks, lambda transport: run_rank(target, case, x, transport, target.device)),
-        case.make_layout(),
-    )
+    shards = target.threads(case.ranks, lambda transport: run_rank(target, case, x, transport, target.device))
+    return gather_shards(shards, case.make_layout())
 
 
-def gather_shards(shards: Sequence[Shard], layout: Layout) -> Answer:
+def gather_shards(shards: Sequence[Answer], layout: Layout) -> Answer:
     """Return the unsharded tensors, in the order of positions."""
 
     def gather(name: str, dim: int = 1) -> Tensor:
@@ -174,30 +156,29 @@ def run_kernel(
     rows = [torch.tensor(layout.positions(block)) for block in range(case.ranks)]
     inputs = [tuple(in_memory(t[:, r], case.memory, device) for t in (x.q, x.k, x.v, x.dout)) for r in rows]
     before = [tuple(t.clone() for t in block) for block in inputs]
-    pairs = [[find_tiles(mask, q, k) for k in layout.shards] for q in layout.shards]
     gradients = [tuple(Guarded(t) for t in block[:3]) for block in inputs]
     answers = []
     for rank, (q, _, _, dout) in enumerate(inputs):
+        # K/V blocks in the order in which they arrive in a ring
+        owners = [(rank - distance) % case.ranks for distance in range(case.ranks)]
+        pairs = ((owner, find_tiles(mask, layout.shards[rank], layout.shards[owner])) for owner in owners)
+        steps = [(owner, inputs[owner][1], inputs[owner][2], tiles) for owner, tiles in pairs if tiles]
         state = None
-        for owner in _ring_order(rank, case.ranks):
-            if pairs[rank][owner]:
-                _, k, v, _ = inputs[owner]
-                state = kernel.attend(q, k, v, pairs[rank][owner], call, state=state)
+        for _, k, v, tiles in steps:
+            state = kernel.attend(q, k, v, tiles, call, state=state)
         empty = numerics.empty_state(q, x.v.shape[-1])
         out, lse = numerics.finished(empty if state is None else state, case.dtype)
         delta = numerics.row_delta(dout, out)
         answers.append((out.to(case.dtype), lse))
-        for owner in _ring_order(rank, case.ranks) * times:
-            if pairs[rank][owner]:
-                _, k, v, _ = inputs[owner]
-                into = gradients[rank][0].view, gradients[owner][1].view, gradients[owner][2].view
-                backward = BackwardInputs(dout, q, k, v, lse, *((out, None) if by_out else (None, delta)))
-                kernel.attend_backward(backward, pairs[rank][owner], call, into=into)
+        for owner, k, v, tiles in steps * times:
+            into = gradients[rank][0].view, gradients[owner][1].view, gradients[owner][2].view
+            backward = BackwardInputs(dout, q, k, v, lse, *((out, None) if by_out else (None, delta)))
+            kernel.attend_backward(backward, tiles, call, into=into)
     _check_untouched(inputs, before, gradients)
     shards = []
     for (out, lse), block in zip(answers, gradients, strict=True):
         dq, dk, dv = ((g.view / times).to(case.dtype).cpu() for g in block)
-        shards.append(Shard(out.cpu(), lse.cpu(), dq, dk, dv, None))
+        shards.append(Answer(out.cpu(), lse.cpu(), dq, dk, dv))
     return gather_shards(shards, layout)
 
 
@@ -209,15 +190,14 @@ def run_single_call(kernel: Kernel, case: Case, x: Inputs, device: torch.device,
     """
     layout, call = case.make_layout(), case.make_call(device.type)
     q, k, v, dout = (in_memory(t[:, layout.positions(0)], case.memory, device) for t in (x.q, x.k, x.v, x.dout))
-    before = [tuple(t.clone() for t in (q, k, v, dout))]
+    before = tuple(t.clone() for t in (q, k, v, dout))
     tiles = find_tiles(case.make_mask(), layout.shards[0], layout.shards[0])
     state = _in_parts(kernel, q, k, v, tiles, call) if parts else kernel.forward_single_call(q, k, v, tiles, call)
     out, lse = numerics.finished(state, case.dtype)
     inputs = BackwardInputs(dout, q, k, v, lse, out.to(case.dtype))
     dq, dk, dv = kernel.backward_single_call(inputs, tiles, call)
-    _check_untouched([(q, k, v, dout)], before, [])
-    out, lse, dq, dk, dv = (t.to(case.dtype).cpu() for t in (out, lse, dq, dk, dv))
-    return gather_shards([Shard(out, lse, dq, dk, dv, None)], layout)
+    _check_untouched([(q, k, v, dout)], [before], [])
+    return gather_shards([Answer(*(t.to(case.dtype).cpu() for t in (out, lse, dq, dk, dv)))], layout)
 
 
 def _in_parts(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall) -> State:
@@ -228,11 +208,6 @@ def _in_parts(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, cal
     if not out[:, rows].isnan().all():
         raise OutOfBoundsWriteError("the kernel wrote rows of out that later launches merge")
     return torch.cat([out[:, : rows.start], wide[:, rows], out[:, rows.stop :]], 1), lse
-
-
-def _ring_order(rank: int, blocks: int) -> list[int]:
-    """Return the blocks in the order in which they arrive in a ring."""
-    return [(rank - distance) % blocks for distance in range(blocks)]
 
 
 def _check_untouched(

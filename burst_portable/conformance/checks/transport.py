@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
@@ -12,22 +13,15 @@ from burst_portable.conformance.cases import Case
 from burst_portable.conformance.checks.attention import compare, make_case_test, make_case_tests
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.processes import (
-    count_devices,
-    run_exchanges,
-    run_exchanges_in_subgroup,
-    run_on_processes,
-)
+from burst_portable.conformance.processes import count_devices, run_exchanges, run_on_processes
 from burst_portable.conformance.running import gather_shards
 
 
 def _thread_tests(target: BackendUnderTest) -> Iterator[TestCase]:
     """Yield every job, on few and on many ranks."""
-    for ranks in (2, 3) if target.coverage == "quick" else (2, 3, 5, 8):
+    for ranks, job in product((2, 3) if target.coverage == "quick" else (2, 3, 5, 8), JOBS):
         if ranks <= target.ranks:
-            yield from (
-                make_plain_test("transport", f"{job}-{ranks}ranks", _run_job, target, job, ranks) for job in JOBS
-            )
+            yield make_plain_test("transport", f"{job}-{ranks}ranks", _run_job, target, job, ranks)
 
 
 def _run_job(target: BackendUnderTest, job: str, ranks: int) -> Outcome:
@@ -53,23 +47,16 @@ def _group_tests(target: BackendUnderTest) -> Iterator[TestCase]:
     for ranks in counts:
         if ranks <= target.ranks:
             yield make_plain_test("group", f"messages-{ranks}ranks", _messages, target, ranks)
-    if target.coverage != "quick" and target.ranks >= _WORLD:
-        yield make_plain_test("group", f"messages-{_WORLD - 1}ranks-of-{_WORLD}", _messages_in_subgroup, target)
+    # A subgroup that excludes rank 0: no rank of the group has its global number.
+    if target.coverage != "quick" and target.ranks >= 3:
+        yield make_plain_test("group", "messages-2ranks-of-3", _messages, target, 3, True)
     yield from make_case_tests("group", target, cases, _attend)
 
 
-_WORLD = 3
-"""Processes of the test of a subgroup, which excludes rank 0: no rank of the group has its global number."""
-
-
-def _messages(target: BackendUnderTest, ranks: int) -> Outcome:
-    reason = _skip_reason(target, ranks)
-    return Outcome(skipped=reason) if reason else Outcome(wrong=run_exchanges(target, ranks))
-
-
-def _messages_in_subgroup(target: BackendUnderTest) -> Outcome:
-    reason = _skip_reason(target, _WORLD)
-    return Outcome(skipped=reason) if reason else Outcome(wrong=run_exchanges_in_subgroup(target, _WORLD))
+def _messages(target: BackendUnderTest, ranks: int, in_subgroup: bool = False) -> Outcome:
+    if reason := _skip_reason(target, ranks):
+        return Outcome(skipped=reason)
+    return Outcome(wrong=run_exchanges(target, ranks, in_subgroup=in_subgroup))
 
 
 def _attend(target: BackendUnderTest, case: Case) -> Outcome:
