@@ -5,8 +5,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -15,10 +16,11 @@ from burst_portable.backends.selection import choose_kernel, kernels_of
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import run_transports
 from burst_portable.conformance.cases import STRATEGIES, Case, strategy_trials
-from burst_portable.errors import in_a_line
+from burst_portable.errors import UnsupportedError, in_a_line
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.planning.call import AttentionCall
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
 
@@ -103,10 +105,9 @@ class Outcome:
 
     def text(self) -> str:
         """Describe what is wrong, in one line."""
-        parts = [
-            f"error of {name} is {error:.2g}; allowed: {limit:.2g}" for name, (error, limit) in self.too_large.items()
-        ]
-        return "; ".join([*parts, *([self.wrong] if self.wrong else [])])
+        large = self.too_large.items()
+        parts = [f"error of {name} is {error:.2g}; allowed: {limit:.2g}" for name, (error, limit) in large]
+        return "; ".join(filter(None, [*parts, self.wrong]))
 
 
 @dataclass(frozen=True)
@@ -154,18 +155,27 @@ class Check:
     by_strategy: bool = False
 
 
-def _is_library(file: str) -> bool:
-    """Return whether a file belongs to this suite, to torch or to Python's standard library."""
-    is_standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
-    return is_standard or file.startswith(_SKIPPED_FOLDERS)
-
-
 def describe_error(error: BaseException) -> str:
     """Describe an error of a backend in one line, with its position in code outside of this suite and torch."""
     text = in_a_line(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not _is_library(frame.filename)]
-    return f"{text} (in {outside[-1].filename}:{outside[-1].lineno})" if outside else text
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_standard = frame.filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in frame.filename
+        if not is_standard and not frame.filename.startswith(_SKIPPED_FOLDERS):
+            return f"{text} (in {frame.filename}:{frame.lineno})"
+    return text
+
+
+def skippable(run: Callable[P, Outcome]) -> Callable[P, Outcome]:
+    """Turn an `UnsupportedError` of a test into a skipped outcome with its reason."""
+
+    @wraps(run)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Outcome:
+        try:
+            return run(*args, **kwargs)
+        except UnsupportedError as error:
+            return Outcome(skipped=str(error))
+
+    return call
 
 
 def make_plain_test(check: str, name: str, run: Callable[..., Outcome], *arguments: object) -> TestCase:

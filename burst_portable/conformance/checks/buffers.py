@@ -6,22 +6,20 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport, WrappedTransport
-from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, Wrap, make_plain_test
+from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test, skippable
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.checks.attention import compare
 from burst_portable.conformance.checks.kernel_contract import plainest
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import run_case, run_kernel
-from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, LazyKernel, WrappedKernel
+from burst_portable.kernels.base import BackwardInputs, Kernel, LazyKernel, WrappedKernel
 from burst_portable.numerics import State
-from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.tiles import Tiles
 
 NAME = "memory"
 _BUSY = 1 << 25  # bytes of a copy that keeps a stream busy
@@ -63,8 +61,10 @@ class Delayed(WrappedTransport):
             _keep_busy(messages[0].buffer.device, self._chance.randrange(4))
         time.sleep(self._chance.random() * self._seconds)
         leaving, arriving = self._wrapped.post(sends, receives, label)
-        late = [[_Late(handle, self._chance, self._seconds) for handle in group] for group in (leaving, arriving)]
-        return list(late[0]), list(late[1])
+        return [self._late(handle) for handle in leaving], [self._late(handle) for handle in arriving]
+
+    def _late(self, handle: Handle) -> Handle:
+        return _Late(handle, self._chance, self._seconds)
 
 
 def _keep_busy(device: torch.device, rounds: int) -> None:
@@ -82,24 +82,12 @@ class LateInputs(WrappedKernel):
         super().__init__(wrapped)
         self._rounds = rounds
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        call: AttentionCall,
-        *,
-        state: State | None = None,
-        yields_to_comm: bool = False,
-    ) -> State:
-        q, k, v = self._rewrite(q, k, v)
-        return super().attend(q, k, v, tiles, call, state=state, yields_to_comm=yields_to_comm)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> State:
+        return super().attend(*self._rewrite(q, k, v), *args, **options)
 
-    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+    def attend_backward(self, x: BackwardInputs, *args: Any, **options: Any) -> None:
         dout, q, k, v, lse = self._rewrite(x.dout, x.q, x.k, x.v, x.lse)
-        late = x._replace(dout=dout, q=q, k=k, v=v, lse=lse)
-        super().attend_backward(late, tiles, call, into=into)
+        super().attend_backward(x._replace(dout=dout, q=q, k=k, v=v, lse=lse), *args, **options)
 
     def _rewrite(self, *tensors: Tensor) -> list[Tensor]:
         written = [torch.empty_like(tensor) for tensor in tensors]
@@ -141,35 +129,28 @@ def _order(target: BackendUnderTest, kernel: Kernel | LazyKernel) -> Outcome:
     return compare(case, x, run_kernel(late, case, x, target.device), loaded.traits.rounding)
 
 
+@skippable
 def _delays(target: BackendUnderTest, case: Case) -> Outcome:
     """Check that delays of any rank change no bit."""
-    x, seconds = make_inputs(case), 0.004
-    try:
-        expected = run_case(target, case, x)
-        for seed in range(2 if target.coverage == "quick" else 5):
-            delayed = run_case(replace(target, wrap=_delaying(target, seed, seconds)), case, x)
-            if name := expected.differs(delayed):
-                return Outcome(wrong=f"{name} depends on which rank is late (delays of seed {seed})")
-    except UnsupportedError as refusal:
-        return Outcome(skipped=str(refusal))
+    x, streams = make_inputs(case), target.backend.capabilities.streams
+    expected = run_case(target, case, x)
+    for seed in range(2 if target.coverage == "quick" else 5):
+
+        def delay(transport: Transport, seed: int = seed) -> Transport:
+            return Delayed(target.wrap(transport), seed, 0.004, streams=streams)
+
+        if name := expected.differs(run_case(replace(target, wrap=delay), case, x)):
+            return Outcome(wrong=f"{name} depends on which rank is late (delays of seed {seed})")
     return Outcome()
 
 
-def _delaying(target: BackendUnderTest, seed: int, seconds: float) -> Wrap:
-    streams = target.backend.capabilities.streams
-    return lambda transport: Delayed(target.wrap(transport), seed, seconds, streams=streams)
-
-
+@skippable
 def _stale(target: BackendUnderTest, case: Case) -> Outcome:
     """Check that a case gives the same bits after another one of the same shapes: no data is kept from call to call."""
     x = make_inputs(case)
-    try:
-        before = run_case(target, case, x)
-        run_case(target, case, make_inputs(case, seed=1))
-        after = run_case(target, case, x)
-    except UnsupportedError as refusal:
-        return Outcome(skipped=str(refusal))
-    name = before.differs(after)
+    before = run_case(target, case, x)
+    run_case(target, case, make_inputs(case, seed=1))
+    name = before.differs(run_case(target, case, x))
     return Outcome(wrong=f"{name} depends on the previous call" if name else "")
 
 
