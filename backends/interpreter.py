@@ -95,10 +95,10 @@ def main() -> int:
     }
     subject = Interpreted(chosen.backend, kernel_of(chosen.backend, chosen.chip), facts)
 
-    def told(done: int, total: int, trial: Any, outcome: Any) -> None:
-        if outcome is not None and not outcome.ok:
-            print(f"FAILED {trial.text}: {outcome.text()}", flush=True)
-        elif outcome is not None and done % 25 == 0:
+    def told(done: int, total: int, trial: Any, result: Any) -> None:
+        if result is not None and not result.ok:
+            print(f"FAILED {trial.text}: {result.message}", flush=True)
+        elif result is not None and done % 25 == 0:
             print(f"{done} of {total}", flush=True)
 
     every = covering({"mask": tuple(MASKS), "layout": LAYOUTS, **AXES, "memory": MEMORY})

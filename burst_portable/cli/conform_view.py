@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from burst_portable.cli.output import JsonOption, console, table
-from burst_portable.conformance.base import Outcome, TestCase
-from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, closest
+from burst_portable.conformance.base import TestCase
+from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result, closest
 from burst_portable.conformance.suite import Progress as OnProgress
 
 _INTERVAL = 30.0  # seconds between lines about the progress of one group, in a log
@@ -31,13 +31,13 @@ def progress() -> Iterator[OnProgress]:
     current, summary, failed = "", "", 0
     with _display(stderr) as display:
 
-        def on_progress(done: int, total: int, test: TestCase, outcome: Outcome | None) -> None:
+        def on_progress(done: int, total: int, test: TestCase, result: Result | None) -> None:
             nonlocal current, summary, failed
             current = test.text
-            failed += outcome is not None and not outcome.ok
+            failed += result is not None and not result.ok
             if done:
                 summary = f", after {done} of {total} checks, of which {failed or 'none'} failed"
-            display(done, total, test, outcome)
+            display(done, total, test, result)
 
         try:
             yield on_progress
@@ -59,9 +59,9 @@ def _display(stderr: Console) -> Iterator[OnProgress]:
         task = bar.add_task("starting", total=None)
         failed = 0
 
-        def on_progress(done: int, total: int, test: TestCase, outcome: Outcome | None) -> None:
+        def on_progress(done: int, total: int, test: TestCase, result: Result | None) -> None:
             nonlocal failed
-            failed += outcome is not None and not outcome.ok
+            failed += result is not None and not result.ok
             description = f"{test.check}, {failed} failed" if failed else test.check
             bar.update(task, completed=done, total=total, description=description)
 
@@ -76,14 +76,14 @@ class _Lines:
         self._checks = self._failed = 0
         self._started = self._last = time.monotonic()
 
-    def __call__(self, done: int, total: int, test: TestCase, outcome: Outcome | None) -> None:
-        if outcome is None:
+    def __call__(self, done: int, total: int, test: TestCase, result: Result | None) -> None:
+        if result is None:
             if test.check != self._group:
                 self._print_group()
                 self._group, self._checks, self._failed, self._started = test.check, 0, 0, time.monotonic()
             return
         self._checks += 1
-        self._failed += not outcome.ok
+        self._failed += not result.ok
         if done == total:
             self._print_group()
         elif time.monotonic() - self._last >= _INTERVAL:

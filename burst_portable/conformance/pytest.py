@@ -22,7 +22,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import load, probed
 from burst_portable.conformance.base import BackendUnderTest, TestCase
 from burst_portable.conformance.running import testing_environment
-from burst_portable.conformance.suite import list_tests, rerun, run, shrink
+from burst_portable.conformance.suite import Runner, list_tests
 
 
 class ConformanceTest:
@@ -36,15 +36,12 @@ class ConformanceTest:
 
     def __call__(self) -> None:
         with testing_environment():
-            outcome = run(self.test)
-            least = None if outcome.ok else shrink(self.test)
-        if outcome.skipped and outcome.ok:
-            pytest.skip(outcome.skipped)
-        if not outcome.ok:
-            text = self.test.text
-            if least is not None:
-                text = ":".join(filter(None, (self.test.check, self.test.kernel, least.spec())))
-            pytest.fail(f"{outcome.text()}\nsmallest: {text}\nagain: {rerun(self.target, text)}", pytrace=False)
+            result = Runner(self.target).run(self.test)
+        if not result.ok:
+            text = f"{result.message}\nsmallest: {result.smallest}\nagain: {result.command}"
+            pytest.fail(text, pytrace=False)
+        if result.skipped:
+            pytest.skip(result.skipped)
 
 
 def backend_checks(

@@ -6,12 +6,14 @@ import multiprocessing
 import platform
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
@@ -143,65 +145,49 @@ def run(test: TestCase, case: Case | None = None) -> Outcome:
         return Outcome(wrong=describe_error(error))
 
 
-def shrink(test: TestCase, max_runs: int = _LONG) -> Case | None:
-    """Return the smallest case found that still fails. None if the test has no case."""
-    if test.case is None:
-        return None
-    return smallest(test.case, lambda case: not run(test, case).ok, max_runs=max_runs)
-
-
 @dataclass
 class Runner:
     """Runs tests one after another. If `shrink` is true, it searches for the smallest failing case."""
 
     target: BackendUnderTest
     shrink: bool = True
-    _failures: dict[str, int] = field(default_factory=dict)
+    _failures: Counter[str] = field(default_factory=Counter)
 
-    def run(self, test: TestCase) -> RunResult:
+    def run(self, test: TestCase) -> Result:
         """Run and time one test. If it fails, search for its smallest case."""
         started = time.monotonic()
         outcome = run(test)
-        seconds, least = time.monotonic() - started, None
+        seconds, text = time.monotonic() - started, test.text
         if not outcome.ok:
-            count = self._failures[test.check] = self._failures.get(test.check, 0) + 1
-            if self.shrink:
-                least = shrink(test, _LONG if count <= _LONG_SEARCHES else _SHORT)
-        return outcome, make_result(self.target, test, outcome, seconds, least)
+            self._failures[test.check] += 1
+            if self.shrink and test.case is not None:
+                max_runs = _LONG if self._failures[test.check] <= _LONG_SEARCHES else _SHORT
+                least = smallest(test.case, lambda case: not run(test, case).ok, max_runs=max_runs)
+                text = ":".join(filter(None, (test.check, test.kernel, least.spec())))
+        return make_result(self.target, test, outcome, seconds, text)
 
 
-def make_result(
-    target: BackendUnderTest, test: TestCase, outcome: Outcome, seconds: float, least: Case | None = None
-) -> Result:
-    """Return the report's entry for an outcome. `least` is the smallest failing case."""
-    text = test.text
-    if least is not None:
-        text = f"{test.check}:{test.kernel}:{least.spec()}" if test.kernel else f"{test.check}:{least.spec()}"
+def make_result(target: BackendUnderTest, test: TestCase, outcome: Outcome, seconds: float, text: str = "") -> Result:
+    """Return the report's entry for an outcome. `text` names the smallest failing test. Default: this one."""
+    text = text or test.text
+    kernel = [] if target.kernel == "auto" else ["--kernel", target.kernel]
+    command = ["burst-portable", "conform", "--backend", target.backend.name, *kernel, "--case", text]
     return Result(
         check=test.check,
         name=test.name,
         ok=outcome.ok,
         seconds=round(seconds, 4),
-        errors={name: (error, allowed) for name, (error, allowed) in outcome.errors.items()},
+        errors=dict(outcome.errors),
         message=outcome.text(),
         skipped=outcome.skipped,
-        smallest=text if not outcome.ok else "",
-        command="" if outcome.ok else rerun(target, text),
+        smallest="" if outcome.ok else text,
+        command="" if outcome.ok else shlex.join(command),
     )
-
-
-def rerun(target: BackendUnderTest, text: str) -> str:
-    """Return the command that runs exactly one test again."""
-    words = ["burst-portable", "conform", "--backend", target.backend.name]
-    words += ["--kernel", target.kernel] if target.kernel != "auto" else []
-    return shlex.join([*words, "--case", text])
 
 
 _JOIN_TIMEOUT = 5.0  # seconds that a process gets to end
 TEST_TIMEOUT = 900.0
 """Default seconds for a test, including the start of its process and all compilation."""
-
-RunResult = tuple[Outcome, Result]
 
 
 def run_in_processes(
@@ -213,7 +199,7 @@ def run_in_processes(
     *,
     shrink: bool,
     timeout: float = TEST_TIMEOUT,
-) -> Generator[RunResult]:
+) -> Generator[Result]:
     """Yield the result of each test in order. `only` and `cases` select the same tests in the other processes.
 
     A test that takes more than `timeout` seconds fails, and its process is killed.
@@ -223,7 +209,7 @@ def run_in_processes(
     for worker in workers:
         idle.put(worker)
 
-    def run_number(number: int) -> RunResult:
+    def run_number(number: int) -> Result:
         worker = idle.get()
         try:
             return worker.run(number, tests[number])
@@ -248,20 +234,26 @@ class _Worker:
     def __init__(
         self, target: BackendUnderTest, only: Sequence[str], cases: Sequence[str], shrink: bool, timeout: float
     ) -> None:
-        self._subject, self._arguments = target, (pack(target), only, cases, shrink)
+        self._target, self._arguments = target, (pack(target), only, cases, shrink)
         self._timeout = timeout
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: BaseProcess | None = None
 
-    def run(self, number: int, test: TestCase) -> RunResult:
+    def run(self, number: int, test: TestCase) -> Result:
         """Request one test and wait for its result."""
-        if self._process is None:
-            self._start()
+        process = self._process or self._start()
         try:
             self._pipe.send(number)
-            result = self._pipe.recv() if self._pipe.poll(self._timeout) else self._report_timeout(test)
+            if self._pipe.poll(self._timeout):
+                result: Result = self._pipe.recv()
+            else:
+                process.kill()
+                wrong = f"it did not end within {self._timeout:g} s, and its process was killed"
+                result = make_result(self._target, test, Outcome(wrong=wrong), self._timeout)
         except (EOFError, OSError):
-            result = self._report_exit(test)
-        if not result[0].ok:
+            process.join(_JOIN_TIMEOUT)
+            wrong = f"its process ended with exit code {process.exitcode}"
+            result = make_result(self._target, test, Outcome(wrong=wrong), 0.0)
+        if not result.ok:
             self.end()
         return result
 
@@ -279,24 +271,14 @@ class _Worker:
             self._process.join()
             self._process = None
 
-    def _start(self) -> None:
+    def _start(self) -> BaseProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_end, *self._arguments))
         with ignore_interrupts():
             self._process.start()
         child_end.close()
-
-    def _report_timeout(self, test: TestCase) -> RunResult:
-        self.kill()
-        outcome = Outcome(wrong=f"it did not end within {self._timeout:g} s, and its process was killed")
-        return outcome, make_result(self._subject, test, outcome, self._timeout)
-
-    def _report_exit(self, test: TestCase) -> RunResult:
-        assert self._process is not None, "a test was requested"
-        self._process.join(_JOIN_TIMEOUT)
-        outcome = Outcome(wrong=f"its process ended with exit code {self._process.exitcode}")
-        return outcome, make_result(self._subject, test, outcome, 0.0)
+        return self._process
 
 
 def _serve(pipe: Connection, target: BackendUnderTest, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
@@ -316,8 +298,8 @@ def _serve(pipe: Connection, target: BackendUnderTest, only: Sequence[str], case
                 return
 
 
-Progress = Callable[[int, int, TestCase, Outcome | None], None]
-"""Called before each test (with None) and after it: number of finished tests, number of all, test, outcome."""
+Progress = Callable[[int, int, TestCase, Result | None], None]
+"""Called before each test (with None) and after it: number of finished tests, number of all, test, result."""
 
 
 def check_backend(
@@ -369,10 +351,26 @@ def check_backend(
     target = BackendUnderTest(backend, ranks, coverage, kernel, wrap, timeout, strategy)
     facts = _check_available(backend)
     _check_arguments(target, evidence_level, processes)
-    only, cases = tuple(only), tuple(cases)
-    started = time.monotonic()
+    only, cases, shrink = tuple(only), tuple(cases), not fail_fast
+    started, results = time.monotonic(), list[Result]()
     with testing_environment():
-        results = tuple(_run_all(target, only, cases, processes, fail_fast, progress, test_timeout))
+        tests = select_tests(target, only, cases)
+        if not tests and strategy:
+            raise _explain_no_tests(target)
+        if processes == 1:
+            runner = Runner(target, shrink)
+            every: Generator[Result] = (runner.run(test) for test in tests)
+        else:
+            every = run_in_processes(target, only, cases, tests, processes, shrink=shrink, timeout=test_timeout)
+        with closing(every):
+            for number, test in enumerate(tests):
+                if progress:
+                    progress(number, len(tests), test, None)
+                results.append(next(every))
+                if progress:
+                    progress(number + 1, len(tests), test, results[-1])
+                if fail_fast and not results[-1].ok:
+                    break
     return Report(
         backend=backend.name,
         evidence_level=evidence_level or str(facts.get("evidence_level", "device")),
@@ -384,38 +382,14 @@ def check_backend(
         only=only or cases or ((f"strategy {strategy}",) if strategy else ()),
         kernels=tuple(k.name for k in kernels_of(backend)),
         device=_device(backend, facts),
-        versions=_versions(),
-        results=results,
+        versions={
+            "burst_portable": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        },
+        results=tuple(results),
     )
-
-
-def _run_all(
-    target: BackendUnderTest,
-    only: Sequence[str],
-    cases: Sequence[str],
-    processes: int,
-    fail_fast: bool,
-    progress: Progress | None,
-    timeout: float,
-) -> Iterator[Result]:
-    tests = select_tests(target, only, cases)
-    if not tests and target.strategy:
-        raise _explain_no_tests(target)
-    if processes == 1:
-        runner = Runner(target, shrink=not fail_fast)
-        every: Generator[RunResult] = (runner.run(test) for test in tests)
-    else:
-        every = run_in_processes(target, only, cases, tests, processes, shrink=not fail_fast, timeout=timeout)
-    with closing(every):
-        for number, test in enumerate(tests):
-            if progress:
-                progress(number, len(tests), test, None)
-            outcome, result = next(every)
-            if progress:
-                progress(number + 1, len(tests), test, outcome)
-            yield result
-            if fail_fast and not outcome.ok:
-                return
 
 
 def _explain_no_tests(target: BackendUnderTest) -> UnsupportedError:
@@ -471,12 +445,3 @@ def _device(backend: Backend, facts: dict[str, object]) -> dict[str, str]:
     values = {name: str(value) for name, value in sorted(facts.items())}
     module = known().get(backend.name, type(backend).__module__)
     return {"type": backend.capabilities.device_type, "from": module, **values}
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "burst_portable": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }

@@ -6,6 +6,7 @@ import pytest
 
 from burst_portable.cli import conform_view
 from burst_portable.conformance.base import Outcome, TestCase
+from burst_portable.conformance.report import Result
 
 
 def make_test(name):
@@ -17,9 +18,9 @@ def test_progress_reports_long_group(monkeypatch, capsys):
     monkeypatch.setattr(conform_view.time, "monotonic", lambda: now[0])
     with conform_view.progress() as told:
         told(0, 4, make_test("one"), None)
-        for done, outcome in enumerate((Outcome(), Outcome(wrong="no"), Outcome(), Outcome()), 1):
+        for done, ok in enumerate((True, False, True, True), 1):
             now[0] += 20
-            told(done, 4, make_test("one"), outcome)
+            told(done, 4, make_test("one"), Result("kernels", "one", ok))
     assert capsys.readouterr().err.splitlines() == [
         "kernels: 2 of 4 checks are done, 1 of kernels failed",
         "kernels: 4 checks in 80.0 s, 1 failed",
@@ -38,6 +39,6 @@ def _interrupted(done):
     with conform_view.progress() as told:
         told(0, 9, make_test("one"), None)
         if done:
-            told(done, 9, make_test("one"), Outcome())
+            told(done, 9, make_test("one"), Result("kernels", "one", True))
             told(done, 9, make_test("two"), None)
         raise KeyboardInterrupt
