@@ -21,7 +21,7 @@ from burst_portable.layout import Layout, Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.tiles import find_tiles
 
-LABELS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_LABELS = "0123456789abcdefghijklmnopqrstuvwxyz"
 SEVERAL = "#"
 SHADES = "░▒▓█"
 """Visible share of a cell's pairs: up to 1/3, up to 2/3, less than 1, and 1."""
@@ -30,12 +30,7 @@ _MAX_RUNS = 2  # a row of cells and its ranks then fit 80 characters
 
 
 class Cell(NamedTuple):
-    """One box of the score matrix.
-
-    Attributes:
-        rank: Rank that has the queries; None if there are several.
-        visible: Share of the pairs that are visible.
-    """
+    """One box of the score matrix: the rank of its queries (None if several), and the visible share of its pairs."""
 
     rank: int | None
     visible: float
@@ -56,10 +51,10 @@ class Cell(NamedTuple):
 
 def rank_label(rank: int | None) -> str:
     """Return the digit or letter of a rank; # for several ranks, and from rank 36."""
-    return LABELS[rank] if rank is not None and rank < len(LABELS) else SEVERAL
+    return _LABELS[rank] if rank is not None and rank < len(_LABELS) else SEVERAL
 
 
-def cells(length: int, ranks: int) -> list[Segment]:
+def _cells(length: int, ranks: int) -> list[Segment]:
     """Split the sequence into cells. If possible, zigzag chunks contain a number of cells, or cells of chunks."""
     chunks = 2 * ranks
     if chunks > _MAX_CELLS:
@@ -83,7 +78,7 @@ def cell_ranks(layout: Layout) -> list[list[int]]:
             for rank, segments in enumerate(layout.shards)
             if any(first < past for first, past in (s.within(cell.start, cell.start + cell.count) for s in segments))
         ]
-        for cell in cells(layout.length, layout.ranks)
+        for cell in _cells(layout.length, layout.ranks)
     ]
 
 
@@ -100,15 +95,18 @@ def ranks_text(ranks: Sequence[int]) -> str:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    texts = ["-".join(map(str, run)) for run in runs[:_MAX_RUNS]]
-    return ", ".join([*texts, *(["..."] if len(runs) > _MAX_RUNS else [])])
+    more = ["..."] if len(runs) > _MAX_RUNS else []
+    return ", ".join(["-".join(map(str, run)) for run in runs[:_MAX_RUNS]] + more)
 
 
 def score_matrix(mask: Mask, layout: Layout) -> list[list[Cell]]:
     """Return the cells of each row, from the first queries to the last."""
-    segments = cells(layout.length, layout.ranks)
+    segments = _cells(layout.length, layout.ranks)
     return [
-        [Cell(rank, _visible_share(mask, queries, keys)) for keys in segments]
+        [
+            Cell(rank, find_tiles(mask, (queries,), (keys,)).num_pairs / (queries.count * keys.count))
+            for keys in segments
+        ]
         for queries, rank in zip(segments, cell_owners(layout), strict=True)
     ]
 
@@ -116,7 +114,3 @@ def score_matrix(mask: Mask, layout: Layout) -> list[list[Cell]]:
 def use_shades(matrix: Sequence[Sequence[Cell]]) -> bool:
     """Return whether most rows have several ranks, so that digits would be useless."""
     return sum(rank_label(row[0].rank) == SEVERAL for row in matrix) > len(matrix) / 2
-
-
-def _visible_share(mask: Mask, queries: Segment, keys: Segment) -> float:
-    return find_tiles(mask, (queries,), (keys,)).num_pairs / (queries.count * keys.count)

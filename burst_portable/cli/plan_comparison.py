@@ -1,17 +1,4 @@
-"""Compare the plans of all strategies for `burst-portable plan --strategy all`. Needs no torch. Keys of the JSON:
-
-==================  ==========================================================================================
-schema              "burst_portable.plans/3"; a change that breaks readers raises the number
-problem, hardware   as in the JSON of `plan`, see `cli.plan_facts`
-sampled_ranks       ranks over which the numbers below are taken: all, or a sample
-chosen              the choice of `auto`, and its reason
-strategies          a list by predicted time: `label` (the name that `auto` uses), `strategy`, `title`, `reason`,
-                    `seconds` of both passes; and by pass: `sent_bytes` and `launches` (largest of a rank),
-                    `imbalance` (largest over mean FLOPs of a rank), `seconds` (of the slowest rank)
-not_compared        strategies that `auto` ignores without the ranks per node; listed with their default options
-unsupported         by label: why a strategy does not support the call
-==================  ==========================================================================================
-"""
+"""Compare the plans of all strategies for `burst-portable plan --strategy all`; docs/plans.md describes the JSON."""
 
 from __future__ import annotations
 
@@ -38,13 +25,7 @@ SCHEMA = "burst_portable.plans/3"
 
 
 def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Facts:
-    """Return the costs of each strategy for a call.
-
-    Args:
-        chosen: The plan that `auto` made for the call.
-        auto: The `AutoStrategy` that made it.
-        hardware: Rates for the predicted times.
-    """
+    """Return the costs of each strategy for the call of the plan that `auto` made."""
     assert isinstance(auto, AutoStrategy), "it lists the candidates"
     call = chosen.call
     ranks = sampled_ranks(call.ranks, 0)
@@ -61,7 +42,7 @@ def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Fa
         "hardware": hardware_facts(hardware),
         "sampled_ranks": list(ranks),
         "chosen": chosen.reason,
-        "not_compared": _without_nodes(candidates, auto) if call.ranks > 1 else [],
+        "not_compared": _not_compared(candidates, auto, call.ranks),
         "strategies": sorted(costs, key=lambda one: one["seconds"]),
         "unsupported": unsupported,
     }
@@ -73,9 +54,9 @@ def _all_strategies(compared: Mapping[str, Strategy], unsupported: Iterable[str]
     return {**compared, **{name: strategy() for name, strategy in classes().items() if name not in found}}
 
 
-def _without_nodes(compared: Mapping[str, Strategy], auto: AutoStrategy) -> list[str]:
+def _not_compared(compared: Mapping[str, Strategy], auto: AutoStrategy, ranks: int) -> list[str]:
     """Return the names of the strategies that `auto` ignores because it has no ranks per node."""
-    if auto.ranks_per_node is not None:
+    if auto.ranks_per_node is not None or ranks == 1:
         return []
     found = {strategy.name for strategy in compared.values()} | {"auto"}
     return [n for n, one in classes().items() if one.exact and n not in found and has_option(n, "ranks_per_node")]

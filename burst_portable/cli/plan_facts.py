@@ -1,31 +1,4 @@
-"""Build the JSON of `burst-portable plan`, from which its tables are made. Needs no torch. Keys:
-
-==================  ==========================================================================================
-schema              "burst_portable.plan/3"; a change that breaks readers raises the number
-problem             sizes of the call; names of mask and layout; `num_pairs`: visible (query, key) pairs per head;
-                    `fully_masked_tokens`: tokens that see no key
-strategy, reason    the strategy of the plan, and the reason if `auto` chose it
-reshard             "heads" for a head-parallel strategy, else null
-head_groups         groups of heads that a rank computes one after the other
-head_parallel_size  ranks among which heads are resharded: all, or those of a node; else 1
-hardware            speeds for the prediction: `tflops`, `intra_node_bandwidth` and, between nodes of `ranks_per_node`
-                    ranks, `inter_node_bandwidth` (GB/s per rank); `source`: origin of the numbers, null if typed;
-                    `inter_node_source`: "measured", "given", "assumed", or null
-sampled_ranks       ranks over which the numbers below are taken: all, or a sample
-passes              "forward" and "backward", each with
-  circulates        the tensors that circulate: "kv", or "q" with its gradients; null for heads alone
-  transfer          "ring" or "direct"
-  max, mean         of one rank: flops, sent and received bytes, messages, launches, tiles
-  max_message_bytes bytes of the largest message; null without messages
-  imbalance         largest over mean FLOPs of a rank
-  memory            bytes: `shard` (the rank's local tensors), `in_flight` (remote blocks stored or in transit)
-  seconds           predicted time of the slowest rank; `compute_seconds`: its FLOPs at the given rate
-  efficiency        mean FLOPs of a rank at the given rate, over `seconds`
-notes               sentences about the limits of the predicted times
-steps               of one rank: what it receives, computes and sends
-check               whether every pair is computed exactly once, what is wrong if not, number of checked `ranks`
-==================  ==========================================================================================
-"""
+"""Build the JSON of `burst-portable plan`, from which its tables are made; docs/plans.md describes it."""
 
 from __future__ import annotations
 
@@ -35,7 +8,7 @@ from typing import Any
 
 from burst_portable import __version__
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import PassCost, plan_cost
+from burst_portable.planning.cost import PlanCost, plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import message_size
 from burst_portable.planning.plans import PassName, PassPlan, Plan, heads_per_rank
@@ -69,13 +42,7 @@ def plan_facts(plan: Plan, hardware: HardwareSpec, rank: int) -> Facts:
         "head_parallel_size": plan.head_parallel_size,
         "hardware": hardware_facts(hardware),
         "sampled_ranks": list(sampled),
-        "passes": {
-            name: {
-                **_pass(plan, name, pass_plan, cost.per_rank[name], sampled, hardware),
-                "imbalance": cost.imbalance(name),
-            }
-            for name, pass_plan in plan.passes()
-        },
+        "passes": {name: _pass(plan, name, part, cost, sampled, hardware) for name, part in plan.passes()},
         "seconds": cost.seconds,
         "steps": {
             "rank": rank,
@@ -146,13 +113,9 @@ def call_facts(problem: AttentionCall) -> Facts:
 
 
 def _pass(
-    plan: Plan,
-    name: PassName,
-    pass_plan: PassPlan,
-    costs: Sequence[PassCost],
-    ranks: Sequence[int],
-    hardware: HardwareSpec,
+    plan: Plan, name: PassName, pass_plan: PassPlan, cost: PlanCost, ranks: Sequence[int], hardware: HardwareSpec
 ) -> Facts:
+    costs = cost.per_rank[name]
     seconds = max(c.seconds for c in costs)
     flops = [c.flops for c in costs]
     per_second = (hardware.tflops if name == "forward" else hardware.backward_tflops or hardware.tflops) * 1e12
@@ -170,25 +133,23 @@ def _pass(
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
         "max_message_bytes": _largest_message(pass_plan, ranks) if plan.ring_size > 1 or not plan.heads else None,
-        "memory": {
-            "shard": _shard(plan, name, pass_plan, ranks),
-            "in_flight": max(c.blocks_held for c in costs),
-        },
+        "memory": {"shard": _shard(plan, name, pass_plan, ranks), "in_flight": max(c.blocks_held for c in costs)},
         "seconds": seconds,
         "compute_seconds": max(flops) / per_second,
         "efficiency": sum(flops) / len(flops) / per_second / seconds if seconds else 1.0,
+        "imbalance": cost.imbalance(name),
     }
 
 
 def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Return the bytes of local tensors of the rank that has most, after heads are resharded."""
-    call, head_parallel_size = plan.call, plan.head_parallel_size
-    heads, kv_heads = heads_per_rank(call.heads, call.kv_heads, head_parallel_size)
+    size = plan.head_parallel_size
+    heads, kv_heads = heads_per_rank(plan.call.heads, plan.call.kv_heads, size)
     all_groups = replace(pass_plan.call, heads=heads, kv_heads=kv_heads)  # the pass plan has one head group
-    return max(shard_bytes(all_groups, name, member) for member in {rank // head_parallel_size for rank in ranks})
+    return max(_shard_bytes(all_groups, name, member) for member in {rank // size for rank in ranks})
 
 
-def shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
+def _shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
     """Return the bytes of a rank's local tensors: Q, K, V, out, LSE; backward also dO, delta and gradients."""
     data, wide = problem.itemsize, max(problem.itemsize, 4)
     queries = problem.batch * problem.layout.count(rank) * problem.heads
@@ -204,20 +165,17 @@ def shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
 def _largest_message(pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Return the bytes of the largest message that one of these ranks receives."""
     moves = (m for r in ranks for s in pass_plan.steps_of(r) for m in (*s.receives, *s.gradient_receives))
-    return max(
-        (message_size(pass_plan.call, move, rounds_gradients=pass_plan.rounds_gradients) for move in moves), default=0
-    )
+    return max((_message_bytes(pass_plan, move) for move in moves), default=0)
+
+
+def _message_bytes(pass_plan: PassPlan, move: Move) -> int:
+    return message_size(pass_plan.call, move, rounds_gradients=pass_plan.rounds_gradients)
 
 
 def _step(pass_plan: PassPlan, step: Step) -> Facts:
     def messages(moves: Sequence[Move], peer: str) -> list[Facts]:
         return [
-            {
-                "what": m.label,
-                "rank": getattr(m, peer),
-                "rows": list(m.rows),
-                "bytes": message_size(pass_plan.call, m, rounds_gradients=pass_plan.rounds_gradients),
-            }
+            {"what": m.label, "rank": getattr(m, peer), "rows": list(m.rows), "bytes": _message_bytes(pass_plan, m)}
             for m in moves
         ]
 
@@ -232,9 +190,8 @@ def _step(pass_plan: PassPlan, step: Step) -> Facts:
 
 
 def _compute(step: Step) -> Facts | None:
-    if step.compute is None:
+    if (c := step.compute) is None:
         return None
-    c = step.compute
     full = sum(tile.full for tile in c.tiles)
     return {
         "label": c.label,

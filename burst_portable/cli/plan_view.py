@@ -46,14 +46,12 @@ def show_check(console: Console, facts: Facts) -> None:
         console.print(labelled("check", Text.assemble(("skipped", "yellow"), ": --no-check, the plan is not verified")))
     elif outcome["ok"]:
         ranks, verified = facts["problem"]["ranks"], outcome["ranks"]
+        result = "every query-key pair computed exactly once, every send "
         if verified == ranks:
-            result = (
-                "every query-key pair computed exactly once, every send matched by a receive, "
-                "every gradient returned to its owner"
-            )
+            result += "matched by a receive, every gradient returned to its owner"
             scope = f"all {ranks:,} ranks" if ranks > 1 else "one rank"
         else:
-            result = "every query-key pair computed exactly once, every send between them matched by a receive"
+            result += "between them matched by a receive"
             scope = f"a sample, {verified} of {ranks:,} ranks; --check-all verifies all"
         console.print(labelled("check", Text.assemble(("ok", "green"), f": {result} ({scope})")))
     else:
@@ -89,33 +87,27 @@ def _drawing(console: Console, plan: Plan) -> None:
     console.print("score matrix", style="bold")
     if use_shades(matrix):
         for row, ranks in zip(matrix, cell_ranks(problem.layout), strict=True):
-            console.print(Text.assemble("       ", *(_shade_text(cell) for cell in row), f"  {ranks_text(ranks)}"))
+            shades = ((cell.shade, "" if cell.visible else "dim") for cell in row)
+            console.print(Text.assemble("       ", *shades, f"  {ranks_text(ranks)}"))
         console.print("       rows are queries, columns are keys; each row ends with the ranks of its queries")
-        shades = ", ".join(f"{shade * 2}: {part}" for shade, part in zip(SHADES[::-1], _SHARES, strict=True))
-        console.print(f"       {shades}, ·: none\n")
+        legend = ", ".join(f"{shade * 2}: {part}" for shade, part in zip(SHADES[::-1], _SHARES, strict=True))
+        console.print(f"       {legend}, ·: none\n")
         return
-    console.print(Text.assemble("  keys ", *(_owner_text(rank) for rank in cell_owners(problem.k_layout))))
+    owners = ((f"{rank_label(rank)} ", _color(rank)) for rank in cell_owners(problem.k_layout))
+    console.print(Text.assemble("  keys ", *owners))
     for row in matrix:
-        console.print(Text.assemble("       ", *(_cell_text(cell) for cell in row)))
+        console.print(Text.assemble("       ", *((cell.text, _style(cell)) for cell in row)))
     has_several = any(rank_label(cell.rank) == SEVERAL for row in matrix for cell in row)
     several = f"; {SEVERAL}: of several ranks" if has_several else ""
     console.print("       rows are queries, columns are keys; digit and color are their ranks")
     console.print(f"       00: all pairs of the cell, 0: some, ·: none{several}\n")
 
 
-def _shade_text(cell: Cell) -> Text:
-    return Text(cell.shade, style="" if cell.visible else "dim")
-
-
-def _owner_text(rank: int | None) -> Text:
-    return Text(f"{rank_label(rank)} ", style=_color(rank))
-
-
-def _cell_text(cell: Cell) -> Text:
+def _style(cell: Cell) -> str:
     if not cell.visible:
-        return Text(cell.text, style="dim")
+        return "dim"
     color = _color(cell.rank)
-    return Text(cell.text, style=f"#ffffff on {color}" if cell.visible == 1 else color)
+    return f"#ffffff on {color}" if cell.visible == 1 else color
 
 
 def _color(rank: int | None) -> str:
@@ -153,14 +145,10 @@ def _step_row(step: Facts) -> tuple[str, ...]:
     )
 
 
-def _compute_columns(compute: Facts | None) -> tuple[str, str, str]:
+def _compute_columns(compute: Facts | None) -> tuple[str, ...]:
     if compute is None:
-        return "", "", ""
-    kinds = [
-        f"{count} {kind}"
-        for kind, count in (("full", compute["full_tiles"]), ("masked", compute["masked_tiles"]))
-        if count
-    ]
+        return ("",) * 3
+    kinds = [f"{compute[f'{kind}_tiles']} {kind}" for kind in ("full", "masked") if compute[f"{kind}_tiles"]]
     return compute["label"], " + ".join(kinds), f"{compute['num_pairs']:,}"
 
 
@@ -210,12 +198,11 @@ _COST_ROWS = {
 
 def _time_note(console: Console, facts: Facts) -> None:
     hardware = facts["hardware"]
-    origin = f"{hardware['inter_node_source']} " if hardware["inter_node_source"] else ""
-    between_nodes = (
-        f"; {origin}{hardware['inter_node_bandwidth']:.4g} GB/s between nodes of {hardware['ranks_per_node']}"
-        if hardware["ranks_per_node"]
-        else ""
-    )
+    between_nodes = ""
+    if hardware["ranks_per_node"]:
+        origin = f"{hardware['inter_node_source']} " if hardware["inter_node_source"] else ""
+        rate = f"{origin}{hardware['inter_node_bandwidth']:.4g} GB/s"
+        between_nodes = f"; {rate} between nodes of {hardware['ranks_per_node']}"
     speeds = f"{hardware['tflops']:.4g} TFLOP/s and {hardware['intra_node_bandwidth']:.4g} GB/s per rank"
     predicted = f"forward and backward, predicted (not measured) for {speeds}"
     source = f", {hardware['source']}" if hardware["source"] else ""
