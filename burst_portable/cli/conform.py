@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.output import JSON_HELP, JsonOption, check_files, writing
+from burst_portable.cli.output import JsonName, JsonOption, check_files, writing
 from burst_portable.errors import InputError
 
 RANKS = 8
@@ -46,7 +46,7 @@ def conform(
         str | None,
         typer.Option(help="reference, interpreter, machine code, simulated or device. Default: the probe's."),
     ] = None,
-    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+    json_name: JsonName = None,
     junit_file: Annotated[
         Path | None, typer.Option("--junit", help="Write the report as JUnit XML to this file. Default: none.")
     ] = None,

@@ -6,9 +6,8 @@ import platform
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from burst_portable import __version__
 from burst_portable.backends.selection import known, load, passed_over, probed
-from burst_portable.cli.output import JSON_HELP, JsonOption, console, labelled, table
+from burst_portable.cli.output import JsonName, JsonOption, console, labelled, table
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, unknown_name
 from burst_portable.planning.hardware import read_hardware_spec
@@ -32,7 +31,7 @@ PACKAGES = ("torch", "numpy", "triton", "transformers", "typer", "rich", "jinja2
 Facts = dict[str, Any]
 
 
-def doctor(json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None) -> int:
+def doctor(json_name: JsonName = None) -> int:
     """List installed packages, and the backends and kernels that can run on this machine.
 
     For others it prints the reason. Exit code 1 if no backend can run.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
@@ -15,14 +14,7 @@ from burst_portable.backends.selection import load as load_backend
 from burst_portable.backends.selection import probed
 from burst_portable.cli import PROGRAM
 from burst_portable.config import LauncherEnv
-from burst_portable.errors import (
-    BackendUnavailableError,
-    BurstError,
-    InputError,
-    format_error,
-    shown,
-    unknown_name,
-)
+from burst_portable.errors import BackendUnavailableError, BurstError, InputError, format_error, shown, unknown_name
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import Option, options_of
@@ -35,13 +27,8 @@ LENGTH = "128k and 1m are 131072 and 1048576."
 """Help of an option whose value `tokens` parses."""
 METAVAR = "TOKENS"
 STRATEGY = f"{', '.join(known())} (the least predicted time)."
-LAYOUT = "contiguous, zigzag, striped, whole_documents, document_zigzag or auto (the least predicted time)."
 DEFAULT_LAYOUT = "zigzag"
 """Default of `--layout`, and of `layout` in the public functions."""
-RANKS_PER_NODE = "Ranks per node. Default: none; auto then ignores strategies with two levels."
-HEADS = "Query heads; a multiple of the K/V heads."
-KV_HEADS = "K/V heads. Default: as many as query heads."
-BACKEND = f"auto, {', '.join(known_backends())}; `{PROGRAM} doctor` lists those that can run."
 _FACTORS = {"k": 1 << 10, "K": 1 << 10, "m": 1 << 20, "M": 1 << 20}
 
 
@@ -63,14 +50,22 @@ def tokens(text: str | int) -> int:
         raise typer.BadParameter(format_error("not a number of tokens", got=shown(text), allowed=allowed)) from None
 
 
+SeqLen: TypeAlias = Annotated[
+    int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of the full sequence; {LENGTH}")
+]
+Heads: TypeAlias = Annotated[int, typer.Option(help="Query heads; a multiple of the K/V heads.")]
+KvHeads: TypeAlias = Annotated[int | None, typer.Option(help="K/V heads. Default: as many as query heads.")]
+_LAYOUTS = "contiguous, zigzag, striped, whole_documents, document_zigzag or auto (the least predicted time)."
+Layout: TypeAlias = Annotated[str, typer.Option(help=_LAYOUTS)]
+_RANKS_PER_NODE = "Ranks per node. Default: none; auto then ignores strategies with two levels."
+RanksPerNode: TypeAlias = Annotated[int | None, typer.Option(help=_RANKS_PER_NODE)]
+_BACKENDS = f"auto, {', '.join(known_backends())}; `{PROGRAM} doctor` lists those that can run."
+BackendName: TypeAlias = Annotated[str, typer.Option(help=_BACKENDS)]
+
+
 def flag(option: str) -> str:
     """Return the flag of a strategy's option."""
     return f"--{option.replace('_', '-')}"
-
-
-def _strategies_with(option: str) -> list[str]:
-    """Return the names of the strategies that have an option."""
-    return [name for name, strategy in classes().items() if any(one.name == option for one in fields(strategy))]
 
 
 def strategy_flags() -> dict[str, inspect.Parameter]:
@@ -138,13 +133,7 @@ def with_strategy_flags(command: Command) -> Command:
 def make_named_strategy(
     name: str, ranks_per_node: int | None, options: Mapping[str, object], hardware: HardwareSpec
 ) -> Strategy:
-    """Return the strategy of a command line.
-
-    Args:
-        name: Name of the strategy.
-        ranks_per_node: Value of `--ranks-per-node`.
-        options: Values of the other flags of strategies, by option.
-        hardware: Rates from which "auto" predicts times.
+    """Return the strategy of a command line. `options`: values of other flags of strategies, by option.
 
     Raises:
         UnknownNameError: If there is no strategy of this name.
@@ -153,11 +142,9 @@ def make_named_strategy(
     values = {**options, **({} if ranks_per_node is None else {"ranks_per_node": ranks_per_node})}
     for option, value in values.items():
         if name in known() and not has_option(name, option):
-            raise InputError(
-                f"the strategy {name!r} has no {flag(option)}",
-                got=shown(value),
-                next_step=f"omit it, or use --strategy {' or '.join(_strategies_with(option))}",
-            )
+            having = " or ".join(one for one in classes() if has_option(one, option))
+            next_step = f"omit it, or use --strategy {having}"
+            raise InputError(f"the strategy {name!r} has no {flag(option)}", got=shown(value), next_step=next_step)
     if name in known():
         declared = dict(options_of(load(name)))
         values = {option: _convert(value, declared[option]) for option, value in values.items()}

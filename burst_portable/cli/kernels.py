@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import track
 
-from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr, table
+from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr, table
 from burst_portable.errors import BackendUnavailableError, InputError
 from burst_portable.utils.text import bytes_text
 
@@ -30,7 +30,7 @@ def kernels(
             help=f"Elements per head, a multiple of {STEP}; repeatable. Default: 64 and 128.", min=16, max=256
         ),
     ] = None,
-    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+    json_name: JsonName = None,
 ) -> int:
     """Compile the portable Triton kernels (bf16) for several chips, without a device, and check the machine code.
 

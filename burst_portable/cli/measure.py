@@ -12,18 +12,9 @@ from rich.markup import escape
 from rich.text import Text
 
 from burst_portable import __version__
-from burst_portable.cli import PROGRAM
-from burst_portable.cli.flags import (
-    BACKEND,
-    HEADS,
-    KV_HEADS,
-    LENGTH,
-    METAVAR,
-    add_rank_to_errors,
-    number_of_ranks,
-    tokens,
-)
-from burst_portable.cli.output import JSON_HELP, JsonOption, console, table
+from burst_portable.cli import PROGRAM, flags
+from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, tokens
+from burst_portable.cli.output import JsonName, JsonOption, console, table
 from burst_portable.cli.run.job import DTYPES
 from burst_portable.config import LauncherEnv, read_launcher_env
 from burst_portable.errors import InputError, unknown_name
@@ -46,24 +37,24 @@ def measure(
             help="Number of local processes to start. Default: one per device, 2 on CPUs; under torchrun, WORLD_SIZE."
         ),
     ] = None,
-    backend: Annotated[str, typer.Option(help=BACKEND)] = "auto",
+    backend: flags.BackendName = "auto",
     kernel: Annotated[str, typer.Option(help="Local kernel to measure; auto chooses as attention does.")] = "auto",
-    heads: Annotated[int, typer.Option(help=HEADS)] = 32,
-    kv_heads: Annotated[int | None, typer.Option(help=KV_HEADS)] = None,
+    heads: flags.Heads = 32,
+    kv_heads: flags.KvHeads = None,
     head_dim: Annotated[int, typer.Option(help="Elements per head.")] = 128,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. Default: bfloat16; float32 on CPUs.")] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
             parser=tokens,
-            metavar=METAVAR,
-            help=f"Tokens per rank of the longer kernel call; {LENGTH} Default: 16384; 512 on CPUs.",
+            metavar=flags.METAVAR,
+            help=f"Tokens per rank of the longer kernel call; {flags.LENGTH} Default: 16384; 512 on CPUs.",
         ),
     ] = None,
     ranks_per_node: Annotated[
         int | None, typer.Option(help="Ranks per node; measures links inside and between nodes. Default: none.")
     ] = None,
-    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+    json_name: JsonName = None,
 ) -> int:
     """Measure this machine's kernels and links, from which strategy "auto" predicts times.
 

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +23,8 @@ from rich.text import Text
 
 from burst_portable.errors import BurstError, InputError
 
-JSON_HELP = "Write JSON to FILE; without FILE, or with -, print JSON and no tables. Default: tables only."
+_JSON_HELP = "Write JSON to FILE; without FILE, or with -, print JSON and no tables. Default: tables only."
+JsonName: TypeAlias = Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=_JSON_HELP)]
 _PIPE_WIDTH = 120
 _LABEL = 7  # characters
 

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
-from burst_portable.cli.flags import (
-    DEFAULT_LAYOUT,
-    HEADS,
-    KV_HEADS,
-    LAYOUT,
-    LENGTH,
-    METAVAR,
-    RANKS_PER_NODE,
-    STRATEGY,
-    flag,
-    make_named_strategy,
-    tokens,
-    with_strategy_flags,
-)
-from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
+from burst_portable.cli import flags
+from burst_portable.cli.flags import flag, make_named_strategy, with_strategy_flags
+from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr
 from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_comparison
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, checked_ranks, plan_facts, verification_facts
 from burst_portable.config import from_environment
@@ -43,12 +30,10 @@ _MIN, _MAX = 1e-6, 1e6  # TFLOP/s, GB/s and ranks: outside, predicted times may 
 
 @with_strategy_flags
 def plan(
-    seq_len: Annotated[
-        int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of the full sequence; {LENGTH}")
-    ],
+    seq_len: flags.SeqLen,
     ranks: Annotated[int, typer.Option(help="Number of ranks.")],
-    heads: Annotated[int, typer.Option(help=HEADS)] = 32,
-    kv_heads: Annotated[int | None, typer.Option(help=KV_HEADS)] = None,
+    heads: flags.Heads = 32,
+    kv_heads: flags.KvHeads = None,
     head_dim: Annotated[int, typer.Option(help="Elements per query and key head.")] = 128,
     v_head_dim: Annotated[int | None, typer.Option(help="Elements per value head. Default: as --head-dim.")] = None,
     mask: Annotated[
@@ -58,9 +43,11 @@ def plan(
             "sink:N:LEFT, global:N:LEFT:RIGHT, block_causal:SIZE or share_question:Q,A,A, in tokens (docs/masks.md)."
         ),
     ] = "causal",
-    strategy: Annotated[str, typer.Option(help=f"{STRATEGY.rstrip('.')}, or {ALL}, which compares them.")] = "auto",
-    layout: Annotated[str, typer.Option(help=LAYOUT)] = DEFAULT_LAYOUT,
-    ranks_per_node: Annotated[int | None, typer.Option(help=RANKS_PER_NODE)] = None,
+    strategy: Annotated[
+        str, typer.Option(help=f"{flags.STRATEGY.rstrip('.')}, or {ALL}, which compares them.")
+    ] = "auto",
+    layout: flags.Layout = flags.DEFAULT_LAYOUT,
+    ranks_per_node: flags.RanksPerNode = None,
     *,
     options: Mapping[str, object],
     batch: Annotated[int, typer.Option(help="Sequences per call.")] = 1,
@@ -92,7 +79,7 @@ def plan(
         bool,
         typer.Option("--check-all", help="Verify the plan for every rank; takes minutes for 1,024 ranks."),
     ] = False,
-    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+    json_name: JsonName = None,
 ) -> int:
     """Print the steps and the cost of a distributed attention, and verify the plan. Requires no device.
 
@@ -155,29 +142,24 @@ def plan(
     facts["notes"] = _notes(hardware, ranks, uses_defaults=hardware_file is None and intra_node_bandwidth is None)
     if hardware_file is None and (file := from_environment().hardware_spec):
         facts["notes"].append(f"plan does not read BURST_HARDWARE_SPEC; --hardware-spec {file} uses its rates")
+    out = console(quiet=json_option.stdout)
     if compare:
-        if not json_option.stdout:
-            show_comparison(console(), facts)
+        show_comparison(out, facts)
         json_option.write(facts)
         return 0
     from burst_portable.cli.plan_view import show, show_check
 
-    if not json_option.stdout:
-        show(console(), made, facts, steps=show_steps)
+    show(out, made, facts, steps=show_steps)
     facts["check"] = _check(made, check_all) if check else {"done": False}
     json_option.write(facts)
-    if not json_option.stdout:
-        show_check(console(), facts)
+    show_check(out, facts)
     return 0 if facts["check"].get("ok", True) else 1
 
 
 def _hardware(
     file: str | None, tflops: float | None, intra_node_bandwidth: float | None, ranks: int, dtype: str, head_dim: int
 ) -> HardwareSpec:
-    """Return the hardware of a file, or of the options.
-
-    --inter-node-bandwidth may complete both, because a file may contain no rate between nodes.
-    """
+    """Return the hardware of a file, or of the options. Either may lack the rate between nodes."""
     if file is None:
         return HardwareSpec(
             tflops=_DEFAULT_TFLOPS if tflops is None else tflops,
@@ -207,14 +189,8 @@ def _check(plan: Plan, check_all: bool) -> Facts:
     ranks = checked_ranks(plan.call.ranks, check_all, plan.head_parallel_size)
     if plan.call.ranks <= _PROGRESS_RANKS:
         return verification_facts(plan, ranks, lambda done: None)
-    with _bar("verifying", 2 * len(ranks)) as progress:
-        return verification_facts(plan, ranks, progress)
-
-
-@contextmanager
-def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import Progress
 
     with Progress(**on_stderr()) as progress:
-        task = progress.add_task(label, total=total)
-        yield lambda done: progress.update(task, completed=done)
+        task = progress.add_task("verifying", total=2 * len(ranks))
+        return verification_facts(plan, ranks, lambda done: progress.update(task, completed=done))

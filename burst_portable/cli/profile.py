@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.output import JSON_HELP, JsonOption, check_files, console, table, writing
+from burst_portable.cli.output import JsonName, JsonOption, check_files, console, table, writing
 from burst_portable.errors import InputError
 from burst_portable.utils.files import write_text
 
@@ -28,7 +28,7 @@ def profile(
     markdown: Annotated[
         Path | None, typer.Option(help="Write Markdown to this file; with -, print only Markdown. Default: none.")
     ] = None,
-    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+    json_name: JsonName = None,
 ) -> None:
     """Show where the time of a profiled run went: the largest loss, ranks, steps.
 
@@ -68,7 +68,7 @@ def compare(
     before: Annotated[Path, typer.Argument(help="Report of the earlier run.")],
     after: Annotated[Path, typer.Argument(help="Report of the later run.")],
     threshold: Annotated[float, typer.Option(help="Allowed relative slowdown of a part: 0.1 is 10 %.")] = 0.1,
-    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+    json_name: JsonName = None,
 ) -> int:
     """Compare two reports of `run --profile`, and list the parts of a training step that became slower.
 
@@ -125,7 +125,7 @@ def trace(
     files: Annotated[
         list[Path], typer.Argument(help="Traces of torch.profiler or torch_npu.profiler, one per rank (JSON or .gz).")
     ],
-    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+    json_name: JsonName = None,
 ) -> None:
     """Show where the time of traced devices went, and how much communication overlapped with computation.
 

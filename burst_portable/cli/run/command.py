@@ -9,20 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from burst_portable.cli.flags import (
-    BACKEND,
-    DEFAULT_LAYOUT,
-    LAYOUT,
-    LENGTH,
-    METAVAR,
-    RANKS_PER_NODE,
-    STRATEGY,
-    add_rank_to_errors,
-    number_of_ranks,
-    tokens,
-    with_strategy_flags,
-)
-from burst_portable.cli.output import JSON_HELP, JsonOption, check_folder, json_text, writing
+from burst_portable.cli import flags
+from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, with_strategy_flags
+from burst_portable.cli.output import JsonName, JsonOption, check_folder, json_text, writing
 from burst_portable.errors import BackendUnavailableError, InputError
 
 if TYPE_CHECKING:
@@ -45,14 +34,10 @@ def run(
     text: Annotated[
         str | None, typer.Option(help="Text file of any kind. Default: English text that is part of Python.")
     ] = None,
-    seq_len: Annotated[
-        int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of the full sequence; {LENGTH}")
-    ] = 4096,
+    seq_len: flags.SeqLen = 4096,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            help=f"Number of local processes to start. Default: {_RANKS}; under torchrun, WORLD_SIZE.",
-        ),
+        typer.Option(help=f"Number of local processes to start. Default: {_RANKS}; under torchrun, WORLD_SIZE."),
     ] = None,
     steps: Annotated[
         int | None,
@@ -64,10 +49,10 @@ def run(
     scoring: Annotated[
         bool, typer.Option("--eval", help="Compute the perplexity of the text instead of training.")
     ] = False,
-    backend: Annotated[str, typer.Option(help=BACKEND)] = "auto",
-    strategy: Annotated[str, typer.Option(help=STRATEGY)] = "auto",
-    layout: Annotated[str, typer.Option(help=LAYOUT)] = DEFAULT_LAYOUT,
-    ranks_per_node: Annotated[int | None, typer.Option(help=RANKS_PER_NODE)] = None,
+    backend: flags.BackendName = "auto",
+    strategy: Annotated[str, typer.Option(help=flags.STRATEGY)] = "auto",
+    layout: flags.Layout = flags.DEFAULT_LAYOUT,
+    ranks_per_node: flags.RanksPerNode = None,
     *,
     options: Mapping[str, object],
     dtype: Annotated[
@@ -76,8 +61,7 @@ def run(
     gradient_checkpointing: Annotated[
         bool,
         typer.Option(
-            "--gradient-checkpointing",
-            help="Recompute layers in the backward pass: less memory, about 1/3 more FLOPs.",
+            "--gradient-checkpointing", help="Recompute layers in the backward pass: less memory, about 1/3 more FLOPs."
         ),
     ] = False,
     check: Annotated[
@@ -92,14 +76,13 @@ def run(
     ablate: Annotated[
         bool,
         typer.Option(
-            "--ablate",
-            help="Like --profile, then time one step without communication, attention kernels, or both.",
+            "--ablate", help="Like --profile, then time one step without communication, attention kernels, or both."
         ),
     ] = False,
     report: Annotated[
         str | None, typer.Option(help="Folder for report.html and report.json; created if missing. Default: none.")
     ] = None,
-    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+    json_name: JsonName = None,
 ) -> int:
     """Train a Transformers model, or score a text, with each sequence sharded over ranks.
 
