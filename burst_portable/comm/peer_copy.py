@@ -20,8 +20,8 @@ Each rank sends to the next rank first, so that no link serves two ranks at once
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -74,10 +74,8 @@ MARKS = 1 << 15
 """Passes are numbered from 1 to MARKS - 1, then from 1 again."""
 
 
-class Watched(Protocol):
-    """Return the error text of a flag that was not set in time."""
-
-    def __call__(self, flag: int) -> str: ...
+Watched = Callable[[int], str]
+"""Returns the error text of a flag that was not set in time."""
 
 
 class PeerMemory(Protocol):
@@ -151,11 +149,10 @@ class PeerCopyTransport(Transport):
         self.memory, self._fallback = memory, fallback
         self._region = self._number = self._mark = self._turn = self._exchanges = 0
         self._free_peers: set[int] = set()  # peers whose free inbox was waited for
-        self._send_offsets = _Offsets(self.size)
-        self._receive_offsets = _Offsets(self.size)
-        self._inboxes: dict[int, list[tuple[int, Tensor]]] = defaultdict(
-            list
-        )  # by peer: buffers that are not posted yet
+        # By peer: (index, offset) of the next message, and buffers that are not posted yet
+        self._next_send: dict[int, tuple[int, int]] = {}
+        self._next_receive: dict[int, tuple[int, int]] = {}
+        self._inboxes: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
     def unfinished(self) -> str:
         return self._fallback.unfinished()
@@ -174,11 +171,9 @@ class PeerCopyTransport(Transport):
         self._number = self._number % (MARKS - 1) + 1
         self._turn += self._number == 1
         self._mark = self._number << 16 | crc32(digest, self._turn) & 0xFFFF
-        for offsets in (self._send_offsets, self._receive_offsets):
-            offsets.clear()
         self._exchanges = 0
-        self._free_peers.clear()
-        self._inboxes.clear()
+        for state in (self._next_send, self._next_receive, self._free_peers, self._inboxes):
+            state.clear()
         free = free_flag(self.size, self.rank)
         memory.signal([(peer, free) for peer in self.others], self._mark, copying=False)
 
@@ -192,7 +187,7 @@ class PeerCopyTransport(Transport):
         if offset is not None:
             assert offset + size <= self._region * self.size, "the inbox has space for all messages"
             return self.memory.inbox(offset, size)
-        index, start = self._take(self._receive_offsets, peer, size)
+        index, start = self._take(self._next_receive, peer, size)
         buffer = self.memory.inbox(peer * self._region + start, size)
         self._inboxes[peer].append((index, buffer))
         return buffer
@@ -210,7 +205,7 @@ class PeerCopyTransport(Transport):
         if not sends:
             return [], incoming
         self.memory.fork()
-        for message in sorted(sends, key=lambda m: self._distance(m.peer)):
+        for message in sorted(sends, key=lambda m: (m.peer - self.rank) % self.size):
             self._send(message, label)
         return [self.memory.sent()] * len(sends), incoming
 
@@ -237,7 +232,7 @@ class PeerCopyTransport(Transport):
         memory.copy(sends, exclusive=exclusive)
         memory.signal([(peer, flag) for peer in targets], self._mark, copying=True)
         arrivals = exchange_flags(self.size, index, _peers(receives))
-        return _PeerExchange(memory, local, _Arrivals(memory, arrivals, self._mark, self._missing(label)))
+        return _PeerExchange(memory, local, _Arrivals(memory, arrivals, self._mark, self._text(label, _NOT_SENT)))
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         return self._fallback.share(data, label, timeout)
@@ -251,9 +246,9 @@ class PeerCopyTransport(Transport):
     def _send(self, message: Message, label: str) -> None:
         memory, peer = self.memory, message.peer
         if message.offset is not None:
-            index, offset = self._take(self._send_offsets, peer, 0)[0], message.offset
+            index, offset = self._take(self._next_send, peer, 0)[0], message.offset
         else:
-            index, start = self._take(self._send_offsets, peer, message.buffer.numel())
+            index, start = self._take(self._next_send, peer, message.buffer.numel())
             offset = self.rank * self._region + start
         self._wait_until_free([peer], label)
         memory.copy([Parts(message.buffer, (Part(peer, 0, message.buffer.numel(), offset),))], exclusive=False)
@@ -265,31 +260,30 @@ class PeerCopyTransport(Transport):
         if not new:
             return
         self._free_peers.update(new)
-        what = _Wait(self.rank, self.size, label, "has not freed its inbox")
+        what = self._text(label, "has not freed its inbox")
         self.memory.wait([free_flag(self.size, peer) for peer in new], self._mark, what, copying=True)
 
     def _expect(self, message: Message, label: str) -> Handle:
         peer = message.peer
         if message.offset is not None:
-            index, inbox = self._take(self._receive_offsets, peer, 0)[0], message.buffer
+            index, inbox = self._take(self._next_receive, peer, 0)[0], message.buffer
         else:
             if not self._inboxes[peer]:
                 self.inbox(message.buffer.numel(), message.buffer.device, peer)
             index, inbox = self._inboxes[peer].pop(0)
         assert inbox.numel() == message.buffer.numel(), "buffers from `inbox` are posted in their order"
-        flag = arrival_flag(peer, index)
-        return _Arrival(self.memory, flag, self._mark, self._missing(label), inbox, message.buffer)
+        copy = () if message.buffer.data_ptr() == inbox.data_ptr() else (message.buffer, inbox)
+        flags = (arrival_flag(peer, index),)
+        return _Arrivals(self.memory, flags, self._mark, self._text(label, _NOT_SENT), *copy)
 
-    def _missing(self, label: str) -> _Wait:
-        return _Wait(self.rank, self.size, label, "has not sent its message")
+    def _text(self, label: str, missing: str) -> Watched:
+        """Return the error text of a wait, which is made only if a flag is not set in time."""
+        return partial(_error_text, self.rank, self.size, label, missing)
 
-    def _distance(self, peer: int) -> int:
-        """Return the distance to a peer in ranks."""
-        return (peer - self.rank) % self.size
-
-    def _take(self, offsets: _Offsets, peer: int, size: int) -> tuple[int, int]:
-        """Return (index, offset) of the next message from or to a peer."""
-        index, offset = offsets.next(peer, size)
+    def _take(self, following: dict[int, tuple[int, int]], peer: int, size: int) -> tuple[int, int]:
+        """Return (index, offset) of the next message from or to a peer. They are one after the other in a region."""
+        index, offset = following.get(peer, (0, 0))
+        following[peer] = index + 1, offset + -(-size // ALIGNMENT) * ALIGNMENT
         if index >= MESSAGES or offset + size > self._region:
             got = f"message {index + 1} of rank {peer}, {offset + size} bytes in all"
             raise self._no_space(got, f"{MESSAGES} messages, {self._region} bytes")
@@ -343,59 +337,24 @@ def _ranks(parts: tuple[Part, ...] | tuple[Strip, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(part.peer for part in parts))
 
 
-class _Offsets:
-    """Offsets of the messages of a pass in a region, by peer: one message after the other."""
-
-    def __init__(self, size: int) -> None:
-        self._count, self._offset = [0] * size, [0] * size
-
-    def clear(self) -> None:
-        for peer in range(len(self._count)):
-            self._count[peer] = self._offset[peer] = 0
-
-    def next(self, peer: int, size: int) -> tuple[int, int]:
-        """Return (index, offset) of the next message."""
-        result = self._count[peer], self._offset[peer]
-        self._count[peer] += 1
-        self._offset[peer] += -(-size // ALIGNMENT) * ALIGNMENT
-        return result
+_NOT_SENT = "has not sent its message"
 
 
-class _Wait:
-    """Error text of a wait for a flag. The text is made only if the flag is not set in time."""
-
-    __slots__ = ("label", "missing", "rank", "size")
-
-    def __init__(self, rank: int, size: int, label: str, missing: str) -> None:
-        self.rank, self.size, self.label, self.missing = rank, size, label, missing
-
-    def __call__(self, flag: int) -> str:
-        return f"rank {self.rank}, {self.label}: rank {peer_of(flag, self.size)} {self.missing}"
+def _error_text(rank: int, size: int, label: str, missing: str, flag: int) -> str:
+    return f"rank {rank}, {label}: rank {peer_of(flag, size)} {missing}"
 
 
 class _Arrivals:
-    """Handle of messages from several ranks in this rank's inbox."""
+    """Handle of messages in this rank's inbox. `copy`: target and source of a copy after their arrival, if any."""
 
-    __slots__ = ("_flags", "_mark", "_what", "memory")
+    __slots__ = ("_copy", "_flags", "_mark", "_what", "memory")
 
-    def __init__(self, memory: PeerMemory, flags: Sequence[int], mark: int, what: _Wait) -> None:
-        self.memory, self._flags, self._mark, self._what = memory, flags, mark, what
+    def __init__(self, memory: PeerMemory, flags: Sequence[int], mark: int, what: Watched, *copy: Tensor) -> None:
+        self.memory, self._flags, self._mark, self._what, self._copy = memory, flags, mark, what, copy
 
     def wait(self) -> None:
         self.memory.check()
         self.memory.wait(self._flags, self._mark, self._what, copying=False)
-
-
-class _Arrival(_Arrivals):
-    """Handle of one message, and the buffer that receives it, which may be outside of the inbox."""
-
-    __slots__ = ("_buffer", "_inbox")
-
-    def __init__(self, memory: PeerMemory, flag: int, mark: int, what: _Wait, inbox: Tensor, buffer: Tensor) -> None:
-        super().__init__(memory, [flag], mark, what)
-        self._inbox, self._buffer = inbox, buffer
-
-    def wait(self) -> None:
-        super().wait()
-        if self._buffer.data_ptr() != self._inbox.data_ptr():
-            self._buffer.copy_(self._inbox)
+        if self._copy:
+            target, source = self._copy
+            target.copy_(source)
