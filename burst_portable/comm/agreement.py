@@ -113,7 +113,9 @@ def agree(
     label = f"checking that ranks agree on pass {transport.state.passes} ({signature.title})"
     _compare(transport, signature, label, forward_pass=forward_pass, timeout=timeout)
     if not transport.host:
-        _remember(transport, signature.digest)
+        if len(transport.agreed) >= _REMEMBERED:  # on all ranks at the same time: they agreed on the same calls
+            transport.agreed.clear()
+        transport.agreed.add(signature.digest)
 
 
 def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -> None:
@@ -157,12 +159,6 @@ def _compare(
     raise MismatchError(f"rank {transport.rank}: the ranks do not make the same call", got=got, next_step=step)
 
 
-def _remember(transport: Transport, digest: bytes) -> None:
-    if len(transport.agreed) >= _REMEMBERED:  # all ranks do this at the same time: they have agreed on the same calls
-        transport.agreed.clear()
-    transport.agreed.add(digest)
-
-
 def share_error(transport: Transport, error: Exception, timeout: float = _ERROR_TIMEOUT) -> None:
     """Send the error that this rank is about to raise, so that the other ranks raise too and do not wait.
 
@@ -173,12 +169,7 @@ def share_error(transport: Transport, error: Exception, timeout: float = _ERROR_
     text = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
         # The error may be about a transform, a trace or a mode of torch, which would also affect the messages.
-        with (
-            _untraced(),
-            torch._C._DisableFuncTorch(),
-            torch._C.DisableTorchFunction(),
-            _disable_current_modes(),
-        ):
+        with _untraced(), torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction(), _disable_current_modes():
             agree(transport, call_signature({REFUSED: text[:1000]}), timeout=min(_ERROR_TIMEOUT, timeout))
     except CommunicationError:
         return  # the error of this rank contains more

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -68,36 +67,26 @@ class NoteExchange:
     def run(self) -> None:
         """Read notes until all ranks have written one or the time is over."""
         try:
-            if (world := dist.group.WORLD) is not None:  # else this rank has destroyed its groups
-                self._exchange(world.get_group_store(), dist.get_rank())
+            if (world := dist.group.WORLD) is None:
+                return  # this rank has destroyed its groups
+            store, rank, until = world.get_group_store(), dist.get_rank(), monotonic() + _NOTE_SECONDS
+            keys = {rank: f"burst_portable/account/{rank}" for rank in self._ranks}
+            store.set(keys[rank], self._text)
+            self.notes[rank] = self._text
+            while len(self.notes) < len(keys) and monotonic() < until:
+                for other in self._ranks:
+                    if other not in self.notes and store.check([keys[other]]):
+                        self.notes[other] = store.get(keys[other]).decode(errors="replace")
+                if not self.thread.pause(self._poll):
+                    return
         except RuntimeError:  # DistStoreError and the like: the store went away with its host
             return
         finally:
             self.over.set()
 
-    def _exchange(self, store: dist.Store, rank: int) -> None:
-        keys = {rank: f"burst_portable/account/{rank}" for rank in self._ranks}
-        until = monotonic() + _NOTE_SECONDS
-        store.set(keys[rank], self._text)
-        self.notes[rank] = self._text
-        while len(self.notes) < len(keys) and monotonic() < until:
-            for other in self._ranks:
-                if other not in self.notes and store.check([keys[other]]):
-                    self.notes[other] = store.get(keys[other]).decode(errors="replace")
-            if not self.thread.pause(self._poll):
-                return
-
 
 EVERY = 0.2
 """Default seconds between checks."""
-
-
-class _Event(Protocol):
-    def query(self) -> bool: ...
-
-
-class _Work(Protocol):
-    def is_completed(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -105,8 +94,8 @@ class _Post:
     """Transfers of one post. `ready` is recorded just before them on the device; None while the host starts them."""
 
     what: str
-    ready: _Event | None
-    works: Sequence[_Work] = ()
+    ready: torch.Event | None
+    works: Sequence[dist.Work] = ()
     incoming: Sequence[Tensor] = ()
     since: float | None = None  # time at which it was first seen in flight
 
@@ -172,9 +161,11 @@ class TransferWatch:
             self._prepare = None
         assert self._thread is not None, "this is the thread"
         while self._has_posts() and self._thread.pause(min(self._every, self._timeout / 4)):
-            late = self._find_late()
-            if late is not None:
-                self._fail(late.what)
+            if (late := self._find_late()) is not None:
+                wrong = f"{late.what} took too long"
+                self.failed = CommunicationTimeoutError(wrong, got=f"nothing in {self._timeout:g} s", next_step=LATE)
+                print(f"burst_portable: {self.failed}", file=sys.stderr, flush=True)
+                self._abort([buffer for post in tuple(self._posts) for buffer in post.incoming])
 
     def _has_posts(self) -> bool:
         """Return whether there are transfers to watch. If not, the thread sleeps until `add` wakes it."""
@@ -193,14 +184,5 @@ class TransferWatch:
             if not self._posts or not (self._posts[0].ready is None or self._posts[0].ready.query()):
                 return None
             first = self._posts[0]
-            first.since = time.monotonic() if first.since is None else first.since
-            return first if time.monotonic() - first.since >= self._timeout else None
-
-    def _fail(self, what: str) -> None:
-        self.failed = CommunicationTimeoutError(
-            f"{what} took too long",
-            got=f"nothing in {self._timeout:g} s",
-            next_step=LATE,
-        )
-        print(f"burst_portable: {self.failed}", file=sys.stderr, flush=True)
-        self._abort([buffer for post in tuple(self._posts) for buffer in post.incoming])
+            first.since = monotonic() if first.since is None else first.since
+            return first if monotonic() - first.since >= self._timeout else None

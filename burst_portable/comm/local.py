@@ -23,7 +23,6 @@ from burst_portable.errors import (
     SAME_CALLS,
     CommunicationError,
     CommunicationTimeoutError,
-    InputError,
     MismatchError,
     PeerLostError,
 )
@@ -100,15 +99,11 @@ class Fabric:
                 raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {rank_names(missing())}")
             returned = self.returned and self.returned.intersection(missing())
             if returned and not event.is_set():  # a rank that returned can no longer set it
-                raise PeerLostError(
-                    f"{where}: {rank_names(sorted(returned))} returned without this call",
-                    next_step=SAME_CALLS,
-                )
+                wrong = f"{where}: {rank_names(sorted(returned))} returned without this call"
+                raise PeerLostError(wrong, next_step=SAME_CALLS)
             if time.monotonic() >= until:
-                raise CommunicationTimeoutError(
-                    f"{where}: nothing received from {rank_names(missing())} in {seconds:g} s",
-                    next_step=LATE,
-                )
+                wrong = f"{where}: nothing received from {rank_names(missing())} in {seconds:g} s"
+                raise CommunicationTimeoutError(wrong, next_step=LATE)
 
     def fail(self, rank: int) -> None:
         """Record that a rank has failed, which ends the waits of the other ranks."""
@@ -148,12 +143,12 @@ class LocalTransport(Transport):
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         self._turn += 1
         event, shared = self.fabric.share(self.rank, self._turn, data)
-        where = f"rank {self.rank}, {label}"
 
         def missing() -> list[int]:
             return [rank for rank in range(self.size) if rank not in shared]
 
-        self.fabric.wait(event, where, missing, self.fabric.timeout if timeout is None else timeout)
+        seconds = self.fabric.timeout if timeout is None else timeout
+        self.fabric.wait(event, f"rank {self.rank}, {label}", missing, seconds)
         return [shared[rank] for rank in range(self.size)]
 
     def post(
@@ -162,11 +157,8 @@ class LocalTransport(Transport):
         def handle(transfer: Transfer) -> Handle:
             return _TransferHandle(self.fabric, transfer, self.rank, label)
 
-        incoming, outgoing = [], []
-        for m in receives:
-            incoming.append(handle(self.fabric.post(m.peer, self.rank, m.buffer, sends=False)))
-        for m in sends:
-            outgoing.append(handle(self.fabric.post(self.rank, m.peer, m.buffer, sends=True)))
+        incoming = [handle(self.fabric.post(m.peer, self.rank, m.buffer, sends=False)) for m in receives]
+        outgoing = [handle(self.fabric.post(self.rank, m.peer, m.buffer, sends=True)) for m in sends]
         return outgoing, incoming
 
 
@@ -175,8 +167,6 @@ def run_transports(ranks: int, work: Callable[[LocalTransport], T], *, timeout: 
 
     If ranks fail, raises the error of the first one, preferably one that is no `CommunicationError`.
     """
-    if ranks < 1:
-        raise InputError("too few local ranks", got=ranks, allowed="at least 1")
     fabric = Fabric(ranks, timeout)
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []

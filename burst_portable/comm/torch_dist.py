@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -74,11 +74,8 @@ class StoreExchange:
         except RuntimeError:
             return PeerLostError(f"{what} failed", got=text, next_step="look at the output of rank 0")
         who = ", ".join(map(str, missing)) or "the store"
-        return CommunicationTimeoutError(
-            f"{what}: rank {who} shared nothing in {timeout:g} s",
-            got=text,
-            next_step=LATE,
-        )
+        wrong = f"{what}: rank {who} shared nothing in {timeout:g} s"
+        return CommunicationTimeoutError(wrong, got=text, next_step=LATE)
 
 
 _SHARE_SECONDS = 600.0  # default timeout for sharing bytes through the store
@@ -91,12 +88,10 @@ class _Transfer:
         self._works, self._what, self._timeout, self._group = works, what, timeout, group
 
     def wait(self) -> None:
+        timeout = () if self._timeout is None else (timedelta(seconds=self._timeout),)
         try:
             for work in self._works:
-                if self._timeout is None:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=self._timeout))
+                work.wait(*timeout)
         except RuntimeError as error:
             raise named_error(error, self._what, self._group) from error
 
@@ -182,7 +177,9 @@ class TorchDistTransport(Transport):
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        return self._post(sends, receives, label, self._timeout)
+        if self._batched:
+            return self._batch(sends, receives, label)
+        return self._each(sends, receives, label, self._timeout)
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         # If a rank is missing, the exchange stays active, and the next call raises.
@@ -198,19 +195,11 @@ class TorchDistTransport(Transport):
         """Share point to point: the error of a collective would not name the missing rank."""
         local = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [local if rank == self.rank else torch.empty_like(local) for rank in range(self.size)]
-        outgoing, incoming = self._post(
-            [Message(local, r) for r in self.others], [Message(parts[r], r) for r in self.others], label, timeout
-        )
+        sends, receives = [Message(local, r) for r in self.others], [Message(parts[r], r) for r in self.others]
+        outgoing, incoming = self._each(sends, receives, label, timeout)
         for handle in (*incoming, *outgoing):
             handle.wait()
         return [bytes(part.numpy()) for part in parts]
-
-    def _post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str, timeout: float | None
-    ) -> tuple[list[Handle], list[Handle]]:
-        if self._batched:
-            return self._batch(sends, receives, label)
-        return self._each(sends, receives, label, timeout)
 
     def _batch(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str
@@ -246,22 +235,15 @@ class TorchDistTransport(Transport):
     def _each(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, timeout: float | None
     ) -> tuple[list[Handle], list[Handle]]:
-        def start(action: str, operation: Callable[[], dist.Work | None]) -> Handle:
-            what = f"rank {self.rank}, {label}: {action}"
+        def start(action: str, operation: Callable[..., dist.Work | None], m: Message, **peer: int) -> Handle:
+            what = f"rank {self.rank}, {label}: {action} rank {m.peer}"
             try:
-                work = operation()
+                work = operation(m.buffer, group=self.group, **peer)
             except RuntimeError as error:
                 raise named_error(error, what, self.group) from error
             assert work is not None, "this rank is a member of its group"
             return _Transfer([work], what, timeout, self.group)
 
-        group = self.group
-        incoming = [
-            start(f"receiving from rank {m.peer}", partial(dist.irecv, m.buffer, group=group, group_src=m.peer))
-            for m in receives
-        ]
-        outgoing = [
-            start(f"sending to rank {m.peer}", partial(dist.isend, m.buffer, group=group, group_dst=m.peer))
-            for m in sends
-        ]
+        incoming = [start("receiving from", dist.irecv, m, group_src=m.peer) for m in receives]
+        outgoing = [start("sending to", dist.isend, m, group_dst=m.peer) for m in sends]
         return outgoing, incoming

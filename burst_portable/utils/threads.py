@@ -50,15 +50,9 @@ class Background(Generic[Owner]):
         return not self._stopped.wait(seconds)
 
     def _run(self) -> None:
-        while self._turn():
-            pass
-
-    def _turn(self) -> bool:
-        owner = self._calls.get()
-        if owner is None:
-            return False
-        self._work(owner)
-        return True
+        while (owner := self._calls.get()) is not None:
+            self._work(owner)
+            del owner  # while the thread sleeps, the owner can be collected
 
     def _end(self) -> None:
         if os.getpid() != self._process:

@@ -72,7 +72,7 @@ def plant(transport: Transport, at: int) -> None:
 
     Over gloo, the messages of the agreement check are posted as well.
     """
-    name = "_post" if isinstance(transport, TorchDistTransport) else "post"
+    name = "_each" if isinstance(transport, TorchDistTransport) else "post"
     post, left = getattr(transport, name), [at]
 
     def strike() -> None:
