@@ -40,7 +40,7 @@ from burst_portable.backends.selection import for_device
 from burst_portable.cli.run.models import build, enable_gradient_checkpointing, outline, silence_transformers
 from burst_portable.cli.run.outcome import TOLERANCES
 from burst_portable.cli.run.setup import mfu, model_flops
-from burst_portable.cli.run.train import DeviceConfig, Sharded, StepHistory, train_step
+from burst_portable.cli.run.train import DeviceConfig, Sharded, StepHistory, Trainer
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of
@@ -243,12 +243,13 @@ class Run:
     def step(self, contestant: Contestant, result: Trained) -> float:
         """Run one step and return its seconds."""
         course, device = StepHistory(), torch.get_device_module(self.links.device)
+        trainer = Trainer(contestant.model, self.where, contestant.sharded)
         if self.reading:
             device.reset_peak_memory_stats()
 
         def work() -> None:
             with contestant.around(self.ids):
-                train_step(contestant.model, self.optimizer, self.ids, self.where, contestant.sharded, course)
+                trainer.train_step(self.optimizer, self.ids, course)
 
         seconds = self.clock.time(work, 1)
         result.losses += course.losses

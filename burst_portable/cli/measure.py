@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
@@ -22,7 +23,6 @@ from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text
 from burst_portable.utils.values import size
 
 if TYPE_CHECKING:
-    from burst_portable.backends.base import Backend
     from burst_portable.cli.measure_worker import MeasureJob
 
 _MAX_TOKENS = 1 << 20  # in one kernel call
@@ -76,70 +76,29 @@ def measure(
         json_option = JsonOption(json_name, writes=is_first)
         ranks = number_of_ranks(ranks, launcher)
         kv_heads = heads if kv_heads is None else kv_heads
-        job = _job(ranks, backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, ranks_per_node, launcher)
-        view = View(quiet=not is_first, stderr=json_option.stdout)
-        with view.progress() as on_progress:
+        job = _job(launcher, ranks, backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, ranks_per_node)
+        with _progress(console(stderr=True, quiet=not is_first)) as on_progress:
             facts = measure_local(job, on_progress) if launcher is None else measure_rank(job, launcher, on_progress)
     if is_first:
-        view.show(facts, json_option.file)
+        show(console(stderr=json_option.stdout, soft_wrap=True), facts, json_option.file)
         json_option.write({"schema": facts["schema"], "version": __version__, **facts})
     return 0
 
 
 def _job(
-    ranks: int | None, backend: str, kernel: str, heads: int, kv_heads: int, head_dim: int, dtype: str | None,
-    seq_len: int | None, ranks_per_node: int | None, launcher: LauncherEnv | None,
+    launcher: LauncherEnv | None, ranks: int | None, backend: str, kernel: str, heads: int, kv_heads: int,
+    head_dim: int, dtype: str | None, seq_len: int | None, ranks_per_node: int | None,
 ) -> MeasureJob:  # fmt: skip
     """Validate the options and return the job. Raises `BurstError` before a process starts."""
     import torch
 
     from burst_portable.backends.selection import choose_kernel
-    from burst_portable.cli.flags import choose_backend
     from burst_portable.cli.measure_worker import MeasureJob
     from burst_portable.cli.run.job import check_processes, check_tensor_memory, cores
     from burst_portable.config import from_environment
-    from burst_portable.measuring.measurement import HOST, Shape, measured_call
-    from burst_portable.strategies.planner import check_heads
+    from burst_portable.measuring.measurement import ACCELERATOR, HOST, measured_call
+    from burst_portable.strategies.planner import LARGEST_HEAD, check_heads
     from burst_portable.utils.values import check_divides
-
-    _check_numbers(ranks, heads, kv_heads, head_dim, seq_len, ranks_per_node)
-    if dtype is not None and dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
-    check_heads(heads, kv_heads)
-    chosen, _ = choose_backend(backend, 1 if launcher or ranks is None else ranks)
-    capabilities = chosen.capabilities
-    count = ranks or _devices(chosen)
-    if ranks_per_node is not None:
-        check_divides(ranks_per_node, count)
-    if launcher is None and not capabilities.streams:
-        check_processes(count)
-    torch_dtype = getattr(torch, dtype) if dtype else torch.bfloat16 if capabilities.streams else torch.float32
-    if not capabilities.streams:
-        elements = (seq_len or HOST.length) * head_dim * (2 * heads + 2 * kv_heads)  # q, k, v and dO
-        check_tensor_memory(elements * torch_dtype.itemsize, 1 if launcher else count)
-    call = measured_call(
-        Shape(heads, kv_heads, head_dim), torch_dtype, capabilities.device_type, seq_len or HOST.length
-    )
-    choose_kernel(chosen, call, from_environment().kernel if kernel == "auto" else kernel)
-    return MeasureJob(
-        ranks=count,
-        backend=chosen.name,
-        device_type=capabilities.device_type,
-        kernel=kernel,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        length=seq_len,
-        ranks_per_node=ranks_per_node,
-        threads=max(1, cores() // count) if launcher is None else torch.get_num_threads(),
-    )
-
-
-def _check_numbers(
-    ranks: int | None, heads: int, kv_heads: int, head_dim: int, seq_len: int | None, ranks_per_node: int | None
-) -> None:
-    from burst_portable.strategies.planner import LARGEST_HEAD
 
     for name, number, largest in (
         ("--ranks", ranks, _MAX_COUNT), ("--heads", heads, _MAX_COUNT), ("--kv-heads", kv_heads, _MAX_COUNT),
@@ -150,63 +109,79 @@ def _check_numbers(
             raise InputError(f"{name} is too large", got=number, allowed=f"at most {largest}")
     if seq_len is not None and seq_len < _MIN_TOKENS:
         raise InputError("--seq-len is too short for two lengths", got=seq_len, allowed=f"at least {_MIN_TOKENS}")
+    if dtype is not None and dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    check_heads(heads, kv_heads)
+    chosen, _ = flags.choose_backend(backend, 1 if launcher or ranks is None else ranks)
+    device_type, on_cpu = chosen.capabilities.device_type, not chosen.capabilities.streams
+    if ranks is None:  # one per device, or two on the host, where all share the cores
+        ranks = 2 if on_cpu else int(torch.get_device_module(device_type).device_count())
+    if ranks_per_node is not None:
+        check_divides(ranks_per_node, ranks)
+    length = seq_len or (HOST if on_cpu else ACCELERATOR).length
+    dtype = dtype or ("float32" if on_cpu else "bfloat16")
+    call = measured_call(heads, kv_heads, head_dim, dtype, device_type, length)
+    if on_cpu:
+        if launcher is None:
+            check_processes(ranks)
+        elements = length * head_dim * (2 * heads + 2 * kv_heads)  # q, k, v and dO
+        check_tensor_memory(elements * call.itemsize, 1 if launcher else ranks)
+    choose_kernel(chosen, call, from_environment().kernel if kernel == "auto" else kernel)
+    return MeasureJob(
+        ranks=ranks,
+        backend=chosen.name,
+        device_type=device_type,
+        kernel=kernel,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        length=length,
+        ranks_per_node=ranks_per_node,
+        threads=max(1, cores() // ranks) if launcher is None else torch.get_num_threads(),
+    )
 
 
-def _devices(backend: Backend) -> int:
-    """Return the default number of ranks: one per device, or two on the host, where all share the cores."""
-    import torch
-
-    capabilities = backend.capabilities
-    return int(torch.get_device_module(capabilities.device_type).device_count()) if capabilities.streams else 2
-
-
-Facts = dict[str, Any]
 BUSY = 1.3
 """Largest ratio of the rounds of one rate. Above it, something else ran during the measurement."""
 
 
-class View:
-    """Print progress and results: nothing if `quiet`, results to stderr if `stderr` (stdout then has JSON)."""
+@contextmanager
+def _progress(out: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a callback that prints what is measured: a line that is replaced on a terminal, lines in a log."""
+    if not out.is_terminal:
+        yield lambda what: out.print(f"measuring {what}", markup=False)
+        return
+    with out.status("starting") as status:
+        yield lambda what: status.update(f"measuring {escape(what)}")
 
-    def __init__(self, *, quiet: bool, stderr: bool) -> None:
-        self._console = console(quiet=quiet, stderr=stderr, soft_wrap=True)
-        self._progress = console(stderr=True, quiet=quiet)
 
-    @contextmanager
-    def progress(self) -> Iterator[Callable[[str], None]]:
-        """Yield a callback that prints what is measured: a line that is replaced on a terminal, lines in a log."""
-        if not self._progress.is_terminal:
-            yield lambda what: self._progress.print(f"measuring {what}", markup=False)
-            return
-        with self._progress.status("starting") as status:
-            yield lambda what: status.update(f"measuring {escape(what)}")
-
-    def show(self, facts: Facts, file: Path | None) -> None:
-        """Print a row for each rate, and how to use them."""
-        out, ranks = self._console.print, facts["ranks"]
-        machine = f"{ranks} rank{'' if ranks == 1 else 's'} on {facts['device']} ({facts['backend']})"
-        heads = f"{facts['heads']} query and {facts['kv_heads']} K/V heads of {facts['head_dim']}, {facts['dtype']}"
-        title = f" {machine}, kernel {facts['kernel']}, {heads}; the slowest rank counts"
-        out(Text.assemble(("measured", "bold"), title))
-        rows = table("rate", "value", "method", left=("value", "method"))
-        for name, value in facts["hardware"].items():
-            method = facts["methods"][name]
-            style = "" if method["measured"] else "dim"
-            rows.add_row(Text(name, style), Text(_value(name, value), style), Text(method["method"], style))
-        out("", rows, "", sep="\n")
-        ratios = {name: method["max_over_min"] or 1.0 for name, method in facts["methods"].items()}
-        if busy := [f"{name} by {ratio:.2g} times" for name, ratio in ratios.items() if ratio > BUSY]:
-            warning = f"  rounds differ, {', '.join(busy)}: the machine was busy; measure again"
-            out(Text.assemble(("warning", "yellow"), warning), "", sep="\n")
-        if file is None:
-            usage = f"--json FILE writes them for BURST_HARDWARE_SPEC=FILE and `{PROGRAM} plan --hardware-spec FILE`"
-        else:
-            usage = (
-                f"auto uses them if BURST_HARDWARE_SPEC={file} is set on every rank, or with "
-                f"Config(hardware_spec={str(file)!r});\n"
-                f"`{PROGRAM} plan --hardware-spec {file} ...` predicts times from them on any machine"
-            )
-        out(usage, markup=False)
+def show(out: Console, facts: dict[str, Any], file: Path | None) -> None:
+    """Print a row for each rate, and how to use them."""
+    ranks = facts["ranks"]
+    machine = f"{ranks} rank{'' if ranks == 1 else 's'} on {facts['device']} ({facts['backend']})"
+    heads = f"{facts['heads']} query and {facts['kv_heads']} K/V heads of {facts['head_dim']}, {facts['dtype']}"
+    title = f" {machine}, kernel {facts['kernel']}, {heads}; the slowest rank counts"
+    out.print(Text.assemble(("measured", "bold"), title))
+    rows = table("rate", "value", "method", left=("value", "method"))
+    for name, value in facts["hardware"].items():
+        method = facts["methods"][name]
+        style = "" if method["measured"] else "dim"
+        rows.add_row(Text(name, style), Text(_value(name, value), style), Text(method["method"], style))
+    out.print("", rows, "", sep="\n")
+    ratios = {name: method["max_over_min"] or 1.0 for name, method in facts["methods"].items()}
+    if busy := [f"{name} by {ratio:.2g} times" for name, ratio in ratios.items() if ratio > BUSY]:
+        warning = f"  rounds differ, {', '.join(busy)}: the machine was busy; measure again"
+        out.print(Text.assemble(("warning", "yellow"), warning), "", sep="\n")
+    if file is None:
+        usage = f"--json FILE writes them for BURST_HARDWARE_SPEC=FILE and `{PROGRAM} plan --hardware-spec FILE`"
+    else:
+        usage = (
+            f"auto uses them if BURST_HARDWARE_SPEC={file} is set on every rank, or with "
+            f"Config(hardware_spec={str(file)!r});\n"
+            f"`{PROGRAM} plan --hardware-spec {file} ...` predicts times from them on any machine"
+        )
+    out.print(usage, markup=False)
 
 
 def _value(name: str, value: Any) -> str:

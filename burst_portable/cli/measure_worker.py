@@ -10,31 +10,31 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from burst_portable.cli.run.job import Saved
+from burst_portable.cli.run.job import RankJob
 from burst_portable.cli.run.spawn import run_processes
-from burst_portable.cli.run.worker import device_of, join, join_launched, main, write_event
+from burst_portable.cli.run.worker import launched_mesh, local_mesh, main, write_event
 from burst_portable.config import LauncherEnv
+
+if TYPE_CHECKING:
+    import torch
+
+    from burst_portable.mesh import Mesh
 
 Facts = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class MeasureJob(Saved):
-    """One call of the command: the shapes to measure, the backend, and the CPU threads per rank."""
+@dataclass(frozen=True, kw_only=True)
+class MeasureJob(RankJob):
+    """One call of the command: the attention to measure."""
 
-    ranks: int
-    backend: str
-    device_type: str
     kernel: str
     heads: int
     kv_heads: int
     head_dim: int
-    dtype: str | None
-    length: int | None
-    ranks_per_node: int | None
-    threads: int
+    dtype: str
+    length: int
 
 
 def measure_local(job: MeasureJob, on_progress: Callable[[str], None]) -> Facts:
@@ -49,41 +49,22 @@ def measure_local(job: MeasureJob, on_progress: Callable[[str], None]) -> Facts:
 
 def measure_rank(job: MeasureJob, launcher: LauncherEnv, on_progress: Callable[[str], None]) -> Facts:
     """Measure as one rank of a launcher, and return the measurement of all ranks."""
-    import torch.distributed as dist
-
-    device = device_of(job.device_type, launcher.local_rank)
-    join_launched(job.backend, launcher)
-    try:
-        return _measure(job, device, on_progress)
-    finally:
-        dist.destroy_process_group()
+    with launched_mesh(job, launcher) as (mesh, device):
+        return _measure(job, mesh, device, on_progress)
 
 
-def _measure(job: MeasureJob, device: Any, on_progress: Callable[[str], None]) -> Facts:
-    import torch
+def _measure(job: MeasureJob, mesh: Mesh, device: torch.device, on_progress: Callable[[str], None]) -> Facts:
+    from burst_portable.measuring.measurement import measure, measured_call
 
-    from burst_portable.measuring.measurement import Shape, measure
-    from burst_portable.mesh import Mesh
-
-    dtype = None if job.dtype is None else getattr(torch, job.dtype)
-    shape = Shape(job.heads, job.kv_heads, job.head_dim, dtype, job.length)
-    mesh = Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend)
-    return measure(mesh, device, shape, job.kernel, on_progress)
+    call = measured_call(job.heads, job.kv_heads, job.head_dim, job.dtype, device.type, job.length)
+    return measure(mesh, device, call, job.kernel, on_progress)
 
 
 def _local_rank(path: Path, rank: int) -> None:
-    import torch
-    import torch.distributed as dist
-
     job = MeasureJob.load(path)
-    torch.set_num_threads(job.threads)
-    device = device_of(job.device_type, rank)
-    join(job.backend, rank, job.ranks, path.parent)
-    try:
-        facts = _measure(job, device, lambda what: write_event(event="step", what=what))
+    with local_mesh(job, rank, path.parent) as (mesh, device):
+        facts = _measure(job, mesh, device, lambda what: write_event(event="step", what=what))
         write_event(event="done", facts=facts)
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

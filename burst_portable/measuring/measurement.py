@@ -71,26 +71,32 @@ ACCELERATOR = Sizes(16384, (1 * _MIB, 8 * _MIB, 64 * _MIB, 256 * _MIB), 64 * _MI
 HOST = Sizes(512, (64 * _KIB, 1 * _MIB, 8 * _MIB), 8 * _MIB, 32 * _MIB)  # takes seconds on two cores
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The measured attention. None as `dtype` or `length` selects the default of the backend."""
-
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    dtype: torch.dtype | None = None
-    length: int | None = None
+def measured_call(heads: int, kv_heads: int, head_dim: int, dtype: str, device_type: str, length: int) -> AttentionCall:
+    """Return the measured causal attention of one rank over this many tokens."""
+    return AttentionCall(
+        Mask.causal(),
+        make_layout("contiguous", length, 1),
+        heads,
+        kv_heads,
+        head_dim,
+        head_dim,
+        itemsize=getattr(torch, dtype).itemsize,
+        dtype=dtype,
+        device=device_type,
+        scale=head_dim**-0.5,
+        deterministic=False,
+    )
 
 
 def measure(
-    mesh: Mesh, device: torch.device, shape: Shape, kernel: str, on_progress: Progress = lambda what: None
+    mesh: Mesh, device: torch.device, call: AttentionCall, kernel: str, on_progress: Progress = lambda what: None
 ) -> dict[str, Any]:
     """Measure kernels, memory and links. All ranks of the mesh must call it.
 
     Args:
         mesh: Ranks whose links are measured.
         device: Device of this rank.
-        shape: Measured attention.
+        call: Longer call of the kernel, see `measured_call`.
         kernel: Name of the local kernel, or "auto".
         on_progress: Called with the name of each measurement before it starts. Default: none.
 
@@ -98,16 +104,12 @@ def measure(
         The contents of a hardware spec file, equal on every rank.
 
     Raises:
-        UnsupportedError: If no kernel supports the shape.
+        UnsupportedError: If no kernel supports the call.
         DeviceError: If the measurement does not fit the device's memory.
         CommunicationError: If the transport fails.
     """
     backend = mesh.backend_for(device.type)
-    dtype = shape.dtype or (torch.bfloat16 if backend.capabilities.streams else torch.float32)
-    length = shape.length or (ACCELERATOR if backend.capabilities.streams else HOST).length
-    call = measured_call(shape, dtype, device.type, length)
-    named = mesh.config.kernel if kernel == "auto" else kernel
-    chosen, _ = choose_kernel(backend, call, named)
+    chosen, _ = choose_kernel(backend, call, mesh.config.kernel if kernel == "auto" else kernel)
     try:
         with torch.no_grad(), disable_autocast(device):
             return _Measurement(mesh, device, backend, chosen, call, on_progress).facts()
@@ -117,23 +119,6 @@ def measure(
             got=str(error).split(".")[0],
             next_step="take fewer heads or tokens",
         ) from error
-
-
-def measured_call(shape: Shape, dtype: torch.dtype, device: str, length: int) -> AttentionCall:
-    """Return the measured causal attention of one rank."""
-    return AttentionCall(
-        Mask.causal(),
-        make_layout("contiguous", length, 1),
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        shape.head_dim,
-        itemsize=dtype.itemsize,
-        dtype=str(dtype).removeprefix("torch."),
-        device=device,
-        scale=shape.head_dim**-0.5,
-        deterministic=False,
-    )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from burst_portable.cli import main, measure
+from burst_portable.cli.output import console
 from burst_portable.planning.hardware import read_hardware_spec
 
 SMALL = ("measure", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seq-len", "64")
@@ -91,11 +92,10 @@ def test_measure_warns_of_busy_machine(capsys):
     """Only rates with a round more than 1.3 times the shortest are named."""
     about = dict.fromkeys(("device", "backend", "kernel", "dtype"), "x")
     facts = {**about, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "hardware": {}}
-    view = measure.View(quiet=False, stderr=False)
 
     def show(**rounds: float | None) -> None:
         methods = {name: {"measured": True, "method": "", "max_over_min": most} for name, most in rounds.items()}
-        view.show({**facts, "methods": methods}, None)
+        measure.show(console(soft_wrap=True), {**facts, "methods": methods}, None)
 
     show(tflops=1.31, memory=1.3, link=2.5, intra_node_bandwidth=None)
     told = "warning  rounds differ, tflops by 1.3 times, link by 2.5 times: the machine was busy; measure again\n"

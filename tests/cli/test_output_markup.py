@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from burst_portable.cli import doctor, main, measure
+from burst_portable.cli import doctor, main, measure, output
 from burst_portable.cli.run import view
 from burst_portable.profiling.report import Report
 from tests.support.synthetic_records import ring
@@ -47,7 +47,7 @@ def test_measure_prints_brackets_literally(capsys):
         "hardware": {"block": 1},
         "methods": methods,
     }
-    measure.View(quiet=False, stderr=False).show(facts, Path(NAMED))
+    measure.show(output.console(soft_wrap=True), facts, Path(NAMED))
     # the file occurs three times: environment, Config and command line
     assert capsys.readouterr().out.count(NAMED) == 5 + 3
 

@@ -12,7 +12,7 @@ from burst_portable.backends.selection import hardware_of, load
 from burst_portable.config import Config
 from burst_portable.errors import DeviceError
 from burst_portable.measuring import measurement
-from burst_portable.measuring.measurement import Shape, measure, measure_slowdown
+from burst_portable.measuring.measurement import measure, measure_slowdown, measured_call
 from burst_portable.measuring.timing import Block, Peers
 from burst_portable.planning.hardware import HardwareSpec, as_json, read_hardware_spec
 from tests.support.simulated_clock import CPU, Machine, Simulated
@@ -75,7 +75,7 @@ def test_varied_returns_largest_ratio_since_last_call():
     assert clock.pop_max_over_min() == 1.0
 
 
-SMALL = Shape(4, 2, 16, length=64)
+SMALL = measured_call(4, 2, 16, "float32", "cpu", 64)
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(1, None), (2, None), (3, None), (4, 2)])

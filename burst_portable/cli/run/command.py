@@ -100,7 +100,7 @@ def run(
         raise BackendUnavailableError(
             "run needs the package transformers; in the clone, run: pip install '.[cli,transformers]'"
         )
-    from burst_portable.cli.run.job import disable_garbage_collection
+    from burst_portable.cli.run.job import Job, disable_garbage_collection
     from burst_portable.cli.run.view import View
     from burst_portable.config import read_launcher_env
 
@@ -114,14 +114,15 @@ def run(
         folder = _folder(report, writes=is_first)
         view = View(quiet=not is_first, stderr=json_option.stdout)
         ranks = number_of_ranks(ranks, launcher)
-        prepared = prepare(
+        if scoring and lr is not None:
+            raise InputError("--lr requires training", got="--eval", next_step="omit one of them")
+        job = Job(
             model=model,
             text=text,
             seq_len=seq_len,
             ranks=_RANKS if ranks is None else ranks,
-            steps=steps,
             batch=batch,
-            learning_rate=_learning_rate(lr, scoring),
+            learning_rate=_LEARNING_RATE if lr is None else lr,
             seed=seed,
             scoring=scoring,
             backend=backend,
@@ -133,8 +134,8 @@ def run(
             gradient_checkpointing=gradient_checkpointing,
             profile="kernels" if deep else "standard" if profile or ablate else "",
             ablate=ablate,
-            local=launcher is None,
         )
+        prepared = prepare(job, steps, local=launcher is None)
         view.heading(prepared, check)
         facts, profile_data = _facts(prepared, launcher, check, view)
     if facts is None:
@@ -157,12 +158,6 @@ def _folder(report: str | None, *, writes: bool) -> Path | None:
     if writes:
         check_folder(Path(report), "--report")
     return Path(report)
-
-
-def _learning_rate(rate: float | None, scoring: bool) -> float:
-    if scoring and rate is not None:
-        raise InputError("--lr requires training", got="--eval", next_step="omit one of them")
-    return _LEARNING_RATE if rate is None else rate
 
 
 def _facts(
@@ -208,9 +203,7 @@ def _distributed(
     job = prepared.job
     with view.progress(f"{job.ranks} rank{'s' if job.ranks > 1 else ''}", job.steps) as step:
         if launcher is not None:
-            result = run_in_launcher(job, launcher, lambda history: step(history.losses[-1]))
-            assert result is not None, "errors are raised"
-            return result
+            return run_in_launcher(job, launcher, lambda history: step(history.losses[-1]))
         with tempfile.TemporaryDirectory(prefix="burst-portable-") as name:
             folder = Path(name)
             done = run_processes(job, folder, lambda event: step(event["loss"]))

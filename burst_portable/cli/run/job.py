@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -24,22 +24,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 _LARGEST = 1 << 62  # fits the integers of the libraries below, also as a seed
 _RANKS_PER_CORE = 8
 _RANKS_ALWAYS_ALLOWED = 16
-
-
-def check_numbers(seq_len: int, ranks: int, steps: int | None, batch: int, rate: float, seed: int) -> None:
-    """Raise `InputError` if a number is out of its range."""
-    least = {"--seq-len": (seq_len, 2), "--ranks": (ranks, 1), "--batch": (batch, 1), "--seed": (seed, 0)}
-    if steps is not None:
-        least["--steps"] = (steps, 1)
-    for name, (value, at_least) in least.items():
-        if not at_least <= value <= _LARGEST:
-            what = "small" if value < at_least else "large"
-            raise InputError(f"{name} is too {what}", got=value, allowed=f"{at_least} to 2**62")
-    if not (math.isfinite(rate) and rate > 0):
-        raise InputError("--lr is not a learning rate", got=rate, allowed="above 0")
-    if ranks > seq_len:
-        got = f"--ranks {ranks}, --seq-len {seq_len}"
-        raise InputError("more ranks than tokens", got=got, allowed=f"at most {seq_len} ranks")
 
 
 def check_processes(ranks: int, available_cores: int | None = None) -> None:
@@ -121,8 +105,20 @@ def hardware_of_run(backend: Backend, ranks: int, file: str, dtype: str, head_di
     return hardware_of(backend, ranks, file=file, dtype=dtype, head_dim=head_dim, high_priority=high_priority)
 
 
-class Saved:
-    """Base of dataclasses of plain values that another process reads."""
+@dataclass(frozen=True, kw_only=True)
+class RankJob:
+    """Plain values that the process of each rank reads.
+
+    Attributes:
+        device_type: torch's type of the backend's devices.
+        threads: CPU threads of torch per rank.
+    """
+
+    ranks: int
+    ranks_per_node: int | None
+    backend: str
+    device_type: str = ""
+    threads: int = 1
 
     def save(self, path: Path) -> None:
         """Write the values to a file for `load`."""
@@ -134,53 +130,56 @@ class Saved:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
-@dataclass(frozen=True)
-class Job(Saved):
-    """One call of `burst-portable run`.
+@dataclass(frozen=True, kw_only=True)
+class Job(RankJob):
+    """One call of `burst-portable run`. `setup.prepare` replaces "auto" and sets the fields that have defaults.
 
     Attributes:
         model: "tiny", a config's JSON file, or a checkpoint folder.
         text: A file, or None for text that is part of Python.
-        seq_len: Tokens of the full sequence.
-        ranks: Number of ranks.
-        steps: Training steps, or batches that are scored.
-        batch: Sequences per step.
-        learning_rate: Learning rate of AdamW.
-        seed: Seed of random weights.
         scoring: Whether to compute the perplexity instead of training.
-        backend: Name of the backend.
-        device_type: torch's type of its devices.
-        strategy: Name of the strategy.
-        layout: Name of the layout.
-        dtype: Name of torch's dtype.
-        threads: CPU threads of torch per rank.
-        ranks_per_node: Ranks per node, or None.
-        options: Other options of the strategy, by name.
-        gradient_checkpointing: Whether layers are recomputed in the backward pass.
+        options: Options of the strategy except ranks per node, by name.
         profile: Level of profiling, "standard" or "kernels"; "" for none.
         ablate: Whether one step is repeated without communication, attention kernels, or both.
+        steps: Training steps, or batches that are scored.
     """
 
     model: str
     text: str | None
     seq_len: int
-    ranks: int
-    steps: int
     batch: int
     learning_rate: float
     seed: int
     scoring: bool
-    backend: str
-    device_type: str
     strategy: str
+    options: Mapping[str, object]
     layout: str
     dtype: str
-    threads: int
-    ranks_per_node: int | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
-    gradient_checkpointing: bool = False
-    profile: str = ""
-    ablate: bool = False
+    gradient_checkpointing: bool
+    profile: str
+    ablate: bool
+    steps: int = 0
+
+
+def check_numbers(job: Job, steps: int | None) -> None:
+    """Raise `InputError` if a number is out of its range."""
+    least = {
+        "--seq-len": (job.seq_len, 2),
+        "--ranks": (job.ranks, 1),
+        "--batch": (job.batch, 1),
+        "--seed": (job.seed, 0),
+    }
+    if steps is not None:
+        least["--steps"] = (steps, 1)
+    for name, (value, at_least) in least.items():
+        if not at_least <= value <= _LARGEST:
+            what = "small" if value < at_least else "large"
+            raise InputError(f"{name} is too {what}", got=value, allowed=f"{at_least} to 2**62")
+    if not (math.isfinite(job.learning_rate) and job.learning_rate > 0):
+        raise InputError("--lr is not a learning rate", got=job.learning_rate, allowed="above 0")
+    if job.ranks > job.seq_len:
+        got = f"--ranks {job.ranks}, --seq-len {job.seq_len}"
+        raise InputError("more ranks than tokens", got=got, allowed=f"at most {job.seq_len} ranks")
 
 
 @contextmanager

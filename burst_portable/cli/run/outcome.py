@@ -6,23 +6,20 @@ import math
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 
 from burst_portable import __version__
-from burst_portable.backends.base import Backend, HardwareSpec
 from burst_portable.backends.selection import load
 from burst_portable.cli.plan_facts import plan_facts
-from burst_portable.cli.run.job import Job, hardware_of_run
+from burst_portable.cli.run.job import Job
 from burst_portable.cli.run.setup import Prepared, mfu
-from burst_portable.cli.run.train import PHASES, Gradients, Outcome, StepHistory, history_of
-from burst_portable.config import from_environment
+from burst_portable.cli.run.train import Gradients, Outcome
 
 SCHEMA = "burst_portable.run/3"
 Facts = dict[str, Any]
-T = TypeVar("T")
 
 # Tolerances are about ten times the largest measured difference from one device: tiny model, 2 and 3 ranks, 256 to
 # 4,096 tokens, 2 to 30 steps of AdamW. transformers computes losses in float32 for every dtype. Gradients are compared
@@ -95,22 +92,19 @@ def facts_of(
         reference: Outcome of one device, or None without --check.
         gradients: Error of the gradients, if they were compared.
     """
-    job, backend = prepared.job, load(prepared.job.backend)
-    histories = [history_of(o) for o in outcomes]
-    reference_history = history_of(reference) if reference else None
+    job, first = prepared.job, outcomes[0]
     facts: Facts = {
         **_job_facts(prepared),
-        **_comparison(job, histories[0], reference_history, gradients),
-        "notes": outcomes[0].notes,
-        "ranks_agree": len({o.fingerprint for o in outcomes}) == 1
-        and all(c.losses == histories[0].losses for c in histories),
-        "perplexity": _perplexity(histories[0]) if job.scoring else None,
-        "reference_perplexity": _perplexity(reference_history) if reference_history and job.scoring else None,
-        **_speed(prepared, outcomes, histories, reference_history),
-        "phases": [_phases(o, c) for o, c in zip(outcomes, histories, strict=True)],
+        **_comparison(job, first, reference, gradients),
+        "notes": first.notes,
+        "ranks_agree": all((o.fingerprint, o.losses) == (first.fingerprint, first.losses) for o in outcomes),
+        "perplexity": _perplexity(first) if job.scoring else None,
+        "reference_perplexity": _perplexity(reference) if reference and job.scoring else None,
+        **_speed(prepared, outcomes, reference),
+        "phases": [_phases(o) for o in outcomes],
         "peak_memory_bytes": [o.peak_memory_bytes for o in outcomes],
-        "device_memory": backend.capabilities.streams,
-        "plan": plan_facts(prepared.plan, _hardware(prepared, backend), 0),
+        "device_memory": load(job.backend).capabilities.streams,
+        "plan": plan_facts(prepared.plan, prepared.hardware, 0),
         "device": platform.processor() or platform.machine(),
         "versions": {
             "python": platform.python_version(),
@@ -119,7 +113,7 @@ def facts_of(
         },
     }
     facts["failures"] = failures(facts)
-    facts["status"] = "failed" if facts["failures"] else "ok" if reference_history else "unchecked"
+    facts["status"] = "failed" if facts["failures"] else "ok" if reference else "unchecked"
     return facts
 
 
@@ -150,15 +144,12 @@ def _job_facts(prepared: Prepared) -> Facts:
     }
 
 
-def _comparison(
-    job: Job, history: StepHistory, reference_history: StepHistory | None, gradients: GradientError | None
-) -> Facts:
+def _comparison(job: Job, outcome: Outcome, reference: Outcome | None, gradients: GradientError | None) -> Facts:
     """Return the losses, those of one device, and the differences of losses and gradients."""
-    losses = history.losses
-    differences = relative_differences(losses, reference_history.losses) if reference_history else None
+    differences = relative_differences(outcome.losses, reference.losses) if reference else None
     return {
-        "losses": losses,
-        "reference_losses": reference_history.losses if reference_history else None,
+        "losses": outcome.losses,
+        "reference_losses": reference.losses if reference else None,
         "relative_differences": differences,
         "max_relative_difference": max(differences) if differences else None,
         "gradient_relative_difference": gradients.total if gradients else None,
@@ -168,33 +159,22 @@ def _comparison(
     }
 
 
-def _hardware(prepared: Prepared, backend: Backend) -> HardwareSpec:
-    """Return the rates for predicted times: those of BURST_HARDWARE_SPEC, or of the backend."""
-    job, head_dim = prepared.job, prepared.plan.call.head_dim
-    return hardware_of_run(backend, job.ranks, from_environment().hardware_spec, job.dtype, head_dim)
-
-
-def _speed(
-    prepared: Prepared,
-    outcomes: Sequence[Outcome],
-    histories: Sequence[StepHistory],
-    reference_history: StepHistory | None,
-) -> Facts:
+def _speed(prepared: Prepared, outcomes: Sequence[Outcome], reference: Outcome | None) -> Facts:
     """Return times and rates. A step takes as long as its slowest rank; the peak is that of the slowest device."""
     job = prepared.job
-    seconds = [max(c.seconds[i] for c in histories) for i in range(job.steps)]
+    seconds = [max(o.seconds[i] for o in outcomes) for i in range(job.steps)]
     peak = min((o.peak for o in outcomes), key=lambda one: one["flops"] or math.inf)
     tokens = job.seq_len * job.batch
     return {
         "tokens_per_second": tokens / _mean(seconds),
-        "reference_tokens_per_second": tokens / _mean(reference_history.seconds) if reference_history else None,
+        "reference_tokens_per_second": tokens / _mean(reference.seconds) if reference else None,
         "seconds_per_step": _mean(seconds),
-        "reference_seconds_per_step": _mean(reference_history.seconds) if reference_history else None,
+        "reference_seconds_per_step": _mean(reference.seconds) if reference else None,
         "model_flops_per_step": prepared.model_flops,
         "mfu": mfu(prepared.model_flops, _mean(seconds), job.ranks, peak["flops"]),
         "peak": peak,
         "step_seconds": seconds,
-        "reference_step_seconds": reference_history.seconds if reference_history else None,
+        "reference_step_seconds": reference.seconds if reference else None,
     }
 
 
@@ -218,28 +198,20 @@ def failures(facts: Facts) -> list[str]:
     return found
 
 
-def without_warmup(values: Sequence[T]) -> Sequence[T]:
-    """Return the values without the first, the warm-up step, if there are others."""
-    return values[1:] if len(values) > 1 else values
-
-
 def _mean(seconds: Sequence[float]) -> float:
-    """Return the mean without the warm-up step."""
-    values = without_warmup(seconds)
+    """Return the mean without the first value, the warm-up step, if there are others."""
+    values = seconds[1:] or seconds
     return sum(values) / len(values)
 
 
-def _perplexity(history: StepHistory) -> float:
-    mean = sum(loss * n for loss, n in zip(history.losses, history.tokens, strict=True)) / sum(history.tokens)
+def _perplexity(outcome: Outcome) -> float:
+    mean = sum(loss * n for loss, n in zip(outcome.losses, outcome.tokens, strict=True)) / sum(outcome.tokens)
     return math.exp(mean) if mean < 700 else math.inf
 
 
-def _phases(outcome: Outcome, history: StepHistory) -> dict[str, float | None]:
+def _phases(outcome: Outcome) -> dict[str, float | None]:
     """Return mean seconds of a step by phase. `kernels` and `communication_wait` are None if not measured."""
-    steps = without_warmup([*range(len(history.phases))])
-    names = [name for name in PHASES if name in history.phases[0]]
     means: dict[str, float | None] = {
-        name: sum(history.phases[i][name] for i in steps) / len(steps)
-        for name in (*names, "kernels", "communication_wait")
+        name: _mean([step[name] for step in outcome.phases]) for name in outcome.phases[0]
     }
     return means if outcome.timed else {**means, "kernels": None, "communication_wait": None}

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
+from burst_portable.cli.run.job import RankJob
 from burst_portable.config import environment_of_children
 from burst_portable.errors import BurstError, CommunicationError, InputError, PeerLostError, format_error
 
@@ -26,19 +27,8 @@ _LAST_LINES = 12  # of a rank's stderr that are printed
 Event = dict[str, Any]
 
 
-class Job(Protocol):
-    """The job of the processes."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes."""
-
-    def save(self, path: Path) -> None:
-        """Write the job to a file that they read."""
-
-
 def run_processes(
-    job: Job,
+    job: RankJob,
     folder: Path,
     on_step: Callable[[Event], None],
     worker: str = "burst_portable.cli.run.worker",
@@ -48,7 +38,7 @@ def run_processes(
     """Run all ranks of a job, and return the "done" event of each in rank order.
 
     Args:
-        job: The job.
+        job: The job, of which each rank is a process.
         folder: An empty folder for the job, the rendezvous file and the ranks' stderr.
         on_step: Called with the "step" events of rank 0.
         worker: The module that runs as a rank, see `worker.main`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -53,6 +53,13 @@ class StepHistory:
     seconds: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
 
+    def append(self, loss: float, tokens: int, seconds: float, phases: dict[str, float]) -> None:
+        """Add the results of a step."""
+        self.losses.append(loss)
+        self.tokens.append(tokens)
+        self.seconds.append(seconds)
+        self.phases.append(phases)
+
 
 @dataclass(frozen=True)
 class Sharded:
@@ -70,10 +77,6 @@ class Sharded:
     session: Session | None = None
     timed: bool = False
 
-    def total(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks."""
-        return all_reduce(x, self.mesh)
-
 
 OnStep = Callable[[StepHistory], None]
 
@@ -90,125 +93,94 @@ class DeviceConfig:
         """Dtype of the parameters: AdamW's small updates vanish in 16 bits, and its epsilon in float16."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def autocast(self) -> torch.autocast:
-        """Return the autocast context of a forward pass."""
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype.itemsize < 4)
 
+@dataclass(frozen=True)
+class Trainer:
+    """Train or score a model on one rank, or on one device if `sharded` is None."""
 
-def train(
-    model: Any,
-    data: Iterable[Tensor],
-    learning_rate: float,
-    device_config: DeviceConfig,
-    sharded: Sharded | None,
-    on_step: OnStep,
-) -> StepHistory:
-    """Train with AdamW at a constant learning rate, one step per batch. The last gradients stay in the model.
+    model: Any
+    device_config: DeviceConfig
+    sharded: Sharded | None = None
 
-    Args:
-        model: The model, sharded or not.
-        data: Batches ``[B, N]`` of full sequences, equal on all ranks.
-        learning_rate: Learning rate of AdamW.
-        device_config: Device and dtype.
-        sharded: Objects of this rank; None on one device.
-        on_step: Called with the history after each step.
-    """
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    history = StepHistory()
-    for ids in data:
-        train_step(model, optimizer, ids, device_config, sharded, history)
-        on_step(history)
-    return history
+    def train(self, data: Iterable[Tensor], learning_rate: float, on_step: OnStep) -> StepHistory:
+        """Train with AdamW at a constant learning rate, one step per batch. The last gradients stay in the model.
 
+        Args:
+            data: Batches ``[B, N]`` of full sequences, equal on all ranks.
+            learning_rate: Learning rate of AdamW.
+            on_step: Called with the history after each step.
+        """
+        self.model.train()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
+        history = StepHistory()
+        for ids in data:
+            self.train_step(optimizer, ids, history)
+            on_step(history)
+        return history
 
-def train_step(
-    model: Any,
-    optimizer: Optimizer,
-    ids: Tensor,
-    device_config: DeviceConfig,
-    sharded: Sharded | None,
-    history: StepHistory,
-) -> None:
-    """Train one step and append its results to the history."""
-    started = perf_counter()
-    optimizer.zero_grad(set_to_none=True)
-    before = _totals(sharded)
-    loss, tokens = _forward(model, ids, device_config, sharded)
-    forward = perf_counter()
-    loss.backward()
-    backward = perf_counter()
-    kernels, waiting = (b - a for a, b in zip(before, _totals(sharded), strict=True))
-    if sharded is not None:
-        all_reduce_gradients(model.parameters(), sharded.mesh)
-    value = _global_loss(loss, sharded)
-    reduced = perf_counter()
-    optimizer.step()
-    done = perf_counter()
-    spent = (forward - started, backward - forward, reduced - backward, done - reduced)
-    phases = dict(zip(PHASES, spent, strict=True)) | {"kernels": kernels, "communication_wait": waiting}
-    _append(history, value, tokens, done - started, phases)
-
-
-def score(
-    model: Any, data: Iterable[Tensor], device_config: DeviceConfig, sharded: Sharded | None, on_step: OnStep
-) -> StepHistory:
-    """Compute the mean loss of each batch, without training. Arguments as in `train`."""
-    model.eval()
-    history = StepHistory()
-    for ids in data:
+    def train_step(self, optimizer: Optimizer, ids: Tensor, history: StepHistory) -> None:
+        """Train one step and append its results to the history."""
         started = perf_counter()
-        before = _totals(sharded)
-        with torch.no_grad():
-            loss, tokens = _forward(model, ids, device_config, sharded)
-        kernels, waiting = (b - a for a, b in zip(before, _totals(sharded), strict=True))
-        value = _global_loss(loss, sharded)
-        seconds = perf_counter() - started
-        _append(
-            history, value, tokens, seconds, {"forward": seconds, "kernels": kernels, "communication_wait": waiting}
-        )
-        on_step(history)
-    return history
+        optimizer.zero_grad(set_to_none=True)
+        before = self._totals()
+        loss, tokens = self._forward(ids)
+        forward = perf_counter()
+        loss.backward()
+        backward = perf_counter()
+        attention = self._attention_seconds(before)
+        if self.sharded is not None:
+            all_reduce_gradients(self.model.parameters(), self.sharded.mesh)
+        value = self._global_loss(loss)
+        reduced = perf_counter()
+        optimizer.step()
+        done = perf_counter()
+        spent = (forward - started, backward - forward, reduced - backward, done - reduced)
+        history.append(value, tokens, done - started, dict(zip(PHASES, spent, strict=True)) | attention)
 
+    def score(self, data: Iterable[Tensor], on_step: OnStep) -> StepHistory:
+        """Compute the mean loss of each batch, without training. Arguments as in `train`."""
+        self.model.eval()
+        history = StepHistory()
+        for ids in data:
+            started = perf_counter()
+            before = self._totals()
+            with torch.no_grad():
+                loss, tokens = self._forward(ids)
+            attention = self._attention_seconds(before)
+            value = self._global_loss(loss)
+            seconds = perf_counter() - started
+            history.append(value, tokens, seconds, {"forward": seconds} | attention)
+            on_step(history)
+        return history
 
-def forward_backward(
-    model: Any, ids: Tensor, device_config: DeviceConfig, sharded: Sharded | None, *, scoring: bool
-) -> None:
-    """Run forward and, in training, backward of one step, without all-reduce and optimizer.
+    def forward_backward(self, ids: Tensor, *, scoring: bool) -> None:
+        """Run forward and, in training, backward of one step. Gradients are added to those of the model."""
+        with torch.set_grad_enabled(not scoring):
+            loss, _ = self._forward(ids)
+            if not scoring:
+                loss.backward()
 
-    Gradients are added to those of the model.
-    """
-    with torch.set_grad_enabled(not scoring):
-        loss, _ = _forward(model, ids, device_config, sharded)
-        if not scoring:
-            loss.backward()
+    def _forward(self, ids: Tensor) -> tuple[Tensor, int]:
+        """Return this rank's part of the mean loss, and the number of tokens of the mean."""
+        device, dtype = self.device_config.device, self.device_config.dtype
+        ids = ids.to(device)
+        tokens = ids.shape[0] * (ids.shape[1] - 1)
+        with torch.autocast(device.type, dtype, enabled=dtype.itemsize < 4):
+            if self.sharded is None:  # transformers shifts the labels and computes the mean, without this package
+                return self.model(input_ids=ids, labels=ids, use_cache=False).loss, tokens
+            return self.model(**self.sharded.handle.shard(ids)).loss, tokens
 
+    def _global_loss(self, loss: Tensor) -> float:
+        value = loss.detach().double()
+        return (value if self.sharded is None else all_reduce(value.reshape(1), self.sharded.mesh)).item()
 
-def _forward(model: Any, ids: Tensor, device_config: DeviceConfig, sharded: Sharded | None) -> tuple[Tensor, int]:
-    """Return this rank's part of the mean loss, and the number of tokens of the mean."""
-    ids = ids.to(device_config.device)
-    tokens = ids.shape[0] * (ids.shape[1] - 1)
-    with device_config.autocast():
-        if sharded is None:  # transformers shifts the labels and computes the mean: independent of this package
-            return model(input_ids=ids, labels=ids, use_cache=False).loss, tokens
-        return model(**sharded.handle.shard(ids)).loss, tokens
+    def _totals(self) -> tuple[float, float]:
+        session = self.sharded.session if self.sharded else None
+        return session.totals() if session else (0.0, 0.0)
 
-
-def _global_loss(loss: Tensor, sharded: Sharded | None) -> float:
-    value = loss.detach().double()
-    return (value if sharded is None else sharded.total(value.reshape(1))).item()
-
-
-def _totals(sharded: Sharded | None) -> tuple[float, float]:
-    session = sharded.session if sharded else None
-    return session.totals() if session else (0.0, 0.0)
-
-
-def _append(history: StepHistory, loss: float, tokens: int, seconds: float, phases: dict[str, float]) -> None:
-    history.losses.append(loss)
-    history.tokens.append(tokens)
-    history.seconds.append(seconds)
-    history.phases.append(phases)
+    def _attention_seconds(self, before: tuple[float, float]) -> dict[str, float]:
+        kernels, waiting = self._totals()
+        return {"kernels": kernels - before[0], "communication_wait": waiting - before[1]}
 
 
 GRADIENTS = "gradients.safetensors"
@@ -217,12 +189,11 @@ Gradients = dict[str, Tensor]
 """Gradients of the last step by parameter name; empty if no training."""
 
 
-@dataclass(frozen=True)
-class Outcome:
+@dataclass(kw_only=True)
+class Outcome(StepHistory):
     """Results of a rank or of the reference, as plain data for a pipe.
 
     Attributes:
-        history: `StepHistory` as a dict.
         peak_memory_bytes: Peak memory of the device, or of the process on CPUs.
         fingerprint: Hash of the parameters after the last step; equal on all ranks of a correct run.
         timed: Whether kernels and waiting were measured separately.
@@ -231,7 +202,6 @@ class Outcome:
         profile: The profiler's report, on rank 0 of a profiled run.
     """
 
-    history: dict[str, Any]
     peak_memory_bytes: int
     fingerprint: str
     timed: bool
@@ -243,7 +213,6 @@ class Outcome:
 def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
     """Train or score this rank's shard. Return the outcome, and the last gradients, summed over the ranks."""
     backend = load(job.backend)
-    capabilities = backend.capabilities
     with profile(job.profile or "basic", mesh=mesh) as session:  # type: ignore[arg-type]  # the command sets it
 
         def prepare(model: Any) -> Sharded:
@@ -252,18 +221,15 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
             strategy = make_named_strategy(job.strategy, job.ranks_per_node, job.options, hardware)
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
             session.mark()  # building the model is not part of the first step
-            return Sharded(handle, mesh, session, timed=not capabilities.streams)
-
-        def ablate(step: Callable[[], object], model: Any) -> None:
-            session.ablate(step, model=model, device=device.type)
+            return Sharded(handle, mesh, session, timed=not backend.capabilities.streams)
 
         def end_step(history: StepHistory) -> None:
             session.mark()
             on_step(history)
 
-        outcome, gradients = _run(job, device, prepare, end_step, ablate if job.ablate else None)
+        outcome, gradients = _run(job, device, prepare, end_step)
     if job.profile and (report := session.report(skip=1 if job.steps > 1 else 0)):
-        outcome = replace(outcome, profile=report.data)
+        outcome.profile = report.data
     return outcome, gradients
 
 
@@ -273,11 +239,7 @@ def run_reference(job: Job, device: torch.device, on_step: OnStep) -> tuple[Outc
 
 
 def _run(
-    job: Job,
-    device: torch.device,
-    prepare: Callable[[Any], Sharded | None],
-    on_step: OnStep,
-    ablate: Callable[[Callable[[], object], Any], None] | None = None,
+    job: Job, device: torch.device, prepare: Callable[[Any], Sharded | None], on_step: OnStep
 ) -> tuple[Outcome, Gradients]:
     silence_transformers()
     tokens, _ = tokens_of(job.text, checkpoint_of(job.model))
@@ -287,16 +249,20 @@ def _run(
     if job.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     sharded = prepare(model)
-    if job.scoring:
-        history = score(model, data, device_config, sharded, on_step)
-    else:
-        history = train(model, data, job.learning_rate, device_config, sharded, on_step)
-    timed, memory = bool(sharded and sharded.timed), peak_memory(device)
-    if ablate is not None:
+    trainer = Trainer(model, device_config, sharded)
+    history = trainer.score(data, on_step) if job.scoring else trainer.train(data, job.learning_rate, on_step)
+    outcome = Outcome(
+        **vars(history),
+        peak_memory_bytes=peak_memory(device),
+        fingerprint=fingerprint(model),
+        timed=bool(sharded and sharded.timed),
+        notes=notes,
+        peak=asdict(load(job.backend).peaks(job.dtype)),
+    )
+    if job.ablate and sharded and sharded.session:
         first = next(iter(batches(tokens, job.seq_len, job.batch, 1)))
-        ablate(partial(forward_backward, model, first, device_config, sharded, scoring=job.scoring), model)
-    peak = asdict(load(job.backend).peaks(job.dtype))
-    outcome = Outcome(asdict(history), memory, fingerprint(model), timed, notes, peak)
+        step = partial(trainer.forward_backward, first, scoring=job.scoring)
+        sharded.session.ablate(step, model=model, device=device.type)
     return outcome, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -335,8 +301,3 @@ def fingerprint(model: Any) -> str:
             weights = torch.arange(1, 2 * part.numel(), 2, device=part.device)  # odd: each changed bit changes the sum
             sums.append((part.long() * weights).sum())
     return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()
-
-
-def history_of(outcome: Outcome) -> StepHistory:
-    """Return the history of an outcome, which is a dict."""
-    return StepHistory(**outcome.history)

@@ -12,19 +12,21 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burst_portable.cli.run.job import Job, disable_garbage_collection
+from burst_portable.cli.run.job import Job, RankJob, disable_garbage_collection
 from burst_portable.errors import BurstError, CommunicationError, CommunicationTimeoutError, InputError, in_a_line
 
 if TYPE_CHECKING:
     import torch
 
     from burst_portable.cli.run.train import Gradients, OnStep, Outcome
+    from burst_portable.comm.base import Transport
     from burst_portable.config import LauncherEnv
     from burst_portable.mesh import Mesh
 
@@ -64,26 +66,55 @@ def _end_with_parent(folder: Path) -> None:
 def _run(path: Path, rank: int) -> None:
     job, folder = Job.load(path), path.parent
     with disable_garbage_collection():
-        import torch
-        import torch.distributed as dist
-
-        from burst_portable.cli.run.train import run_rank, save_gradients
-        from burst_portable.mesh import Mesh
+        from burst_portable.cli.run.train import StepHistory, run_rank, save_gradients
 
         gc.freeze()  # imported modules stay until the process ends
-    torch.set_num_threads(job.threads)
-    device = device_of(job.device_type, rank)
-    join(job.backend, rank, job.ranks, folder)
-    try:
-        outcome, gradients = run_rank(
-            job,
-            Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend),
-            device,
-            lambda history: write_event(event="step", loss=history.losses[-1], seconds=history.seconds[-1]),
-        )
+
+    def on_step(history: StepHistory) -> None:
+        write_event(event="step", loss=history.losses[-1], seconds=history.seconds[-1])
+
+    with local_mesh(job, rank, folder) as (mesh, device):
+        outcome, gradients = run_rank(job, mesh, device, on_step)
         if rank == 0 and gradients:
             save_gradients(gradients, folder)
         write_event(event="done", outcome=asdict(outcome))
+
+
+@contextmanager
+def local_mesh(job: RankJob, rank: int, folder: Path) -> Iterator[tuple[Mesh, torch.device]]:
+    """Yield the mesh and the device of a local process. Ranks find each other through a file in `folder`."""
+    import torch
+
+    torch.set_num_threads(job.threads)
+    device = device_of(job.device_type, rank)
+    join(job.backend, rank, job.ranks, folder)
+    with _mesh(job) as mesh:
+        yield mesh, device
+
+
+@contextmanager
+def launched_mesh(job: RankJob, launcher: LauncherEnv) -> Iterator[tuple[Mesh, torch.device]]:
+    """Yield the mesh and the device of a rank that a launcher such as torchrun started.
+
+    Raises:
+        CommunicationTimeoutError: If a rank does not connect in time.
+    """
+    device = device_of(job.device_type, launcher.local_rank)
+    address = launcher.address
+    next_step = f"check that every rank starts and can connect to {address} (MASTER_ADDR, MASTER_PORT)"
+    _create_process_group(job.backend, f"the ranks did not connect at {address}", next_step)
+    with _mesh(job) as mesh:
+        yield mesh, device
+
+
+@contextmanager
+def _mesh(job: RankJob) -> Iterator[Mesh]:
+    import torch.distributed as dist
+
+    from burst_portable.mesh import Mesh
+
+    try:
+        yield Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend)
     finally:
         dist.destroy_process_group()
 
@@ -106,17 +137,6 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
         rank=rank,
         world_size=ranks,
     )
-
-
-def join_launched(backend: str, launcher: LauncherEnv) -> None:
-    """Create the process group of the ranks that a launcher started.
-
-    Raises:
-        CommunicationTimeoutError: If a rank does not connect in time.
-    """
-    address = launcher.address
-    next_step = f"check that every rank starts and can connect to {address} (MASTER_ADDR, MASTER_PORT)"
-    _create_process_group(backend, f"the ranks did not connect at {address}", next_step)
 
 
 def _create_process_group(backend: str, failure: str, next_step: str, **rendezvous: Any) -> None:
@@ -166,39 +186,26 @@ def run_in_launcher(job: Job, launcher: LauncherEnv, on_step: OnStep) -> tuple[l
     Returns:
         The outcomes of all ranks in rank order, and this rank's gradients.
     """
-    import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from burst_portable.cli.run.train import Outcome, run_rank
-    from burst_portable.mesh import Mesh
 
     @record  # torchrun then prints this rank's error last
     def run() -> tuple[list[Outcome], Gradients]:
-        device = device_of(job.device_type, launcher.local_rank)
-        join_launched(job.backend, launcher)
-        try:
-            mesh = Mesh.from_group(ranks_per_node=job.ranks_per_node, backend=job.backend)
+        with launched_mesh(job, launcher) as (mesh, device):
             outcome, gradients = run_rank(job, mesh, device, on_step)
-            return [Outcome(**one) for one in _gather(asdict(outcome), mesh, device)], gradients
-        finally:
-            dist.destroy_process_group()
+            return [Outcome(**one) for one in _gather(asdict(outcome), mesh.transport(device.type))], gradients
 
     result = run()
     assert result is not None, "errors are raised"
     return result
 
 
-def _gather(values: dict[str, Any], mesh: Mesh, device: torch.device) -> list[dict[str, Any]]:
-    """Return the values of all ranks in rank order, exchanged as JSON over the mesh's transport."""
-    import torch
-
-    transport = mesh.transport(device.type)
-    data = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.empty(8, dtype=torch.uint8, device=device) for _ in range(mesh.size)]
-    transport.all_gather(torch.tensor([data.numel()], device=device).view(torch.uint8), sizes, "outcome sizes")
-    parts = [torch.empty(int(size.view(torch.int64)), dtype=torch.uint8, device=device) for size in sizes]
-    transport.all_gather(data, parts, "outcomes")
-    return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
+def _gather(values: dict[str, Any], transport: Transport) -> list[dict[str, Any]]:
+    """Return the values of all ranks in rank order, exchanged as JSON of equal length."""
+    data = json.dumps(values).encode()
+    longest = max(map(int.from_bytes, transport.share(len(data).to_bytes(8), "outcome sizes")))
+    return [json.loads(one) for one in transport.share(data.ljust(longest), "outcomes")]
 
 
 if __name__ == "__main__":

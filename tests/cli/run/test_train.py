@@ -14,7 +14,7 @@ from burst_portable import Mesh, run_threads
 from burst_portable.cli import main
 from burst_portable.cli.run.models import batches, build, config_of, outline, tokens_of
 from burst_portable.cli.run.outcome import relative_differences
-from burst_portable.cli.run.train import DeviceConfig, Sharded, StepHistory, fingerprint, score
+from burst_portable.cli.run.train import DeviceConfig, Sharded, StepHistory, Trainer, fingerprint
 from burst_portable.integrations.transformers import parallelize
 from tests.support.models import SIZES, make
 
@@ -27,12 +27,12 @@ def test_perplexity_does_not_depend_on_ranks():
     def nothing(history: StepHistory) -> None:
         pass
 
-    expected = score(model, data, device_config, None, nothing).losses
+    expected = Trainer(model, device_config).score(data, nothing).losses
 
     def work(mesh: Mesh) -> list[float]:
         # Threads share the constant weights, but not the hooks.
         mine = copy.deepcopy(model)
-        return score(mine, data, device_config, Sharded(parallelize(mine, mesh), mesh), nothing).losses
+        return Trainer(mine, device_config, Sharded(parallelize(mine, mesh), mesh)).score(data, nothing).losses
 
     for ranks in (1, 2, 3):
         for losses in run_threads(ranks, work):
@@ -62,11 +62,12 @@ def test_models_without_sdpa_support_score_equally(
     assert outline(config_of(name, 45)).device.type == "meta"
     data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
     whole, _ = build(name, config_of(name, 45), dtype, 0)
-    expected = score(whole, data, device_config, None, lambda history: None).losses
+    expected = Trainer(whole, device_config).score(data, lambda history: None).losses
 
     def work(mesh: Mesh) -> list[float]:
         mine = copy.deepcopy(whole)
-        return score(mine, data, device_config, Sharded(parallelize(mine, mesh), mesh), lambda history: None).losses
+        trainer = Trainer(mine, device_config, Sharded(parallelize(mine, mesh), mesh))
+        return trainer.score(data, lambda history: None).losses
 
     for losses in run_threads(2, work):
         assert max(relative_differences(losses, expected)) < 1e-6
