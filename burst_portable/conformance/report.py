@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -100,10 +101,8 @@ class Report:
 
     def lines(self) -> list[Line]:
         """Return one line per group, in the order of the results."""
-        groups: dict[str, list[Result]] = {}
-        for result in self.results:
-            groups.setdefault(result.check, []).append(result)
-        return [_line(check, results) for check, results in groups.items()]
+        checks = dict.fromkeys(result.check for result in self.results)
+        return [_line(check, [r for r in self.results if r.check == check]) for check in checks]
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of passed, failed and skipped tests."""
@@ -146,11 +145,12 @@ class Report:
         """Return the report as JUnit XML, with one test suite per group."""
         root = ElementTree.Element("testsuites", name=f"burst-portable conform {self.backend}")
         root.set("time", f"{self.seconds:.3f}")
-        _set_counts(root, len(self.results), len(self.failures), len(self.skipped))
+        _set_counts(root, tests=len(self.results), failures=len(self.failures), skipped=len(self.skipped))
         for line in self.lines():
+            results = [r for r in self.results if r.check == line.check]
             suite = ElementTree.SubElement(root, "testsuite", name=line.check, time=f"{line.seconds:.3f}")
-            _set_counts(suite, line.passed + line.failed + line.skipped, line.failed, line.skipped)
-            for result in (r for r in self.results if r.check == line.check):
+            _set_counts(suite, tests=len(results), failures=line.failed, skipped=line.skipped)
+            for result in results:
                 _junit_case(suite, self.backend, result)
         ElementTree.indent(root)
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
@@ -158,6 +158,13 @@ class Report:
     def markdown(self) -> str:
         """Return the report as Markdown: facts, one line per group, and every failure with its command."""
         counts = self.counts()
+        facts = {
+            "tried": f"{self.coverage}, up to {self.ranks} ranks, kernel {self.kernel}",
+            "groups": ", ".join(self.only) or "all",
+            "kernels": ", ".join(self.kernels),
+            **self.versions,
+            **{f"device: {name}": value for name, value in self.device.items()},
+        }
         parts = [
             f"# Conformance of `{self.backend}`: {'passed' if self.ok else 'FAILED'}",
             "",
@@ -166,7 +173,7 @@ class Report:
             "",
             "| | |",
             "| --- | --- |",
-            *(f"| {name} | {_cell(value)} |" for name, value in self._facts().items()),
+            *(f"| {name} | {_cell(value)} |" for name, value in facts.items()),
             "",
             "| group | passed | failed | skipped | closest to the limit | seconds |",
             "| --- | ---: | ---: | ---: | --- | ---: |",
@@ -175,20 +182,18 @@ class Report:
                 for x in self.lines()
             ),
         ]
-        parts += _markdown_failures(self.failures) + _markdown_skipped(self.skipped)
+        parts += ["", "## Failures"] if self.failures else []
+        for r in self.failures:
+            parts += ["", f"`{r.check}:{r.name}`: {r.message}", "", "```sh", r.command, "```"]
+        parts += ["", "## Skipped", ""] if self.skipped else []
+        reasons = Counter(result.skipped for result in self.skipped)
+        parts += [f"- {count} times: {_cell(reason)}" for reason, count in reasons.items()]
         return "\n".join(parts) + "\n"
 
-    def _facts(self) -> dict[str, str]:
-        device = {f"device: {k}": v for k, v in self.device.items()}
-        tried = f"{self.coverage}, up to {self.ranks} ranks, kernel {self.kernel}"
-        groups = ", ".join(self.only) or "all"
-        return {"tried": tried, "groups": groups, "kernels": ", ".join(self.kernels), **self.versions, **device}
 
-
-def _set_counts(element: ElementTree.Element, tests: int, failures: int, skipped: int) -> None:
-    element.set("tests", str(tests))
-    element.set("failures", str(failures))
-    element.set("skipped", str(skipped))
+def _set_counts(element: ElementTree.Element, **counts: int) -> None:
+    for name, count in counts.items():
+        element.set(name, str(count))
 
 
 def closest(line: Line) -> str:
@@ -211,9 +216,9 @@ def _line(check: str, results: list[Result]) -> Line:
 
 def _lean(result: Result) -> dict[str, Any]:
     """Return the result without empty fields, with numbers of three digits. Infinity and NaN become text, for JSON."""
-    facts = {k: v for k, v in asdict(result).items() if v not in ("", {})}
+    facts = asdict(result)
     facts["errors"] = {name: [_short(error), _short(allowed)] for name, (error, allowed) in result.errors.items()}
-    return facts if result.errors else {k: v for k, v in facts.items() if k != "errors"}
+    return {name: fact for name, fact in facts.items() if fact not in ("", {})}
 
 
 def _short(number: float) -> float | str:
@@ -238,22 +243,6 @@ def _junit_case(suite: ElementTree.Element, backend: str, result: Result) -> Non
 def _for_xml(text: str) -> str:
     """Replace control characters, which XML does not allow. Messages of vendors contain them for colors."""
     return "".join(c if c in "\t\n" or c.isprintable() else "?" for c in text)
-
-
-def _markdown_failures(failures: tuple[Result, ...]) -> list[str]:
-    parts = ["", "## Failures"] if failures else []
-    for result in failures:
-        parts += ["", f"`{result.check}:{result.name}`: {result.message}", "", "```sh", result.command, "```"]
-    return parts
-
-
-def _markdown_skipped(skipped: tuple[Result, ...]) -> list[str]:
-    reasons: dict[str, int] = {}
-    for result in skipped:
-        reasons[result.skipped] = reasons.get(result.skipped, 0) + 1
-    if not reasons:
-        return []
-    return ["", "## Skipped", "", *(f"- {count} times: {_cell(reason)}" for reason, count in reasons.items())]
 
 
 def _cell(text: str) -> str:
