@@ -9,19 +9,7 @@ from typing import Any
 import torch
 
 from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
-from burst_portable.conformance.cases import (
-    DTYPES,
-    HEADS,
-    LENGTH,
-    MASKS,
-    MEMORY,
-    SCALES,
-    VALUES,
-    Axes,
-    Case,
-    Choices,
-    covering,
-)
+from burst_portable.conformance.cases import DTYPES, HEADS, LENGTH, MASKS, MEMORY, SCALES, VALUES, Axes, Case, covering
 from burst_portable.conformance.checks.attention import HEAD_SIZES, compare, compare_growth
 from burst_portable.conformance.oracle import Answer, Inputs, make_inputs
 from burst_portable.conformance.running import OutOfBoundsWriteError, run_kernel, run_single_call, serves
@@ -59,9 +47,9 @@ def axes_of(kernel: Kernel | LazyKernel, device: str) -> Axes:
     }
 
 
-def plainest(kernel: Kernel | LazyKernel, device: str) -> Choices:
+def plainest(kernel: Kernel | LazyKernel, device: str) -> dict[str, Any]:
     """Return the plainest heads, determinism and dtype that the kernel supports together."""
-    bases: Iterator[Choices] = (
+    bases = (
         {"heads": heads, "deterministic": deterministic, "dtype": dtype}
         for heads in ("mha", *LARGER_HEADS)
         for deterministic in (True, False)
@@ -72,9 +60,7 @@ def plainest(kernel: Kernel | LazyKernel, device: str) -> Choices:
 
 def fitted(case: Case, kernel: Kernel | LazyKernel, device: str) -> Case:
     """Return a case of quick coverage, with the plainest choices if the kernel does not support those of the case."""
-    if serves(kernel, case, device):
-        return case
-    return replace(case, **plainest(kernel, device))
+    return case if serves(kernel, case, device) else replace(case, **plainest(kernel, device))
 
 
 def _serves(kernel: Kernel | LazyKernel, device: str, **choices: Any) -> bool:
@@ -96,9 +82,7 @@ def cases(coverage: str, axes: Axes) -> Iterator[Case]:
             Case(mask, layout="contiguous", ranks=2, memory=MEMORY[i % len(MEMORY)]) for i, mask in enumerate(masks)
         )
         yield Case("full", "striped", ranks=3, heads="wide_values", softcap=5.0)
-        yield Case(
-            "causal", "contiguous", ranks=3, length=48
-        )  # equal shapes: stale data of one block would fit the next
+        yield Case("causal", "contiguous", ranks=3, length=48)  # equal shapes: stale data of a block would fit the next
         yield Case("causal", "zigzag", ranks=2, heads="mha", dtype=torch.bfloat16, deterministic=False)
         yield Case("causal", "contiguous", ranks=1)
         yield from (Case("causal", "contiguous", scale=scale) for scale in SCALES[1:])
@@ -138,11 +122,9 @@ def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
         for case in dict.fromkeys([*usual, *many, *declined(kernel, device)]):
             if case.possible():
                 yield _make_case_test(target, kernel, case)
-        for dtype in (
-            (torch.bfloat16,) if target.coverage == "quick" else (torch.float32, torch.bfloat16, torch.float16)
-        ):
-            short = str(dtype).removeprefix("torch.")
-            yield make_plain_test(NAME, f"{kernel.name}:flat-error-{short}", _growth, target, kernel, dtype)
+        for dtype in ("bfloat16",) if target.coverage == "quick" else ("float32", "bfloat16", "float16"):
+            title = f"{kernel.name}:flat-error-{dtype}"
+            yield make_plain_test(NAME, title, _growth, target, kernel, DTYPES[dtype])
 
 
 def make_test(target: BackendUnderTest, case: Case, kernel: str) -> TestCase:
@@ -152,39 +134,39 @@ def make_test(target: BackendUnderTest, case: Case, kernel: str) -> TestCase:
 
 
 def _make_case_test(target: BackendUnderTest, kernel: Kernel | LazyKernel, case: Case) -> TestCase:
-    def run(other: Case) -> Outcome:
-        return _run(target, kernel, other)
-
-    return TestCase(NAME, f"{kernel.name}:{case.spec()}", run, case, kernel.name)
+    name = f"{kernel.name}:{case.spec()}"
+    return TestCase(NAME, name, lambda other: _run(target, kernel, other), case, kernel.name)
 
 
 def _run(target: BackendUnderTest, kernel: Kernel | LazyKernel, case: Case) -> Outcome:
-    """Compare results, with delta and with `out` and gradients added twice; one block also as a single call."""
+    """Compare the results of every way to run the kernel."""
     support = kernel.supports(case.make_call(target.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason, wrong="" if support.reason else "it declines without a reason")
     x, loaded = make_inputs(case), kernel.load()
+    passed = []
     try:
-        first = run_kernel(loaded, case, x, target.device)
-        by_out = run_kernel(loaded, case, x, target.device, by_out=True, times=2)
+        for how, answer in _answers(loaded, case, x, target.device):
+            outcome = compare(case, x, answer, loaded.traits.rounding)
+            if not outcome.ok:
+                return Outcome(outcome.errors, f"{how}: {outcome.wrong}".strip(": "))
+            passed.append((answer, outcome))
     except OutOfBoundsWriteError as error:
         return Outcome(wrong=str(error))
-    rounding = loaded.traits.rounding
-    outcome = compare(case, x, first, rounding)
-    if not outcome.ok:
-        return outcome
-    second = compare(case, x, by_out, rounding)
-    if not second.ok:
-        return Outcome(second.errors, f"with out instead of delta, gradients added twice: {second.wrong}".strip(": "))
-    if case.ranks == 1:
-        for parts in (False, True) if loaded.traits.writes_into else (False,):
-            third = compare(case, x, run_single_call(loaded, case, x, target.device, parts=parts), rounding)
-            if not third.ok:
-                how = "writing into a given buffer" if parts else "as a single call"
-                return Outcome(third.errors, f"{how}: {third.wrong}".strip(": "))
-    if case.deterministic and not all(torch.equal(getattr(first, n), getattr(by_out, n)) for n in ("out", "lse")):
+    (first, outcome), (again, _) = passed[:2]
+    if case.deterministic and not all(torch.equal(getattr(first, n), getattr(again, n)) for n in ("out", "lse")):
         return Outcome(outcome.errors, "other bits in a repeated run with deterministic=True")
     return outcome
+
+
+def _answers(kernel: Kernel, case: Case, x: Inputs, device: torch.device) -> Iterator[tuple[str, Answer]]:
+    """Run the kernel in every way, and yield the way and its answer."""
+    yield "", run_kernel(kernel, case, x, device)
+    yield "with out instead of delta, gradients added twice", run_kernel(kernel, case, x, device, by_out=True, times=2)
+    if case.ranks == 1:
+        yield "as a single call", run_single_call(kernel, case, x, device)
+        if kernel.traits.writes_into:
+            yield "writing into a given buffer", run_single_call(kernel, case, x, device, parts=True)
 
 
 def _growth(target: BackendUnderTest, kernel: Kernel | LazyKernel, dtype: torch.dtype) -> Outcome:
