@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import group_options_of, known, load
 from burst_portable.config import listen_on_loopback
 from burst_portable.conformance.base import BackendUnderTest, describe_error, identity
@@ -38,13 +37,6 @@ REPORT_TIMEOUT = 3.0
 
 class RankError(Exception):
     """At least one rank that is a process did not return a result."""
-
-
-def count_devices(backend: Backend) -> int | None:
-    """Return the number of devices, one for each rank. None if there is no limit."""
-    if not backend.capabilities.streams:
-        return None
-    return int(torch.get_device_module(backend.capabilities.device_type).device_count())
 
 
 def run_exchanges(target: BackendUnderTest, ranks: int, *, in_subgroup: bool = False) -> str:

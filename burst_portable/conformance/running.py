@@ -1,7 +1,7 @@
 """Run one case over ranks, with the plan, executor and gradients of `attention`, on a given kernel and transports.
 
-Forward and backward of the autograd function are called directly. torch's engine has one worker thread per device, so
-ranks that are threads of one process would wait for each other forever on an accelerator.
+Backward passes are called directly. torch's engine has one worker thread per device, so ranks that are threads of one
+process would wait for each other forever on an accelerator.
 """
 
 from __future__ import annotations
@@ -27,27 +27,11 @@ from burst_portable.numerics import State
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles
-from burst_portable.runtime.autograd import Attention, begin, observed
+from burst_portable.runtime.autograd import begin, observed, run_backward
 from burst_portable.runtime.executor import attend_first
 from burst_portable.runtime.prepare import executor_of, plan_for_kernel
 from burst_portable.runtime.prepared_call import PreparedCall, PreparedPass
 from burst_portable.strategies.planner import planned
-
-
-class _Context:
-    """The part of torch's autograd context that our function uses."""
-
-    saved_tensors: tuple[Tensor | None, ...] = ()
-    prepared: Any = None
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Do nothing: LSE has no gradient here either."""
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Do nothing: no gradient of LSE is passed."""
 
 
 def plan_of(case: Case, device: str = "cpu") -> Plan:
@@ -86,12 +70,14 @@ def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transpo
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))
     dout = in_memory(x.dout[:, rows], case.memory, device)
     sinks = None if x.sinks is None else x.sinks.to(device)
-    context: Any = _Context()
     with torch.no_grad():
         begin(prepared, device)
-        outputs = Attention.forward(context, q, k, v, sinks, prepared)
-        gradients = Attention.backward(context, dout, None)[:4]
-    shards: Any = (None if x is None else x.cpu() for x in (*outputs, *gradients))
+        out, lse, saved = prepared.executor.forward(prepared, q, k, v, sinks, keep=True)
+        number = transport.state.passes
+        if transport.size > 1:
+            prepared.transport.end()
+        gradients = run_backward(prepared, number, (*saved, sinks), dout)
+    shards: Any = (None if x is None else x.cpu() for x in (out, lse, *gradients))
     return Answer(*shards)
 
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
@@ -286,16 +286,9 @@ def _serve(pipe: Connection, target: BackendUnderTest, only: Sequence[str], case
     target = unpack(target)
     with testing_environment():
         tests, runner = select_tests(target, only, cases), Runner(target, shrink)
-        while True:
-            try:
-                number = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                return
-            result = runner.run(tests[number])
-            try:
-                pipe.send(result)
-            except (BrokenPipeError, ConnectionResetError):  # the first process is gone
-                return
+        with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the first process is gone
+            while True:
+                pipe.send(runner.run(tests[pipe.recv()]))
 
 
 Progress = Callable[[int, int, TestCase, Result | None], None]
@@ -381,7 +374,11 @@ def check_backend(
         kernel=kernel,
         only=only or cases or ((f"strategy {strategy}",) if strategy else ()),
         kernels=tuple(k.name for k in kernels_of(backend)),
-        device=_device(backend, facts),
+        device={
+            "type": backend.capabilities.device_type,
+            "from": known().get(backend.name, type(backend).__module__),
+            **{name: str(value) for name, value in sorted(facts.items())},
+        },
         versions={
             "burst_portable": __version__,
             "torch": torch.__version__,
@@ -439,9 +436,3 @@ def _check_available(backend: Backend) -> dict[str, object]:
     if (level := probe.facts.get("evidence_level", "device")) not in EVIDENCE_LEVELS:
         raise unknown_name(f"evidence level in the probe of the backend {backend.name!r}", level, EVIDENCE_LEVELS)
     return dict(probe.facts)
-
-
-def _device(backend: Backend, facts: dict[str, object]) -> dict[str, str]:
-    values = {name: str(value) for name, value in sorted(facts.items())}
-    module = known().get(backend.name, type(backend).__module__)
-    return {"type": backend.capabilities.device_type, "from": module, **values}

@@ -12,18 +12,10 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from burst_portable.conformance import oracle
 from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test, skippable
 from burst_portable.conformance.cases import AXES, DTYPES, LENGTH, MEMORY, VALUES, Case, covering, product
-from burst_portable.conformance.oracle import (
-    FLOOR,
-    Answer,
-    Inputs,
-    error_of_weights,
-    errors,
-    expected,
-    make_inputs,
-    relative_error,
-)
+from burst_portable.conformance.oracle import Answer, Inputs, expected, make_inputs
 from burst_portable.conformance.running import plan_of, run_case
 from burst_portable.planning.verify import verify
 
@@ -45,8 +37,9 @@ def run_and_compare(target: BackendUnderTest, case: Case) -> Outcome:
 def compare(case: Case, x: Inputs, answer: Answer, rounding: float = 0.0) -> Outcome:
     """Compare an answer with the oracle's. `rounding`: see `planning.call.KernelTraits`."""
     exact, plain = expected(case, x)
-    extra = 0.0 if case.values == "usual" else error_of_weights(exact, case.dtype, rounding)
-    return Outcome(errors(answer, exact, plain, case.dtype, extra, rounding), find_masked_error(answer, exact))
+    extra = 0.0 if case.values == "usual" else oracle.error_of_weights(exact, case.dtype, rounding)
+    errors = oracle.errors(answer, exact, plain, case.dtype, extra, rounding)
+    return Outcome(errors, find_masked_error(answer, exact))
 
 
 def find_masked_error(answer: Answer, exact: Answer) -> str:
@@ -286,10 +279,10 @@ def _determinism_tests(target: BackendUnderTest) -> Iterator[TestCase]:
     ):
         if case.ranks <= target.ranks:
             yield make_plain_test("determinism", f"same-bits-{case}", _repeat, target, case)
-    for dtype in (torch.bfloat16,) if quick else (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in ("bfloat16",) if quick else ("float32", "bfloat16", "float16"):
         for strategy in ("burst",) if quick else ("ring", "burst"):
-            title = f"flat-error-{strategy}-{str(dtype).removeprefix('torch.')}"
-            yield make_plain_test("determinism", title, _growth, target, dtype, strategy)
+            title = f"flat-error-{strategy}-{dtype}"
+            yield make_plain_test("determinism", title, _growth, target, DTYPES[dtype], strategy)
 
 
 @skippable
@@ -320,9 +313,9 @@ def compare_growth(
         x = replace(x, q=x.q * 4)  # scores with the spread of trained attention
         exact, _ = expected(case, x)
         for name, value in run(case, x).quantities().items():
-            error = relative_error(value, exact.quantities()[name])
+            error = oracle.relative_error(value, exact.quantities()[name])
             least = smallest[name] = min(error, smallest.get(name, error))
-            allowed = GROWTH * max(least, FLOOR[dtype] / 8)
+            allowed = GROWTH * max(least, oracle.FLOOR[dtype] / 8)
             worst[name] = max(worst.get(name, (0.0, allowed)), (error, allowed))
     return Outcome(worst)
 

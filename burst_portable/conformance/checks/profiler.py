@@ -66,16 +66,14 @@ def _report(session: Session) -> Facts:
 
 def _check_sums(data: Facts) -> str:
     """Check that the four parts add up exactly, in a rank's window and in its ring steps, layers and train steps."""
-    for kind in ("ring_steps", "layers", "train_steps"):
-        for piece in data[kind]:
-            for cell in piece["ranks"]:
-                if cell["span_ns"] != sum(cell[f"{part}_ns"] for part in PARTS):
-                    return f"the parts of {kind} do not add up on rank {cell['rank']}"
-    for rank in data["ranks"]:
-        if rank["span_ns"] != sum(rank[f"{part}_ns"] for part in PARTS):
-            return f"the parts of rank {rank['rank']} do not add up"
-        if min(rank[f"{part}_ns"] for part in PARTS) < 0:
-            return f"a part of rank {rank['rank']} is below 0"
+    pieces = [(kind, piece["ranks"]) for kind in ("ring_steps", "layers", "train_steps") for piece in data[kind]]
+    for kind, ranks in [*pieces, ("windows", data["ranks"])]:
+        for rank in ranks:
+            parts = [rank[f"{part}_ns"] for part in PARTS]
+            if rank["span_ns"] != sum(parts):
+                return f"the parts of {kind} do not add up on rank {rank['rank']}"
+            if min(parts) < 0:
+                return f"a part of {kind} is below 0 on rank {rank['rank']}"
     return ""
 
 
