@@ -80,8 +80,8 @@ class Trial:
             p["out"], _ = own.attend(p["q"], p["k"], p["v"], self.tiles, self.call, state=state)
         else:
             wanted = own.only_keys if self.kernel == "keys" else own.only_queries
-            arguments = (p[x] for x in ("dout", "q", "k", "v", "lse", "delta"))
-            wanted(*arguments, self.tiles, self.call, (p["dq"], p["dk"], p["dv"]), add=self.adding)
+            inputs = tuple(p[x] for x in ("q", "k", "v", "dout", "lse", "delta"))
+            wanted(inputs, self.tiles, self.call, (p["dq"], p["dk"], p["dv"]), add=self.adding)
 
     def outputs(self) -> dict[str, Tensor]:
         names = {"forward": ("out",), "resumed": ("out",), "keys": ("dk", "dv"), "queries": ("dq",)}[self.kernel]

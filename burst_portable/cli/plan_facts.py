@@ -10,7 +10,7 @@ from burst_portable import __version__
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import PlanCost, plan_cost
 from burst_portable.planning.hardware import HardwareSpec
-from burst_portable.planning.messages import message_size
+from burst_portable.planning.messages import message_sizes
 from burst_portable.planning.plans import PassName, PassPlan, Plan, heads_per_rank
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
@@ -144,7 +144,7 @@ def _pass(
 def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Return the bytes of local tensors of the rank that has most, after heads are resharded."""
     size = plan.head_parallel_size
-    heads, kv_heads = heads_per_rank(plan.call.heads, plan.call.kv_heads, size)
+    heads, kv_heads = heads_per_rank(plan.call, size)
     all_groups = replace(pass_plan.call, heads=heads, kv_heads=kv_heads)  # the pass plan has one head group
     return max(_shard_bytes(all_groups, name, member) for member in {rank // size for rank in ranks})
 
@@ -165,19 +165,14 @@ def _shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
 def _largest_message(pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Return the bytes of the largest message that one of these ranks receives."""
     moves = (m for r in ranks for s in pass_plan.steps_of(r) for m in (*s.receives, *s.gradient_receives))
-    return max((_message_bytes(pass_plan, move) for move in moves), default=0)
-
-
-def _message_bytes(pass_plan: PassPlan, move: Move) -> int:
-    return message_size(pass_plan.call, move, rounds_gradients=pass_plan.rounds_gradients)
+    return max(map(message_sizes(pass_plan), moves), default=0)
 
 
 def _step(pass_plan: PassPlan, step: Step) -> Facts:
+    size = message_sizes(pass_plan)
+
     def messages(moves: Sequence[Move], peer: str) -> list[Facts]:
-        return [
-            {"what": m.label, "rank": getattr(m, peer), "rows": list(m.rows), "bytes": _message_bytes(pass_plan, m)}
-            for m in moves
-        ]
+        return [{"what": m.label, "rank": getattr(m, peer), "rows": list(m.rows), "bytes": size(m)} for m in moves]
 
     return {
         "step": step.index,

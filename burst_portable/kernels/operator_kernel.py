@@ -28,6 +28,7 @@ from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, align
 from burst_portable.numerics import State, accumulation_dtype, empty_state, merge_into, surrogate_out, widened
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.utils.cache import Cache
 
 _CACHED = 512  # sets of tiles whose operator calls are kept
 _MOST = 1024  # operator calls of a set that is kept
@@ -169,15 +170,11 @@ class OperatorKernel(Kernel, Generic[C]):
     def operator_calls(self, tiles: Tiles) -> Sequence[C]:
         """Return the operator calls of all tiles. The calls of up to `_CACHED` sets of tiles are kept."""
         parts = tuple(part for tile in tiles for part in self.split_tile(tile))
-        if len(parts) <= _MOST:
-            if len(self._cached_calls) >= _CACHED:
-                self._cached_calls.clear()
-            self._cached_calls[tiles] = parts
-        return parts
+        return self._cached_calls.keep(tiles, parts) if len(parts) <= _MOST else parts
 
     @cached_property
-    def _cached_calls(self) -> dict[Tiles, tuple[C, ...]]:
-        return {}
+    def _cached_calls(self) -> Cache[Tiles, tuple[C, ...]]:
+        return Cache(_CACHED)
 
 
 class CausalSquare(NamedTuple):

@@ -16,13 +16,10 @@ from typing import NamedTuple
 
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.hardware import HardwareSpec
-from burst_portable.planning.messages import exchanges, local_block_size, row_size
+from burst_portable.planning.messages import exchanges, local_block_size, message_sizes, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, keeps_rank_order
 from burst_portable.planning.routes import Move, to_pack
 from burst_portable.planning.schedule import Compute, Step
-
-Size = Callable[[Move], int]
-"""Bytes of a message."""
 
 # In bytes of the message:
 _PACK = _COPY = 2  # read and written once: `runtime.executor._Blocks._pack`, `runtime.head_parallel`
@@ -43,41 +40,21 @@ STRIDED_BATCHES = 4
 """Largest batch whose rows are sent as strips without packing; larger batches are packed."""
 
 
-def packed_bytes(sends: Iterable[Move], size: Size, rank: int, done: set[tuple[int, int]]) -> int:
-    """Return the bytes for packing the local block at a step. `done`: rows packed before; this step's are added."""
-    unpacked = to_pack((m for m in sends if m.owner == rank), done)
-    done.update(m.rows for m in unpacked)
-    return sum([_PACK * size(m) for m in unpacked])
-
-
-def added_bytes(arrivals: Iterable[Move], size: Size, *, rounds_gradients: bool) -> int:
-    """Return the bytes for adding gradients that arrived."""
-    return (_ADD_ROUNDED if rounds_gradients else _ADD) * sum([size(m) for m in arrivals])
-
-
-def accumulated_bytes(gradient_sends: Iterable[Move], size: Size, *, rounds_gradients: bool) -> int:
-    """Return the bytes for gradients of remote blocks, beyond what a kernel does for those of the local block."""
-    return (_ACCUMULATE_ROUNDED if rounds_gradients else _ACCUMULATE) * sum([size(m) for m in gradient_sends])
-
-
-def joined_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int) -> int:
+def _joined_bytes(pass_plan: PassPlan, rank: int) -> int:
     """Return the bytes for the local block in a launch with blocks that arrived: one copy, and adding its gradients."""
-    copied = _COPY * local_block_size(pass_plan, rank)
-    if pass_name == "forward":
-        return copied
-    call, layout = pass_plan.call, pass_plan.call.k_layout if pass_plan.side == "kv" else pass_plan.call.layout
-    sums = layout.count(rank // pass_plan.stride) * row_size(call, pass_plan.side, is_gradient=True)
-    return copied + _ADD * sums
+    block, (call, side) = local_block_size(pass_plan, rank), (pass_plan.call, pass_plan.side)
+    if pass_plan.name == "forward":
+        return _COPY * block
+    rows = block // row_size(call, side, is_gradient=False)
+    return _COPY * block + _ADD * rows * row_size(call, side, is_gradient=True)
 
 
-def merged_bytes(
-    pass_plan: PassPlan, pass_name: PassName, compute: Compute, traits: KernelTraits, *, first: bool
-) -> int:
+def _merged_bytes(pass_plan: PassPlan, compute: Compute, traits: KernelTraits, *, first: bool) -> int:
     """Return the bytes for merging a launch into earlier ones. `first`: whether there was none."""
     call = pass_plan.call
     rows, tallest = compute.heights
     d, dv, batch = call.head_dim, call.v_head_dim, call.batch
-    if pass_name == "forward":
+    if pass_plan.name == "forward":
         if traits.splits_tiles:  # each part is merged; the first is kept as it is if it has all rows
             bytes_each = _MERGE_PART_ONCE if traits.single_pass_merge else _MERGE_PART
             return bytes_each * (rows - first * tallest) * call.heads * dv * batch
@@ -89,9 +66,9 @@ def merged_bytes(
     return batch * (queries * call.heads + _ADD_PART * compute.columns * call.kv_heads * (d + dv))
 
 
-def summed_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int, traits: KernelTraits) -> int:
+def _summed_bytes(pass_plan: PassPlan, rank: int, traits: KernelTraits) -> int:
     """Return the bytes for summing the gradients of the local rows, for one group of heads; 0 in the forward pass."""
-    if pass_name == "forward":
+    if pass_plan.name == "forward":
         return 0
     p, member = pass_plan.call, rank // pass_plan.stride
     queries = p.layout.count(member) * p.heads * p.head_dim
@@ -221,13 +198,16 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareSpec
     steps = plan.steps(pass_name, rank)
     computes = [s.compute for s in steps if s.compute]
     receives = [m for s in steps for m in (*s.receives, *s.gradient_receives)]
-    size = _sizes(pass_plan)
+    size = message_sizes(pass_plan)
     received, sent = sum(map(size, receives)), sum(size(m) for s in steps for m in (*s.sends, *s.gradient_sends))
-    link = sum(_transfer(m, size(m), plan.direct, hardware) for m in receives)
+    link = sum(
+        hardware.transfer(size(m), direct=plan.direct, is_inter_node=hardware.is_inter_node(m.source, m.target))
+        for m in receives
+    )
     groups = reshard_bytes(plan, pass_name, rank)
     sent += sum(map(sum, groups))
     received += sum(map(sum, reshard_bytes(plan, pass_name, rank, received=True)))
-    link += sum(map(sum, _exchange_seconds(groups, plan, rank, hardware)))
+    link += sum(_all_to_all_seconds(one, plan, rank, hardware) for group in groups for one in group)
     return PassCost(
         flops=plan.head_groups * pass_flops(pass_plan.call, pass_name, sum(c.num_pairs for c in computes)),
         memory=plan.head_groups * sum(pass_memory(pass_plan.call, pass_name, c) for c in computes),
@@ -239,8 +219,8 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareSpec
         blocks_held=_peak_block_bytes(steps, size),
         seconds=rank_seconds(plan, pass_name, rank, hardware),
         compute_seconds=plan.head_groups
-        * sum(_launch_seconds(pass_plan.call, pass_name, c, hardware) for c in computes)
-        / _launch_efficiency(steps, pass_name, hardware),
+        * sum(_launch_seconds(pass_plan, c, hardware) for c in computes)
+        / _launch_efficiency(pass_plan, rank, hardware),
         link_seconds=link,
     )
 
@@ -249,49 +229,25 @@ def rank_seconds(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareS
     """Return the predicted seconds of one pass on one rank: `rank_cost(...).seconds` alone, to compare plans."""
     pass_plan = plan.pass_plan(pass_name)
     if plan.heads:
-        return _head_parallel_seconds(plan, pass_plan, pass_name, rank, hardware)
-    return _ring_seconds(pass_plan, pass_name, rank, hardware, plan.direct)
+        return _head_parallel_seconds(plan, pass_plan, rank, hardware)
+    return _ring_seconds(pass_plan, rank, hardware, plan.direct)
 
 
-def _launch_seconds(call: AttentionCall, pass_name: PassName, compute: Compute, hardware: HardwareSpec) -> float:
+def _launch_seconds(pass_plan: PassPlan, compute: Compute, hardware: HardwareSpec) -> float:
     """Return the seconds of one launch. A kernel that splits tiles makes at least one call for each tile."""
+    call, name = pass_plan.call, pass_plan.name
     calls = compute.count if hardware.kernel.splits_tiles else 1
-    flops = pass_flops(call, pass_name, compute.visited(hardware.block))
+    flops = pass_flops(call, name, compute.visited(hardware.block))
     rows, share = hardware.long_kv_efficiency
-    slow = pass_name == "forward" and call.k_layout.length >= rows * call.ranks
-    return hardware.compute(flops, pass_name, calls) / (share if slow else 1.0)
-
-
-def _transfer(move: Move, size: int, direct: bool, hardware: HardwareSpec) -> float:
-    return hardware.transfer(size, direct=direct, is_inter_node=hardware.is_inter_node(move.source, move.target))
-
-
-def _sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
-    """Return a function from a move of this pass to its bytes."""
-    rows = {
-        is_gradient: row_size(
-            pass_plan.call, pass_plan.side, is_gradient=is_gradient, rounds_gradients=pass_plan.rounds_gradients
-        )
-        for is_gradient in (False, True)
-    }
-    return lambda move: (move.rows[1] - move.rows[0]) * rows[move.is_gradient]
-
-
-def _exchange_seconds(
-    groups: Iterable[tuple[int, int]], plan: Plan, rank: int, hardware: HardwareSpec
-) -> list[tuple[float, float]]:
-    """Return (seconds to head shards, seconds back) for each group of heads, from the bytes."""
-    return [
-        (_all_to_all_seconds(there, plan, rank, hardware), _all_to_all_seconds(back, plan, rank, hardware))
-        for there, back in groups
-    ]
+    slow = name == "forward" and call.k_layout.length >= rows * call.ranks
+    return hardware.compute(flops, name, calls) / (share if slow else 1.0)
 
 
 def _all_to_all_seconds(size: int, plan: Plan, rank: int, hardware: HardwareSpec) -> float:
     """Return the seconds to send `size` bytes, in equal parts, to all ranks with which a rank divides heads."""
-    node, first = hardware.ranks_per_node or plan.call.ranks, rank - rank % plan.head_parallel_size
-    peers = plan.head_parallel_size - 1
-    inside = min(first + plan.head_parallel_size, rank - rank % node + node) - max(first, rank - rank % node) - 1
+    size_of_node, ranks = hardware.ranks_per_node or plan.call.ranks, plan.head_parallel_size
+    first, node = rank - rank % ranks, rank - rank % size_of_node
+    peers, inside = ranks - 1, min(first + ranks, node + size_of_node) - max(first, node) - 1
     outside = peers - inside
     intra_node = 0.0
     if inside:
@@ -305,10 +261,10 @@ def _all_to_all_seconds(size: int, plan: Plan, rank: int, hardware: HardwareSpec
 class _Timeline:
     """Simulated times of one rank: its kernels, its link inside the node and its link between nodes."""
 
-    def __init__(self, direct: bool, pass_name: PassName, hardware: HardwareSpec) -> None:
+    def __init__(self, direct: bool, pass_plan: PassPlan, hardware: HardwareSpec) -> None:
         self._direct, self._hardware = direct, hardware
         peer_copies = direct and hardware.peer_copy_bandwidth
-        self._slowdown = 0.0 if peer_copies else hardware.comm_slowdown[pass_name == "backward"]
+        self._slowdown = 0.0 if peer_copies else hardware.comm_slowdown[pass_plan.name == "backward"]
         self._kernels = 0.0
         self._links = {False: 0.0, True: 0.0}  # by whether it is between nodes
         self._arrivals: dict[Move, float] = {}
@@ -357,53 +313,54 @@ class _Timeline:
         self._kernels = max(self._kernels, time)
 
 
-def _launch_efficiency(steps: Sequence[Step], pass_name: PassName, hardware: HardwareSpec) -> float:
+def _launch_efficiency(pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -> float:
     """Return the share of the kernel's rate that a pass reaches, which is lower for several launches."""
-    several = sum(step.compute is not None for step in steps) > 1
-    return hardware.multi_launch_efficiency if several and pass_name == "backward" else 1.0
+    several = sum(step.compute is not None for step in pass_plan.steps_of(rank)) > 1
+    return hardware.multi_launch_efficiency if several and pass_plan.name == "backward" else 1.0
 
 
 @lru_cache(maxsize=512)
-def _ring_seconds(pass_plan: PassPlan, pass_name: PassName, rank: int, hardware: HardwareSpec, direct: bool) -> float:
+def _ring_seconds(pass_plan: PassPlan, rank: int, hardware: HardwareSpec, direct: bool) -> float:
     """Return the seconds of one rank if blocks are sent. Cached: strategies that are compared share passes."""
-    line = _Timeline(direct, pass_name, hardware)
-    _walk(line, pass_plan, pass_name, rank, hardware)
+    line = _Timeline(direct, pass_plan, hardware)
+    _walk(line, pass_plan, rank, hardware)
     return line.end
 
 
-def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, hardware: HardwareSpec) -> None:
+def _walk(line: _Timeline, pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -> None:
     """Simulate the steps of one rank on its timeline."""
-    size, packed, launched = _sizes(pass_plan), set[tuple[int, int]](), False
-    steps, rounds_gradients = pass_plan.steps_of(rank), pass_plan.rounds_gradients
-    efficiency = _launch_efficiency(steps, pass_name, hardware)
-    for step in steps:
+    size, packed, launched = message_sizes(pass_plan), set[tuple[int, int]](), False
+    add, accumulate = (_ADD_ROUNDED, _ACCUMULATE_ROUNDED) if pass_plan.rounds_gradients else (_ADD, _ACCUMULATE)
+    efficiency = _launch_efficiency(pass_plan, rank, hardware)
+    for step in pass_plan.steps_of(rank):
         line.wait(step.arrivals)
-        line.read_and_write(packed_bytes(step.sends, size, rank, packed))
+        unpacked = to_pack((move for move in step.sends if move.owner == rank), packed)
+        packed |= {move.rows for move in unpacked}
+        line.read_and_write(_PACK * sum(map(size, unpacked)))
         line.receive(step.receives, size)
-        line.read_and_write(accumulated_bytes(step.gradient_sends, size, rounds_gradients=rounds_gradients))
+        line.read_and_write(accumulate * sum(map(size, step.gradient_sends)))
         if step.joins_local:
-            line.read_and_write(joined_bytes(pass_plan, pass_name, rank))
+            line.read_and_write(_joined_bytes(pass_plan, rank))
         if step.compute:
-            line.launch(_launch_seconds(pass_plan.call, pass_name, step.compute, hardware) / efficiency)
-            line.read_and_write(merged_bytes(pass_plan, pass_name, step.compute, hardware.kernel, first=not launched))
+            line.launch(_launch_seconds(pass_plan, step.compute, hardware) / efficiency)
+            line.read_and_write(_merged_bytes(pass_plan, step.compute, hardware.kernel, first=not launched))
             launched = True
         line.wait(step.gradient_arrivals)
-        line.read_and_write(added_bytes(step.gradient_arrivals, size, rounds_gradients=rounds_gradients))
+        line.read_and_write(add * sum(map(size, step.gradient_arrivals)))
         line.receive(step.gradient_receives, size)
-    line.read_and_write(summed_bytes(pass_plan, pass_name, rank, hardware.kernel))
+    line.read_and_write(_summed_bytes(pass_plan, rank, hardware.kernel))
 
 
-def _head_parallel_seconds(
-    plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, hardware: HardwareSpec
-) -> float:
+def _head_parallel_seconds(plan: Plan, pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -> float:
     """Return the seconds of one rank if heads are resharded, one group after the other: see `runtime.head_parallel`."""
-    compute = sum(
-        _launch_seconds(pass_plan.call, pass_name, s.compute, hardware) for s in pass_plan.steps_of(rank) if s.compute
-    )
-    exchanged = _exchange_seconds(reshard_bytes(plan, pass_name, rank), plan, rank, hardware)
-    line = _Timeline(plan.direct, pass_name, hardware)
+    computes = [step.compute for step in pass_plan.steps_of(rank) if step.compute]
+    exchanged = [
+        [_all_to_all_seconds(size, plan, rank, hardware) for size in group]
+        for group in reshard_bytes(plan, pass_plan.name, rank)
+    ]
+    line = _Timeline(plan.direct, pass_plan, hardware)
     sends_strided = plan.direct and bool(hardware.peer_copy_bandwidth)
-    traffic = reshard_traffic(plan, pass_name, rank, hardware.kernel, sends_strided=sends_strided)
+    traffic = reshard_traffic(plan, pass_plan.name, rank, hardware.kernel, sends_strided=sends_strided)
     at_heads, at_sequence = [], []  # times at which each group arrives
     for (there, _), group in zip(exchanged, traffic, strict=True):
         line.read_and_write(group.pack)
@@ -412,10 +369,10 @@ def _head_parallel_seconds(
         line.wait_until(time)
         line.read_and_write(group.reorder)
         if plan.ring_size > 1:
-            _walk(line, pass_plan, pass_name, rank, hardware)
+            _walk(line, pass_plan, rank, hardware)
         else:
-            line.launch(compute)
-            line.read_and_write(summed_bytes(pass_plan, pass_name, rank, hardware.kernel))
+            line.launch(sum(_launch_seconds(pass_plan, compute, hardware) for compute in computes))
+            line.read_and_write(_summed_bytes(pass_plan, rank, hardware.kernel))
         at_sequence.append(line.exchange(back))
     line.read_and_write(sum(group.save for group in traffic))
     for time, group in zip(at_sequence, traffic, strict=True):

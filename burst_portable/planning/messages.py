@@ -20,7 +20,7 @@ heads of one tensor: ``[rows, B, heads, dim]`` each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, chain, groupby
@@ -66,11 +66,11 @@ def fields(call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradien
     return Field(q, d, data), Field(q, dv, data), Field(q, None, wide), Field(q, None, wide)
 
 
-def message_size(call: AttentionCall, move: Move, *, rounds_gradients: bool) -> int:
-    """Return the bytes of a move on the wire. `rounds_gradients`: see `PassPlan`."""
-    return (move.rows[1] - move.rows[0]) * row_size(
-        call, move.side, is_gradient=move.is_gradient, rounds_gradients=rounds_gradients
-    )
+def message_sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
+    """Return a function from a move of this pass to its bytes on the wire."""
+    call, side, rounded = pass_plan.call, pass_plan.side, pass_plan.rounds_gradients
+    rows = [row_size(call, side, is_gradient=g, rounds_gradients=rounded) for g in (False, True)]
+    return lambda move: _rows(move) * rows[move.is_gradient]
 
 
 @lru_cache(maxsize=256)
@@ -81,11 +81,8 @@ def row_size(call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradi
 
 def local_block_size(pass_plan: PassPlan, rank: int) -> int:
     """Return the bytes of the local block of the side that is sent, as a message."""
-    call, member = pass_plan.call, rank // pass_plan.stride
-    layout = call.k_layout if pass_plan.side == "kv" else call.layout
-    return layout.count(member) * row_size(
-        call, pass_plan.side, is_gradient=False, rounds_gradients=pass_plan.rounds_gradients
-    )
+    layout = pass_plan.call.k_layout if pass_plan.side == "kv" else pass_plan.call.layout
+    return layout.count(rank // pass_plan.stride) * row_size(pass_plan.call, pass_plan.side, is_gradient=False)
 
 
 def group_by_wait_step(moves: Iterable[Move]) -> Iterator[list[Move]]:
@@ -157,53 +154,35 @@ class PassMessages:
         self.gradients = row_layout(call, side, is_gradient=True, rounds_gradients=rounds_gradients)
         self.sums = row_layout(call, side, is_gradient=True)
         steps = pass_plan.steps_of(rank)
-        gradient_rows = {move.owner: _rows(move) for step in steps for move in step.gradient_sends}
         local = local_block_size(pass_plan, rank)
-        gradient_rows[rank] = local // self.inputs.size
-        room = {step.index: local for step in steps if step.joins_local}
-        packed: list[tuple[int, int]] = []
-        self.steps = tuple((step, self._of_step(step, rank, packed, gradient_rows, room)) for step in steps)
+        # By owner: rows of its gradients that are summed here.
+        self._gradient_rows = {move.owner: _rows(move) for step in steps for move in step.gradient_sends}
+        self._gradient_rows[rank] = local // self.inputs.size
+        # By step: bytes of the local block, if the launch of that step takes it with received blocks.
+        self._room = {step.index: local for step in steps if step.joins_local}
+        self._packed: list[tuple[int, int]] = []  # row ranges that were packed at earlier steps
+        self.steps = tuple((step, self._of_step(step, rank)) for step in steps)
         self.launches = sum(step.compute is not None for step in steps)
 
-    def _of_step(
-        self,
-        step: Step,
-        rank: int,
-        packed: list[tuple[int, int]],
-        gradient_rows: dict[int, int],
-        room: dict[int, int],
-    ) -> StepMessages:
-        """Return the messages of a step.
-
-        Args:
-            step: The step.
-            rank: Number of the rank.
-            packed: Row ranges that were packed at earlier steps; those of this step are added.
-            gradient_rows: By owner, the number of rows of its gradients that are summed here.
-            room: By step, the bytes of the local block if the launch of that step takes it with received blocks.
-        """
-        unpacked = [move.rows for move in to_pack((m for m in step.sends if m.owner == rank), packed)]
-        packed += unpacked
-        row = self.inputs.size
+    def _of_step(self, step: Step, rank: int) -> StepMessages:
+        unpacked = [move.rows for move in to_pack((m for m in step.sends if m.owner == rank), self._packed)]
+        self._packed += unpacked
+        row, room = self.inputs.size, self._room
+        owners = (*(move.owner for move in step.arrivals), *([rank] if step.index in room else []))
         return StepMessages(
             packs=tuple((rows, (rows[1] - rows[0]) * row) for rows in unpacked),
-            sends=tuple(self._send(move, rank, packed) for move in step.sends),
+            sends=tuple(self._send(move, rank) for move in step.sends),
             receives=_arrivals(step.receives, row, room),
             local=room.get(step.index, 0),
-            sums=tuple(
-                gradient_rows.get(owner, 0) * self.sums.size
-                for owner in (*(move.owner for move in step.arrivals), *([rank] if step.index in room else []))
-            ),
+            sums=tuple(self._gradient_rows.get(owner, 0) * self.sums.size for owner in owners),
             gradient_sends=tuple((move, _rows(move) * self.gradients.size) for move in step.gradient_sends),
             gradient_receives=_arrivals(step.gradient_receives, self.gradients.size, {}),
         )
 
-    def _send(
-        self, move: Move, rank: int, packed: list[tuple[int, int]]
-    ) -> tuple[Move, tuple[int, int] | None, int, int]:
+    def _send(self, move: Move, rank: int) -> tuple[Move, tuple[int, int] | None, int, int]:
         if move.owner != rank:
             return move, None, 0, 0
-        rows = find_containing(move.rows, packed)
+        rows = find_containing(move.rows, self._packed)
         assert rows is not None, "a local block is packed before it is sent"
         start = (move.rows[0] - rows[0]) * self.inputs.size
         return move, rows, start, start + _rows(move) * self.inputs.size
@@ -217,7 +196,7 @@ def row_layout(call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gra
 
 
 def _arrivals(moves: Iterable[Move], row: int, room: dict[int, int]) -> tuple[Arrivals, ...]:
-    """Return receives by the step that waits for them. `row`: bytes of a row; `room`: see `PassMessages._of_step`."""
+    """Return receives by the step that waits for them. `row`: bytes of a row; `room`: see `PassMessages`."""
     found = []
     for group in group_by_wait_step(moves):
         sizes = [_rows(move) * row for move in group]
@@ -266,10 +245,7 @@ def exchanges(plan: Plan, pass_name: PassName) -> list[ExchangeFields]:
 def head_room(plan: Plan, row: int, *, back: bool) -> int:
     """Return the bytes that one exchange takes in every rank's inbox: the same on all ranks, sized by the largest.
 
-    Args:
-        plan: The plan.
-        row: Bytes per row.
-        back: Whether the exchange goes from head shards to sequence shards.
+    `row`: Bytes per row. `back`: Whether the exchange goes from head shards to sequence shards.
     """
     shards, nodes = plan.call.layout, plan.forward.call.layout
     if back:
@@ -320,13 +296,14 @@ def _message_offsets(pass_plan: PassPlan, target: int, start: int) -> tuple[dict
     steps = pass_plan.steps_of(target)
     blocks, gradients = ([step.receives for step in steps], [step.gradient_receives for step in steps])
     joined = {step.index: local_block_size(pass_plan, target) for step in steps if step.joins_local}
+    size = message_sizes(pass_plan)
     offsets: dict[Move, int] = {}
     end = start
     for moves in chain.from_iterable(map(group_by_wait_step, (*blocks, *gradients))):
         end = _aligned(end)
         for move in moves:
             offsets[move] = end
-            end += message_size(pass_plan.call, move, rounds_gradients=pass_plan.rounds_gradients)
+            end += size(move)
         if not moves[0].is_gradient:
             end += joined.get(moves[0].wait_step, 0)
     return offsets, end

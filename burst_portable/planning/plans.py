@@ -39,6 +39,7 @@ from burst_portable.planning.schedule import (
     split_compute,
 )
 from burst_portable.planning.tiles import BlockPairs, Tiles
+from burst_portable.utils.cache import Cache
 
 HeadRange = tuple[int, int]
 """[start, stop) among the heads of a rank."""
@@ -69,15 +70,15 @@ def heads_of_rank(rank: int, ranks: int, heads: int) -> slice:
     return slice(owned, owned + 1)
 
 
-def can_divide_heads(heads: int, kv_heads: int, ranks: int) -> bool:
+def can_divide_heads(call: AttentionCall, ranks: int) -> bool:
     """Return whether ranks can have equally many query heads each, with complete K/V heads."""
-    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    return call.heads % ranks == 0 and (call.kv_heads % ranks == 0 or ranks % call.kv_heads == 0)
 
 
-def heads_per_rank(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+def heads_per_rank(call: AttentionCall, ranks: int) -> tuple[int, int]:
     """Return (query heads, K/V heads) of each rank."""
-    assert can_divide_heads(heads, kv_heads, ranks), "the strategy has checked"
-    return heads // ranks, max(1, kv_heads // ranks)
+    assert can_divide_heads(call, ranks), "the strategy has checked"
+    return call.heads // ranks, max(1, call.kv_heads // ranks)
 
 
 def can_group_heads(heads: int, kv_heads: int, groups: int) -> bool:
@@ -114,7 +115,6 @@ _HEADS: dict[PassName, str] = {
     "forward": "all rows {where}of some heads are sent to each rank, then out back",
     "backward": "all rows {where}of some heads of dO are sent to each rank, then gradients back",
 }
-_CACHED_RANKS = 64  # ranks whose steps a pass caches
 
 
 def traffic_text(pass_name: PassName, circulates: str) -> str:
@@ -149,7 +149,7 @@ class PassPlan:
     rounds_gradients: bool = False
     _pairs: BlockPairs = field(init=False, repr=False, compare=False)
     _dependencies: BlockDependencies = field(init=False, repr=False, compare=False)
-    _steps: dict[int, Steps] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _steps: Cache[int, Steps] = field(init=False, repr=False, compare=False, default_factory=lambda: Cache(64))
     _merged: dict[int, tuple[int, int] | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -160,14 +160,12 @@ class PassPlan:
     def steps_of(self, rank: int) -> Steps:
         """Return the steps of one rank; recent ones are cached."""
         steps = self._steps.get(rank)
-        if steps is None:  # read once: another thread, planning for another rank, may clear the dict
-            if len(self._steps) >= _CACHED_RANKS:
-                self._steps.clear()
+        if steps is None:  # read once: another thread, planning for another rank, may clear the cache
             member, offset = divmod(rank, self.stride)
             steps = self._make(member)
             if self.stride > 1:
                 steps = tuple(rename_members(step, self.stride, offset) for step in steps)
-            self._steps[rank] = steps
+            self._steps.keep(rank, steps)
         return steps
 
     def single_compute(self, rank: int) -> Compute | None:
@@ -184,7 +182,6 @@ class PassPlan:
 
     def _make(self, member: int) -> Steps:
         """Return the steps of one member of the ring. From here on, all numbers count members: see `stride`."""
-        inputs = list(self._inputs(member))
         owners: dict[int, list[int]] = defaultdict(list)  # by step: owners of the blocks that it computes with
         for owner in (*range(member), *range(member + 1, self.call.ranks), member):  # see `Compute`
             if self._dependencies.needs(owner, member):
@@ -194,7 +191,7 @@ class PassPlan:
         may_split = last in computes and len(computes) > 1 and len(computes[last].blocks) == 1
         if may_split and (parts := split_compute(computes[last], self.route.local_first_share)):
             computes[0], computes[last] = parts
-        return make_steps(member, inputs, computes, list(self._gradients(member)))
+        return make_steps(member, (*self._inputs(member), *self._gradients(member)), computes)
 
     def _compute(self, owners: tuple[int, ...], member: int) -> Compute:
         """Return the computation of a member at one step, with blocks that are contiguous in memory."""
@@ -218,6 +215,11 @@ class PassPlan:
             layout = self.call.k_layout if self.side == "kv" else self.call.layout
             return 0, layout.count(owner)
         return tiles.box[2:] if self.side == "kv" else tiles.box[:2]
+
+    @property
+    def name(self) -> PassName:
+        """Which pass it is. Only the backward pass sends gradients."""
+        return "forward" if self.gradient_route is None else "backward"
 
     @property
     def trims(self) -> bool:
@@ -249,14 +251,12 @@ class PassPlan:
         for other in range(self.call.ranks):
             if other == member:
                 continue
-            if move := self._gradient(other, member):
-                yield move
             # Received: gradients of the local block from every other rank, and gradients of the other's block from the
             # neighbor, to which this member adds its own before it forwards them.
             neighbor = self.gradient_route.gradient_source(other, member)
-            for owner, source in ((member, other), (other, neighbor)):
+            for owner, source in ((other, member), (member, other), (other, neighbor)):
                 move = self._gradient(owner, source) if source is not None else None
-                if move and move.target == member:
+                if move and member in (move.source, move.target):
                     yield move
 
     def _gradient(self, owner: int, source: int) -> Move | None:
@@ -415,8 +415,7 @@ class Plan:
 
     def split_heads(self) -> tuple[HeadGroup, ...]:
         """Return the groups of one rank's heads, for a plan that divides heads."""
-        p = self.call
-        return split_heads(*heads_per_rank(p.heads, p.kv_heads, self.head_parallel_size), self.head_groups)
+        return split_heads(*heads_per_rank(self.call, self.head_parallel_size), self.head_groups)
 
     def steps(self, pass_name: PassName, rank: int) -> Steps:
         """Return the steps of a rank in a pass. If heads are divided, each group of heads runs them."""

@@ -122,14 +122,7 @@ class Step:
     @property
     def has_moves(self) -> bool:
         """Whether the rank waits for, sends or receives a message."""
-        return bool(
-            self.arrivals
-            or self.sends
-            or self.receives
-            or self.gradient_arrivals
-            or self.gradient_sends
-            or self.gradient_receives
-        )
+        return any(getattr(self, name) for name in _MOVES)
 
 
 Steps = tuple[Step, ...]
@@ -155,14 +148,9 @@ def rename_members(step: Step, stride: int, offset: int) -> Step:
     c = step.compute
     return Step(
         step.index,
-        arrivals=rename(step.arrivals),
-        sends=rename(step.sends),
-        receives=rename(step.receives),
         compute=c and Compute(ranks(c.q_owners), ranks(c.k_owners), c.blocks),
-        gradient_arrivals=rename(step.gradient_arrivals),
-        gradient_sends=rename(step.gradient_sends),
-        gradient_receives=rename(step.gradient_receives),
         released=ranks(step.released),
+        **{name: rename(getattr(step, name)) for name in _MOVES},
     )
 
 
@@ -222,31 +210,21 @@ def merged_rows(steps: Steps, rows: int) -> tuple[int, int] | None:
 
 def _sort(moves: Iterable[Move]) -> tuple[Move, ...]:
     """Sort moves, so that both ends of every pair of ranks post them in the same order."""
-    ordered = list(moves)
-    if len(ordered) > 1:
-        ordered.sort(key=lambda m: (m.wait_step, m.side, m.owner, m.source, m.target))
-    return tuple(ordered)
+    return tuple(sorted(moves, key=lambda m: (m.wait_step, m.side, m.owner, m.source, m.target)))
 
 
-def make_steps(rank: int, inputs: list[Move], computes: dict[int, Compute], gradients: list[Move]) -> Steps:
+def make_steps(rank: int, moves: Iterable[Move], computes: dict[int, Compute]) -> Steps:
     """Sort moves and computations into steps: one `Step` for every index at which anything happens."""
     at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _MOVES}
     last_use: dict[int, int] = {}
-    for move in inputs:
-        if move.target == rank:
-            at["receives"][move.post_step].append(move)
-            at["arrivals"][move.wait_step].append(move)
-            last_use[move.owner] = max(last_use.get(move.owner, 0), move.wait_step)
-        else:
-            at["sends"][move.post_step].append(move)
-            if move.owner != rank:
-                last_use[move.owner] = max(last_use.get(move.owner, 0), move.post_step)
-    for move in gradients:
-        if move.target == rank:
-            at["gradient_receives"][move.post_step].append(move)
-            at["gradient_arrivals"][move.wait_step].append(move)
-        else:
-            at["gradient_sends"][move.post_step].append(move)
+    for move in moves:
+        kind, received = "gradient_" if move.is_gradient else "", move.target == rank
+        at[f"{kind}receives" if received else f"{kind}sends"][move.post_step].append(move)
+        if received:
+            at[f"{kind}arrivals"][move.wait_step].append(move)
+        if not move.is_gradient and (received or move.owner != rank):
+            step = move.wait_step if received else move.post_step
+            last_use[move.owner] = max(last_use.get(move.owner, 0), step)
     released = defaultdict(list)
     for owner, step in last_use.items():
         released[step].append(owner)

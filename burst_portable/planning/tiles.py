@@ -24,6 +24,7 @@ from typing import NamedTuple
 from burst_portable.errors import LayoutError, ShapeError, shown
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask, Region, band_area, first_overlap
+from burst_portable.utils.cache import Cache
 from burst_portable.utils.values import as_int
 
 Box = tuple[int, int, int, int, int, int]
@@ -336,7 +337,7 @@ class BlockPairs:
         self._rows: dict[int, list[_RegionRows]] = {}
         self._searches: dict[int, _KeySearch] = {}
         self._sees: dict[tuple[int, int], bool] = {}
-        self._tiles: dict[tuple[int, int], Tiles] = {}
+        self._tiles: Cache[tuple[int, int], Tiles] = Cache(_CACHED_PAIRS)
 
     def sees(self, q_owner: int, k_owner: int) -> bool:
         """Return whether a query of one rank sees a key of the other."""
@@ -347,12 +348,10 @@ class BlockPairs:
 
     def tiles(self, q_owner: int, k_owner: int) -> Tiles:
         """Return the tiles of one rank's queries and the other's keys; cached for a few thousand pairs."""
-        pair = q_owner, k_owner
-        found = self._tiles.get(pair)
-        if found is None:  # read once: another thread, planning for another rank, may clear the dict
-            if len(self._tiles) >= _CACHED_PAIRS:
-                self._tiles.clear()
-            self._tiles[pair] = found = Tiles(Tile(*box) for box in fuse(list(self._pair_boxes(q_owner, k_owner))))
+        found = self._tiles.get((q_owner, k_owner))
+        if found is None:  # read once: another thread, planning for another rank, may clear the cache
+            boxes = fuse(list(self._pair_boxes(q_owner, k_owner)))
+            found = self._tiles.keep((q_owner, k_owner), Tiles(Tile(*box) for box in boxes))
         return found
 
     def num_pairs(self, q_owner: int, k_owner: int) -> int:

@@ -22,9 +22,8 @@ def verify(
 
     Args:
         plan: Any plan.
-        progress: Called with the number of ranks that were walked, over both passes. Default: not called.
-        ranks: A sample of ranks to walk. This checks whether each computes every pair of its rows exactly once, and
-            whether moves between them match, but not whether gradients reach their owners. Default: all.
+        progress: Called with the number of ranks that were walked, over both passes.
+        ranks: A sample of ranks to walk. It does not show whether gradients reach their owners. Default: all.
     """
     wrong = _wrong_heads(plan, plan.heads) if plan.heads else []
     done = 0
@@ -147,9 +146,7 @@ class _Checker:
     def _walk_blocks(self, rank: int) -> None:
         """Check that a block is sent and computed with only while the rank has it."""
         held = {rank}
-        parts: dict[tuple[int, int], list[BlockTiles]] = defaultdict(
-            list
-        )  # by pair of blocks: a pair may be computed in parts
+        parts = defaultdict[tuple[int, int], list[BlockTiles]](list)  # a pair of blocks may be computed in parts
         for step in self.pass_plan.steps_of(rank):
             held |= {m.owner for m in step.arrivals}
             for move in step.sends:

@@ -158,15 +158,7 @@ def ring_plan(
 ) -> Plan:
     """Return a plan that sends K and V in the forward pass, and `side` with its gradients in the backward pass.
 
-    Args:
-        call: The attention.
-        strategy: Name of the strategy.
-        side: The side that is sent in the backward pass.
-        route: Route of the forward pass.
-        backward_route: Route of the backward pass, also for gradients. Default: `route`.
-        reason: The plan's `reason`.
-        stride: See `PassPlan`.
-        rounds_gradients: See `PassPlan`.
+    `backward_route` is also the route of gradients. Default: `route`.
     """
     backward_route = backward_route or route
     return Plan(

@@ -26,15 +26,12 @@ from burst_portable.strategies.options import RESERVED_FLAGS, options_of
 
 GROUP = "burst_portable.strategies"
 _OURS = {
-    name: f"burst_portable.strategies.{module}"
-    for name, module in {
-        "ring": "ring:RingStrategy",
-        "burst": "burst:BurstStrategy",
-        "double_ring": "double_ring:DoubleRingStrategy",
-        "ulysses": "ulysses:UlyssesStrategy",
-        "usp": "usp:UspStrategy",
-        "auto": "auto:AutoStrategy",
-    }.items()
+    "ring": "burst_portable.strategies.ring:RingStrategy",
+    "burst": "burst_portable.strategies.burst:BurstStrategy",
+    "double_ring": "burst_portable.strategies.double_ring:DoubleRingStrategy",
+    "ulysses": "burst_portable.strategies.ulysses:UlyssesStrategy",
+    "usp": "burst_portable.strategies.usp:UspStrategy",
+    "auto": "burst_portable.strategies.auto:AutoStrategy",
 }
 OURS = tuple(_OURS)
 """Names of the strategies of this package."""
@@ -64,32 +61,29 @@ def load(name: str) -> type[Strategy]:
     return _imported(name, origins[0])
 
 
-@lru_cache(maxsize=1)
 def classes() -> dict[str, type[Strategy]]:
     """Return the class of every strategy that can be imported, by name; built-in ones first."""
-    return {name: found for name, found in _loaded().items() if not isinstance(found, str)}
+    return _loaded()[0]
 
 
-@lru_cache(maxsize=1)
 def broken() -> dict[str, str]:
     """Return why strategies of other packages cannot be used, by name."""
-    reasons = {name: found for name, found in _loaded().items() if isinstance(found, str)}
-    for name, origins in _registered().items():
-        for origin in origins[1:] if name in _OURS else ():
-            reasons[f"{name} of {origin}"] = f"burst_portable has a built-in strategy {name!r}; register another name"
-    return reasons
+    return _loaded()[1]
 
 
 @lru_cache(maxsize=1)
-def _loaded() -> dict[str, type[Strategy] | str]:
-    """Return the class of every strategy, or why it cannot be used. Cached: `auto` reads it for every plan."""
-    found: dict[str, type[Strategy] | str] = {}
-    for name in known():
+def _loaded() -> tuple[dict[str, type[Strategy]], dict[str, str]]:
+    """Return the results of `classes` and `broken`. Cached: `auto` reads them for every plan."""
+    found: dict[str, type[Strategy]] = {}
+    reasons: dict[str, str] = {}
+    for name, (_, *others) in _registered().items():
         try:
             found[name] = load(name)
         except UnsupportedError as error:  # the caller did not name it, so it is only left out
-            found[name] = str(error)
-    return found
+            reasons[name] = str(error)
+        for origin in others if name in _OURS else ():
+            reasons[f"{name} of {origin}"] = f"burst_portable has a built-in strategy {name!r}; register another name"
+    return found, reasons
 
 
 def make_strategy(name: str, /, **options: object) -> Strategy:
@@ -249,12 +243,7 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
 
 
 def by_label(strategy: type[Strategy], found: Iterable[tuple[str, Strategy]], what: str) -> dict[str, Strategy]:
-    """Return the `candidates` or `trials` of a strategy by label.
-
-    Args:
-        strategy: The strategy.
-        found: (label, strategy) pairs.
-        what: "candidate" or "trial", for error messages.
+    """Return the `candidates` or `trials` of a strategy by label. `what` names them in error messages.
 
     Raises:
         UnsupportedError: A label does not begin with the strategy's name, or a value is no strategy.

@@ -52,14 +52,14 @@ class UlyssesStrategy(Strategy):
 
     def check(self, call: AttentionCall) -> None:
         ranks = call.ranks
-        if not can_divide(call, ranks):
+        if not can_divide_heads(call, ranks):
             raise UnsupportedError(
                 "ulysses cannot divide these heads among the ranks",
                 got=f"{call.heads} query and {call.kv_heads} K/V heads on {ranks} ranks",
                 allowed="query heads a multiple of the ranks, K/V heads a multiple or a divisor of them",
                 next_step="use the strategy 'ring' or 'burst', or 'usp', which divides heads only inside nodes",
             )
-        heads, kv_heads = heads_per_rank(call.heads, call.kv_heads, ranks)
+        heads, kv_heads = heads_per_rank(call, ranks)
         if not can_group_heads(heads, kv_heads, self.head_groups):
             allowed = [n for n in range(1, MOST_GROUPS + 1) if can_group_heads(heads, kv_heads, n)]
             raise UnsupportedError(
@@ -71,7 +71,7 @@ class UlyssesStrategy(Strategy):
     def plan(self, call: AttentionCall) -> Plan:
         self.check(call)
         ranks = call.ranks
-        heads, kv_heads = heads_per_rank(call.heads, call.kv_heads, ranks)
+        heads, kv_heads = heads_per_rank(call, ranks)
         # After the first all-to-all every rank has all rows, here in natural order: this is a call of one rank.
         # `runtime.prepare.plan_for_kernel` may change that to rank order: see `planning.row_order`.
         local = replace(
@@ -92,22 +92,10 @@ class UlyssesStrategy(Strategy):
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
         yield "ulysses", cls()
-        if machine.hides_exchanges:
-            yield from ((f"ulysses, {groups} groups", cls(groups)) for groups in possible_groups(call))
+        if machine.hides_exchanges and can_divide_heads(call, call.ranks):
+            heads = heads_per_rank(call, call.ranks)
+            yield from ((f"ulysses, {n} groups", cls(n)) for n in (2, 4) if can_group_heads(*heads, n))
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
         return {"ulysses": cls(), "ulysses+groups": cls(head_groups=2)}
-
-
-def possible_groups(call: AttentionCall) -> tuple[int, ...]:
-    """Return the numbers of head groups that `auto` compares with one group."""
-    if not can_divide(call, call.ranks):
-        return ()
-    heads, kv_heads = heads_per_rank(call.heads, call.kv_heads, call.ranks)
-    return tuple(n for n in (2, 4) if can_group_heads(heads, kv_heads, n))
-
-
-def can_divide(call: AttentionCall, ranks: int) -> bool:
-    """Return whether this many ranks can divide the heads of a call among them."""
-    return can_divide_heads(call.heads, call.kv_heads, ranks)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.plans import HeadSplit, Plan, heads_per_rank
+from burst_portable.planning.plans import HeadSplit, Plan, can_divide_heads, heads_per_rank
 from burst_portable.planning.routes import Side
 from burst_portable.strategies.base import Machine, Strategy, make_route, node_size, ring_plan, should_round_gradients
 from burst_portable.strategies.options import (
@@ -34,7 +34,7 @@ from burst_portable.strategies.options import (
     Transfer,
     option,
 )
-from burst_portable.strategies.ulysses import UlyssesStrategy, can_divide
+from burst_portable.strategies.ulysses import UlyssesStrategy
 from burst_portable.utils.values import check_divides, divisors
 
 
@@ -63,7 +63,7 @@ class UspStrategy(Strategy):
         if nodes == 1:
             return replace(UlyssesStrategy().plan(call), strategy=self.name, reason=reason)
         # After the first all-to-all a rank has the rows of its node: this is a call of one rank per node.
-        heads, kv_heads = heads_per_rank(call.heads, call.kv_heads, ranks_per_node)
+        heads, kv_heads = heads_per_rank(call, ranks_per_node)
         between_nodes = replace(
             call,
             layout=call.layout.joined(ranks_per_node).sorted(),
@@ -92,7 +92,7 @@ class UspStrategy(Strategy):
         node = machine.ranks_per_node
         if node is None or node == 1:
             return
-        fitting = [i for i in divisors(node) if i > 1 and can_divide(call, i)]
+        fitting = [i for i in divisors(node) if i > 1 and can_divide_heads(call, i)]
         ranks_per_node = max(fitting, default=node)  # its plan raises an error with the reason
         if ranks_per_node < call.ranks and call.ranks % ranks_per_node == 0:
             part = "" if ranks_per_node == node else f" in {ranks_per_node}"
@@ -114,12 +114,12 @@ class UspStrategy(Strategy):
         ranks = call.ranks
         if self.ranks_per_node is None:
             largest = node_size(ranks)
-            ranks_per_node = node_size(ranks, lambda size: can_divide(call, size))
+            ranks_per_node = node_size(ranks, lambda size: can_divide_heads(call, size))
             fewer = f"; these heads cannot be divided among {largest}" if ranks_per_node < largest else ""
             return ranks_per_node, f"ranks_per_node={ranks_per_node} by default{fewer}"
         check_divides(self.ranks_per_node, ranks)
-        if not can_divide(call, self.ranks_per_node):
-            fitting = [i for i in divisors(ranks) if can_divide(call, i)]
+        if not can_divide_heads(call, self.ranks_per_node):
+            fitting = [i for i in divisors(ranks) if can_divide_heads(call, i)]
             raise UnsupportedError(
                 "usp cannot divide these heads among the ranks of a node",
                 got=f"{call.heads} query and {call.kv_heads} K/V heads, ranks_per_node={self.ranks_per_node}",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from burst_portable.mask import Mask
-from burst_portable.planning.messages import ALIGNMENT, inboxes, message_size
+from burst_portable.planning.messages import ALIGNMENT, inboxes, message_sizes
 from burst_portable.planning.verify import verify
 from tests.support.plans import make_plan
 
 
-def test_message_size_aligns_fields():
+def test_message_sizes_aligns_fields():
     """LSE and delta of three heads are 12 bytes per row and take 16."""
     plan = make_plan(Mask.full(), "contiguous", "burst", length=53, heads=3, kv_heads=3)
     (move, *_) = plan.backward.steps_of(0)[0].sends
-    assert message_size(plan.call, move, rounds_gradients=False) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)
+    assert message_sizes(plan.backward)(move) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)
 
 
 def test_blocks_per_launch_share_launch_and_inbox_piece():

@@ -18,6 +18,7 @@ from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.plans import PASSES
 from burst_portable.planning.tiles import Tiles, make_box
 from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.utils.cache import Cache
 
 HARDWARE = hardware_of_machine("NVIDIA H200", 4)
 ENDS = (0, 1300, 1301, 2500, 2720, 3100, 3101, 3950, 4000, 4777)
@@ -60,7 +61,7 @@ def test_tiles_are_found_once_per_layout_and_block_pair(monkeypatch):
     assert len(made) <= 4 * 4 * 4 + 1  # four layouts, and all tokens for Ulysses
 
 
-class ClearedAtOnce(dict):
+class ClearedAtOnce(Cache):
     """A cache that is cleared before the next read, as another thread may do."""
 
     def __setitem__(self, key, value):
@@ -71,7 +72,7 @@ class ClearedAtOnce(dict):
 def test_plan_part_survives_cache_clear_by_other_thread():
     part = bp.plan(seq_len=256, ranks=4, heads=2, strategy="ring").forward
     ours = dataclasses.replace(part)
-    object.__setattr__(ours, "_steps", ClearedAtOnce())
+    object.__setattr__(ours, "_steps", ClearedAtOnce(64))
     assert ours.steps_of(2) == part.steps_of(2)
 
 

@@ -19,7 +19,7 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies import registry
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.options import RESERVED_FLAGS
-from burst_portable.strategies.registry import OURS, broken, classes, known, load, make_strategy, strategy_of
+from burst_portable.strategies.registry import OURS, known, load, make_strategy, strategy_of
 from burst_portable.strategies.ring import RingStrategy
 from tests.support.plugins import install
 
@@ -188,8 +188,7 @@ class WordRing(Base):
 
 
 def forget():
-    for kept in (classes, broken, registry._loaded):
-        kept.cache_clear()
+    registry._loaded.cache_clear()
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from burst_portable.kernels.triton import forward
 from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
 from burst_portable.kernels.triton.arguments import padded as padded
 from burst_portable.kernels.triton.arguments import strides as strides
+from burst_portable.utils.cache import Cache
 
 TMA_BYTES = 16
 """Addresses and strides of a hardware descriptor are multiples of this number of bytes."""
@@ -31,14 +32,8 @@ _KEPT = 512  # descriptors; the caching allocator reuses addresses
 class Launch:
     """One kernel with its sizes, its constants and its table.
 
-    Args:
-        kernel: the jitted function. Its parameters are tensors and numbers, then `sizes`, then constants.
-        programs: number of programs; 0 if there is nothing to compute.
-        table: the launch table, on the device.
-        sizes: strides and sizes.
-        constants: compile-time parameters by name, and launch options.
-        what: target and dtype, for errors.
-        columns: rows of a descriptor's block.
+    The parameters of `kernel` are tensors and numbers, then `sizes`, then compile-time constants. `constants` also has
+    launch options. `what` is the target and the dtype, for errors. A descriptor's block has `columns` rows.
     """
 
     def __init__(
@@ -58,7 +53,7 @@ class Launch:
         self._tail = (*sizes, *(constants[name] for name in names))
         self._options = ALWAYS | {name: value for name, value in constants.items() if name not in names}
         self._compiled: Callable[..., object] | None = None
-        self._descriptors: dict[tuple[str, int], TensorDescriptor] = {}
+        self._descriptors: Cache[tuple[str, int], TensorDescriptor] = Cache(_KEPT)
 
     def __call__(self, *arguments: object) -> None:
         if self._compiled is not None:
@@ -81,12 +76,8 @@ class Launch:
         """Return a hardware descriptor of [B, S, H, D] or [B, H, S] for blocks of `columns` rows."""
         if interpreted():
             return _descriptor(x, x, self._columns)
-        found = self._descriptors.get((name, x.data_ptr()))
-        if found is None:
-            if len(self._descriptors) >= _KEPT:
-                self._descriptors.clear()
-            found = self._descriptors[name, x.data_ptr()] = _descriptor(x, Address(x), self._columns)
-        return found
+        key = name, x.data_ptr()
+        return self._descriptors.get(key) or self._descriptors.keep(key, _descriptor(x, Address(x), self._columns))
 
 
 def _descriptor(x: Tensor, base: object, rows: int) -> TensorDescriptor:

@@ -6,7 +6,6 @@ options are prepared once. Nothing is read back from the device.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,11 +32,13 @@ from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tu
 from burst_portable.numerics import State, accumulation_dtype, running_dtype
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.utils.cache import Cache
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 _LONG_STRIDE = 1 << 23  # with longer strides, offsets inside a block of rows exceed 32 bits
 _DELTA_ROWS = 64
+_KEPT = 1024  # prepared launches
 _PTXAS_12_8 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 
@@ -48,22 +49,14 @@ class TritonKernel(Kernel):
         half: Tuning table for 16-bit tensors.
         single: Tuning table for float32 tensors.
         float32_precision: "ieee" (exact) or "tf32".
-        cached: Number of prepared launches that are kept.
     """
 
     name = "triton"
     traits = KernelTraits(writes_gradients=True)
 
-    def __init__(
-        self,
-        half: Table = HALF,
-        single: Table = SINGLE,
-        *,
-        float32_precision: str = "ieee",
-        cached: int = 1024,
-    ) -> None:
-        self._half, self._single, self._precision, self._cached = half, single, float32_precision, cached
-        self._launches: OrderedDict[object, Launch] = OrderedDict()
+    def __init__(self, half: Table = HALF, single: Table = SINGLE, *, float32_precision: str = "ieee") -> None:
+        self._half, self._single, self._precision = half, single, float32_precision
+        self._launches: Cache[object, Launch] = Cache(_KEPT)
 
     def supports(self, call: AttentionCall) -> Support:
         if torch_dtype(call) not in DTYPES:
@@ -89,36 +82,27 @@ class TritonKernel(Kernel):
         state: State | None = None,
         yields_to_comm: bool = False,
     ) -> State:
-        out, lse = _new_state(q, v.shape[-1], running_dtype(q.dtype)) if state is None else state
-        return self._attend(q, k, v, out, lse, tiles, call, merge=state is not None)
+        into = _new_state(q, v.shape[-1], running_dtype(q.dtype)) if state is None else state
+        return self._attend(q, k, v, into, tiles, call, merge=state is not None)
 
     def forward_single_call(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Return out in the dtype of q, and LSE in float32."""
-        return self._attend(q, k, v, *_new_state(q, v.shape[-1], q.dtype), tiles, call, merge=False)
+        return self._attend(q, k, v, _new_state(q, v.shape[-1], q.dtype), tiles, call, merge=False)
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        call: AttentionCall,
-        *,
-        merge: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, state: State, tiles: Tiles, call: AttentionCall, *, merge: bool
     ) -> State:
-        tensors = (q, k, v, out, lse)
+        tensors = (q, k, v, *state)
         key = (tiles, merge, call.softcap is None, call.positive_scale, *map(layout_of, tensors))
-        launch = self._launches.get(key) or self._keep(key, self._forward(tiles, call, merge, tensors))
+        launch = self._launches.get(key) or self._launches.keep(key, self._forward(tiles, call, merge, tensors))
         if launch.programs:
             with on_device_of(q):
                 if launch.tma:
                     k, v = launch.described("k", k), launch.described("v", v)
-                launch(q, k, v, out, lse, launch.table, *score_numbers(call))
-        return out, lse
+                launch(q, k, v, *state, launch.table, *score_numbers(call))
+        return state
 
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
         self._backward(x, tiles, call, into, add=True)
@@ -140,69 +124,45 @@ class TritonKernel(Kernel):
             lse, delta = lse.float(), delta.float()
         if max(lse.stride(-1), delta.stride(-1)) >= _LONG_STRIDE:  # the kernels have 32-bit offsets here
             lse, delta = lse.contiguous(), delta.contiguous()
+        inputs = (q, k, v, dout, lse, delta)
         with on_device_of(q):
-            self.only_keys(dout, q, k, v, lse, delta, tiles, call, into, add=add)
-            self.only_queries(dout, q, k, v, lse, delta, tiles, call, into, add=add)
+            self.only_keys(inputs, tiles, call, into, add=add)
+            self.only_queries(inputs, tiles, call, into, add=add)
 
     def only_keys(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Tiles,
-        call: AttentionCall,
-        into: Gradients,
-        *,
-        add: bool = True,
+        self, inputs: tuple[Tensor, ...], tiles: Tiles, call: AttentionCall, into: Gradients, *, add: bool = True
     ) -> None:
-        """Compute dk and dv, one half of the backward pass. Add them to `into`, or write them."""
-        _, dk, dv = into
-        tensors = (q, k, v, dout, lse, delta, dk, dv)
-        for part in self._tuning(q, v).parts:
-            self._part_of_keys(tensors, tiles, call, part, add=add)
+        """Compute dk and dv, one half of the backward pass. Add them to `into`, or write them.
 
-    def _part_of_keys(
-        self, tensors: tuple[Tensor, ...], tiles: Tiles, call: AttentionCall, part: int, *, add: bool
-    ) -> None:
-        """Launch the kernel for dK, for dV or for both."""
-        key = ("keys", part, add, tiles, call.softcap is None, *map(layout_of, tensors))
-        launch = self._launches.get(key) or self._keep(key, self._keys(tiles, call, tensors, part, add=add))
-        if not launch.programs:
-            return
-        q, k, v, dout, lse, delta, dk, dv = tensors
-        if launch.tma:
-            q, dout = launch.described("q", q), launch.described("dout", dout)
-        if launch.tma_numbers:
-            lse, delta = launch.described("lse", lse), launch.described("delta", delta)
-        launch(q, k, v, dout, lse, delta, dk, dv, launch.table, *score_numbers(call), float(call.scale))
+        `inputs`: q, k, v, dout, LSE and delta.
+        """
+        tensors = (*inputs, *into[1:])
+        for part in self._tuning(inputs[0], inputs[2]).parts:
+            key = ("keys", part, add, tiles, call.softcap is None, *map(layout_of, tensors))
+            launch = self._launches.get(key)
+            if launch is None:
+                launch = self._launches.keep(key, self._keys(tiles, call, tensors, part, add=add))
+            if launch.programs:
+                q, k, v, dout, lse, delta = inputs
+                if launch.tma:
+                    q, dout = launch.described("q", q), launch.described("dout", dout)
+                if launch.tma_numbers:
+                    lse, delta = launch.described("lse", lse), launch.described("delta", delta)
+                numbers = *score_numbers(call), float(call.scale)
+                launch(q, k, v, dout, lse, delta, *into[1:], launch.table, *numbers)
 
     def only_queries(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Tiles,
-        call: AttentionCall,
-        into: Gradients,
-        *,
-        add: bool = True,
+        self, inputs: tuple[Tensor, ...], tiles: Tiles, call: AttentionCall, into: Gradients, *, add: bool = True
     ) -> None:
-        """Compute dq, the other half. Add it to `into`, or write it."""
-        dq, _, _ = into
-        tensors = (q, k, v, dout, lse, delta, dq)
+        """Compute dq, the other half. Add it to `into`, or write it. `inputs`: as for `only_keys`."""
+        tensors = (*inputs, into[0])
         key = ("queries", add, tiles, call.softcap is None, *map(layout_of, tensors))
-        launch = self._launches.get(key) or self._keep(key, self._queries(tiles, call, tensors, add=add))
-        if not launch.programs:
-            return
-        if launch.tma:
-            k, v = launch.described("k", k), launch.described("v", v)
-        launch(q, k, v, dout, lse, delta, dq, launch.table, *score_numbers(call), float(call.scale))
+        launch = self._launches.get(key) or self._launches.keep(key, self._queries(tiles, call, tensors, add=add))
+        if launch.programs:
+            q, k, v, *rest = tensors
+            if launch.tma:
+                k, v = launch.described("k", k), launch.described("v", v)
+            launch(q, k, v, *rest, launch.table, *score_numbers(call), float(call.scale))
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """Return `numerics.row_delta`, computed in one pass over the two tensors."""
@@ -217,19 +177,13 @@ class TritonKernel(Kernel):
             constants = {"R": _DELTA_ROWS, "DV": size, "PADDED_DV": padded(size), "num_warps": 4}
             sizes = (*strides(dout, out), rows, heads, blocks)
             launch = Launch(backward.delta_kernel, blocks * batch * heads, None, sizes, constants, architecture())
-            self._keep(key, launch)
+            self._launches.keep(key, launch)
         if launch.programs:
             with on_device_of(dout):
                 launch(dout, out, delta)
         return delta
 
     # ------------------------------------------------------------------------------- making launches
-
-    def _keep(self, key: object, launch: Launch) -> Launch:
-        if len(self._launches) >= self._cached:
-            self._launches.popitem(last=False)
-        self._launches[key] = launch
-        return launch
 
     def _tuning(self, q: Tensor, v: Tensor) -> Tuning:
         size = mean_size(q.shape[-1], v.shape[-1])

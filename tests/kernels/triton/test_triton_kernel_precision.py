@@ -40,8 +40,8 @@ def test_triton_kernels_compile_with_given_precision(
     kernel, tiles, options = TritonKernel(**asked), Tiles([Tile(0, 32, 0, 32, 0, 31)]), settings(0.25)
     _, lse = kernel.attend(x, x, x, tiles, options)
     lse = lse.float()
-    kernel.only_keys(x, x, x, x, lse, lse, tiles, options, (x, x, x))
-    kernel.only_queries(x, x, x, x, lse, lse, tiles, options, (x, x, x))
+    kernel.only_keys((x, x, x, x, lse, lse), tiles, options, (x, x, x))
+    kernel.only_queries((x, x, x, x, lse, lse), tiles, options, (x, x, x))
     assert made == [precision] * 3
 
 
