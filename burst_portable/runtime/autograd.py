@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -14,9 +13,7 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import as_kernels_take
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.prepared_call import PreparedCall, installed
-from burst_portable.utils.torch_modes import disable_autocast, disable_selective_checkpointing
-
-_NOTHING = nullcontext()
+from burst_portable.utils.torch_modes import disable_autocast, disable_selective_checkpointing, on_device
 
 
 def run(
@@ -67,13 +64,9 @@ class Attention(torch.autograd.Function):
 def run_backward(
     prepared: PreparedCall, number: int, saved: Sequence[Tensor | None], dout: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Run a backward pass, and return (dq, dk, dv, dsinks).
+    """Run the backward pass of the forward pass `number`, and return (dq, dk, dv, dsinks).
 
-    Args:
-        prepared: The call.
-        number: Number of its forward pass.
-        saved: The saved tensors of `Executor.forward`, and the sinks.
-        dout: Gradient of out; None if this rank's result was not used.
+    `saved`: The saved tensors of `Executor.forward`, and the sinks. `dout` is None if the result was not used here.
     """
     tensors: list[Any] = []
     for x in saved:  # hooks on saved tensors may change strides to ones that kernels do not take
@@ -108,10 +101,7 @@ def _raise_second_derivative(prepared: PreparedCall) -> NoReturn:
 def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0) -> None:
     """Check that all ranks make this call, and begin one of its passes.
 
-    Args:
-        prepared: The call.
-        device: Device of its tensors.
-        forward_pass: For a backward pass, the number of its forward pass.
+    `forward_pass`: For a backward pass, the number of its forward pass.
     """
     transport = prepared.transport
     if transport.size == 1:
@@ -119,15 +109,8 @@ def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0
     prepared_pass = prepared.backward if forward_pass else prepared.forward
     digest = prepared_pass.signature.digest + forward_pass.to_bytes(8, "little")
     agree(transport, prepared_pass.signature, forward_pass=forward_pass)
-    with _current(device):
+    with on_device(device):  # a transport rejects two ranks on one device
         transport.begin(digest, prepared_pass.inbox)
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that makes `device` current: a transport connects there, and rejects two ranks on one device."""
-    if device.index is None or device.index == torch.accelerator.current_device_index():
-        return _NOTHING
-    return torch.accelerator.device_index(device.index)
 
 
 def observed(prepared: PreparedCall, mesh: Mesh) -> PreparedCall:

@@ -62,17 +62,9 @@ class StepExecutor(Executor):
 
 
 def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> State:
-    """Return (out, LSE) of the local rows.
+    """Return (out, LSE) of the local rows: out in the dtype of q or wider, LSE in the accumulation dtype.
 
-    Args:
-        prepared: The call.
-        q: Queries of shape [B, S, Hq, D].
-        k: Local keys of shape [B, S', Hkv, D]. The plan brings those of other ranks.
-        v: Local values of shape [B, S', Hkv, Dv].
-        sinks: Logits of shape [Hq], or None.
-
-    Returns:
-        out of shape [B, S, Hq, Dv] in the dtype of q or wider; LSE of shape [B, Hq, S] in the accumulation dtype.
+    `k` and `v` are local. The plan brings those of other ranks.
     """
     compute = prepared.forward.single
     if compute is not None and sinks is None:
@@ -92,9 +84,7 @@ def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks:
 def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
     """Return (dq, dk, dv) of the local rows, in the dtype of q or the accumulation dtype.
 
-    Args:
-        prepared: The call.
-        x: Tensors of the local rows, with `out`, and with `delta` if it has been computed already.
+    `x` has `out`, and `delta` if it has been computed already.
     """
     compute = prepared.backward.single
     if compute is not None:
@@ -158,21 +148,10 @@ def attend_first(
     *,
     yields_to_comm: bool = False,
 ) -> State:
-    """Run the first of several launches, if the later ones merge only into rows [start, stop).
+    """Run the first of several launches, if the later ones merge only into the rows `merged`, [start, stop).
 
-    Args:
-        kernel: A kernel whose `traits.writes_into` is set.
-        q: Queries of shape [B, Sq, Hq, D].
-        k: Keys of shape [B, Sk, Hkv, D].
-        v: Values of shape [B, Sk, Hkv, Dv].
-        tiles: Visible pairs, in local indices.
-        call: The settings.
-        merged: [start, stop).
-        out: Output of shape [B, Sq, Hq, Dv] in the dtype of q; all other rows are written there.
-        yields_to_comm: As for `Kernel.attend`.
-
-    Returns:
-        The state for later launches: LSE of all rows, and out of the merged rows. Other rows of this out are not set.
+    All other rows are written into `out`, of shape [B, Sq, Hq, Dv] in the dtype of q. Return the state for later
+    launches: LSE of all rows, and out of the merged rows. `kernel.traits.writes_into` must be set.
     """
     start, stop = merged
     batch, rows, heads, _ = q.shape
@@ -243,8 +222,9 @@ class _Blocks:
         self.step = step.index
         for move in step.arrivals:
             self._remote[move.owner] = self.take(move)
-        for rows, size in messages.packs:
-            self._pack(rows, size)
+        for rows, size in messages.packs:  # each row is packed once: a message may be part of another one
+            self._packed[rows] = self.buffer(size)
+            self._copy([rows_of(tensor, rows) for tensor in self._local], self._packed[rows])
         sends = []
         for move, packed, start, stop in messages.sends:
             sends.append((move, self._remote[move.owner] if packed is None else self._packed[packed][start:stop]))
@@ -256,8 +236,8 @@ class _Blocks:
         if not step.arrivals:
             return self._local
         inbox = self._inbox_of[step.index]
-        if messages.local:
-            self._copy_local(inbox[-messages.local :])
+        if messages.local:  # behind the blocks with which one launch takes it
+            self._copy(self._local, inbox[-messages.local :])
         views = self.views(self.messages.inputs, inbox)
         # Kernels require contiguous LSE and delta.
         return views if len(views) == 2 else (*views[:2], *(x.contiguous() for x in views[2:]))
@@ -300,12 +280,10 @@ class _Blocks:
 
     def _wait_sent(self, step: int) -> None:
         """Wait for sends that their receivers need by this step. Later ones may still be crossing to another node."""
-        pending, self._sends = self._sends, []
-        for wait_step, handle, buffer in pending:
+        for wait_step, handle, _ in self._sends:
             if wait_step <= step:
                 handle.wait()
-            else:
-                self._sends.append((wait_step, handle, buffer))
+        self._sends = [send for send in self._sends if send[0] > step]
 
     def take(self, move: Move) -> Tensor:
         """Wait for the message of a move that has been posted."""
@@ -347,17 +325,10 @@ class _Blocks:
                 views.append(numbers.as_strided((batch, rows, heads, dim), (heads * dim, row, dim, 1), first))
         return tuple(views)
 
-    def _pack(self, rows: tuple[int, int], size: int) -> None:
-        """Pack rows of the local block to send. Each row is packed once: a message may be part of another one."""
-        self._packed[rows] = buffer = self.buffer(size)
+    def _copy(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+        """Copy the tensors of a block into a message."""
         with self.copies():
-            for view, tensor in zip(self.views(self.messages.inputs, buffer), self._local, strict=True):
-                numerics.copy(rows_of(tensor, rows), view)
-
-    def _copy_local(self, buffer: Tensor) -> None:
-        """Copy the local block behind the blocks with which one launch takes it."""
-        with self.copies():
-            for view, tensor in zip(self.views(self.messages.inputs, buffer), self._local, strict=True):
+            for view, tensor in zip(self.views(self.messages.inputs, buffer), tensors, strict=True):
                 numerics.copy(tensor, view)
 
 

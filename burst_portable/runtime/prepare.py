@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel, hardware_of
-from burst_portable.comm.agreement import CallSignature, HashedValue, call_signature, hashed_value
+from burst_portable.comm.agreement import CallSignature, call_signature, hashed_value
 from burst_portable.comm.base import Transport
 from burst_portable.errors import InputError, shown
 from burst_portable.kernels.base import Kernel, as_kernels_take
@@ -108,19 +108,20 @@ class Request(NamedTuple):
             softcap = as_number("softcap", softcap)
         if not isinstance(kernel, str):
             raise InputError("kernel must be a name", got=shown(kernel), allowed="'auto', or a kernel of the backend")
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        elif not isinstance(deterministic, bool):
-            raise _not_a_flag(deterministic)
+        deterministic = _deterministic(deterministic)
         if not isinstance(return_lse, bool):
             raise InputError("return_lse must be a bool", got=shown(return_lse), allowed="True or False")
         return Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse)
 
 
-def _not_a_flag(given: object) -> InputError:
-    """Return the error for a `deterministic` of another type."""
-    allowed = "True, False, or None for torch's setting"
-    return InputError("deterministic must be a bool or None", got=shown(given), allowed=allowed)
+def _deterministic(given: bool | None) -> bool:
+    """Return the value of `deterministic`. Default: torch's setting."""
+    if given is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(given, bool):
+        allowed = "True, False, or None for torch's setting"
+        raise InputError("deterministic must be a bool or None", got=shown(given), allowed=allowed)
+    return given
 
 
 # ------------------------------------------------------------------------------------------ prepare a call
@@ -286,7 +287,10 @@ def _call_signature(
     """
     p, forward, backward = plan.call, plan.forward, plan.backward
     rounded = ", rounded gradients" if plan.backward.rounds_gradients else ""
-    inside = f" in nodes of {plan.head_parallel_size}" if plan.heads and plan.ring_size > 1 else ""
+    inside, order_of_rows = "", ("none", ())
+    if plan.heads and plan.ring_size > 1:
+        inside = f" in nodes of {plan.head_parallel_size}"
+        order_of_rows = f"in the order that the kernel {kernel.name!r} takes", forward.call.layout.shards
     sent = plan.circulates("backward")
     strategy = f"{plan.strategy}{inside} by {plan.transfer('forward')} with {sent} backward{rounded}"
     routes = (
@@ -312,21 +316,13 @@ def _call_signature(
             "mask": hashed_value(str(p.mask), p.mask.regions),
             "layout": hashed_value(p.layout.name, p.layout.shards),
             "strategy": hashed_value(strategy, (*routes, plan.backward.rounds_gradients)),
-            "rows that cross nodes": _order_of_rows(plan, kernel),
+            "rows that cross nodes": hashed_value(*order_of_rows),
             "scale": repr(p.scale),
             "softcap": repr(p.softcap),
             "sinks": "yes" if p.sinks else "no",
             "LSE sent": "yes" if plan.heads and with_lse else "no",
         }
     )
-
-
-def _order_of_rows(plan: Plan, kernel: Kernel) -> HashedValue:
-    """Return the order in which a node's rows are sent to other nodes, which depends on the kernel."""
-    if not plan.heads or plan.ring_size == 1:
-        return hashed_value("none", ())
-    layout = plan.forward.call.layout
-    return hashed_value(f"in the order that the kernel {kernel.name!r} takes", layout.shards)
 
 
 # --------------------------------------------------------------------------------- plan without tensors
@@ -375,9 +371,9 @@ def plan_for_mesh(
         UnsupportedError: As for `plan`, or no kernel, or not the named one, serves such a call.
     """
     mesh = as_mesh(mesh)
-    planner, call = _on_this_machine(
-        mesh, strategy, device, heads, heads if kv_heads is None else kv_heads, head_dim, v_head_dim, dtype, kernel,
-        deterministic,
+    planner, call = strategy_on(
+        mesh, strategy, device, heads=heads, kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim,
+        v_head_dim=v_head_dim, dtype=dtype, kernel=kernel, deterministic=deterministic,
     )  # fmt: skip
     sizes = call_of_sizes(
         seq_len, mesh.size, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, dtype.itemsize
@@ -397,22 +393,7 @@ def strategy_on(
     v_head_dim: int | None = None,
     dtype: torch.dtype,
     kernel: str = "auto",
-) -> Strategy:
-    """Return the strategy that a caller passed; "auto" with the speeds of this machine: see `plan_for_mesh`."""
-    return _on_this_machine(mesh, strategy, device, heads, kv_heads, head_dim, v_head_dim, dtype, kernel, None)[0]
-
-
-def _on_this_machine(
-    mesh: Mesh,
-    strategy: Strategy | str,
-    device: torch.device | str | int | None,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    v_head_dim: int | None,
-    dtype: torch.dtype,
-    kernel: str,
-    deterministic: bool | None,
+    deterministic: bool | None = None,
 ) -> tuple[Strategy, AttentionCall]:
     """Return the strategy for calls of these sizes on this machine, and such a call. See `plan_for_mesh`."""
     if not isinstance(dtype, torch.dtype):
@@ -421,13 +402,11 @@ def _on_this_machine(
         )
     heads, kv_heads, head_dim = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)
     v_head_dim = head_dim if v_head_dim is None else size("v_head_dim", v_head_dim)
-    if deterministic is not None and not isinstance(deterministic, bool):
-        raise _not_a_flag(deterministic)
     call = AttentionCall(
         Mask.full(), contiguous(mesh.size, mesh.size), heads, kv_heads, head_dim, v_head_dim,
         itemsize=dtype.itemsize, dtype=str(dtype).removeprefix("torch."),
         device=(checked_device(device) or torch.get_default_device()).type,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        deterministic=_deterministic(deterministic),
     )  # fmt: skip
     backend = mesh.backend_for(call.device)
     name = mesh.config.kernel if kernel == "auto" else kernel

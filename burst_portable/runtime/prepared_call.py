@@ -34,13 +34,7 @@ class Observer:
     """Observe a pass. This class does nothing; the profiler derives from it."""
 
     def computes(self, compute: Compute, like: Tensor, *, backward: bool) -> AbstractContextManager[object]:
-        """Return a context around one launch of the kernel.
-
-        Args:
-            compute: The computation of this launch in the plan.
-            like: A tensor on the device of the launch, with the dtype of q, k and v.
-            backward: Whether the launch is of a backward pass.
-        """
+        """Return a context around one launch of the kernel. `like` has its device, and the dtype of q, k and v."""
         return _NOTHING
 
     def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
@@ -137,15 +131,7 @@ class Executor(ABC):
     def forward(
         self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, keep: bool
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-        """Run a forward pass, which the caller begins and ends.
-
-        Args:
-            prepared: The call.
-            q: Queries of this rank's tokens, of shape [B, S, Hq, D].
-            k: Keys of shape [B, S, Hkv, D].
-            v: Values of shape [B, S, Hkv, Dv].
-            sinks: Logits of shape [Hq], or None.
-            keep: Whether a backward pass may follow.
+        """Run a forward pass, which the caller begins and ends. `keep`: Whether a backward pass may follow.
 
         Returns:
             out of shape [B, S, Hq, Dv] in the dtype of q; LSE of shape [B, Hq, S] in the accumulation dtype, or None if
@@ -156,16 +142,9 @@ class Executor(ABC):
     def backward(
         self, prepared: PreparedCall, saved: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Run a backward pass, which the caller begins and ends.
+        """Run a backward pass, which the caller begins and ends. Return (dq, dk, dv, dsinks).
 
-        Args:
-            prepared: The call.
-            saved: The tensors that `forward` returned for it.
-            sinks: Logits of shape [Hq], or None.
-            dout: Gradient of out; None if this rank's result was not used.
-
-        Returns:
-            (dq, dk, dv, dsinks).
+        `saved`: The tensors that `forward` returned. `dout` is None if this rank's result was not used.
         """
 
 

@@ -34,6 +34,13 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context that makes `device` current. Triton launches there, and transports connect there."""
+    if device.index is None or device.index == torch.accelerator.current_device_index():
+        return _NOTHING
+    return torch.accelerator.device_index(device.index)
+
+
 def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context without autocast, which would round the products inside a kernel to 16 bits."""
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):

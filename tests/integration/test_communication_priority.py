@@ -115,9 +115,9 @@ def test_auto_uses_slowdown_of_its_transport(first, monkeypatch):
 
     def work(mesh):
         mesh.transport("cpu").high_priority = first
-        return strategy_on(
-            mesh, "auto", "cpu", heads=8, kv_heads=8, head_dim=16, dtype=torch.float32
-        ).hardware.comm_slowdown
+        sizes = {"heads": 8, "kv_heads": 8, "head_dim": 16, "dtype": torch.float32}
+        strategy, _ = strategy_on(mesh, "auto", "cpu", **sizes)
+        return strategy.hardware.comm_slowdown
 
     assert bp.run_threads(2, work) == [(0.1, 0.2) if first else (0.9, 0.3)] * 2
 

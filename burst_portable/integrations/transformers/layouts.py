@@ -38,7 +38,7 @@ class Layouts:
                 next_step = "parallelize it when its weights are on a device, or name a layout"
                 raise InputError('layout="auto" needs the model\'s device', got="a model on meta", next_step=next_step)
             dtype = torch.get_autocast_dtype(like.device.type) if like.dtype is torch.float32 else like.dtype
-            self._strategy = strategy_on(
+            self._strategy, _ = strategy_on(
                 mesh, strategy, like.device.type, **sizes_of(model.config), dtype=dtype, kernel=kernel
             )
 

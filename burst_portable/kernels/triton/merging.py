@@ -15,12 +15,12 @@ from burst_portable.kernels.triton.prepared import (
     architecture,
     layout_of,
     number_strides,
-    on_device_of,
     padded,
     strides,
 )
 from burst_portable.numerics import State
 from burst_portable.utils.cache import Cache
+from burst_portable.utils.torch_modes import on_device
 
 _ROWS = 32
 _KEPT = 256
@@ -74,7 +74,7 @@ class OnePass:
         key = (*map(layout_of, tensors),)
         launch = self._launches.get(key) or self._launches.keep(key, _launch(*tensors))
         if launch.programs:
-            with on_device_of(total):
+            with on_device(total.device):
                 launch(*tensors)
 
 

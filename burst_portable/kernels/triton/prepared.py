@@ -8,11 +8,9 @@ dtypes, sizes, strides, and whether addresses are multiples of 16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
@@ -102,13 +100,6 @@ def layout_of(x: Tensor) -> tuple[object, ...]:
 def number_strides(*tensors: Tensor) -> tuple[int, ...]:
     """Return the batch, head and row stride of each [B, H, S]."""
     return tuple(s for x in tensors for s in x.stride())
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context that makes the tensor's device current, since Triton launches on the current device."""
-    if x.device.index is None or x.device.index == torch.accelerator.current_device_index():
-        return nullcontext()
-    return torch.accelerator.device_index(x.device.index)
 
 
 @lru_cache(maxsize=1)
