@@ -287,10 +287,11 @@ def _call_signature(
     """
     p, forward, backward = plan.call, plan.forward, plan.backward
     rounded = ", rounded gradients" if plan.backward.rounds_gradients else ""
-    inside, order_of_rows = "", ("none", ())
+    inside, order_of_rows = "", hashed_value("none", ())
     if plan.heads and plan.ring_size > 1:
         inside = f" in nodes of {plan.head_parallel_size}"
-        order_of_rows = f"in the order that the kernel {kernel.name!r} takes", forward.call.layout.shards
+        order = f"in the order that the kernel {kernel.name!r} takes"
+        order_of_rows = hashed_value(order, forward.call.layout.shards)
     sent = plan.circulates("backward")
     strategy = f"{plan.strategy}{inside} by {plan.transfer('forward')} with {sent} backward{rounded}"
     routes = (
@@ -316,7 +317,7 @@ def _call_signature(
             "mask": hashed_value(str(p.mask), p.mask.regions),
             "layout": hashed_value(p.layout.name, p.layout.shards),
             "strategy": hashed_value(strategy, (*routes, plan.backward.rounds_gradients)),
-            "rows that cross nodes": hashed_value(*order_of_rows),
+            "rows that cross nodes": order_of_rows,
             "scale": repr(p.scale),
             "softcap": repr(p.softcap),
             "sinks": "yes" if p.sinks else "no",
