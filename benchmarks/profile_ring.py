@@ -81,9 +81,8 @@ def by_marks(one: RankRecords, every: list[RankRecords]) -> Found:
     messages = match(every)
     compute, message, collective = (one.tables[kind] for kind in ("compute", "message", "collective"))
     mine = (messages.target == one.rank) & messages.is_observed
-    moved = np.stack((messages.ready[mine], messages.arrived[mine]), axis=1)
     waits = np.concatenate((message.waits(), collective.select(collective["agreement"] == 0).spans()))
-    return _between(Timeline.of(compute.spans(), np.concatenate((waits, moved))))
+    return _between(Timeline.of(compute.spans(), np.concatenate((waits, messages.transfers()[mine]))))
 
 
 def by_trace(traced: KernelTrace) -> Found:

@@ -51,29 +51,17 @@ class KernelTrace:
         return cls([(a, b) for a, b in names], np.array(rows, dtype=np.int64).reshape(-1, 8), on_device)
 
 
-_LOCATION = ("train_step", "attention_call", "backward", "ring_step")
+LOCATION = ("train_step", "attention_call", "backward", "ring_step")
+"""First columns of each table."""
+TIMES = ("posted", "left", "arrived", "start", "end")
 COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "compute": (*_LOCATION, "q_owner", "k_owner", "pairs", "tiles", "flops", "start", "end"),
-    "message": (
-        *_LOCATION,
-        "issued",
-        "sends",
-        "peer",
-        "owner",
-        "result",
-        "bytes",
-        "posted",
-        "left",
-        "arrived",
-        "start",
-        "end",
-    ),
-    "collective": (*_LOCATION, "ordinal", "agreement", "bytes", "start", "end"),
-    "copy": (*_LOCATION, "start", "end"),
+    "compute": (*LOCATION, "q_owner", "k_owner", "pairs", "tiles", "flops", "start", "end"),
+    "message": (*LOCATION, "issued", "sends", "peer", "owner", "result", "bytes", *TIMES),
+    "collective": (*LOCATION, "ordinal", "agreement", "bytes", "start", "end"),
+    "copy": (*LOCATION, "start", "end"),
 }
 """Columns of each table. Of a message: `issued` is the ring step that posted it; `left`, when posting ended; `result`,
 1 for gradients."""
-TIMES = ("posted", "left", "arrived", "start", "end")
 NEVER = -1
 """A time that was not recorded: the posting of a message at level "basic"; its arrival without streams."""
 
@@ -100,9 +88,20 @@ class Table:
         """Return the rows of a mask or an index."""
         return Table(self.kind, self.data[rows])
 
+    @property
+    def locations(self) -> NDArray[np.int64]:
+        """The columns `LOCATION`, ``[n, 4]``."""
+        return self.data[:, : len(LOCATION)]
+
     def spans(self) -> NDArray[np.int64]:
         """Return start and end of each row, ``[n, 2]``."""
         return np.stack((self["start"], self["end"]), axis=1)
+
+    def posts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of messages: return the locations of the ring steps that posted them, and start and end of posting."""
+        posted = self.select(self["posted"] != NEVER)
+        locations = np.concatenate((posted.data[:, :3], posted["issued"][:, None]), axis=1)
+        return locations, np.stack((posted["posted"], posted["left"]), axis=1)
 
     @property
     def wait_end(self) -> NDArray[np.int64]:
@@ -163,23 +162,13 @@ class RankRecords:
 
 def pack(records: RankRecords) -> bytes:
     """Return records as bytes to send to another rank: a line of JSON, then the tables."""
-    head = {
-        "rank": records.rank,
-        "host": records.host,
-        "evidence": records.evidence,
-        "plans": list(records.plans),
-        "calls": [list(call) for call in records.calls],
-        "train_steps": [list(row) for row in records.train_steps],
-        "facts": dict(records.facts),
-        "rows": {kind: len(table) for kind, table in records.tables.items()},
-    }
-    arrays = [table.data for table in records.tables.values()]
-    if records.kernel_trace is not None:
-        head["kernel_trace"] = {
-            "names": list(records.kernel_trace.names),
-            "on_device": records.kernel_trace.on_device,
-        }
-        arrays.append(records.kernel_trace.rows)
+    head = dict(vars(records))
+    tables, trace = head.pop("tables"), head.pop("kernel_trace")
+    head["rows"] = {kind: len(table) for kind, table in tables.items()}
+    arrays = [table.data for table in tables.values()]
+    if trace is not None:
+        head["kernel_trace"] = {"names": trace.names, "on_device": trace.on_device}
+        arrays.append(trace.rows)
     return json.dumps(head).encode() + b"\n" + b"".join(np.ascontiguousarray(a).astype("<i8").tobytes() for a in arrays)
 
 

@@ -76,6 +76,16 @@ def measure(a: Intervals, windows: Intervals) -> NDArray[np.int64]:
     return up_to(windows[:, 1]) - up_to(windows[:, 0])
 
 
+def extents(keys: NDArray[np.int64], spans: Intervals) -> tuple[NDArray[np.int64], NDArray[np.int64], Intervals]:
+    """Return the distinct keys in order, the index of each row's key, and first start and last end of spans by key."""
+    distinct, group = np.unique(keys, axis=0, return_inverse=True)
+    group = group.reshape(-1)
+    order = np.argsort(group, kind="stable")
+    first = np.flatnonzero(np.diff(group[order], prepend=-1))
+    starts, ends = np.minimum.reduceat(spans[order, 0], first), np.maximum.reduceat(spans[order, 1], first)
+    return distinct, group, np.stack((starts, ends), axis=1)
+
+
 PARTS = ("compute", "exposed_comm", "exposed_copy", "idle")
 FIELDS = ("span", *PARTS, "comm", "overlap", "blocking")
 _EMPTY: Intervals = np.zeros((0, 2), dtype=np.int64)

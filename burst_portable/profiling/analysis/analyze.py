@@ -5,7 +5,7 @@ Times, bytes and FLOPs are integers. `evidence` lists the source of each field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -18,8 +18,17 @@ from burst_portable.profiling.analysis.bottlenecks import find_bottlenecks, summ
 from burst_portable.profiling.analysis.causes import find_causes, passes_of
 from burst_portable.profiling.analysis.efficiency import balance, efficiency
 from burst_portable.profiling.analysis.matching import Messages, align, match
-from burst_portable.profiling.event_tables import NEVER, RankRecords, Table
-from burst_portable.profiling.intervals import Timeline, contention, intersect, measure, total, union, with_unit
+from burst_portable.profiling.event_tables import LOCATION, NEVER, RankRecords
+from burst_portable.profiling.intervals import (
+    Timeline,
+    contention,
+    extents,
+    intersect,
+    measure,
+    total,
+    union,
+    with_unit,
+)
 from burst_portable.profiling.tracing import trace_summary
 from burst_portable.utils.text import percent, time_text
 
@@ -44,95 +53,83 @@ def events_of(records: Sequence[RankRecords], messages: Messages) -> dict[str, A
 
 def _rank_events(one: RankRecords, messages: Messages) -> NDArray[np.int64]:
     compute, message, collective, copy = (one.table(k) for k in ("compute", "message", "collective", "copy"))
-    parts = [_rows("compute", compute, compute["q_owner"], compute["k_owner"], compute["flops"])]
-    waits = message["start"], message.wait_end
-    parts.append(_rows("wait", message, message["peer"], message["owner"], message["bytes"], waits))
-    none = np.full(len(collective), -1)
-    parts.append(_rows("collective", collective, none, none, collective["bytes"]))
-    none = np.full(len(copy), -1)
-    parts.append(_rows("copy", copy, none, none, none * 0))
-    posted = message.select(message["posted"] != NEVER)
-    if len(posted):  # messages that were posted together are one event
-        _, first = np.unique(posted["posted"], return_index=True)
-        posted = posted.select(first)
-        none = np.full(len(posted), -1)
-        times = posted["posted"], posted["left"]
-        parts.append(_rows("post", posted, none, none, none * 0, times, posted["issued"]))
+    issued, posts = message.posts()
+    _, first = np.unique(posts[:, 0], return_index=True)  # messages that were posted together are one event
     observed = (messages.target == one.rank) & messages.is_observed
     receive = messages.receive.select(observed)
-    times = messages.ready[observed], np.maximum(messages.arrived, messages.ready)[observed]
-    parts.append(_rows("transfer", receive, receive["peer"], receive["owner"], receive["bytes"], times))
-    return np.concatenate(parts)
+    return np.concatenate(
+        (
+            _rows(
+                "compute", compute.locations, compute.spans(), compute["q_owner"], compute["k_owner"], compute["flops"]
+            ),
+            _rows("wait", message.locations, message.waits(), message["peer"], message["owner"], message["bytes"]),
+            _rows("collective", collective.locations, collective.spans(), work=collective["bytes"]),
+            _rows("copy", copy.locations, copy.spans()),
+            _rows("post", issued[first], posts[first]),
+            _rows(
+                "transfer",
+                receive.locations,
+                messages.transfers()[observed],
+                receive["peer"],
+                receive["owner"],
+                receive["bytes"],
+            ),
+        )
+    )
 
 
-def _rows(kind: str, table: Table, a: Any, b: Any, work: Any, times: Any = None, step: Any = None) -> NDArray[np.int64]:
-    start, end = (table["start"], table["end"]) if times is None else times
-    step = table["ring_step"] if step is None else step
-    location = table["train_step"], table["attention_call"], table["backward"], step
-    return np.stack((np.full(len(table), LANE_KINDS.index(kind)), start, end - start, *location, a, b, work), axis=1)
+def _rows(
+    kind: str, locations: NDArray[np.int64], spans: NDArray[np.int64], a: Any = -1, b: Any = -1, work: Any = 0
+) -> NDArray[np.int64]:
+    """Return rows of `COLUMNS`."""
+    start, end = spans.T
+    columns = LANE_KINDS.index(kind), start, end - start, *locations.T, a, b, work
+    return np.stack(np.broadcast_arrays(*columns), axis=1)
 
 
-KINDS = ("events", "trace", "plan", "ablation", "estimate")
-
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "events: from the first mark of a rank to its last": ("span_ns", "window_ns"),
-    "events: marks around each kernel call": ("compute_ns", "kernels"),
-    "events: marks around each wait and each collective": ("blocking_ns", "sender_wait_ns", "transfer_wait_ns"),
-    "events: waits, posts, collectives, and transfers with an observed arrival; a transfer that ended before any "
-    "rank waited for it is not counted": ("comm_ns", "exposed_comm_ns", "overlap_ns"),
-    "events: marks around the packing of messages and the addition of gradients": ("exposed_copy_ns",),
-    "events: from one mark of a training step to the next": (
-        *("shortest_ns", "median_ns", "longest_ns", "duration_ns"),
-    ),
-    "events: the part of training steps in passes of attention, from each pass's first mark to its last": (
-        *("attention_ns", "longest_attention_ns", "attention_share"),
-    ),
-    "events: time without any event": ("idle_ns", "idle_between_kernels_ns", "idle_outside_attention_ns"),
-    "events: from the time when both ends had posted to the arrival, as a watching stream or the waiting receiver "
-    "observed it; otherwise only an upper bound is known": (
-        *("transfer_ns", "bytes_per_second", "observed_messages", "observed_bytes"),
-    ),
-    "events: both ends of each message on one clock, followed to the activity of the late rank": ("wait_ns",),
-    "events: differences of the times above": ("lost_ns", "share", "measured", "measured_ns"),
-    "events: kernels during communication against the same kernels in isolation; at level kernels, by the trace": (
-        *("overlapped", "isolated", "ratio"),
-    ),
-    "events: the clocks of several hosts, aligned on messages": ("uncertainty_ns", "offsets_ns"),
-    "events: an anchor of the device's clock to the host's at each end of the session": ("ppm", "uncertainty_ppm"),
-    "events: the device's own sensors, read ten times per second": (
-        *("watts", "megahertz", "celsius", "joules", "sensors"),
-    ),
-    "events: FLOPs of the plan over marked time": ("flops_per_second",),
-    "trace: the vendor's own tracer, joined by the launching call": ("time_ns",),
-    "ablation: the host's clock around a step without attention's messages, without its kernels, and without both, the "
-    "shortest of several runs each; and differences of these": (
-        *("full_step_ns", "without_communication_ns", "without_computing_ns", "without_both_ns"),
-        *("exposed_communication_ns", "exposed_computing_ns", "hidden_ns"),
-    ),
-    "plan: exact mask area, and the bytes of the buffers that were sent": (
-        *("flops", "pairs", "tiles", "bytes", "sent_bytes", "received_bytes", "messages", "messages_sent"),
-        *("planned_sent_bytes", "planned", "layouts"),
-    ),
-    "plan: FLOPs over the bytes of each row read or written once": ("flops_per_byte",),
-    "estimate: the plan's cost on the hardware that `plans` names, without contention and without slow ranks": (
-        *("predicted_ns", "planned_flops_per_second", "planned_bytes_per_second", "seconds", "compute_seconds"),
-        *("link_seconds", "memory_bytes", "tflops", "intra_node_bandwidth"),
-    ),
-    "estimate: the vendor's data sheet, or a short measurement on this machine, as the peak's source says": (
-        *("peak_flops_per_second", "memory_bytes_per_second"),
-    ),
-    "estimate: the roofline, min(peak, FLOPs per byte x memory bandwidth), and the fraction that was reached": (
-        *("ceiling_flops_per_second", "ceiling_fraction"),
-    ),
+EVIDENCE = {
+    "span_ns, window_ns": "events: from the first mark of a rank to its last",
+    "compute_ns, kernels": "events: marks around each kernel call",
+    "blocking_ns, sender_wait_ns, transfer_wait_ns": "events: marks around each wait and each collective",
+    "comm_ns, exposed_comm_ns, overlap_ns": "events: waits, posts, collectives, and transfers with an observed "
+    "arrival; a transfer that ended before any rank waited for it is not counted",
+    "exposed_copy_ns": "events: marks around the packing of messages and the addition of gradients",
+    "shortest_ns, median_ns, longest_ns, duration_ns": "events: from one mark of a training step to the next",
+    "attention_ns, longest_attention_ns, attention_share": "events: the part of training steps in passes of attention, "
+    "from each pass's first mark to its last",
+    "idle_ns, idle_between_kernels_ns, idle_outside_attention_ns": "events: time without any event",
+    "transfer_ns, bytes_per_second, observed_messages, observed_bytes": "events: from the time when both ends had "
+    "posted to the arrival, as a watching stream or the waiting receiver observed it; otherwise only an upper bound is "
+    "known",
+    "wait_ns": "events: both ends of each message on one clock, followed to the activity of the late rank",
+    "lost_ns, share, measured, measured_ns": "events: differences of the times above",
+    "overlapped, isolated, ratio": "events: kernels during communication against the same kernels in isolation; at "
+    "level kernels, by the trace",
+    "uncertainty_ns, offsets_ns": "events: the clocks of several hosts, aligned on messages",
+    "ppm, uncertainty_ppm": "events: an anchor of the device's clock to the host's at each end of the session",
+    "watts, megahertz, celsius, joules, sensors": "events: the device's own sensors, read ten times per second",
+    "flops_per_second": "events: FLOPs of the plan over marked time",
+    "time_ns": "trace: the vendor's own tracer, joined by the launching call",
+    "full_step_ns, without_communication_ns, without_computing_ns, without_both_ns, exposed_communication_ns, "
+    "exposed_computing_ns, hidden_ns": "ablation: the host's clock around a step without attention's messages, without "
+    "its kernels, and without both, the shortest of several runs each; and differences of these",
+    "flops, pairs, tiles, bytes, sent_bytes, received_bytes, messages, messages_sent, planned_sent_bytes, planned, "
+    "layouts": "plan: exact mask area, and the bytes of the buffers that were sent",
+    "flops_per_byte": "plan: FLOPs over the bytes of each row read or written once",
+    "predicted_ns, planned_flops_per_second, planned_bytes_per_second, seconds, compute_seconds, link_seconds, "
+    "memory_bytes, tflops, intra_node_bandwidth": "estimate: the plan's cost on the hardware that `plans` names, "
+    "without contention and without slow ranks",
+    "peak_flops_per_second, memory_bytes_per_second": "estimate: the vendor's data sheet, or a short measurement on "
+    "this machine, as the peak's source says",
+    "ceiling_flops_per_second, ceiling_fraction": "estimate: the roofline, min(peak, FLOPs per byte x memory "
+    "bandwidth), and the fraction that was reached",
 }
-
-EVIDENCE: dict[str, str] = {", ".join(names): text for text, names in _FIELDS.items()}
 """Fields of the report, comma-separated -> how they are known, the kind first."""
 
 
 def evidence_of(field: str) -> str:
     """Return how the numbers of a field are known; "" for a field that counts or names."""
-    return next((text for text, names in _FIELDS.items() if field in names), "")
+    return next((text for names, text in EVIDENCE.items() if field in names.split(", ")), "")
 
 
 def training(records: Sequence[RankRecords]) -> dict[str, Any] | None:
@@ -168,7 +165,7 @@ def _train_steps(one: RankRecords) -> list[tuple[int, dict[str, int]]]:
     with_attention = {int(i) for table in one.tables.values() for i in np.unique(table["train_step"])}
     marked = [row for row in one.train_steps if row[0] in with_attention]
     windows = np.array([row[1:] for row in marked], dtype=np.int64).reshape(-1, 2)
-    passes = union(np.array(passes_of(one), dtype=np.int64).reshape(-1, 2))
+    passes = union(passes_of(one))
     return [
         (row[0], {"rank": one.rank, "duration_ns": row[2] - row[1], "attention_ns": int(inside)})
         for row, inside in zip(marked, measure(passes, windows), strict=True)
@@ -201,11 +198,11 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         records: Records of every rank, or of a single rank: then the other ends of its messages are unknown.
         skip: Number of first training steps (warm-up) to leave out. Default: 0.
     """
-    kept = [_without_first(one, skip) for one in records]
-    aligned, clocks = align(kept)
+    aligned, clocks = align([_without_first(one, skip) for one in records])
     comparable = clocks.uncertainty_ns is not None and len(aligned) > 1
     messages = match(aligned if comparable else [])
-    timelines = {one.rank: timeline_of(one, messages) for one in aligned}
+    timelines = {one.rank: _timeline(one, messages) for one in aligned}
+    steps = {one.rank: _ring_steps(one, timelines[one.rank]) for one in aligned}
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "device": aligned[0].facts.get("device", "cpu"),
@@ -220,13 +217,13 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         "drift": [{"rank": one.rank, **one.facts["drift"]} for one in aligned if one.facts.get("drift")],
         "plans": _plans(aligned),
         "ranks": [_rank(one, timelines[one.rank]) for one in aligned],
-        "ring_steps": _cut(aligned, timelines, ("backward", "ring_step")),
-        "layers": _cut(aligned, timelines, ("attention_call", "backward")),
-        "train_steps": _cut(aligned, timelines, ("train_step",)),
+        "ring_steps": _cut(steps, ("backward", "ring_step")),
+        "layers": _cut(steps, ("attention_call", "backward")),
+        "train_steps": _cut(steps, ("train_step",)),
         "training": training(aligned),
         "links": _links(messages),
-        "causes": _causes(aligned, messages) if comparable else [],
-        "prediction": _prediction(aligned),
+        "causes": find_causes(aligned, messages) if comparable else [],
+        "prediction": _prediction(aligned, steps),
         "peaks": [{"rank": one.rank, **peak} for one in aligned for peak in one.facts.get("peaks", ())],
         "efficiency": [row for one in aligned for row in efficiency(one, messages)],
         "sensors": _sensors(aligned, clocks.offsets_ns),
@@ -255,13 +252,12 @@ def _without_first(one: RankRecords, skip: int) -> RankRecords:
     return replace(one, tables=tables, calls=calls, train_steps=train_steps, kernel_trace=trace)
 
 
-def timeline_of(one: RankRecords, messages: Messages) -> Timeline:
+def _timeline(one: RankRecords, messages: Messages) -> Timeline:
     """Return a rank's timeline: its kernels, and its communication as far as it was observed."""
-    message, collective = one.table("message"), one.table("collective")
-    waits = np.concatenate((message.waits(), collective.spans()))
-    posts = np.stack((message["posted"], message["left"]), axis=1)[message["posted"] != NEVER]
-    observed = messages.is_observed & (messages.target == one.rank)
-    transfers = np.stack((messages.ready, messages.arrived), axis=1)[observed]
+    message = one.table("message")
+    waits = np.concatenate((message.waits(), one.table("collective").spans()))
+    _, posts = message.posts()
+    transfers = messages.transfers()[messages.is_observed & (messages.target == one.rank)]
     comm = np.concatenate((waits, posts, transfers))
     return Timeline.of(one.table("compute").spans(), comm, one.table("copy").spans(), waits)
 
@@ -270,7 +266,7 @@ def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
     parts = timeline.partition()
     # A pass may end after the window, with a wait for a message that had arrived: see `Table.wait_end`.
     window = np.array([timeline.window], dtype=np.int64)
-    passes = intersect(union(np.array(passes_of(one), dtype=np.int64).reshape(-1, 2)), window)
+    passes = intersect(union(passes_of(one)), window)
     busy = union(np.concatenate((timeline.compute, timeline.comm, timeline.exposed_copy)))
     inside = total(passes) - int(measure(busy, passes).sum())
     compute, message, collective = (one.table(kind) for kind in ("compute", "message", "collective"))
@@ -305,86 +301,56 @@ def _contention(one: RankRecords, messages: Messages) -> dict[str, Any] | None:
     """Compare kernels during transfers that a separate stream watched with the same kernels in isolation."""
     compute = one.table("compute")
     watched = (messages.receive["arrived"] != NEVER) & ((messages.target == one.rank) | (messages.source == one.rank))
-    moved = np.stack((messages.ready, np.maximum(messages.arrived, messages.ready)), axis=1)[watched]
     work = np.stack([compute[name] for name in ("backward", "pairs", "tiles", "flops")], axis=1)
-    found = contention(compute.spans(), work, union(moved))
+    found = contention(compute.spans(), work, union(messages.transfers()[watched]))
     return found and {"rank": one.rank, **found}
 
 
 # ------------------------------------------------------------------------------------------------ steps and layers
 
+_Steps = tuple[NDArray[np.int64], dict[str, NDArray[np.int64]]]
 
-def _cut(records: Sequence[RankRecords], timelines: dict[int, Timeline], by: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return partitions of the windows of every (train step, attention call, pass, ring step), summed by `by`.
+
+def _ring_steps(one: RankRecords, timeline: Timeline) -> _Steps:
+    """Return the locations ``[n, 4]`` of a rank's ring steps, and columns of what happened in the window of each.
 
     The window of a ring step ends where the next one begins; the last one ends with its pass.
     """
-    rows: dict[tuple[int, ...], dict[int, dict[str, int]]] = {}
-    for one in records:
-        locations, windows = step_windows(one)
-        if not len(locations):
-            continue
-        index = [("train_step", "attention_call", "backward", "ring_step").index(name) for name in by]
-        sizes = with_unit(timelines[one.rank].measure(windows))
-        extra = _work(one, locations)
-        keys, group = np.unique(locations[:, index], axis=0, return_inverse=True)
-        count = np.bincount(group)
-        for name, values in {**sizes, **extra}.items():
-            summed = np.zeros(len(keys), dtype=np.int64)
-            np.add.at(summed, group, values)
-            for i, key in enumerate(keys.tolist()):
-                cell = rows.setdefault(tuple(key), {}).setdefault(one.rank, {"rank": one.rank, "count": int(count[i])})
-                cell[name] = int(summed[i])
-    return [
-        {**dict(zip(by, key, strict=True)), "ranks": [rows[key][rank] for rank in sorted(rows[key])]}
-        for key in sorted(rows)
-    ]
-
-
-def step_windows(one: RankRecords) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the locations ``[n, 4]`` of a rank's ring steps (see `event_tables`), and their windows ``[n, 2]``."""
-    parts = []
-    for kind, table in one.tables.items():
-        if not len(table):
-            continue
-        location = [table[name] for name in ("train_step", "attention_call", "backward", "ring_step")]
-        parts.append(np.stack((*location, table["start"], table["end"]), axis=1))
-        if kind == "message":
-            posted = table.select(table["posted"] != NEVER)
-            location = [posted[name] for name in ("train_step", "attention_call", "backward", "issued")]
-            parts.append(np.stack((*location, posted["posted"], posted["left"]), axis=1))
-    if not parts:
-        return np.zeros((0, 4), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
-    every = np.concatenate(parts)
-    every = every[np.lexsort(every[:, 4::-1].T)]
-    locations, first = np.unique(every[:, :4], axis=0, return_index=True)
-    begins = np.minimum.reduceat(every[:, 4], first)
-    ends = np.maximum.reduceat(every[:, 5], first)
-    same_pass = (locations[1:, :3] == locations[:-1, :3]).all(axis=1)
-    stops = ends.copy()
+    issued, posts = one.table("message").posts()
+    tables = one.tables.values()
+    every = np.concatenate([issued, *(table.locations for table in tables)])
+    locations, _, spans = extents(every, np.concatenate([posts, *(table.spans() for table in tables)]))
+    _, group, passes = extents(locations[:, :3], spans)
+    begins, stops = spans[:, 0], passes[group, 1]
+    same_pass = group[1:] == group[:-1]
     stops[:-1][same_pass] = begins[1:][same_pass]
-    # The end of a pass is the end of the last event of any of its steps.
-    change = np.flatnonzero(np.concatenate(([True], ~same_pass)))
-    latest = np.maximum.reduceat(ends, change)
-    last = np.concatenate((change[1:], [len(locations)])) - 1
-    stops[last] = latest
-    return locations, np.stack((begins, np.maximum(stops, begins)), axis=1)
-
-
-def _work(one: RankRecords, locations: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-    """Return FLOPs, pairs and tiles computed, and bytes received, at each location."""
+    columns = with_unit(timeline.measure(np.stack((begins, np.maximum(stops, begins)), axis=1)))
     index = {tuple(location): i for i, location in enumerate(locations.tolist())}
-    work = {name: np.zeros(len(locations), dtype=np.int64) for name in ("flops", "pairs", "tiles", "received_bytes")}
-    columns = ("train_step", "attention_call", "backward", "ring_step")
-    compute = one.table("compute")
-    at = [index[tuple(p)] for p in np.stack([compute[c] for c in columns], axis=1).tolist()]
-    for name in ("flops", "pairs", "tiles"):
-        np.add.at(work[name], at, compute[name])
-    message = one.table("message")
-    message = message.select(message["sends"] == 0)
-    at = [index[tuple(p)] for p in np.stack([message[c] for c in columns], axis=1).tolist()]
-    np.add.at(work["received_bytes"], at, message["bytes"])
-    return work
+    compute, message = one.table("compute"), one.table("message")
+    received = message.select(message["sends"] == 0)
+    for name, table, column in (
+        *((name, compute, name) for name in ("flops", "pairs", "tiles")),
+        ("received_bytes", received, "bytes"),
+    ):
+        columns[name] = np.zeros(len(locations), dtype=np.int64)
+        np.add.at(columns[name], [index[tuple(location)] for location in table.locations.tolist()], table[column])
+    return locations, columns
+
+
+def _cut(steps: dict[int, _Steps], by: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the columns of `_ring_steps` of each rank, summed by some columns of the location."""
+    rows: dict[tuple[int, ...], list[dict[str, int]]] = {}
+    for rank in sorted(steps):
+        locations, columns = steps[rank]
+        index = [LOCATION.index(name) for name in by]
+        keys, group, count = np.unique(locations[:, index], axis=0, return_inverse=True, return_counts=True)
+        sums = {name: np.zeros(len(keys), dtype=np.int64) for name in columns}
+        for name, values in columns.items():
+            np.add.at(sums[name], group.reshape(-1), values)
+        for i, key in enumerate(keys.tolist()):
+            cell = {name: int(summed[i]) for name, summed in sums.items()}
+            rows.setdefault(tuple(key), []).append({"rank": rank, "count": int(count[i]), **cell})
+    return [{**dict(zip(by, key, strict=True)), "ranks": rows[key]} for key in sorted(rows)]
 
 
 # ------------------------------------------------------------------------------------------------ links and plans
@@ -396,10 +362,11 @@ def _links(messages: Messages) -> list[dict[str, Any]]:
     pairs = np.stack((messages.source, messages.target), axis=1)
     start, end = messages.receive["start"], messages.receive.wait_end
     arrived = np.clip(messages.ready, start, end)
+    took = np.diff(messages.transfers())[:, 0]
     for source, target in np.unique(pairs, axis=0).tolist():
         on_link = (messages.source == source) & (messages.target == target)
         observed = on_link & messages.is_observed
-        transfer = int(np.maximum(messages.arrived - messages.ready, 0)[observed].sum())
+        transfer = int(took[observed].sum())
         observed_bytes = int(messages.receive["bytes"][observed].sum())
         links.append(
             {
@@ -418,19 +385,6 @@ def _links(messages: Messages) -> list[dict[str, Any]]:
     return links
 
 
-def _causes(records: Sequence[RankRecords], messages: Messages) -> list[dict[str, Any]]:
-    found = [
-        {
-            "kind": cause.kind,
-            "rank": cause.rank,
-            "peer": cause.peer,
-            "wait_ns": {str(r): ns for r, ns in by_rank.items()},
-        }
-        for cause, by_rank in find_causes(records, messages).items()
-    ]
-    return sorted(found, key=lambda one: -max(one["wait_ns"].values(), default=0))
-
-
 def _plans(records: Sequence[RankRecords]) -> list[dict[str, Any]]:
     """Return each plan that ran, with the part of every rank."""
     plans = []
@@ -443,15 +397,15 @@ def _plans(records: Sequence[RankRecords]) -> list[dict[str, Any]]:
     return plans
 
 
-def _prediction(records: Sequence[RankRecords]) -> list[dict[str, Any]]:
+def _prediction(records: Sequence[RankRecords], steps: dict[int, _Steps]) -> list[dict[str, Any]]:
     """Return the predicted and the measured time of each pass of each rank, in nanoseconds over all calls."""
     rows = []
     for one in records:
+        locations, columns = steps[one.rank]
         for backward, name in enumerate(PASSES):
-            locations, windows = step_windows(one)
             in_pass = locations[:, 2] == backward
-            measured = int((windows[:, 1] - windows[:, 0])[in_pass].sum())
-            ran = {(int(p[0]), int(p[1])) for p in locations[in_pass].tolist()}
+            measured = int(columns["span_ns"][in_pass].sum())
+            ran = set(map(tuple, locations[in_pass, :2].tolist()))
             seconds = sum(
                 one.plans[plan]["planned"][name]["seconds"] for i, call, plan in one.calls if (i, call) in ran
             )

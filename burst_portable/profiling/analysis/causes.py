@@ -18,13 +18,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from burst_portable.profiling.analysis.matching import Messages
-from burst_portable.profiling.event_tables import RankRecords, Table
-from burst_portable.profiling.intervals import union
+from burst_portable.profiling.event_tables import COLUMNS, RankRecords, Table
+from burst_portable.profiling.intervals import Intervals, extents, union
 
 
 class Cause(NamedTuple):
@@ -61,7 +61,7 @@ Waits = dict[Cause, dict[int, int]]
 @dataclass
 class _Rank:
     segments: list[Segment] = field(default_factory=list)
-    passes: list[tuple[int, int]] = field(default_factory=list)
+    passes: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.segments.sort()
@@ -87,12 +87,15 @@ class _Rank:
         return inside
 
 
-def find_causes(records: Sequence[RankRecords], messages: Messages) -> Waits:
-    """Return every wait of every rank, by cause. The records must be on one clock."""
-    segments: dict[int, list[Segment]] = {one.rank: _compute_segments(one) for one in records}
+def find_causes(records: Sequence[RankRecords], messages: Messages) -> list[dict[str, Any]]:
+    """Return the causes of all waits with the nanoseconds that each rank waited. The records must be on one clock."""
+    segments: dict[int, list[Segment]] = {}
+    for one in records:
+        kernels = union(one.table("compute").spans()).tolist()
+        segments[one.rank] = [Segment(start, end, Cause("compute", one.rank)) for start, end in kernels]
     _add_messages(segments, messages)
     add_collectives(segments, records)
-    ranks = {one.rank: _Rank(_disjoint(segments[one.rank]), passes_of(one)) for one in records}
+    ranks = {one.rank: _Rank(_disjoint(segments[one.rank]), passes_of(one).tolist()) for one in records}
     waits: Waits = defaultdict(lambda: defaultdict(int))
     for rank, timeline in ranks.items():
         for segment in timeline.segments:
@@ -100,7 +103,11 @@ def find_causes(records: Sequence[RankRecords], messages: Messages) -> Waits:
                 _follow(ranks, segment.late, segment.start, segment.end, rank, waits, len(ranks))
             elif segment.cause.kind != "compute":
                 waits[segment.cause][rank] += segment.end - segment.start
-    return {cause: dict(by_rank) for cause, by_rank in waits.items()}
+    found = [
+        {**cause._asdict(), "wait_ns": {str(rank): ns for rank, ns in by_rank.items()}}
+        for cause, by_rank in waits.items()
+    ]
+    return sorted(found, key=lambda one: -max(one["wait_ns"].values()))
 
 
 def _follow(
@@ -119,11 +126,6 @@ def _follow(
         elif segment.end > segment.start:
             waits[segment.cause][waiting] += segment.end - segment.start
         at = max(at, segment.end)
-
-
-def _compute_segments(one: RankRecords) -> list[Segment]:
-    spans = union(one.table("compute").spans()).tolist()
-    return [Segment(start, end, Cause("compute", one.rank)) for start, end in spans]
 
 
 def _add_messages(segments: dict[int, list[Segment]], messages: Messages) -> None:
@@ -180,19 +182,9 @@ def _disjoint(segments: list[Segment]) -> list[Segment]:
     return [s for s in (*cut, *segments[-1:]) if s.end > s.start]
 
 
-def passes_of(one: RankRecords) -> list[tuple[int, int]]:
-    """Return start and end of each pass of each attention on this rank, in order."""
-    rows = []
-    for table in one.tables.values():
-        if len(table):
-            location = [table[name] for name in ("train_step", "attention_call", "backward")]
-            rows.append(np.stack((*location, table["start"], table["end"]), axis=1))
-    if not rows:
-        return []
-    every = np.concatenate(rows)
-    _, group = np.unique(every[:, :3], axis=0, return_inverse=True)
-    order = np.argsort(group, kind="stable")
-    first = np.flatnonzero(np.diff(group[order], prepend=-1))
-    starts = np.minimum.reduceat(every[order, 3], first)
-    ends = np.maximum.reduceat(every[order, 4], first)
-    return sorted(zip(starts.tolist(), ends.tolist(), strict=True))
+def passes_of(one: RankRecords) -> Intervals:
+    """Return start and end of each pass of each attention on this rank, ``[n, 2]``, in order."""
+    tables = [one.table(kind) for kind in COLUMNS]
+    keys = np.concatenate([table.locations[:, :3] for table in tables])
+    _, _, passes = extents(keys, np.concatenate([table.spans() for table in tables]))
+    return passes[np.lexsort(passes[:, ::-1].T)]

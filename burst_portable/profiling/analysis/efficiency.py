@@ -23,60 +23,48 @@ from burst_portable.profiling.event_tables import RankRecords, Table
 from burst_portable.profiling.intervals import total, union
 
 Row = dict[str, Any]
+_UNKNOWN: Row = {"flops": None, "bandwidth": None}
 _CALLS_PER_STEP = 1 << 31  # upper bound, to make one integer of (train step, attention call)
 
 
 def efficiency(one: RankRecords, messages: Messages) -> list[Row]:
-    """Return a row per plan and pass of this rank, over all its calls."""
-    observed = _Observed(one, messages)
+    """Return a row per plan and pass of this rank in which a kernel ran, over all its calls."""
+    compute, message, collective = (one.table(kind) for kind in ("compute", "message", "collective"))
+    sends = message.select(message["sends"] == 1), collective.select(collective["agreement"] == 0)
+    observed = (messages.target == one.rank) & messages.is_observed
+    receive, transfers = messages.receive.select(observed), messages.transfers()[observed]
     rows = []
     for number, plan in enumerate(one.plans):
         calls = np.array([i * _CALLS_PER_STEP + call for i, call, n in one.calls if n == number], dtype=np.int64)
-        for backward in range(len(PASSES)):
-            row = observed.row(plan, calls, backward)
-            if row is not None:
-                rows.append({"rank": one.rank, "plan": number, **row})
+        peaks = next((p for p in one.facts.get("peaks", ()) if p["dtype"] == plan["dtype"]), _UNKNOWN)
+        for backward, name in enumerate(PASSES):
+            kernels = compute.select(_of(compute, calls, backward))
+            if not len(kernels):
+                continue
+            times = len(np.unique(kernels.data[:, :2], axis=0))
+            planned: Row = {key: value * times for key, value in plan["planned"][name].items()}
+            time, flops = total(union(kernels.spans())), int(kernels["flops"].sum())
+            arrived = _of(receive, calls, backward)
+            transfer = total(union(transfers[arrived]))
+            sent = sum(int(table["bytes"][_of(table, calls, backward)].sum()) for table in sends)
+            rows.append(
+                {
+                    "rank": one.rank,
+                    "plan": number,
+                    "pass": name,
+                    "count": times,
+                    "flops": flops,
+                    "compute_ns": time,
+                    "flops_per_second": _rate(flops, time),
+                    "planned_flops_per_second": _rate(planned["flops"], planned["compute_seconds"] * 1e9),
+                    "planned_sent_bytes": planned["sent_bytes"],
+                    "sent_bytes": None if one.facts.get("level") == "basic" else sent,
+                    "bytes_per_second": _rate(int(receive["bytes"][arrived].sum()), transfer),
+                    "planned_bytes_per_second": _rate(planned["received_bytes"], planned["link_seconds"] * 1e9),
+                    **_roofline(plan["planned"][name], _rate(flops, time), peaks),
+                }
+            )
     return rows
-
-
-class _Observed:
-    """Records of a rank: its kernels, its sends, and the received messages with an observed arrival."""
-
-    def __init__(self, one: RankRecords, messages: Messages) -> None:
-        self._one = one
-        message, collective = one.table("message"), one.table("collective")
-        self._compute = one.table("compute")
-        self._sent = message.select(message["sends"] == 1), collective.select(collective["agreement"] == 0)
-        received = (messages.target == one.rank) & messages.is_observed
-        self._receive = messages.receive.select(received)
-        ends = np.maximum(messages.arrived, messages.ready)
-        self._transfers = np.stack((messages.ready, ends), axis=1)[received]
-
-    def row(self, plan: Mapping[str, Any], calls: NDArray[np.int64], backward: int) -> Row | None:
-        """Return the row of a pass of a plan, over these calls; None if no kernel ran."""
-        name = PASSES[backward]
-        kernels = self._compute.select(_of(self._compute, calls, backward))
-        if not len(kernels):
-            return None
-        times = len(np.unique(kernels.data[:, :2], axis=0))
-        planned: Row = {key: value * times for key, value in plan["planned"][name].items()}
-        time, flops = total(union(kernels.spans())), int(kernels["flops"].sum())
-        arrived = _of(self._receive, calls, backward)
-        transfer = total(union(self._transfers[arrived]))
-        sent = sum(int(table["bytes"][_of(table, calls, backward)].sum()) for table in self._sent)
-        return {
-            "pass": name,
-            "count": times,
-            "flops": flops,
-            "compute_ns": time,
-            "flops_per_second": _rate(flops, time),
-            "planned_flops_per_second": _rate(planned["flops"], planned["compute_seconds"] * 1e9),
-            "planned_sent_bytes": planned["sent_bytes"],
-            "sent_bytes": None if self._one.facts.get("level") == "basic" else sent,
-            "bytes_per_second": _rate(int(self._receive["bytes"][arrived].sum()), transfer),
-            "planned_bytes_per_second": _rate(planned["received_bytes"], planned["link_seconds"] * 1e9),
-            **_roofline(plan["planned"][name], _rate(flops, time), _peaks(self._one, plan)),
-        }
 
 
 def _of(table: Table, calls: NDArray[np.int64], backward: int) -> NDArray[np.bool_]:
@@ -89,11 +77,6 @@ def _of(table: Table, calls: NDArray[np.int64], backward: int) -> NDArray[np.boo
 def _rate(amount: float, nanoseconds: float) -> float | None:
     """Return an amount per second; None if no time was recorded."""
     return amount * 1e9 / nanoseconds if amount and nanoseconds > 0 else None
-
-
-def _peaks(one: RankRecords, plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = [p for p in one.facts.get("peaks", ()) if p["dtype"] == plan["dtype"]]
-    return found[0] if found else {"flops": None, "bandwidth": None}
 
 
 def _roofline(planned: Mapping[str, Any], rate: float | None, peaks: Mapping[str, Any]) -> Row:

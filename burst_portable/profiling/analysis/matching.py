@@ -57,10 +57,11 @@ class Messages:
         begun, ended = (np.maximum(self.send[when], self.receive[when]) for when in ("posted", "left"))
         return np.where(self.receive["arrived"] == NEVER, begun, ended)
 
-    @property
-    def arrived(self) -> Column:
-        """The arrival if it is known: as a stream observed it, or the end of the wait for it."""
-        return np.where(self.receive["arrived"] == NEVER, self.receive["end"], self.receive["arrived"])
+    def transfers(self) -> NDArray[np.int64]:
+        """Return `ready` and the arrival of each message, ``[n, 2]``: observed by a stream, or the end of its wait."""
+        ready, arrived = self.ready, self.receive["arrived"]
+        end = np.where(arrived == NEVER, self.receive["end"], arrived)
+        return np.stack((ready, np.maximum(end, ready)), axis=1)
 
     @property
     def is_observed(self) -> NDArray[np.bool_]:
