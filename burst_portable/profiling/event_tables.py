@@ -153,6 +153,11 @@ class RankRecords:
         """Return the rows of one kind; an empty table if none were recorded."""
         return self.tables.get(kind) or Table.of(kind, [])
 
+    @property
+    def last_train_step(self) -> int:
+        """The last training step with attention, from 0; -1 if nothing was recorded."""
+        return max((int(t["train_step"].max()) for t in self.tables.values() if len(t)), default=-1)
+
     def shift(self, nanoseconds: int) -> RankRecords:
         """Return the records with all times shifted to another clock."""
         tables = {kind: table.shift(nanoseconds) for kind, table in self.tables.items()}

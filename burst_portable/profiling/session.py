@@ -299,10 +299,7 @@ def _check_same_steps(ranks: list[RankRecords]) -> list[RankRecords]:
 
     With different steps, the report would name the wrong rank as the cause of waits.
     """
-    steps = {
-        one.rank: max((int(t["train_step"].max()) + 1 for t in one.tables.values() if len(t)), default=0)
-        for one in ranks
-    }
+    steps = {one.rank: one.last_train_step + 1 for one in ranks}
     if len(set(steps.values())) > 1:
         counts = ", ".join(f"{steps[rank]} on rank {rank}" for rank in sorted(steps)[:_MAX_LISTED])
         raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from burst_portable.profiling.report.tables import (
     prediction_rows,
     roofline_text,
     step_rows,
+    totals,
 )
 from burst_portable.utils.text import bytes_text, percent, scaled, time_text
 
@@ -57,15 +59,16 @@ def page(data: dict[str, Any]) -> str:
         percent=percent,
         scaled=scaled,
         bytes=bytes_text,
-        flops=lambda x: scaled(x, "FLOP/s"),
+        flops=_flops,
         bottleneck_name=bottleneck_name,
         backward=PASSES.index,
         keep_units=keep_units_together,
     )
     environment.globals.update(
         cell=_cell,
-        maybe=_maybe,
-        size=_size,
+        bytes=bytes_text,
+        flops=_flops,
+        scaled=scaled,
         roofline=roofline_text,
         bar_parts=_bar_parts,
         legend=[(style, name) for style, _, name in _BAR],
@@ -73,9 +76,9 @@ def page(data: dict[str, Any]) -> str:
     folder = Path(__file__).parent
     drawn, left_out = drawable(data)
     steps = step_rows(data)
+    longest = sorted(steps, key=lambda step: -step["span"])[:_MAX_BARS]
     return environment.get_template("page.html.j2").render(
         d=data,
-        summary=data["summary"],
         parts=PARTS,
         basic=BASIC if data["level"] == "basic" else "",
         names=NAMES,
@@ -84,15 +87,12 @@ def page(data: dict[str, Any]) -> str:
         steps=steps[:_MAX_ROWS],
         most=max(steps, key=lambda step: step["blocking"], default=None),
         longest_step=max((step["span"] for step in steps), default=0),
-        longest_steps=_longest(steps),
+        longest_steps=[step for step in steps if step["span"] and step in longest],
         steps_left_out=max(0, len(steps) - _MAX_ROWS),
         layers=layer_rows(data)[:_MAX_ROWS],
         prediction=prediction_rows(data),
         contention=largest_contention(data),
-        ablation=data["ablation"][:_MAX_ROWS],
         ablated=ABLATED,
-        efficiency=list(enumerate(data["efficiency"]))[:_MAX_ROWS],
-        balance=data["balance"],
         peaks=peaks_text(data),
         hardware=hardware_text(data),
         sensors=_curves(data),
@@ -111,28 +111,17 @@ def keep_units_together(text: str) -> str:
     return re.sub(r"(?<=\d) (?=(?:%|[nµm]?s|[kKMGTPE]?i?(?:B|FLOP)(?:/s)?)(?!\w))", "\u00a0", text)
 
 
-def _longest(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps with the longest windows, in their order; none if no step took time."""
-    spans = sorted((step["span"] for step in steps), reverse=True)[:_MAX_BARS]
-    return [step for step in steps if step["span"] and step["span"] >= spans[-1]][:_MAX_BARS]
+def _flops(value: float) -> str:
+    return scaled(value, "FLOP/s")
 
 
-def _cell(value: float, path: str, text: str | None = None) -> Markup:
-    """Return a table cell with its path in the JSON; the tooltip gives the source of the number."""
-    shown = time_text(value) if text is None else text
-    evidence = evidence_of(path.rpartition(".")[2])
+def _cell(value: float | None, path: str, text: str | Callable[..., str] = time_text, *unit: str) -> Markup:
+    """Return a table cell with its path in the JSON; the tooltip gives the source of the number. "-" if unknown."""
+    if value is None:
+        return Markup('<td class="n">-</td>')
     cell = Markup('<td class="n" data-path="{}" data-value="{}" title="{}">{}</td>')
-    return cell.format(path, value, evidence, shown)
-
-
-def _maybe(value: float | None, path: str, unit: str) -> Markup:
-    """Return a table cell of a number with a unit; "-" if the number is unknown."""
-    return Markup('<td class="n">-</td>') if value is None else _cell(value, path, scaled(value, unit))
-
-
-def _size(value: float | None, path: str) -> Markup:
-    """Return a table cell of a number of bytes; "-" if it is unknown."""
-    return Markup('<td class="n">-</td>') if value is None else _cell(value, path, bytes_text(value))
+    shown = text if isinstance(text, str) else text(value, *unit)
+    return cell.format(path, value, evidence_of(path.rpartition(".")[2]), shown)
 
 
 def _bar_parts(rank: dict[str, Any]) -> list[tuple[str, int, str]]:
@@ -159,17 +148,14 @@ def _curves(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _totals(data: dict[str, Any]) -> dict[str, float]:
-    ranks = data["ranks"]
-    names = ("span", "comm", "overlap", "blocking", *PARTS)
-    sums = {name: sum(rank[f"{name}_ns"] for rank in ranks) for name in names}
-    flops = sum(p["flops"] for rank in ranks for p in rank["passes"].values())
+    sums = totals(data)
+    span, compute = sums["span"], sums["compute"]
+    names = (*PARTS, "blocking", "idle_outside_attention")
     return {
-        **{f"{name}_share": sums[name] / sums["span"] if sums["span"] else 0.0 for name in (*PARTS, "blocking")},
-        "outside_share": sum(r["idle_outside_attention_ns"] for r in ranks) / sums["span"] if sums["span"] else 0.0,
-        "overlap_share": sums["overlap"] / sums["comm"] if sums["comm"] else 0.0,
-        "kernel_rate": flops * 1e9 / sums["compute"] if sums["compute"] else 0.0,
-        "rate": flops * 1e9 / sums["span"] if sums["span"] else 0.0,
-        "span": max((rank["span_ns"] for rank in ranks), default=0),
+        **{f"{name}_share": sums[name] / span if span else 0.0 for name in names},
+        "kernel_rate": sums["flops"] * 1e9 / compute if compute else 0.0,
+        "rate": sums["flops"] * 1e9 / span if span else 0.0,
+        "span": max((rank["span_ns"] for rank in data["ranks"]), default=0),
     }
 
 

@@ -59,9 +59,9 @@ class Report:
         number = as_int(skip)
         if number is None or number < 0:
             raise InputError("skip must be a number of training steps", got=shown(skip), allowed="an int >= 0")
-        last = max((int(t["train_step"].max()) for r in records for t in r.tables.values() if len(t)), default=-1)
-        if last < number:
-            raise _nothing_left(last + 1, number)
+        steps = 1 + max((one.last_train_step for one in records), default=-1)
+        if steps <= number:
+            raise _nothing_left(steps, number)
         return cls(analyze(records, skip=number))
 
     @classmethod

@@ -1,12 +1,14 @@
-"""Make the rows and sentences that the terminal, Markdown and HTML forms of a report share."""
+"""Make the tables and sentences that the terminal, Markdown and HTML forms of a report share."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 from burst_portable.planning.plans import PASSES
 from burst_portable.profiling.analysis.analyze import training_text
-from burst_portable.utils.text import percent, scaled, time_text
+from burst_portable.profiling.intervals import FIELDS
+from burst_portable.utils.text import bytes_text, percent, scaled, time_text
 
 NAMES = {
     "compute": "computing",
@@ -20,19 +22,14 @@ NAMES = {
     "longest_step": "longest training step",
 }
 BASIC = "a report at level basic: copies, hidden communication and bytes sent are not recorded"
-_STEP_PARTS = ("span", "compute", "exposed_comm", "exposed_copy", "idle", "blocking", "overlap")
+_STEP_PARTS = ("span", "compute", "exposed_comm", "exposed_copy", "idle", "blocking")
+_SHOWN = ("span", "compute", "exposed_comm", "exposed_copy", "blocking", "idle")
 _BOTTLENECKS = {
-    "slow rank": "slow rank",
-    "slow link": "slow link",
-    "uneven plan": "uneven plan",
     "communication": "communication exposed",
     "agreement": "checking that ranks agree",
-    "late rank": "late rank",
-    "late ranks": "late ranks",
     "host": "gaps between kernels",
     "late launches": "kernels launched late",
     "contention": "kernels slowed by communication",
-    "waiting": "waiting",
     "none": "no large bottleneck",
 }
 
@@ -87,43 +84,45 @@ def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     The slowest rank is the one that computes longest: a rank that waits long is not slow.
     """
     rows = []
-    for index, one in enumerate(data["ring_steps"]):
+    for one in data["ring_steps"]:
         ranks = one["ranks"]
-        slowest = max(ranks, key=lambda r: r["compute_ns"] / r["count"])
-
-        def mean(name: str, of: list[dict[str, Any]] = ranks) -> float:
-            shares: list[float] = [r[name] / r["count"] for r in of]
-            return sum(shares) / len(shares)
-
+        names = *(f"{part}_ns" for part in _STEP_PARTS), "received_bytes", "tiles"
+        calls = {name: [r[name] / r["count"] for r in ranks] for name in names}
+        longest = max(calls["compute_ns"])
         compute = sum(r["compute_ns"] for r in ranks)
         rows.append(
             {
-                "index": index,
                 "pass": PASSES[one["backward"]],
                 "step": one["ring_step"],
                 "count": max(r["count"] for r in ranks),
-                **{name: mean(f"{name}_ns") for name in _STEP_PARTS},
-                "slowest": slowest["rank"] if slowest["compute_ns"] else "-",
-                "slowest_compute": slowest["compute_ns"] / slowest["count"],
-                "longest_wait": max(r["blocking_ns"] / r["count"] for r in ranks),
+                **{name.removesuffix("_ns"): sum(values) / len(ranks) for name, values in calls.items()},
+                "slowest": ranks[calls["compute_ns"].index(longest)]["rank"] if longest else "-",
+                "slowest_compute": longest,
+                "longest_wait": max(calls["blocking_ns"]),
                 "flops_per_second": sum(r["flops"] for r in ranks) * 1e9 / compute if compute else 0.0,
-                "received_bytes": mean("received_bytes"),
-                "tiles": mean("tiles"),
             }
         )
     return rows
+
+
+def totals(data: dict[str, Any]) -> dict[str, int]:
+    """Return sums over all ranks: times in nanoseconds, `sent_bytes`, and `flops`."""
+    ranks = data["ranks"]
+    times = (*FIELDS, "idle_outside_attention")
+    return {
+        **{name: sum(rank[f"{name}_ns"] for rank in ranks) for name in times},
+        "sent_bytes": sum(rank["sent_bytes"] for rank in ranks),
+        "flops": sum(one["flops"] for rank in ranks for one in rank["passes"].values()),
+    }
 
 
 def layer_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row per layer (attention call of a training step) and pass: sums over steps, means over ranks."""
     rows = []
     for one in data["layers"]:
-        ranks = one["ranks"]
-        sums = {
-            name: sum(r[f"{name}_ns"] for r in ranks) / len(ranks)
-            for name in ("span", "compute", "exposed_comm", "blocking", "idle")
-        }
-        rows.append({"layer": one["attention_call"], "pass": PASSES[one["backward"]], **sums})
+        ranks, names = one["ranks"], ("span", "compute", "exposed_comm", "blocking", "idle")
+        means = {name: sum(r[f"{name}_ns"] for r in ranks) / len(ranks) for name in names}
+        rows.append({"layer": one["attention_call"], "pass": PASSES[one["backward"]], **means})
     return rows
 
 
@@ -181,7 +180,6 @@ def kernel_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, int, str], dict[str, Any]] = {}
     for one in data["kernel_trace"]:
         for k in one["kernels"]:
-            key = k["name"], k["backward"], k["kind"]
             new = {
                 "name": k["name"],
                 "pass": PASSES[k["backward"]],
@@ -190,12 +188,56 @@ def kernel_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
                 "time": 0,
                 "most": k,
             }
-            row = rows.setdefault(key, new)
+            row = rows.setdefault((k["name"], k["backward"], k["kind"]), new)
             row["count"] += k["count"]
             row["time"] += k["time_ns"]
             if k["time_ns"] > row["most"]["time_ns"]:
                 row["most"] = k
     return sorted(rows.values(), key=lambda r: -r["time"])
+
+
+class TextTable(NamedTuple):
+    """A table of text. The columns of `left` contain text, others numbers."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Collection[int] = (0,)
+
+
+def rank_table(data: dict[str, Any], columns: Sequence[str], limit: int) -> TextTable:
+    """Return the partition of each rank; `columns` are the headers."""
+    rows = [
+        [
+            str(rank["rank"]),
+            *(
+                "-" if data["level"] == "basic" and name == "exposed_copy" else time_text(rank[f"{name}_ns"])
+                for name in _SHOWN
+            ),
+        ]
+        for rank in data["ranks"][:limit]
+    ]
+    return TextTable(columns, rows, left=())
+
+
+def ablation_table(data: dict[str, Any], limit: int) -> TextTable:
+    """Return the parts of an ablated step of each rank."""
+    rows = [[f"rank {r['rank']}", *(time_text(r[name]) for name in ABLATED)] for r in data["ablation"][:limit]]
+    return TextTable(("ablation", *ABLATED.values()), rows)
+
+
+def efficiency_table(data: dict[str, Any], limit: int, roofline: Callable[[dict[str, Any]], str]) -> TextTable:
+    """Return measured and planned rates of each pass of a rank; `roofline` formats the last column."""
+    rows = [
+        [
+            f"rank {r['rank']} {r['pass']}",
+            *(scaled(r[key], "FLOP/s") if r[key] else "-" for key in ("flops_per_second", "planned_flops_per_second")),
+            "-" if r["sent_bytes"] is None else bytes_text(r["sent_bytes"]),
+            bytes_text(r["planned_sent_bytes"]),
+            roofline(r),
+        ]
+        for r in data["efficiency"][: len(PASSES) * limit]
+    ]
+    return TextTable(("efficiency", "in kernels", "planned", "sent", "planned", "of the roofline"), rows)
 
 
 _MAX_RANKS = 32
@@ -205,44 +247,30 @@ _MAX_BOTTLENECKS = 5
 def markdown(data: dict[str, Any]) -> str:
     """Return summary, partition and bottlenecks as GitHub's Markdown."""
     summary = data["summary"]
-    lines = [f"**{bottleneck_name(summary['kind']).capitalize()}.** {summary['text']}", ""]
+    parts = [f"**{bottleneck_name(summary['kind']).capitalize()}.** {summary['text']}"]
     if summary["recommendation"]:
-        lines += [f"What to do: {summary['recommendation']}.", ""]
-    lines += [
-        "| rank | span | computing | exposed communication | exposed copies | idle | blocking |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    is_basic = data["level"] == "basic"
-    for rank in data["ranks"][:_MAX_RANKS]:
-        names = ("span", "compute", "exposed_comm", "exposed_copy", "idle", "blocking")
-        cells = ("-" if is_basic and name == "exposed_copy" else time_text(rank[f"{name}_ns"]) for name in names)
-        lines.append(f"| {rank['rank']} | {' | '.join(cells)} |")
-    if len(data["ranks"]) > _MAX_RANKS:
-        lines.append(f"| and {len(data['ranks']) - _MAX_RANKS} more | | | | | | |")
+        parts.append(f"What to do: {summary['recommendation']}.")
+    names = "rank", *(NAMES.get(name, name) for name in _SHOWN)
+    parts.append(_markdown_table(rank_table(data, names, _MAX_RANKS)))
+    if (more := len(data["ranks"]) - _MAX_RANKS) > 0:
+        parts.append(f"And {more} ranks more.")
     if text := training_text(data):
-        lines += ["", f"{text[0].upper()}{text[1:]}."]
-    if is_basic:
-        lines += ["", f"This is {BASIC}; copies count as idle."]
+        parts.append(f"{text[0].upper()}{text[1:]}.")
+    if data["level"] == "basic":
+        parts.append(f"This is {BASIC}; copies count as idle.")
     if data["ablation"]:
-        lines += ["", f"| ablation | {' | '.join(ABLATED.values())} |", f"| --- |{' ---: |' * len(ABLATED)}"]
-        for row in data["ablation"][:_MAX_RANKS]:
-            lines.append(f"| rank {row['rank']} | {' | '.join(time_text(row[name]) for name in ABLATED)} |")
+        parts.append(_markdown_table(ablation_table(data, _MAX_RANKS)))
     if data["efficiency"]:
-        lines += ["", "| rank | pass | in kernels | planned | of the roofline |", "| ---: | --- | ---: | ---: | ---: |"]
-        for row in data["efficiency"][: 2 * _MAX_RANKS]:
-            lines.append(f"| {row['rank']} | {row['pass']} | {' | '.join(rates_text(row))} | {roofline_text(row)} |")
-        lines += ["", *(f"Planned for {line}." for line in hardware_text(data))]
-        lines += ["", *(f"Peaks of {line}." for line in peaks_text(data))]
+        parts.append(_markdown_table(efficiency_table(data, _MAX_RANKS, roofline_text)))
+        parts += [f"Planned for {line}." for line in hardware_text(data)]
+        parts += [f"Peaks of {line}." for line in peaks_text(data)]
     if data["bottlenecks"]:
-        lines += ["", "| lost | of the run | bottleneck |", "| ---: | ---: | --- |"]
-        lines += [
-            f"| {time_text(one['lost_ns'])} | {percent(one['share'])} | {one['text']} |"
-            for one in data["bottlenecks"][:_MAX_BOTTLENECKS]
-        ]
-    return "\n".join(lines) + "\n"
+        found = data["bottlenecks"][:_MAX_BOTTLENECKS]
+        rows = [(time_text(one["lost_ns"]), percent(one["share"]), one["text"]) for one in found]
+        parts.append(_markdown_table(TextTable(("lost", "of the run", "bottleneck"), rows, left=(2,))))
+    return "\n\n".join(parts) + "\n"
 
 
-def rates_text(row: dict[str, Any]) -> tuple[str, str]:
-    """Return measured and planned FLOP/s of a row of `efficiency`."""
-    measured, planned = (row[key] for key in ("flops_per_second", "planned_flops_per_second"))
-    return scaled(measured, "FLOP/s") if measured else "-", scaled(planned, "FLOP/s") if planned else "-"
+def _markdown_table(table: TextTable) -> str:
+    rule = ["---" if index in table.left else "---:" for index in range(len(table.columns))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))

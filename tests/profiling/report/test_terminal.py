@@ -71,4 +71,4 @@ def test_terminal_separates_communication_and_copies(capsys):
     header, row = (next(x for x in lines if x.split()[:1] == [first]) for first in ("rank", "0"))
     assert header.split()[:7] == ["rank", "span", "computing", "exposed", "copies", "blocking", "idle"]
     assert "330 µs 100 µs 200 µs 30.0 µs 200 µs 0 ns" in " ".join(row.split())
-    assert "| 0 | 330 µs | 100 µs | 200 µs | 30.0 µs | 0 ns | 200 µs |" in report.markdown()
+    assert "| 0 | 330 µs | 100 µs | 200 µs | 30.0 µs | 200 µs | 0 ns |" in report.markdown()
