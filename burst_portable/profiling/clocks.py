@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,29 +22,6 @@ from burst_portable.utils.threads import Background
 
 _ANCHORS = 5  # at each end of a session: the one with the shortest wait is kept
 _BASE_EVERY = 512  # marks: elapsed times are 32-bit milliseconds, exact to a microsecond only for a few seconds
-
-
-class Clock(Protocol):
-    """Take marks, and read them as nanoseconds later."""
-
-    @property
-    def evidence(self) -> str:
-        """The source of its times, for reports."""
-
-    def mark(self) -> Any:
-        """Mark the current position of the current stream, without waiting for it."""
-
-    def arrival(self, wait: Callable[[], None]) -> Any:
-        """Mark the end of a concurrent operation without blocking the current stream; `NEVER` if not possible."""
-
-    def rejoin(self) -> None:
-        """Let the current stream continue only after all operations that were passed to `arrival`."""
-
-    def end(self) -> Drift | None:
-        """Wait for the device after the last mark. Return the drift of its clock; None for the host's clock."""
-
-    def read(self, mark: Any) -> int:
-        """Return a mark in nanoseconds of the host's monotonic clock. May wait for the device."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +40,28 @@ class Drift:
 
 
 class HostClock:
-    """Clock of devices whose work is done when a call returns."""
+    """Clock of devices whose work is done when a call returns. The clocks of other devices derive from it."""
 
     evidence = "host clock"
-    mark = staticmethod(time.perf_counter_ns)
+    """The source of its times, for reports."""
 
-    def arrival(self, wait: Callable[[], None]) -> int:
+    mark: Callable[..., Any] = staticmethod(time.perf_counter_ns)
+    """Mark the current position of the current stream, without waiting for it."""
+
+    def arrival(self, wait: Callable[[], None]) -> Any:
+        """Mark the end of a concurrent operation without blocking the current stream; `NEVER` if not possible."""
         return NEVER  # the host has no second stream that could record arrivals
 
     def rejoin(self) -> None:
-        """Do nothing: no operation runs concurrently."""
+        """Let the current stream continue only after all operations that were passed to `arrival`."""
 
-    def end(self) -> None:
+    def end(self) -> Drift | None:
+        """Wait for the device after the last mark. Return the drift of its clock; None for the host's clock."""
         return None
 
-    def read(self, mark: int) -> int:
-        return mark
+    def read(self, mark: Any) -> int:
+        """Return a mark in nanoseconds of the host's monotonic clock. May wait for the device."""
+        return int(mark)
 
 
 class DeviceMark:
@@ -92,7 +75,7 @@ class DeviceMark:
         self.time = NEVER
 
 
-class DeviceClock:
+class DeviceClock(HostClock):
     """Clock of devices with streams: events from a pool, anchored to the host's clock at both ends of a session.
 
     An anchor is an event that the host waited for. The rates of the two clocks differ by some millionths, which is
@@ -190,31 +173,29 @@ class DeviceClock:
         return self._offset[id(base)]
 
 
-def make_clock(device: torch.device, *, streams: bool) -> Clock:
+def make_clock(device: torch.device, *, streams: bool) -> HostClock:
     """Return the clock of a device; `streams` is the capability of its backend."""
     return DeviceClock(device) if streams else HostClock()
 
 
 NAMES = ("watts", "megahertz", "celsius", "joules")
-SENSORS_EVERY = 0.1
-"""Default seconds between samples."""
+_EVERY = 0.1  # seconds between samples
 _MAX_SAMPLES = 3000  # the latest five minutes
 
 
 class Sensors:
-    """Sample the sensors of one device every `every` seconds, in a thread.
+    """Sample the sensors of one device ten times per second, in a thread.
 
     Attributes:
         reason: Why there are no samples; "" if there are.
     """
 
-    def __init__(self, meter: Meter | str, *, every: float = SENSORS_EVERY) -> None:
-        self._every = every
+    def __init__(self, meter: Meter | str) -> None:
         self.reason = meter if isinstance(meter, str) else ""
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
-        self._meter = meter
         self._thread: Background[Sensors] | None = None
         if not isinstance(meter, str):
+            self._meter = meter
             self._thread = Background(self, Sensors._watch, "burst_portable sensors")
             self._thread.wake(self)
 
@@ -226,11 +207,10 @@ class Sensors:
     def _watch(self) -> None:
         meter, thread = self._meter, self._thread
         assert thread is not None, "this runs in the thread"
-        assert not isinstance(meter, str), "the thread exists only with a meter"
         try:
             while True:
                 self._rows.append((time.perf_counter_ns(), meter.read()))
-                if not thread.pause(self._every):
+                if not thread.pause(_EVERY):
                     return
         finally:
             meter.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -20,10 +20,9 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import pass_flops, rank_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
-from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Compute
 from burst_portable.planning.tiles import BlockPairs
-from burst_portable.profiling.clocks import Clock, Sensors, make_clock
+from burst_portable.profiling.clocks import HostClock, Sensors, make_clock
 from burst_portable.profiling.event_tables import COLUMNS, NEVER, TIMES, PlanLocation, RankRecords, Table
 from burst_portable.runtime.prepared_call import Observer, Posting, PreparedCall, Sent
 from burst_portable.strategies.planner import planned
@@ -110,15 +109,14 @@ class Recorder:
         self._hardware = hardware
         self.rank, self.host, self.level, self.annotate = rank, host, level, annotate
         self._since: Any = time.perf_counter_ns() if since is None else since  # start of the current training step
-        self.train_steps: deque[tuple[Any, ...]] = deque(maxlen=BASIC_KEPT if self.is_basic else None)
-        self.rows: dict[str, deque[tuple[Any, ...]]] = {
-            kind: deque(maxlen=BASIC_KEPT if self.is_basic else None) for kind in COLUMNS
-        }
+        kept = BASIC_KEPT if self.is_basic else None
+        self.train_steps: deque[tuple[Any, ...]] = deque(maxlen=kept)
+        self.rows: dict[str, deque[tuple[Any, ...]]] = {kind: deque(maxlen=kept) for kind in COLUMNS}
         self.train_step, self.attention_call = 0, 0
         self.kernels = self.waiting = 0  # nanoseconds, if marks are times of the host
-        self.calls: deque[tuple[int, int, int]] = deque(maxlen=BASIC_KEPT if self.is_basic else None)
+        self.calls: deque[tuple[int, int, int]] = deque(maxlen=kept)
         self._plans: dict[int, tuple[int, Plan, PlanFacts]] = {}
-        self._clocks: dict[torch.device, Clock] = {}
+        self._clocks: dict[torch.device, HostClock] = {}
         self._device: torch.device | None = None
         self.sensors: Sensors | None = None
         self.transport = ""  # its name, set by the first call
@@ -129,7 +127,7 @@ class Recorder:
         """Whether only kernels and waits are recorded, and only the latest."""
         return self.level == "basic"
 
-    def clock(self, device: torch.device) -> Clock:
+    def clock(self, device: torch.device) -> HostClock:
         """Return the clock of a device; the first call creates it."""
         if device not in self._clocks:
             backend = for_device(device.type)
@@ -305,6 +303,17 @@ class RecordingObserver(Observer):
             PlanLocation(self.recorder.rank, strategy, backward, *self._location, step, activity)
         )
 
+    def wait(self, wait: Callable[[], object], device: torch.device, backward: bool, activity: str) -> tuple[Any, Any]:
+        """Wait, and return the marks before and after it."""
+        clock = self.recorder.clock(device)
+        with self.annotate(backward, self.step, activity):
+            start = clock.mark()
+            wait()
+            end = clock.mark()
+        if isinstance(start, int):
+            self.recorder.waiting += end - start
+        return start, end
+
     @contextmanager
     def computes(self, compute: Compute, like: Tensor, *, backward: bool) -> Iterator[None]:
         clock = self.recorder.clock(like.device)
@@ -376,61 +385,45 @@ class RecordingPosting(Posting):
         # A handle of a batch is watched once. A batch of sends only is not watched.
         clock = self._clock
         arrivals = {} if clock is None else {one: clock.arrival(one.wait) for one in dict.fromkeys(arriving)}
-
-        def record(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
-            peer, arrived = move.target if sent else move.source, arrivals.get(handle, NEVER)
-            size = buffer.numel()
-            gradient, posted, left = int(move.is_gradient), self._posted, self._left
-            row = self._step, int(sent), peer, move.owner, gradient, size, posted, left, arrived
-            wait_step = None if sent else move.wait_step
-            return RecordingHandle(handle, self._observer, buffer.device, self._backward, wait_step, row)
-
-        received = [record(h, m, b, False) for h, (m, b) in zip(arriving, self._receives, strict=True)]
+        received = [self._recording(*one, 0, arrivals) for one in zip(arriving, self._receives, strict=True)]
         if clock is None:
             return leaving, received
-        return [record(h, m, b, True) for h, (m, b) in zip(leaving, self._sends, strict=True)], received
+        return [self._recording(*one, 1, arrivals) for one in zip(leaving, self._sends, strict=True)], received
+
+    def _recording(self, handle: Handle, message: Sent, sends: int, arrivals: Mapping[Handle, Any]) -> Handle:
+        """Return the handle of a message that records it after the wait for it."""
+        move, buffer = message
+        observer, backward, device = self._observer, self._backward, buffer.device
+        about = sends, move.target if sends else move.source, move.owner, int(move.is_gradient), buffer.numel()
+        row = self._step, *about, self._posted, self._left, arrivals.get(handle, NEVER)
+
+        def wait() -> None:
+            if not sends:
+                observer.step = move.wait_step
+            marks = observer.wait(handle.wait, device, backward, "waits for a message")
+            observer.row("message", backward, observer.step, *row, *marks)
+
+        return RecordingHandle(wait)
 
 
 class RecordingHandle:
-    """Implement `comm.base.Handle`; record the message after the wait for it."""
+    """Implement `comm.base.Handle` with a function."""
 
-    def __init__(
-        self,
-        wrapped: Handle,
-        observer: RecordingObserver,
-        device: torch.device,
-        backward: bool,
-        wait_step: int | None,
-        row: Any,
-    ) -> None:
-        self._wrapped, self._observer, self._device = wrapped, observer, device
-        self._backward, self._wait_step, self._row = backward, wait_step, row
-
-    def wait(self) -> None:
-        observer = self._observer
-        if self._wait_step is not None:
-            observer.step = self._wait_step
-        clock = observer.recorder.clock(self._device)
-        with observer.annotate(self._backward, observer.step, "waits for a message"):
-            start = clock.mark()
-            self._wrapped.wait()
-            end = clock.mark()
-        if isinstance(start, int):
-            observer.recorder.waiting += end - start
-        observer.row("message", self._backward, observer.step, *self._row, start, end)
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
 
 
 class RecordingExchange(Exchange):
     """Implement `comm.base.Exchange`; record the wait for it."""
 
-    def __init__(self, wrapped: Exchange, record_wait: Callable[[Callable[[], None]], None]) -> None:
-        self._wrapped, self._record_wait = wrapped, record_wait
+    def __init__(self, wrapped: Exchange, wait: Callable[[], None]) -> None:
+        self._wrapped, self._wait = wrapped, wait
 
     def copy_local(self) -> None:
         self._wrapped.copy_local()
 
     def wait(self) -> None:
-        self._record_wait(self._wrapped.wait)
+        self._wait()
 
     def wait_sent(self) -> None:
         self._wrapped.wait_sent()
@@ -460,19 +453,15 @@ class RecordingTransport(WrappedTransport):
         self, sends: Sequence[Parts | Strips], receives: Sequence[Parts], label: str, *, exclusive: bool = False
     ) -> Exchange:
         wrapped = self._wrapped.exchange(sends, receives, label, exclusive=exclusive)
-        size = sum(part.size for one in sends for part in one.parts if part.peer != self.rank)
-
-        def record_wait(wait: Callable[[], None]) -> None:
-            clock = self._observer.recorder.clock(device)
-            with self._observer.annotate(self._backward, self._observer.step, f"all ranks, {label}"):
-                start = clock.mark()
-                wait()
-                self._record(0, size, start, clock.mark())
-
         if not sends:
             return wrapped
+        size = sum(part.size for one in sends for part in one.parts if part.peer != self.rank)
         device = sends[0].buffer.device
-        return RecordingExchange(wrapped, record_wait)
+
+        def wait() -> None:
+            self._record(0, size, self._observer.wait(wrapped.wait, device, self._backward, f"all ranks, {label}"))
+
+        return RecordingExchange(wrapped, wait)
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         self._shared += 1
@@ -481,16 +470,15 @@ class RecordingTransport(WrappedTransport):
         clock = self._observer.recorder.clock(torch.device("cpu"))
         start = clock.mark()
         shared = self._wrapped.share(data, label, timeout)
-        self._record(1, len(data) * (self.size - 1), start, clock.mark())
+        end = clock.mark()
+        self._observer.recorder.waiting += end - start
+        self._record(1, len(data) * (self.size - 1), (start, end))
         return shared
 
     def _begin_backward(self) -> None:
         if not self._backward:
             self._backward, self._ordinal, self._observer.step = True, 0, 0
 
-    def _record(self, agreement: int, size: int, start: Any, end: Any) -> None:
-        if isinstance(start, int):
-            self._observer.recorder.waiting += end - start
-        location = self._backward, self._observer.step
-        self._observer.row("collective", *location, self._ordinal, agreement, size, start, end)
+    def _record(self, agreement: int, size: int, marks: tuple[Any, Any]) -> None:
+        self._observer.row("collective", self._backward, self._observer.step, self._ordinal, agreement, size, *marks)
         self._ordinal += 1
