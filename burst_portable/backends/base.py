@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -75,6 +76,16 @@ class Peaks:
     measured: bool = False
 
 
+def sheet_peaks(device: str, dtype: str, sheet: tuple[float, float, str] | None) -> Peaks:
+    """Return the peaks of a device by its data sheet: TFLOP/s in 16 bits, GB/s, name. None: there is no sheet."""
+    if sheet is None:
+        return Peaks(device, dtype, None, None, "this device is not in the table of data sheets")
+    tflops, bandwidth, source = sheet
+    if dtype not in ("bfloat16", "float16"):
+        return Peaks(device, dtype, None, bandwidth * 1e9, f"{source}; no peak is stated for {dtype}")
+    return Peaks(device, dtype, tflops * 1e12, bandwidth * 1e9, f"{source}, dense")
+
+
 class Meter(Protocol):
     """Sensors of one device. A read takes at most one or two milliseconds of the host, and no time of the device."""
 
@@ -86,6 +97,22 @@ class Meter(Protocol):
 
     def close(self) -> None:
         """Release the sensors."""
+
+
+class SensorMeter:
+    """A meter of named sensors. A reading lacks those that raise an error of `absent`."""
+
+    def __init__(
+        self, sensors: Mapping[str, Callable[[], float]], absent: tuple[type[Exception], ...], close: Callable[[], None]
+    ) -> None:
+        self._sensors, self._absent, self.close = sensors, absent, close
+
+    def read(self) -> dict[str, float]:
+        found = {}
+        for name, sensor in self._sensors.items():
+            with suppress(*self._absent):
+                found[name] = float(sensor())
+        return found
 
 
 class LinkCounters(Protocol):
@@ -221,26 +248,21 @@ def package_error(package: str, at_least: str, *, module: str | None = None, ins
         return format_error(
             f"the package {package} is too old", got=found, allowed=f"{at_least} or later", next_step=step
         )
-    return _import_error(package, found, module) if module else ""
+    if module:
+        try:
+            import_module(module)
+        # Bindings of a missing library may raise anything. The message must name the package.
+        except Exception as error:  # noqa: BLE001
+            step = f"`python -c 'import {module}'` shows where; reinstall it, with the driver that it is made for"
+            what = f"the package {package} {found} is broken: it fails to import"
+            return format_error(what, got=in_a_line(error), next_step=step)
+    return ""
 
 
 def require_package(package: str, at_least: str, install: str | None = None) -> None:
     """Raise `BackendUnavailableError` with the text of `package_error` if a package is absent or too old."""
     if reason := package_error(package, at_least, install=install):
         raise BackendUnavailableError(reason)
-
-
-def _import_error(package: str, found: str, module: str) -> str:
-    try:
-        import_module(module)
-    # Bindings of a missing library may raise anything. The message must name the package.
-    except Exception as error:  # noqa: BLE001
-        return format_error(
-            f"the package {package} {found} is broken: it fails to import",
-            got=in_a_line(error),
-            next_step=f"`python -c 'import {module}'` shows where; reinstall it, with the driver that it is made for",
-        )
-    return ""
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ uninstalled checkout finds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
@@ -182,7 +182,16 @@ def for_device(device_type: str, named: str = "auto") -> Backend:
         UnknownNameError, BackendUnavailableError: see `runnable`.
     """
     if named == "auto":
-        return _first_for(device_type)
+        reasons = []
+        for name in known():
+            reason = unavailable_reason(name, device_type)
+            if not reason:
+                return load(name)
+            reasons.append(f"not {name}: {reason}")
+        raise UnsupportedError(
+            f"no backend for tensors on {device_type!r}: {'; '.join(reasons)}",
+            next_step="run `burst-portable doctor`",
+        )
     backend = runnable(named)
     if reason := unavailable_reason(named, device_type):
         able = [name for name in known() if not unavailable_reason(name, device_type)]
@@ -193,19 +202,6 @@ def for_device(device_type: str, named: str = "auto") -> Backend:
             next_step="move the tensors, or name no backend",
         )
     return backend
-
-
-def _first_for(device_type: str) -> Backend:
-    reasons = []
-    for name in known():
-        reason = unavailable_reason(name, device_type)
-        if not reason:
-            return load(name)
-        reasons.append(f"not {name}: {reason}")
-    raise UnsupportedError(
-        f"no backend for tensors on {device_type!r}: {'; '.join(reasons)}",
-        next_step="run `burst-portable doctor`",
-    )
 
 
 def hardware_of(
@@ -323,28 +319,22 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") ->
         UnsupportedError: No kernel serves the call, or the named one does not, with all reasons.
     """
     kernels: dict[str, Kernel | LazyKernel] = {kernel.name: kernel for kernel in kernels_of(backend)}
-    if not isinstance(named, str):
+    if named == "auto":
+        reasons: list[str] = []
+        for kernel in kernels.values():
+            support = kernel.supports(call)
+            if support.ok:
+                return kernel.load(), "; ".join(["first that serves it", *reasons])
+            reasons.append(f"not {kernel.name}: {support.reason}")
+        raise UnsupportedError(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
+    if not isinstance(named, str) or named not in kernels:
         raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
-    if named != "auto":
-        if named not in kernels:
-            raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
-        return _named_kernel(kernels, call, named), "named"
-    reasons: list[str] = []
-    for kernel in kernels.values():
-        support = kernel.supports(call)
-        if support.ok:
-            return kernel.load(), "; ".join(["first that serves it", *reasons])
-        reasons.append(f"not {kernel.name}: {support.reason}")
-    raise UnsupportedError(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
-
-
-def _named_kernel(kernels: Mapping[str, Kernel | LazyKernel], call: AttentionCall, name: str) -> Kernel:
-    support = kernels[name].supports(call)
+    support = kernels[named].supports(call)
     if support.ok:
-        return kernels[name].load()
+        return kernels[named].load(), "named"
     able = [other for other, kernel in kernels.items() if kernel.supports(call).ok]
     raise UnsupportedError(
-        f"the kernel {name!r} was named and does not serve this call: {support.reason}",
+        f"the kernel {named!r} was named and does not serve this call: {support.reason}",
         allowed=", ".join(able) or "no kernel serves it",
         next_step="kernel='auto' takes the first that does" if able else None,
     )

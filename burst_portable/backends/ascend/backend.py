@@ -18,31 +18,14 @@ from burst_portable.backends.base import (
     HardwareSpec,
     Peaks,
     Tracer,
-    require_package,
+    package_error,
 )
-from burst_portable.errors import BackendUnavailableError, format_error, in_a_line
+from burst_portable.errors import format_error, in_a_line
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 
 AT_LEAST = "2.11"
 _INSTALL = "install CANN, then the torch_npu of this torch's version: pip install '.[ascend]' in the clone"
-
-
-def unavailable_reason() -> str:
-    """Return why NPUs cannot be used; "" if they can. Imports torch_npu if it is installed."""
-    try:
-        require_package("torch_npu", AT_LEAST, _INSTALL)
-    except BackendUnavailableError as error:
-        return str(error)
-    if other := _other_torch(version("torch_npu"), torch.__version__):
-        return other
-    try:
-        npu = import_module("torch_npu").npu
-    # The message must include the error, which is mostly a missing library of CANN.
-    except Exception as error:  # noqa: BLE001
-        step = "source CANN's set_env.sh, and check that its version fits torch_npu's"
-        return format_error("torch_npu is installed and fails to import", got=in_a_line(error), next_step=step)
-    return "" if npu.is_available() else "torch_npu sees no NPU; look at npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
 
 
 def _other_torch(npu: str, torch_version: str) -> str:
@@ -54,14 +37,6 @@ def _other_torch(npu: str, torch_version: str) -> str:
     return format_error(
         "torch_npu is built for another torch", got=f"torch_npu {npu}, torch {torch_version}", next_step=step
     )
-
-
-def libraries() -> Facts:
-    """Return versions, as torch_npu reports them."""
-    cann = str(import_module("torch_npu").npu.utils.get_cann_version("CANN"))
-    facts: Facts = {"torch_npu": version("torch_npu"), "cann": cann}
-    # `make conform-ascend` builds a stand-in with this version, so that its reports are never taken for a device's.
-    return {**facts, "evidence_level": "simulated"} if "stand-in" in cann else facts
 
 
 class AscendBackend(AcceleratorBackend):
@@ -77,7 +52,18 @@ class AscendBackend(AcceleratorBackend):
     )
 
     def unavailable_reason(self) -> str:
-        return unavailable_reason()
+        """Import torch_npu if it is installed."""
+        if reason := package_error("torch_npu", AT_LEAST, install=_INSTALL):
+            return reason
+        if other := _other_torch(version("torch_npu"), torch.__version__):
+            return other
+        try:
+            npu = import_module("torch_npu").npu
+        # The message must include the error, which is mostly a missing library of CANN.
+        except Exception as error:  # noqa: BLE001
+            step = "source CANN's set_env.sh, and check that its version fits torch_npu's"
+            return format_error("torch_npu is installed and fails to import", got=in_a_line(error), next_step=step)
+        return "" if npu.is_available() else "torch_npu sees no NPU; look at npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
 
     def make_kernels(self) -> Iterable[Kernel | LazyKernel]:
         yield FusionKernel()
@@ -89,7 +75,10 @@ class AscendBackend(AcceleratorBackend):
         return {}
 
     def libraries(self) -> Facts:
-        return libraries()
+        cann = str(import_module("torch_npu").npu.utils.get_cann_version("CANN"))
+        facts: Facts = {"torch_npu": version("torch_npu"), "cann": cann}
+        # `make conform-ascend` builds a stand-in with this version, so that its reports are never taken for a device's.
+        return {**facts, "evidence_level": "simulated"} if "stand-in" in cann else facts
 
     def tracer(self) -> Tracer:
         return NpuTracer()

@@ -55,24 +55,6 @@ class CpuCall(NamedTuple):
         return hidden.new_zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
-def split_tile(tile: Tile) -> Iterator[CpuCall]:
-    """Yield the operator calls of a tile."""
-    rows = slice(tile.q_start, tile.q_stop)
-    if tile.full:
-        yield CpuCall(rows, slice(tile.k_start, tile.k_stop))
-    elif tile.hi >= tile.q_stop - 1 - tile.k_start:
-        diagonal = tile.q_start - tile.lo  # the last column that the first row sees
-        if diagonal > tile.k_start:
-            yield CpuCall(rows, slice(tile.k_start, diagonal))
-        yield CpuCall(rows, slice(diagonal, tile.k_stop), causal=True)
-    else:
-        for start in range(tile.q_start, tile.q_stop, STRIP):
-            strip = tile.clipped(start, min(start + STRIP, tile.q_stop), tile.k_start, tile.k_stop)
-            assert strip is not None, "a tile has no empty rows"
-            box = slice(strip.q_start, strip.q_stop), slice(strip.k_start, strip.k_stop)
-            yield CpuCall(*box, cut_by=None if strip.full else strip)
-
-
 class CpuFlashKernel(OperatorKernel[CpuCall]):
     """Call torch's CPU flash attention operator on boxes, causal boxes and masked strips."""
 
@@ -93,7 +75,20 @@ class CpuFlashKernel(OperatorKernel[CpuCall]):
         return Support(True)
 
     def split_tile(self, tile: Tile) -> Iterator[CpuCall]:
-        return split_tile(tile)
+        rows = slice(tile.q_start, tile.q_stop)
+        if tile.full:
+            yield CpuCall(rows, slice(tile.k_start, tile.k_stop))
+        elif tile.hi >= tile.q_stop - 1 - tile.k_start:
+            diagonal = tile.q_start - tile.lo  # the last column that the first row sees
+            if diagonal > tile.k_start:
+                yield CpuCall(rows, slice(tile.k_start, diagonal))
+            yield CpuCall(rows, slice(diagonal, tile.k_stop), causal=True)
+        else:
+            for start in range(tile.q_start, tile.q_stop, STRIP):
+                strip = tile.clipped(start, min(start + STRIP, tile.q_stop), tile.k_start, tile.k_stop)
+                assert strip is not None, "a tile has no empty rows"
+                box = slice(strip.q_start, strip.q_stop), slice(strip.k_start, strip.k_stop)
+                yield CpuCall(*box, cut_by=None if strip.full else strip)
 
     def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
         """Return the tensors in the dtype of the computation."""
@@ -116,8 +111,9 @@ class CpuFlashKernel(OperatorKernel[CpuCall]):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: CpuCall, scale: float
     ) -> Gradients:
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # heads innermost, as the forward operator returns it
         mask = None if part.cut_by is None else part.mask(q.dtype)
-        parts = _BACKWARD(*heads_first, _heads_innermost(lse), 0.0, part.causal, attn_mask=mask, scale=scale)
+        parts = _BACKWARD(*heads_first, lse, 0.0, part.causal, attn_mask=mask, scale=scale)
         dq, dk, dv = (x.transpose(1, 2) for x in parts)
         return dq, dk, dv
 
@@ -128,8 +124,3 @@ def _show_nan(out: Tensor, lse: Tensor, q: Tensor, k: Tensor) -> None:
     lost = (lse == 0) & scores.isnan().any(-1)
     lse.masked_fill_(lost, torch.nan)
     out.masked_fill_(lost.unsqueeze(-1), torch.nan)
-
-
-def _heads_innermost(lse: Tensor) -> Tensor:
-    """Return [B, H, S] with heads innermost in memory, as the forward operator returns it."""
-    return lse.transpose(1, 2).contiguous().transpose(1, 2)

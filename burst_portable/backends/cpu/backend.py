@@ -23,13 +23,9 @@ _COPIED = 32 << 20  # bytes: more than the caches of most machines
 _SECONDS = 0.02  # for each measurement
 
 
-def peaks(dtype: str) -> Peaks:
-    """Return the peaks with torch's current number of threads, measured once per process and number in about 50 ms."""
-    return _measured(dtype, torch.get_num_threads())
-
-
 @lru_cache(maxsize=16)
-def _measured(dtype: str, threads: int) -> Peaks:
+def _peaks(dtype: str, threads: int) -> Peaks:
+    """Measure the peaks with torch's current number of threads, in about 50 ms."""
     a, b = (torch.full((_SIZE, _SIZE), 0.5, dtype=getattr(torch, dtype)) for _ in range(2))
     product = torch.empty_like(a)
     original = torch.ones(_COPIED // 4)
@@ -85,7 +81,7 @@ class CpuBackend(Backend):
         return self._kernels
 
     def peaks(self, dtype: str) -> Peaks:
-        return peaks(dtype)
+        return _peaks(dtype, torch.get_num_threads())
 
     def transport(self, group: Any, timeout: float) -> Transport:
         return TorchDistTransport(group, "gloo", batched=False, timeout=timeout)

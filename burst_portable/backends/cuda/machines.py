@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from burst_portable.backends.base import Curve, HardwareSpec, Peaks
+from burst_portable.backends.base import Curve, HardwareSpec, Peaks, sheet_peaks
 
 MIB = 1 << 20
 _H100 = {
@@ -102,14 +102,8 @@ _BY_NAME = {
     "NVIDIA L40": (181.05, 864.0, "NVIDIA L40 data sheet"),
     "NVIDIA L40S": (362.05, 864.0, "NVIDIA L40S data sheet"),
 }
-_DTYPES = ("bfloat16", "float16")
 
 
 def peaks(name: str, dtype: str) -> Peaks:
     """Return the peaks of a GPU by its name; unknown if the table lacks it."""
-    if name not in _BY_NAME:
-        return Peaks(name, dtype, None, None, "this GPU is not in the table of data sheets")
-    tflops, memory_bandwidth, sheet = _BY_NAME[name]
-    if dtype not in _DTYPES:
-        return Peaks(name, dtype, None, memory_bandwidth * 1e9, f"{sheet}; no peak is stated for {dtype}")
-    return Peaks(name, dtype, tflops * 1e12, memory_bandwidth * 1e9, f"{sheet}, dense")
+    return sheet_peaks(name, dtype, _BY_NAME.get(name))

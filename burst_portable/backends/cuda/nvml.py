@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from burst_portable.backends.base import package_error
+from burst_portable.backends.base import SensorMeter, package_error
 from burst_portable.backends.cuda.peers.connection import unavailable
 from burst_portable.errors import BackendUnavailableError
 
@@ -79,7 +78,7 @@ def _nvml_facts() -> dict[str, Any]:
         nvml.nvmlShutdown()
 
 
-class NvmlMeter:
+class NvmlMeter(SensorMeter):
     """See `backends.base.Meter`.
 
     Args:
@@ -88,25 +87,13 @@ class NvmlMeter:
 
     def __init__(self, uuid: str) -> None:
         nvml, device = open_device(uuid)
-        self._nvml = nvml
-        self._sensors: dict[str, Callable[[], float]] = {
+        sensors = {
             "watts": lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000,
             "megahertz": lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
             "celsius": lambda: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
             "joules": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000,
         }
-
-    def read(self) -> dict[str, float]:
-        found = {}
-        for name, sensor in self._sensors.items():
-            try:
-                found[name] = float(sensor())
-            except self._nvml.NVMLError:
-                continue  # this device has no such sensor
-        return found
-
-    def close(self) -> None:
-        self._nvml.nvmlShutdown()
+        super().__init__(sensors, (nvml.NVMLError,), nvml.nvmlShutdown)
 
 
 _KIB = 1024

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Peaks, package_error
+from burst_portable.backends.base import Peaks, SensorMeter, package_error, sheet_peaks
 from burst_portable.errors import BackendUnavailableError, in_a_line
 
 
@@ -64,7 +64,7 @@ def _linked(smi: Any, one: Any, other: Any) -> bool:
     return bool(smi.amdsmi_topo_get_link_type(one, other)["type"] == smi.AmdSmiLinkType.AMDSMI_LINK_TYPE_XGMI)
 
 
-class AmdsmiMeter:
+class AmdsmiMeter(SensorMeter):
     """See `backends.base.Meter`.
 
     Args:
@@ -77,7 +77,7 @@ class AmdsmiMeter:
                 "amdsmi is not installed: pip install amdsmi, of the installed ROCm's version"
             )
         try:
-            self._smi = smi = import_module("amdsmi")
+            smi = import_module("amdsmi")
         # Bindings without libamd_smi.so raise KeyError, OSError or AttributeError.
         except Exception as error:
             raise BackendUnavailableError(f"amdsmi is broken: {in_a_line(error)}") from error
@@ -87,24 +87,15 @@ class AmdsmiMeter:
         except smi.AmdSmiException as error:
             raise BackendUnavailableError(f"amdsmi is not available: {' '.join(str(error).split())}") from error
         hottest = smi.AmdSmiTemperatureType.HOTSPOT, smi.AmdSmiTemperatureMetric.CURRENT
-        self._sensors: dict[str, Callable[[], float]] = {
+        sensors: dict[str, Callable[[], float]] = {
             "watts": lambda: _watts(smi.amdsmi_get_power_info(device)),
             "megahertz": lambda: smi.amdsmi_get_clock_info(device, smi.AmdSmiClkType.GFX)["clk"],
             "celsius": lambda: smi.amdsmi_get_temp_metric(device, *hottest),
             "joules": lambda: _joules(smi.amdsmi_get_energy_count(device)),
         }
-
-    def read(self) -> dict[str, float]:
-        found = {}
-        for name, sensor in self._sensors.items():
-            try:
-                found[name] = float(sensor())
-            except (self._smi.AmdSmiException, KeyError, TypeError, ValueError):
-                continue  # the device lacks this sensor ("N/A"), or this release names it differently
-        return found
-
-    def close(self) -> None:
-        self._smi.amdsmi_shut_down()
+        # The device lacks a sensor ("N/A"), or the release names it differently.
+        absent = smi.AmdSmiException, KeyError, TypeError, ValueError
+        super().__init__(sensors, absent, smi.amdsmi_shut_down)
 
 
 def _watts(power: dict[str, Any]) -> float:
@@ -131,19 +122,9 @@ _BY_DEVICE = {
     ("gfx942", 304, "MI325X"): (1307.4, 6000.0, "AMD Instinct MI325X data sheet"),
     ("gfx950", 256, "MI355X"): (2516.6, 8000.0, "AMD Instinct MI355X data sheet"),
 }
-_DTYPES = ("bfloat16", "float16")
 
 
 def peaks(name: str, chip: str, units: int, dtype: str) -> Peaks:
     """Return the peaks of a device by its name, chip and compute units; unknown if the table lacks it."""
-    found = [
-        sheet
-        for (known_chip, known_units, part), sheet in _BY_DEVICE.items()
-        if (known_chip, known_units) == (chip, units) and part in name
-    ]
-    if not found:
-        return Peaks(name, dtype, None, None, "this device is not in the table of data sheets")
-    tflops, memory_bandwidth, sheet = found[0]
-    if dtype not in _DTYPES:
-        return Peaks(name, dtype, None, memory_bandwidth * 1e9, f"{sheet}; no peak is stated for {dtype}")
-    return Peaks(name, dtype, tflops * 1e12, memory_bandwidth * 1e9, f"{sheet}, dense")
+    sheets = (sheet for (*known, part), sheet in _BY_DEVICE.items() if known == [chip, units] and part in name)
+    return sheet_peaks(name, dtype, next(sheets, None))
