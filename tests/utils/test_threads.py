@@ -37,13 +37,10 @@ def look(*_):
 def peer_watch():
     from burst_portable.backends.cuda.peers import watch as module
 
-    class Watch(module.Watch):
-        def _prepare(self):
-            pass
-
-    watch = Watch(None, 600.0, list, print, every=0.001)
+    watch = module.Watch(None, 600.0, list, print, every=0.001)
+    watch._ready = True  # its thread has no device
     watch._passes.append(module.WatchedPass(SimpleNamespace(query=lambda: True), SimpleNamespace(query=look)))
-    watch._thread = module.Background(watch, Watch._watch, "peer watch")
+    watch._thread = module.Background(watch, module.Watch._watch, "peer watch")
     watch._thread.wake(watch)
     return watch
 

@@ -73,24 +73,19 @@ class Driver:
 
     def set_flags(self, stream: int, addresses: Sequence[int], value: int) -> None:
         """Write 32 bits to each address when earlier work of the stream is complete and visible to every device."""
-        if len(addresses) == 1:
-            self._checked(self._set(stream, addresses[0], value, 0))
-        else:
-            self._batch(stream, _WRITE, addresses, value, 0)
+        self._flags(self._set, _WRITE, stream, addresses, value, 0)
 
     def wait_flags(self, stream: int, addresses: Sequence[int], value: int) -> None:
         """Make the stream wait until the 32 bits at each address have the value."""
-        if len(addresses) == 1:
-            self._checked(self._wait(stream, addresses[0], value, self._wait_mode))
-        else:
-            self._batch(stream, _WAIT, addresses, value, self._wait_mode)
+        self._flags(self._wait, _WAIT, stream, addresses, value, self._wait_mode)
 
-    def _batch(self, stream: int, operation: int, addresses: Sequence[int], value: int, mode: int) -> None:
-        """Write or wait for several flags in one call."""
-        if not addresses:
-            return
-        packed = b"".join([_OPERATION.pack(operation, address, value, mode) for address in addresses])
-        self._checked(self._operate(stream, len(addresses), packed, 0))
+    def _flags(self, single: Any, operation: int, stream: int, addresses: Sequence[int], value: int, mode: int) -> None:
+        """Write or wait for flags: one by its own function, several in one call."""
+        if len(addresses) == 1:
+            self._checked(single(stream, addresses[0], value, mode))
+        elif addresses:
+            packed = b"".join([_OPERATION.pack(operation, address, value, mode) for address in addresses])
+            self._checked(self._operate(stream, len(addresses), packed, 0))
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """Copy bytes between devices with a copy engine."""
@@ -109,14 +104,10 @@ class Driver:
 
     def _checked(self, code: int) -> None:
         if code:
-            raise CommunicationError("a call of the CUDA driver failed", got=error_text(self._library, code))
-
-
-def error_text(library: ctypes.CDLL, code: int) -> str:
-    """Return libcuda's description of an error code."""
-    text = ctypes.c_char_p()
-    library.cuGetErrorString(code, ctypes.byref(text))
-    return text.value.decode() if text.value else f"code {code}"
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            got = text.value.decode() if text.value else f"code {code}"
+            raise CommunicationError("a call of the CUDA driver failed", got=got)
 
 
 @cache
@@ -207,15 +198,11 @@ class KernelDriver:
         if code is self._success:
             return
         if code is self._no_context:  # this thread has not used the device yet
-            self._enter(torch.cuda.current_device())
+            (number,) = self._checked(self._library.cuDeviceGet(torch.cuda.current_device()))
+            (context,) = self._checked(self._library.cuDevicePrimaryCtxRetain(number))  # torch uses it too
+            self._checked(self._library.cuCtxSetCurrent(context))
             (code,) = self._launch(*what, stream, 0, extra)
         self._checked((code,))
-
-    def _enter(self, device: int) -> None:
-        """Let this thread use the device's context, which torch uses too."""
-        (number,) = self._checked(self._library.cuDeviceGet(device))
-        (context,) = self._checked(self._library.cuDevicePrimaryCtxRetain(number))
-        self._checked(self._library.cuCtxSetCurrent(context))
 
     def tensor_map(
         self, address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],

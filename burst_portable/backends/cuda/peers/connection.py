@@ -21,9 +21,6 @@ from burst_portable.errors import BurstError, MismatchError, UnsupportedError, f
 _PROOF = 1 << 20  # bytes of the trial message that every rank sends to every other rank
 _PROOF_SECONDS = 20.0
 
-Trial = Callable[[PeerCopyTransport, Tensor], dict[int, Tensor]]
-"""Sends these bytes to all ranks and returns the bytes that arrived from each."""
-
 
 def unavailable() -> str:
     """Return why this machine has no peer copies; "" if no reason is visible to a single process."""
@@ -121,7 +118,8 @@ def this_host() -> str:
 def _run_trials(transport: PeerCopyTransport, device: torch.device) -> str:
     """Send messages between all ranks in a few trial passes, and return the error; "" if there is none."""
     # The strips go once by a kernel and once by copy engines.
-    trials: list[Trial] = [_messages, _parts, partial(_lines, exclusive=True), partial(_lines, exclusive=False)]
+    lines = partial(_exchange, strided=True)
+    trials = _messages, _exchange, lines, partial(lines, exclusive=False)
     try:
         for turn, trial in enumerate(trials, 1):
             if error := _run_trial(transport, device, turn, trial):
@@ -133,7 +131,13 @@ def _run_trials(transport: PeerCopyTransport, device: torch.device) -> str:
     return ""
 
 
-def _run_trial(transport: PeerCopyTransport, device: torch.device, turn: int, trial: Trial) -> str:
+def _run_trial(
+    transport: PeerCopyTransport,
+    device: torch.device,
+    turn: int,
+    trial: Callable[[PeerCopyTransport, Tensor], dict[int, Tensor]],
+) -> str:
+    """Let `trial` send bytes to all ranks and return those that arrived from each. Return the error, if any."""
     rank = transport.rank
     transport.begin(b"proof", _PROOF)
     received = trial(transport, torch.full((_PROOF,), 16 * turn + rank % 16, dtype=torch.uint8, device=device))
@@ -161,27 +165,18 @@ def _messages(transport: PeerCopyTransport, block: Tensor) -> dict[int, Tensor]:
     return inboxes
 
 
-def _parts(transport: PeerCopyTransport, block: Tensor) -> dict[int, Tensor]:
-    """Send to all ranks, this rank included, in one exchange."""
-    ranks = (*transport.others, transport.rank)
-    offset = transport.rank * _PROOF
-    return _exchange(transport, Parts(block, tuple(Part(r, 0, _PROOF, offset) for r in ranks)), _PROOF)
-
-
-def _lines(transport: PeerCopyTransport, block: Tensor, exclusive: bool) -> dict[int, Tensor]:
-    """Send strips of several lines to all ranks in one exchange."""
-    width, step = 1024, 4096
-    lines = _PROOF // step
-    ranks = (*transport.others, transport.rank)
-    strips = tuple(Strip(r, 0, transport.rank * _PROOF, lines, width, step, width) for r in ranks)
-    return _exchange(transport, Strips(block, strips), lines * width, exclusive)
-
-
 def _exchange(
-    transport: PeerCopyTransport, leaving: Parts | Strips, size: int, exclusive: bool = True
+    transport: PeerCopyTransport, block: Tensor, *, strided: bool = False, exclusive: bool = True
 ) -> dict[int, Tensor]:
-    inbox = transport.inbox(transport.size * _PROOF, leaving.buffer.device, transport.rank, 0)
-    ranks = (*transport.others, transport.rank)
+    """Send parts, or strips of several lines, to all ranks, this rank included, in one exchange."""
+    size, offset, ranks = _PROOF, transport.rank * _PROOF, (*transport.others, transport.rank)
+    leaving: Parts | Strips = Parts(block, tuple(Part(r, 0, size, offset) for r in ranks))
+    if strided:
+        width, step = 1024, 4096
+        lines = _PROOF // step
+        size = lines * width
+        leaving = Strips(block, tuple(Strip(r, 0, offset, lines, width, step, width) for r in ranks))
+    inbox = transport.inbox(transport.size * _PROOF, block.device, transport.rank, 0)
     arriving = Parts(inbox, tuple(Part(r, r * _PROOF, r * _PROOF + size, r * _PROOF) for r in ranks))
     exchange = transport.exchange([leaving], [arriving], "trying peer copies", exclusive=exclusive)
     exchange.copy_local()

@@ -71,12 +71,21 @@ class CudaPeerMemory:
         self._views.clear()
         self._push = self._pusher()
         self._heap = self._mapping = None
-        failed = ""
+        # Not `symmetric_memory.empty`: it keeps freed memory in a pool, and an inbox that has grown is never reused.
+        allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
+        what, failed = f"{inbox} bytes of peer memory", ""
         try:
-            self._heap = self._allocate(self._base + inbox)
+            with torch.inference_mode(False):  # the watch writes to it after the call, outside of inference mode
+                self._heap = allocate((self._base + inbox,), (1,), torch.uint8, self._device)
         except RuntimeError as error:  # includes torch's out-of-memory error and errors of the driver
             failed = first_line(error)
-        self._check_all(failed, f"{inbox} bytes of peer memory")
+        replies = self._share(failed.encode(), f"allocating {what}")
+        if bad := [f"rank {r}: {reply.decode(errors='replace')[:300]}" for r, reply in enumerate(replies) if reply]:
+            raise CommunicationError(
+                f"rank {self.rank}: not every rank has {what}",
+                got="; ".join(bad),
+                next_step="shorten the sequence, or set the transport to 'nccl'",
+            )
         assert self._heap is not None
         self._mapping = symmetric_memory.rendezvous(self._heap, self._group)
         self._heap[: self._base].zero_()
@@ -196,32 +205,12 @@ class CudaPeerMemory:
         """Return a pusher for the current addresses; new memory needs a new one. None if flags go by copies."""
         return pusher() if self._wait_stream is None else None
 
-    def _allocate(self, size: int) -> Tensor:
-        # Not `symmetric_memory.empty`: it keeps freed memory in a pool, and an inbox that has grown is never reused.
-        allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
-        with torch.inference_mode(False):  # the watch writes to it after the call, outside of inference mode
-            heap: Tensor = allocate((size,), (1,), torch.uint8, self._device)
-        return heap
-
     def _agree(self, facts: dict[str, Any], what: str) -> None:
         replies = self._share(json.dumps(facts).encode(), what)
         if any(reply != replies[0] for reply in replies):
             found = ", ".join(f"{reply[:200].decode(errors='replace')} on rank {r}" for r, reply in enumerate(replies))
-            raise MismatchError(
-                f"rank {self.rank}, {what}: the ranks do not make the same call",
-                got=found,
-                next_step=SAME_CALLS,
-            )
-
-    def _check_all(self, failed: str, what: str) -> None:
-        """Raise on all ranks if the allocation of one of them has failed."""
-        replies = self._share(failed.encode(), f"allocating {what}")
-        if bad := [f"rank {r}: {reply.decode(errors='replace')[:300]}" for r, reply in enumerate(replies) if reply]:
-            raise CommunicationError(
-                f"rank {self.rank}: not every rank has {what}",
-                got="; ".join(bad),
-                next_step="shorten the sequence, or set the transport to 'nccl'",
-            )
+            text = f"rank {self.rank}, {what}: the ranks do not make the same call"
+            raise MismatchError(text, got=found, next_step=SAME_CALLS)
 
     def _read_flags(self) -> list[int]:
         """Return this rank's flags. The watch reads them on a separate stream."""

@@ -9,10 +9,9 @@ ends. So messages during attention are left to the copy engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from itertools import islice
 
 from burst_portable.backends.cuda.driver import Bound, Ready, kernel_driver, ready
 from burst_portable.comm.base import Part, Parts, Strip, Strips
@@ -55,7 +54,8 @@ class Pusher:
         if len(messages) < 2 or any(number % _UNIT for message in messages for number in message):
             return []
         compiled = self._compiled()
-        return [] if compiled is None else [compiled.bound(*_launch(some)) for some in _batches(messages)]
+        starts = range(0, len(messages), AT_ONCE)
+        return [] if compiled is None else [compiled.bound(*_launch(messages[i : i + AT_ONCE])) for i in starts]
 
 
 def pusher() -> Pusher | None:
@@ -71,12 +71,6 @@ def _raw(one: Parts | Strips, part: Part | Strip, address: Address) -> RawMessag
     """Return the addresses and sizes of a message. A contiguous part is one line."""
     lines = (part.width, part.step, part.jump) if isinstance(part, Strip) else (max(_UNIT, part.size), 0, 0)
     return one.buffer.data_ptr() + part.start, address(part), part.size, *lines
-
-
-def _batches(messages: list[RawMessage]) -> Iterator[list[RawMessage]]:
-    rest = iter(messages)
-    while some := list(islice(rest, AT_ONCE)):
-        yield some
 
 
 def _launch(messages: list[RawMessage]) -> tuple[tuple[int, int, int], list[int]]:

@@ -29,9 +29,6 @@ _RELEASE_SECONDS = 5.0  # seconds for the streams of a pass to finish once its f
 _NUMBER = 16  # bits of a mark below the number of its pass
 _MOST_AHEAD = 1 << 10  # passes by which a peer may be ahead; a flag further ahead belongs to an old pass
 
-Missing = list[tuple[int, int]]
-"""(flag, mark) of messages that have not arrived."""
-
 
 @dataclass(eq=False)
 class WatchedPass:
@@ -53,7 +50,7 @@ class Watch:
         device: device of the passes.
         timeout: seconds without a message after which a pass fails.
         read: returns this rank's current flags. It may synchronize the current stream, which only the watch uses.
-        release: lets streams continue that wait for these flags.
+        release: lets streams continue that wait for these flags: (flag, mark).
         every: seconds between two checks.
         quiet: seconds of a pass before its flags are read.
         threaded: whether a thread watches. Without it, passes are only recorded.
@@ -64,7 +61,7 @@ class Watch:
         device: torch.device,
         timeout: float,
         read: Callable[[], list[int]],
-        release: Callable[[Missing], None],
+        release: Callable[[list[tuple[int, int]]], None],
         *,
         every: float = EVERY,
         quiet: float = QUIET,
@@ -120,7 +117,9 @@ class Watch:
     def _watch(self) -> None:
         """Watch until all passes are over."""
         if not self._ready:
-            self._prepare()
+            torch.cuda.set_device(self._device)
+            leave_captures_alone()
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))
             self._ready = True
         while self._passes and self.failed is None and self._pause(self._every):
             if (one := self._oldest()) is not None and one.entered.query():
@@ -137,12 +136,6 @@ class Watch:
         """Remove and return the first pass."""
         with self._looking:
             return self._passes.popleft() if self._passes else None
-
-    def _prepare(self) -> None:
-        """Give the thread a separate stream, and keep it from invalidating graph captures."""
-        torch.cuda.set_device(self._device)
-        leave_captures_alone()
-        torch.cuda.set_stream(torch.cuda.Stream(self._device))
 
     def _pause(self, seconds: float) -> bool:
         assert self._thread is not None, "this is the thread"
@@ -165,19 +158,17 @@ class Watch:
             if of_another_call or (missing and time.monotonic() - since >= self.timeout):
                 behind = [wait for wait in missing if not _ahead(now[wait[0]], wait[1])]
                 flag, _, what = (of_another_call or behind or missing)[0]
-                self._fail((_mismatch if of_another_call else self._late)(what(flag)))
+                if of_another_call:
+                    text = f"{what(flag)}: a message of another call arrived instead"
+                    self._fail(MismatchError(text, next_step=SAME_CALLS))
+                else:
+                    self._fail(CommunicationTimeoutError(f"{what(flag)} in {self.timeout:g} s", next_step=LATE))
                 return
 
     def _flags_of(self, one: WatchedPass) -> list[int] | None:
         """Return this rank's flags during a pass; None if the pass is over, since the next one may set them."""
         with self._looking:
             return self._read() if one in self._passes and not one.over() else None
-
-    def _late(self, what: str) -> CommunicationTimeoutError:
-        return CommunicationTimeoutError(
-            f"{what} in {self.timeout:g} s",
-            next_step=LATE,
-        )
 
     def _fail(self, error: CommunicationError) -> None:
         """Report an error, and let the streams of this pass and of all queued passes finish."""
@@ -193,10 +184,3 @@ class Watch:
 def _ahead(found: int, mark: int) -> bool:
     """Return whether a flag belongs to a later pass than the mark: its peer has completed this pass."""
     return found > 0 and 0 < ((found >> _NUMBER) - (mark >> _NUMBER)) % (MARKS - 1) < _MOST_AHEAD
-
-
-def _mismatch(what: str) -> MismatchError:
-    return MismatchError(
-        f"{what}: a message of another call arrived instead",
-        next_step=SAME_CALLS,
-    )
