@@ -40,7 +40,7 @@ SHORT = 64  # inner blocks; an outer block that visits at most this many need no
 _LONG = 4  # outer blocks; a block starts at the start of each document that is at least this long
 _PART = 8  # inner blocks; adding the gradients of a shorter part takes more time than the division saves
 
-# Query blocks of one head that run at the same time. Each starts 1 MiB of K and V after the previous one, see `_apart`.
+# Query blocks of one head that run at the same time. Each starts 1 MiB of K and V after the previous one.
 ABREAST = 32
 
 Span = tuple[int, int]
@@ -90,28 +90,6 @@ class _Block:
         return self.full + len(self.masked)
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """Block sizes of one pass, and the padding that its kernel may treat as visible.
-
-    Attributes:
-        outer: Rows per outer block.
-        inner: Rows per inner block.
-        outer_padding: Whether outer indices after a block's stop may count as visible. True in the forward, which
-            never stores them.
-        inner_length: Number of inner rows if padding after them may count as visible, else None. The backward may count
-            it, because the row terms of padded queries are -inf and P is 0.
-        inner_align: Inner blocks start at multiples of this. TMA reads float32 row terms only from multiples of 16
-            bytes.
-    """
-
-    outer: int
-    inner: int
-    outer_padding: bool = False
-    inner_length: int | None = None
-    inner_align: int = 1
-
-
 def forward_table(
     tiles: Tiles, rows: int, q_block: int, k_block: int, every_block: bool, mebibyte: int = 1 << 30
 ) -> LaunchTable:
@@ -128,16 +106,21 @@ def forward_table(
         mebibyte: Number of inner blocks whose K and V take 1 MiB.
     """
     spans = _spans(tiles, rows, q_block)
-    blocks = _collect(tiles, Walk(q_block, k_block, outer_padding=True), spans)
+    blocks = _collect(tiles, spans, q_block, k_block)
     if every_block:
         for span in spans:
             blocks.setdefault(span, _Block(masked=[_HIDDEN]))
     for number, (span, block) in enumerate(blocks.items()):
-        if not block.masked:
-            _peel(block, span, k_block)
+        if not block.masked:  # convert the first full block to a masked one whose mask shows all pairs
+            (start, count), *rest = block.runs
+            block.runs = [(start + k_block, count - 1), *rest] if count > 1 else rest
+            block.masked.append((start, start, start + k_block, *span, -(1 << 30), 1 << 30, 1))
         if not block.banded and block.length >= 2 * ABREAST * mebibyte:
+            # Programs that visit boxes of equal length advance at the same speed. If the L2 does not hold the box, all
+            # of them would wait for the same block from memory. So each starts 1 MiB after the previous one. Programs
+            # of a causal square have different lengths and need no offset.
             skip = number % ABREAST * mebibyte
-            block.runs = [part for run in block.runs for part in _apart(run, skip, k_block)]
+            block.runs = [part for run in block.runs for part in _rotated(run, skip, k_block)]
     return _pack(blocks.items(), peel=True)
 
 
@@ -166,12 +149,11 @@ def backward_table(
         fill: (heads, multiprocessors). Blocks are divided so that the parts of all heads end at about the same time.
     """
     turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
-    walk = Walk(k_block, q_block, inner_length=rows, inner_align=4)
     keys = max((t.q_stop for t in turned), default=0)
     spans = _spans(turned, every_block_of or keys, k_block, apart or ())
     if apart is not None:
         spans = [span for span in spans if not apart[0] <= span[0] < apart[1]]
-    collected = _collect(turned, walk, spans)
+    collected = _collect(turned, spans, k_block, q_block, rows)
     usual = _longest_of(collected)
     long = [span for span, block in collected.items() if block.length > usual]
     most = _filling([block.length for block in collected.values()], *fill) if fill else usual
@@ -179,15 +161,12 @@ def backward_table(
         collected |= {span: _Block() for span in spans if span not in collected}
     blocks = []
     for span, block in collected.items():
-        block.runs = [part for run in block.runs for part in _turned(run, span[0], walk.inner)]
-        divided = [block] if every_block_of else _divided(block, most, walk.inner)
+        # Each run starts at the block's own index. Otherwise, programs that run at the same time would add to the same
+        # rows of dq at the same time.
+        block.runs = [part for run in block.runs for part in _rotated(run, (span[0] - run[0]) // q_block, q_block)]
+        divided = [block] if every_block_of else _divided(block, most, q_block)
         blocks += [(span, part) for part in divided]
     return _pack(blocks, peel=False, long=(min(long)[0], max(long)[1]) if long else None)
-
-
-def _grid(start: int, stop: int, size: int) -> list[Span]:
-    """Divide [start, stop) into spans of `size` indices. The last may be shorter."""
-    return [(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 def _spans(tiles: Iterable[Tile], length: int, size: int, cuts: Iterable[int] = ()) -> list[Span]:
@@ -206,7 +185,8 @@ def _spans(tiles: Iterable[Tile], length: int, size: int, cuts: Iterable[int] = 
     bounds = sorted({t.q_start for t in tiles if 0 < t.q_start < length} | {length})
     long = {bound for bound, following in pairwise(bounds) if following - bound >= _LONG * size}
     starts = sorted({0} | long | {cut for cut in cuts if 0 < cut < length})
-    return [span for start, stop in pairwise([*starts, length]) for span in _grid(start, stop, size)]
+    ranges = pairwise([*starts, length])
+    return [(at, min(at + size, stop)) for start, stop in ranges for at in range(start, stop, size)]
 
 
 def _longest_of(blocks: dict[Span, _Block]) -> int:
@@ -245,72 +225,56 @@ def _divided(block: _Block, most: int, inner: int) -> Iterator[_Block]:
         yield part
 
 
-def _collect(tiles: Iterable[Tile], walk: Walk, spans: list[Span]) -> dict[Span, _Block]:
-    """Return the outer blocks that visit at least one inner block, by span."""
+def _collect(
+    tiles: Iterable[Tile], spans: list[Span], outer: int, inner: int, queries: int | None = None
+) -> dict[Span, _Block]:
+    """Return the outer blocks that visit at least one inner block, by span. See `_visit`."""
     blocks: dict[Span, _Block] = {}
     starts = [start for start, _ in spans]
     for tile in tiles:
         for at in range(bisect_right(starts, tile.q_start) - 1, bisect_left(starts, tile.q_stop)):
-            _visit(blocks.setdefault(spans[at], _Block()), spans[at], tile, walk)
+            _visit(blocks.setdefault(spans[at], _Block()), spans[at], tile, outer, inner, queries)
     return {span: block for span, block in blocks.items() if block.length}
 
 
-def _visit(block: _Block, span: Span, tile: Tile, walk: Walk) -> None:
-    """Add the inner blocks that an outer block visits in one tile.
+def _visit(block: _Block, span: Span, tile: Tile, outer: int, inner: int, queries: int | None) -> None:
+    """Add the inner blocks that an outer block visits in one tile, from the first visible inner index on.
 
-    They start at the first visible inner index, rounded down to `inner_align`.
+    Args:
+        block: The outer block.
+        span: Its outer indices.
+        tile: The tile.
+        outer: Rows per outer block.
+        inner: Rows per inner block.
+        queries: Number of inner rows in the backward. Padding after them counts as visible, because its row terms are
+            -inf and P is 0. Inner blocks start at multiples of 4, since TMA reads float32 row terms only from multiples
+            of 16 bytes. None in the forward, where outer indices after the block's stop count as visible, because they
+            are never stored.
     """
     block.banded |= not tile.full
     top, bottom = span
     first, last = max(top, tile.q_start), min(bottom, tile.q_stop) - 1
     start, stop = max(tile.k_start, first - tile.hi), min(tile.k_stop, last - tile.lo + 1)
-    start -= start % walk.inner_align
-    count = -(-(stop - start) // walk.inner)
-    whole_outer = first == top and last + 1 == bottom and (walk.outer_padding or bottom - top == walk.outer)
+    start -= start % (1 if queries is None else 4)
+    count = -(-(stop - start) // inner)
+    whole_outer = first == top and last + 1 == bottom and (queries is None or bottom - top == outer)
     full_from, full_to = count, count
     if whole_outer:
         # inner indices that are visible from every outer index of the block
         seen_start, seen_stop = max(tile.k_start, last - tile.hi), min(tile.k_stop, first - tile.lo + 1)
-        if seen_stop == walk.inner_length:
-            seen_stop = start + count * walk.inner
-        full_from = min(count, max(0, -(-(seen_start - start) // walk.inner)))
-        full_to = max(full_from, min(count, (seen_stop - start) // walk.inner))
+        if seen_stop == queries:
+            seen_stop = start + count * inner
+        full_from = min(count, max(0, -(-(seen_start - start) // inner)))
+        full_to = max(full_from, min(count, (seen_stop - start) // inner))
     if full_to > full_from:
-        block.runs.append((start + full_from * walk.inner, full_to - full_from))
+        block.runs.append((start + full_from * inner, full_to - full_from))
     for i in (*range(full_from), *range(full_to, count)):
-        at = start + i * walk.inner
+        at = start + i * inner
         block.masked.append((at, tile.k_start, tile.k_stop, first, last + 1, tile.lo, tile.hi, 0))
 
 
-def _peel(block: _Block, span: Span, inner: int) -> None:
-    """Convert the first full block to a masked one whose mask shows all pairs."""
-    (start, count), *rest = block.runs
-    block.runs = [(start + inner, count - 1), *rest] if count > 1 else rest
-    block.masked.append((start, start, start + inner, *span, -(1 << 30), 1 << 30, 1))
-
-
-def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int, int]]:
-    """Yield a run in two parts: from the outer block's index to the end, then the beginning.
-
-    Otherwise, programs that run at the same time would add to the same rows of dq at the same time. A run that does
-    not contain the index is yielded unchanged.
-    """
-    start, count = run
-    skip = (outer - start) // inner
-    if 0 < skip < count:
-        yield start + skip * inner, count - skip
-        yield start, skip
-    else:
-        yield run
-
-
-def _apart(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int, int]]:
-    """Yield a run in two parts: from block number `skip` to the end, then the beginning.
-
-    Programs that visit boxes of equal length advance at the same speed. If the L2 does not hold the box, all of them
-    would wait for the same block from memory. So each program starts 1 MiB after the previous one. Programs of a causal
-    square have different lengths and need no offset.
-    """
+def _rotated(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int, int]]:
+    """Yield a run in two parts: from block number `skip` to the end, then the beginning. Else the whole run."""
     start, count = run
     if 0 < skip < count:
         yield start + skip * inner, count - skip

@@ -8,6 +8,7 @@ the length of its work rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, Span, backward_table, forward_table
 from burst_portable.planning.tiles import Tiles
@@ -163,80 +164,76 @@ class BackwardCut:
     keys: Span | None = None
 
 
-def forward_cut(
-    tiles: Tiles, rows: int, dim: int, value_dim: int, heads: int, processors: int, *, every_block: bool
-) -> tuple[ForwardConfig, LaunchTable]:
-    """Return the faster config for these tiles, and its table.
+class Pass(NamedTuple):
+    """Sizes of one pass.
 
-    The thresholds were measured on one H100 (benchmarks/attention.py).
-
-    Args:
-        tiles: Visible pairs.
-        rows: Number of queries.
+    Attributes:
+        batch: Batch rows.
+        rows: Queries.
+        keys: Keys.
+        heads: Query heads.
+        kv_heads: K/V heads.
         dim: Head size.
         value_dim: Size of value heads.
-        heads: Query heads of all batch rows.
         processors: Multiprocessors of the device.
-        every_block: Include query blocks without visible keys.
     """
-    tall = TALL.get(max(dim, value_dim))
-    if tall is not None:
-        table = forward_table(tiles, rows, 64 * tall.W, tall.BN, every_block, blocks_per_mebibyte(tall.BN, dim))
-        enough = table.blocks * heads >= TALL_ITEMS * processors
+
+    batch: int
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    processors: int
+
+    @property
+    def all_heads(self) -> int:
+        """Query heads of all batch rows."""
+        return self.batch * self.heads
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one K/V head."""
+        return self.heads // self.kv_heads
+
+    def ends_late(self, table: LaunchTable) -> bool:
+        """Return whether the last program may end much later than the rest, if each computes all heads of a group."""
+        return table.longest * self.group * LATE * self.processors > table.total * self.all_heads
+
+
+def forward_cut(tiles: Tiles, about: Pass, *, every_block: bool) -> tuple[ForwardConfig, LaunchTable]:
+    """Return the faster config for these tiles, and its table. If `every_block`, also of blocks without visible keys.
+
+    The thresholds were measured on one H100 (benchmarks/attention.py).
+    """
+
+    def table_of(config: ForwardConfig) -> LaunchTable:
+        mebibyte = blocks_per_mebibyte(config.BN, about.dim)
+        return forward_table(tiles, about.rows, 64 * config.W, config.BN, every_block, mebibyte)
+
+    if tall := TALL.get(max(about.dim, about.value_dim)):
+        table = table_of(tall)
+        enough = table.blocks * about.all_heads >= TALL_ITEMS * about.processors
         if enough and table.total >= TALL_BLOCKS * table.blocks:
             return tall, table
-    config = forward_config(dim, value_dim)
-    return config, forward_table(
-        tiles, rows, 64 * config.W, config.BN, every_block, blocks_per_mebibyte(config.BN, dim)
-    )
+    config = forward_config(about.dim, about.value_dim)
+    return config, table_of(config)
 
 
-def turns(table: LaunchTable, dim: int, heads: int, at_once: int) -> int:
+def turns(table: LaunchTable, about: Pass) -> int:
     """Return the number of consecutive query blocks that a forward program computes before it ends.
 
     A kernel that sends messages can start only if a program ends. So the number is small: just large enough that the
     start of a program, about 4 us, takes a small part of its time. It is limited so that no multiprocessor is idle.
-
-    Args:
-        table: Table of the launch.
-        dim: Head size.
-        heads: Query heads of all batch rows.
-        at_once: Programs that run at the same time.
     """
-    visited = table.total * dim // 128
-    return max(1, min(ROOM * table.blocks // max(1, visited), table.blocks * heads // at_once))
+    visited = table.total * about.dim // 128
+    return max(1, min(ROOM * table.blocks // max(1, visited), table.blocks * about.all_heads // about.processors))
 
 
 def blocks_per_mebibyte(keys: int, dim: int) -> int:
     """Return the number of blocks in 1 MiB, if a block contains `keys` keys and their values in 16 bits."""
     return (1 << 20) // (2 * 2 * keys * dim)
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Sizes of one backward pass.
-
-    Attributes:
-        rows: Number of queries.
-        keys: Number of keys.
-        dim: Head size.
-        value_dim: Size of value heads.
-        heads: Query heads of all batch rows.
-        group: Query heads that share one K/V head.
-        processors: Multiprocessors of the device.
-    """
-
-    rows: int
-    keys: int
-    dim: int
-    value_dim: int
-    heads: int
-    group: int
-    processors: int
-
-    def ends_late(self, table: LaunchTable) -> bool:
-        """Return whether the last program may end much later than the rest, if each computes all heads of a group."""
-        return table.longest * self.group * LATE * self.processors > table.total * self.heads
 
 
 def adding_cut(tiles: Tiles, about: Pass) -> tuple[BackwardCut, LaunchTable]:
@@ -273,7 +270,7 @@ def writing_cuts(tiles: Tiles, about: Pass) -> list[tuple[BackwardCut, LaunchTab
     if not fits(rest):
         return []
     seen = Tiles(tile.shifted(0, -start) for tile in _of_keys(tiles, start, stop))
-    divided = backward_table(seen, about.rows, config.BM, KEY_BLOCK, fill=(about.heads, about.processors))
+    divided = backward_table(seen, about.rows, config.BM, KEY_BLOCK, fill=(about.all_heads, about.processors))
     return [(whole, rest), (BackwardCut(config, 1, table.long), divided)]
 
 

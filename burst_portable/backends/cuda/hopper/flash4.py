@@ -125,10 +125,6 @@ def _faster_forward(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
 
 def _single_call(q: Tensor, k: Tensor, tiles: Tiles) -> CausalSquare | None:
     """Return the box or the causal square that covers the whole call; None if there is none."""
-    part = single_operator_call(_first_two(tiles), q.shape[1], k.shape[1])
+    parts = (part for tile in tiles for part in causal_squares(tile))
+    part = single_operator_call(list(islice(parts, 2)), q.shape[1], k.shape[1])  # two show that there is none
     return None if part is None or part.reversed else part
-
-
-def _first_two(tiles: Tiles) -> list[CausalSquare]:
-    """Return at most two operator calls for the tiles. This is enough to decide whether one call covers them."""
-    return list(islice((part for tile in tiles for part in causal_squares(tile)), 2))

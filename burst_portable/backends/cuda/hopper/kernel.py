@@ -6,7 +6,7 @@ Triton is imported when a kernel is first launched, not before.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,15 @@ from burst_portable.backends.cuda.hopper.configs import (
     panels,
     split_configs,
 )
-from burst_portable.backends.cuda.hopper.launch import LaunchTables, PreparedLaunch, compiled_kernels
+from burst_portable.backends.cuda.hopper.launch import (
+    PreparedLaunch,
+    adding_launch,
+    compiled_kernels,
+    forward_launch,
+    sizes_of,
+    split_launch,
+    writing_launches,
+)
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support, align_rows
 from burst_portable.kernels.triton.arguments import LOG2_E
@@ -57,7 +65,9 @@ class HopperKernel(Kernel):
     traits = KernelTraits(writes_gradients=True, writes_into=True)
 
     def __init__(self) -> None:
-        self._tables = LaunchTables()
+        keep = lru_cache(maxsize=256)
+        self._forward_launch, self._adding_launch = keep(forward_launch), keep(adding_launch)
+        self._writing_launches, self._split_launch = keep(writing_launches), keep(split_launch)
 
     def supports(self, call: AttentionCall) -> Support:
         reason = _declined(call)
@@ -80,7 +90,10 @@ class HopperKernel(Kernel):
         if state is not None:
             state = finished(state, q.dtype)  # both in float32; no copy if they already are
         if not tiles or q.numel() == 0:
-            return _nothing_seen(q, v.shape[3], out_dtype) if state is None else state
+            if state is not None:
+                return state
+            out, lse = finished(empty_state(q, v.shape[3]), q.dtype)
+            return out.to(out_dtype), lse
         fresh = state is None
         if state is None:
             batch, rows, heads, _ = q.shape
@@ -106,7 +119,7 @@ class HopperKernel(Kernel):
         """Write out and LSE of all rows if `fresh`, else merge into the rows that are in tiles."""
         rows, dim, value_dim = q.shape[1], q.shape[3], v.shape[3]
         _check_last_stride("lse", lse)
-        launch = self._tables.forward(q, k, v, tiles, every_block=fresh, yields_to_comm=yields_to_comm)
+        launch = self._forward_launch(tiles, sizes_of(q, k, v), q.device, fresh, yields_to_comm)
         config = launch.cut
         compiled = compiled_kernels()
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
@@ -159,24 +172,23 @@ class HopperKernel(Kernel):
             lse.fill_(-math.inf)
 
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
-        dout, q, k, v, lse, out, delta = x
+        q = x.q
         _check_settings(call)
-        split = split_configs(q.shape[3], v.shape[3])
+        split = split_configs(q.shape[3], x.v.shape[3])
         if call.deterministic and not split:
             raise UnsupportedError(
                 "the hopper kernel's backward is not deterministic", next_step="use the triton kernel"
             )
         if not tiles or q.numel() == 0:
             return
-        dout = align_rows(dout)
+        x = _with_aligned_dout(x)
         with on(q.device):
             if split:
-                terms = _row_terms(KEY_BLOCK, dout, lse, delta, out, call, q.shape[3])
-                self._launch_split(split, terms, dout, q, k, v, tiles, call, into, store=False)
+                self._launch_split(split, x, tiles, call, into, store=False)
             else:
-                launch = self._tables.adding(q, k, v, tiles)
-                terms = _row_terms(launch.cut.config.BM, dout, lse, delta, out, call, q.shape[3])
-                _launch_backward(launch, terms, dout, q, k, v, call, into, store=False)
+                launch = self._adding_launch(tiles, sizes_of(q, x.k, x.v), q.device)
+                terms = _row_terms(launch.cut.config.BM, x, call)
+                _launch_backward(launch, terms, x, call, into, store=False)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         """Return dQ in float32, and dK and dV in the dtype of k.
@@ -184,43 +196,38 @@ class HopperKernel(Kernel):
         If each gradient has a separate launch (heads above 128), dQ has the dtype of q. If accumulation is faster for
         all keys (`configs.writing_cuts`), all gradients are in float32.
         """
-        dout, q, k, v, lse, out, _ = x
+        _, q, k, v, *_ = x
         split = split_configs(q.shape[3], v.shape[3])
         if (call.deterministic and not split) or not tiles or q.numel() == 0 or k.numel() == 0:
             return super().backward_single_call(x, tiles, call)
         _check_settings(call)
-        dout = align_rows(dout)
+        x = _with_aligned_dout(x)
         if split:
             dq, dk, dv = (torch.empty_like(x, memory_format=_PLAIN) for x in (q, k, v))
             with on(q.device):
-                terms = _row_terms(KEY_BLOCK, dout, lse, None, out, call, q.shape[3])
-                self._launch_split(split, terms, dout, q, k, v, tiles, call, (dq, dk, dv), store=True)
+                self._launch_split(split, x, tiles, call, (dq, dk, dv), store=True)
             return dq, dk, dv
-        launches = self._tables.writing(q, k, v, tiles)
+        launches = self._writing_launches(tiles, sizes_of(q, k, v), q.device)
         if not launches:
             return super().backward_single_call(x, tiles, call)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN)
         with on(q.device):
-            terms = _row_terms(launches[0].cut.config.BM, dout, lse, None, out, call, q.shape[3], cleared=dq)
-            _launch_backward(launches[0], terms, dout, q, k, v, call, (dq, dk, dv), store=True)
+            terms = _row_terms(launches[0].cut.config.BM, x, call, cleared=dq)
+            _launch_backward(launches[0], terms, x, call, (dq, dk, dv), store=True)
             for launch in launches[1:]:
                 assert launch.cut.keys is not None, "all keys have been written"
                 keys = slice(*launch.cut.keys)
-                few = k[:, keys], v[:, keys]
-                sums = [torch.zeros(x.shape, dtype=torch.float32, device=k.device) for x in few]
-                _launch_backward(launch, terms, dout, q, *few, call, (dq, sums[0], sums[1]), store=False)
-                dk[:, keys], dv[:, keys] = sums[0], sums[1]
+                x = x._replace(k=k[:, keys], v=v[:, keys])
+                sums = [torch.zeros(few.shape, dtype=torch.float32, device=k.device) for few in (x.k, x.v)]
+                _launch_backward(launch, terms, x, call, (dq, sums[0], sums[1]), store=False)
+                dk[:, keys], dv[:, keys] = sums
         return dq, dk, dv
 
     def _launch_split(
         self,
         configs: tuple[SplitConfig, ...],
-        terms: Tensor,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        x: BackwardInputs,
         tiles: Tiles,
         call: AttentionCall,
         into: Gradients,
@@ -228,13 +235,15 @@ class HopperKernel(Kernel):
         store: bool,
     ) -> None:
         """Compute dQ, dK and dV with one launch each. If `store`, write 16-bit gradients, else add to float32 ones."""
+        dout, q, k, v, *_ = x
         compiled, dim, value_dim = compiled_kernels(), q.shape[3], v.shape[3]
-        head, values = panels(dim), panels(value_dim)
+        head, values, terms = panels(dim), panels(value_dim), _row_terms(KEY_BLOCK, x, call)
+        about, device = sizes_of(q, k, v), q.device
         # The launches read the copies, if there are any, so the copies must live as long as the launches.
         q, k = (compiled.aligned_panels(name, x, 64, head)[0] for name, x in (("q", q), ("k", k)))
         v, dout = (compiled.aligned_panels(name, x, 64, values)[0] for name, x in (("v", v), ("dout", dout)))
         for gradient, (config, made) in enumerate(zip(configs, into, strict=True)):
-            launch = self._tables.split_backward(gradient, config, q, k, v, tiles)
+            launch = self._split_launch(tiles, about, device, gradient, config)
             fixed, streamed = ((q, dout), (k, v)) if gradient == compiled.DQ else ((k, v), (q, dout))
             inputs = (
                 *compiled.panels("q or k", fixed[0], 64, head),
@@ -243,7 +252,7 @@ class HopperKernel(Kernel):
                 *compiled.panels("v or dout", streamed[1], config.BN, values),
             )
             compiled.split_backward(
-                (q.device.index, q.dtype, gradient, dim, value_dim, store, call.softcap),
+                (device.index, q.dtype, gradient, dim, value_dim, store, call.softcap),
                 launch.grid,
                 (
                     *inputs, compiled.vector(terms, config.BN),
@@ -256,7 +265,7 @@ class HopperKernel(Kernel):
                     int(store), call.softcap or 0.0, config.early, config.REGS,
                 ),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
-                current_stream(q.device),
+                current_stream(device),
             )  # fmt: skip
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
@@ -267,10 +276,7 @@ class HopperKernel(Kernel):
 def _launch_backward(
     launch: PreparedLaunch[BackwardCut],
     terms: Tensor,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    x: BackwardInputs,
     call: AttentionCall,
     into: Gradients,
     *,
@@ -281,6 +287,7 @@ def _launch_backward(
     It adds to dq. It writes dk and dv if `store`, and adds to them otherwise. If `store`, they must be contiguous.
     """
     compiled = compiled_kernels()
+    dout, q, k, v, *_ = x
     config, dim, value_dim = launch.cut.config, q.shape[3], v.shape[3]
     head, values = panels(dim), panels(value_dim)
     dq, dk, dv = into
@@ -317,32 +324,25 @@ def _folds(dtype: torch.dtype) -> int:
     return int(dtype == torch.bfloat16)
 
 
-def _row_terms(
-    block: int,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor | None,
-    out: Tensor | None,
-    call: AttentionCall,
-    dim: int,
-    *,
-    cleared: Tensor | None = None,
-) -> Tensor:
+def _with_aligned_dout(x: BackwardInputs) -> BackwardInputs:
+    dout = align_rows(x.dout)
+    return x if dout is x.dout else x._replace(dout=dout)
+
+
+def _row_terms(block: int, x: BackwardInputs, call: AttentionCall, *, cleared: Tensor | None = None) -> Tensor:
     """Return the row terms [2·B·H, padded rows] in float32: shift - lse / scale of each head, then -delta of each head.
 
     Padded rows get -inf and 0. With a softcap, scores are multiples of the cap, so the cap replaces the scale.
 
     Args:
         block: Query rows per block. The last block may start at the last row, so the padding covers a whole block.
-        dout: Gradient of out.
-        lse: LSE of the whole rows, [B, H, S].
-        delta: Row sums of out·dout, [B, H, S]; None to compute them from `out`.
-        out: Result of the forward; None if `delta` is given.
+        x: Tensors of the pass.
         call: Settings.
-        dim: Head size of q.
         cleared: Contiguous float32 tensor [B, Sq, Hq, D] that the same launch sets to 0.
     """
     compiled = compiled_kernels()
+    dout, q, _, _, lse, out, delta = x
+    dim = q.shape[3]
     batch, rows, heads, value_dim = dout.shape
     padded = -(-(rows + block) // 64) * 64
     scale = call.scale if call.softcap is None else call.softcap
@@ -372,12 +372,6 @@ def _row_terms(
         current_stream(dout.device),
     )  # fmt: skip
     return made
-
-
-def _nothing_seen(q: Tensor, value_dim: int, dtype: torch.dtype) -> State:
-    """Return the result of rows without visible keys: out 0 and LSE -inf."""
-    out, lse = finished(empty_state(q, value_dim), q.dtype)
-    return out.to(dtype), lse
 
 
 def _check_settings(call: AttentionCall) -> None:

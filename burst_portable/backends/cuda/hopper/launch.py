@@ -7,7 +7,6 @@ compiled kernel is called directly, without Triton if the driver can be called (
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -69,20 +68,9 @@ class Launcher:
             stream: Current stream of the device.
         """
         launch = self._launches.get(key)
-        if launch is None:
-            self._launches[key] = self._first(key, grid, args, constants, options)
-        else:
+        if launch is not None:
             launch(grid, args, stream)
-
-    def _first(
-        self,
-        key: Hashable,
-        grid: tuple[int, int, int],
-        args: Sequence[Any],
-        constants: Sequence[Any],
-        options: dict[str, int],
-    ) -> Callable[[tuple[int, int, int], Sequence[Any], int], None]:
-        """Compile and launch the kernel through Triton. Return the function that launches it again."""
+            return
         configuration = f"{key}, {tuple(constants)}, {options}"
         with name_compile_errors(self._kernel, "sm_90", configuration, "name another kernel, such as 'triton'"):
             compiled = self._kernel[grid](*_for_triton(args), *constants, **options, **ALWAYS)
@@ -90,7 +78,7 @@ class Launcher:
         def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
             compiled[grid](*_for_triton(args), *constants, stream=stream)
 
-        return ready(kernel_driver(), compiled, args) or by_triton
+        self._launches[key] = ready(kernel_driver(), compiled, args) or by_triton
 
 
 def _for_triton(args: Sequence[Any]) -> list[Any]:
@@ -152,14 +140,6 @@ class Descriptors:
             found = self._keep(key, x, [1, rows, 1, columns], layout, tma_strides(name, x))
         return found
 
-    def aligned(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Described]:
-        """Return `x` and its descriptor, or those of a copy if TMA does not accept the strides or address of `x`."""
-        found = self._kept.get((x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns))
-        if found is not None:
-            return x, found
-        x = align_rows(x)
-        return x, self.rows(name, x, rows, columns)
-
     def panels(self, name: str, x: Tensor, rows: int, panels: tuple[int, int]) -> tuple[Described, Described]:
         """Return the descriptors of both panels of a head. If there is only one panel, return its descriptor twice."""
         first = self.rows(name, x, rows, panels[0])
@@ -168,8 +148,11 @@ class Descriptors:
     def aligned_panels(
         self, name: str, x: Tensor, rows: int, panels: tuple[int, int]
     ) -> tuple[Tensor, tuple[Described, Described]]:
-        """Return `x`, or a copy as in `aligned`, and the descriptors of its panels."""
-        x, first = self.aligned(name, x, rows, panels[0])
+        """Return `x`, or a copy if TMA does not accept its strides or address, and the descriptors of its panels."""
+        first = self._kept.get((x.data_ptr(), x.shape, x.stride(), x.dtype, rows, panels[0]))
+        if first is None:
+            x = align_rows(x)
+            first = self.rows(name, x, rows, panels[0])
         return x, (first, self.rows(name, x, rows, panels[1]) if panels[1] else first)
 
     def vector(self, x: Tensor, rows: int) -> Described:
@@ -221,10 +204,11 @@ def tma_strides(name: str, x: Tensor) -> list[int]:
     return [*strides, 1]
 
 
-class Compiled:
+class Compiled(Descriptors):
     """Launchers of all kernels, and their descriptors and counters. Creating it imports Triton."""
 
     def __init__(self) -> None:
+        super().__init__()
         from burst_portable.backends.cuda.hopper import backward, forward, split_backward
 
         self.OUT_16 = forward.OUT_16
@@ -235,12 +219,6 @@ class Compiled:
         self.backward = Launcher(backward.backward_kernel)
         self.split_backward = Launcher(split_backward.split_kernel)
         self.prepare = Launcher(backward.prepare_kernel)
-        descriptors = Descriptors()
-        self.rows = descriptors.rows
-        self.panels = descriptors.panels
-        self.aligned_panels = descriptors.aligned_panels
-        self.vector = descriptors.vector
-        self.strides = descriptors.strides
         self.counter = Counters().take
 
 
@@ -250,16 +228,14 @@ def compiled_kernels() -> Compiled:
     return Compiled()
 
 
-_KEPT = 256  # maximum number of prepared launches that are kept
 _L2_SHARE = 8 << 20  # maximum bytes in the L2 of K and V (backward: Q and dO) of the heads that run at the same time
 
 C = TypeVar("C", ForwardConfig, BackwardCut, SplitConfig)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedLaunch(Generic[C]):
-    """Arguments of a launch, except its tensors. `LaunchTables` keeps them for calls with equal tiles and shapes.
+    """Arguments of a launch, except its tensors. A kernel keeps them for calls with equal tiles and sizes.
 
     Attributes:
         cut: Block sizes and other compile-time constants. A `BackwardCut` also defines the query heads per program and
@@ -275,88 +251,61 @@ class PreparedLaunch(Generic[C]):
     heads: tuple[int, ...]
 
 
-class LaunchTables:
-    """Prepared launches of one `HopperKernel`, by tiles, shapes and device. The oldest are dropped first."""
-
-    def __init__(self) -> None:
-        self._made: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, every_block: bool, yields_to_comm: bool = False
-    ) -> PreparedLaunch[ForwardConfig]:
-        """Return the launch of the forward (`configs.forward_cut`).
-
-        If `yields_to_comm`, each program ends after a few items (`configs.turns`). Otherwise programs run until no item
-        is left.
-        """
-
-        def made() -> PreparedLaunch[ForwardConfig]:
-            batch, rows, heads, dim = q.shape
-            at_once, group = processors(q.device.index), heads // k.shape[2]
-            cut, table = forward_cut(tiles, rows, dim, v.shape[3], batch * heads, at_once, every_block=every_block)
-            items = table.blocks * batch * heads
-            side_by_side = _side_by_side(heads, group, k.shape[1] * dim * 4)
-            in_a_row = turns(table, dim, batch * heads, at_once) if yields_to_comm else 0
-            programs = -(-items // in_a_row) if in_a_row else min(items, at_once)
-            told = (items, in_a_row, heads, group, table.blocks, side_by_side)
-            return PreparedLaunch(cut, _upload(table, q.device), (programs, 1, 1), told)
-
-        return self._kept(("forward", tiles, q.shape, k.shape, v.shape[3], every_block, yields_to_comm, q.device), made)
-
-    def adding(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> PreparedLaunch[BackwardCut]:
-        """Return the launch of the backward that adds to dK and dV (`configs.adding_cut`)."""
-
-        def made() -> PreparedLaunch[BackwardCut]:
-            return _backward(*adding_cut(tiles, _pass(q, k, v)), q, k)
-
-        return self._kept(("adding", tiles, q.shape, k.shape, v.shape[3], q.device), made)
-
-    def writing(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[PreparedLaunch[BackwardCut], ...]:
-        """Return the launches of the backward that write dK and dV (`configs.writing_cuts`)."""
-
-        def made() -> tuple[PreparedLaunch[BackwardCut], ...]:
-            return tuple(_backward(*cut, q, k) for cut in writing_cuts(tiles, _pass(q, k, v)))
-
-        return self._kept(("writing", tiles, q.shape, k.shape, v.shape[3], q.device), made)
-
-    def split_backward(
-        self, gradient: int, config: SplitConfig, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles
-    ) -> PreparedLaunch[SplitConfig]:
-        """Return the launch of `split_backward` for one gradient: DQ, DK or DV."""
-
-        def made() -> PreparedLaunch[SplitConfig]:
-            batch, rows, heads, dim = q.shape
-            group = heads // k.shape[2]
-            if gradient == 0:  # outer blocks of queries, inner blocks of keys
-                turned = Tiles(Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
-                table = backward_table(turned, -1, config.BN, KEY_BLOCK, rows)
-                span, side = 1, _side_by_side(heads, group, k.shape[1] * dim * 4)
-            else:
-                table = backward_table(tiles, rows, config.BN, KEY_BLOCK, k.shape[1])
-                span, side = group, _side_by_side(heads // group, 1, rows * dim * 4 * group)
-            grid = (side, table.blocks, batch * heads // span // side)
-            return PreparedLaunch(config, _upload(table, q.device), grid, (batch * heads, heads, group, span, side))
-
-        return self._kept(("split", gradient, config, tiles, q.shape, k.shape, v.shape[3], q.device), made)
-
-    def _kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = make()
-            while len(self._made) > _KEPT:
-                self._made.popitem(last=False)
-        made: T = found
-        return made
-
-
-def _backward(cut: BackwardCut, table: LaunchTable, q: Tensor, k: Tensor) -> PreparedLaunch[BackwardCut]:
-    """Return the launch for one cut of the backward and its table."""
+def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Pass:
+    """Return the sizes of a pass over these tensors."""
     batch, rows, heads, dim = q.shape
-    group, units = heads // k.shape[2], heads // cut.span
-    side_by_side = _side_by_side(units, group // cut.span, rows * dim * 4 * group)
-    told = (batch * heads, heads, group, cut.span, side_by_side)
-    grid = (side_by_side, table.blocks, batch * units // side_by_side)
-    return PreparedLaunch(cut, _upload(table, q.device), grid, told)
+    return Pass(batch, rows, k.shape[1], heads, k.shape[2], dim, v.shape[3], processors(q.device.index))
+
+
+def forward_launch(
+    tiles: Tiles, about: Pass, device: torch.device, every_block: bool, yields_to_comm: bool
+) -> PreparedLaunch[ForwardConfig]:
+    """Return the launch of the forward (`configs.forward_cut`).
+
+    If `yields_to_comm`, each program ends after a few items (`configs.turns`). Otherwise programs run until no item is
+    left.
+    """
+    cut, table = forward_cut(tiles, about, every_block=every_block)
+    items = table.blocks * about.all_heads
+    side_by_side = _side_by_side(about.heads, about.group, about.keys * about.dim * 4)
+    in_a_row = turns(table, about) if yields_to_comm else 0
+    programs = -(-items // in_a_row) if in_a_row else min(items, about.processors)
+    told = (items, in_a_row, about.heads, about.group, table.blocks, side_by_side)
+    return PreparedLaunch(cut, _upload(table, device), (programs, 1, 1), told)
+
+
+def adding_launch(tiles: Tiles, about: Pass, device: torch.device) -> PreparedLaunch[BackwardCut]:
+    """Return the launch of the backward that adds to dK and dV (`configs.adding_cut`)."""
+    return _backward(*adding_cut(tiles, about), about, device)
+
+
+def writing_launches(tiles: Tiles, about: Pass, device: torch.device) -> tuple[PreparedLaunch[BackwardCut], ...]:
+    """Return the launches of the backward that write dK and dV (`configs.writing_cuts`)."""
+    return tuple(_backward(*cut, about, device) for cut in writing_cuts(tiles, about))
+
+
+def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.device) -> PreparedLaunch[BackwardCut]:
+    """Return the launch for one cut of the backward and its table."""
+    heads, group, span = about.heads, about.group, cut.span
+    side_by_side = _side_by_side(heads // span, group // span, about.rows * about.dim * 4 * group)
+    grid = (side_by_side, table.blocks, about.all_heads // span // side_by_side)
+    return PreparedLaunch(cut, _upload(table, device), grid, (about.all_heads, heads, group, span, side_by_side))
+
+
+def split_launch(
+    tiles: Tiles, about: Pass, device: torch.device, gradient: int, config: SplitConfig
+) -> PreparedLaunch[SplitConfig]:
+    """Return the launch of `split_backward` for one gradient: DQ, DK or DV."""
+    heads, group = about.heads, about.group
+    if gradient == 0:  # outer blocks of queries, inner blocks of keys
+        turned = Tiles(Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
+        table = backward_table(turned, -1, config.BN, KEY_BLOCK, about.rows)
+        span, side = 1, _side_by_side(heads, group, about.keys * about.dim * 4)
+    else:
+        table = backward_table(tiles, about.rows, config.BN, KEY_BLOCK, about.keys)
+        span, side = group, _side_by_side(heads // group, 1, about.rows * about.dim * 4 * group)
+    grid = (side, table.blocks, about.all_heads // span // side)
+    return PreparedLaunch(config, _upload(table, device), grid, (about.all_heads, heads, group, span, side))
 
 
 def _upload(table: LaunchTable, device: torch.device) -> Tensor:
@@ -372,10 +321,3 @@ def _side_by_side(heads: int, group: int, bytes_a_key_head: int) -> int:
     """
     wanted = max(1, _L2_SHARE // max(1, bytes_a_key_head)) * group
     return max(d for d in range(1, heads + 1) if heads % d == 0 and (d <= wanted or d == 1))
-
-
-def _pass(q: Tensor, k: Tensor, v: Tensor) -> Pass:
-    """Return the sizes of a backward pass over these tensors."""
-    batch, rows, heads, dim = q.shape
-    group = heads // k.shape[2]
-    return Pass(rows, k.shape[1], dim, v.shape[3], batch * heads, group, processors(q.device.index))

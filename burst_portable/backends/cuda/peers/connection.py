@@ -119,7 +119,7 @@ def _run_trials(transport: PeerCopyTransport, device: torch.device) -> str:
     """Send messages between all ranks in a few trial passes, and return the error; "" if there is none."""
     # The strips go once by a kernel and once by copy engines.
     lines = partial(_exchange, strided=True)
-    trials = _messages, _exchange, lines, partial(lines, exclusive=False)
+    trials: list[Callable[..., dict[int, Tensor]]] = [_messages, _exchange, lines, partial(lines, exclusive=False)]
     try:
         for turn, trial in enumerate(trials, 1):
             if error := _run_trial(transport, device, turn, trial):
@@ -132,10 +132,7 @@ def _run_trials(transport: PeerCopyTransport, device: torch.device) -> str:
 
 
 def _run_trial(
-    transport: PeerCopyTransport,
-    device: torch.device,
-    turn: int,
-    trial: Callable[[PeerCopyTransport, Tensor], dict[int, Tensor]],
+    transport: PeerCopyTransport, device: torch.device, turn: int, trial: Callable[..., dict[int, Tensor]]
 ) -> str:
     """Let `trial` send bytes to all ranks and return those that arrived from each. Return the error, if any."""
     rank = transport.rank

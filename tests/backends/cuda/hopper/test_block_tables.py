@@ -107,8 +107,8 @@ def test_backward_table_splits_long_blocks_to_add_gradients():
     assert not backward_table(Tiles([Tile(0, n, 0, n, 0, n)]), n, 64, 128).long, "causal: twice the average"
 
 
-def a_pass(length: int, heads: int, group: int = 1) -> Pass:
-    return Pass(length, length, 128, 128, heads, group, processors=132)
+def a_pass(length: int, heads: int, group: int = 1, dim: int = 128) -> Pass:
+    return Pass(1, length, length, heads, heads // group, dim, dim, processors=132)
 
 
 def mask_tiles(mask: str, length: int) -> Tiles:
@@ -213,7 +213,7 @@ def test_forward_table_staggers_starts_in_long_boxes(columns):
 def test_forward_cut_staggers_starts_if_l2_is_too_small():
     def starts(keys, dim):
         tiles = Tiles([Tile(0, 1024, 0, keys, -keys, 1024)])
-        _, table = forward_cut(tiles, 1024, dim, dim, 32, 132, every_block=False)
+        _, table = forward_cut(tiles, a_pass(1024, 32, dim=dim), every_block=False)
         return sorted({table.numbers[table.numbers[16 * w + 1]] for w in range(table.blocks)})
 
     keys = starts(1 << 18, 128)
@@ -242,10 +242,10 @@ def test_forward_table_size_grows_with_border_not_area():
 def test_forward_cut_uses_tall_blocks_for_long_and_many_rows(mask, length, heads, workers):
     segment = (Segment(0, length),)
     tiles = find_tiles(Mask.parse(mask, length), segment, segment)
-    config, table = forward_cut(tiles, length, 64, 64, heads, 132, every_block=True)
+    config, table = forward_cut(tiles, a_pass(length, heads, dim=64), every_block=True)
     assert workers == config.W
     assert table.blocks == -(-length // (64 * workers))
-    assert forward_cut(tiles, length, 128, 128, heads, 132, every_block=True)[0].W == 2
+    assert forward_cut(tiles, a_pass(length, heads), every_block=True)[0].W == 2
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,9 @@ def test_forward_cut_uses_tall_blocks_for_long_and_many_rows(mask, length, heads
 )
 def test_forward_cut_leaves_no_multiprocessor_idle(mask, length, heads, programs):
     shard = (Segment(0, length),)
-    _, table = forward_cut(find_tiles(mask, shard, shard), length, 128, 128, heads, 132, every_block=True)
+    _, table = forward_cut(find_tiles(mask, shard, shard), a_pass(length, heads), every_block=True)
     items = table.blocks * heads
-    assert -(-items // turns(table, 128, heads, 132)) == programs
+    assert -(-items // turns(table, a_pass(length, heads))) == programs
     assert programs >= min(items, 132)
 
 

@@ -17,7 +17,7 @@ from burst_portable.backends.cuda.hopper import backward, configs, kernel, launc
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
 from burst_portable.backends.cuda.hopper.kernel import triton_reason
-from burst_portable.backends.cuda.hopper.launch import LaunchTables
+from burst_portable.backends.cuda.hopper.launch import forward_launch, sizes_of
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.planning.call import LEAST_SCALE
 from burst_portable.planning.tiles import Tile, Tiles
@@ -213,8 +213,8 @@ def test_emulated_yielding_programs(room, programs, machine, monkeypatch):
     use_yielding_programs(monkeypatch, room)
     q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, with key blocks of 45 rows or half as many
     tiles = tiles_of("causal", 600)
-    table = LaunchTables().forward(q, k, v, tiles, every_block=True, yields_to_comm=True)
-    assert table.grid == (programs, 1, 1)
+    launched = forward_launch(tiles, sizes_of(q, k, v), q.device, every_block=True, yields_to_comm=True)
+    assert launched.grid == (programs, 1, 1)
     compare_yielding(q, k, v, tiles)
 
 
@@ -483,8 +483,8 @@ def test_emulation_finds_bug_of_partial_blocks(bug, tmp_path, monkeypatch):
 
 
 APART_BUGS = {
-    "sums that nobody casts": (kernel, "dk[:, keys], dv[:, keys] = sums[0], sums[1]", "dk[:, keys] = sums[0]"),
-    "the first keys in the place of those apart": (kernel, "= k[:, keys],", "= k[:, : keys.stop - keys.start],"),
+    "sums that nobody casts": (kernel, "dk[:, keys], dv[:, keys] = sums", "dk[:, keys] = sums[0]"),
+    "the first keys in the place of those apart": (kernel, "k=k[:, keys],", "k=k[:, : keys.stop - keys.start],"),
     "sums that begin with anything": (kernel, "sums = [torch.zeros(", "sums = [torch.empty("),
     "keys before them in no launch": (configs, "_of_keys(tiles, 0, start)", "_of_keys(tiles, 0, 0)"),
     "keys behind them in no launch": (configs, "_of_keys(tiles, stop, about.keys)", "_of_keys(tiles, stop, stop)"),
