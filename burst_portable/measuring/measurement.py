@@ -24,7 +24,6 @@ from burst_portable.measuring.timing import (
     Block,
     Clock,
     Peers,
-    Speed,
     TransportClock,
     fit_speed,
     lap,
@@ -52,10 +51,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measured operations.
+    """Sizes of the measured operations: tokens of the longer kernel call, and bytes.
 
     Attributes:
-        length: Tokens of the longer kernel call.
         message_bytes: Bytes of messages, ascending.
         overlap_bytes: Bytes of a message during a kernel.
         memory_bytes: Bytes of an added tensor.
@@ -139,10 +137,10 @@ class Measured:
 
     def as_json(self) -> dict[str, Any]:
         """Return the description of the measurement for a file."""
-        if self.max_over_min is None:
-            return {"measured": self.is_measured, "method": self.method, "max_over_min": None}
-        rounds = f"{self.method}; rounds within {self.max_over_min:.2f} times the shortest"
-        return {"measured": self.is_measured, "method": rounds, "max_over_min": round(self.max_over_min, 3)}
+        ratio, method = self.max_over_min, self.method
+        if ratio is not None:
+            ratio, method = round(ratio, 3), f"{method}; rounds within {ratio:.2f} times the shortest"
+        return {"measured": self.is_measured, "method": method, "max_over_min": ratio}
 
 
 class _Measurement:
@@ -233,11 +231,10 @@ class _Measurement:
         names = {"forward": ("tflops", "launch_latency"), "backward": ("backward_tflops", "backward_launch_latency")}
         for one in PASSES:
             points = [(float(flops[one]), took[one]) for flops, took in seconds]
-            speed: Speed = fit_speed(*points)
+            speed = fit_speed(*points)
             rate, latency = names[one]
-            took = ", ".join(
-                f"{length:,} tokens {seconds_text(time)}" for length, (_, time) in zip(lengths, points, strict=True)
-            )
+            times = zip(lengths, points, strict=True)
+            took = ", ".join(f"{length:,} tokens {seconds_text(time)}" for length, (_, time) in times)
             method = f"{one} of {self.kernel.name}, causal: {took}"
             ratio = max(of_length[one] for of_length in ratios)
             self.found[rate] = Measured(speed.tflops, f"{method}; by the exact number of pairs", ratio)
@@ -346,17 +343,7 @@ def measure_slowdown(
     """Measure the share of the time of messages by which they delay a kernel; see `timing.slowdown_share`.
 
     It sends as many messages as take most of the kernel's time, or runs as many kernels as take longer than a message.
-
-    Args:
-        clock: Clock of the ranks.
-        transport: Transport of the messages.
-        call: Kernel call as it runs alone.
-        overlapped: Kernel call as it runs during messages.
-        data: Message.
-        peers: Ranks of the messages.
-
-    Returns:
-        The share (None if it cannot be determined), and a text about the measured times.
+    `call` runs alone, `overlapped` during messages of `data`. Return the share, and a text about the measured times.
     """
     one = clock.median(lap(transport, data, peers, 1))
     kernel = clock.median(call)

@@ -28,13 +28,7 @@ _MIN_LATENCY = 1e-7  # seconds: less is noise, and 0 would mean unknown
 
 
 class Speed(NamedTuple):
-    """Rate and latency of kernel calls.
-
-    Attributes:
-        tflops: TFLOP/s.
-        latency: Seconds per call.
-        is_resolved: Whether two lengths were enough to separate rate and latency.
-    """
+    """TFLOP/s and seconds of latency of kernel calls, and whether two lengths were enough to separate them."""
 
     tflops: float
     latency: float
@@ -53,26 +47,12 @@ def fit_speed(short: tuple[float, float], long: tuple[float, float]) -> Speed:
 
 
 def slowdown_share(kernel: float, messages: float, both: float) -> float | None:
-    """Return the share of the time of messages by which they delay concurrent kernels.
+    """Return the share of the seconds of messages by which they delay concurrent kernels, from 0 to 1.
 
-    See `planning.hardware.HardwareSpec.comm_slowdown`: together, both take kernel + share * messages.
-
-    Args:
-        kernel: Seconds of the kernels alone.
-        messages: Seconds of the messages alone.
-        both: Seconds of both together.
-
-    Returns:
-        A share from 0 to 1; None if messages take longer than the kernels, so that the cause of a delay is unknown.
+    See `planning.hardware.HardwareSpec.comm_slowdown`: together, both take kernel + share * messages. Return None if
+    messages take longer than the kernels, so that the cause of a delay is unknown.
     """
-    if messages > kernel:
-        return None
-    return min(1.0, max(0.0, (both - kernel) / messages))
-
-
-def gb_per_second(size: float, seconds: float) -> float:
-    """Return the rate of `size` bytes in GB/s (1e9)."""
-    return size / seconds / 1e9
+    return None if messages > kernel else min(1.0, max(0.0, (both - kernel) / messages))
 
 
 ROUNDS, MIN_ROUNDS = 5, 3
@@ -147,9 +127,8 @@ class Clock(ABC):
         while len(rounds) < MIN_ROUNDS or (len(rounds) < ROUNDS and calls * sum(map(sum, rounds)) < _ENOUGH_SECONDS):
             rounds.append([self.time(call, calls) for call in several])
         found = list(zip(*rounds, strict=True))
-        self._max_over_min = max(
-            self._max_over_min, *(max(times) / min(times) for times in found if min(times) > 0), 1.0
-        )
+        ratios = (max(times) / min(times) for times in found if min(times) > 0)
+        self._max_over_min = max(self._max_over_min, *ratios, 1.0)
         return [median_high(times) for times in found]
 
     def pop_max_over_min(self) -> float:
@@ -219,21 +198,18 @@ class Block:
         self, kernel: Kernel, call: AttentionCall, length: int, device: torch.device, *, yields_to_comm: bool = False
     ) -> None:
         generator, dtype = torch.Generator(device).manual_seed(0), torch_dtype(call)
+        query, key = (call.heads, call.head_dim), (call.kv_heads, call.head_dim)
+        value, output = (call.kv_heads, call.v_head_dim), (call.heads, call.v_head_dim)
         q, k, v, dout = (
             torch.randn(1, length, heads, dim, device=device, generator=generator).to(dtype)
-            for heads, dim in (
-                (call.heads, call.head_dim), (call.kv_heads, call.head_dim),
-                (call.kv_heads, call.v_head_dim), (call.heads, call.v_head_dim),
-            )
-        )  # fmt: skip
+            for heads, dim in (query, key, value, output)
+        )
         mask, segment = Mask.causal(), (Segment(0, length),)
         tiles = find_tiles(mask, segment, segment)
         wide, lse = finished(kernel.attend(q, k, v, tiles, call), dtype)
         out = wide.to(dtype)
-        if kernel.traits.splits_tiles:
-            x = BackwardInputs(dout, q, k, v, lse, out=out)
-        else:
-            x = BackwardInputs(dout, q, k, v, lse, delta=kernel.row_delta(dout, out))
+        row = {"out": out} if kernel.traits.splits_tiles else {"delta": kernel.row_delta(dout, out)}
+        x = BackwardInputs(dout, q, k, v, lse, **row)
         dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=device) for x in (q, k, v))
 
         def backward() -> None:
@@ -272,7 +248,7 @@ def memory_bandwidth(clock: Clock, size: int) -> float:
         torch.add(a, b, out=out)
 
     add()
-    return gb_per_second(3 * size, clock.median(add, _MAX_CALLS))
+    return 3 * size / clock.median(add, _MAX_CALLS) / 1e9
 
 
 CALLS = 10  # messages back to back, a lap
@@ -358,7 +334,7 @@ def measure_curve(
         run()
         seconds = clock.median(run)
         size = each * len(peers.targets)
-        points.append((size, gb_per_second(calls * size, seconds)))
+        points.append((size, calls * size / seconds / 1e9))
         if seconds > _MAX_LAP_SECONDS:
             break
     return tuple(points)
