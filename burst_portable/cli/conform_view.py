@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,11 +22,9 @@ _MAX_FAILURES = 12  # printed; files contain all
 
 @contextmanager
 def progress() -> Iterator[OnProgress]:
-    """Yield a callback that prints progress to stderr.
+    """Yield a callback that prints progress to stderr: a bar on a terminal, or in a log a line per group.
 
-    A terminal shows a bar that disappears at the end. A log gets one line per group, and further lines during long
-    groups. If the command is interrupted, for example because a kernel hangs, the current test and the number of
-    failures so far are printed.
+    If the command is interrupted, for example because a kernel hangs, it prints the test and the failures so far.
     """
     stderr = console(stderr=True)
     current, summary, failed = "", "", 0
@@ -111,7 +110,8 @@ def show(report: Report, *, stderr: bool = False) -> None:
         rows.add_row(line.check, *row)
     out.print(rows, "")
     _show_failures(out, report)
-    _show_skipped(out, report)
+    for reason, count in Counter(result.skipped for result in report.skipped).items():
+        out.print(f"skipped {count}: {escape(reason)}", soft_wrap=True)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     result = "[bold green]conforms[/]" if report.ok else "[bold red]does not conform[/]"
     out.print(f"{escape(report.backend)} {result}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
@@ -127,12 +127,6 @@ def _show_failures(out: Console, report: Report) -> None:
         out.print(f"  repeat:   {escape(result.command)}", soft_wrap=True)
     if (more := len(report.failures) - _MAX_FAILURES) > 0:
         out.print(f"\nand {more} more; --json, --junit and --markdown write all")
-
-
-def _show_skipped(out: Console, report: Report) -> None:
-    for reason in dict.fromkeys(result.skipped for result in report.skipped):
-        count = sum(result.skipped == reason for result in report.skipped)
-        out.print(f"skipped {count}: {escape(reason)}", soft_wrap=True)
 
 
 def show_groups(json_option: JsonOption) -> None:

@@ -21,7 +21,6 @@ from burst_portable.errors import BackendUnavailableError, InputError, unknown_n
 from burst_portable.planning.hardware import read_hardware_spec
 
 if TYPE_CHECKING:
-    from burst_portable.backends.base import Backend
     from burst_portable.kernels.base import Kernel, LazyKernel
     from burst_portable.planning.call import AttentionCall
 
@@ -51,7 +50,8 @@ def doctor(json_name: JsonName = None) -> int:
 
 def examine() -> Facts:
     """Return the JSON of the command."""
-    settings, backends = from_environment(), _backends()
+    settings = from_environment()
+    backends = {name: _backend(name, entry_point) for name, entry_point in sorted(known().items())}
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -98,10 +98,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _backends() -> dict[str, Facts]:
-    return {name: _backend(name, entry_point) for name, entry_point in sorted(known().items())}
-
-
 def _backend(name: str, entry_point: str) -> Facts:
     try:
         backend = load(name)
@@ -109,45 +105,28 @@ def _backend(name: str, entry_point: str) -> Facts:
         capabilities = backend.capabilities
         kernels = [_kernel(kernel, capabilities.device_type) for kernel in backend.kernels()] if probe.ok else []
     except BackendUnavailableError as error:
-        return _unavailable(entry_point, str(error))
+        reason = str(error)
     # The backend of another package may raise any exception. It is reported like other reasons.
     except Exception as error:  # noqa: BLE001
-        return _unavailable(entry_point, f"broken: {type(error).__name__}: {error}")
-    return {
-        "ok": probe.ok,
-        "reason": probe.reason,
-        "entry_point": entry_point,
-        **_capabilities(backend),
-        "facts": dict(probe.facts),
-        "kernels": kernels,
-    }
-
-
-def _unavailable(entry_point: str, reason: str) -> Facts:
+        reason = f"broken: {type(error).__name__}: {error}"
+    else:
+        names = ("device_type", "process_group", "direct_transport", "streams")
+        return {
+            "ok": probe.ok,
+            "reason": probe.reason,
+            "entry_point": entry_point,
+            **{name: getattr(capabilities, name) for name in names},
+            "hardware": {name: getattr(capabilities.hardware, name) for name in ("tflops", "intra_node_bandwidth")},
+            "facts": dict(probe.facts),
+            "kernels": kernels,
+        }
     return {"ok": False, "reason": " ".join(reason.split()), "entry_point": entry_point, "facts": {}, "kernels": []}
-
-
-def _capabilities(backend: Backend) -> Facts:
-    capabilities = backend.capabilities
-    return {
-        "device_type": capabilities.device_type,
-        "process_group": capabilities.process_group,
-        "direct_transport": capabilities.direct_transport,
-        "streams": capabilities.streams,
-        "hardware": {
-            "tflops": capabilities.hardware.tflops,
-            "intra_node_bandwidth": capabilities.hardware.intra_node_bandwidth,
-        },
-    }
 
 
 def _kernel(kernel: Kernel | LazyKernel, device: str) -> Facts:
     """Return which of a few typical calls a kernel supports."""
-    cases = {}
-    for case, call in _calls(device):
-        support = kernel.supports(call)
-        cases[case] = {"ok": support.ok, "reason": support.reason}
-    return {"name": kernel.name, "supports": cases}
+    answers = ((case, kernel.supports(call)) for case, call in _calls(device))
+    return {"name": kernel.name, "supports": {case: {"ok": one.ok, "reason": one.reason} for case, one in answers}}
 
 
 def _calls(device: str) -> Iterator[tuple[str, AttentionCall]]:
@@ -182,7 +161,16 @@ def show(facts: Facts) -> None:
     for warning in (*facts["unknown_settings"], *facts["ignored_packages"]):
         out.print(labelled("warning", warning, style="yellow"))
     out.print(_show_hardware(facts["hardware"]), markup=False)
-    out.print("", _show_backends(facts["backends"]), "")
+    columns = ("backend", "available", "device", "process group", "package")
+    rows = table(*columns, left=columns)
+    for name, backend in facts["backends"].items():
+        row = (
+            backend.get("device_type", ""),
+            backend.get("process_group", ""),
+            backend["entry_point"].partition(":")[0],
+        )
+        rows.add_row(escape(name), _answer(backend["ok"]), *map(escape, row))
+    out.print("", rows, "")
     for name, backend in facts["backends"].items():
         if not backend["ok"]:
             out.print(labelled(name, f"no: {backend['reason']}"))
@@ -202,19 +190,6 @@ def _show_hardware(hardware: Facts | None) -> str:
     return f"BURST_HARDWARE_SPEC: auto uses {hardware['file']}, measured on {machine}, {hardware['date']}"
 
 
-def _show_backends(backends: dict[str, Facts]) -> Table:
-    columns = ("backend", "available", "device", "process group", "package")
-    rows = table(*columns, left=columns)
-    for name, backend in backends.items():
-        row = (
-            backend.get("device_type", ""),
-            backend.get("process_group", ""),
-            backend["entry_point"].partition(":")[0],
-        )
-        rows.add_row(escape(name), _answer(backend["ok"]), *map(escape, row))
-    return rows
-
-
 def _answer(ok: bool) -> Text:
     return Text("yes", "green") if ok else Text("no", "red")
 
@@ -230,9 +205,17 @@ def _details(name: str, backend: Facts) -> list[Table | Padding | str]:
         else:
             short.append(f"{key} {_word(value)}")
     details: list[Table | Padding | str] = [labelled(name, line) for line in (", ".join(short), *lines) if line]
-    if backend["kernels"]:
-        details += ["", _kernels(name, backend["kernels"]), ""]
-        details += [Padding(Text(line, "dim"), (0, 0, 0, 2)) for line in _reasons(backend["kernels"])]
+    if kernels := backend["kernels"]:
+        names = [escape(kernel["name"]) for kernel in kernels]
+        rows = table("call", *names, left=names, title=f"kernels of {escape(name)}, preferred first")
+        for case in kernels[0]["supports"]:
+            rows.add_row(escape(case), *(_answer(kernel["supports"][case]["ok"]) for kernel in kernels))
+        details += ["", rows, ""]
+        for kernel in kernels:
+            for case, answer in kernel["supports"].items():
+                if not answer["ok"]:
+                    reason = Text(f"{kernel['name']}, {case}: {answer['reason']}", "dim")
+                    details.append(Padding(reason, (0, 0, 0, 2)))
     return details
 
 
@@ -242,20 +225,3 @@ def _joined(facts: Facts) -> str:
 
 def _word(value: Any) -> Any:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-
-
-def _kernels(name: str, kernels: list[Facts]) -> Table:
-    names = [escape(kernel["name"]) for kernel in kernels]
-    rows = table("call", *names, left=names, title=f"kernels of {escape(name)}, preferred first")
-    for case in kernels[0]["supports"]:
-        rows.add_row(escape(case), *(_answer(kernel["supports"][case]["ok"]) for kernel in kernels))
-    return rows
-
-
-def _reasons(kernels: list[Facts]) -> list[str]:
-    return [
-        f"{kernel['name']}, {case}: {answer['reason']}"
-        for kernel in kernels
-        for case, answer in kernel["supports"].items()
-        if not answer["ok"]
-    ]

@@ -212,10 +212,9 @@ def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
         except BackendUnavailableError as error:
             reasons.append(_short_reason(one, str(error)))
     for backend in sorted(backends, key=lambda b: not b.capabilities.streams):
-        if reason := _unavailable_reason(backend, ranks):
-            reasons.append(_short_reason(backend.name, reason))
-            continue
-        return backend, "; ".join([f"chose {backend.name}", *reasons])
+        if not (reason := _unavailable_reason(backend, ranks)):
+            return backend, "; ".join([f"chose {backend.name}", *reasons])
+        reasons.append(_short_reason(backend.name, reason))
     raise BackendUnavailableError(
         "no backend can run here", got="; ".join(reasons), next_step="run `burst-portable doctor`"
     )

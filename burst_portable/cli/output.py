@@ -95,15 +95,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class JsonOption:
-    """The value of `--json`.
+    """The value of `--json`: a file, - for standard output, or None without the option.
 
-    Args:
-        name: A file, - for standard output, or None without the option.
-        writes: Whether this rank writes the file.
-        sources: Files that the command reads.
-
-    Raises:
-        InputError: If the file cannot be written, or is one of `sources`.
+    Raise `InputError` if the file cannot be written by a rank that `writes` it, or is one of `sources`, which it reads.
     """
 
     def __init__(self, name: str | None, *, writes: bool = True, sources: Iterable[str | Path | None] = ()) -> None:
@@ -144,13 +138,7 @@ def _finite(value: Any) -> Any:
 
 
 def check_file(path: Path, option: str, *, sources: Iterable[str | Path | None] = ()) -> None:
-    """Raise `InputError` if a file cannot be written. An existing file is not changed.
-
-    Args:
-        path: The file.
-        option: The option that names it, for the message.
-        sources: Files that the command reads, which the output must not replace.
-    """
+    """Raise `InputError` if the file of an option cannot be written, or is one of `sources`. It is not changed."""
     try:
         existed = path.exists()
         if path.is_file() and any(name and os.path.exists(name) and path.samefile(name) for name in sources):
@@ -174,9 +162,8 @@ def check_files(files: Mapping[str, Path | None], *, sources: Iterable[str | Pat
     for option, file in files.items():
         if file is not None:
             check_file(file, option, sources=sources)
-            is_stream = (
-                file.exists() and not file.is_file()
-            )  # /dev/null, a pipe: a second write does not replace the first
+            # /dev/null, a pipe: a second write does not replace the first
+            is_stream = file.exists() and not file.is_file()
             if (other := options.setdefault(file.resolve(), option)) != option and not is_stream:
                 raise InputError(f"{other} and {option} name the same file", got=str(file), allowed="two files")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -48,15 +49,15 @@ def profile(
     outputs = {"--html": html, "--chrome": chrome, "--markdown": None if to_stdout else markdown}
     check_files({**outputs, "--json": json_option.file}, sources=(report,))
     read = Report.load(report)
-    if html is not None:
-        with writing(html):
-            read.write_html(html)
-    if chrome is not None:
-        with writing(chrome):
-            read.write_chrome(chrome)
-    if markdown is not None and not to_stdout:
-        with writing(markdown):
-            write_text(markdown, read.markdown())
+    writers: tuple[Callable[[Path], None], ...] = (
+        read.write_html,
+        read.write_chrome,
+        lambda file: write_text(file, read.markdown()),
+    )
+    for file, write in zip(outputs.values(), writers, strict=True):
+        if file is not None:
+            with writing(file):
+                write(file)
     json_option.write({name: read.data[name] for name in _SUMMARY if name in read.data})
     if to_stdout:
         typer.echo(read.markdown(), nl=False)
@@ -101,13 +102,9 @@ def compare(
             "differences": [d._asdict() for d in other],
         }
     )
-    if json_option.stdout:
-        return 1 if worse else 0
-    say = console()
-    if worse:
-        say.print(f"[bold red]SLOWER[/]  {', '.join(worse)}: by more than {100 * threshold:g} %")
-    else:
-        say.print(f"[bold green]OK[/]  no part became slower by more than {100 * threshold:g} %")
+    say = console(quiet=json_option.stdout)
+    result = f"[bold red]SLOWER[/]  {', '.join(worse)}:" if worse else "[bold green]OK[/]  no part became slower"
+    say.print(f"{result} by more than {100 * threshold:g} %")
     for d in other:
         caution = f": {CAUTIONS[d.name]}" if d.name in CAUTIONS else ""
         label = "[yellow]warning[/]" if caution else "differs"
@@ -145,15 +142,13 @@ def trace(
     found = [read_trace(file) for file in files]
     traces = [{"file": str(file), **one} for file, one in zip(files, found, strict=True)]
     json_option.write({"schema": TRACE_SCHEMA, "traces": traces})
-    if json_option.stdout:
-        return
     named = zip(files, found, strict=True)
     rows = table("", *(escape(file.name) if one["rank"] is None else f"rank {one['rank']}" for file, one in named))
     for name in FIELDS:
         rows.add_row(NAMES.get(name, name), *(time_text(one[f"{name}_ns"]) for one in found))
     hidden = (percent(one["overlap_ns"] / one["comm_ns"]) if one["comm_ns"] else "-" for one in found)
     rows.add_row("communication overlapped", *hidden)
-    console().print(rows)
+    console(quiet=json_option.stdout).print(rows)
 
 
 def _check_no_trace(file: Path | None) -> None:
