@@ -31,7 +31,7 @@ from burst_portable.config import Config
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers import ShardedModel, all_reduce_gradients, parallelize
 from tests.support.forked import run_forked
-from tests.support.models import make, on_one_device, tokens
+from tests.support.models import checkpoint_activations, make, on_one_device, tokens
 
 TRAIN = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_with_trainer.py"))["train"]
 DATA, SEQUENCE = 2, 2
@@ -90,7 +90,7 @@ def fsdp_over_data_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[s
         fully_shard(layer, mesh=grid["data"])
     fully_shard(model, mesh=grid["data"])
     handle = parallelize(model, mesh)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     backward(model, handle, grid["data"], averaged=DATA)
     all_reduce_gradients(model.parameters(), mesh)
     return gradients(model)

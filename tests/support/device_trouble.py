@@ -102,7 +102,7 @@ def stress(rank: int, device: torch.device, config: Config, *, groups: bool = Fa
         for job, one, other in zip(jobs, calm, hurried, strict=True):
             if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
                 wrong.append(f"turn {turn}: {job}")
-    names = sorted({call.runtime.transport.name for mesh in meshes for call in mesh._calls.values()})
+    names = sorted({call.transport.name for mesh in meshes for call in mesh._calls.values()})
     return {"wrong": wrong, "transports": names}
 
 

@@ -132,3 +132,9 @@ def assert_same(answer: Answer, expected: Answer, *, exact: float = 1e-12, gradi
         # The loss is float32, and so is the gradient that enters the model.
         apart = (answer.gradients[name] - gradient).norm() / gradient.norm()
         assert apart <= max(exact, gradients), f"{name}: {apart:.2e}"
+
+
+def checkpoint_activations(model: Any, *, use_reentrant: bool = False) -> None:
+    """Enable gradient checkpointing, whose method has another name in older releases of transformers."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})

@@ -20,7 +20,16 @@ from burst_portable.integrations.transformers import loss as losses
 from burst_portable.layout import OF_DOCUMENTS
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
-from tests.support.models import MODELS, assert_same, gradients_of, make, on_one_device, on_ranks, tokens
+from tests.support.models import (
+    MODELS,
+    assert_same,
+    checkpoint_activations,
+    gradients_of,
+    make,
+    on_one_device,
+    on_ranks,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -182,7 +191,7 @@ class _Largest(TorchDispatchMode):
 def test_gradient_checkpointing_equals_one_device(reentrant: bool):
     model, ids = make("mistral"), tokens()
     expected = on_one_device(model, ids)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, use_reentrant=reentrant)
     for answer in on_ranks(2, model, ids):
         assert_same(answer, expected)
 
@@ -192,7 +201,7 @@ def test_recomputation_uses_length_of_its_call():
     model = make("llama")
     batches = [tokens(1, 31), tokens(1, 46, seed=2)]
     expected = [on_one_device(model, ids) for ids in batches]
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def work(mesh: Mesh) -> dict[str, torch.Tensor]:

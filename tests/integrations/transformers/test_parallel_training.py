@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burst_portable import Mesh, run_threads, unshard
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
-from tests.support.models import MODELS, gradients_of, make, tokens
+from tests.support.models import MODELS, checkpoint_activations, gradients_of, make, tokens
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def data(way: Way) -> tuple[list[Tensor], list[Tensor], Tensor]:
 def prepared(way: Way, model: Any) -> Any:
     model = copy.deepcopy(model).train(way.training)
     if way.reentrant is not None:
-        model.activation_checkpointing_enable({"use_reentrant": way.reentrant})
+        checkpoint_activations(model, use_reentrant=way.reentrant)
     return model
 
 
