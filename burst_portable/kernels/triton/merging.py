@@ -15,12 +15,11 @@ from burst_portable.kernels.triton.prepared import (
     architecture,
     layout_of,
     number_strides,
+    on_device_of,
     padded,
     strides,
 )
 from burst_portable.numerics import State
-from burst_portable.utils.cache import Cache
-from burst_portable.utils.torch_modes import on_device
 
 _ROWS = 32
 _KEPT = 256
@@ -65,17 +64,23 @@ class OnePass:
     """Merge like `numerics.merge_into`. The launch of each shape is prepared once."""
 
     def __init__(self) -> None:
-        self._launches: Cache[object, Launch] = Cache(_KEPT)
+        self._launches: dict[object, Launch] = {}
 
     def __call__(self, state: State, out: Tensor, lse: Tensor) -> None:
         total, total_lse = state
         tensors = (total, total_lse, out if out.stride(-1) == 1 else out.contiguous(), lse)
         assert total.stride(-1) == 1, "a running out is dense"
         key = (*map(layout_of, tensors),)
-        launch = self._launches.get(key) or self._launches.keep(key, _launch(*tensors))
+        launch = self._launches.get(key) or self._keep(key, _launch(*tensors))
         if launch.programs:
-            with on_device(total.device):
+            with on_device_of(total):
                 launch(*tensors)
+
+    def _keep(self, key: object, launch: Launch) -> Launch:
+        if len(self._launches) >= _KEPT:
+            self._launches.clear()
+        self._launches[key] = launch
+        return launch
 
 
 def _launch(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> Launch:

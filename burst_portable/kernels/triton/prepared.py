@@ -8,6 +8,7 @@ dtypes, sizes, strides, and whether addresses are multiples of 16.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compil
 from burst_portable.kernels.triton.arguments import padded as padded
 from burst_portable.kernels.triton.arguments import strides as strides
 from burst_portable.utils.cache import Cache
+from burst_portable.utils.torch_modes import on_device
 
 TMA_BYTES = 16
 """Addresses and strides of a hardware descriptor are multiples of this number of bytes."""
@@ -100,6 +102,11 @@ def layout_of(x: Tensor) -> tuple[object, ...]:
 def number_strides(*tensors: Tensor) -> tuple[int, ...]:
     """Return the batch, head and row stride of each [B, H, S]."""
     return tuple(s for x in tensors for s in x.stride())
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context that makes the tensor's device current, since Triton launches on the current device."""
+    return on_device(x.device)
 
 
 @lru_cache(maxsize=1)

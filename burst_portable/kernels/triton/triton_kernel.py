@@ -26,13 +26,13 @@ from burst_portable.kernels.triton.prepared import (
     interpreted,
     layout_of,
     number_strides,
+    on_device_of,
 )
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tuning, choose, mean_size
 from burst_portable.numerics import State, accumulation_dtype, running_dtype
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.utils.cache import Cache
-from burst_portable.utils.torch_modes import on_device
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
@@ -98,7 +98,7 @@ class TritonKernel(Kernel):
         key = (tiles, merge, call.softcap is None, call.positive_scale, *map(layout_of, tensors))
         launch = self._launches.get(key) or self._launches.keep(key, self._forward(tiles, call, merge, tensors))
         if launch.programs:
-            with on_device(q.device):
+            with on_device_of(q):
                 if launch.tma:
                     k, v = launch.described("k", k), launch.described("v", v)
                 launch(q, k, v, *state, launch.table, *score_numbers(call))
@@ -125,7 +125,7 @@ class TritonKernel(Kernel):
         if max(lse.stride(-1), delta.stride(-1)) >= _LONG_STRIDE:  # the kernels have 32-bit offsets here
             lse, delta = lse.contiguous(), delta.contiguous()
         inputs = (q, k, v, dout, lse, delta)
-        with on_device(q.device):
+        with on_device_of(q):
             self.only_keys(inputs, tiles, call, into, add=add)
             self.only_queries(inputs, tiles, call, into, add=add)
 
@@ -179,7 +179,7 @@ class TritonKernel(Kernel):
             launch = Launch(backward.delta_kernel, blocks * batch * heads, None, sizes, constants, architecture())
             self._launches.keep(key, launch)
         if launch.programs:
-            with on_device(dout.device):
+            with on_device_of(dout):
                 launch(dout, out, delta)
         return delta
 
