@@ -188,11 +188,9 @@ def add_rank_to_errors(launcher: LauncherEnv | None) -> Iterator[None]:
 
 
 def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
-    """Return a backend that can run this many ranks on this machine, and the reason for the choice.
+    """Return a backend that can run this many ranks on this machine, and why "auto" chose it; "" for a named one.
 
-    Args:
-        name: Name of a backend; the reason is then empty. "auto" prefers an accelerator with a device per rank.
-        ranks: Number of ranks.
+    "auto" prefers an accelerator with a device per rank.
 
     Raises:
         UnknownNameError: If there is no backend of this name.

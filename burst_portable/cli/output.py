@@ -46,12 +46,8 @@ def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = Fals
 def table(*columns: str, left: Iterable[str] = (), title: str | None = None) -> Table:
     """Return an empty table in the style of all commands: a rule below the header, no frame.
 
-    Cells wrap, because a truncated name or number could be mistaken for another one.
-
-    Args:
-        *columns: Headers. The first column is aligned left, all further ones right.
-        left: Headers of further columns that are aligned left.
-        title: Line above the table.
+    The first column and those in `left` are aligned left. Cells wrap, because a truncated name or number could be
+    mistaken for another one.
     """
     made = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     made.title_justify, made.title_style = "left", "bold"

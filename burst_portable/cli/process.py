@@ -115,14 +115,9 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def guard_output(run: Callable[[], int], fail: Callable[[str, int], int]) -> int:
-    """Return the exit code of `run`, or that of a standard output that fails.
+    """Return the exit code of `run`; 141 if the reader of standard output has closed it; 1 if the disk is full.
 
-    Args:
-        run: The work.
-        fail: Prints a message and returns the exit code that it is given.
-
-    Returns:
-        The code of `run`; 141 if the reader of standard output has closed it; that of `fail` if the disk is full.
+    `fail` prints a message and returns the exit code that it is given.
     """
     tolerate_encodings()
     try:

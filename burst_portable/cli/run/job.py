@@ -51,14 +51,7 @@ def check_memory(
 ) -> None:
     """Raise `InputError` if weights and logits alone, a lower bound, exceed this machine's memory.
 
-    Args:
-        parameters: Number of parameters of the model.
-        vocabulary: Size of its vocabulary.
-        tokens: Tokens per step.
-        copies: Processes that have a copy of the model.
-        itemsize: Bytes per weight.
-        training: Whether to add gradients, AdamW's two moments and the gradient of the logits.
-        available: Bytes of memory. Default: `memory()`.
+    Each of `copies` processes has the model. With `training`, the gradients of both and AdamW's two moments are added.
     """
     available = memory() if available is None else available
     weights = copies * parameters * itemsize * (4 if training else 1)

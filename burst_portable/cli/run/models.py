@@ -21,9 +21,8 @@ _LARGEST_TEXT = 1 << 30  # bytes: every rank has it in memory
 def tokens_of(text: str | None, checkpoint: Path | None) -> tuple[Tensor, str]:
     """Return all tokens of a text, int64 ``[n]``, and a description.
 
-    Args:
-        text: A file of any kind, or None for the English text of Python's `pydoc_data.topics`.
-        checkpoint: A folder whose tokenizer.json is used if it exists. Otherwise bytes are tokens.
+    The text is a file, or for None the English text of Python's `pydoc_data.topics`. Bytes are tokens unless the folder
+    `checkpoint` has a tokenizer.json.
 
     Raises:
         InputError: If the file is missing, empty, too large or unreadable, or the tokenizer is malformed.
@@ -119,9 +118,8 @@ def config_of(name: str, seq_len: int) -> Any:
     _check_sizes({name: getattr(config, name, None) for name in _SIZES}, _SIZES)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
-        raise InputError(
-            "the sequence is longer than the model's positions", got=f"--seq-len {seq_len}", allowed=longest
-        )
+        what = "the sequence is longer than the model's positions"
+        raise InputError(what, got=f"--seq-len {seq_len}", allowed=longest)
     return config
 
 

@@ -53,13 +53,7 @@ def _ratio(difference: float, norm: float) -> float:
 
 @dataclass(frozen=True)
 class GradientError:
-    """Relative error |g - r| / |r| of gradients.
-
-    Attributes:
-        total: Over all parameters together.
-        parameter: Largest error of one parameter.
-        name: Name of that parameter.
-    """
+    """Relative error |g - r| / |r| of all gradients together, and of the parameter with the largest error."""
 
     total: float
     parameter: float
@@ -84,14 +78,7 @@ def gradient_error(gradients: Gradients, reference: Gradients) -> GradientError:
 def facts_of(
     prepared: Prepared, outcomes: list[Outcome], reference: Outcome | None, gradients: GradientError | None
 ) -> Facts:
-    """Return the JSON of a run.
-
-    Args:
-        prepared: The validated job.
-        outcomes: Outcomes of the ranks, in rank order.
-        reference: Outcome of one device, or None without --check.
-        gradients: Error of the gradients, if they were compared.
-    """
+    """Return the JSON of a run, of which `reference` and `gradients` are None if they were not compared."""
     job, first = prepared.job, outcomes[0]
     facts: Facts = {
         **_job_facts(prepared),
@@ -186,15 +173,13 @@ def failures(facts: Facts) -> list[str]:
         found.append("ranks ended with different parameters or losses")
     if not all(math.isfinite(loss) for loss in facts["losses"]):
         found.append("a loss is not finite")
-    loss, gradient = facts["max_relative_difference"], facts["gradient_relative_difference"]
-    worst = facts["worst_gradient_relative_difference"]
-    if loss is not None and not loss <= limits["loss"]:
-        found.append(f"losses differ from one device by {loss:.2g} (allowed: {limits['loss']:.2g})")
-    if gradient is not None and not gradient <= limits["gradient"]:
-        found.append(f"gradients differ from one device by {gradient:.2g} (allowed: {limits['gradient']:.2g})")
-    if worst is not None and not worst <= limits["parameter"]:
-        message = f"the gradient of {facts['worst_gradient']} differs from one device by {worst:.2g}"
-        found.append(f"{message} (allowed: {limits['parameter']:.2g})")
+    for key, limit, what in (
+        ("max_relative_difference", "loss", "losses differ"),
+        ("gradient_relative_difference", "gradient", "gradients differ"),
+        ("worst_gradient_relative_difference", "parameter", f"the gradient of {facts['worst_gradient']} differs"),
+    ):
+        if facts[key] is not None and not facts[key] <= limits[limit]:
+            found.append(f"{what} from one device by {facts[key]:.2g} (allowed: {limits[limit]:.2g})")
     return found
 
 

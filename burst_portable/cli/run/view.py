@@ -174,27 +174,25 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return rows of (name, value over ranks, value on one device)."""
     reference = facts["reference_losses"]
 
-    def both(name: str, value: str, key: str, text: Callable[[Any], str]) -> tuple[str, str, str]:
-        return name, value, "-" if facts[key] is None else text(facts[key])
+    def both(name: str, key: str, text: Callable[[float], str]) -> tuple[str, str, str]:
+        expected = facts[f"reference_{key}"]
+        return name, text(facts[key]), "-" if expected is None else text(expected)
 
     rows = []
     if facts["mode"] == "perplexity":
-        rows.append(both("perplexity", f"{facts['perplexity']:.8g}", "reference_perplexity", lambda x: f"{x:.8g}"))
+        rows.append(both("perplexity", "perplexity", lambda x: f"{x:.8g}"))
     else:
         rows.append(("first loss", f"{facts['losses'][0]:.6f}", f"{reference[0]:.6f}" if reference else "-"))
         rows.append(("last loss", f"{facts['losses'][-1]:.6f}", f"{reference[-1]:.6f}" if reference else "-"))
-    if reference:
-        allowed = facts["tolerances"]
-        rows.append(("losses differ by", f"{facts['max_relative_difference']:.2e}", f"allowed {allowed['loss']:.0e}"))
-        if (gradient := facts["gradient_relative_difference"]) is not None:
-            rows.append(("gradients differ by", f"{gradient:.2e}", f"allowed {allowed['gradient']:.0e}"))
-            worst = facts["worst_gradient_relative_difference"]
-            rows.append(("largest difference of one parameter", f"{worst:.2e}", f"allowed {allowed['parameter']:.0e}"))
-    rate = f"{facts['tokens_per_second']:,.0f}"
-    rows.append(both("tokens per second", rate, "reference_tokens_per_second", lambda x: f"{x:,.0f}"))
-    seconds = seconds_text(facts["seconds_per_step"])
-    unit = _unit(facts["mode"] == "perplexity")
-    rows.append(both(f"seconds per {unit}", seconds, "reference_seconds_per_step", seconds_text))
+    for name, key, limit in (
+        ("losses differ by", "max_relative_difference", "loss"),
+        ("gradients differ by", "gradient_relative_difference", "gradient"),
+        ("largest difference of one parameter", "worst_gradient_relative_difference", "parameter"),
+    ):
+        if reference and facts[key] is not None:
+            rows.append((name, f"{facts[key]:.2e}", f"allowed {facts['tolerances'][limit]:.0e}"))
+    rows.append(both("tokens per second", "tokens_per_second", lambda x: f"{x:,.0f}"))
+    rows.append(both(f"seconds per {_unit(facts['mode'] == 'perplexity')}", "seconds_per_step", seconds_text))
     share = facts["mfu"]
     rows.append(("model FLOP utilization", "unknown" if share is None else percent(share), "-"))
     rows.append(("peak memory per rank", bytes_text(max(facts["peak_memory_bytes"])), "-"))

@@ -34,19 +34,15 @@ if TYPE_CHECKING:
 def main(arguments: list[str], work: Callable[[Path, int], None] | None = None) -> int:
     """Run a rank. Return 0, or 1 after an "error" event; other exceptions leave a traceback on stderr.
 
-    Args:
-        arguments: The job's file, and the rank.
-        work: The rank's work, which gets both. Default: train or score.
+    `arguments` are the job's file and the rank. `work` gets both; by default it trains or scores.
     """
     path, rank = Path(arguments[0]), int(arguments[1])
     threading.Thread(target=_end_with_parent, args=(path.parent,), daemon=True).start()
     try:
         (work or _run)(path, rank)
-    except CommunicationError as error:
-        write_event(event="error", kind="communication", message=str(error))
-        return 1
     except BurstError as error:
-        write_event(event="error", kind="input", message=str(error))
+        kind = "communication" if isinstance(error, CommunicationError) else "input"
+        write_event(event="error", kind=kind, message=str(error))
         return 1
     return 0
 
