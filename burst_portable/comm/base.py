@@ -28,6 +28,10 @@ class Handle(Protocol):
         """
 
 
+Handles = tuple[list[Handle], list[Handle]]
+"""Handles of sends, and handles of receives."""
+
+
 class Message(NamedTuple):
     """One contiguous uint8 buffer, its peer rank, and its offset in the receiver's inbox: see `Transport.inbox`."""
 
@@ -224,9 +228,7 @@ class Transport(ABC):
         self.state.pass_active = False
 
     @abstractmethod
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
-    ) -> tuple[list[Handle], list[Handle]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], label: str = "") -> Handles:
         """Start all messages at once. Return handles of the sends and of the receives, in order.
 
         Before `Handle.wait` returns, a sent buffer must not change and a receive buffer must not be used.
@@ -320,9 +322,7 @@ class WrappedTransport(Transport):
     def end(self) -> None:
         self._wrapped.end()
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
-    ) -> tuple[list[Handle], list[Handle]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], label: str = "") -> Handles:
         return self._wrapped.post(sends, receives, label)
 
     def buffer(self, size: int, device: torch.device) -> Tensor:

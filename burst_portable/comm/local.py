@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.base import Handle, Handles, Message, Transport
 from burst_portable.errors import (
     LATE,
     SAME_CALLS,
@@ -151,9 +151,7 @@ class LocalTransport(Transport):
         self.fabric.wait(event, f"rank {self.rank}, {label}", missing, seconds)
         return [shared[rank] for rank in range(self.size)]
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
-    ) -> tuple[list[Handle], list[Handle]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], label: str = "") -> Handles:
         def handle(transfer: Transfer) -> Handle:
             return _TransferHandle(self.fabric, transfer, self.rank, label)
 

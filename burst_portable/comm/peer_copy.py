@@ -28,7 +28,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Exchange, Handle, Message, Part, Parts, Strip, Strips, Transport
+from burst_portable.comm.base import Exchange, Handle, Handles, Message, Part, Parts, Strip, Strips, Transport
 from burst_portable.errors import UnsupportedError
 
 MESSAGES = 64
@@ -195,9 +195,7 @@ class PeerCopyTransport(Transport):
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._fallback.buffer(size, device)
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
-    ) -> tuple[list[Handle], list[Handle]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], label: str = "") -> Handles:
         if not self.state.pass_active:
             return self._fallback.post(sends, receives, label)
         self.memory.check()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.base import Handle, Handles, Message, Transport
 from burst_portable.comm.faults import TransferWatch, exchange_error_notes
 from burst_portable.errors import LATE, CommunicationError, CommunicationTimeoutError, PeerLostError, first_line
 
@@ -31,22 +31,14 @@ def store_exchange(group: dist.ProcessGroup) -> StoreExchange:
 class StoreExchange:
     """Exchange a few bytes between the ranks of a group through a store, which counts the turns of each rank.
 
-    Args:
-        store: A store that only these ranks use.
-        rank: Number of this rank.
-        size: Number of ranks.
+    Only these ranks may use the store.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
 
     def share(self, data: bytes, what: str, timeout: float) -> list[bytes]:
-        """Return the data that every rank shared at this turn, in rank order.
-
-        Args:
-            data: The data of this rank.
-            what: Description for errors.
-            timeout: Seconds.
+        """Return the data that every rank shared at this turn, in rank order. `what` describes it in errors.
 
         Raises:
             CommunicationTimeoutError: Ranks shared nothing in `timeout` seconds; the message names them.
@@ -174,9 +166,7 @@ class TorchDistTransport(Transport):
             handle.wait()
         self._connected = True
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
-    ) -> tuple[list[Handle], list[Handle]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], label: str = "") -> Handles:
         if self._batched:
             return self._batch(sends, receives, label)
         return self._each(sends, receives, label, self._timeout)
@@ -201,9 +191,7 @@ class TorchDistTransport(Transport):
             handle.wait()
         return [bytes(part.numpy()) for part in parts]
 
-    def _batch(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str
-    ) -> tuple[list[Handle], list[Handle]]:
+    def _batch(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> Handles:
         ops = [dist.P2POp(dist.isend, m.buffer, group=self.group, group_peer=m.peer) for m in sends]
         ops += [dist.P2POp(dist.irecv, m.buffer, group=self.group, group_peer=m.peer) for m in receives]
         what = f"rank {self.rank}, {label}: exchange with ranks {sorted({m.peer for m in (*sends, *receives)})}"
@@ -234,7 +222,7 @@ class TorchDistTransport(Transport):
 
     def _each(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, timeout: float | None
-    ) -> tuple[list[Handle], list[Handle]]:
+    ) -> Handles:
         def start(action: str, operation: Callable[..., dist.Work | None], m: Message, **peer: int) -> Handle:
             what = f"rank {self.rank}, {label}: {action} rank {m.peer}"
             try:

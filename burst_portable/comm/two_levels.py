@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from burst_portable.comm.base import Handle, Message, Transport, WrappedTransport
+from burst_portable.comm.base import Handle, Handles, Message, Transport, WrappedTransport
 from burst_portable.comm.torch_dist import named_error
 
 
@@ -49,9 +49,7 @@ class TwoLevelTransport(WrappedTransport):
             self.inter_node.end()
         self.intra_node.end()
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
-    ) -> tuple[list[Handle], list[Handle]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], label: str = "") -> Handles:
         if self.inter_node is None:
             return self.intra_node.post(sends, receives, label)
         send_handles, receive_handles = dict[int, Handle](), dict[int, Handle]()
@@ -81,12 +79,8 @@ def with_two_levels(
 ) -> TwoLevelTransport:
     """Make two transports for one group: that group's for messages inside nodes, and a new group's between nodes.
 
-    Args:
-        transport: Makes the transport of a process group.
-        group: The process group.
-        ranks_per_node: Ranks per node.
-        timeout: Seconds that a message may take. The new group has twice that, so that our error comes first.
-        options: Returns further arguments of `new_group` for a timeout; used if the group has one backend.
+    The new group has twice the timeout of a message, so that our error comes first. `options` returns further arguments
+    of `new_group` for a timeout; used if the group has one backend.
     """
 
     def connect() -> Transport:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Handle, Message, Transport, WrappedTransport
+from burst_portable.comm.base import Handle, Handles, Message, Transport, WrappedTransport
 from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test, skippable
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.checks.attention import compare
@@ -54,9 +54,7 @@ class Delayed(WrappedTransport):
         self._seconds, self._streams = seconds, streams
         self._chance = random.Random(1000 * seed + wrapped.rank)
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
-    ) -> tuple[list[Handle], list[Handle]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], label: str = "") -> Handles:
         if self._streams and (messages := (*sends, *receives)):
             _keep_busy(messages[0].buffer.device, self._chance.randrange(4))
         time.sleep(self._chance.random() * self._seconds)
