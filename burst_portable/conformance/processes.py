@@ -110,15 +110,9 @@ def collect(
 ) -> list[Any]:
     """Return what each rank sends through its pipe, in rank order.
 
-    Args:
-        pipes: One pipe per rank.
-        processes: One process per rank.
-        start: Seconds until the first rank reports, and from each report to the next.
-        report_timeout: Seconds for the other ranks to report after one has failed.
-
-    Raises:
-        RankError: A rank failed, ended without a report, or sent none in time. The message names the rank whose own
-            error it was, if one had such an error.
+    `start` is the time in seconds until the first rank reports, and from each report to the next. After one rank has
+    failed, the others have `report_timeout` seconds. Raises `RankError` if a rank failed, ended without a report, or
+    sent none in time. The message names the rank whose own error it was, if one had such an error.
     """
     results: dict[int, Any] = {}
     failed: list[tuple[bool, str]] = []  # whether another rank may be the cause, and the message

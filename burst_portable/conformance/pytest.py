@@ -14,6 +14,7 @@ An unsupported case is skipped with the backend's reason. A failure prints the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,23 +26,15 @@ from burst_portable.conformance.running import testing_environment
 from burst_portable.conformance.suite import Runner, list_tests
 
 
-class ConformanceTest:
-    """The argument `check` of a decorated function: a call runs one test, and fails or skips the pytest test."""
-
-    def __init__(self, target: BackendUnderTest, test: TestCase) -> None:
-        self.target, self.test = target, test
-
-    def __repr__(self) -> str:
-        return self.test.text
-
-    def __call__(self) -> None:
-        with testing_environment():
-            result = Runner(self.target).run(self.test)
-        if not result.ok:
-            text = f"{result.message}\nsmallest: {result.smallest}\nagain: {result.command}"
-            pytest.fail(text, pytrace=False)
-        if result.skipped:
-            pytest.skip(result.skipped)
+def _run(target: BackendUnderTest, test: TestCase) -> None:
+    """Run one test, and fail or skip the pytest test."""
+    with testing_environment():
+        result = Runner(target).run(test)
+    if not result.ok:
+        text = f"{result.message}\nsmallest: {result.smallest}\nagain: {result.command}"
+        pytest.fail(text, pytrace=False)
+    if result.skipped:
+        pytest.skip(result.skipped)
 
 
 def backend_checks(
@@ -74,5 +67,6 @@ def backend_checks(
     if not probe.ok:
         return pytest.mark.parametrize("check", [pytest.param(None, marks=pytest.mark.skip(reason=probe.reason))])
     target = BackendUnderTest(backend, ranks, coverage, kernel, timeout=timeout)
-    checks = [ConformanceTest(target, test) for test in list_tests(target, only)]
-    return pytest.mark.parametrize("check", checks, ids=repr)
+    tests = list(list_tests(target, only))
+    checks = [partial(_run, target, test) for test in tests]
+    return pytest.mark.parametrize("check", checks, ids=[test.text for test in tests])

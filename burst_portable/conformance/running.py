@@ -132,11 +132,9 @@ class Guarded:
 def run_kernel(
     kernel: Kernel, case: Case, x: Inputs, device: torch.device, *, by_out: bool = False, times: int = 1
 ) -> Answer:
-    """Run a case on one kernel, with `case.ranks` blocks.
+    """Run a case on one kernel, with `case.ranks` blocks. If `by_out`, the backward pass gets `out` instead of delta.
 
-    Args:
-        by_out: Pass `out` to the backward pass instead of delta.
-        times: How often to add all gradients. The sums are divided by it: a kernel that overwrites fails.
+    All gradients are added `times` times, and the sums divided by it: a kernel that overwrites fails.
     """
     layout, mask, call = case.make_layout(), case.make_mask(), case.make_call(device.type)
     rows = [torch.tensor(layout.positions(block)) for block in range(case.ranks)]
@@ -171,8 +169,7 @@ def run_kernel(
 def run_single_call(kernel: Kernel, case: Case, x: Inputs, device: torch.device, *, parts: bool = False) -> Answer:
     """Run a case of one block as a single kernel call, without a state or buffers to add to.
 
-    Args:
-        parts: Run it as the first of several launches. It writes most rows of `out` directly, and some in float32.
+    If `parts`, run it as the first of several launches. It writes most rows of `out` directly, and some in float32.
     """
     layout, call = case.make_layout(), case.make_call(device.type)
     q, k, v, dout = (in_memory(t[:, layout.positions(0)], case.memory, device) for t in (x.q, x.k, x.v, x.dout))

@@ -72,22 +72,15 @@ def smallest(case: Case, fails: Callable[[Case], bool], *, max_runs: int = 80, s
 
 def candidates(case: Case) -> Iterator[Case]:
     """Yield cases that are smaller in one choice, the largest steps first."""
-    for ranks in (1, 2, 3, case.ranks // 2, case.ranks - 1):
-        if 0 < ranks < case.ranks:
-            yield from _possible(case, ranks=ranks)
-    for length in (4, 8, case.length // 2, case.length - case.length // 4, case.length - 1):
-        if 1 < length < case.length:
-            yield from _possible(case, length=length)
+    fewer = (1, 2, 3, case.ranks // 2, case.ranks - 1)
+    shorter = (4, 8, case.length // 2, case.length - case.length // 4, case.length - 1)
+    changes: list[dict[str, Any]] = [{"ranks": ranks} for ranks in fewer if 0 < ranks < case.ranks]
+    changes += [{"length": length} for length in shorter if 1 < length < case.length]
     for name, values in _SIMPLER.items():
         current = getattr(case, name)
-        for value in values[: values.index(current)] if current in values else values:
-            yield from _possible(case, **{name: value})
-
-
-def _possible(case: Case, **changes: Any) -> Iterator[Case]:
-    changed = replace(case, **changes)
-    if changed.possible():
-        yield changed
+        simpler = values[: values.index(current)] if current in values else values
+        changes += [{name: value} for value in simpler]
+    return filter(Case.possible, (replace(case, **change) for change in changes))
 
 
 _LONG_SEARCHES = 3  # failures per group with a long search for the smallest case; later ones are mostly similar
@@ -391,22 +384,20 @@ def check_backend(
 
 def _explain_no_tests(target: BackendUnderTest) -> UnsupportedError:
     """Return the error for a strategy that supports none of the cases, with the reason for the first one."""
-    reasons = []
-    for label in target.strategies:
-        case = Case(strategy=label)
+    reason = ""
+    for case in (Case(strategy=label) for label in target.strategies):
         try:
             case.make_strategy().check(case.make_call())
         except (InputError, UnsupportedError) as error:
-            reasons.append(f"{label}: {error}")
+            reason = reason or f"{case.strategy}: {error}"
     what = f"the strategy {target.strategy!r} supports none of these cases"
-    return UnsupportedError(what, got="; ".join(reasons[:1]), next_step="try more ranks, or other groups of checks")
+    return UnsupportedError(what, got=reason, next_step="try more ranks, or other groups of checks")
 
 
 def _check_arguments(target: BackendUnderTest, evidence_level: str | None, processes: int) -> None:
-    if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= 256:
-        raise InputError("processes must be an integer", got=processes, allowed="1 to 256")
-    if isinstance(target.ranks, bool) or not isinstance(target.ranks, int) or not 1 <= target.ranks <= 64:
-        raise InputError("ranks must be an integer", got=target.ranks, allowed="1 to 64")
+    for name, count, most in (("processes", processes, 256), ("ranks", target.ranks, 64)):
+        if type(count) is not int or not 1 <= count <= most:
+            raise InputError(f"{name} must be an integer", got=count, allowed=f"1 to {most}")
     if target.coverage not in COVERAGES:
         raise unknown_name("coverage", target.coverage, COVERAGES)
     if evidence_level is not None and evidence_level not in EVIDENCE_LEVELS:
@@ -422,17 +413,14 @@ def _check_available(backend: Backend) -> dict[str, object]:
     """Return the facts of the probe. Raise `BackendUnavailableError` if the backend cannot run here."""
     probe = probed(backend)
     if not probe.ok:
-        raise BackendUnavailableError(
-            f"the backend {backend.name!r} cannot run here", got=probe.reason, next_step="burst-portable doctor"
-        )
-    kind = backend.capabilities.device_type
+        what = f"the backend {backend.name!r} cannot run here"
+        raise BackendUnavailableError(what, got=probe.reason, next_step="burst-portable doctor")
+    kind, step = backend.capabilities.device_type, "import the vendor's package in the probe"
     try:
         torch.device(kind)
     except RuntimeError as error:
         what = f"the probe of the backend {backend.name!r} succeeded, but torch does not support its device type"
-        raise BackendUnavailableError(
-            what, got=repr(kind), next_step="import the vendor's package in the probe"
-        ) from error
+        raise BackendUnavailableError(what, got=repr(kind), next_step=step) from error
     if (level := probe.facts.get("evidence_level", "device")) not in EVIDENCE_LEVELS:
         raise unknown_name(f"evidence level in the probe of the backend {backend.name!r}", level, EVIDENCE_LEVELS)
     return dict(probe.facts)
