@@ -78,11 +78,8 @@ def strategy_trials(name: str) -> Mapping[str, Strategy]:
     """
     base, plus, _ = name.partition("+")
     if plus and base in known():
-        raise InputError(
-            "this is the label of one configuration, not a strategy",
-            got=shown(name),
-            next_step=f"--strategy {base} tests all of them, --case attention:strategy={name} this one",
-        )
+        step = f"--strategy {base} tests all of them, --case attention:strategy={name} this one"
+        raise InputError("this is the label of one configuration, not a strategy", got=shown(name), next_step=step)
     return load(name).trials()
 
 

@@ -116,11 +116,8 @@ def find_test(target: BackendUnderTest, text: str) -> TestCase:
     kernels = [kernel.name for kernel in kernels_of(target.backend)]
     is_case = "=" in spec or spec == "default"
     if group == "kernels" and target.kernel != "auto" and name.partition(":")[0] in set(kernels) - {target.kernel}:
-        raise InputError(
-            "the test belongs to another kernel",
-            got=f"{text}, but kernel {target.kernel!r}",
-            next_step="pass only one of them",
-        )
+        got = f"{text}, but kernel {target.kernel!r}"
+        raise InputError("the test belongs to another kernel", got=got, next_step="pass only one of them")
     if check.make_test is not None and is_case and (head in kernels if group == "kernels" else not colon):
         return check.make_test(target, Case.parse(spec), head)
     every = {test.name: test for test in check.tests(replace(target, coverage="usual"))}
@@ -191,13 +188,14 @@ def run_in_processes(
     processes: int,
     *,
     shrink: bool,
-    timeout: float = TEST_TIMEOUT,
+    timeout: float,
 ) -> Generator[Result]:
     """Yield the result of each test in order. `only` and `cases` select the same tests in the other processes.
 
     A test that takes more than `timeout` seconds fails, and its process is killed.
     """
-    workers = [_Worker(target, only, cases, shrink, timeout) for _ in range(min(processes, len(tests)))]
+    arguments = (pack(target), only, cases, shrink)
+    workers = [_Worker(target, arguments, timeout) for _ in range(min(processes, len(tests)))]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)
@@ -224,11 +222,8 @@ def run_in_processes(
 class _Worker:
     """A process that starts with its first test, and again after each failed one."""
 
-    def __init__(
-        self, target: BackendUnderTest, only: Sequence[str], cases: Sequence[str], shrink: bool, timeout: float
-    ) -> None:
-        self._target, self._arguments = target, (pack(target), only, cases, shrink)
-        self._timeout = timeout
+    def __init__(self, target: BackendUnderTest, arguments: tuple[object, ...], timeout: float) -> None:
+        self._target, self._arguments, self._timeout = target, arguments, timeout
         self._process: BaseProcess | None = None
 
     def run(self, number: int, test: TestCase) -> Result:
@@ -338,7 +333,7 @@ def check_backend(
     facts = _check_available(backend)
     _check_arguments(target, evidence_level, processes)
     only, cases, shrink = tuple(only), tuple(cases), not fail_fast
-    started, results = time.monotonic(), list[Result]()
+    started, results, on_progress = time.monotonic(), list[Result](), progress or (lambda *_: None)
     with testing_environment():
         tests = select_tests(target, only, cases)
         if not tests and strategy:
@@ -350,11 +345,9 @@ def check_backend(
             every = run_in_processes(target, only, cases, tests, processes, shrink=shrink, timeout=test_timeout)
         with closing(every):
             for number, test in enumerate(tests):
-                if progress:
-                    progress(number, len(tests), test, None)
+                on_progress(number, len(tests), test, None)
                 results.append(next(every))
-                if progress:
-                    progress(number + 1, len(tests), test, results[-1])
+                on_progress(number + 1, len(tests), test, results[-1])
                 if fail_fast and not results[-1].ok:
                     break
     return Report(

@@ -34,14 +34,10 @@ def write_text(path: str | Path, text: str) -> None:
 def read_json(
     path: Path, what: str, largest: int, *, parse_float: ParseFloat | None = None, next_step: str | None = None
 ) -> Any:
-    """Return the JSON of a file, which may be a gzip.
+    """Return the JSON of a file, which may be a gzip. The unpacked text has at most `largest` bytes.
 
-    Args:
-        path: The file.
-        what: What the file should be, for messages: "a report".
-        largest: Largest number of bytes of the unpacked text.
-        parse_float: Converts decimals to numbers. Default: finite floats.
-        next_step: How to create such a file, for messages.
+    `what` ("a report") and `next_step` (how to create one) are for messages. `parse_float` converts decimals to
+    numbers. Default: finite floats.
 
     Raises:
         InputError: If the file cannot be read, is too large or too deeply nested, or is not strict JSON.
@@ -51,7 +47,10 @@ def read_json(
         if not stat.S_ISREG(mode):  # opening a pipe waits for its writer
             raise ValueError("a folder" if stat.S_ISDIR(mode) else "not a regular file")
         with path.open("rb") as file:
-            text = _read(gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP else file, largest)
+            unpacked: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP else file
+            text: bytes = unpacked.read(largest + 1)
+        if len(text) > largest:
+            raise ValueError(f"a file of more than {largest >> 20} MiB")
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise InputError(f"{path} is not {what}", got=_describe(error), next_step=next_step) from error
     return parse_json(text, str(path), what, parse_float=parse_float, next_step=next_step)
@@ -77,13 +76,6 @@ def _describe(error: Exception) -> str:
         return "bytes that are not text"
     text = " ".join(str(error).split())[:300]
     return f"not JSON: {text}" if isinstance(error, json.JSONDecodeError) else text
-
-
-def _read(file: Any, largest: int) -> bytes:
-    data: bytes = file.read(largest + 1)
-    if len(data) > largest:
-        raise ValueError(f"a file of more than {largest >> 20} MiB")
-    return data
 
 
 def _finite(text: str) -> float:

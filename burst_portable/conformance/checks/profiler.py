@@ -60,8 +60,7 @@ def _partition(target: BackendUnderTest, case: Case) -> Outcome:
 def _report(session: Session) -> Facts:
     report = session.report()
     assert report is not None, "all ranks are threads of this process"
-    data: Facts = report.data
-    return data
+    return report.data
 
 
 def _check_sums(data: Facts) -> str:
