@@ -92,12 +92,8 @@ def agree(
 ) -> None:
     """Count a pass, and return when all ranks have the same signature. Every rank must call this.
 
-    Args:
-        transport: Transport between the ranks that make the call together.
-        signature: Signature of this rank's call.
-        forward_pass: For a backward pass, the number of its forward pass on the transport. Ranks that run backward
-            passes in different orders would exchange blocks of different calls.
-        timeout: Seconds. Default: the timeout of the transport.
+    For a backward pass, `forward_pass` is the number of its forward pass on the transport: ranks that run backward
+    passes in different orders would exchange blocks of different calls. Default timeout: that of the transport.
 
     Raises:
         MismatchError: The signatures differ; raised on every rank.
@@ -121,10 +117,7 @@ def agree(
 def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -> None:
     """Return when all ranks make this call, which is not a pass of attention. Compares every time.
 
-    Args:
-        transport: Transport between the ranks that make the call together.
-        call: The call as users write it, for example "session.report()".
-        facts: Facts that must be equal on all ranks. Default: none.
+    `call` is written as users do, for example "session.report()". `facts` must be equal on all ranks.
 
     Raises:
         MismatchError: The facts differ, or some ranks make another call; raised on every rank.

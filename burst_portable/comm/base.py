@@ -189,11 +189,9 @@ class Transport(ABC):
         is accepted silently. So ranks call this before they send anything.
         """
         if last := self.unfinished():
-            raise CommunicationError(
-                f"rank {self.rank}: the last {last} has not ended; its messages would mix with those of this call",
-                next_step="after an error in a pass or an exchange, end the process group; one mesh serves one "
-                "thread at a time",
-            )
+            what = f"rank {self.rank}: the last {last} has not ended; its messages would mix with those of this call"
+            fix = "after an error in a pass or an exchange, end the process group; one mesh serves one thread at a time"
+            raise CommunicationError(what, next_step=fix)
 
     def unfinished(self) -> str:
         """Return "pass" or "exchange between passes", whichever has begun and not ended; "" if none has."""

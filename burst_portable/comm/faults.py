@@ -104,13 +104,10 @@ class _Post:
 
 
 class TransferWatch:
-    """Watch the transfers of one rank of a group.
+    """Watch the transfers of one rank of a group, each of which may take `timeout` seconds.
 
-    Args:
-        timeout: Seconds that a transfer may take.
-        abort: Called in the thread of the watch with the receive buffers, to fill them with NaN and abort the group.
-        prepare: Called first in that thread. Default: nothing.
-        every: Seconds between checks.
+    The thread of the watch first calls `prepare`, checks each `every` seconds, and calls `abort` with the receive
+    buffers, to fill them with NaN and abort the group.
     """
 
     def __init__(

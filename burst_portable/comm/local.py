@@ -123,11 +123,8 @@ class _TransferHandle:
     def wait(self) -> None:
         self._fabric.wait(self._transfer.done, self._where, lambda: [self._peer], self._fabric.timeout)
         if self._transfer.mismatch:
-            raise MismatchError(
-                f"{self._where}: the message has another size on the other rank",
-                got=self._transfer.mismatch,
-                next_step="all ranks must make the same call",
-            )
+            what, step = "the message has another size on the other rank", "all ranks must make the same call"
+            raise MismatchError(f"{self._where}: {what}", got=self._transfer.mismatch, next_step=step)
 
 
 class LocalTransport(Transport):

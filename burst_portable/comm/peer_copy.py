@@ -134,10 +134,6 @@ class PeerCopyTransport(Transport):
     """See `comm.base.Transport`. Messages in a pass are peer copies; all others use `fallback`.
 
     It shares the state of `fallback`, which other meshes of the group check, and over which a rank sends its error.
-
-    Args:
-        memory: Peer memory of the group's ranks.
-        fallback: Transport of the same ranks, for messages between passes.
     """
 
     host = False
@@ -288,12 +284,9 @@ class PeerCopyTransport(Transport):
         return index, offset
 
     def _no_space(self, got: str, allowed: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"peer copies: rank {self.rank} has no space for another message in this pass",
-            got=got,
-            allowed=allowed,
-            next_step="pass the bytes of all messages to `begin`, or use another transport",
-        )
+        what = f"peer copies: rank {self.rank} has no space for another message in this pass"
+        step = "pass the bytes of all messages to `begin`, or use another transport"
+        return UnsupportedError(what, got=got, allowed=allowed, next_step=step)
 
 
 class _PeerExchange(Exchange):
