@@ -15,9 +15,8 @@ Partial results and gradients have the tensors' dtype and are summed in float32,
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -135,7 +134,6 @@ LARGEST_HEAD = 768
 MOST_HEADS = 256
 _COPIES = 8  # of each number in softmax_max and softmax_sum
 _MASK = 2048  # rows and columns of the compressed mask
-_KEPT = 256  # index tensors
 
 
 class FusionKernel(Kernel):
@@ -150,8 +148,8 @@ class FusionKernel(Kernel):
 
     def __init__(self, operators: Any = None) -> None:
         self._operators = operators
-        self._masks: dict[torch.device, Tensor] = {}
-        self._indices: OrderedDict[object, Tensor] = OrderedDict()
+        self._mask = lru_cache(_mask)
+        self._index = lru_cache(maxsize=256)(_index)
 
     def supports(self, call: AttentionCall) -> Support:
         if call.device != "npu":
@@ -195,7 +193,7 @@ class FusionKernel(Kernel):
             assert delta is not None, "exactly one of delta and out"
             out = surrogate_out(dout, delta)
         out, lse = out.to(q.dtype), lse.float()
-        with _deterministic() if call.deterministic else nullcontext():
+        with _deterministic(call.deterministic):
             for part in operator_calls(tiles, q.shape[0]):
                 made = self._backward(part, dout, q, k, v, lse, out, call.scale)
                 for total, gradient, ranges in zip(into, made, (part.rows, part.columns, part.columns), strict=True):
@@ -226,23 +224,14 @@ class FusionKernel(Kernel):
         options, layout = self._options(part, q)
         rows, columns = part.rows, part.columns
         tensors = [self._take(x, r) for x, r in ((q, rows), (k, columns), (v, columns), (dout, rows), (out, rows))]
-        queries, keys, values, douts, outs = (_packed(x, layout) for x in tensors)
+        *inputs, outs = (_packed(x, layout) for x in tensors)
         top = self._take(lse, rows, dim=2)
         if layout == "TND":
             top = top.transpose(1, 2).flatten(0, 1)
         top = top.unsqueeze(-1).expand(*top.shape, _COPIES).contiguous()
+        softmax = {"softmax_max": top, "softmax_sum": torch.ones_like(top)}
         parts = self._operator("npu_fusion_attention_grad")(
-            queries,
-            keys,
-            values,
-            douts,
-            q.shape[2],
-            layout,
-            softmax_max=top,
-            softmax_sum=torch.ones_like(top),
-            attention_in=outs,
-            scale_value=scale,
-            **options,
+            *inputs, q.shape[2], layout, attention_in=outs, scale_value=scale, **softmax, **options
         )
         dq, dk, dv = (part.view(x.shape) for part, x in zip(parts[:3], tensors[:3], strict=True))
         return dq, dk, dv
@@ -267,23 +256,7 @@ class FusionKernel(Kernel):
     def _operator(self, name: str) -> Any:
         return getattr(torch.ops.npu if self._operators is None else self._operators, name)
 
-    def _mask(self, device: torch.device) -> Tensor:
-        """Return the compressed mask, the same for every mode: True above the diagonal."""
-        if device not in self._masks:
-            self._masks[device] = torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu_(1)
-        return self._masks[device]
-
     # ------------------------------------------------------------------------- rows in and out of tensors
-
-    def _index(self, ranges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-        """Return the indices of several ranges of rows. They are kept on the device for later calls."""
-        found = self._indices.get((ranges, device))
-        if found is None:
-            if len(self._indices) >= _KEPT:
-                self._indices.popitem(last=False)
-            found = torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
-            self._indices[ranges, device] = found
-        return found
 
     def _take(self, x: Tensor, ranges: tuple[tuple[int, int], ...], dim: int = 1) -> Tensor:
         """Return rows of a tensor, contiguous: the operator's documentation names no other strides."""
@@ -305,23 +278,29 @@ class FusionKernel(Kernel):
         """Merge the result of a call into its rows of a running state."""
         tensors = (*state, *state.lost) if isinstance(state, Compensated) else state
         dims = (1, 2, 1, 2)
-        if len(part.rows) == 1:
+        index = None if len(part.rows) == 1 else self._index(part.rows, out.device)
+        if index is None:
             start, stop = part.rows[0]
-            _merge_all([x.narrow(d, start, stop - start) for x, d in zip(tensors, dims, strict=False)], out, lse, lost)
-            return
-        index = self._index(part.rows, out.device)
-        rows = [x.index_select(d, index) for x, d in zip(tensors, dims, strict=False)]
-        _merge_all(rows, out, lse, lost)
-        for x, d, merged in zip(tensors, dims, rows, strict=False):
-            x.index_copy_(d, index, merged)
+            rows = [x.narrow(d, start, stop - start) for x, d in zip(tensors, dims, strict=False)]
+        else:
+            rows = [x.index_select(d, index) for x, d in zip(tensors, dims, strict=False)]
+        if len(rows) == 2:
+            merge_into((rows[0], rows[1]), out, lse)
+        else:
+            Compensated(rows[0], rows[1], (rows[2], rows[3])).merge(out, lse, lost)
+        if index is not None:
+            for x, d, merged in zip(tensors, dims, rows, strict=False):
+                x.index_copy_(d, index, merged)
 
 
-def _merge_all(rows: list[Tensor], out: Tensor, lse: Tensor, lost: Tensor) -> None:
-    """Merge into (out, LSE), or into (out, LSE, rounding error of each)."""
-    if len(rows) == 2:
-        merge_into((rows[0], rows[1]), out, lse)
-    else:
-        Compensated(rows[0], rows[1], (rows[2], rows[3])).merge(out, lse, lost)
+def _mask(device: torch.device) -> Tensor:
+    """Return the compressed mask, the same for every mode: True above the diagonal."""
+    return torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu_(1)
+
+
+def _index(ranges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Return the indices of several ranges of rows."""
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
 
 
 def _sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,13 +315,12 @@ def _packed(x: Tensor, layout: str) -> Tensor:
     return x.flatten(0, 1) if layout == "TND" else x
 
 
-def _deterministic() -> AbstractContextManager[None]:
-    """Return a context with deterministic gradients: torch's switch, which torch_npu passes on to CANN."""
-    return nullcontext() if torch.are_deterministic_algorithms_enabled() else _use_deterministic_algorithms()
-
-
 @contextmanager
-def _use_deterministic_algorithms() -> Iterator[None]:
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Compute deterministic gradients if wanted, by torch's switch, which torch_npu passes on to CANN."""
+    if not wanted or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

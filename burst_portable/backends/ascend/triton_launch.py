@@ -1,14 +1,13 @@
 """Define `AscendTritonKernel` with triton-ascend, for the calls that CANN's operator does not serve (softcap).
 
-triton-ascend has no num_warps and num_stages. The tiles of a program must fit the unified buffer: `buffer_bytes` gives
-the block sizes, which were never timed. See `triton_kernels` for the other limits.
+triton-ascend has no num_warps and num_stages. The tiles of a program must fit the unified buffer, which a test checks.
+The block sizes were never timed. See `triton_kernels` for the other limits.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,15 +23,12 @@ from burst_portable.kernels.triton.arguments import name_compile_errors, padded,
 from burst_portable.kernels.triton.blocks import block_table, transposed
 from burst_portable.numerics import Compensated, State, row_delta
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.planning.tiles import Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 LONGEST = 1 << 24  # rows or columns of a block whose indices float32 represents exactly
 PROGRAMS = 24  # in a launch: the cube cores of an Atlas A2; on other devices only the speed differs
-BUFFER = 192 * 1024  # bytes of a core's unified buffer
-MARGIN = 0.85  # usable share of the buffer; the compiler needs the rest
-_KEPT = 256
 
 
 class Cut(NamedTuple):
@@ -53,20 +49,6 @@ SINGLE: Mapping[int, tuple[Cut, Cut]] = {
     128: (Cut(32, 32), Cut(32, 32)),
     256: (Cut(16, 16), Cut(16, 16)),
 }
-
-
-def buffer_bytes(cut: Cut, head: int, itemsize: int, *, sums: int) -> int:
-    """Return the bytes of a step: the block's tiles, `sums` float32 sums, two tiles twice, scores three times."""
-    block, step, scores = cut.rows * head, cut.columns * head, cut.rows * cut.columns
-    return block * (sums * itemsize + sums * 4) + 2 * 2 * step * itemsize + scores * (4 + 4 + itemsize)
-
-
-def _compensated(state: Compensated | None, part: State) -> Compensated:
-    """Merge a part into a running state of float32 tensors with compensation, which the kernel's merging lacks."""
-    if state is None:
-        return Compensated(*part, (torch.zeros_like(part[0]), torch.zeros_like(part[1])))
-    state.merge(*part)
-    return state
 
 
 @lru_cache(maxsize=1)
@@ -93,7 +75,7 @@ class AscendTritonKernel(Kernel):
         programs: int = PROGRAMS,
     ) -> None:
         self._half, self._single, self._programs = half, single, programs
-        self._tables: OrderedDict[object, tuple[Tensor, int]] = OrderedDict()
+        self._table = lru_cache(maxsize=256)(_table)
 
     def supports(self, call: AttentionCall) -> Support:
         if torch_dtype(call) not in DTYPES:
@@ -121,9 +103,13 @@ class AscendTritonKernel(Kernel):
         state: State | None = None,
         yields_to_comm: bool = False,
     ) -> State:
-        if q.dtype == torch.float32 and (state is None or isinstance(state, Compensated)):
-            return _compensated(state, self._attend(q, k, v, tiles, call, None))
-        return self._attend(q, k, v, tiles, call, state)
+        if q.dtype != torch.float32 or not (state is None or isinstance(state, Compensated)):
+            return self._attend(q, k, v, tiles, call, state)
+        part = self._attend(q, k, v, tiles, call, None)  # the kernel's merging lacks compensation
+        if state is None:
+            return Compensated(*part, (torch.zeros_like(part[0]), torch.zeros_like(part[1])))
+        state.merge(*part)
+        return state
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, state: State | None) -> State:
         merge = state is not None
@@ -163,29 +149,6 @@ class AscendTritonKernel(Kernel):
         sizes = self._single if q.dtype == torch.float32 else self._half
         return sizes[min(size for size in sizes if size >= head)]
 
-    def _table(
-        self,
-        tiles: Sequence[Tile],
-        rows: int,
-        columns: int,
-        cut: Cut,
-        device: torch.device,
-        *,
-        every_row: bool = False,
-    ) -> tuple[Tensor, int]:
-        """Return the table of kernels/triton/blocks on the device, and its number of blocks. Tables are kept."""
-        if max(rows, columns) >= LONGEST:
-            got = f"{rows} rows, {columns} columns"
-            raise UnsupportedError("blocks that are too long", got=got, allowed=f"less than {LONGEST}")
-        key = tiles, rows, columns, cut, device, every_row
-        found = self._tables.get(key)
-        if found is None:
-            if len(self._tables) >= _KEPT:
-                self._tables.popitem(last=False)
-            made = block_table(tiles, rows, columns, *cut, every_row=every_row)
-            found = self._tables[key] = torch.from_numpy(made.data).to(device), made.blocks
-        return found
-
     def _run(
         self,
         kernel: Any,
@@ -216,3 +179,14 @@ class AscendTritonKernel(Kernel):
         sizes = blocks, heads, q.shape[2] // k.shape[2], work
         with name_compile_errors(kernel, f"npu, {q.dtype}", constants, "pass other cuts to AscendTritonKernel"):
             kernel[(min(work, self._programs),)](*arguments, *sizes, **constants)
+
+
+def _table(
+    tiles: Tiles, rows: int, columns: int, cut: Cut, device: torch.device, *, every_row: bool = False
+) -> tuple[Tensor, int]:
+    """Return the table of kernels/triton/blocks on the device, and its number of blocks."""
+    if max(rows, columns) >= LONGEST:
+        got = f"{rows} rows, {columns} columns"
+        raise UnsupportedError("blocks that are too long", got=got, allowed=f"less than {LONGEST}")
+    made = block_table(tiles, rows, columns, *cut, every_row=every_row)
+    return torch.from_numpy(made.data).to(device), made.blocks
