@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import burst_portable as bp
 from burst_portable.backends.cpu.backend import CpuBackend
-from burst_portable.backends.cuda.backend import has_high_priority, high_priority_options
+from burst_portable.backends.cuda.backend import CudaBackend, has_high_priority
 from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.backends.selection import group_options_of, load
 from burst_portable.cli.run.job import hardware_of_run
@@ -201,7 +201,7 @@ def test_has_high_priority_is_false_for_other_groups():
 
 @pytest.mark.skipif(dist.is_available() and dist.is_nccl_available(), reason="for a torch without NCCL")
 def test_high_priority_options_without_nccl_is_none():
-    assert high_priority_options(timedelta(seconds=5)) is None
+    assert CudaBackend().group_options(timedelta(seconds=5)) is None
 
 
 @pytest.mark.parametrize("given", ["options", None])

@@ -28,17 +28,6 @@ AT_LEAST = "2.11"
 _INSTALL = "install CANN, then the torch_npu of this torch's version: pip install '.[ascend]' in the clone"
 
 
-def _other_torch(npu: str, torch_version: str) -> str:
-    """Return an error if torch_npu is built for another torch, with which it would crash without a message."""
-    required, found = (".".join(text.partition("+")[0].split(".")[:2]) for text in (npu, torch_version))
-    if required == found:
-        return ""
-    step = f"pip install 'torch=={required}.*' or the torch_npu of torch {found}"
-    return format_error(
-        "torch_npu is built for another torch", got=f"torch_npu {npu}, torch {torch_version}", next_step=step
-    )
-
-
 class AscendBackend(AcceleratorBackend):
     """See `backends.base.Backend`."""
 
@@ -55,8 +44,12 @@ class AscendBackend(AcceleratorBackend):
         """Import torch_npu if it is installed."""
         if reason := package_error("torch_npu", AT_LEAST, install=_INSTALL):
             return reason
-        if other := _other_torch(version("torch_npu"), torch.__version__):
-            return other
+        built, found = version("torch_npu"), torch.__version__
+        required, release = (".".join(text.partition("+")[0].split(".")[:2]) for text in (built, found))
+        if required != release:  # it would crash without a message
+            step = f"pip install 'torch=={required}.*' or the torch_npu of torch {release}"
+            got = f"torch_npu {built}, torch {found}"
+            return format_error("torch_npu is built for another torch", got=got, next_step=step)
         try:
             npu = import_module("torch_npu").npu
         # The message must include the error, which is mostly a missing library of CANN.

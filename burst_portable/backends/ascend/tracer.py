@@ -20,7 +20,6 @@ _DEVICE = "Ascend Hardware"
 _COMMUNICATION = ("Communication", "HCCL")
 _COMPUTES = ("AI_CORE", "AI_VECTOR_CORE", "AIV", "AI_CPU", "MIX_", "KERNEL")
 _COPIES = ("MEMCPY", "SDMA", "MEMSET")
-_FILE = "trace_view.json"
 
 
 class NpuTracer:
@@ -38,7 +37,7 @@ class NpuTracer:
     def stop(self) -> bytes:
         self._profiler.stop()
         with self._folder as folder:
-            written = sorted(Path(folder).rglob(_FILE))
+            written = sorted(Path(folder).rglob("trace_view.json"))
             # It prints its errors, including those of the start, and continues. Only the missing file shows them.
             if not written:
                 raise UnsupportedError(

@@ -30,15 +30,6 @@ from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 
 
-def high_priority_options(timeout: timedelta) -> Any:
-    """Return options of a process group whose stream has high priority; None if this torch has no NCCL."""
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # torch warns if it differs from the group's timeout
-    return options
-
-
 def has_high_priority(group: Any) -> bool:
     """Return whether the NCCL stream of a group (None: the default group) has high priority."""
     found: Any = dist.group.WORLD if group is None else group
@@ -136,8 +127,12 @@ class CudaBackend(AcceleratorBackend):
         )
 
     def group_options(self, timeout: timedelta) -> Any:
-        """Return options with which NCCL's kernels run on a stream of high priority."""
-        return high_priority_options(timeout)
+        """Return options with which NCCL's kernels run on a stream of high priority; None without NCCL."""
+        if not (dist.is_available() and dist.is_nccl_available()):
+            return None
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout  # torch warns if it differs from the group's timeout
+        return options
 
     def connect_direct(self, other: Transport, group: Any, timeout: float) -> Transport:
         """Connect peer copies, if all ranks can have them."""

@@ -110,10 +110,8 @@ class Driver:
             raise CommunicationError("a call of the CUDA driver failed", got=got)
 
 
-@cache
-def driver(device: int) -> Driver:
-    """Return the driver of a device, which is created once."""
-    return Driver(device)
+driver = cache(Driver)
+"""The driver of a device, which is created once."""
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

@@ -50,16 +50,13 @@ def capabilities() -> tuple[tuple[int, int], ...]:
     return tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
 
 
-def _older_than(first: tuple[int, int]) -> str:
-    old = [f"sm_{major}{minor}" for major, minor in capabilities() if (major, minor) < first]
-    return f"it needs sm_{first[0]}{first[1]} or later, not {old[0]}" if old else ""
-
-
 class CudaFlashKernel(AtenFlashKernel):
     """Call torch's flash attention (FlashAttention-2)."""
 
     def supports(self, call: AttentionCall) -> Support:
-        reason = declined(call, 256) or _older_than((8, 0))
+        reason = declined(call, 256)
+        if not reason and (old := [f"sm_{major}{minor}" for major, minor in capabilities() if major < 8]):
+            reason = f"it needs sm_80 or later, not {old[0]}"
         if not reason and not torch.backends.cuda.is_flash_attention_available():
             reason = "this torch is built without flash attention"
         return Support(not reason, reason)

@@ -6,9 +6,8 @@ Triton is imported when a kernel is first launched, not before.
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -38,9 +37,6 @@ from burst_portable.kernels.triton.arguments import padded as padded_size
 from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tiles
-
-if TYPE_CHECKING:
-    from burst_portable.kernels.triton.triton_kernel import TritonKernel
 
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
 """First Triton version whose Gluon compiles these kernels, and first later version that is not supported.
@@ -270,7 +266,13 @@ class HopperKernel(Kernel):
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """Return `numerics.row_delta`, computed by the portable kernel in one pass over the two tensors."""
-        return _portable().row_delta(dout, out)
+        return self._portable.row_delta(dout, out)
+
+    @cached_property
+    def _portable(self) -> Kernel:
+        from burst_portable.kernels.triton.triton_kernel import TritonKernel
+
+        return TritonKernel()
 
 
 def _launch_backward(
@@ -426,10 +428,3 @@ def device_reason(device: str) -> str:
         return f"it runs on NVIDIA GPUs, not on {device}"
     major, minor = torch.cuda.get_device_capability(device)
     return "" if (major, minor) == (9, 0) else f"it runs on sm_90, not on sm_{major}{minor}"
-
-
-@cache
-def _portable() -> TritonKernel:
-    from burst_portable.kernels.triton.triton_kernel import TritonKernel
-
-    return TritonKernel()
