@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Backend, HardwareSpec
+from burst_portable.backends.base import HardwareSpec
 from burst_portable.backends.selection import choose_kernel, hardware_of
 from burst_portable.comm.base import Transport
 from burst_portable.errors import DeviceError
@@ -45,6 +45,9 @@ _NAME = 200  # bytes of a device's name
 _SHORTER = 4  # the shorter of the two lengths is 1/_SHORTER of the longer
 # Messages during a kernel: their share of its time, and the largest numbers of messages and kernels.
 _FILLED, _MAX_MESSAGES, _MAX_KERNELS = 0.7, 32, 16
+
+_REPEATS = f"up to {CALLS} messages back to back"
+_TO_NEXT = f"to the next rank and from the previous one, {_REPEATS}"
 
 Progress = Callable[[str], None]
 
@@ -106,11 +109,10 @@ def measure(
         DeviceError: If the measurement does not fit the device's memory.
         CommunicationError: If the transport fails.
     """
-    backend = mesh.backend_for(device.type)
-    chosen, _ = choose_kernel(backend, call, mesh.config.kernel if kernel == "auto" else kernel)
+    chosen, _ = choose_kernel(mesh.backend_for(device.type), call, mesh.config.kernel if kernel == "auto" else kernel)
     try:
         with torch.no_grad(), disable_autocast(device):
-            return _Measurement(mesh, device, backend, chosen, call, on_progress).facts()
+            return _Measurement(mesh, device, chosen, call, on_progress).facts()
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             "the measurement does not fit the device's memory",
@@ -147,22 +149,18 @@ class _Measurement:
     """Measure the fields of `HardwareSpec` one after the other."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        device: torch.device,
-        backend: Backend,
-        kernel: Kernel,
-        call: AttentionCall,
-        on_progress: Progress,
+        self, mesh: Mesh, device: torch.device, kernel: Kernel, call: AttentionCall, on_progress: Progress
     ) -> None:
-        self.mesh, self.device, self.backend, self.kernel, self.call = mesh, device, backend, kernel, call
-        streams = backend.capabilities.streams
+        self.mesh, self.device, self.kernel, self.call = mesh, device, kernel, call
+        self.backend = mesh.backend_for(device.type)
+        streams = self.backend.capabilities.streams
         self.sizes = ACCELERATOR if streams else HOST
-        self.length = call.layout.length
+        self.lengths = max(1, call.layout.length // _SHORTER), call.layout.length
         self.transport = mesh.transport(device.type)
         self.clock: Clock = TransportClock(self.transport, device, streams=streams)
         self.on_progress, self.found = on_progress, dict[str, Measured]()
         self.node = mesh.ranks_per_node if mesh.ranks_per_node and 1 < mesh.ranks_per_node < mesh.size else 0
+        self.neighbors = Peers.next(mesh.rank, mesh.size, self.node)
         self.direct = ""
 
     def facts(self) -> dict[str, Any]:
@@ -189,7 +187,7 @@ class _Measurement:
             "kv_heads": call.kv_heads,
             "head_dim": call.head_dim,
             "dtype": call.dtype,
-            "lengths": list(self._lengths()),
+            "lengths": list(self.lengths),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "hardware": as_json(replace(before, kernel=self.kernel.traits, **values)),
             "methods": {name: self._method(name, before).as_json() for name in as_json(before)},
@@ -217,13 +215,10 @@ class _Measurement:
 
     # ------------------------------------------------------------------------------------------------- kernel, memory
 
-    def _lengths(self) -> tuple[int, int]:
-        return max(1, self.length // _SHORTER), self.length
-
     def _kernel(self) -> Block:
         """Measure two blocks; return the longer one, whose calls later run during messages."""
-        lengths, seconds, ratios = self._lengths(), [], []
-        for length in lengths:
+        seconds, ratios = [], []
+        for length in self.lengths:
             self.on_progress(f"{self.kernel.name}, {length:,} tokens")
             block = Block(self.kernel, self.call, length, self.device, yields_to_comm=self.transport.high_priority)
             seconds.append((block.flops, block.seconds(self.clock)))
@@ -233,7 +228,7 @@ class _Measurement:
             points = [(float(flops[one]), took[one]) for flops, took in seconds]
             speed = fit_speed(*points)
             rate, latency = names[one]
-            times = zip(lengths, points, strict=True)
+            times = zip(self.lengths, points, strict=True)
             took = ", ".join(f"{length:,} tokens {seconds_text(time)}" for length, (_, time) in times)
             method = f"{one} of {self.kernel.name}, causal: {took}"
             ratio = max(of_length[one] for of_length in ratios)
@@ -253,21 +248,17 @@ class _Measurement:
     # ---------------------------------------------------------------------------------------------------------- links
 
     def _links(self) -> None:
-        rank, ranks, name = self.mesh.rank, self.mesh.size, self.transport.name
-        sizes, repeats = self.sizes.message_bytes, f"up to {CALLS} messages back to back"
-        neighbors = Peers.next(rank, ranks, self.node)
+        found, name, sizes = self.found, self.transport.name, self.sizes.message_bytes
         self.on_progress(f"{name} to the next rank")
-        found = self.found
-        method = f"to the next rank and from the previous one, {repeats}"
-        link = found["p2p_bandwidth"] = self._curve(self.transport, neighbors, sizes, method)
+        link = found["p2p_bandwidth"] = self._curve(self.transport, self.neighbors, sizes, _TO_NEXT)
         found["intra_node_bandwidth"] = Measured(max(rate for _, rate in link.value), "the maximum of `p2p_bandwidth`")
-        latency = message_latency(self.clock, self.transport, neighbors)
+        latency = message_latency(self.clock, self.transport, self.neighbors)
         found["message_latency"] = Measured(latency, f"{name}: a message of a few bytes, of many back to back")
-        self._all_to_all(repeats)
-        self._direct(neighbors, repeats)
+        self._all_to_all()
+        self._direct()
         if self.node:
             self.on_progress(f"{name} to the next node")
-            peers = Peers.next_node(rank, ranks, self.node)
+            peers = Peers.next_node(self.mesh.rank, self.mesh.size, self.node)
             between = self._curve(self.transport, peers, sizes[-1:], "")
             method = f"{name}: each rank to the same local rank of the next node, {bytes_text(sizes[-1])}"
             found["inter_node_bandwidth"] = Measured(between.value[-1][1], method, between.max_over_min)
@@ -279,16 +270,16 @@ class _Measurement:
         points: Curve = measure_curve(self.clock, transport, peers, sizes)
         return Measured(points, f"{transport.name} {method}", self.clock.pop_max_over_min())
 
-    def _all_to_all(self, repeats: str) -> None:
+    def _all_to_all(self) -> None:
         peers = Peers.all_in_node(self.mesh.rank, self.mesh.size, self.node)
         if len(peers.targets) < 2:
             self.found["all_to_all_bandwidth"] = Measured((), "with two ranks, this is `p2p_bandwidth`")
             return
         self.on_progress(f"{self.transport.name} to all other ranks")
-        method = f"to all other ranks and from all at once, {repeats}; total bytes"
+        method = f"to all other ranks and from all at once, {_REPEATS}; total bytes"
         self.found["all_to_all_bandwidth"] = self._curve(self.transport, peers, self.sizes.message_bytes, method)
 
-    def _direct(self, neighbors: Peers, repeats: str) -> None:
+    def _direct(self) -> None:
         """Measure the backend's own transport, if it has one that these ranks can use."""
         direct, reason = self.mesh.transport_for(self.device.type, direct=True)
         if direct is self.transport:
@@ -296,12 +287,10 @@ class _Measurement:
             return
         self.on_progress(f"{direct.name} to the next rank")
         self.direct = direct.name
-        method = f"to the next rank and from the previous one, {repeats}"
-        self.found["peer_copy_bandwidth"] = self._curve(direct, neighbors, self.sizes.message_bytes, method)
+        self.found["peer_copy_bandwidth"] = self._curve(direct, self.neighbors, self.sizes.message_bytes, _TO_NEXT)
 
     def _slowdown(self, block: Block) -> None:
         """Measure kernels alone, messages alone, and both, for each pass."""
-        neighbors = Peers.next(self.mesh.rank, self.mesh.size, self.node)
         data = torch.ones(self.sizes.overlap_bytes, dtype=torch.uint8, device=self.device)
         name = "comm_slowdown_high_priority" if self.transport.high_priority else "comm_slowdown"
         known = hardware_of(self.backend, self.mesh.size, self.kernel)
@@ -310,7 +299,7 @@ class _Measurement:
         for one in PASSES:
             self.on_progress(f"{one} of {self.kernel.name} during messages")
             calls = block.passes[one], block.overlapped[one]
-            share, method = measure_slowdown(self.clock, self.transport, *calls, data, neighbors)
+            share, method = measure_slowdown(self.clock, self.transport, *calls, data, self.neighbors)
             shares.append(share)
             methods.append(f"{one}: {method}")
         forward, backward = (old if share is None else share for old, share in zip(before, shares, strict=True))
