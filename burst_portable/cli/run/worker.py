@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from burst_portable.cli.run.train import Gradients, OnStep, Outcome
-    from burst_portable.comm.base import Transport
     from burst_portable.config import LauncherEnv
     from burst_portable.mesh import Mesh
 
@@ -190,18 +189,24 @@ def run_in_launcher(job: Job, launcher: LauncherEnv, on_step: OnStep) -> tuple[l
     def run() -> tuple[list[Outcome], Gradients]:
         with launched_mesh(job, launcher) as (mesh, device):
             outcome, gradients = run_rank(job, mesh, device, on_step)
-            return [Outcome(**one) for one in _gather(asdict(outcome), mesh.transport(device.type))], gradients
+            return [Outcome(**one) for one in _gather(asdict(outcome), mesh, device)], gradients
 
     result = run()
     assert result is not None, "errors are raised"
     return result
 
 
-def _gather(values: dict[str, Any], transport: Transport) -> list[dict[str, Any]]:
-    """Return the values of all ranks in rank order, exchanged as JSON of equal length."""
-    data = json.dumps(values).encode()
-    longest = max(map(int.from_bytes, transport.share(len(data).to_bytes(8), "outcome sizes")))
-    return [json.loads(one) for one in transport.share(data.ljust(longest), "outcomes")]
+def _gather(values: dict[str, Any], mesh: Mesh, device: torch.device) -> list[dict[str, Any]]:
+    """Return the values of all ranks in rank order. Profiles are too large for `Transport.share`."""
+    import torch
+
+    transport = mesh.transport(device.type)
+    data = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.empty(8, dtype=torch.uint8, device=device) for _ in range(mesh.size)]
+    transport.all_gather(torch.tensor([data.numel()], device=device).view(torch.uint8), sizes, "outcome sizes")
+    parts = [torch.empty(int(size.view(torch.int64)), dtype=torch.uint8, device=device) for size in sizes]
+    transport.all_gather(data, parts, "outcomes")
+    return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
 
 
 if __name__ == "__main__":
