@@ -51,6 +51,7 @@ full: $(STAMP)
 lint: $(STAMP)
 	@$(PYTHON_IN_VENV) -m ruff format --check .
 	@$(PYTHON_IN_VENV) -m ruff check .
+	@$(PYTHON_IN_VENV) ci/check_prose.py
 
 types: $(STAMP)
 	@$(PYTHON_IN_VENV) -m mypy

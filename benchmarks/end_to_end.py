@@ -286,7 +286,7 @@ class Run:
         result.tokens_per_second = self.arguments.seq_len / seconds
         result.mfu = mfu(self.flops, seconds, self.links.size, self.peak.flops)
 
-    # ------------------------------------------------------------------------------------------- telling
+    # ------------------------------------------------------------------------------------------ reporting
 
     def facts(self) -> dict[str, Any]:
         a = self.arguments

@@ -221,7 +221,7 @@ def checked(kept: list[tuple[str, dict]], shape: Shape) -> list[tuple[str, dict]
 
 
 def time_all(trials: list[Trial], seconds: float) -> list[Trial]:
-    """Rounds in random order until the time is up."""
+    """Time all in rounds of random order, until the time is up."""
     started, rounds = time.time(), 0
     while rounds < 3 or time.time() - started < seconds:
         order = random.sample(trials, len(trials))

@@ -329,7 +329,7 @@ def simulate(arguments: argparse.Namespace) -> None:
     measured = hardware_of_machine("NVIDIA H200", 8)
     assert measured is not None, "the table has H200"
     plain = HardwareSpec(600.0, 300.0, source="600 TFLOP/s, 300 GB/s, and messages that hold no kernel up")
-    nccl = replace(measured, direct=())
+    nccl = replace(measured, peer_copy_bandwidth=())
     first = replace(nccl.with_high_priority(), source=f"{measured.source}, messages first")
     results = []
     for link_bandwidth in arguments.inter_node_bandwidth or [50.0]:

@@ -247,8 +247,8 @@ def document_zigzag(cu_seqlens: Sequence[int], ranks: int) -> Layout:
 def whole_documents(cu_seqlens: Sequence[int], ranks: int) -> Layout:
     """Assign unsplit documents to ranks, so that little is sent, and split the longest in zigzags to balance the load.
 
-    Documents are split until the busiest rank has at most 3 % more than the mean of both the pairs of a causal mask and
-    the tokens, if enough documents are long enough. The chunks of a split document are full blocks of kernels, in short
+    Documents are split until the busiest rank has at most 3 % more than the mean, of the pairs of a causal mask and of
+    the tokens. That needs enough long documents. The chunks of a split document are full blocks of kernels, in short
     sequences at least a sixteenth of a rank's tokens. The imbalance may be larger for ranks of less than some 8,000
     tokens, because blocks are not split. Chunks come first on their rank, so that other ranks need one range.
     """
@@ -271,7 +271,7 @@ def _evenest(documents: Sequence[tuple[int, int]], ranks: int, shortest: int) ->
 
 
 class _Dealt:
-    """Documents assigned to ranks: the first `cut` in zigzags, each of the others to the least loaded rank."""
+    """Documents assigned to ranks: the first `cut` in zigzags, each other one to the least loaded rank."""
 
     def __init__(self, documents: Sequence[tuple[int, int]], cut: int, ranks: int) -> None:
         self._pairs, self._rows = [0] * ranks, [0] * ranks

@@ -102,8 +102,8 @@ class SelfAttention(nn.Module):
         theta: Base of the rotary frequencies. None: no rotary embedding.
 
     Raises:
-        InputError: If heads do not divide `dim`, if K/V heads do not divide heads, if the head size is odd with rotary
-            embedding, or if the mesh, mask, strategy or layout is invalid.
+        InputError: If heads do not divide `dim`, or K/V heads do not divide heads. If the head size is odd with rotary
+            embedding. If the mesh, mask, strategy or layout is invalid.
     """
 
     def __init__(

@@ -2,10 +2,12 @@
 
     PYTHONPATH=. python ci/make_images.py [--check]
 
-plan.svg is drawn from two plans: which rank computes which pairs of a causal mask, at which ring step. profile.png and
-profile-dark.png are screenshots of the sample's page, and profile-good.png of a run without a delay that this script
-records, if Chromium is installed. With --check nothing is written, and the exit code is 1 if plan.svg differs from what
-would be written. benchmarks/picture.py draws the speeds.
+- plan.svg is drawn from two plans: which rank computes which pairs of a causal mask at which ring step.
+- profile.png and profile-dark.png are screenshots of the sample's page.
+- profile-good.png shows a run without a delay, which this script records.
+
+Screenshots need Chromium. With --check nothing is written, and the exit code is 1 if plan.svg differs from what would
+be written. benchmarks/picture.py draws the speeds.
 """
 
 from __future__ import annotations

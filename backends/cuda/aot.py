@@ -230,8 +230,8 @@ def _early_releases(ptx: str) -> int:
     """Count arrivals at a barrier without a barrier of the warpgroup since its last wait for a product.
 
     One thread arrives for its warpgroup and lets a slot be filled again, while the three other warps may still read it.
-    Triton inserts a barrier of the warpgroup before an arrival if there is none since the last use of shared memory,
-    but takes the start of an asynchronous product for its end.
+    Triton inserts a barrier of the warpgroup before an arrival if there is none since the last use of shared memory.
+    But it takes the start of an asynchronous product for its end.
     """
     waited, early = False, 0
     for line in ptx.splitlines():

@@ -2,12 +2,13 @@
 
     python backends/rocm/tune.py gfx942 [gfx90a ...] [--json tuning.json] [--kernel keys] [--head 128]
 
-The time of a step of the unmasked loop is estimated as that of the busiest unit, from a count of its instructions:
-matrix products at the chip's published rate, 4 cycles per vector instruction (16 for exp and log), 128 bytes per cycle
-between the four SIMDs and their LDS (256 on gfx950). With fewer than two waves per SIMD, nothing overlaps, and matrix
-and vector time add up. Configurations that spill to memory or do not fit the LDS are left out. The first line of each
-group is the choice, from which the tables in `burst_portable/kernels/triton/tuning.py` were written. Of the
-configurations within 5 % of the shortest time, it has most cycles of other waves to overlap a load. Nothing was timed.
+The time of a step of the unmasked loop is estimated as that of the busiest unit, from a count of its instructions.
+Matrix products run at the chip's published rate. A vector instruction takes 4 cycles (16 for exp and log). 128 bytes
+per cycle move between the four SIMDs and their LDS (256 on gfx950). With fewer than two waves per SIMD, nothing
+overlaps, and matrix and vector time add up. Configurations that spill to memory or do not fit the LDS are left out. The
+first line of each group is the choice, from which the tables in `burst_portable/kernels/triton/tuning.py` were written.
+Of the configurations within 5 % of the shortest time, it has most cycles of other waves to overlap a load. Nothing was
+timed.
 """
 
 from __future__ import annotations

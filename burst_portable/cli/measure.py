@@ -58,9 +58,9 @@ def measure(
 ) -> int:
     """Measure this machine's kernels and links, from which strategy "auto" predicts times.
 
-    All ranks measure at once, and the slowest rank counts. Measured are the local kernel at two lengths (--seq-len
-    and a quarter of it), messages by size to the next rank and to all, memory, and the slowdown of kernels by messages.
-    Nothing else should run on the machine. --json FILE writes the file that BURST_HARDWARE_SPEC and
+    All ranks measure at once, and the slowest rank counts. They measure the local kernel at two lengths (--seq-len
+    and a quarter of it), messages by size to the next rank and to all, and memory. They also measure how much messages
+    slow kernels down. Nothing else should run on the machine. --json FILE writes the file that BURST_HARDWARE_SPEC and
     `plan --hardware-spec` read.
 
     Examples:

@@ -22,7 +22,7 @@ EVIDENCE_LEVELS = {
     "reference": "only the reference kernel, in plain torch",
     "interpreter": "kernels in an interpreter on the CPU",
     "machine code": "kernels compiled for a chip, but not run",
-    "simulated": "the vendor's real Python package on a simulated driver: tests the calls, not the numbers",
+    "simulated": "the vendor's real Python package on a simulated driver, which tests calls only",
     "device": "the real device",
 }
 """Levels of evidence, the weakest first."""

@@ -127,7 +127,7 @@ def find_test(target: BackendUnderTest, text: str) -> TestCase:
 
 
 def run(test: TestCase, case: Case | None = None) -> Outcome:
-    """Run a test, with `case` instead of its own if given. An exception becomes a failed outcome."""
+    """Run a test, with its default case if `case` is None. An exception becomes a failed outcome."""
     try:
         return test.run(case or test.case or Case())
     # A backend may fail in any way, and the next test should still run.

@@ -2,13 +2,11 @@
 
 Shapes (the last stride is 1, all others are free):
 
-======  ===================  ====================================================================
-q       [B, Sq, Hq, D]       queries of one block
-k, v    [B, Sk, Hkv, D|Dv]   keys and values; Hq = g·Hkv, head h reads K/V head h // g; Dv may differ from D
-out     [B, Sq, Hq, Dv]      in the accumulation dtype, unless stated otherwise
-lse     [B, Hq, Sq]          natural logarithm, accumulation dtype; -inf for a fully masked row
-delta   [B, Hq, Sq]          rowsum(dO * O), accumulation dtype
-======  ===================  ====================================================================
+    q       [B, Sq, Hq, D]       queries of one block
+    k, v    [B, Sk, Hkv, D|Dv]   keys and values; Hq = g·Hkv, head h reads K/V head h // g; Dv may differ from D
+    out     [B, Sq, Hq, Dv]      in the accumulation dtype, unless stated otherwise
+    lse     [B, Hq, Sq]          natural logarithm, accumulation dtype; -inf for a fully masked row
+    delta   [B, Hq, Sq]          rowsum(dO * O), accumulation dtype
 
 In the backward pass lse, delta and out are *global*: those of the row over every key of the sequence.
 The accumulation dtype is float32 (float64 for float64); see `numerics`.

@@ -1,15 +1,11 @@
 """Define the recorded events of one rank as tables of integers, which are cheap to write, send and compute with.
 
-==========  ==========================================================================================
-table       one row is
-==========  ==========================================================================================
-compute     one kernel call of the plan: its blocks, pairs, tiles and FLOPs, its start and end
-message     one move of the plan on this rank: when it was posted, when it arrived (if a stream watched for
-            it; for a sent message, if known), and the later wait for it
-collective  one operation of all ranks: the all-to-all of a reshard (of all ranks or of one node's), or the check
-            before a pass that all ranks make the same call
-copy        one copy or sum of a step besides the kernel: messages packed, gradients added
-==========  ==========================================================================================
+- `compute`: one kernel call of the plan. Its blocks, pairs, tiles and FLOPs, its start and end.
+- `message`: one move of the plan on this rank. When it was posted, when it arrived, and the later wait for it. The
+  arrival is known if a stream watched for it; for a sent message, it may be unknown.
+- `collective`: one operation of all ranks. The all-to-all of a reshard (of all ranks or of one node's), or the check
+  before a pass that all ranks make the same call.
+- `copy`: one copy or sum of a step besides the kernel: messages packed, gradients added.
 
 Times are nanoseconds of the rank's own clock. A wait alone does not show its cause: that needs the row of the message's
 other end (see `analyze`). A row names the training step (`train_step`), the attention in it (`attention_call`: the
@@ -98,7 +94,7 @@ class Table:
         return np.stack((self["start"], self["end"]), axis=1)
 
     def posts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of messages: return the locations of the ring steps that posted them, and start and end of posting."""
+        """Return the locations of the ring steps that posted messages, and start and end of posting."""
         posted = self.select(self["posted"] != NEVER)
         locations = np.concatenate((posted.data[:, :3], posted["issued"][:, None]), axis=1)
         return locations, np.stack((posted["posted"], posted["left"]), axis=1)

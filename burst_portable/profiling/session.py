@@ -226,8 +226,8 @@ class Session:
             mesh: Mesh whose calls are gathered. Default: the mesh passed to `profile`, else that of the recorded calls.
 
         Raises:
-            InputError: If the mesh is unknown (calls of several meshes or none were recorded), if no call of the passed
-                mesh was recorded, or (on rank 0) if ranks recorded different training steps.
+            InputError: If the mesh is unknown, because calls of several meshes or none were recorded. If no call of the
+                passed mesh was recorded. On rank 0: if ranks recorded different training steps.
             CommunicationTimeoutError: If a rank does not call this function; the message names the rank.
             PeerLostError: If a rank has failed; the message names the rank.
             MismatchError: On every rank, if other ranks call attention instead and the transport can detect it.

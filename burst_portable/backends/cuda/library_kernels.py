@@ -90,8 +90,8 @@ class CudnnKernel(CudaFlashKernel):
             return super().operate_backward(dout, q, k, v, out, lse, causal, scale)
         operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
-        # torch keys cuDNN's plans by the sizes and strides of q, k and v only: other strides of dout and out would be
-        # read as those of the call that made the plan.
+        # torch keys cuDNN's plans by the sizes and strides of q, k and v only. It would read other strides of dout and
+        # out as those of the call that made the plan.
         dout, out = dout.contiguous(), out.contiguous()
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         sizes = (None, None, q.shape[1], k.shape[1])  # no bias, and lengths of one sequence

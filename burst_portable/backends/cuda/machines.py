@@ -20,7 +20,7 @@ _H100 = {
     "cudnn": HardwareSpec(618.0, 150.0, launch_latency=50e-6, backward_tflops=537.0, backward_launch_latency=180e-6),
 }
 _H200 = {
-    **_H100,  # the same chip with more memory; kernels measured while four of them compute
+    **_H100,  # the same chip with more memory. Kernels were measured while four of them computed.
     # On four GPUs, several backward launches took 1 to 4 % longer than those of Ulysses, in addition to the other
     # predicted differences.
     "hopper": HardwareSpec(640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, multi_launch_efficiency=0.98),

@@ -1,6 +1,6 @@
 """Convert the masks of Transformers to `Mask`, or raise an error. No part of a mask is ignored.
 
-Transformers describes a mask as a function of (batch, head, q, k), composed of a few functions of its own. This module
+Transformers describes a mask as a function of (batch, head, q, k), composed of a few functions. This module
 recognizes them by their code and reads their parameters. A `DeferredMask` replaces the attention mask in the model, so
 there is never a tensor of queries x keys.
 """

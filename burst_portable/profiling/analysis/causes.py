@@ -31,10 +31,9 @@ class Cause(NamedTuple):
     """A cause of waits.
 
     Attributes:
-        kind: "compute" (kernels of a rank), "host" (a rank between its kernels), "outside" (a rank outside of
-            attention), "link" (a transfer from `rank` to `peer`), "collective" (an exchange of ranks that share heads),
-            or "agreement" (the check that all ranks make the same call: a few bytes, independent of the size of
-            messages).
+        kind: One of six words. "compute": kernels of a rank. "host": a rank between its kernels. "outside": a rank
+            outside of attention. "link": a transfer from `rank` to `peer`. "collective": an exchange of ranks that
+            share heads. "agreement": the check that all ranks make the same call, which sends a few bytes.
         rank: The delaying rank or the source of the link; -1 for all ranks.
         peer: The target of the link; -1 otherwise.
     """

@@ -17,8 +17,8 @@ the full blocks.
 Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` computes the row terms
 [2·B·Hq, Sq + padding]: -LSE of all heads, then -delta of all heads.
 
-Names: `_sm` shared memory, `_rdy` barrier of a full slot, `_emp` barrier of an empty slot, final `2` second panel of
-columns, `it` query blocks so far, `do` the gradient of out, `l` and `d` the row terms -LSE and -delta.
+Endings of names: `_sm` shared memory, `_rdy` barrier of a full slot, `_emp` barrier of an empty slot, `2` second panel
+of columns. Names: `it` query blocks so far, `do` the gradient of out, `l` and `d` the row terms -LSE and -delta.
 """
 
 import triton

@@ -19,9 +19,9 @@ the loop. Then come the full blocks, in a loop without a mask, and then the othe
 Shapes: q, out [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; lse [B, Hq, Sq]. Tensor descriptors have four dimensions, so
 rows past the end of a batch row are read as 0 and never written.
 
-Names: `_sm` shared memory, `_rdy` barrier of a full slot, `_emp` barrier of an empty slot, final `2` second panel of
-columns, `it` key blocks so far, `turn` items so far, `top` row maximum in base 2, `total` partial row sums [64, 8],
-`fade` factor for previous sums, `peeled` the masked block before the loop.
+Endings of names: `_sm` shared memory, `_rdy` barrier of a full slot, `_emp` barrier of an empty slot, `2` second panel
+of columns. Names: `it` key blocks so far, `turn` items so far, `top` row maximum in base 2, `total` partial row sums
+[64, 8], `fade` factor for previous sums, `peeled` the masked block before the loop.
 """
 
 from triton.experimental import gluon
