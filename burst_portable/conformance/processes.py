@@ -111,8 +111,8 @@ def collect(
     """Return what each rank sends through its pipe, in rank order.
 
     `start` is the time in seconds until the first rank reports, and from each report to the next. After one rank has
-    failed, the others have `report_timeout` seconds. Raises `RankError` if a rank failed, ended without a report, or
-    sent none in time. The message names the rank whose own error it was, if one had such an error.
+    failed, the other ranks have `report_timeout` seconds. Raises `RankError` if a rank failed, ended without a report,
+    or sent none in time. The message names the rank whose own error it was, if one had such an error.
     """
     results: dict[int, Any] = {}
     failed: list[tuple[bool, str]] = []  # whether another rank may be the cause, and the message
