@@ -300,7 +300,13 @@ class AcceleratorBackend(Backend):
     def probe(self) -> Probe:
         if reason := package_error("torch", TORCH) or self.unavailable_reason():
             return Probe(False, reason)
-        return Probe(True, facts={"devices": self._devices(), **self.libraries()})
+        module = torch.get_device_module(self.capabilities.device_type)
+        properties = [module.get_device_properties(index) for index in range(module.device_count())]
+        devices = [
+            {"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1), **self.describe(device)}
+            for device in properties
+        ]
+        return Probe(True, facts={"devices": devices, **self.libraries()})
 
     def kernels(self) -> tuple[Kernel | LazyKernel, ...]:
         return self._kernels
@@ -320,11 +326,3 @@ class AcceleratorBackend(Backend):
         except (RuntimeError, AssertionError) as error:
             result = in_a_line(error)
         return format_error(missing, got=result, next_step=f"look at {look_at}")
-
-    def _devices(self) -> list[Facts]:
-        module = torch.get_device_module(self.capabilities.device_type)
-        devices = [module.get_device_properties(index) for index in range(module.device_count())]
-        return [
-            {"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1), **self.describe(device)}
-            for device in devices
-        ]

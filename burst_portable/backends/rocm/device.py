@@ -48,20 +48,18 @@ def amdsmi_facts() -> dict[str, Any]:
     except smi.AmdSmiException as error:
         return {"amdsmi": f"not available: {' '.join(str(error).split())}"}
     try:
-        devices = smi.amdsmi_get_processor_handles()
+        devices, xgmi = smi.amdsmi_get_processor_handles(), smi.AmdSmiLinkType.AMDSMI_LINK_TYPE_XGMI
         return {
             "driver": smi.amdsmi_get_gpu_driver_info(devices[0])["driver_version"],
-            "xgmi_peers": [sum(_linked(smi, one, other) for other in devices if other is not one) for one in devices],
+            "xgmi_peers": [  # connected by xGMI, not PCIe
+                sum(smi.amdsmi_topo_get_link_type(one, other)["type"] == xgmi for other in devices if other is not one)
+                for one in devices
+            ],
         }
     except (smi.AmdSmiException, IndexError) as error:  # a virtual machine may hide the topology
         return {"amdsmi": f"reports no devices: {' '.join(str(error).split())}"}
     finally:
         smi.amdsmi_shut_down()
-
-
-def _linked(smi: Any, one: Any, other: Any) -> bool:
-    """Return whether xGMI, not PCIe, connects two devices."""
-    return bool(smi.amdsmi_topo_get_link_type(one, other)["type"] == smi.AmdSmiLinkType.AMDSMI_LINK_TYPE_XGMI)
 
 
 class AmdsmiMeter(SensorMeter):

@@ -86,28 +86,6 @@ def _for_triton(args: Sequence[Any]) -> list[Any]:
     return [a.triton if isinstance(a, Described) else a for a in args]
 
 
-class Counters:
-    """Work counters of value 0, one per launch. One pool per stream is cleared at once, so no launch clears its own."""
-
-    def __init__(self) -> None:
-        self._pools: dict[Hashable, Iterator[Tensor]] = {}
-
-    def take(self, device: torch.device, stream: int) -> Tensor:
-        """Return an int32 counter of value 0 that no launch has used.
-
-        During graph capture, return a new counter, which each replay of the graph clears.
-        """
-        if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(1, dtype=torch.int32, device=device)
-        key = (device.index, stream)
-        pool = self._pools.get(key)
-        found = next(pool, None) if pool is not None else None
-        if found is None:
-            pool = self._pools[key] = iter(torch.zeros(_COUNTERS, dtype=torch.int32, device=device).unbind())
-            found = next(pool)
-        return found
-
-
 @cache
 def processors(device: int) -> int:
     """Return the number of multiprocessors of a device."""
@@ -219,7 +197,21 @@ class Compiled(Descriptors):
         self.backward = Launcher(backward.backward_kernel)
         self.split_backward = Launcher(split_backward.split_kernel)
         self.prepare = Launcher(backward.prepare_kernel)
-        self.counter = Counters().take
+        self._counters: dict[Hashable, Iterator[Tensor]] = {}
+
+    def counter(self, device: torch.device, stream: int) -> Tensor:
+        """Return an int32 counter of value 0 that no launch has used, from the stream's pool, which is cleared at once.
+
+        During graph capture, return a new counter, which each replay of the graph clears.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        key = (device.index, stream)
+        found = next(self._counters.get(key, iter(())), None)
+        if found is None:
+            pool = self._counters[key] = iter(torch.zeros(_COUNTERS, dtype=torch.int32, device=device).unbind())
+            found = next(pool)
+        return found
 
 
 @cache

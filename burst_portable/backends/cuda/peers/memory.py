@@ -127,31 +127,24 @@ class CudaPeerMemory:
         self._copy_stream.wait_event(self._forked)
 
     def copy(self, leaving: Sequence[Parts | Strips], *, exclusive: bool) -> None:
-        if not (exclusive and self._pushed(self._copy_handle, leaving)):
-            self._by_driver(self._copy_handle, leaving)
+        self._copy(self._copy_handle, leaving, by_kernel=exclusive)
 
     def copy_local(self, leaving: Sequence[Parts | Strips]) -> None:
-        with on(self._device):  # as in `signal`
-            if not self._pushed(self._compute_handle, leaving):
-                self._by_driver(self._compute_handle, leaving)
+        self._copy(self._compute_handle, leaving, by_kernel=True)
 
-    def _pushed(self, stream: int, leaving: Sequence[Parts | Strips]) -> bool:
-        """Copy by a kernel if possible, and return whether it was."""
-        if self._push is None:
-            return False
-        with on(self._device):  # a kernel starts in the current device's context
-            return self._push(stream, leaving, self._address)
-
-    def _by_driver(self, stream: int, leaving: Sequence[Parts | Strips]) -> None:
-        """Copy one part after the other, by a copy engine if it goes to another device."""
-        for one in leaving:
-            source = one.buffer.data_ptr()
-            for part in one.parts:
-                target = self._address(part)
-                if isinstance(part, Part):
-                    self._driver.copy(stream, target, source + part.start, part.size)
-                elif part.size:
-                    self._driver.copy_lines(stream, target, source + part.start, part)
+    def _copy(self, stream: int, leaving: Sequence[Parts | Strips], *, by_kernel: bool) -> None:
+        """Copy by a kernel if that is allowed and possible, else part by part, between devices by a copy engine."""
+        with on(self._device):  # a kernel starts in the current device's context; streams are as in `signal`
+            if by_kernel and self._push is not None and self._push(stream, leaving, self._address):
+                return
+            for one in leaving:
+                source = one.buffer.data_ptr()
+                for part in one.parts:
+                    target = self._address(part)
+                    if isinstance(part, Part):
+                        self._driver.copy(stream, target, source + part.start, part.size)
+                    elif part.size:
+                        self._driver.copy_lines(stream, target, source + part.start, part)
 
     def _address(self, part: Part | Strip) -> int:
         """Return the address of a part in its rank's memory."""
