@@ -8,14 +8,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.cuda.peers import connection, memory
-from burst_portable.backends.cuda.peers.watch import Watch
+from burst_portable.backends.cuda.peers import connection, memory, watch
 from burst_portable.comm.local import run_transports
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
@@ -101,7 +99,8 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(memory, "current_stream", lambda device: torch.cuda.current_stream().cuda_stream)
     monkeypatch.setattr(memory.dist, "get_rank", lambda group: here.rank)
     monkeypatch.setattr(memory.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(memory, "Watch", partial(Watch, threaded=False))  # simulated memory never hangs
+    idle = SimpleNamespace(wake=lambda owner: None, stop=lambda: None)
+    monkeypatch.setattr(watch, "Background", lambda *_: idle)  # simulated memory never hangs
     monkeypatch.setattr(connection, "unavailable", lambda: "")
     monkeypatch.setattr(connection, "current_device", lambda: DEVICE)
     return machine

@@ -75,20 +75,14 @@ class CudaBackend(AcceleratorBackend):
         )
         yield HopperFlash4Kernel(flash_4)
         yield HopperKernel()
-        yield LazyKernel(
-            "triton",
-            "burst_portable.kernels.triton.triton_kernel:TritonKernel",
-            needs="triton",
-            at_least=(3, 6),
-            install="in the clone, run: pip install '.[cuda]'",
-        )
-        yield LazyKernel(
-            "triton-tf32",
-            "burst_portable.kernels.triton.triton_kernel:Tf32Kernel",
-            needs="triton",
-            at_least=(3, 6),
-            install="in the clone, run: pip install '.[cuda]'",
-        )
+        for name, kernel in (("triton", "TritonKernel"), ("triton-tf32", "Tf32Kernel")):
+            yield LazyKernel(
+                name,
+                f"burst_portable.kernels.triton.triton_kernel:{kernel}",
+                needs="triton",
+                at_least=(3, 6),
+                install="in the clone, run: pip install '.[cuda]'",
+            )
         yield CudnnKernel()
         yield flash_4
         yield CudaFlashKernel()

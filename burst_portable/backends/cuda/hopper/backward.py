@@ -445,8 +445,7 @@ def backward_kernel(
     keys: gl.int32,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, D: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
     DV: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr,
-    EARLY: gl.constexpr,
-    REGS: gl.constexpr,
+    EARLY: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     """Compute all gradients: allocate shared memory and barriers, then start the workers, the loader and the adder."""
     dtype: gl.constexpr = q_desc.dtype

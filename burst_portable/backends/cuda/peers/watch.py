@@ -53,7 +53,6 @@ class Watch:
         release: lets streams continue that wait for these flags: (flag, mark).
         every: seconds between two checks.
         quiet: seconds of a pass before its flags are read.
-        threaded: whether a thread watches. Without it, passes are only recorded.
     """
 
     def __init__(
@@ -65,11 +64,10 @@ class Watch:
         *,
         every: float = EVERY,
         quiet: float = QUIET,
-        threaded: bool = True,
     ) -> None:
         self.failed: CommunicationError | None = None
         self._device, self.timeout, self._read, self._release = device, timeout, read, release
-        self._every, self._quiet, self._threaded = every, quiet, threaded
+        self._every, self._quiet = every, quiet
         self._passes: deque[WatchedPass] = deque()
         self._current: WatchedPass | None = None  # the pass of the host; the thread may have dropped it
         self._looking = threading.Lock()  # held while flags are read, and while passes are dropped
@@ -82,8 +80,6 @@ class Watch:
         entered.record(stream)
         self._current = WatchedPass(entered)
         self._passes.append(self._current)
-        if not self._threaded:
-            return
         if self._thread is None:
             self._thread = Background(self, Watch._watch, "burst_portable peer watch")
         if len(self._passes) == 1:
