@@ -51,10 +51,6 @@ class _MeshRank(NamedTuple):
     rank: int
 
 
-def _mesh_rank(mesh: Mesh) -> _MeshRank:
-    return _MeshRank(mesh.global_ranks, mesh.rank)
-
-
 class Session:
     """A profiling session, created by `profile`."""
 
@@ -69,7 +65,11 @@ class Session:
         self._lock = Lock()
         self._token: Token[Any] | None = None
         self._outer: Wrap | None = None
-        self._tracer = _tracer() if level == "kernels" else None
+        self._tracer: Tracer | None = None
+        if level == "kernels":
+            from burst_portable.profiling.tracing import Tracer
+
+            self._tracer = Tracer()
 
     def __enter__(self) -> Session:
         if self._token is not None:
@@ -105,17 +105,16 @@ class Session:
         return replace(prepared, observer=observer, transport=RecordingTransport(prepared.transport, observer))
 
     def _recorder(self, mesh: Mesh) -> Recorder:
-        key = _mesh_rank(mesh)
+        key = _MeshRank(mesh.global_ranks, mesh.rank)
         with self._lock:
             self._meshes[key] = mesh
             self._by_thread.setdefault(current_thread(), set()).add(key)
             if key not in self._recorders:
-                annotate = self._tracer.annotate if self._tracer else None
                 self._recorders[key] = Recorder(
                     mesh.rank,
                     host_name(),
                     level=self.level,
-                    annotate=annotate,
+                    annotate=self._tracer.annotate if self._tracer else None,
                     since=self._since,
                     hardware=mesh.config.hardware_spec,
                 )
@@ -175,7 +174,7 @@ class Session:
         from burst_portable.profiling.ablation import ablate
 
         mesh = self._known_mesh(None) or as_mesh(None)
-        key = _mesh_rank(mesh)
+        key = _MeshRank(mesh.global_ranks, mesh.rank)
         if device is None and key in self._recorders:
             device = self._recorders[key].device_type
         found = self._ablations[key] = ablate(step, mesh=mesh, model=model, repeat=repeat, device=device)
@@ -194,7 +193,12 @@ class Session:
         return self._read(sorted(self._recorders))
 
     def _read(self, keys: Sequence[_MeshRank]) -> list[RankRecords]:
-        records = [self._with_ablation(key) for key in keys]
+        records = []
+        for key in keys:
+            one = self._recorders[key].records()
+            if found := self._ablations.get(key):
+                one = replace(one, facts={**one.facts, "ablation": found.facts()})
+            records.append(one)
         if self._tracer is None:
             return records
         if len({key.rank for key in self._recorders}) < len(self._recorders):  # labels in the trace name no mesh
@@ -204,10 +208,6 @@ class Session:
             )
         traces = self._tracer.kernel_traces()
         return [replace(one, kernel_trace=traces.get(one.rank)) for one in records]
-
-    def _with_ablation(self, key: _MeshRank) -> RankRecords:
-        one, found = self._recorders[key].records(), self._ablations.get(key)
-        return one if found is None else replace(one, facts={**one.facts, "ablation": found.facts()})
 
     def write_trace(self, path: str | Path) -> None:
         """Write the file of the vendor's tracer, for ui.perfetto.dev; attention has labels from the plan.
@@ -280,12 +280,6 @@ def profile(level: Literal["basic", "standard", "kernels"] = "standard", *, mesh
     if not isinstance(level, str) or level not in LEVELS:
         raise InputError("unknown level of profiling", got=shown(level), allowed=", ".join(LEVELS))
     return Session(level, mesh)
-
-
-def _tracer() -> Tracer:
-    from burst_portable.profiling.tracing import Tracer
-
-    return Tracer()
 
 
 def host_name() -> str:

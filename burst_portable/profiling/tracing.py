@@ -50,7 +50,8 @@ def read_trace(path: str | Path) -> dict[str, Any]:
     data = load_trace(Path(path))
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
     try:
-        rank = _rank(data)
+        info = data.get("distributedInfo") or {}
+        rank = int(info["rank"]) if "rank" in info else None
         for event in events_of_trace(data):
             if kind := kind_of(event.category, event.name):
                 spans[kind].append((event.start, event.end))
@@ -107,17 +108,8 @@ def events_of_trace(data: dict[str, Any]) -> Iterator[TraceEvent]:
 
 
 def load_trace(path: Path) -> dict[str, Any]:
-    """Read a file of Kineto's JSON, also .gz.
-
-    Raises:
-        InputError: If the file is not such a trace.
-    """
+    """Read a file of Kineto's JSON, also .gz. Raise `InputError` if it is not such a trace."""
     return _checked(read_json(path, "a trace", _MAX_BYTES, parse_float=Decimal, next_step=_ADVICE), str(path))
-
-
-def parse_trace(raw: bytes, path: str) -> dict[str, Any]:
-    """Return the trace in `raw`, as `load_trace` returns it; `path` is for error messages."""
-    return _checked(parse_json(raw, path, "a trace", parse_float=Decimal), path)
 
 
 def _checked(data: Any, path: str) -> dict[str, Any]:
@@ -140,11 +132,6 @@ def _nanoseconds(microseconds: Any) -> int:
     if not abs(number) * 1000 < _MAX_TIME:  # before it becomes an int, which may have a billion digits
         raise ValueError("a time out of range")
     return int(number * 1000)
-
-
-def _rank(data: dict[str, Any]) -> int | None:
-    info = data.get("distributedInfo") or {}
-    return int(info["rank"]) if "rank" in info else None
 
 
 class TorchTracer:
@@ -185,11 +172,7 @@ class Tracer:
         self._trace: bytes | UnsupportedError | None = None
 
     def start(self) -> None:
-        """Begin to trace.
-
-        Raises:
-            UnsupportedError: If another tracer is running in this process.
-        """
+        """Begin to trace. Raise `UnsupportedError` if another tracer is running in this process."""
         self._tracer.start()
 
     @staticmethod
@@ -205,12 +188,7 @@ class Tracer:
             self._trace = error
 
     def write(self, path: Path) -> None:
-        """Write the tracer's own file, for ui.perfetto.dev.
-
-        Raises:
-            InputError: If called before `stop`, or if the file cannot be written.
-            UnsupportedError: If the tracer produced no trace.
-        """
+        """Write the tracer's own file, for ui.perfetto.dev. Raise `UnsupportedError` if there is no trace."""
         try:
             path.write_bytes(self._bytes())
         except OSError as error:
@@ -218,7 +196,8 @@ class Tracer:
 
     def kernel_traces(self) -> dict[int, KernelTrace]:
         """Return the kernels of each rank of this process. Raise the same errors as `write`."""
-        return join(parse_trace(self._bytes(), "the tracer's file"))
+        name = "the tracer's file"
+        return join(_checked(parse_json(self._bytes(), name, "a trace", parse_float=Decimal), name))
 
     def _bytes(self) -> bytes:
         if self._trace is None:
@@ -298,24 +277,23 @@ def trace_summary(trace: KernelTrace, compute: Table | None = None) -> dict[str,
         compute: Marked kernel calls of the rank, from which equal work of kernels is derived. Default: unknown.
     """
     rows = trace.rows
-    locations, group = np.unique(rows[:, [2, 3, 5]], axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    counts = np.bincount(group, minlength=len(locations))
-    times = np.zeros(len(locations), dtype=np.int64)
-    np.add.at(times, group, rows[:, 7] - rows[:, 6])
-    kinds = np.zeros(len(locations), dtype=np.int64)
-    kinds[group] = rows[:, 4]
+    columns = rows[:, [2, 3, 5, 4]]
+    keys, group, counts = np.unique(columns, axis=0, return_inverse=True, return_counts=True)
+    times = np.zeros(len(keys), dtype=np.int64)
+    np.add.at(times, group.reshape(-1), rows[:, 7] - rows[:, 6])
     kernels = [
         {
-            "backward": int(backward),
-            "ring_step": int(step),
+            "backward": backward,
+            "ring_step": step,
             "activity": trace.names[name][0],
-            "kind": KernelTrace.KINDS[kinds[i]],
+            "kind": KernelTrace.KINDS[kind],
             "name": trace.names[name][1],
-            "count": int(counts[i]),
-            "time_ns": int(times[i]),
+            "count": count,
+            "time_ns": time,
         }
-        for i, (backward, step, name) in enumerate(locations)
+        for (backward, step, name, kind), count, time in zip(
+            keys.tolist(), counts.tolist(), times.tolist(), strict=True
+        )
     ]
     kernels.sort(key=lambda k: -k["time_ns"])
     measured = _measure(trace, compute) if trace.on_device else {"partition": None, "contention": None}
@@ -335,7 +313,6 @@ def _measure(trace: KernelTrace, compute: Table | None) -> dict[str, Any]:
 
 def _pairs(kernels: NDArray[np.int64], compute: Table | None) -> NDArray[np.int64]:
     """Return the number of pairs that the plan assigns to each kernel; 0 if unknown."""
-    known = (
-        {} if compute is None else dict(zip(map(tuple, compute.data[:, :4].tolist()), compute["pairs"], strict=True))
-    )
+    marked = [] if compute is None else zip(map(tuple, compute.locations.tolist()), compute["pairs"], strict=True)
+    known = dict(marked)
     return np.array([known.get(tuple(location), 0) for location in kernels[:, :4].tolist()], dtype=np.int64)
