@@ -1,14 +1,9 @@
 """Repeat a step without communication, without computing, and without both, to measure what each adds.
 
-    ablation = ablate(step, mesh=mesh, model=model)    # every rank calls it, with the same step
-    ablation.exposed_communication                     # seconds that communication adds
-    ablation.hidden                                    # seconds that overlapping saves
-
-The full step is exactly the sum of four parts: the step without both, what communication adds, what computing adds,
-and the hidden time of both at once. Only attention's messages and kernels are switched off; the
-rest of the model runs unchanged. Without communication, nothing is sent or waited for, and received blocks contain
-uninitialized memory. Without computing, kernels are skipped. The results of such steps are meaningless, so `step` must
-not keep them: no optimizer, no statistics. `ablate` restores gradients and buffers of `model` and torch's random state.
+The full step is exactly the sum of the step without both, what communication adds, what computing adds, and the
+hidden time of both at once. Only attention's messages and kernels are switched off; the rest of the model runs
+unchanged. Such steps compute with uninitialized memory, so `step` must not keep their results: no optimizer, no
+statistics. `ablate` restores gradients and buffers of `model` and torch's random state.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@
   before a pass that all ranks make the same call.
 - `copy`: one copy or sum of a step besides the kernel: messages packed, gradients added.
 
-Times are nanoseconds of the rank's own clock. A wait alone does not show its cause: that needs the row of the message's
-other end (see `analyze`). A row names the training step (`train_step`), the attention in it (`attention_call`: the
-layer of a model without recomputation), the pass, and the ring step.
+Times are nanoseconds of the rank's own clock. A row names the training step (`train_step`), the attention in it
+(`attention_call`: the layer of a model without recomputation), the pass, and the ring step.
 """
 
 from __future__ import annotations

@@ -145,26 +145,20 @@ _ISOLATED = 0.05  # of a kernel's time: with at most this share, it is isolated
 
 
 def contention(kernels: Intervals, work: NDArray[np.int64], comm: Intervals) -> dict[str, Any] | None:
-    """Compare kernels that overlap communication with the same kernels in isolation.
+    """Compare kernels that overlap communication with the same kernels in isolation; None if there are none of either.
 
-    Args:
-        kernels: Start and end of each kernel, ``[n, 2]``.
-        work: ``[n, any]``; kernels with equal rows do the same work.
-        comm: Times of transfers, disjoint and sorted.
-
-    Returns:
-        `overlapped` and `isolated`, the numbers of kernels compared; `ratio`, the time of overlapped kernels over that
-        of the same isolated ones; `lost_ns`, the difference in nanoseconds. None if there is nothing to compare.
+    Rows of `work` that are equal do the same work. `comm` is disjoint and sorted. The result has `overlapped` and
+    `isolated`, the numbers of kernels compared; `ratio`, the time of overlapped kernels over that of the same isolated
+    ones; `lost_ns`, the difference in nanoseconds.
     """
     if not len(kernels):
         return None
     times = kernels[:, 1] - kernels[:, 0]
     shared = measure(comm, kernels) / np.maximum(times, 1)
     is_overlapped, is_isolated = shared >= _OVERLAPPED, shared <= _ISOLATED
-    _, group = np.unique(work, axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    found = [(times[(group == g) & is_overlapped], times[(group == g) & is_isolated]) for g in range(group.max() + 1)]
-    compared = [(overlapped, isolated) for overlapped, isolated in found if len(overlapped) and len(isolated)]
+    group = np.unique(work, axis=0, return_inverse=True)[1].reshape(-1)
+    pairs = ((times[(group == g) & is_overlapped], times[(group == g) & is_isolated]) for g in range(group.max() + 1))
+    compared = [(overlapped, isolated) for overlapped, isolated in pairs if len(overlapped) and len(isolated)]
     if not compared:
         return None
     took = sum(int(overlapped.sum()) for overlapped, _ in compared)

@@ -19,15 +19,6 @@ Bottleneck = dict[str, Any]
 _BETTER = 0.95  # of the present cost: alternatives that save less are not recommended
 _LATENCY_BOUND = 0.5  # of a link's planned time: with more latency than this, messages are too small
 _SIDES = {"kv": "K and V", "q": "Q and dO", "heads": "heads"}
-MORE_TOKENS = "give each rank more tokens, so that computing hides the transfers"
-AGREEMENT = (
-    "the check runs once per pass and costs the same for messages of any size: make fewer calls with more tokens each, "
-    "and check whether processes share cores, because each rank answers only when it is scheduled"
-)
-OUTSIDE = (
-    "profile a full step with torch.profiler: this profile does not record the rest of the model, the optimizer and "
-    "the program; some idle time is expected, and more if processes share cores"
-)
 
 
 def advise_layout(report: Report) -> str:
@@ -44,7 +35,11 @@ def advise_layout(report: Report) -> str:
 def advise_overlap(report: Report) -> str:
     """Return the recommendation for exposed communication: another strategy, transport or message size."""
     texts = [text for text in (_strategy(report), _transport(report), _message_size(report)) if text]
-    return "; or ".join(texts) if texts else f"{_no_better_strategy(report)}{MORE_TOKENS}, or use a faster transport"
+    if texts:
+        return "; or ".join(texts)
+    plans = report["plans"]
+    tried = f"no other strategy sends fewer bytes here than {plans[0]['strategy']}: " if plans else ""
+    return f"{tried}give each rank more tokens, so that computing hides the transfers, or use a faster transport"
 
 
 def advise_contention(report: Report) -> str:
@@ -78,11 +73,6 @@ def _strategy(report: Report) -> str:
     return text
 
 
-def _no_better_strategy(report: Report) -> str:
-    plans = report["plans"]
-    return f"no other strategy sends fewer bytes here than {plans[0]['strategy']}: " if plans else ""
-
-
 def _transport(report: Report) -> str:
     """Return a recommendation of the backend's own transport if the run used another one; else ""."""
     used, direct = (report.get("transport") or {}).get("used", ""), (report.get("transport") or {}).get("direct", "")
@@ -108,9 +98,7 @@ def _message_size(report: Report) -> str:
 
 
 _REPORTED = 0.03  # of a rank's time: the summary does not name smaller bottlenecks
-_MUCH_IDLE = (
-    0.2  # of all ranks' time: this much idle outside of attention is reported, though attention is not its cause
-)
+_MUCH_IDLE = 0.2  # of all ranks' time: more idle time outside of attention is reported, though not as a bottleneck
 _WAITED_FOR = 0.25  # of a slow rank's excess: if other ranks waited at least this share, all of the excess counts
 _THROTTLED = 0.95  # of the other ranks' clock
 _OUTLIER = 2.0  # times the median: waits for a slow link, bytes per second of a slow link, waits for a late rank
@@ -121,16 +109,8 @@ BOTH_ENDS = "events: both ends of each message"
 def find_bottlenecks(report: Report) -> list[Bottleneck]:
     """Return all bottlenecks, the largest first."""
     span = max((rank["span_ns"] for rank in report["ranks"]), default=0)
-    found = [
-        *_slow_ranks(report),
-        *_uneven_plan(report),
-        *_links(report),
-        *_agreement(report),
-        *_late_ranks(report),
-        *_host_gaps(report),
-        *_late_launches(report),
-        *_contention(report),
-    ]
+    finders = _slow_ranks, _uneven_plan, _links, _agreement, _late_ranks, _host_gaps, _late_launches, _contention
+    found = [one for find in finders for one in find(report)]
     if report["level"] == "basic" or not report["causes"]:
         found += _waiting(report)
     for one in found:
@@ -156,7 +136,11 @@ def summarize(report: Report) -> Bottleneck:
         f"{percent(_share(report, 'idle_between_kernels_ns'))} idle between kernels, "
         f"{percent(outside)} idle outside of attention."
     )
-    return {**_bottleneck("none", 0, text, OUTSIDE if outside > _MUCH_IDLE else "", ""), "share": 0.0}
+    recommendation = (
+        "profile a full step with torch.profiler: this profile does not record the rest of the model, the optimizer "
+        "and the program; some idle time is expected, and more if processes share cores"
+    )
+    return {**_bottleneck("none", 0, text, recommendation if outside > _MUCH_IDLE else "", ""), "share": 0.0}
 
 
 def _share(report: Report, part: str) -> float:
@@ -197,10 +181,8 @@ def _slow_ranks(report: Report) -> list[Bottleneck]:
         if excess <= 0.05 * took:
             continue
         ratio = took / (took - excess) if took > excess else 0.0
-        text = (
-            f"rank {number} computes slowly: its kernels take {_ratio_text(ratio)} times as long as the same FLOPs "
-            "elsewhere"
-        )
+        times = f"{ratio:.0f}" if ratio >= 9.5 else f"{ratio:.2g}"
+        text = f"rank {number} computes slowly: its kernels take {times} times as long as the same FLOPs elsewhere"
         longest = max(waits.get(number, {}).values(), default=0)
         text += _clock(report, number)
         text += f", and other ranks wait up to {time_text(longest)} for it" if longest else ""
@@ -221,10 +203,6 @@ def _clock(report: Report, rank: int) -> str:
     if rank not in clocks or not others or clocks[rank] >= _THROTTLED * median(others):
         return ""
     return f" (its device runs at {clocks[rank]:.0f} MHz, others at {median(others):.0f})"
-
-
-def _ratio_text(ratio: float) -> str:
-    return f"{ratio:.0f}" if ratio >= 9.5 else f"{ratio:.2g}"
 
 
 def _uneven_plan(report: Report) -> list[Bottleneck]:
@@ -280,7 +258,17 @@ def _agreement(report: Report) -> list[Bottleneck]:
     """Find the time of the check that all ranks make the same call, after the last rank arrived."""
     total = sum(sum(c["wait_ns"].values()) for c in report["causes"] if c["kind"] == "agreement")
     text = "ranks wait while they check whether they make the same call"
-    return [_bottleneck("agreement", total / max(1, len(report["ranks"])), text, AGREEMENT, BOTH_ENDS)]
+    recommendation = (
+        "the check runs once per pass and costs the same for messages of any size: make fewer calls with more tokens "
+        "each, and check whether processes share cores, because each rank answers only when it is scheduled"
+    )
+    return [_bottleneck("agreement", total / max(1, len(report["ranks"])), text, recommendation, BOTH_ENDS)]
+
+
+def _speeds(report: Report, pair: tuple[int, int]) -> tuple[float | None, list[float]]:
+    """Return the bytes per second of a link and of the other links; None and left out if not observed."""
+    speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in report["links"]}
+    return speeds[pair], [speed for other, speed in speeds.items() if other != pair and speed]
 
 
 def _is_slower(report: Report, pair: tuple[int, int]) -> bool:
@@ -288,19 +276,17 @@ def _is_slower(report: Report, pair: tuple[int, int]) -> bool:
 
     A long wait alone does not show a slow link: its receiver may have been early, or may have had more to receive.
     """
-    speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in report["links"]}
-    others = [s for p, s in speeds.items() if p != pair and s]
-    return not speeds[pair] or not others or _OUTLIER * speeds[pair] < median(others)
+    speed, others = _speeds(report, pair)
+    return not speed or not others or _OUTLIER * speed < median(others)
 
 
 def link_speeds_text(report: Report, pair: tuple[int, int]) -> str:
     """Return the rates of a slow link and of the other links as text."""
-    speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in report["links"]}
-    others = [s for p, s in speeds.items() if p != pair and s]
-    if not speeds[pair]:
+    speed, others = _speeds(report, pair)
+    if not speed:
         return "its rate was not observed"
-    rate = scaled(speeds[pair], "B/s")
-    return f"it transfers {rate}, others {scaled(median(others), 'B/s')}" if others else f"it transfers {rate}"
+    more = f", others {scaled(median(others), 'B/s')}" if others else ""
+    return f"it transfers {scaled(speed, 'B/s')}{more}"
 
 
 def _late_ranks(report: Report) -> list[Bottleneck]:

@@ -20,7 +20,6 @@ _WORK = {
     "head_dim": "head size",
     "itemsize": "bytes per element",
 }
-_CHOICES = {"strategy": "strategy", "layout": "layout"}
 CAUTIONS = {
     "level": "recording costs a different time per level, so the profiler may cause part of a change",
     "device": "different devices, so a change does not show an effect of the code",
@@ -51,17 +50,12 @@ class Change(NamedTuple):
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> list[Change]:
-    """Return each part of a training step, and whether it grew by more than the threshold.
+    """Return each part of a training step, and whether it grew by more than the threshold: 0.1 is a tenth.
 
     If both reports have marked steps, the shortest, the median and the longest full step follow.
 
     A part is worse only if it also grew by `_FLOOR` of the full step. Idle time, the shortest and the longest step are
     never worse: they show one step each, or time that attention does not cause.
-
-    Args:
-        before: Data of the older report.
-        after: Data of the newer report.
-        threshold: Allowed growth of a part; 0.1 is a tenth.
 
     Raises:
         InputError: If the reports have different numbers of ranks or different work, or if the threshold is not a
@@ -104,7 +98,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Differenc
 
 def _about(data: dict[str, Any]) -> dict[str, str]:
     """Return the facts of a report as text; for several plans, every distinct value."""
-    plans, names = data["plans"], {**_WORK, **_CHOICES}
+    plans, names = data["plans"], {**_WORK, "strategy": "strategy", "layout": "layout"}
     devices = {data["device"], *(peak["device"] for peak in data["peaks"])} - {""}
     return {
         **{text: ", ".join(map(str, dict.fromkeys(plan[name] for plan in plans))) for name, text in names.items()},
@@ -118,8 +112,8 @@ def _check_work(before: dict[str, Any], after: dict[str, Any]) -> None:
     flops = [_flops(data) for data in (before, after)]
     if abs(flops[1] - flops[0]) <= _SAME_WORK * max(flops):
         return
-    work = {*_WORK.values()}
-    sizes = [f"{d.name} {d.before} and {d.after}" for d in differences(before, after) if d.name in work]
+    found = differences(before, after)
+    sizes = [f"{d.name} {d.before} and {d.after}" for d in found if d.name in _WORK.values()]
     raise InputError(
         "the reports are of different work and cannot be compared",
         got="; ".join([*sizes, f"{' and '.join(scaled(one, 'FLOP') for one in flops)} of attention per step"]),
