@@ -92,11 +92,11 @@ class Table:
         """Return start and end of each row, ``[n, 2]``."""
         return np.stack((self["start"], self["end"]), axis=1)
 
-    def posts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the locations of the ring steps that posted messages, and start and end of posting."""
+    def posts(self) -> Table:
+        """Return where and when messages were posted, as rows of the kind "copy"."""
         posted = self.select(self["posted"] != NEVER)
-        locations = np.concatenate((posted.data[:, :3], posted["issued"][:, None]), axis=1)
-        return locations, np.stack((posted["posted"], posted["left"]), axis=1)
+        columns = posted.data[:, :3], posted["issued"], posted["posted"], posted["left"]
+        return Table.of("copy", np.column_stack(columns))
 
     @property
     def wait_end(self) -> NDArray[np.int64]:

@@ -87,13 +87,8 @@ BASIC_KEPT = 100_000
 class Recorder:
     """Record the events of one rank.
 
-    Args:
-        rank: Rank in the mesh of the recorded calls.
-        host: Name of the host's clock.
-        level: "basic", "standard" or "kernels", see `session.profile`.
-        annotate: Returns a context that annotates the tracer's trace. Default: no tracer runs.
-        since: Start of the first training step in nanoseconds. Default: now.
-        hardware: File of the `HardwareSpec` for predictions. Default: the backend's own.
+    `annotate` annotates the tracer's trace. The first training step starts at `since` nanoseconds, by default now.
+    `hardware` is a file of the `HardwareSpec` for predictions, by default the backend's own.
     """
 
     def __init__(
@@ -275,11 +270,6 @@ def _layout_name(layout: Layout) -> str:
     return layout.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} per rank, step {first[0].step}"
 
 
-def _single_owner(owners: tuple[int, ...]) -> int:
-    """Return the owner of a single block; -1 for several blocks."""
-    return owners[0] if len(owners) == 1 else -1
-
-
 class RecordingObserver(Observer):
     """Record one call: its forward pass and its backward pass."""
 
@@ -328,7 +318,7 @@ class RecordingObserver(Observer):
         self.step = step
         if isinstance(start, int):
             self.recorder.kernels += end - start
-        owners = (_single_owner(compute.q_owners), _single_owner(compute.k_owners))
+        owners = (one[0] if len(one) == 1 else -1 for one in (compute.q_owners, compute.k_owners))  # -1: several
         self.row("compute", backward, step, *owners, pairs, tiles, flops, start, end)
 
     @contextmanager

@@ -225,7 +225,7 @@ _ANNOTATIONS = ("user_annotation", "cpu_op")  # of Kineto, and of tracers that d
 _Found = tuple[str, str, PlanLocation, int, int]
 
 
-def _device(events: list[Any], annotations: _Annotations) -> Iterator[_Found]:
+def _device(events: list[TraceEvent], annotations: _Annotations) -> Iterator[_Found]:
     """Yield kernels and copies, each at the location that launched it."""
     launches = {}
     for e in events:
@@ -238,7 +238,7 @@ def _device(events: list[Any], annotations: _Annotations) -> Iterator[_Found]:
             yield "copy" if packs else kind, e.name, at, e.start, e.end
 
 
-def _host(events: list[Any], annotations: _Annotations) -> Iterator[_Found]:
+def _host(events: list[TraceEvent], annotations: _Annotations) -> Iterator[_Found]:
     """Yield operators of the host; of nested operators, only the outermost one inside its annotation."""
     until: dict[Any, int] = defaultdict(int)
     operators = (e for e in events if e.category == "cpu_op" and not PlanLocation.parse(e.name))
@@ -252,29 +252,23 @@ def _host(events: list[Any], annotations: _Annotations) -> Iterator[_Found]:
 class _Annotations:
     """The annotated ranges of each thread; they are never nested."""
 
-    def __init__(self, events: list[Any]) -> None:
-        found = defaultdict(list)
-        for e in events:
+    def __init__(self, events: list[TraceEvent]) -> None:
+        self._ranges: dict[Any, list[tuple[int, int, PlanLocation]]] = defaultdict(list)
+        for e in sorted(events, key=lambda e: e.start):
             if e.category in _ANNOTATIONS and (location := PlanLocation.parse(e.name)):
-                found[e.thread].append((e.start, e.end, location))
-        self._ranges = {thread: sorted(ranges) for thread, ranges in found.items()}
-        self._starts = {thread: [r[0] for r in ranges] for thread, ranges in self._ranges.items()}
+                self._ranges[e.thread].append((e.start, e.end, location))
 
     def at(self, thread: Any, moment: int) -> PlanLocation | None:
         """Return the location that a thread was annotated with at a time; None if there was none."""
-        index = bisect_right(self._starts.get(thread, ()), moment) - 1
-        if index < 0:
-            return None
-        _, end, location = self._ranges[thread][index]
-        return location if moment < end else None
+        ranges = self._ranges.get(thread, [])
+        index = bisect_right(ranges, (moment, _MAX_TIME)) - 1
+        return ranges[index][2] if index >= 0 and moment < ranges[index][1] else None
 
 
 def trace_summary(trace: KernelTrace, compute: Table | None = None) -> dict[str, Any]:
     """Return the time by location and name, the longest first; with a device, also partition and contention.
 
-    Args:
-        trace: Kernels or operators of one rank.
-        compute: Marked kernel calls of the rank, from which equal work of kernels is derived. Default: unknown.
+    Which kernels do equal work is derived from the marked kernel calls of the rank, if they are given.
     """
     rows = trace.rows
     columns = rows[:, [2, 3, 5, 4]]

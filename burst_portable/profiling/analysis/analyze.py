@@ -18,7 +18,7 @@ from burst_portable.profiling.analysis.bottlenecks import find_bottlenecks, summ
 from burst_portable.profiling.analysis.causes import find_causes, passes_of
 from burst_portable.profiling.analysis.efficiency import balance, efficiency
 from burst_portable.profiling.analysis.matching import Messages, align, match
-from burst_portable.profiling.event_tables import LOCATION, NEVER, RankRecords
+from burst_portable.profiling.event_tables import LOCATION, NEVER, RankRecords, Table
 from burst_portable.profiling.intervals import (
     Timeline,
     contention,
@@ -53,37 +53,30 @@ def events_of(records: Sequence[RankRecords], messages: Messages) -> dict[str, A
 
 def _rank_events(one: RankRecords, messages: Messages) -> NDArray[np.int64]:
     compute, message, collective, copy = (one.table(k) for k in ("compute", "message", "collective", "copy"))
-    issued, posts = message.posts()
-    _, first = np.unique(posts[:, 0], return_index=True)  # messages that were posted together are one event
+    posts = message.posts()
+    _, first = np.unique(posts["start"], return_index=True)  # messages that were posted together are one event
+    posts = posts.select(first)
     observed = (messages.target == one.rank) & messages.is_observed
-    receive = messages.receive.select(observed)
+    received, transfers = messages.receive.select(observed), messages.transfers()[observed]
     return np.concatenate(
         (
-            _rows(
-                "compute", compute.locations, compute.spans(), compute["q_owner"], compute["k_owner"], compute["flops"]
-            ),
-            _rows("wait", message.locations, message.waits(), message["peer"], message["owner"], message["bytes"]),
-            _rows("collective", collective.locations, collective.spans(), work=collective["bytes"]),
-            _rows("copy", copy.locations, copy.spans()),
-            _rows("post", issued[first], posts[first]),
-            _rows(
-                "transfer",
-                receive.locations,
-                messages.transfers()[observed],
-                receive["peer"],
-                receive["owner"],
-                receive["bytes"],
-            ),
+            _rows("compute", compute, compute.spans(), "q_owner", "k_owner", "flops"),
+            _rows("wait", message, message.waits(), "peer", "owner", "bytes"),
+            _rows("collective", collective, collective.spans(), work="bytes"),
+            _rows("copy", copy, copy.spans()),
+            _rows("post", posts, posts.spans()),
+            _rows("transfer", received, transfers, "peer", "owner", "bytes"),
         )
     )
 
 
 def _rows(
-    kind: str, locations: NDArray[np.int64], spans: NDArray[np.int64], a: Any = -1, b: Any = -1, work: Any = 0
+    kind: str, table: Table, spans: NDArray[np.int64], a: str = "", b: str = "", work: str = ""
 ) -> NDArray[np.int64]:
-    """Return rows of `COLUMNS`."""
+    """Return rows of `COLUMNS`; `a`, `b` and `work` name columns of the table."""
     start, end = spans.T
-    columns = LANE_KINDS.index(kind), start, end - start, *locations.T, a, b, work
+    owners = (table[name] if name else -1 for name in (a, b))
+    columns = LANE_KINDS.index(kind), start, end - start, *table.locations.T, *owners, table[work] if work else 0
     return np.stack(np.broadcast_arrays(*columns), axis=1)
 
 
@@ -144,14 +137,14 @@ def training(records: Sequence[RankRecords]) -> dict[str, Any] | None:
     if not steps:
         return None
     slowest = {step: max(ranks, key=lambda row: row["duration_ns"]) for step, ranks in sorted(steps.items())}
-    longest = max(slowest, key=lambda step: slowest[step]["duration_ns"])
-    durations = [row["duration_ns"] for row in slowest.values()]
+    durations = {step: row["duration_ns"] for step, row in slowest.items()}
+    longest = max(durations, key=durations.__getitem__)
     every = [row for ranks in steps.values() for row in ranks]
     total_ns, attention_ns = (sum(row[name] for row in every) for name in ("duration_ns", "attention_ns"))
     return {
-        "shortest_ns": min(durations),
-        "median_ns": round(median(durations)),
-        "longest_ns": slowest[longest]["duration_ns"],
+        "shortest_ns": min(durations.values()),
+        "median_ns": round(median(durations.values())),
+        "longest_ns": durations[longest],
         "longest_step": longest,
         "longest_rank": slowest[longest]["rank"],
         "longest_attention_ns": slowest[longest]["attention_ns"],
@@ -192,11 +185,9 @@ SCHEMA = "burst_portable.profile/2"
 
 
 def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
-    """Return the data of a report; `profiling/README.md` lists its fields.
+    """Return the data of a report without the first `skip` training steps; `profiling/README.md` lists its fields.
 
-    Args:
-        records: Records of every rank, or of a single rank: then the other ends of its messages are unknown.
-        skip: Number of first training steps (warm-up) to leave out. Default: 0.
+    From the records of a single rank, the other ends of its messages are unknown.
     """
     aligned, clocks = align([_without_first(one, skip) for one in records])
     comparable = clocks.uncertainty_ns is not None and len(aligned) > 1
@@ -256,9 +247,8 @@ def _timeline(one: RankRecords, messages: Messages) -> Timeline:
     """Return a rank's timeline: its kernels, and its communication as far as it was observed."""
     message = one.table("message")
     waits = np.concatenate((message.waits(), one.table("collective").spans()))
-    _, posts = message.posts()
     transfers = messages.transfers()[messages.is_observed & (messages.target == one.rank)]
-    comm = np.concatenate((waits, posts, transfers))
+    comm = np.concatenate((waits, message.posts().spans(), transfers))
     return Timeline.of(one.table("compute").spans(), comm, one.table("copy").spans(), waits)
 
 
@@ -316,10 +306,10 @@ def _ring_steps(one: RankRecords, timeline: Timeline) -> _Steps:
 
     The window of a ring step ends where the next one begins; the last one ends with its pass.
     """
-    issued, posts = one.table("message").posts()
-    tables = one.tables.values()
-    every = np.concatenate([issued, *(table.locations for table in tables)])
-    locations, _, spans = extents(every, np.concatenate([posts, *(table.spans() for table in tables)]))
+    tables = *one.tables.values(), one.table("message").posts()
+    locations, _, spans = extents(
+        np.concatenate([table.locations for table in tables]), np.concatenate([table.spans() for table in tables])
+    )
     _, group, passes = extents(locations[:, :3], spans)
     begins, stops = spans[:, 0], passes[group, 1]
     same_pass = group[1:] == group[:-1]

@@ -80,26 +80,23 @@ class Messages:
 
 def match(records: Sequence[RankRecords]) -> Messages:
     """Return the messages of all ranks: sends and receives, matched by their identity in the plan."""
-    ends: dict[Hashable, list[NDArray[np.int64]]] = defaultdict(list)
+    sent: dict[Hashable, list[NDArray[np.int64]]] = defaultdict(list)
+    received = []
     for one in records:
         table = one.table("message")
-        sent = table.select((table["sends"] == 1) & (table["posted"] != NEVER))
-        for row, key in zip(sent.data, _keys(sent, one.rank), strict=True):
-            ends[key].append(row)
-    pairs = []
-    for one in records:
-        table = one.table("message")
-        received = table.select((table["sends"] == 0) & (table["posted"] != NEVER))
-        for row, key in zip(received.data, _keys(received, one.rank), strict=True):
-            if waiting := ends.get(key):
-                pairs.append((key[0], key[1], waiting.pop(0), row))
-    overhead = {one.rank: _wait_overhead(one.table("message")) for one in records}
+        posted, overhead = table.select(table["posted"] != NEVER), _wait_overhead(table)
+        for row, sends, key in zip(posted.data, posted["sends"], _keys(posted, one.rank), strict=True):
+            if sends:
+                sent[key].append(row)
+            else:
+                received.append((key, row, overhead))
+    pairs = [(key, sent[key].pop(0), row, overhead) for key, row, overhead in received if sent[key]]
     return Messages(
-        np.array([p[0] for p in pairs], dtype=np.int64),
-        np.array([p[1] for p in pairs], dtype=np.int64),
-        Table.of("message", [p[2] for p in pairs]),
-        Table.of("message", [p[3] for p in pairs]),
-        np.array([overhead[p[1]] for p in pairs], dtype=np.int64),
+        np.array([key[0] for key, *_ in pairs], dtype=np.int64),
+        np.array([key[1] for key, *_ in pairs], dtype=np.int64),
+        Table.of("message", [row for _, row, _, _ in pairs]),
+        Table.of("message", [row for _, _, row, _ in pairs]),
+        np.array([overhead for *_, overhead in pairs], dtype=np.int64),
     )
 
 

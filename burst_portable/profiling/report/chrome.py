@@ -15,17 +15,15 @@ def trace(data: dict[str, Any]) -> dict[str, Any]:
     kinds = data["events"]["kinds"]
     events: list[dict[str, Any]] = []
     for one in data["events"]["ranks"]:
-        rank = one["rank"]
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        tracks = _tracks(one, kinds)
+        rank, tracks = one["rank"], _tracks(one, kinds)
+        named: list[tuple[str, dict[str, Any]]] = [("process_name", {"args": {"name": f"rank {rank}"}})]
+        named.append(("process_sort_index", {"args": {"sort_index": rank}}))
         for track in sorted({*range(len(_NAMES)), *tracks}, key=lambda track: (track % len(_NAMES), track)):
             again = f" ({track // len(_NAMES) + 1})" if track >= len(_NAMES) else ""
-            for name, args in (
-                ("thread_name", {"name": _NAMES[track % len(_NAMES)] + again}),
-                ("thread_sort_index", {"sort_index": track % len(_NAMES)}),
-            ):
-                events.append({"ph": "M", "name": name, "pid": rank, "tid": track, "args": args})
+            name = _NAMES[track % len(_NAMES)] + again
+            named.append(("thread_name", {"tid": track, "args": {"name": name}}))
+            named.append(("thread_sort_index", {"tid": track, "args": {"sort_index": track % len(_NAMES)}}))
+        events += [{"ph": "M", "name": name, "pid": rank, **facts} for name, facts in named]
         for i, number in enumerate(one["kind"]):
             kind = kinds[number]
             events.append(
