@@ -127,20 +127,24 @@ def _follow(
         at = max(at, segment.end)
 
 
+def _add_wait(segments: list[Segment], start: int, ready: int, end: int, cause: Cause, late: int) -> None:
+    """Add a wait for a rank until both ends are ready, then for the transfer."""
+    split = min(max(start, ready), end)
+    if split > start:
+        segments.append(Segment(start, split, cause, late))
+    if end > split:
+        segments.append(Segment(split, end, cause))
+
+
 def _add_messages(segments: dict[int, list[Segment]], messages: Messages) -> None:
     """Add the waits at both ends: for the other end until it has posted, then for the transfer."""
     for end, rank, peer in (
         (messages.receive, messages.target, messages.source),
         (messages.send, messages.source, messages.target),
     ):
-        ready = np.clip(messages.ready, end["start"], end.wait_end)
-        columns = (rank, peer, messages.source, messages.target, end["start"], ready, end.wait_end)
-        for waiting, other, source, target, start, ready_at, stop in np.stack(columns, axis=1).tolist():
-            link = Cause("link", source, target)
-            if ready_at > start:
-                segments[waiting].append(Segment(start, ready_at, link, other))
-            if stop > ready_at:
-                segments[waiting].append(Segment(ready_at, stop, link))
+        columns = (rank, peer, messages.source, messages.target, end["start"], messages.ready, end.wait_end)
+        for waiting, other, source, target, start, ready, stop in np.stack(columns, axis=1).tolist():
+            _add_wait(segments[waiting], start, ready, stop, Cause("link", source, target), other)
 
 
 def add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankRecords]) -> None:
@@ -154,11 +158,7 @@ def add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankRe
         last, _, late = max(group)
         cause = Cause("agreement" if key[-1] else "collective")
         for start, end, rank in group:
-            split = min(max(start, last), end)
-            if split > start:
-                segments[rank].append(Segment(start, split, cause, late))
-            if end > split:
-                segments[rank].append(Segment(split, end, cause))
+            _add_wait(segments[rank], start, last, end, cause, late)
 
 
 def _collective_keys(one: RankRecords, table: Table) -> list[tuple[int, ...]]:

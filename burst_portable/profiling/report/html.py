@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -170,12 +171,10 @@ def drawable(data: dict[str, Any]) -> tuple[dict[str, Any], str]:
         r["rank"]: [i for i, k in enumerate(r["kind"]) if k not in may_be_hidden or r["duration_ns"][i] >= _MIN_DRAWN]
         for r in ranks
     }
-    until, note = None, ""
-    count = sum(map(len, shown.values()))
-    if count > _MAX_EVENTS:
-        starts = sorted(r["start_ns"][i] for r in ranks for i in shown[r["rank"]])
+    starts = sorted(r["start_ns"][i] for r in ranks for i in shown[r["rank"]])
+    until, note = math.inf, ""
+    if (later := len(starts) - _MAX_EVENTS) > 0:
         until = starts[_MAX_EVENTS]
-        later = count - _MAX_EVENTS
         note = f"The timeline shows the first {time_text(until)}; {later:,} later events are only in the JSON."
     seen: dict[tuple[int, ...], int] = {}
     rows = []
@@ -184,7 +183,7 @@ def drawable(data: dict[str, Any]) -> tuple[dict[str, Any], str]:
         # Changes of (train step, attention call, ring step), each with the number of events since the last change.
         locations: list[int] = []
         last, since = None, 0
-        for n, i in enumerate(x for x in shown[r["rank"]] if until is None or r["start_ns"][x] < until):
+        for n, i in enumerate(x for x in shown[r["rank"]] if r["start_ns"][x] < until):
             start, stop = r["start_ns"][i] // _UNIT, (r["start_ns"][i] + r["duration_ns"][i]) // _UNIT
             what = tuple(r[name][i] for name in ("kind", "backward", "a", "b", "work"))
             flat += [start - at, stop - start, seen.setdefault(what, len(seen))]
