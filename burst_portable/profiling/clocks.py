@@ -184,14 +184,10 @@ _MAX_SAMPLES = 3000  # the latest five minutes
 
 
 class Sensors:
-    """Sample the sensors of one device ten times per second, in a thread.
-
-    Attributes:
-        reason: Why there are no samples; "" if there are.
-    """
+    """Sample the sensors of one device ten times per second, in a thread."""
 
     def __init__(self, meter: Meter | str) -> None:
-        self.reason = meter if isinstance(meter, str) else ""
+        self.reason = meter if isinstance(meter, str) else ""  # why there are no samples
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         self._thread: Background[Sensors] | None = None
         if not isinstance(meter, str):

@@ -121,11 +121,7 @@ class Session:
             return self._recorders[key]
 
     def _known_mesh(self, mesh: MeshLike) -> Mesh | None:
-        """Return the mesh that was passed, else that of the recorded calls; None without recorded calls.
-
-        Raises:
-            InputError: If calls of several meshes were recorded and no mesh was passed, or none of the passed mesh.
-        """
+        """Return the mesh that was passed, else that of the recorded calls; None without recorded calls."""
         given = self._mesh if mesh is None else mesh
         meshes = {key.global_ranks: self._meshes[key] for key in list(self._recorders)}
         if given is not None:

@@ -1,12 +1,8 @@
 """Compare measured with planned efficiency: FLOP/s, bytes, bandwidth, the roofline, and the balance between ranks.
 
-::
-
-    FLOPs per byte = FLOPs / minimum bytes that the kernels read and write     both from the plan
-    ceiling        = min(peak FLOP/s, FLOPs per byte x memory bandwidth)       upper bound of such kernels on the device
-
-Peaks come from the backend: a vendor's data sheet, or a measurement on this machine. If the backend knows none, there
-is no ceiling.
+The ceiling of kernels is min(peak FLOP/s, FLOPs per byte x memory bandwidth). FLOPs, and the least bytes that kernels
+read and write, come from the plan. Peaks come from the backend: a vendor's data sheet, or a measurement on this
+machine. If the backend knows none, there is no ceiling.
 """
 
 from __future__ import annotations

@@ -52,10 +52,9 @@ class Change(NamedTuple):
 def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> list[Change]:
     """Return each part of a training step, and whether it grew by more than the threshold: 0.1 is a tenth.
 
-    If both reports have marked steps, the shortest, the median and the longest full step follow.
-
-    A part is worse only if it also grew by `_FLOOR` of the full step. Idle time, the shortest and the longest step are
-    never worse: they show one step each, or time that attention does not cause.
+    If both reports have marked steps, the shortest, the median and the longest full step follow. A part is worse only
+    if it also grew by `_FLOOR` of the full step. Idle time, the shortest and the longest step are never worse: they
+    show one step each, or time that attention does not cause.
 
     Raises:
         InputError: If the reports have different numbers of ranks or different work, or if the threshold is not a
