@@ -81,15 +81,12 @@ class BackendUnderTest:
 _SKIPPED_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
 
-Errors = Mapping[str, tuple[float, float]]
-"""Quantity -> (error, tolerance)."""
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one run: errors per quantity, a description of anything else that is wrong, or why it was skipped."""
+    """Outcome of one run: (error, tolerance) by quantity, anything else that is wrong, or why it was skipped."""
 
-    errors: Errors = field(default_factory=dict)
+    errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     wrong: str = ""
     skipped: str = ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -28,9 +28,8 @@ def _empty(transport: Transport, size: int, device: torch.device) -> Tensor:
 
 
 def _wait(*groups: Sequence[Handle]) -> None:
-    for handles in groups:
-        for handle in handles:
-            handle.wait()
+    for handle in chain(*groups):
+        handle.wait()
 
 
 def _pass_on(transport: Transport, message: Tensor, label: str) -> Tensor:
@@ -66,8 +65,7 @@ def message_sizes(transport: Transport, device: torch.device) -> str:
 
 def message_order(transport: Transport, device: torch.device) -> str:
     """Check the order of messages between two ranks: several in one post, and several posts before the first wait."""
-    rank, size = transport.rank, transport.size
-    following, previous = (rank + 1) % size, (rank - 1) % size
+    following, previous = transport.others[0], transport.others[-1]
     outs = [torch.full((64,), number, dtype=torch.uint8, device=device) for number in range(9)]
     came = [_empty(transport, 64, device) for _ in outs]
     sends, receives = [Message(b, following) for b in outs], [Message(b, previous) for b in came]
@@ -134,9 +132,8 @@ def stream_order(transport: Transport, device: torch.device) -> str:
     for _ in range(8):
         x = (x @ x).clamp(1.0 + rank, 1.0 + rank)  # on a device this takes longer than posting
     out, came = x.view(-1).view(torch.uint8), _empty(transport, x.numel() * 4, device)
-    sent, received = transport.post(
-        [Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)], "stream order"
-    )
+    sends, receives = [Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)]
+    sent, received = transport.post(sends, receives, "stream order")
     _wait(received)
     total = came.view(torch.float32).double().sum()
     _wait(sent)

@@ -96,9 +96,8 @@ def _spawn(target: BackendUnderTest, ranks: int, case: Case | None, in_subgroup:
         finally:
             for process in processes:
                 process.join(2)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.kill()
+                process.join()
 
 
 def collect(

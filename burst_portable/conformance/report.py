@@ -137,9 +137,8 @@ class Report:
             only, kernels = (tuple(facts.pop(name)) for name in ("only", "kernels"))
             return cls(**facts, only=only, kernels=kernels, results=results)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InputError(
-                "not a conformance report of this library: a field is missing or wrong", got=in_a_line(error)
-            ) from error
+            what = "not a conformance report of this library: a field is missing or wrong"
+            raise InputError(what, got=in_a_line(error)) from error
 
     def junit(self) -> str:
         """Return the report as JUnit XML, with one test suite per group."""
