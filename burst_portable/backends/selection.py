@@ -307,12 +307,9 @@ def kernels_of(backend: Backend) -> tuple[Kernel | LazyKernel, ...]:
 
 
 def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") -> tuple[Kernel, str]:
-    """Return the kernel for a call and the reason: the named one, or the first of the backend that serves it.
+    """Return the kernel for a call and the reason: the named one, or with "auto" the first that serves it.
 
-    Args:
-        backend: The backend whose kernels are considered.
-        call: The call, with the heads of one rank.
-        named: Name of a kernel, or "auto".
+    The call has the heads of one rank.
 
     Raises:
         UnknownNameError: The backend has no kernel of that name.

@@ -42,10 +42,7 @@ _LINES = struct.Struct("=16xI12xQ8xQ16xI12xQ8xQQQ")
 
 
 class Driver:
-    """The stream functions of libcuda for one device.
-
-    Args:
-        device: torch's index of the device.
+    """The stream functions of libcuda for one device, by torch's index.
 
     Raises:
         UnsupportedError: the library or one of its functions is missing.
@@ -164,11 +161,7 @@ class _Extra(ctypes.Structure):
 
 
 class KernelDriver:
-    """The functions of libcuda that a launch needs.
-
-    Args:
-        library: `cuda.bindings.driver`.
-    """
+    """The functions of libcuda that a launch needs, from `cuda.bindings.driver`."""
 
     def __init__(self, library: Any) -> None:
         self._library, self._launch = library, library.cuLaunchKernel
@@ -185,12 +178,9 @@ class KernelDriver:
             found.append((offset, size))
 
     def launch(self, what: tuple[int, ...], stream: int, extra: int) -> None:
-        """Launch on torch's current device.
+        """Launch `what` (function, grid, threads, shared memory) on torch's current device.
 
-        Args:
-            what: function, grid, threads and shared memory.
-            stream: handle of the stream.
-            extra: address of an `_Extra`.
+        `extra` is the address of an `_Extra`.
         """
         (code,) = self._launch(*what, stream, 0, extra)
         if code is self._success:

@@ -15,8 +15,7 @@ from burst_portable.errors import BackendUnavailableError
 def open_device(uuid: str) -> tuple[Any, Any]:
     """Return NVML's module and its handle of a device. The caller must call `nvmlShutdown` once per handle.
 
-    Args:
-        uuid: torch's UUID of the device. NVML and torch number devices differently.
+    The device is found by torch's UUID, because NVML and torch number devices differently.
 
     Raises:
         BackendUnavailableError: NVML is absent, cannot start, or does not find the device.
@@ -79,11 +78,7 @@ def _nvml_facts() -> dict[str, Any]:
 
 
 class NvmlMeter(SensorMeter):
-    """See `backends.base.Meter`.
-
-    Args:
-        uuid: torch's UUID of the device.
-    """
+    """See `backends.base.Meter`. The device is found by torch's UUID."""
 
     def __init__(self, uuid: str) -> None:
         nvml, device = open_device(uuid)
@@ -101,9 +96,6 @@ _KIB = 1024
 
 class NvlinkCounters:
     """See `backends.base.LinkCounters`. Each link counts whole KiB since the driver was loaded.
-
-    Args:
-        uuid: torch's UUID of the device.
 
     Raises:
         BackendUnavailableError: no NVLink of the GPU is up, or its counters cannot be read.

@@ -63,11 +63,7 @@ def amdsmi_facts() -> dict[str, Any]:
 
 
 class AmdsmiMeter(SensorMeter):
-    """See `backends.base.Meter`.
-
-    Args:
-        address: PCI address of the device, for example "0000:c1:00.0".
-    """
+    """See `backends.base.Meter`. `address` is the PCI address of the device, for example "0000:c1:00.0"."""
 
     def __init__(self, address: str) -> None:
         if find_spec("amdsmi") is None:

@@ -240,16 +240,10 @@ def _collect(
 def _visit(block: _Block, span: Span, tile: Tile, outer: int, inner: int, queries: int | None) -> None:
     """Add the inner blocks that an outer block visits in one tile, from the first visible inner index on.
 
-    Args:
-        block: The outer block.
-        span: Its outer indices.
-        tile: The tile.
-        outer: Rows per outer block.
-        inner: Rows per inner block.
-        queries: Number of inner rows in the backward. Padding after them counts as visible, because its row terms are
-            -inf and P is 0. Inner blocks start at multiples of 4, since TMA reads float32 row terms only from multiples
-            of 16 bytes. None in the forward, where outer indices after the block's stop count as visible, because they
-            are never stored.
+    Outer blocks have `outer` rows, inner blocks `inner`. In the forward, `queries` is None, and outer indices after the
+    block's stop count as visible, because they are never stored. In the backward, it is the number of inner rows.
+    Padding after them counts as visible, because its row terms are -inf and P is 0. Inner blocks start at multiples of
+    4, since TMA reads float32 row terms only from multiples of 16 bytes.
     """
     block.banded |= not tile.full
     top, bottom = span

@@ -165,18 +165,7 @@ class BackwardCut:
 
 
 class Pass(NamedTuple):
-    """Sizes of one pass.
-
-    Attributes:
-        batch: Batch rows.
-        rows: Queries.
-        keys: Keys.
-        heads: Query heads.
-        kv_heads: K/V heads.
-        dim: Head size.
-        value_dim: Size of value heads.
-        processors: Multiprocessors of the device.
-    """
+    """Sizes of one pass. `rows` are queries, `heads` query heads, `processors` the multiprocessors of the device."""
 
     batch: int
     rows: int

@@ -60,9 +60,6 @@ class HopperFlash4Kernel(HopperKernel):
     flash-attn-4 also computes the gradients of a causal window, if its version supports windows. It supports no other
     masks, and its 16-bit results would have to be merged. So it is called only if one launch computes the whole
     attention. `HopperKernel` computes the steps of a ring.
-
-    Args:
-        flash: The kernel of flash-attn-4.
     """
 
     name = "hopper+flash-attn-4"

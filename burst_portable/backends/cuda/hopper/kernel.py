@@ -334,13 +334,9 @@ def _with_aligned_dout(x: BackwardInputs) -> BackwardInputs:
 def _row_terms(block: int, x: BackwardInputs, call: AttentionCall, *, cleared: Tensor | None = None) -> Tensor:
     """Return the row terms [2·B·H, padded rows] in float32: shift - lse / scale of each head, then -delta of each head.
 
-    Padded rows get -inf and 0. With a softcap, scores are multiples of the cap, so the cap replaces the scale.
-
-    Args:
-        block: Query rows per block. The last block may start at the last row, so the padding covers a whole block.
-        x: Tensors of the pass.
-        call: Settings.
-        cleared: Contiguous float32 tensor [B, Sq, Hq, D] that the same launch sets to 0.
+    Padded rows get -inf and 0. The last block may start at the last row, so the padding covers a whole `block`. With a
+    softcap, scores are multiples of the cap, so the cap replaces the scale. The same launch sets `cleared`, contiguous
+    float32 [B, Sq, Hq, D], to 0.
     """
     compiled = compiled_kernels()
     dout, q, _, _, lse, out, delta = x

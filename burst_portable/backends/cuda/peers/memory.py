@@ -30,15 +30,10 @@ Share = Callable[[bytes, str], list[bytes]]
 
 
 class CudaPeerMemory:
-    """See `comm.peer_copy.PeerMemory`.
+    """See `comm.peer_copy.PeerMemory`. A pass may wait `timeout` seconds for its next message.
 
-    Args:
-        group: the process group of the ranks.
-        device: the device of this rank.
-        share: shares a few bytes of every rank.
-        timeout: seconds that a pass may wait for its next message.
-        by_copies: also set the flags of peers by copies, wait for flags on a separate stream, and send nothing by a
-            kernel. Every driver supports this; it takes two more calls per message.
+    With `by_copies`, flags of peers are set by copies, a separate stream waits for flags, and no kernel sends. Every
+    driver supports this; it takes two more calls per message.
     """
 
     def __init__(
