@@ -73,19 +73,11 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
         grew = new - old > threshold * (full if name != "span" and old < _FLOOR * full else old)
         matters = new - old > _FLOOR * full
         changes.append(Change(name, old, new, name != "idle" and grew and matters))
-    return changes + _marked_steps(before, after, threshold)
-
-
-def _marked_steps(before: dict[str, Any], after: dict[str, Any], threshold: float) -> list[Change]:
-    """Compare full training steps; empty if either report has no marked steps."""
-    old_steps, new_steps = before["training"], after["training"]
-    if not old_steps or not new_steps:
-        return []
-    changes = []
-    for name in _STEPS:
-        old, new = old_steps[f"{name}_ns"], new_steps[f"{name}_ns"]
-        grew = new - old > max(threshold, _FLOOR) * old
-        changes.append(Change(f"{name}_step", old, new, name == "median" and grew))
+    if before["training"] and after["training"]:
+        for name in _STEPS:
+            old, new = (data["training"][f"{name}_ns"] for data in (before, after))
+            grew = new - old > max(threshold, _FLOOR) * old
+            changes.append(Change(f"{name}_step", old, new, name == "median" and grew))
     return changes
 
 
