@@ -91,12 +91,7 @@ class OperatorKernel(Kernel, Generic[C]):
         """Return (dq, dk, dv) of one operator call; `out` and `lse` are global."""
 
     def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the tensors of a pass in a form that the operator takes. Called once per pass, not per operator call.
-
-        Args:
-            dtype: The dtype of q.
-            tensors: Tensors of shape [B, S, H, D].
-        """
+        """Return the tensors of a pass in `dtype`, that of q, as the operator takes them. Called once per pass."""
         return [x if x.dtype is dtype else x.to(dtype) for x in tensors]
 
     def merge(self, state: State, out: Tensor, lse: Tensor) -> None:

@@ -105,12 +105,15 @@ def explain(
     plan, backend, kernel, why_kernel = choose(call, mesh, request)
     automatic = request.strategy == "auto" or isinstance(request.strategy, AutoStrategy)
     why = filter(None, ("" if automatic else "named", plan.reason))
+    mask, layout, rank = plan.call.mask, plan.call.layout, mesh.rank
+    masked = mask.fully_masked_tokens(layout.length)
+    held = f"rank {rank} of {layout.ranks} holds {layout.count(rank)} of {layout.length} tokens"
     return Explanation(
         backend=_backend(backend, mesh, call.device),
         strategy=Choice(plan.strategy, "; ".join(why), {}),
-        layout=_layout(plan, mesh),
-        mask=_mask(plan),
-        moves=_moves(plan),
+        layout=f"{layout.name}: {held}",
+        mask=f"{mask}: {plan.call.num_pairs} pairs per head" + (f"; {masked} fully masked tokens" if masked else ""),
+        moves={name: _traffic(plan, name) for name in PASSES},
         transport=_transport(plan, backend, mesh),
         kernel=_kernel(plan, backend, kernel, why_kernel),
     )
@@ -131,33 +134,17 @@ def _passed_over(*, named: bool) -> str:
     return "it can serve too, and was not named" if named else "it can serve too, and comes later"
 
 
-def _layout(plan: Plan, mesh: Mesh) -> str:
-    layout = plan.call.layout
-    return (
-        f"{layout.name}: rank {mesh.rank} of {layout.ranks} holds {layout.count(mesh.rank)} of {layout.length} tokens"
-    )
-
-
-def _mask(plan: Plan) -> str:
-    mask, length = plan.call.mask, plan.call.layout.length
-    masked = mask.fully_masked_tokens(length)
-    return f"{mask}: {plan.call.num_pairs} pairs per head" + (f"; {masked} fully masked tokens" if masked else "")
-
-
-def _moves(plan: Plan) -> dict[str, str]:
-    def what(name: PassName) -> str:
-        if plan.call.ranks == 1:
-            return "nothing, one rank holds all tokens"
-        how = plan.transfer(name)
-        if plan.heads and plan.ring_size > 1:
-            how += f", nodes of {plan.head_parallel_size} ranks"
-        if plan.head_groups > 1:
-            how += f", {plan.head_groups} head groups"
-        if name == "backward" and plan.backward.rounds_gradients:
-            how += ", gradients in the dtype of the inputs"
-        return f"{plan.describe_traffic(name)} ({how})"
-
-    return {name: what(name) for name in PASSES}
+def _traffic(plan: Plan, name: PassName) -> str:
+    if plan.call.ranks == 1:
+        return "nothing, one rank holds all tokens"
+    how = plan.transfer(name)
+    if plan.heads and plan.ring_size > 1:
+        how += f", nodes of {plan.head_parallel_size} ranks"
+    if plan.head_groups > 1:
+        how += f", {plan.head_groups} head groups"
+    if name == "backward" and plan.backward.rounds_gradients:
+        how += ", gradients in the dtype of the inputs"
+    return f"{plan.describe_traffic(name)} ({how})"
 
 
 def _transport(plan: Plan, backend: Backend, mesh: Mesh) -> Choice:

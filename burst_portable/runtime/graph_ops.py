@@ -117,26 +117,15 @@ def _exporting_or_transformed() -> bool:
 def attention_in_graph(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Any, request: Request) -> Any:
     """Run `attention` during tracing. The compiler traces this function, but not the body of `_in_graph`."""
     mask, strategy, layout, seq_len, *numbers = request
-    rest = [_NOTHING if x is None else x for x in (seq_len, mesh, mask, strategy, layout, *numbers)]
-    if sinks is None:
-        out, lse = _in_graph(q, k, v, *rest)
-    else:
-        out, lse = _in_graph_with_sinks(q, k, v, sinks, *rest)
+    rest = [_NOTHING if x is None else x for x in (sinks, seq_len, mesh, mask, strategy, layout, *numbers)]
+    out, lse = _in_graph(q, k, v, *rest)
     return (out, lse) if request.return_lse else out
 
 
 @torch._dynamo.nonstrict_trace
-def _in_graph(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _traced(q, k, v, None, *rest)
-
-
-@torch._dynamo.nonstrict_trace
-def _in_graph_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _traced(q, k, v, sinks, *rest)
-
-
-def _traced(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+def _in_graph(q: Tensor, k: Tensor, v: Tensor, sinks: Any, seq_len: Any, *rest: Any) -> tuple[Tensor, Tensor]:
     """Put `attend` into the graph. Raises no errors: the operator does when all ranks run it."""
+    sinks = None if isinstance(sinks, _Nothing) else sinks
     seq_len = None if seq_len == _NOTHING else seq_len  # maybe a symbol: one graph for all lengths
     mesh, mask, strategy, layout, *numbers = map(_as_value, rest)
     arguments = CallArguments(mesh, Request(mask, strategy, layout, None, *numbers))
@@ -220,13 +209,8 @@ def attend(
     """Run a forward pass, and return (out, LSE, ticket, turn).
 
     Args:
-        q: Queries of shape [B, S, Hq, D].
-        k: Keys of shape [B, S, Hkv, D].
-        v: Values of shape [B, S, Hkv, Dv].
-        sinks: Logits of shape [Hq], or None.
         after: The turn of the pass before this one.
-        seq_len: As for `attention`.
-        name: The name of the other arguments: see `named`.
+        name: The name of the arguments that are not here: see `named`.
         keep: Whether a backward pass may follow. If not, the ticket is 0, and LSE is valid only if requested.
         lean: Whether the graph saves only the ticket for backward.
     """
@@ -288,13 +272,7 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(
-    dout: Tensor,
-    ticket: Tensor,
-    sinks: Tensor | None,
-    after: Tensor | None,
-    kept: list[Tensor],
-    kv_heads: int,
-    head_dim: int,
+    dout: Tensor, ticket: Any, sinks: Tensor | None, after: Any, kept: Any, kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, rows, heads, v_head_dim = dout.shape
     sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -120,11 +121,9 @@ class Reshard:
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, HeadRange]], *, exclusive: bool) -> ToSequence:
         """Start an exchange that sends results back to the ranks of their rows.
 
-        Args:
-            parts: (tensor, result, heads) of each tensor of shape [B, S_all, h, D]. It is written into the result, of
-                shape [B, S_rank, H, D], at the range `heads` of this rank's heads. Contributions of several ranks to a
-                shared head are summed.
-            exclusive: Whether no kernel computes after it.
+        parts: (tensor, result, heads) of each tensor of shape [B, S_all, h, D]. It is written into the result, of shape
+        [B, S_rank, H, D], at the range `heads` of this rank's heads. Contributions of several ranks are summed.
+        exclusive: Whether no kernel computes after it.
         """
         size, local_rows = self.size, self.rows[self.index]
         sends, receives, received = [], [], []
@@ -153,37 +152,30 @@ class Reshard:
         return rows.contiguous() if self.to_ranks is None else self.to_ranks(rows)
 
 
+@dataclass(eq=False, slots=True)
 class ToHeads:
     """An exchange that brings all rows of some heads to this rank."""
 
-    def __init__(
-        self,
-        reshard: Reshard,
-        exchange: Exchange,
-        received: Tensor,
-        fields: Sequence[Field],
-        batch: int,
-        sends: list[Parts | Strips],
-    ) -> None:
-        self._reshard, self._exchange, self._sends = reshard, exchange, sends
-        self._received, self._fields, self._batch = received, fields, batch
+    _reshard: Reshard
+    _exchange: Exchange
+    _received: Tensor
+    _fields: Sequence[Field]
+    _batch: int
+    _sends: list[Parts | Strips]
 
     def wait(self) -> list[Tensor]:
         """Wait for the tensors of shape [B, S_all, h, D], rows in the order of the plan. They may be in the inbox."""
         self._exchange.wait()
-        return _tensors(self._in_order(), self._fields, self._batch)
+        rows = self._received
+        if self._reshard.to_plan is not None:
+            with self._reshard.copying():
+                rows = self._reshard.to_plan(rows)
+        return _tensors(rows, self._fields, self._batch)
 
     def copies(self) -> list[Tensor]:
         """Return copies of the received tensors, which stay after the pass."""
         with self._reshard.copying():
             return _tensors(self._received.clone(), self._fields, self._batch)
-
-    def _in_order(self) -> Tensor:
-        to_plan = self._reshard.to_plan
-        if to_plan is None:
-            return self._received
-        with self._reshard.copying():
-            return to_plan(self._received)
 
     def wait_sent(self) -> None:
         """Wait until all sends are complete, and release their buffers."""
@@ -191,13 +183,14 @@ class ToHeads:
         self._sends.clear()
 
 
+@dataclass(eq=False, slots=True)
 class ToSequence:
     """An exchange that sends results back to the ranks of their rows."""
 
-    def __init__(
-        self, reshard: Reshard, exchange: Exchange, received: list[tuple[Tensor, Tensor, HeadRange]], sends: list[Parts]
-    ) -> None:
-        self._reshard, self._exchange, self._received, self._sends = reshard, exchange, received, sends
+    _reshard: Reshard
+    _exchange: Exchange
+    _received: list[tuple[Tensor, Tensor, HeadRange]]
+    _sends: list[Parts]
 
     def wait(self) -> None:
         """Wait for all parts and write them into the results. The local part is copied during the transfers."""
@@ -225,12 +218,8 @@ def _parts_to_heads(
 ) -> SendAndReceiveParts:
     """Return the parts of the last rank of `order`: its packed rows for each rank; all rows of its heads by rank.
 
-    Args:
-        order: Indices of the ranks, in the order in which they are sent to.
-        first: The rank of index 0.
-        rows: Number of rows of each rank.
-        row: Bytes of a row.
-        offset: Offset of the exchange in every inbox.
+    `order`: Indices of the ranks, as they are sent to. `first`: The rank of index 0. `rows`: Rows of each rank, of
+    `row` bytes each. `offset`: That of the exchange in every inbox.
     """
     index, starts = order[-1], _starts(rows)
     size, target = rows[index] * row, offset + starts[index] * row
@@ -267,15 +256,8 @@ def _strips(
 ) -> tuple[Strip, ...]:
     """Return the strips of a tensor of shape [B, S_rank, H, D] whose heads are divided among the ranks in `order`.
 
-    Args:
-        order: See `_parts_to_heads`.
-        first: See `_parts_to_heads`.
-        shape: Shape of the tensor.
-        strides: Strides of the tensor.
-        itemsize: Bytes of an element.
-        heads: Range of heads to send, among the heads of each rank.
-        offset: Offset of the first row of these heads in the receivers' inboxes.
-        row: Bytes from one row to the next there.
+    `heads`: Range of heads to send, among the heads of each rank. `offset`: That of their first row in the receivers'
+    inboxes, where a row has `row` bytes. `order` and `first`: see `_parts_to_heads`.
     """
     batch, rows, count, dim = shape
     owners = min(len(order), count)
@@ -359,13 +341,9 @@ class _Reorder:
 def row_orders(
     layout: Layout, within: Layout, node: int, device: torch.device
 ) -> tuple[_Reorder | None, _Reorder | None]:
-    """Return the orders from the plan's rows to those of the ranks, and back; (None, None) if they are the same.
+    """Return the orders from the plan's rows to those of the ranks of a node, and back; (None, None) if they are equal.
 
-    Args:
-        layout: Rows of each rank before the reshard.
-        within: Rows of each member after it: those of its node.
-        node: The node whose rows are reordered.
-        device: Device of the indices.
+    `layout`: Rows of each rank before the reshard. `within`: Rows of each node after it.
     """
     received = layout.joined(layout.ranks // within.ranks).shards[node]
     if within.shards[node] == received:
@@ -392,9 +370,9 @@ def _runs(index: Tensor) -> list[tuple[int, int]]:
     return [(int(index[start]), int(index[stop - 1]) + 1) for start, stop in pairwise(edges)]
 
 
-_SAVED = 5
-"""Number of tensors that a group of heads saves: q, k, v, out, LSE."""
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The tensors that a group of heads saves: q, k, v, out, LSE."""
+_SAVED = 5
 
 
 class HeadExecutor(Executor):
@@ -473,10 +451,8 @@ def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]
 
 def _group_heads(prepared: PreparedCall, group: HeadGroup) -> slice:
     """Return the group's heads among all query heads."""
-    plan = prepared.plan
-    start = heads_of_rank(
-        prepared.transport.rank % plan.head_parallel_size, plan.head_parallel_size, plan.call.heads
-    ).start
+    plan, size = prepared.plan, prepared.plan.head_parallel_size
+    start = heads_of_rank(prepared.transport.rank % size, size, plan.call.heads).start
     return slice(start + group.q_heads[0], start + group.q_heads[1])
 
 

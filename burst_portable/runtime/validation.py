@@ -66,16 +66,14 @@ def check_no_transforms(*tensors: object) -> None:
     if torch._C._is_tracing():  # sizes are tensors there, and messages would not be in the trace
         next_step = "compile the model with torch.compile"
         raise UnsupportedError("attention cannot be traced", got="torch.jit.trace", next_step=next_step)
-    if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors):
+    if forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
         raise UnsupportedError(
             "attention has no forward-mode derivative",
             got="a dual tensor of torch.autograd.forward_ad",
             next_step="take gradients with backward(), or use torch's own attention for tangents",
         )
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_data(mesh: Mesh, *tensors: Tensor) -> None:

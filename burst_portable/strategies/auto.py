@@ -84,7 +84,10 @@ class AutoStrategy(Strategy):
         least = min(round(time, 7) for time in seconds.values())
         fastest = [label for label, time in seconds.items() if round(time, 7) == least]
         tie = len(fastest) > 1
-        best = min(fastest, key=lambda label: self._sent(plans[label])) if tie else fastest[0]
+        best = fastest[0]
+        if tie:  # the plan whose busiest rank sends the fewest bytes
+            hardware, ranks = self._hardware_for(call), sampled_ranks(call)
+            best = min(fastest, key=lambda label: plan_cost(plans[label], hardware, ranks).sent)
         criterion = "by predicted time, then by bytes sent" if tie else "by predicted time"
         if (fewer := _fewest_groups(best, plans, seconds)) != best:
             criterion += f", since {best} would save under {100 * (_SMALLEST_GAIN - 1):.2g} %,"
@@ -98,10 +101,6 @@ class AutoStrategy(Strategy):
         hardware = self._hardware_for(call)
         text = f" at rates {hardware.source}" if hardware.source else ""
         return f"{text}, {hardware.between_nodes()}" if 0 < hardware.ranks_per_node < call.ranks else text
-
-    def _sent(self, plan: Plan) -> int:
-        """Return the bytes sent in both passes by the rank that sends most, which decide between equally fast plans."""
-        return plan_cost(plan, self._hardware_for(plan.call), sampled_ranks(plan.call)).sent
 
     def _hardware_for(self, call: AttentionCall) -> HardwareSpec:
         """Return the speeds for a call. Over several nodes there are no peer copies: one transport serves all ranks."""

@@ -25,10 +25,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import BlockDependencies, Side
-from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, should_round_gradients
+from burst_portable.strategies.base import (
+    Machine,
+    Strategy,
+    local_first_share,
+    node_size,
+    ring_plan,
+    should_round_gradients,
+)
 from burst_portable.strategies.options import (
     BACKWARD_CIRCULATES,
     GRADIENT_COMM_DTYPE,
@@ -62,7 +68,10 @@ class DoubleRingStrategy(Strategy):
             ranks_per_node = node_size(call.ranks)
             reason = f"ranks_per_node={ranks_per_node} by default"
         check_divides(ranks_per_node, call.ranks)
-        first = _first_steps(call, self.backward_circulates, ranks_per_node, rounds_gradients=rounds_gradients)
+        first = ranks_per_node
+        if ranks_per_node < call.ranks:  # a block arrives during these steps; later, gradients return to their owner
+            share = local_first_share(call, "split", self.backward_circulates, rounds_gradients=rounds_gradients)
+            first = max(1, round(ranks_per_node * share))
         return ring_plan(
             call,
             self.name,
@@ -82,18 +91,6 @@ class DoubleRingStrategy(Strategy):
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
         return {"double_ring": cls(), "double_ring+kv": cls(backward_circulates="kv")}
-
-
-def _first_steps(call: AttentionCall, side: Side, ranks_per_node: int, *, rounds_gradients: bool) -> int:
-    """Return the number of steps of the local node's round that come first: its share by the bytes of a block.
-
-    A block arrives during these steps; during the rest, gradients return to their owner.
-    """
-    if ranks_per_node == call.ranks:
-        return ranks_per_node
-    block = row_size(call, side, is_gradient=False)
-    gradients = row_size(call, side, is_gradient=True, rounds_gradients=rounds_gradients)
-    return max(1, round(ranks_per_node * block / (block + gradients)))
 
 
 @dataclass(frozen=True)

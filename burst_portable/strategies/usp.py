@@ -105,12 +105,7 @@ class UspStrategy(Strategy):
         return {"usp": cls(), "usp+fetch": cls(backward_circulates="q", transfer="direct")}
 
     def _ranks_per_node(self, call: AttentionCall) -> tuple[int, str]:
-        """Return (ranks per node, the reason if it is a default).
-
-        Raises:
-            InputError: The given number does not divide the ranks.
-            UnsupportedError: The heads cannot be divided among the given number of ranks.
-        """
+        """Return (ranks per node, the reason if it is a default). Raises the errors of `plan`."""
         ranks = call.ranks
         if self.ranks_per_node is None:
             largest = node_size(ranks)

@@ -62,11 +62,7 @@ _COMPILER_WORDS = ("PassManager", "C compiler")
 def name_compile_errors(kernel: object, target: str, configuration: object, next_step: str) -> Iterator[None]:
     """Raise `UnsupportedError` if the body cannot compile a jitted function; other errors pass.
 
-    Args:
-        kernel: the jitted function.
-        target: chip and dtype.
-        configuration: constants and options of the compilation.
-        next_step: advice for the user.
+    `target`: chip and dtype. `configuration`: constants and options of the compilation.
     """
     from triton.errors import TritonError
 

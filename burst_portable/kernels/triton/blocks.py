@@ -51,15 +51,9 @@ def transposed(tile: Tile) -> Tile:
 def block_table(
     tiles: Sequence[Tile], rows: int, columns: int, block_rows: int, block_columns: int, *, every_row: bool
 ) -> BlockTable:
-    """Return the table of `tiles`.
+    """Return the table of `tiles`, in tensors of `rows` and `columns`.
 
-    Args:
-        tiles: visible pairs.
-        rows: rows of the tensors.
-        columns: columns of the tensors.
-        block_rows: rows of a block.
-        block_columns: columns of a step.
-        every_row: whether to include blocks without tiles, so that the kernel writes all rows.
+    `every_row`: whether to include blocks without tiles, so that the kernel writes all rows.
     """
     parts = [_entries(tile, rows, block_rows, block_columns) for tile in tiles]
     owner = np.concatenate([block for block, _ in parts]) if parts else np.empty(0, np.int64)

@@ -35,12 +35,6 @@ def assembled(source: Any, target: GPUTarget, options: dict[str, Any], *, use_ca
     """Return a compiled kernel and ptxas's log, which is empty for AMD's chips. Raise what Triton raises.
 
     A cached kernel is assembled again for the log, with Triton's function, since the flags depend on its release.
-
-    Args:
-        source: source of a kernel of Triton or Gluon, with the types of its parameters.
-        target: Triton's target.
-        options: options of the compilation.
-        use_cache: whether Triton's cache may be used. Without it, the call takes the time of a compilation.
     """
     log = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(log):
@@ -75,21 +69,20 @@ TARGETS = {
     "gfx950": Chip(GPUTarget("hip", "gfx950", 64), r"v_mfma\w*", 160 * KIB, 160 * KIB),
 }
 HEADS = (64, 128)
-KERNELS = {
+_ADDING = {
     "forward": forward.attend_kernel,
-    "resumed": forward.attend_kernel,
     "keys": backward.keys_kernel,
     "dv": backward.keys_kernel,
     "dk": backward.keys_kernel,
     "queries": backward.queries_kernel,
-    "whole forward": forward.attend_kernel,
-    "whole keys": backward.keys_kernel,
-    "whole dv": backward.keys_kernel,
-    "whole dk": backward.keys_kernel,
-    "whole queries": backward.queries_kernel,
 }
 # If one launch computes everything, results are written in the dtype of the inputs; otherwise in float32, or added.
 _WHOLE = "whole "
+KERNELS = (
+    {"forward": forward.attend_kernel, "resumed": forward.attend_kernel}
+    | _ADDING
+    | {_WHOLE + name: kernel for name, kernel in _ADDING.items()}
+)
 _PARTS = {"keys": BOTH, "dv": ONLY_DV, "dk": ONLY_DK}
 _OWN_ROWS = {"forward": ("q",), "resumed": ("q",), "queries": ("q", "dout"), **dict.fromkeys(_PARTS, ("k", "v"))}
 _REGISTERS = 65536  # in an NVIDIA multiprocessor
@@ -172,12 +165,7 @@ def kernel_table(
 ) -> Iterator[Record]:
     """Yield a record for each target, head size and kernel, in bf16 with the blocks of the tuning tables.
 
-    Args:
-        targets: names of chips. Default: all.
-        heads: head sizes.
-        kernels: names of `KERNELS`. Default: `launched_kernels` of the target and head size.
-
-    Raise `UnknownNameError` for an unknown target or kernel. A failure to compile is a record too.
+    Default kernels: `launched_kernels` of the target and head size. A failure to compile is a record too.
     """
     for target in targets:
         if target not in TARGETS:
@@ -231,15 +219,7 @@ def named(blocks: Blocks) -> str:
 
 
 def compiled_kernel(target: str, kernel: str, head: int, blocks: Blocks, value: int | None = None) -> Any:
-    """Return Triton's compiled kernel, compiled without the cache.
-
-    Args:
-        target: key of `TARGETS`.
-        kernel: key of `KERNELS`.
-        head: head size.
-        blocks: block sizes and launch options.
-        value: size of values. Default: head size.
-    """
+    """Return Triton's compiled kernel, compiled without the cache. `value`: size of values. Default: head size."""
     return _assembled(target, kernel, head, blocks, value)[0]
 
 
@@ -340,7 +320,8 @@ def _read_nvidia(compiled: Any, log: str, target: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        usage = _run(tools / "cuobjdump", "-res-usage", str(cubin))
+        command = [tools / "cuobjdump", "-res-usage", cubin]
+        usage = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False).stdout
     registers = _first(r"REG:(\d+)", usage)
     chip, metadata = TARGETS[target], compiled.metadata
     threads = metadata.num_warps * 32
@@ -353,8 +334,3 @@ def _read_nvidia(compiled: Any, log: str, target: str) -> dict[str, Any]:
         "instruction": _instruction(target, compiled.asm["ptx"]),
         "warnings": tuple(sorted(set(_SERIALIZED.findall(log)))),
     }
-
-
-def _run(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
