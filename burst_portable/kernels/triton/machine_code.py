@@ -320,8 +320,8 @@ def _read_nvidia(compiled: Any, log: str, target: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        command = [tools / "cuobjdump", "-res-usage", cubin]
-        usage = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False).stdout
+        done = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=False)
+    usage = done.stdout + done.stderr
     registers = _first(r"REG:(\d+)", usage)
     chip, metadata = TARGETS[target], compiled.metadata
     threads = metadata.num_warps * 32
