@@ -211,13 +211,7 @@ class LazyKernel:
     """
 
     def __init__(
-        self,
-        name: str,
-        target: str,
-        *,
-        needs: str,
-        at_least: tuple[int, ...] = (),
-        install: str | None = None,
+        self, name: str, target: str, *, needs: str, at_least: tuple[int, ...] = (), install: str | None = None
     ) -> None:
         self.name = name
         self._target, self._needs, self._at_least, self._install = target, needs, at_least, install

@@ -173,19 +173,12 @@ class OperatorKernel(Kernel, Generic[C]):
 
 
 class CausalSquare(NamedTuple):
-    """A full box or a causal square of a tile.
+    """A full box or a causal square of a tile."""
 
-    Attributes:
-        rows: Rows of the block of queries.
-        columns: Rows of the block of keys.
-        causal: Whether it is a causal square.
-        reversed: Whether it is causal if rows and columns are counted from the end.
-    """
-
-    rows: slice
-    columns: slice
+    rows: slice  # of the block of queries
+    columns: slice  # of the block of keys
     causal: bool = False
-    reversed: bool = False
+    reversed: bool = False  # whether it is causal if rows and columns are counted from the end
 
 
 def causal_squares(tile: Tile) -> Iterator[CausalSquare]:

@@ -22,7 +22,7 @@ from burst_portable.planning.routes import Move, to_pack
 from burst_portable.planning.schedule import Compute, Step
 
 # In bytes of the message:
-_PACK = _COPY = 2  # read and written once: `runtime.executor._Blocks._pack`, `runtime.head_parallel`
+_PACK = _COPY = 2  # read and written once: `runtime.executor._Blocks._copy`, `runtime.head_parallel`
 # Received gradients are read and added to sums, which are twice as wide if the gradients were rounded:
 # `runtime.executor._Gradients._add`.
 _ADD, _ADD_ROUNDED = 3, 5
@@ -81,19 +81,12 @@ def _summed_bytes(pass_plan: PassPlan, rank: int, traits: KernelTraits) -> int:
 
 
 class ReshardTraffic(NamedTuple):
-    """Bytes of memory that one group of heads reads and writes around its exchanges: see `runtime.head_parallel`.
+    """Bytes of memory that one group of heads reads and writes around its exchanges: see `runtime.head_parallel`."""
 
-    Attributes:
-        pack: Before tensors are sent to head shards.
-        reorder: Before and after the computation, to change the order of rows.
-        save: For the backward pass, after all groups have been computed.
-        unpack: After results have arrived at their sequence shards.
-    """
-
-    pack: int
-    reorder: int
-    save: int
-    unpack: int
+    pack: int  # before tensors are sent to head shards
+    reorder: int  # before and after the computation, to change the order of rows
+    save: int  # for the backward pass, after all groups have been computed
+    unpack: int  # after results have arrived at their sequence shards
 
 
 def reshard_traffic(

@@ -119,18 +119,13 @@ class HardwareSpec:
 
         `source` then also contains the size of the nodes that were measured, if it is another one.
         """
-        ranks_per_node = ranks_per_node or self.ranks_per_node
+        spec = replace(self, ranks_per_node=ranks_per_node or self.ranks_per_node)
         if inter_node_bandwidth is not None:
-            return replace(
-                self,
-                ranks_per_node=ranks_per_node,
-                inter_node_bandwidth=inter_node_bandwidth,
-                inter_node_source="given",
-            )
-        source = self.source
-        if self.inter_node_source == "measured" and ranks_per_node != self.ranks_per_node:
-            source += f", between nodes of {self.ranks_per_node} and not {ranks_per_node}"
-        return replace(self, ranks_per_node=ranks_per_node, source=source)
+            return replace(spec, inter_node_bandwidth=inter_node_bandwidth, inter_node_source="given")
+        if self.inter_node_source == "measured" and spec.ranks_per_node != self.ranks_per_node:
+            other = f", between nodes of {self.ranks_per_node} and not {spec.ranks_per_node}"
+            return replace(spec, source=self.source + other)
+        return spec
 
     @property
     def inter_node_origin(self) -> str:
@@ -296,15 +291,8 @@ def read_hardware_spec(file: str | Path) -> MeasuredHardware:
     if node and ranks % node:
         raise _wrong(file, "hardware.ranks_per_node", node, f"0, or a divisor of the {ranks} ranks")
     source = f"measured on {device} ({file}, {date})"
-    return MeasuredHardware(
-        HardwareSpec(**made, source=source, inter_node_source=inter_node_source),
-        device,
-        ranks,
-        kernel,
-        date,
-        dtype,
-        head_dim,
-    )
+    hardware = HardwareSpec(**made, source=source, inter_node_source=inter_node_source)
+    return MeasuredHardware(hardware, device, ranks, kernel, date, dtype, head_dim)
 
 
 def as_json(hardware: HardwareSpec) -> dict[str, Any]:

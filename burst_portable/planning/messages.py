@@ -91,48 +91,30 @@ def group_by_wait_step(moves: Iterable[Move]) -> Iterator[list[Move]]:
 
 
 class RowLayout(NamedTuple):
-    """Memory layout of one row of a message.
+    """Memory layout of one row of a message."""
 
-    Attributes:
-        size: Bytes from one row to the next.
-        fields: The fields of a row, each with its offset in bytes.
-    """
-
-    size: int
-    fields: tuple[tuple[Field, int], ...]
+    size: int  # bytes from one row to the next
+    fields: tuple[tuple[Field, int], ...]  # each with its offset in bytes
 
 
 class Arrivals(NamedTuple):
-    """Messages for which the same step waits. They arrive in one buffer.
+    """Messages for which the same step waits. They arrive in one buffer."""
 
-    Attributes:
-        moves: The messages, in their order in the buffer.
-        sizes: Bytes of each message, and of the space behind them for the local block if one launch takes it with them.
-    """
-
-    moves: tuple[Move, ...]
+    moves: tuple[Move, ...]  # in their order in the buffer
+    # Bytes of each message, and of the space behind them for the local block if one launch takes it with them.
     sizes: tuple[int, ...]
 
 
 class StepMessages(NamedTuple):
-    """The messages of one `Step`, with their sizes.
+    """The messages of one `Step`, with their sizes in bytes. Receives are for later steps."""
 
-    Attributes:
-        packs: Rows [start, stop) of the local block to pack at this step, and bytes of the packed buffer.
-        sends: Blocks to send. Each has the packed rows that contain it and its bytes [start, stop) there; the rows are
-            None for a block that is forwarded as it arrived.
-        receives: Blocks to receive for later steps.
-        local: Bytes of the local block, if the launch takes it together with blocks that arrived; else 0.
-        sums: Sizes in bytes of the gradient sums of the blocks of this step, in the accumulation dtype.
-        gradient_sends: Gradients to send, with their bytes.
-        gradient_receives: Gradients to receive for later steps.
-    """
-
-    packs: tuple[tuple[tuple[int, int], int], ...]
+    packs: tuple[tuple[tuple[int, int], int], ...]  # rows of the local block to pack, and the size of the buffer
+    # Each block has the packed rows that contain it and its bytes [start, stop) there. The rows are None for a block
+    # that is forwarded as it arrived.
     sends: tuple[tuple[Move, tuple[int, int] | None, int, int], ...]
     receives: tuple[Arrivals, ...]
-    local: int
-    sums: tuple[int, ...]
+    local: int  # size of the local block, if the launch takes it together with blocks that arrived; else 0
+    sums: tuple[int, ...]  # of gradients of the blocks of this step, in the accumulation dtype
     gradient_sends: tuple[tuple[Move, int], ...]
     gradient_receives: tuple[Arrivals, ...]
 
@@ -140,12 +122,8 @@ class StepMessages(NamedTuple):
 class PassMessages:
     """The messages of one rank in one pass. Made when a call is prepared.
 
-    Attributes:
-        inputs: Row layout of a block.
-        gradients: Row layout of gradients in a message.
-        sums: Row layout of gradients while they are summed.
-        steps: For each step of the rank, the step and its messages.
-        launches: Number of steps that compute.
+    `inputs`, `gradients` and `sums` are the row layouts of blocks, of gradients in a message, and of gradients while
+    they are summed. `steps` has each step with its messages, `launches` is the number of steps that compute.
     """
 
     def __init__(self, pass_plan: PassPlan, rank: int) -> None:
@@ -211,15 +189,10 @@ def _rows(move: Move) -> int:
 
 
 class ExchangeFields(NamedTuple):
-    """Fields of a row in the messages between ranks that divide heads, for one group of heads.
+    """Fields of a row in the messages between ranks that divide heads, for one group of heads."""
 
-    Attributes:
-        to_heads: Fields that are sent to head shards before the computation, in one message.
-        to_sequence: Fields that are sent back after it, in one message each.
-    """
-
-    to_heads: tuple[Field, ...]
-    to_sequence: tuple[Field, ...]
+    to_heads: tuple[Field, ...]  # sent to head shards before the computation, in one message
+    to_sequence: tuple[Field, ...]  # sent back after it, in one message each
 
 
 def exchanges(plan: Plan, pass_name: PassName) -> list[ExchangeFields]:
@@ -255,16 +228,11 @@ def head_room(plan: Plan, row: int, *, back: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Inboxes:
-    """Offsets of messages, for a transport whose senders write into the memory of the receivers.
+    """Offsets of messages, for a transport whose senders write into the memory of the receivers."""
 
-    Attributes:
-        forward: Bytes of the largest inbox in the forward pass, divided by the ranks and rounded up.
-        backward: The same for the backward pass.
-        offsets: For each message that one rank sends or receives, its offset in bytes in the receiver's inbox.
-    """
-
-    forward: int = 0
-    backward: int = 0
+    forward: int = 0  # bytes of the largest inbox in the forward pass, divided by the ranks and rounded up
+    backward: int = 0  # the same for the backward pass
+    # For each message that one rank sends or receives, its offset in bytes in the receiver's inbox.
     offsets: Mapping[Move, int] = field(default_factory=dict)
 
 

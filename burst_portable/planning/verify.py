@@ -34,7 +34,8 @@ def verify(
         for walked in rings.values():
             checker = _Checker(pass_plan, walked)
             for rank in walked:
-                checker.walk(rank)
+                checker.walk_blocks(rank)
+                checker.walk_order(rank)
                 done += 1
                 progress(done)
             wrong += [f"{name}: {call}" for call in checker.finish()]
@@ -89,12 +90,7 @@ class _Checker:
         self.open: dict[Move, int] = {}  # +1: sent and not yet received; -1: the opposite
         self.targets: dict[tuple[int, int], int] = {}  # (owner, rank) -> rank to which that rank sends its gradients
 
-    def walk(self, rank: int) -> None:
-        """Walk the steps of one rank in order."""
-        self._walk_blocks(rank)
-        self._walk_order(rank)
-
-    def _walk_order(self, rank: int) -> None:
+    def walk_order(self, rank: int) -> None:
         """Check that every receive is posted before the rank waits for it, and is used after it."""
         posted: set[Move] = set()
         idle: dict[int, Move] = {}  # arrivals that no step has used yet, by owner
@@ -143,7 +139,7 @@ class _Checker:
         """Return the owners of the blocks that are sent, for one computation."""
         return compute.k_owners if self.pass_plan.side == "kv" else compute.q_owners
 
-    def _walk_blocks(self, rank: int) -> None:
+    def walk_blocks(self, rank: int) -> None:
         """Check that a block is sent and computed with only while the rank has it."""
         held = {rank}
         parts = defaultdict[tuple[int, int], list[BlockTiles]](list)  # a pair of blocks may be computed in parts

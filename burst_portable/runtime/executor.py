@@ -356,12 +356,10 @@ class _Gradients:
     def end(self, step: Step, messages: StepMessages) -> None:
         """Add gradients that arrived, and those of the local block. Send the sums that are complete on this rank."""
         if self._joined:
-            with self._blocks.copies():
-                for total, contribution in zip(self._local, self._joined, strict=True):
-                    total += contribution
+            self._add(self._local, self._joined)
             self._joined = ()
         for move in step.gradient_arrivals:
-            self._add(move)
+            self._receive(move)
         sends = [(move, self._message(move, size)) for move, size in messages.gradient_sends]
         if sends or messages.gradient_receives:
             self._blocks.post(sends, messages.gradient_receives)
@@ -381,7 +379,7 @@ class _Gradients:
                 rounded.copy_(total)
         return message
 
-    def _add(self, move: Move) -> None:
+    def _receive(self, move: Move) -> None:
         """Add gradients that arrived to the sums of the same block on this rank."""
         blocks = self._blocks
         received = blocks.views(blocks.messages.gradients, blocks.take(move))
@@ -389,8 +387,11 @@ class _Gradients:
             sums = tuple(rows_of(x, move.rows) for x in self._local)
         else:
             sums = blocks.views(blocks.messages.sums, self._sums[move.owner])
-        with blocks.copies():
-            for total, contribution in zip(sums, received, strict=True):
+        self._add(sums, received)
+
+    def _add(self, sums: Views, contributions: Views) -> None:
+        with self._blocks.copies():
+            for total, contribution in zip(sums, contributions, strict=True):
                 total += contribution
 
 

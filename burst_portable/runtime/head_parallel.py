@@ -17,7 +17,7 @@
 
 To heads, a rank gets one message per group from every other rank, with the rows of all tensors side by side. The
 sender packs each tensor in one copy, or sends it without packing (`Transport.supports_strided_sends`). Received rows
-are in the order of ranks, and are used in place if the plan has rank order (`planning.row_order.with_rank_order`).
+are in the order of ranks, and are used in place if the plan has rank order (`planning.plans.with_rank_order`).
 
 Back, there is one message per tensor. It is sent without a copy if its rows are already in the order of ranks. The
 receiver joins the heads of the ranks in one copy.

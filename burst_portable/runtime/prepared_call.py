@@ -65,21 +65,13 @@ NO_OBSERVER = Observer()
 
 
 class PreparedPass(NamedTuple):
-    """One pass of a prepared call, on one rank.
+    """One pass of a prepared call, on one rank."""
 
-    Attributes:
-        plan: The schedule of all ranks.
-        signature: Facts that must be equal on all ranks when the pass begins.
-        single: The computation, if the pass of this rank is one launch without messages; else None.
-        messages: The steps of this rank and their messages.
-        inbox: Bytes per sender: see `planning.messages.Inboxes`.
-    """
-
-    plan: PassPlan
-    signature: CallSignature
-    single: Compute | None
+    plan: PassPlan  # the schedule of all ranks
+    signature: CallSignature  # facts that must be equal on all ranks when the pass begins
+    single: Compute | None  # the computation, if the pass of this rank is one launch without messages
     messages: PassMessages
-    inbox: int = 0
+    inbox: int = 0  # bytes per sender: see `planning.messages.Inboxes`
 
     @classmethod
     def of(cls, plan: PassPlan, rank: int, signature: CallSignature, inbox: int = 0) -> PreparedPass:
@@ -89,39 +81,23 @@ class PreparedPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """Everything about one call of `attention` except its tensors. A mesh remembers it.
-
-    Attributes:
-        plan: The complete schedule.
-        part: The call that the kernel computes, of one rank's heads. `plan.call` has all heads.
-        backend: The backend of the tensors' device.
-        kernel: The kernel.
-        transport: The transport of blocks.
-        executor: The executor of the plan.
-        forward: The forward pass.
-        backward: The backward pass.
-        offsets: Offset in bytes of each message in its receiver's inbox, if senders write there.
-        yields_to_comm: Whether kernels leave multiprocessors to kernels that send messages.
-        backward_takes_out: Whether the backward kernel takes out instead of delta.
-        with_lse: Whether the caller requests LSE, which a head-parallel plan then sends back.
-        reason: Why this kernel was chosen.
-        observer: The profiler, if one is installed.
-    """
+    """Everything about one call of `attention` except its tensors. A mesh remembers it."""
 
     plan: Plan
-    part: AttentionCall
+    part: AttentionCall  # what the kernel computes: one rank's heads. `plan.call` has all heads.
     backend: Backend
     kernel: Kernel
     transport: Transport
     executor: Executor
     forward: PreparedPass
     backward: PreparedPass
+    # Offset in bytes of each message in its receiver's inbox, if senders write there.
     offsets: Mapping[Move, int] = field(default_factory=dict)
-    yields_to_comm: bool = False
-    backward_takes_out: bool = False
-    with_lse: bool = True
-    reason: str = ""
-    observer: Observer = NO_OBSERVER
+    yields_to_comm: bool = False  # whether kernels leave multiprocessors to kernels that send messages
+    backward_takes_out: bool = False  # whether the backward kernel takes out instead of delta
+    with_lse: bool = True  # whether the caller requests LSE, which a head-parallel plan then sends back
+    reason: str = ""  # why this kernel was chosen
+    observer: Observer = NO_OBSERVER  # the profiler, if one is installed
 
 
 class Executor(ABC):

@@ -73,7 +73,7 @@ class UlyssesStrategy(Strategy):
         ranks = call.ranks
         heads, kv_heads = heads_per_rank(call, ranks)
         # After the first all-to-all every rank has all rows, here in natural order: this is a call of one rank.
-        # `runtime.prepare.plan_for_kernel` may change that to rank order: see `planning.row_order`.
+        # `runtime.prepare.plan_for_kernel` may change that to rank order: see `planning.plans`.
         local = replace(
             call,
             layout=contiguous(call.layout.length, 1),

@@ -15,25 +15,15 @@ from burst_portable.kernels.triton.arguments import padded
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Block sizes and launch options of one kernel.
+    """Block sizes and launch options of one kernel."""
 
-    Attributes:
-        rows: rows of a program's block.
-        columns: columns of one step.
-        warps: Triton's num_warps.
-        stages: Triton's num_stages.
-        tma: whether columns are loaded with hardware descriptors.
-        together: number of heads whose programs start next to each other.
-        extra: other launch options of the target, such as (("waves_per_eu", 2),).
-    """
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    tma: bool = False
-    together: int = 4
-    extra: tuple[tuple[str, int], ...] = ()
+    rows: int  # of a program's block
+    columns: int  # of one step
+    warps: int  # Triton's num_warps
+    stages: int  # Triton's num_stages
+    tma: bool = False  # whether columns are loaded with hardware descriptors
+    together: int = 4  # number of heads whose programs start next to each other
+    extra: tuple[tuple[str, int], ...] = ()  # other launch options of the target, such as (("waves_per_eu", 2),)
 
 
 BOTH, ONLY_DV, ONLY_DK = 0, 1, 2
@@ -42,18 +32,14 @@ BOTH, ONLY_DV, ONLY_DK = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Choices for the kernels, best first.
-
-    Attributes:
-        resumed: forward into a running state, if different.
-        values: for a separate launch for dV; `keys` is then for dK only. Faster if a program has no registers for both
-            sums, although K·Qᵀ is multiplied twice.
-    """
+    """Choices for the kernels, best first."""
 
     forward: tuple[Blocks, ...]
     keys: tuple[Blocks, ...]
     queries: tuple[Blocks, ...]
-    resumed: tuple[Blocks, ...] = ()
+    resumed: tuple[Blocks, ...] = ()  # forward into a running state, if different
+    # For a separate launch for dV; `keys` is then for dK only. Faster if a program has no registers for both sums,
+    # although K·Qᵀ is multiplied twice.
     values: tuple[Blocks, ...] = ()
 
     @property
