@@ -5,15 +5,7 @@ The message of a block has its rows, with all fields of a row side by side::
     row 0   K K K K | V V V V        contiguous messages are one K and one V over all their rows, so that one launch
     row 1   K K K K | V V V V        takes them
 
-========  ============================  =======================================================
-side      blocks                        their gradients
-========  ============================  =======================================================
-kv        K, V                          dK, dV in the accumulation dtype
-q         Q, dO, LSE, delta             dQ in the accumulation dtype
-========  ============================  =======================================================
-
-With `rounds_gradients`, gradients are sent in the dtype of the inputs, but summed in the accumulation dtype.
-
+Gradients are summed and sent in the accumulation dtype. With `rounds_gradients`, they are sent in that of the inputs.
 If heads are resharded, a message to head shards has some heads of all tensors side by side, and a message back has
 heads of one tensor: ``[rows, B, heads, dim]`` each.
 """
@@ -54,7 +46,7 @@ class Field:
 
 
 def fields(call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False) -> tuple[Field, ...]:
-    """Return the fields of a block, in the order of the table above. `rounds_gradients`: see `PassPlan`."""
+    """Return the fields of a block: K and V, or Q, dO, LSE and delta. Those of its gradients: dK and dV, or dQ."""
     data, wide = call.itemsize, max(call.itemsize, 4)
     q, kv, d, dv = call.heads, call.kv_heads, call.head_dim, call.v_head_dim
     gradient = data if rounds_gradients else wide

@@ -189,19 +189,13 @@ class RingRoute:
 class DirectRoute:
     """Each block comes from its owner, and its gradients go back to it. At each step another rank is the source.
 
-    Attributes:
-        ranks: Number of ranks.
-        prefetch_steps: How many steps before its computation a block is sent. More steps hold more blocks and wait
-            less.
-        blocks_per_launch: Blocks that one launch computes with. For short blocks, launches and merges cost more than
-            waiting.
-        local_first_share: See `Route`. The first part of the local block is computed while the first remote block
-            arrives, the rest while the gradients of the last remote block are sent.
+    The first part of the local block is computed while the first remote block arrives, the rest while the gradients of
+    the last remote block are sent.
     """
 
     ranks: int
-    prefetch_steps: int
-    blocks_per_launch: int
+    prefetch_steps: int  # before its computation, at which a block is sent; more hold more blocks and wait less
+    blocks_per_launch: int  # for short blocks, launches and merges cost more than waiting
     local_first_share: float
     name: str = "direct"
     description: str = "from their owners"

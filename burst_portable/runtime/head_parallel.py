@@ -15,17 +15,14 @@
         Reshard.to_sequence         start sending the results back; the next group computes meanwhile
     ToSequence.wait                 write the results of all groups into the output
 
-To heads, a rank gets one message per group from every other rank, with the rows of all tensors side by side. The
-sender packs each tensor in one copy, or sends it without packing (`Transport.supports_strided_sends`). Received rows
-are in the order of ranks, and are used in place if the plan has rank order (`planning.plans.with_rank_order`).
-
-Back, there is one message per tensor. It is sent without a copy if its rows are already in the order of ranks. The
-receiver joins the heads of the ranks in one copy.
+To heads, a rank gets one message per group from every other rank, packed in one copy per tensor, or sent without
+packing (`Transport.supports_strided_sends`). Received rows are in the order of ranks, and are used in place if the plan
+has rank order (`planning.plans.with_rank_order`). Back, there is one message per tensor, without a copy in that case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -64,7 +61,7 @@ class Reshard:
         node, self.index = divmod(self.transport.rank, self.size)
         self.first = node * self.size
         self.rows = tuple(layout.count(self.first + index) for index in range(self.size))
-        self.starts = _starts(self.rows)
+        self.starts = tuple(accumulate(self.rows, initial=0))  # first row of each rank, and the number of all rows
         self._order = tuple((self.index + distance) % self.size for distance in range(1, self.size + 1))
         self.to_ranks, self.to_plan = row_orders(layout, plan.forward.call.layout, node, device)
         self._offset = 0  # of the next exchange, in every rank's inbox
@@ -221,7 +218,7 @@ def _parts_to_heads(
     `order`: Indices of the ranks, as they are sent to. `first`: The rank of index 0. `rows`: Rows of each rank, of
     `row` bytes each. `offset`: That of the exchange in every inbox.
     """
-    index, starts = order[-1], _starts(rows)
+    index, starts = order[-1], tuple(accumulate(rows, initial=0))
     size, target = rows[index] * row, offset + starts[index] * row
     sends = tuple(Part(first + i, i * size, (i + 1) * size, target) for i in order)
     receives = tuple(Part(first + i, starts[i] * row, starts[i + 1] * row, offset + starts[i] * row) for i in order)
@@ -276,15 +273,10 @@ def _parts_to_sequence(
     order: tuple[int, ...], first: int, rows: tuple[int, ...], row: int, offset: int
 ) -> SendAndReceiveParts:
     """Return the parts on the way back: to each rank its rows; from each rank its results for the local rows."""
-    index, starts = order[-1], _starts(rows)
+    index, starts = order[-1], tuple(accumulate(rows, initial=0))
     size = rows[index] * row
     sends = tuple(Part(first + i, starts[i] * row, starts[i + 1] * row, offset + index * rows[i] * row) for i in order)
     return sends, tuple(Part(first + i, i * size, (i + 1) * size, offset + i * size) for i in order)
-
-
-def _starts(rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the first row of each rank, and the number of all rows."""
-    return tuple(accumulate(rows, initial=0))
 
 
 def _fields(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
@@ -324,23 +316,21 @@ def _of_owners(x: Tensor, owners: int, heads: HeadRange) -> Tensor:
     )
 
 
-class _Reorder:
-    """Reorder rows: by `cat` if there are few runs, which is faster, else by indices."""
+Reorder = Callable[[Tensor], Tensor]
 
-    def __init__(self, index: Tensor, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
-        self._runs = runs
-        self._index = None if runs else index.to(device)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._index is not None:
-            return x.index_select(0, self._index)
-        return torch.cat([x[start:stop] for start, stop in self._runs])
+def _reorder(index: Tensor, device: torch.device) -> Reorder:
+    """Return a function that reorders rows: by `cat` if there are few runs, which is faster, else by indices."""
+    if runs := _runs(index):
+        return lambda x: torch.cat([x[start:stop] for start, stop in runs])
+    rows = index.to(device)
+    return lambda x: x.index_select(0, rows)
 
 
 @lru_cache(maxsize=64)
 def row_orders(
     layout: Layout, within: Layout, node: int, device: torch.device
-) -> tuple[_Reorder | None, _Reorder | None]:
+) -> tuple[Reorder | None, Reorder | None]:
     """Return the orders from the plan's rows to those of the ranks of a node, and back; (None, None) if they are equal.
 
     `layout`: Rows of each rank before the reshard. `within`: Rows of each node after it.
@@ -353,8 +343,7 @@ def row_orders(
         return None, None
     by_position = torch.argsort(planned)
     index = by_position[torch.searchsorted(planned[by_position], rows)]
-    inverse = torch.argsort(index)
-    return _Reorder(index, _runs(index), device), _Reorder(inverse, _runs(inverse), device)
+    return _reorder(index, device), _reorder(torch.argsort(index), device)
 
 
 def _positions(shard: Sequence[Segment]) -> Tensor:
@@ -404,7 +393,8 @@ class HeadExecutor(Executor):
             if keep:
                 saved.append((queries, keys, values, group_out, group_lse))
         if keep and not reshard.persistent:  # during the transfer of the last results
-            saved = _copied(saved, exchanges)
+            copies = _with_shared(exchange.copies() for exchange in exchanges)
+            saved = [(q, k, v, out, lse) for (q, k, v), (_, _, _, out, lse) in zip(copies, saved, strict=True)]
         for result in results:
             result.wait()
         lse = None if lse is None else lse.squeeze(-1).transpose(1, 2)
@@ -425,12 +415,14 @@ class HeadExecutor(Executor):
         dq, dk, dv = (dout.new_empty((*dout.shape[:2], *size)) for size in sizes)
         dsinks = None if sinks is None else torch.zeros_like(sinks)
         results: list[ToSequence] = []
-        dkv: tuple[Tensor, ...] = ()  # dK and dV, to which several groups may contribute
+        dkv: list[Tensor] = []  # dK and dV, to which several groups may contribute
         groups_saved = (saved[i : i + _SAVED] for i in range(0, len(saved), _SAVED))
         for group, exchange, (q, k, v, out, lse) in zip(groups, exchanges, groups_saved, strict=True):
             (group_dout,) = exchange.wait()
             group_dq, *group_dkv = backward_rows(prepared, BackwardInputs(group_dout, q, k, v, lse, out))
-            dkv = tuple(group_dkv) if group.brings_kv else _sum(dkv, group_dkv)
+            if not group.brings_kv:
+                group_dkv = [a.to(accumulation_dtype(a.dtype)) + b for a, b in zip(dkv, group_dkv, strict=True)]
+            dkv = group_dkv
             parts: list[tuple[Tensor, Tensor, HeadRange]] = [(group_dq, dq, group.q_heads)]
             if group.returns_kv:
                 parts += [(dkv[0], dk, group.kv_heads), (dkv[1], dv, group.kv_heads)]
@@ -444,22 +436,11 @@ class HeadExecutor(Executor):
         return dq, dk, dv, dsinks
 
 
-def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return total + parts by element, in the accumulation dtype."""
-    return tuple(a.to(accumulation_dtype(a.dtype)) + b for a, b in zip(total, parts, strict=True))
-
-
 def _group_heads(prepared: PreparedCall, group: HeadGroup) -> slice:
     """Return the group's heads among all query heads."""
     plan, size = prepared.plan, prepared.plan.head_parallel_size
     start = heads_of_rank(prepared.transport.rank % size, size, plan.call.heads).start
     return slice(start + group.q_heads[0], start + group.q_heads[1])
-
-
-def _copied(saved: Sequence[Saved], exchanges: Sequence[ToHeads]) -> list[Saved]:
-    """Return saved tensors with copies of q, k and v. K and V that several groups share are copied once."""
-    copies = _with_shared(exchange.copies() for exchange in exchanges)
-    return [(q, k, v, out, lse) for (q, k, v), (_, _, _, out, lse) in zip(copies, saved, strict=True)]
 
 
 def _with_shared(received: Iterable[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -101,16 +101,11 @@ class DoubleRingRoute:
     them to the owner once. The round of the owner's node is split: `first_steps` steps come before the blocks of other
     nodes, and the rest after them, while the last gradients reach their owners. The rest is a separate ring that
     begins at the owner, so no block is held in between.
-
-    Attributes:
-        ranks: Number of ranks.
-        ranks_per_node: Ranks per node.
-        first_steps: Steps of the local node's round that come first. `ranks_per_node`: the round is not split.
     """
 
     ranks: int
     ranks_per_node: int
-    first_steps: int
+    first_steps: int  # `ranks_per_node`: the round is not split
     name: str = "double_ring"
     description: str = "along two rings"
     trims: bool = False

@@ -36,27 +36,17 @@ RESERVED_FLAGS = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option: a word of `choices`, or an integer if there are none.
+    """One option: a word of `choices`, or an integer if there are none."""
 
-    Attributes:
-        default: The default value. If it is None, None is also an allowed value.
-        noun: A noun for error messages: "unknown NOUN", or "OPTION is not NOUN" for an integer.
-        choices: Allowed words.
-        least: Smallest allowed integer.
-        most: Largest allowed integer; None for no limit.
-        requires: (another option, its required value, error text), unless this option has its default.
-        flag: Whether the commands have a flag for it, named after the option.
-        help: Help text of the flag.
-    """
-
-    default: object
-    noun: str
+    default: object  # if it is None, None is also an allowed value
+    noun: str  # for error messages: "unknown NOUN", or "OPTION is not NOUN" for an integer
     choices: tuple[str, ...] = ()
     least: int = 1
     most: int | None = None
+    # (another option, its required value, error text), unless this option has its default.
     requires: tuple[str, object, str] | None = None
-    flag: bool = False
-    help: str = ""
+    flag: bool = False  # whether the commands have a flag for it, named after the option
+    help: str = ""  # of the flag
 
     def check(self, name: str, value: object) -> None:
         """Raise `InputError` if the option `name` cannot have this value.
