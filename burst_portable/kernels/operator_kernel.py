@@ -252,8 +252,7 @@ class CausalOperatorKernel(OperatorKernel[CausalSquare]):
 
     def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
         """Return the tensors with a last stride of 1: the gradient of a sum has stride 0."""
-        cast = (x if x.dtype is dtype else x.to(dtype) for x in tensors)
-        return [x if x.stride(-1) == 1 else x.contiguous() for x in cast]
+        return [x if x.stride(-1) == 1 else x.contiguous() for x in super().prepare_operands(dtype, *tensors)]
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: CausalSquare, scale: float) -> State:
         if not part.reversed:

@@ -294,16 +294,8 @@ def _call_signature(
         order_of_rows = hashed_value(order, forward.call.layout.shards)
     sent = plan.circulates("backward")
     strategy = f"{plan.strategy}{inside} by {plan.transfer('forward')} with {sent} backward{rounded}"
-    routes = (
-        plan.heads,
-        plan.head_parallel_size,
-        plan.head_groups,
-        forward.side,
-        forward.route,
-        backward.side,
-        backward.route,
-        backward.gradient_route,
-    )
+    sides = forward.side, backward.side, backward.rounds_gradients
+    routes = forward.route, backward.route, backward.gradient_route
     return call_signature(
         {
             "backend": backend.name,
@@ -316,7 +308,7 @@ def _call_signature(
             "dtype": p.dtype,
             "mask": hashed_value(str(p.mask), p.mask.regions),
             "layout": hashed_value(p.layout.name, p.layout.shards),
-            "strategy": hashed_value(strategy, (*routes, plan.backward.rounds_gradients)),
+            "strategy": hashed_value(strategy, (plan.heads, *sides, *routes)),
             "rows that cross nodes": order_of_rows,
             "scale": repr(p.scale),
             "softcap": repr(p.softcap),
