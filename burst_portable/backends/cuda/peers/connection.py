@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,9 @@ def unavailable() -> str:
         driver(device.index)
     except BurstError as error:
         return str(error)
-    count = torch.cuda.device_count()
-    for a in range(count):
-        for b in range(count):
-            if a != b and not torch.cuda.can_device_access_peer(a, b):
-                return f"GPU {a} cannot address the memory of GPU {b}"
+    for a, b in permutations(range(torch.cuda.device_count()), 2):
+        if not torch.cuda.can_device_access_peer(a, b):
+            return f"GPU {a} cannot address the memory of GPU {b}"
     return ""
 
 
@@ -52,11 +51,8 @@ def current_device() -> torch.device:
 def connect(other: Transport, group: Any, timeout: float, *, host: str | None = None) -> Transport:
     """Return a transport of peer copies between the ranks of `other`, each on its current device. Collective.
 
-    Args:
-        other: The transport over which the ranks agree.
-        group: The process group of the ranks.
-        timeout: Seconds that a pass may wait for its next message.
-        host: Name of this rank's host. Default: `this_host()`.
+    The ranks, those of `group`, agree over `other`. A pass may wait `timeout` seconds for its next message. `host` is
+    the name of this rank's host; default: `this_host()`.
 
     Raises:
         UnsupportedError: On all ranks, with the reasons of the ranks that do not support peer copies.
