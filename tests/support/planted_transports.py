@@ -79,7 +79,7 @@ class UsesGlobalRanks(TransportWrapper):
     """Use ranks of the group as global ranks. In the default group, both are equal."""
 
     def post(self, sends, receives, label=""):
-        group = self.inner.group
+        group = self.wrapped.group
         arriving = [dist.irecv(m.buffer, src=m.peer, group=group) for m in receives]
         return [dist.isend(m.buffer, dst=m.peer, group=group) for m in sends], arriving
 
