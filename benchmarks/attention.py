@@ -5,7 +5,8 @@
     python -m benchmarks.attention --rows causal-16k,window --providers triton,cudnn,flex
 
 Results are checked before they are timed. Calls run in random order, round after round. TFLOP/s count the visible
-(query, key) pairs: forward 4·pairs·H·D, backward 2.5 times that. Prints a table; writes JSON and a picture to --out.
+(query, key) pairs: forward 2·pairs·H·(D + Dv), backward 2·pairs·H·(3·D + 2·Dv). Prints a table; writes JSON and a
+picture to --out.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ LONG_TO_START = ("flex-max", "flex-flash")  # left out of --quick
 
 @dataclass(frozen=True)
 class Row:
-    """Length, (query heads, K/V heads), head size, mask."""
+    """Length, (query heads, K/V heads), head size, mask; size of the values if it differs, and softcap."""
 
     length: int
     heads: tuple[int, int]
     head: int
     mask: str
     quick: bool = False
+    v_head: int | None = None
+    softcap: float | None = None
 
 
 def _documents(length: int, count: int) -> str:
@@ -67,6 +70,12 @@ ROWS: dict[str, Row] = {
     "sink": Row(16384, (32, 32), 128, "sink:64:1024"),
     "striped": Row(16384, (32, 32), 128, "striped"),
     "share-question": Row(16384, (32, 32), 128, "share_question:4096,3000,3000,3000,3288"),
+    **{f"d{head}": Row(16384, (16, 16), head, "causal") for head in (16, 32, 64, 80, 96, 112, 160, 192, 256)},
+    **{f"d{head}-gqa": Row(16384, (32, 8), head, "causal") for head in (64, 96, 256)},
+    "mla": Row(16384, (16, 16), 192, "causal", v_head=128),
+    "mla-gqa": Row(16384, (32, 8), 192, "causal", v_head=128),
+    "softcap": Row(16384, (16, 16), 128, "causal", softcap=50.0),
+    "d256-softcap": Row(16384, (16, 8), 256, "causal", softcap=50.0),
 }
 
 
@@ -92,11 +101,14 @@ def reference(task: Task) -> dict[str, Tensor]:
     q, k, v, dout = wide
     length, result = q.shape[2], {}
     keep = _visible(task, length)
-    out, lse, dq = torch.zeros_like(q), q.new_zeros(q.shape[:3]), torch.zeros_like(q)
+    out, lse, dq = torch.zeros_like(dout), q.new_zeros(q.shape[:3]), torch.zeros_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for h in range(q.shape[1]):
         at = h // task.group
         s = (q[:, h] @ k[:, at].mT) * task.call.scale
+        cap = task.call.softcap
+        slope = None if cap is None else 1 - (s := (s / cap).tanh_()) ** 2
+        s = s if cap is None else s * cap
         s.masked_fill_(~keep, -torch.inf)
         lse[:, h] = torch.logsumexp(s, -1)
         p = s.sub_(lse[:, h].unsqueeze(-1)).exp_().nan_to_num_(0.0)  # a row that sees nothing
@@ -104,7 +116,8 @@ def reference(task: Task) -> dict[str, Tensor]:
         dv[:, at] += p.mT @ dout[:, h]
         ds = dout[:, h] @ v[:, at].mT
         ds.sub_((dout[:, h] * out[:, h]).sum(-1, keepdim=True)).mul_(p)
-        del s, p
+        ds = ds if slope is None else ds.mul_(slope)
+        del s, p, slope
         dq[:, h] = ds @ k[:, at] * task.call.scale
         dk[:, at] += ds.mT @ q[:, h] * task.call.scale
         del ds
@@ -225,7 +238,9 @@ def host_time(call: Callable[[], object], rounds: int = 20, repeats: int = 50) -
 
 def flops_of(row: Row, task: Task, which: str) -> int:
     """Return the FLOPs of a pass, by the visible pairs of the mask."""
-    return (4 if which == "forward" else 10) * task.mask.num_pairs(row.length, row.length) * row.heads[0] * row.head
+    head, v_head = row.head, row.v_head or row.head
+    per_pair = 2 * (head + v_head) if which == "forward" else 2 * (3 * head + 2 * v_head)
+    return per_pair * task.mask.num_pairs(row.length, row.length) * row.heads[0]
 
 
 def finish(entry: Entry, row: Row, task: Task) -> None:
@@ -238,7 +253,7 @@ def finish(entry: Entry, row: Row, task: Task) -> None:
 
 def run_row(name: str, providers: list[str], seconds: float) -> list[Result]:
     row = ROWS[name]
-    task = make_task(name, row.length, row.heads, row.head, row.mask)
+    task = make_task(name, row.length, row.heads, row.head, row.mask, v_head=row.v_head, softcap=row.softcap)
     expected = reference(task)
     entries, results = prepare(task, providers, expected)
     del expected

@@ -42,12 +42,13 @@ class Task:
     k: Tensor
     v: Tensor
     dout: Tensor
+    softcap: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def call(self) -> AttentionCall:
         """The attention call that a kernel is given."""
-        return AttentionCall.of(self.q, self.k, self.v, deterministic=False)
+        return AttentionCall.of(self.q, self.k, self.v, softcap=self.softcap, deterministic=False)
 
     @property
     def group(self) -> int:
@@ -57,17 +58,27 @@ class Task:
 Calls = tuple[Callable[[], tuple[Tensor, Tensor | None]], Callable[[], tuple[Tensor, Tensor, Tensor]]]
 
 
-def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: str) -> Task:
+def make_task(
+    name: str,
+    length: int,
+    heads: tuple[int, int],
+    head: int,
+    mask: str,
+    *,
+    v_head: int | None = None,
+    softcap: float | None = None,
+) -> Task:
     device = accelerator()
     generator = torch.Generator(device).manual_seed(0)
-    count = {"q": heads[0], "k": heads[1], "v": heads[1], "dout": heads[0]}
+    v_head = v_head or head
+    sizes = {"q": (heads[0], head), "k": (heads[1], head), "v": (heads[1], v_head), "dout": (heads[0], v_head)}
     made = {
-        n: torch.randn(1, length, h, head, device=device, generator=generator, dtype=torch.bfloat16)
-        for n, h in count.items()
+        n: torch.randn(1, length, *size, device=device, generator=generator, dtype=torch.bfloat16)
+        for n, size in sizes.items()
     }
     parsed = striped(length) if mask == "striped" else Mask.parse(mask, length)
     segment = (Segment(0, length),)
-    return Task(name, parsed, find_tiles(parsed, segment, segment), **made)
+    return Task(name, parsed, find_tiles(parsed, segment, segment), **made, softcap=softcap)
 
 
 def striped(length: int) -> Mask:
@@ -183,7 +194,7 @@ def the_call_of_users(task: Task) -> Calls:
     mesh = burst_portable.Mesh.single()
 
     def forward() -> tuple[Tensor, None]:
-        return burst_portable.attention(*leaves, mask=task.mask, mesh=mesh), None
+        return burst_portable.attention(*leaves, mask=task.mask, mesh=mesh, softcap=task.softcap), None
 
     kept, _ = forward()
     return forward, lambda: torch.autograd.grad(kept, leaves, task.dout, retain_graph=True)
@@ -210,6 +221,8 @@ def in_16_bits(kernel: Kernel, task: Task) -> Calls:
 
 def _fused(task: Task, backend: SDPBackend) -> Calls:
     """Call torch's scaled_dot_product_attention with one of its backends."""
+    if task.softcap is not None:
+        raise Absent("has no softcap")
     task = as_causal_square(task)
     if task.mask.name not in ("full", "causal"):
         raise Absent(f"knows no mask {task.mask}")
@@ -271,8 +284,14 @@ def flex(task: Task, mode: str, backend: str = "AUTO") -> Calls:
         block = create_block_mask(mask_function(task.mask, q.device), None, None, length, length, device=q.device)
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
-    call = partial(compiled, q, k, v, block_mask=block, enable_gqa=task.group > 1, **options)
+    capped = None if task.softcap is None else partial(_softcap, task.softcap)
+    call = partial(compiled, q, k, v, block_mask=block, score_mod=capped, enable_gqa=task.group > 1, **options)
     return _through_autograd(task, call, (q, k, v))
+
+
+def _softcap(cap: float, score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Limit the scores of FlexAttention."""
+    return cap * torch.tanh(score / cap)
 
 
 def mask_function(mask: Mask, device: torch.device) -> Callable[..., Tensor]:
@@ -316,7 +335,7 @@ def flash_attn_4(task: Task) -> Calls:
     kind, regions = task.mask.name.split(":")[0].split("(")[0], task.mask.regions
     leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     if kind in ("full", "causal"):
-        call = partial(flash_attn_func, *leaves, causal=kind == "causal")
+        call = partial(flash_attn_func, *leaves, causal=kind == "causal", softcap=task.softcap or 0.0)
     elif kind == "window":
         call = partial(flash_attn_func, *leaves, causal=True, window_size=(regions[0].hi, 0))
     elif kind == "documents":
@@ -330,7 +349,7 @@ def flash_attn_4(task: Task) -> Calls:
     def attention() -> Tensor:
         made = call()
         out: Tensor = made[0] if isinstance(made, tuple) else made
-        return out.view(task.q.shape)
+        return out.view(task.dout.shape)
 
     kept = attention()
 

@@ -15,7 +15,7 @@ accept one and ignore it (`causal_window` is for operators that are known to com
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
@@ -294,13 +294,20 @@ class AcceleratorKernel(CausalOperatorKernel):
         return OnePass()
 
 
-def declined_by_flash(call: AttentionCall, largest_head: int) -> str:
-    """Return why no flash attention of torch or a vendor can serve a call; "" if there is no general reason."""
+def declined_by_flash(call: AttentionCall, largest_head: int, *, unequal: Container[tuple[int, int]] = ()) -> str:
+    """Return why no flash attention of torch or a vendor can serve a call; "" if there is no general reason.
+
+    Args:
+        call: The call, with the heads of one rank.
+        largest_head: Largest head size of the library.
+        unequal: Pairs of different sizes of heads and values that the library supports too.
+    """
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}"
-    if call.v_head_dim != call.head_dim:
+    sizes = call.head_dim, call.v_head_dim
+    if sizes not in unequal and call.v_head_dim != call.head_dim:
         return f"values of size {call.v_head_dim} differ from heads of size {call.head_dim}"
-    if call.head_dim % 8 or call.head_dim > largest_head:
+    if sizes not in unequal and (call.head_dim % 8 or call.head_dim > largest_head):
         return f"it takes head sizes that are multiples of 8 up to {largest_head}, not {call.head_dim}"
     if call.heads % call.kv_heads:
         return f"{call.heads} heads are not a multiple of {call.kv_heads} K/V heads"

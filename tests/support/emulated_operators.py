@@ -39,11 +39,11 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: Window) ->
 
 
 def _check(*tensors: Tensor) -> None:
+    assert {x.shape[-1] for x in tensors} in ({192, 128}, {tensors[0].shape[-1]})
     for x in tensors:
         assert x.dtype == tensors[0].dtype
         assert x.dtype in (torch.float16, torch.bfloat16)
         assert x.stride(-1) == 1
-        assert x.shape[-1] == tensors[0].shape[-1]
         assert x.shape[-1] % 8 == 0
         assert x.shape[1] > 0
         assert x.data_ptr() % 16 == 0, "rows are loaded 16 bytes at once"
@@ -79,15 +79,16 @@ def attend_backward(
     assert lse.is_contiguous()
     assert not causal or q.shape[1] == k.shape[1], "a causal rectangle is refused"
     weights = torch.exp(_scores(q, k, causal, scale, window) - lse.double()[..., None])
-    batch, columns, heads, size = k.shape
+    heads = k.shape[2]
     shared = q.shape[2] // heads
+    assert v.shape[3] == k.shape[3] or shared == 1, "unequal sizes need a K/V head per query head"
     values, keys = (x.double().repeat_interleave(shared, 2) for x in (v, k))
     wide = dout.double()
     delta = (wide * out.double()).sum(-1).transpose(1, 2)
     ds = weights * (torch.einsum("bqhd,bkhd->bhqk", wide, values) - delta[..., None]) * scale
     dq = torch.einsum("bhqk,bkhd->bqhd", ds, keys)
     dk, dv = (torch.einsum("bhqk,bqhd->bkhd", a, b) for a, b in ((ds, q.double()), (weights, wide)))
-    summed = (x.reshape(batch, columns, heads, shared, size).sum(3) for x in (dk, dv))
+    summed = (x.unflatten(2, (heads, shared)).sum(3) for x in (dk, dv))
     return dq.to(q.dtype), *(x.to(q.dtype) for x in summed)
 
 

@@ -21,10 +21,11 @@ def causal(length):
     return Tiles([Tile(0, length, 0, length, 0, length)])
 
 
-def inputs(rows, columns, heads, dim, device, dtype=torch.bfloat16, batch=2):
+def inputs(rows, columns, heads, dim, device, dtype=torch.bfloat16, batch=2, v_dim=None):
     """Return (dout, q, k, v)."""
-    sizes = ((rows, heads[0]), (rows, heads[0]), (columns, heads[1]), (columns, heads[1]))
-    return tuple(randn(batch, s, h, dim, device=device, dtype=dtype, seed=i) for i, (s, h) in enumerate(sizes))
+    v_dim = v_dim or dim
+    sizes = ((rows, heads[0], v_dim), (rows, heads[0], dim), (columns, heads[1], dim), (columns, heads[1], v_dim))
+    return tuple(randn(batch, *size, device=device, dtype=dtype, seed=i) for i, size in enumerate(sizes))
 
 
 def compare_whole(kernel, dout, q, k, v, tiles, merged=False):

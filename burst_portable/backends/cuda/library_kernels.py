@@ -9,6 +9,7 @@ flash-attn-4 that are known to compute windows are called for a causal window if
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -28,14 +29,16 @@ from burst_portable.planning.tiles import Tiles
 _CUDNN_FROM = 90000
 _FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
 """Devices for which flash-attn-4 has a forward and a backward with heads of 128."""
+_UNEQUAL = ((192, 128),)
+"""Sizes of heads and values that differ and that it supports: those of multi-head latent attention."""
 _WINDOWS_FROM = "4.0.0b36"
 """The first version of flash-attn-4 whose windows were compared with float32 on a device, an H100."""
 _STAGES = ("a", "b", "rc", "")
 
 
-def declined(call: AttentionCall, largest_head: int) -> str:
-    """Return why none of these kernels can serve a call; "" if one may."""
-    if reason := declined_by_flash(call, largest_head):
+def declined(call: AttentionCall, largest_head: int, *, unequal: Container[tuple[int, int]] = ()) -> str:
+    """Return why none of these kernels can serve a call; "" if one may. See `declined_by_flash`."""
+    if reason := declined_by_flash(call, largest_head, unequal=unequal):
         return reason
     if call.deterministic:
         return "its backward adds dq in any order; it serves deterministic=False only"
@@ -123,7 +126,8 @@ class Flash4Kernel(AcceleratorKernel):
     def supports(self, call: AttentionCall) -> Support:
         if self._interface is None:
             return Support(False, "the package flash_attn that is installed is not flash-attn-4")
-        reason = declined(call, 128)
+        # Its backward of unequal sizes has one K/V head per query head.
+        reason = declined(call, 128, unequal=_UNEQUAL if call.heads == call.kv_heads else ())
         if not reason and (unsupported := sorted(set(capabilities()).difference(_FLASH_4))):
             reason = f"it has no backward for sm_{unsupported[0][0]}{unsupported[0][1]}"
         return Support(not reason, reason)

@@ -29,7 +29,7 @@ def on_hopper(monkeypatch):
     """Simulate an H100 with emulated operators."""
     real = library_kernels.declined
     monkeypatch.setattr(
-        library_kernels, "declined", lambda p, largest: real(p, largest).replace(f"{NOT_HERE}, not on cpu", "")
+        library_kernels, "declined", lambda *a, **named: real(*a, **named).replace(f"{NOT_HERE}, not on cpu", "")
     )
     monkeypatch.setattr(library_kernels, "capabilities", lambda: ((9, 0),))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)

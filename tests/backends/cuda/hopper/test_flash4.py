@@ -84,6 +84,29 @@ def test_package_computes_boxes_and_causal_squares(called, dim, asked, case):
     assert called == asked
 
 
+@pytest.mark.parametrize("case", ["box", "causal"])
+def test_package_computes_gradients_of_latent_heads(called, case):
+    """Heads of 192 with values of 128: the forward of both is equally fast."""
+    rows, columns, heads, tiles = WHOLE[case]
+    kernel, _ = kernel_of(replace(USUAL, kv_heads=4, head_dim=192))
+    compare_whole(kernel, *inputs(rows, columns, heads, 192, "cpu", v_dim=128), tiles)
+    assert called == ["backward"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 192}, "values of size 128 differ from heads of size 192"),
+        ({"head_dim": 192, "kv_heads": 4, "v_head_dim": 96}, "values of size 96 differ"),
+        ({"head_dim": 192, "kv_heads": 4, "v_head_dim": 192}, "up to 128, not 192"),
+    ],
+)
+def test_package_serves_no_other_sizes(called, change, reason):
+    kernel, why = kernel_of(replace(USUAL, **change))
+    assert kernel.name == "hopper"
+    assert reason in why
+
+
 def test_ulysses_plan_gives_pair_one_causal_square(called):
     """The rows of two ranks in unsorted order are four tiles."""
     made = plan(seq_len=64, ranks=2, heads=4, layout="zigzag", strategy="ulysses")
