@@ -57,7 +57,7 @@ def hop_watch():
 def sensors():
     from burst_portable.profiling import clocks as module
 
-    return module.Sensors(SimpleNamespace(read=look, close=lambda: None), every=0.001)
+    return module.Sensors(SimpleNamespace(read=look, close=lambda: None))
 
 
 def accounts():
