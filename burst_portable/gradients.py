@@ -104,7 +104,7 @@ def all_reduce_gradients(
 
     Raises:
         InputError: If `parameters` are not tensors, are sharded over these ranks (FSDP has reduced their gradients
-            already), or have sparse gradients.
+            already), or have sparse gradients. If the gradients are sums already, because of a second call.
         MismatchError: If ranks have different parameters, or make another call; on every rank, if the transport can
             compare them. The first call also compares the values of parameters. Gradients are unchanged then.
         CommunicationError: If the communication fails otherwise.
@@ -125,6 +125,7 @@ def all_reduce_gradients(
         with mesh.transport(device.type).between_passes():
             for bucket in _buckets(members, bucket_bytes):
                 _sum_bucket(bucket, missing, mesh)
+        mesh.summed.update((p.grad, p.grad._version) for p in members if p.grad is not None and mesh.size > 1)
 
 
 def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:
@@ -138,6 +139,12 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
             parameter.grad = torch.zeros_like(parameter)
             missing.add(parameter)
         gradient = _gradient(parameter)
+        if mesh.summed.get(parameter.grad) == parameter.grad._version:
+            raise InputError(
+                "the gradients are sums over the ranks already; a second call would multiply them by the ranks",
+                got=f"a gradient of shape {tuple(gradient.shape)} that did not change since the last call",
+                next_step="call all_reduce_gradients once per step, and zero_grad() after the optimizer's step",
+            )
         groups.setdefault((gradient.dtype, gradient.device), []).append(parameter)
     return groups
 

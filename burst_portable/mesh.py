@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import for_device, group_options_of, known, runnable
@@ -161,6 +162,7 @@ class Mesh:
         self._transports: dict[str, Transport] = {}
         self._direct: dict[str, Transport | str] = {}
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
+        self.summed = WeakTensorKeyDictionary()  # gradients that are sums over the ranks, with their versions
 
     def __repr__(self) -> str:
         node = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"

@@ -91,6 +91,8 @@ def test_all_reduce_gradients_rejects_different_values(which: int):
         for _ in range(2):
             bp.all_reduce_gradients(mine, mesh)
             mine[0].data += mesh.rank
+            for one in (mine[0], mine[2]):
+                one.grad.mul_(1)  # as a backward pass, which adds to gradients in place
         assert mine[0].grad.tolist() == [9] * 6
         return str(caught.value)
 
@@ -136,6 +138,8 @@ def test_all_reduce_gradients_compares_known_parameters_again():
         one, other = parameters(5, 2), parameters(5, 7, 2)
         for each in (one, other):
             bp.all_reduce_gradients(each, mesh)
+        for parameter in (*one, *other):
+            parameter.grad = torch.ones_like(parameter)
         with pytest.raises(MismatchError) as caught:
             bp.all_reduce_gradients(other if mesh.rank == 1 else one, mesh)
         return str(caught.value)
@@ -327,5 +331,40 @@ def test_all_reduce_gradients_rejects_sparse_gradients():
         table(torch.arange(3)).sum().backward()
         with pytest.raises(InputError, match=r"sparse gradients are not supported; .*without sparse=True"):
             bp.all_reduce_gradients(table.parameters(), mesh)
+
+    bp.run_threads(2, work)
+
+
+def test_second_all_reduce_gradients_raises():
+    """It would multiply the gradients by the number of ranks."""
+
+    def work(mesh: bp.Mesh) -> None:
+        made = parameters(5, 7, 2)
+        bp.all_reduce_gradients(made, mesh)
+        with pytest.raises(InputError, match=r"sums over the ranks already.* shape \(5,\) that did not change"):
+            bp.all_reduce_gradients(made, mesh)
+        assert all((p.grad == 3).all() for p in made[:2])
+        for p in made[:2]:
+            p.grad += 1  # the backward pass of another batch
+        bp.all_reduce_gradients(made, mesh)
+        assert all((p.grad == 12).all() for p in made[:2])
+        for p in made:
+            p.grad = None if p.grad is None else torch.ones_like(p)
+        bp.all_reduce_gradients(made, mesh)
+        assert all((p.grad == 3).all() for p in made[:2])
+
+    bp.run_threads(3, work)
+
+
+def test_gradients_of_one_rank_or_two_meshes_may_be_summed_again():
+    """One rank multiplies nothing, and each mesh of ranks that share sequences or parameters adds once."""
+
+    def work(mesh: bp.Mesh) -> None:
+        made = parameters(5, 2)
+        for _ in range(2):
+            bp.all_reduce_gradients(made, bp.Mesh.single())
+        bp.all_reduce_gradients(made, mesh)
+        bp.all_reduce_gradients(made, bp.Mesh.single())
+        assert (made[0].grad == 2).all()
 
     bp.run_threads(2, work)

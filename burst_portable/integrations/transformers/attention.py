@@ -130,7 +130,9 @@ def _sequence(state: ModelState, mask: Any) -> CallSequence:
         raise UnsupportedError(
             "the mask did not come from transformers' mask functions",
             got="None" if mask is None else type(mask).__name__,
-            next_step="pass no attention_mask; pass cu_seqlens of packed documents to handle.shard",
+            next_step="if a hook removed it (accelerate adds one for cp_size), use no other context parallelism"
+            if mask is None
+            else "pass no attention_mask; pass cu_seqlens of packed documents to handle.shard",
         )
     if mask.sequence is None:
         if state.call is None:

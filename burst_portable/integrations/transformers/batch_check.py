@@ -2,8 +2,8 @@
 
 Loaders that give each process different batches (a dispatcher, a streaming dataset) give ranks of one sequence
 different rows of equal shape. Attention would combine them without an error. Each shard therefore has a checksum of
-the undivided batch, which ranks compare before the model runs, together with a checksum of a few parameters: 16 bytes
-per rank and call.
+the undivided batch, which ranks compare before the model runs, together with the number of labels by which the loss is
+divided, and a checksum of a few parameters: 24 bytes per rank and call.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from heapq import nsmallest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from burst_portable.mesh import Mesh
 
 KEY = "batch_checksum"
 """Name of the checksum among the arguments that `ShardedModel.shard` returns."""
-_FACTS = "rows of the batch", "values of the parameters"
+_FACTS = "rows of the batch", "number of labels", "values of the parameters"
 _SAMPLED, _SAMPLED_VALUES = 4, 1 << 16
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as int64
 _CALL = "call of the model"
@@ -78,26 +79,30 @@ class BatchCheck:
     def __init__(self) -> None:
         self._differs: tuple[Tensor, torch.Event | None] | None = None
 
-    def compare(self, batch: Tensor | None, parameters: Iterable[Tensor], mesh: Mesh, device: torch.device) -> None:
+    def compare(
+        self, batch: Tensor | None, labels: Any, parameters: Iterable[Tensor], mesh: Mesh, device: torch.device
+    ) -> None:
         """Compare this rank's batch and parameters with those of the other ranks. All ranks of the mesh must call this.
 
         Args:
             batch: The result of `checksum`. None for a batch that was not divided by `shard`.
+            labels: Number of labels by which the model divides its loss, as a number or a tensor. None: it does not.
             parameters: Parameters of the model.
             mesh: The ranks of the sequence.
             device: Device of the model's arguments.
 
         Raises:
-            MismatchError: On every rank, if batches or parameters differ. Over a device transport: if those of the
-                last call did.
+            MismatchError: On every rank, if batches, numbers of labels or parameters differ. Over a device transport:
+                if those of the last call did.
         """
         transport = mesh.transport(device.type)
         transport.check_in_sync()
         self.confirm()
-        batch = torch.zeros((), dtype=torch.int64) if batch is None else batch
-        mine = torch.stack((batch.to(device, non_blocking=True), parameter_checksum(parameters, device)))
+        given = (torch.as_tensor(-1 if x is None else x).to(device, non_blocking=True) for x in (batch, labels))
+        mine = torch.stack([*(x.sum().to(torch.int64) for x in given), parameter_checksum(parameters, device)])
         if transport.host:
-            texts = (f"checksum {value % 2**64:016x}" for value in mine.tolist())
+            batch_sum, count, parameter_sum = mine.tolist()
+            texts = f"checksum {batch_sum % 2**64:016x}", str(count), f"checksum {parameter_sum % 2**64:016x}"
             agree(transport, call_signature({"pass": _CALL, **dict(zip(_FACTS, texts, strict=True))}))
             return
         gathered = mine.new_empty(mesh.size, len(_FACTS))
@@ -116,7 +121,7 @@ class BatchCheck:
         """Read the result of the last comparison on a device.
 
         Raises:
-            MismatchError: If the ranks had different batches or parameters.
+            MismatchError: If the ranks had different batches, numbers of labels or parameters.
         """
         pending, self._differs = self._differs, None
         if pending is None:

@@ -339,7 +339,8 @@ class ShardedModel:
             self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
-            self._batch.compare(batch_checksum, self.model.parameters(), self.mesh, tokens.device)
+            count = kwargs.get("num_items_in_batch")
+            self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device)
         return sequence
 
     @never_compiled("plans, transports and hooks are not graphs")

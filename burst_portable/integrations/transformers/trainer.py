@@ -91,7 +91,8 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     Raises:
         InputError: If `handle` is a model, if the number of processes is not a multiple of the mesh's ranks, or if
             average_tokens_across_devices is off.
-        UnsupportedError: For a dataset without a length, metrics of logits, a loss other than the model's, or NEFTune.
+        UnsupportedError: For a dataset without a length, metrics of logits, a loss other than the model's, NEFTune, or
+            a parallelism_config that shards the sequence.
     """
 
     def __init__(self, handle: ShardedModel, **arguments: Any) -> None:
@@ -100,6 +101,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
             raise InputError(
                 "the first argument must be the result of parallelize", got=type(handle).__name__, next_step=next_step
             )
+        _check_parallelism(arguments.get("args"))
         super().__init__(model=handle.model, **arguments)
         ranks, processes = handle.mesh.size, self.args.world_size
         if processes % ranks or (ranks > 1 and processes != dist.get_world_size()):
@@ -168,6 +170,18 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         """Return a batch's loss once per example, instead of gathering. The last batch may be smaller."""
         every, state = losses.repeat(self._sequences), self.accelerator.gradient_state
         return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
+
+
+def _check_parallelism(arguments: Any) -> None:
+    """Raise `UnsupportedError` if `TrainingArguments` shard the sequence too."""
+    config = getattr(arguments, "parallelism_config", None)
+    for name in ("cp_size", "sp_size"):
+        if config is not None and getattr(config, name, 1) > 1:
+            raise UnsupportedError(
+                "Trainer's own context parallelism would shard the sequence a second time",
+                got=f"parallelism_config with {name}={getattr(config, name)}",
+                next_step=f"remove {name}: the mesh of parallelize(model, mesh) shards the sequence",
+            )
 
 
 def _count_sequences(handle: ShardedModel) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import accelerate.big_modeling
 import pytest
 import torch
 
@@ -168,6 +169,41 @@ def test_training_without_all_reduce_gradients_raises(kind: str, summed: bool) -
             model(**handle.shard(ids))  # the result of this comparison is read at the next call
         with pytest.raises(MismatchError, match=r"values of the parameters.*call all_reduce_gradients before each"):
             model(**handle.shard(ids))
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_different_numbers_of_labels_raise(kind: str) -> None:
+    """A count of a rank's own labels gives a loss that is no mean over the sequence."""
+    whole, ids = make("llama"), tokens(1, 32)
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        inputs = handle.shard(ids)
+        assert inputs["num_items_in_batch"] == 31
+        model(**inputs)
+        own = inputs | {"num_items_in_batch": (inputs["shift_labels"] != -100).sum()}  # 16 and 15
+        if kind == "device":
+            model(**own)
+            own = inputs
+        with pytest.raises(MismatchError, match="number of labels"):
+            model(**own)
+
+    run_threads(2, work)
+
+
+def test_mask_removed_by_hook_raises() -> None:
+    """Accelerate's context parallelism removes attention masks, so that documents would attend to each other."""
+    whole, ids = make("llama"), tokens(1, 32)
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        accelerate.big_modeling._attach_context_parallel_hooks(model)
+        with pytest.raises(UnsupportedError, match=r"mask did not come from .* use no other context parallelism"):
+            model(**handle.shard(ids, cu_seqlens=(0, 20, 32)))
 
     run_threads(2, work)
 

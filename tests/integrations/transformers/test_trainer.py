@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
 
 from burst_portable import Mesh, run_threads
@@ -97,6 +98,9 @@ def test_trainer_rejects_unsupported_settings(tmp_path: Path, monkeypatch: pytes
         trainer(label_smoothing_factor=0.1)
     with pytest.raises(UnsupportedError, match="compute_loss_func"):
         trainer(loss=lambda outputs, labels, num_items_in_batch: outputs.logits.sum())
+    for name in ("cp_size", "sp_size"):
+        with pytest.raises(UnsupportedError, match=f"shard the sequence a second time.*{name}=2.*remove {name}"):
+            trainer(parallelism_config=ParallelismConfig(**{name: 2}))
     trainer(neftune_noise_alpha=5.0)
     noisy = Mesh(0, 2, lambda device_type: pytest.fail("nothing is sent"))
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
