@@ -2,8 +2,8 @@
 
 Loaders that give each process different batches (a dispatcher, a streaming dataset) give ranks of one sequence
 different rows of equal shape. Attention would combine them without an error. Each shard therefore has a checksum of
-the undivided batch, which ranks compare before the model runs, together with the number of labels by which the loss is
-divided, and a checksum of a few parameters: 24 bytes per rank and call.
+the undivided batch. Before the model runs, ranks compare it, the number of labels by which the loss is divided, and a
+checksum of a few parameters: 24 bytes per rank and call.
 """
 
 from __future__ import annotations
