@@ -71,7 +71,7 @@ def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) ->
 
 
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+LAYER_TYPES = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
 def check_model(model: Any) -> None:
@@ -97,11 +97,12 @@ def _unsupported_reason(model: PreTrainedModel) -> str | None:
         return "an encoder and a decoder, with cross attention to another sequence"
     if config.sub_configs or config.get_text_config() is not config:
         return f"a model of several parts ({', '.join(config.sub_configs)}); pass its language model"
-    # Models with a recurrent state (Mamba, RWKV, hybrids) have this flag: their scan would restart on every shard.
-    if getattr(model, "_is_stateful", False):
-        return "a recurrent state along the sequence"
-    if unknown := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if unknown := layer_types - LAYER_TYPES:
         return f"layers that are not attention: {', '.join(sorted(unknown))}"
+    # Models with a recurrent state (Mamba, RWKV, hybrids) have this flag: their scan would restart on every shard.
+    if getattr(model, "_is_stateful", False) and not layer_types:
+        return "a recurrent state along the sequence"
     if not model._can_set_attn_implementation():
         return "an attention that does not go through transformers' AttentionInterface"
     if "position_ids" not in parameters_of(model):

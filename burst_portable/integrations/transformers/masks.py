@@ -53,6 +53,13 @@ class DeferredMask:
     def __repr__(self) -> str:
         return f"DeferredMask({self.band})"
 
+    def __getitem__(self, index: Any) -> DeferredMask:
+        """Return this object for all rows and columns (Gemma 4 slices its mask). Raise `UnsupportedError` for less."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(part not in (slice(None), slice(0, None), ...) for part in parts):
+            raise UnsupportedError("the model uses a part of its mask, whose rows would be those of a shard", got=index)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         """Raise `UnsupportedError`: the model uses its mask as a tensor."""
         if name.startswith("_"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BatchEncoding
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -17,11 +18,13 @@ from burst_portable import Mesh, run_threads
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers import loss as losses
+from burst_portable.integrations.transformers.masks import Band, DeferredMask
 from burst_portable.layout import OF_DOCUMENTS
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
 from tests.support.models import (
     MODELS,
+    SIZES,
     assert_same,
     checkpoint_activations,
     gradients_of,
@@ -40,6 +43,49 @@ def test_sharded_model_equals_one_device(kind: str, ranks: int):
     for answer in on_ranks(ranks, model, ids):
         # Only transformers' eager attention has a softcap, and its softmax is float32 whatever the model.
         assert_same(answer, expected, exact=1e-6 if kind == "gemma2" else 1e-12)
+
+
+def test_layers_that_share_keys_equal_one_device():
+    """The last layers of Gemma 4 use keys and values of earlier ones, and slice their masks to all rows."""
+    config = transformers.Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        head_dim=8,
+        global_head_dim=8,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=64,
+    )
+    torch.manual_seed(0)
+    model, ids = transformers.Gemma4ForCausalLM(config).double().train(), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(2, model, ids):
+        assert_same(answer, expected, exact=2e-6)  # its rotary embedding is float32
+
+
+def test_part_of_mask_raises():
+    mask = DeferredMask(Band(lo=0))
+    assert mask[:, :, slice(0, None), ...] is mask
+    with pytest.raises(UnsupportedError, match="part of its mask"):
+        mask[:, :, -1:, :]
+
+
+def test_hybrid_model_of_attention_layers_equals_one_device():
+    model, ids = _granite_hybrid(["attention"] * 2), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(2, model, ids):
+        assert_same(answer, expected)
+    with pytest.raises(UnsupportedError, match="layers that are not attention: "):
+        parallelize(_granite_hybrid(["attention", "mamba"]), Mesh.single())
+
+
+def _granite_hybrid(layer_types):
+    config = transformers.GraniteMoeHybridConfig(
+        **SIZES, layer_types=layer_types, num_local_experts=0, shared_intermediate_size=48, mamba_n_heads=8
+    )
+    torch.manual_seed(0)
+    return transformers.GraniteMoeHybridForCausalLM(config).double().train()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "document_zigzag"])
