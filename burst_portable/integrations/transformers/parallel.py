@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -226,7 +227,8 @@ class ShardedModel:
 
         Args:
             input_ids: Token ids of shape ``[B, N]``, equal on every rank. Or a tokenizer's or collator's batch with
-                `input_ids` and, if it has them, `labels`, `attention_mask` and `cu_seqlens`.
+                `input_ids` and, if it has them, `labels`, `attention_mask`, `cu_seqlens` and `position_ids`. Position
+                ids that restart at 0 are packed documents, as `DataCollatorWithFlattening` makes them.
             labels: Shape ``[B, N]``, as for the model on one device; -100 for tokens without a label. Default:
                 `input_ids`, or no labels for models that do not shift them (encoders).
             cu_seqlens: Cumulative lengths of packed documents, starting with 0 and equal for all rows of the batch: a
@@ -416,6 +418,13 @@ def _check_free(model: PreTrainedModel) -> None:
 
 def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `ShardedModel.shard` from a batch and the arguments that were passed with it."""
+    if "input_ids" not in batch:
+        raise InputError("the batch has no input_ids", got=", ".join(map(shown, batch)) or "an empty batch")
+    batch = dict(batch)
+    if (position_ids := batch.pop("position_ids", None)) is not None:
+        cu_seqlens = documents_of(position_ids)
+        _remove_packing(batch, cu_seqlens)
+        batch |= {"cu_seqlens": cu_seqlens} if len(cu_seqlens) > 2 else {}
     allowed = ("input_ids", *given)
     if unknown := sorted(set(batch) - set(allowed)):
         raise InputError(
@@ -426,6 +435,36 @@ def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict
         )
     if twice := [name for name, value in given.items() if value is not None and name in batch]:
         raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
-    if "input_ids" not in batch:
-        raise InputError("the batch has no input_ids", got=", ".join(map(shown, batch)) or "an empty batch")
     return {**given, **batch}
+
+
+def _remove_packing(batch: dict[str, Any], cu_seqlens: tuple[int, ...]) -> None:
+    """Remove other descriptions of the documents from a batch, after checking that they match the position ids.
+
+    `DataCollatorWithFlattening` adds them with return_flash_attn_kwargs and return_seq_idx.
+    """
+    lengths = [b - a for a, b in pairwise(cu_seqlens)]
+    expected: dict[str, Any] = {name: list(cu_seqlens) for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")}
+    expected |= dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
+    expected["seq_idx"] = [[i for i, length in enumerate(lengths) for _ in range(length)]]
+    for name, value in expected.items():
+        given = batch.pop(name, None)
+        given = given.tolist() if isinstance(given, Tensor) else list(given) if isinstance(given, tuple) else given
+        if given not in (None, value):
+            raise InputError(
+                f"{name} and position_ids describe different documents", got=shown(given), allowed=shown(value)
+            )
+
+
+def documents_of(position_ids: Tensor) -> tuple[int, ...]:
+    """Return the cumulative lengths of packed documents from position ids ``[1, N]`` that count up from 0 in each.
+
+    Raises:
+        UnsupportedError: If the position ids do not count up from 0 in each document.
+    """
+    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+    cu_seqlens = (*starts, position_ids.shape[1])
+    counted = torch.cat([torch.arange(b - a, device="cpu") for a, b in pairwise(cu_seqlens)]) if starts else None
+    if counted is None or not torch.equal(position_ids.cpu(), counted.expand(position_ids.shape)):
+        raise UnsupportedError("position_ids must count up from 0 in each document, equally in each row")
+    return cu_seqlens

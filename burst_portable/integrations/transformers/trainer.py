@@ -7,17 +7,14 @@ the same examples. The evaluation step returns the loss of all ranks.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from transformers import Trainer
 
-from burst_portable.errors import InputError, UnsupportedError, shown
-from burst_portable.integrations.transformers.checks import check_arguments
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.parallel import ShardedModel
 
 
@@ -33,51 +30,11 @@ class ShardingCollator:
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         batch = dict(self.collator(examples))
-        mask = batch.pop("attention_mask", None)
-        check_arguments(batch)
-        cu_seqlens = documents_of(batch.pop("position_ids", None))
-        ids, labels = batch.pop("input_ids"), batch.pop("labels", None)
-        _remove_packing(batch, cu_seqlens or (0, ids.shape[1]))
-        if batch:
-            raise UnsupportedError("the collator returns tensors that cannot be sharded", got=", ".join(sorted(batch)))
-        if labels is None:
+        if batch.get("labels") is None:
             raise InputError("the collator returns no labels; use DataCollatorForLanguageModeling(mlm=False)")
-        inputs = self.handle.shard(ids, labels, cu_seqlens=cu_seqlens, attention_mask=mask)
+        inputs = self.handle.shard(batch)
         del inputs["num_items_in_batch"]  # Trainer counts over all ranks and all batches of a step
         return {name: x for name, x in inputs.items() if x is not None}
-
-
-def _remove_packing(batch: dict[str, Any], cu_seqlens: tuple[int, ...]) -> None:
-    """Remove other descriptions of the documents from a batch, after checking that they match the position ids.
-
-    `DataCollatorWithFlattening` adds them with return_flash_attn_kwargs and return_seq_idx.
-    """
-    lengths = [b - a for a, b in pairwise(cu_seqlens)]
-    expected: dict[str, Any] = {name: list(cu_seqlens) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
-    expected |= {name: max(lengths) for name in ("max_length_q", "max_length_k")}
-    expected["seq_idx"] = [[i for i, length in enumerate(lengths) for _ in range(length)]]
-    for name, value in expected.items():
-        given = batch.pop(name, value)
-        if (given.tolist() if isinstance(given, Tensor) else given) != value:
-            raise InputError(
-                f"{name} and position_ids describe different documents", got=shown(given), allowed=shown(value)
-            )
-
-
-def documents_of(position_ids: Tensor | None) -> tuple[int, ...] | None:
-    """Return the cumulative lengths of packed documents from position ids ``[1, N]`` that count up from 0 in each.
-
-    Raises:
-        UnsupportedError: If the position ids do not count up from 0 in each document.
-    """
-    if position_ids is None:
-        return None
-    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-    cu_seqlens = (*starts, position_ids.shape[1])
-    counted = torch.cat([torch.arange(b - a, device="cpu") for a, b in pairwise(cu_seqlens)]) if starts else None
-    if counted is None or not torch.equal(position_ids.cpu(), counted.expand(position_ids.shape)):
-        raise UnsupportedError("position_ids must count up from 0 in each document, equally in each row")
-    return cu_seqlens if len(starts) > 1 else None
 
 
 class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are Any, see pyproject.toml

@@ -23,6 +23,7 @@ from burst_portable.layout import OF_DOCUMENTS
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
 from tests.support.models import (
+    LENGTH,
     MODELS,
     SIZES,
     assert_same,
@@ -414,6 +415,8 @@ def test_shard_accepts_batch_of_tokenizer():
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in ("input_ids", "labels", "shift_labels"))
     assert torch.equal(handle.shard({"input_ids": ids}, labels)["shift_labels"], found["shift_labels"])
+    packed = handle.shard({"input_ids": ids, "position_ids": torch.arange(40).repeat(2)[:LENGTH].expand(2, -1)})
+    assert packed["cu_seqlens"] == (0, 40, LENGTH)
     for wrong, told in (
         ({"input_ids": ids, "token_type_ids": ids}, "got 'token_type_ids'; allowed: input_ids, labels"),
         ({"attention_mask": ids}, "the batch has no input_ids"),

@@ -14,7 +14,8 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments,
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers import parallelize
-from burst_portable.integrations.transformers.trainer import SequenceTrainer, ShardingCollator, documents_of
+from burst_portable.integrations.transformers.parallel import documents_of
+from burst_portable.integrations.transformers.trainer import SequenceTrainer, ShardingCollator
 from tests.support.models import make
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_with_trainer.py"
@@ -52,13 +53,14 @@ def test_flash_attention_kwargs_of_collator_change_nothing(examples: list[dict[s
     [
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, InputError, "labels on padding"),
         ({"attention_mask": torch.tensor([[0, 1, 1]])}, UnsupportedError, "padding before a token"),
-        ({"pixel_values": torch.zeros(1, 3)}, UnsupportedError, "pixel_values"),
+        ({"pixel_values": torch.zeros(1, 3)}, InputError, "pixel_values"),
         ({"position_ids": torch.tensor([[0, 2, 1]])}, UnsupportedError, "count up"),
         ({"position_ids": torch.tensor([[1, 2, 3]])}, UnsupportedError, "count up"),
         ({"labels": None}, InputError, "no labels"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 3])}, InputError, r"cu_seq_lens_q and position_ids .*\[0, 3\]"),
         ({"max_length_k": 2}, InputError, "max_length_k and position_ids .*got 2; allowed: 3"),
         ({"seq_idx": torch.tensor([[0, 0, 1]])}, InputError, "seq_idx and position_ids"),
+        ({"cu_seqlens": (0, 2, 3)}, InputError, "cu_seqlens and position_ids"),
     ],
 )
 def test_collator_rejects_invalid_batches(batch: dict[str, Any], error: type[Exception], told: str):
@@ -66,12 +68,11 @@ def test_collator_rejects_invalid_batches(batch: dict[str, Any], error: type[Exc
     collator = ShardingCollator(parallelize(make("llama"), Mesh.single()), dict)
     assert collator({"input_ids": ids, "labels": ids})["labels"].tolist() == [[6, 7, -100]]
     with pytest.raises(error, match=told):
-        collator({"input_ids": ids, "labels": ids} | batch)
+        collator({"input_ids": ids, "labels": ids, "position_ids": torch.arange(3)[None]} | batch)
 
 
 def test_documents_of_reads_position_ids():
-    assert documents_of(None) is None
-    assert documents_of(torch.arange(5).unsqueeze(0)) is None
+    assert documents_of(torch.arange(5).unsqueeze(0)) == (0, 5)
     assert documents_of(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (0, 2, 3, 6)
     packed = torch.tensor([[0, 1, 0]])
     with torch.device("meta"):  # any default device
