@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 
 from burst_portable.errors import InputError, UnsupportedError
@@ -43,23 +43,25 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     Args:
         handle: The result of `parallelize`. The ranks of its mesh share one sequence. If there are more processes, each
             group of ranks gets different examples.
+        model: The model to train, which contains the parallelized one. Pass PEFT's model here, so that checkpoints
+            contain adapters. Default: the parallelized model.
         arguments: Further arguments of `Trainer`.
 
     Raises:
-        InputError: If `handle` is a model, if the number of processes is not a multiple of the mesh's ranks, or if
-            average_tokens_across_devices is off.
+        InputError: If `handle` is a model, or `model` does not contain that of `handle`. If the number of processes is
+            not a multiple of the mesh's ranks, or average_tokens_across_devices is off.
         UnsupportedError: For a dataset without a length, metrics of logits, a loss other than the model's, NEFTune, or
             a parallelism_config that shards the sequence.
     """
 
-    def __init__(self, handle: ShardedModel, **arguments: Any) -> None:
+    def __init__(self, handle: ShardedModel, *, model: nn.Module | None = None, **arguments: Any) -> None:
         if not isinstance(handle, ShardedModel):
             next_step = "SequenceTrainer(parallelize(model, mesh), args=...)"
             raise InputError(
                 "the first argument must be the result of parallelize", got=type(handle).__name__, next_step=next_step
             )
         _check_parallelism(arguments.get("args"))
-        super().__init__(model=handle.model, **arguments)
+        super().__init__(model=_model_to_train(handle, model), **arguments)
         ranks, processes = handle.mesh.size, self.args.world_size
         if processes % ranks or (ranks > 1 and processes != dist.get_world_size()):
             raise InputError("Trainer has a wrong number of processes", got=processes, allowed=f"a multiple of {ranks}")
@@ -127,6 +129,19 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         """Return a batch's loss once per example, instead of gathering. The last batch may be smaller."""
         every, state = losses.repeat(self._sequences), self.accelerator.gradient_state
         return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
+
+
+def _model_to_train(handle: ShardedModel, given: nn.Module | None) -> nn.Module:
+    """Return the model of Trainer. Raise `InputError` if it is not that of the handle, or if PEFT's is missing."""
+    model: nn.Module = handle.model if given is None else given
+    if handle.model not in list(model.modules()):
+        raise InputError("model does not contain the parallelized model", got=type(model).__name__)
+    if given is None and any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise InputError(
+            "the model has adapters of PEFT, and checkpoints would contain all of its weights under other names",
+            next_step="SequenceTrainer(handle, model=peft_model, args=...)",
+        )
+    return model
 
 
 def _check_parallelism(arguments: Any) -> None:

@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from accelerate import ParallelismConfig
@@ -108,6 +109,26 @@ def test_trainer_rejects_unsupported_settings(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(UnsupportedError, match="NEFTune"):
         trainer(noisy, neftune_noise_alpha=5.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT reads it
+def test_trainer_saves_adapters_of_peft(tmp_path: Path):
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=1)
+    handle = parallelize(make("llama", torch.float32), Mesh.single())
+    adapted = peft.get_peft_model(handle.model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    usual = {"args": arguments, "data_collator": default_data_collator, "train_dataset": EXAMPLES[:1]}
+    with pytest.raises(InputError, match=r"adapters of PEFT.*SequenceTrainer\(handle, model=peft_model"):
+        SequenceTrainer(handle, **usual)
+    with pytest.raises(InputError, match="does not contain the parallelized model; got LlamaForCausalLM"):
+        SequenceTrainer(handle, model=make("llama"), **usual)
+    trainer = SequenceTrainer(handle, model=adapted, **usual)
+    trainer.train()
+    trainer.save_model()
+    saved = peft.PeftModel.from_pretrained(make("llama", torch.float32), tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+    weights = [dict(one.named_parameters()) for one in (adapted, saved)]
+    torch.testing.assert_close(weights[1], {name: weights[0][name] for name in weights[1]}, rtol=0, atol=0)
+    assert any("lora_B" in name and x.abs().max() > 0 for name, x in weights[1].items())
 
 
 def test_trainer_on_one_process_equals_plain_trainer():
