@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from burst_portable.errors import InputError, shown
 from burst_portable.utils.values import as_float
@@ -50,14 +51,7 @@ class Config:
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
-    """Return the settings of the environment variables. Empty variables count as unset.
-
-    Args:
-        environment: Variables to read instead, for tests.
-
-    Raises:
-        InputError: If a value is invalid.
-    """
+    """Return the settings of the environment variables, of this process by default. Empty ones count as unset."""
     environment = os.environ if environment is None else environment
     return _parse_settings(*[environment.get(name) or "" for name in _SETTINGS])
 
@@ -71,49 +65,35 @@ def _parse_settings(timeout: str, kernel: str, transport: str, hardware_spec: st
         seconds = 0.0
     if not _SHORTEST <= seconds < _LONGEST:
         raise InputError("BURST_TIMEOUT must be a number of seconds", got=repr(timeout), allowed=_SECONDS)
-    return Config(timeout=seconds, kernel=kernel or "auto", transport=transport or "auto", hardware_spec=hardware_spec)
+    return Config(seconds, kernel or "auto", transport or "auto", hardware_spec)
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherEnv:
-    """The environment variables that a launcher such as torchrun sets for a process.
-
-    Attributes:
-        rank: Number of this process.
-        world_size: Number of processes.
-        local_rank: Number of this process on its host.
-        address: Address of the rendezvous, ``host:port``.
-    """
+class LauncherEnv(NamedTuple):
+    """The environment variables that a launcher such as torchrun sets for a process."""
 
     rank: int
     world_size: int
-    local_rank: int
-    address: str
+    local_rank: int  # on its host
+    address: str  # of the rendezvous, "host:port"
 
 
 def read_launcher_env(environment: Mapping[str, str] | None = None) -> LauncherEnv | None:
-    """Return the launcher's variables. None without a launcher, that is without ``RANK`` and ``WORLD_SIZE``.
-
-    Raises:
-        InputError: If variables are missing, or are not valid ranks or ports.
-    """
+    """Return the launcher's variables. None without a launcher, that is without ``RANK`` and ``WORLD_SIZE``."""
     environment = os.environ if environment is None else environment
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     found = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     if "LOCAL_RANK" in environment:
         found["LOCAL_RANK"] = environment["LOCAL_RANK"]
+    listed = ", ".join(f"{name}={value!r}" for name, value in found.items() if value) or "nothing"
     next_step = "start with torchrun, or unset RANK and WORLD_SIZE to run without a launcher"
     if missing := [name for name, value in found.items() if not value]:
-        what = f"a launcher has set {_listed(found)}, but not {', '.join(missing)}"
-        raise InputError(what, next_step=next_step)
+        raise InputError(f"a launcher has set {listed}, but not {', '.join(missing)}", next_step=next_step)
     rank, size = _count(found["RANK"]), _count(found["WORLD_SIZE"])
     local, port = _count(found.get("LOCAL_RANK", found["RANK"])), _count(found["MASTER_PORT"])
     if not (0 <= rank < size and local >= 0 and 0 < port < 1 << 16):
         allowed = "0 <= RANK < WORLD_SIZE, LOCAL_RANK at least 0, MASTER_PORT 1 to 65535"
-        raise InputError(
-            "the launcher's variables are invalid", got=_listed(found), allowed=allowed, next_step=next_step
-        )
+        raise InputError("the launcher's variables are invalid", got=listed, allowed=allowed, next_step=next_step)
     return LauncherEnv(rank, size, local, f"{found['MASTER_ADDR']}:{port}")
 
 
@@ -125,10 +105,6 @@ def launched_processes() -> int:
 def _count(text: str) -> int:
     """Return the number in a text, or -1 if it is not a number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-
-
-def _listed(found: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in found.items() if value) or "nothing"
 
 
 def environment_of_children(**changes: str) -> dict[str, str]:

@@ -1,25 +1,4 @@
-"""Define every error that this library raises on purpose.
-
-::
-
-    BurstError
-    ├── InputError (ValueError)              an invalid argument
-    │   ├── MaskError                        overlapping regions, a mask longer than the sequence ...
-    │   ├── LayoutError                      shards that do not fit the sequence or the ranks
-    │   ├── ShapeError                       tensors with shapes that do not match
-    │   └── UnknownNameError                 a name that is not registered; lists similar ones
-    ├── DtypeError (TypeError)               an unsupported dtype, or dtypes that differ
-    ├── UnknownArgumentError (TypeError)     an argument that the function does not have
-    ├── UnsupportedError (NotImplementedError)   valid, but not supported by the named object
-    ├── BackendUnavailableError (ImportError)    a named backend that cannot run on this machine
-    ├── DeviceError (RuntimeError)           a failed call of a device's driver
-    └── CommunicationError (RuntimeError)    a failure between ranks
-        ├── MismatchError                    ranks that make different calls
-        ├── PeerLostError (ConnectionError)  a rank whose process or connection ended
-        └── CommunicationTimeoutError (TimeoutError)     a transfer that exceeded its timeout
-
-A message states what is wrong, what was given, what is allowed and what to do next.
-"""
+"""Define every error that this library raises on purpose. docs/troubleshooting.md says what to do about each."""
 
 from __future__ import annotations
 
@@ -109,14 +88,8 @@ SAME_CALLS = "all ranks of a mesh must make the same calls in the same order"
 
 def format_error(what: str, *, got: object = None, allowed: object = None, next_step: str | None = None) -> str:
     """Return one line: what is wrong; what was given; what is allowed; what to do next."""
-    parts = [what]
-    if got is not None:
-        parts.append(f"got {got}")
-    if allowed is not None:
-        parts.append(f"allowed: {allowed}")
-    if next_step is not None:
-        parts.append(next_step)
-    return "; ".join(parts)
+    details = (("got ", got), ("allowed: ", allowed), ("", next_step))
+    return "; ".join([what, *(f"{label}{value}" for label, value in details if value is not None)])
 
 
 _MAX_BITS = 256  # of an int that is printed
@@ -151,12 +124,8 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameEr
     known = sorted(known)
     similar = difflib.get_close_matches(name[:99], known, n=3, cutoff=0.5) if isinstance(name, str) else []
     hint = f"did you mean {' or '.join(map(repr, similar))}?" if similar else None
-    return UnknownNameError(
-        f"unknown {kind}",
-        got=shown(name),
-        allowed=_listed(known) or "none is registered",
-        next_step=hint,
-    )
+    allowed = _listed(known) or "none is registered"
+    return UnknownNameError(f"unknown {kind}", got=shown(name), allowed=allowed, next_step=hint)
 
 
 def _listed(names: Sequence[str], most: int = 500) -> str:
