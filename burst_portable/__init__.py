@@ -13,32 +13,22 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_HOMES = {  # public name -> module of this package
-    "attention": "api",
-    "explain": "runtime.explanation",
-    "partial_attention": "api",
-    "plan": "strategies.planner",
-    "plan_for_mesh": "runtime.prepare",
-    "profile": "profiling.session",
-    "local_position_ids": "sharding",
-    "shard": "sharding",
-    "shard_batch": "sharding",
-    "all_reduce_gradients": "gradients",
-    "all_reduce": "gradients",
-    "unshard": "sharding",
-    "merge_attention_states": "numerics",
-    "Mask": "mask",
-    "Region": "mask",
-    "Layout": "layout",
-    "Segment": "layout",
-    "make_layout": "layout",
-    "Mesh": "mesh",
-    "run_threads": "mesh",
-    "make_strategy": "strategies.registry",
-    "BurstError": "errors",
+_NAMES = {  # module of this package -> its public names
+    "api": ("attention", "partial_attention"),
+    "errors": ("BurstError",),
+    "gradients": ("all_reduce", "all_reduce_gradients"),
+    "layout": ("Layout", "Segment", "make_layout"),
+    "mask": ("Mask", "Region"),
+    "mesh": ("Mesh", "run_threads"),
+    "numerics": ("merge_attention_states",),
+    "profiling.session": ("profile",),
+    "runtime.explanation": ("explain",),
+    "runtime.prepare": ("plan_for_mesh",),
+    "sharding": ("local_position_ids", "shard", "shard_batch", "unshard"),
+    "strategies.planner": ("plan",),
+    "strategies.registry": ("make_strategy",),
 }
-
-_MODULES = ("nn",)
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [*sorted(_HOMES), "__version__"]
 
@@ -70,8 +60,8 @@ if TYPE_CHECKING:
 else:  # hidden from type checkers: __getattr__ would make every name valid
 
     def __getattr__(name: str) -> object:
-        if name in _MODULES:
-            return import_module(f"burst_portable.{name}")
+        if name == "nn":
+            return import_module("burst_portable.nn")
         if name not in _HOMES:
             raise AttributeError(f"module 'burst_portable' has no attribute {name!r}")
         # A global is found without another call of this function.

@@ -107,65 +107,47 @@ def attention(
         raise _unknown_argument(*next(iter(unknown.items())))
     request = Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse)
     if torch.compiler.is_compiling():
-        return _while_compiling(q, k, v, sinks, mesh, request)
+        # The import registers operators of torch.
+        from burst_portable.runtime.graph_ops import as_text, attention_in_graph, can_trace
+
+        request = as_text(request)
+        if can_trace(mesh, request):
+            result: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, request)
+            return result
+        return _between_graphs(q, k, v, sinks, mesh, request)
     mesh = as_mesh(mesh)
     prepared, q, k, v = prepare(q, k, v, sinks, mesh, request)
     out, lse = run(prepared, mesh, q, k, v, sinks)
     return out if lse is None or not return_lse else (out, lse)
 
 
-_OTHER_NAMES = {
-    "causal": 'pass mask="causal" (the default) or mask="full"',
-    "is_causal": 'pass mask="causal" (the default) or mask="full"',
-    "softmax_scale": "pass scale=",
-    "sm_scale": "pass scale=",
-    "scaling": "pass scale=",
-    "attn_mask": "pass mask=, a burst_portable.Mask or its short form",
-    "attention_mask": "pass mask=, a burst_portable.Mask or its short form",
-    "block_mask": "pass mask=, a burst_portable.Mask or its short form",
-    "window_size": 'pass mask="window:LEFT:RIGHT"; "window:LEFT" is causal',
-    "sliding_window": 'pass mask="window:LEFT", where LEFT is sliding_window - 1',
-    "cu_seqlens": "pass mask=Mask.documents(cu_seqlens)",
-    "cu_seqlens_q": "pass mask=Mask.documents(cu_seqlens)",
-    "cu_seqlens_k": "pass mask=Mask.documents(cu_seqlens)",
-    "max_seqlen_q": "leave it out; mask=Mask.documents(cu_seqlens) is enough",
-    "max_seqlen_k": "leave it out; mask=Mask.documents(cu_seqlens) is enough",
-    "enable_gqa": "leave it out; k and v may have fewer heads than q",
-    "s_aux": "pass sinks=",
-    "learnable_sink": "pass sinks=",
-    "logits_soft_cap": "pass softcap=",
-    "return_attn_probs": "pass return_lse=True for the LSE",
-    "return_softmax_lse": "pass return_lse=True",
-    "group": "pass mesh=",
-    "process_group": "pass mesh=",
-    "device_mesh": "pass mesh=",
+_ADVICE = {
+    'pass mask="causal" (the default) or mask="full"': ("causal", "is_causal"),
+    "pass scale=": ("softmax_scale", "sm_scale", "scaling"),
+    "pass mask=, a burst_portable.Mask or its short form": ("attn_mask", "attention_mask", "block_mask"),
+    'pass mask="window:LEFT:RIGHT"; "window:LEFT" is causal': ("window_size",),
+    'pass mask="window:LEFT", where LEFT is sliding_window - 1': ("sliding_window",),
+    "pass mask=Mask.documents(cu_seqlens)": ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
+    "leave it out; mask=Mask.documents(cu_seqlens) is enough": ("max_seqlen_q", "max_seqlen_k"),
+    "leave it out; k and v may have fewer heads than q": ("enable_gqa",),
+    "leave it out; attention has no dropout": ("dropout_p", "dropout"),
+    "pass sinks=": ("s_aux", "learnable_sink"),
+    "pass softcap=": ("logits_soft_cap",),
+    "pass return_lse=True for the LSE": ("return_attn_probs",),
+    "pass return_lse=True": ("return_softmax_lse",),
+    "pass mesh=": ("group", "process_group", "device_mesh"),
 }
-"""Arguments of other libraries' attention functions, and what to pass here."""
+"""What to pass instead of arguments of other libraries' attention functions."""
 
 
 def _unknown_argument(name: str, value: object) -> UnknownArgumentError:
     """Return the error for an argument that `attention` does not have, with the name to use instead."""
-    if name in ("dropout_p", "dropout"):
-        hint = "leave it out; attention has no dropout"
-    elif not (hint := _OTHER_NAMES.get(name, "")):
+    hint = next((advice for advice, names in _ADVICE.items() if name in names), "")
+    if not hint:
         known = inspect.signature(attention).parameters
         similar = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {similar[0]!r}?" if similar else f"allowed: {', '.join(list(known)[3:-1])}"
     return UnknownArgumentError(f"attention() has no argument {name!r}", got=shown(value), next_step=hint)
-
-
-def _while_compiling(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: MeshLike, request: Request
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Add the call to the graph that is being traced, or run it between two graphs."""
-    # The import registers operators of torch.
-    from burst_portable.runtime.graph_ops import as_text, attention_in_graph, can_trace
-
-    request = as_text(request)
-    if can_trace(mesh, request):
-        result: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, request)
-        return result
-    return _between_graphs(q, k, v, sinks, mesh, request)
 
 
 def _uncompiled(
