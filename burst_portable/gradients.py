@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from burst_portable.comm.agreement import HashedValue, agree, call_signature, hashed_value
+from burst_portable.comm.agreement import Facts, HashedValue, agree, call_signature, hashed_value
 from burst_portable.errors import InputError, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
@@ -22,9 +21,7 @@ from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import size
 
 Groups: TypeAlias = dict[tuple[torch.dtype, torch.device], list[Tensor]]
-_VALUES = "values of the parameters"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by size in bytes."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 BUCKET_BYTES = 1 << 28
 """Default bytes of gradients per exchange, which needs memory for three more copies of them."""
 
@@ -64,17 +61,17 @@ def _sum(x: Tensor, mesh: Mesh) -> Tensor:
     if mesh.size == 1:
         return x.clone()
     transport = mesh.transport(x.device.type)
-    flat = x.reshape(-1)
-    part_size = -(-flat.numel() // mesh.size)
-    padded = flat.new_zeros(part_size * mesh.size)
-    padded[: flat.numel()] = flat
+    part_size = -(-x.numel() // mesh.size)
+    padded = x.new_zeros(mesh.size, part_size)  # one part per rank
+    padded.view(-1)[: x.numel()] = x.reshape(-1)
     received = torch.empty_like(padded)
-    transport.all_to_all(_byte_parts(padded, mesh.size), _byte_parts(received, mesh.size), "summing gradients")
+    parts = [*padded.view(torch.uint8)]
+    transport.all_to_all(parts, [*received.view(torch.uint8)], "summing gradients")
     total = torch.zeros(part_size, dtype=_sum_dtype(x.dtype), device=x.device)
-    for part in received.view(mesh.size, part_size):
+    for part in received:
         total += part if x.is_floating_point() else part.to(total.dtype)  # torch adds few unsigned dtypes
-    transport.all_gather(total.to(x.dtype).view(torch.uint8), _byte_parts(padded, mesh.size), "gathering gradients")
-    return padded[: flat.numel()].view(x.shape)
+    transport.all_gather(total.to(x.dtype).view(torch.uint8), parts, "gathering gradients")
+    return padded.view(-1)[: x.numel()].view(x.shape)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -159,16 +156,13 @@ def _compare(groups: Groups, parameters: list[Tensor], mesh: Mesh, bucket_bytes:
         return
     shapes = [(str(dtype), [tuple(_gradient(p).shape) for p in members]) for (dtype, _), members in groups.items()]
     numbers = sum(_gradient(p).numel() for members in groups.values() for p in members)
-    text = f"{sum(map(len, groups.values())):,} tensors of {numbers:,} numbers"
-    facts: dict[str, str | HashedValue] = {
-        "pass": "all_reduce_gradients",
-        "parameters": hashed_value(text, shapes),
-        "bucket_bytes": str(bucket_bytes),
-    }
+    named = hashed_value(f"{sum(map(len, groups.values())):,} tensors of {numbers:,} numbers", shapes)
+    facts: Facts = {"pass": "all_reduce_gradients", "parameters": named, "bucket_bytes": str(bucket_bytes)}
     agree(transport, call_signature(facts))
-    compared = call_signature({**facts, _VALUES: "compared"}).digest
+    values = "values of the parameters"
+    compared = call_signature({**facts, values: "compared"}).digest
     if transport.size > 1 and compared not in transport.agreed:
-        agree(transport, call_signature({**facts, _VALUES: _checksum(parameters)}))
+        agree(transport, call_signature({**facts, values: _checksum(parameters)}))
         transport.agreed.add(compared)
 
 
@@ -240,14 +234,9 @@ def _check_unsharded(parameter: Tensor, mesh: Mesh) -> None:
     if mesh.group is None or not isinstance(parameter, DTensor):
         return
     ranks = set(parameter.device_mesh.mesh.flatten().tolist())
-    if len(ranks.intersection(dist.get_process_group_ranks(mesh.group))) > 1:
+    if len(ranks.intersection(mesh.global_ranks)) > 1:
         raise InputError(
             "FSDP already sums these gradients over the ranks that share the sequence",
             got=f"a parameter that is sharded over ranks {sorted(ranks)}",
             next_step="do not call all_reduce_gradients",
         )
-
-
-def _byte_parts(x: Tensor, count: int) -> list[Tensor]:
-    """Return `count` equal parts of a flat tensor, as bytes."""
-    return list(x.view(torch.uint8).chunk(count))

@@ -153,8 +153,7 @@ def _listed(shards: Iterable[Iterable[Segment]]) -> tuple[tuple[Segment, ...], .
     return tuple(tuple(s for s in shard if s.count) for shard in listed)
 
 
-def check_ranks(name: str, ranks: int) -> None:
-    """Raise `LayoutError` for more than `MOST_RANKS`."""
+def _check_ranks(name: str, ranks: int) -> None:
     if ranks > MOST_RANKS:
         raise LayoutError(f"the layout {name!r} has too many ranks", got=ranks, allowed=f"at most {MOST_RANKS}")
 
@@ -164,7 +163,7 @@ def _check_partition(layout: Layout) -> None:
     what = f"the layout {layout.name!r}"
     if not isinstance(layout.length, int) or layout.length < 1 or not layout.shards:
         raise LayoutError(f"{what} needs ranks and tokens", got=f"{layout.ranks} ranks, {layout.length} tokens")
-    check_ranks(layout.name, layout.ranks)
+    _check_ranks(layout.name, layout.ranks)
     if empty := [rank for rank, shard in enumerate(layout.shards) if not shard]:
         raise LayoutError(
             f"{what} leaves ranks without a token",
@@ -176,9 +175,8 @@ def _check_partition(layout: Layout) -> None:
     if last >= layout.length:
         raise LayoutError(f"{what} exceeds its sequence", got=f"position {last}", allowed=f"0 to {layout.length - 1}")
     if pair := _shared(segments):
-        raise LayoutError(
-            f"{what} contains a position twice", got=f"{pair[0]} and {pair[1]}", allowed="every position once"
-        )
+        got = f"{pair[0]} and {pair[1]}"
+        raise LayoutError(f"{what} contains a position twice", got=got, allowed="every position once")
     if count != layout.length:
         raise LayoutError(f"{what} omits positions", got=f"{count} of {layout.length}", allowed="all")
 
@@ -199,9 +197,8 @@ def _shared(segments: Sequence[Segment]) -> tuple[Segment, Segment] | None:
     for s in sorted(segments, key=lambda s: s.start):
         for step in [step for step in begun if step != s.step]:
             begun[step] = [other for other in begun[step] if other.last >= s.start]
-            for other in begun[step]:
-                if s.meets(other):
-                    return other, s
+            if met := next(filter(s.meets, begun[step]), None):
+                return met, s
         begun[s.step].append(s)
     return None
 
@@ -217,12 +214,7 @@ def contiguous(length: int, ranks: int) -> Layout:
 
 def zigzag(length: int, ranks: int) -> Layout:
     """Give rank r chunks r and 2W-1-r of 2W (Zhu, ring-flash-attention; Llama 3, section 3.3.2)."""
-    pieces = 2 * ranks
-    return Layout(
-        "zigzag",
-        length,
-        tuple(merged([_chunk(length, pieces, r), _chunk(length, pieces, pieces - 1 - r)]) for r in range(ranks)),
-    )
+    return Layout("zigzag", length, _zigzags([(0, length)], ranks))
 
 
 def striped(length: int, ranks: int) -> Layout:
@@ -232,16 +224,16 @@ def striped(length: int, ranks: int) -> Layout:
 
 def document_zigzag(cu_seqlens: Sequence[int], ranks: int) -> Layout:
     """Split every document in a zigzag, so that packed causal work is balanced."""
-    pieces = 2 * ranks
-    shards = []
-    for rank in range(ranks):
-        segments = []
-        for start, stop in pairwise(cu_seqlens):
-            for piece in (rank, pieces - 1 - rank):
-                chunk = _chunk(stop - start, pieces, piece)
-                segments.append(Segment(start + chunk.start, chunk.count))
-        shards.append(merged(segments))
-    return Layout("document_zigzag", cu_seqlens[-1], tuple(shards))
+    return Layout("document_zigzag", cu_seqlens[-1], _zigzags(list(pairwise(cu_seqlens)), ranks))
+
+
+def _zigzags(documents: Sequence[tuple[int, int]], ranks: int) -> tuple[tuple[Segment, ...], ...]:
+    """Return the shards of documents [start, stop) that are each split in a zigzag."""
+    last = 2 * ranks - 1
+    return tuple(
+        merged(_chunk(b - a, last + 1, piece, a) for a, b in documents for piece in (rank, last - rank))
+        for rank in range(ranks)
+    )
 
 
 def whole_documents(cu_seqlens: Sequence[int], ranks: int) -> Layout:
@@ -277,6 +269,7 @@ class _Dealt:
         self._pairs, self._rows = [0] * ranks, [0] * ranks
         self._all = sum((b - a) ** 2 for a, b in documents), sum(b - a for a, b in documents)
         chunks: list[list[Segment]] = [[] for _ in range(ranks)]
+        whole: list[list[Segment]] = [[] for _ in range(ranks)]
         rests: list[tuple[int, int, int]] = []  # past the last full block: (start of the document, first, stop)
         for index, (start, stop) in enumerate(documents[:cut]):
             block = min(_BLOCK, (stop - start) // (2 * ranks))
@@ -288,7 +281,6 @@ class _Dealt:
                     first, past = (start + at * block for at in (chunk.start, chunk.start + chunk.count))
                     chunks[rank].append(self._give(rank, start, first, past))
             rests.append((start, start + blocks * block, stop))
-        whole: list[list[Segment]] = [[] for _ in range(ranks)]
         least = [(self._load(rank), rank) for rank in range(ranks)]
         heapify(least)
         for start, first, stop in (*rests, *((a, a, b) for a, b in documents[cut:])):
@@ -313,15 +305,8 @@ class _Dealt:
         return max(self._pairs[rank] * self._all[1], self._rows[rank] * self._all[0])
 
 
-LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
-    "contiguous": contiguous,
-    "zigzag": zigzag,
-    "striped": striped,
-}
-OF_DOCUMENTS: dict[str, Callable[[Sequence[int], int], Layout]] = {
-    "document_zigzag": document_zigzag,
-    "whole_documents": whole_documents,
-}
+LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+OF_DOCUMENTS = {"document_zigzag": document_zigzag, "whole_documents": whole_documents}
 NAMES = (*LAYOUTS, *OF_DOCUMENTS)
 
 
@@ -363,13 +348,10 @@ def suited(mask: Mask, length: int, ranks: int) -> Iterator[Layout]:
 
 @lru_cache(maxsize=256)
 def _make(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
-    check_ranks(name, ranks)
+    _check_ranks(name, ranks)
     if length < ranks:
-        raise LayoutError(
-            "more ranks than tokens",
-            got=f"{ranks} ranks for {length} tokens",
-            allowed=f"at most {length} ranks",
-        )
+        got = f"{ranks} ranks for {length} tokens"
+        raise LayoutError("more ranks than tokens", got=got, allowed=f"at most {length} ranks")
     if name in OF_DOCUMENTS:
         return OF_DOCUMENTS[name](_document_cu_seqlens(name, mask, length), ranks)
     return LAYOUTS[name](length, ranks)
@@ -391,7 +373,7 @@ def _document_cu_seqlens(name: str, mask: Mask | None, length: int) -> tuple[int
     return tuple(cu_seqlens)
 
 
-def _chunk(length: int, pieces: int, index: int) -> Segment:
-    """Return chunk `index` of a length. The first `length mod pieces` are one longer, so that no rank is empty."""
+def _chunk(length: int, pieces: int, index: int, start: int = 0) -> Segment:
+    """Return chunk `index` of `length` positions. The first `length mod pieces` are one longer: no rank is empty."""
     size, longer = divmod(length, pieces)
-    return Segment(index * size + min(index, longer), size + (index < longer))
+    return Segment(start + index * size + min(index, longer), size + (index < longer))
