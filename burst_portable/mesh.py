@@ -25,36 +25,11 @@ from burst_portable.comm.two_levels import with_two_levels
 from burst_portable.config import Config, from_environment, launched_processes
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, shown, unknown_name
 from burst_portable.layout import Layout
-from burst_portable.utils.values import as_int, check_divides, size
+from burst_portable.utils.values import as_int, check_divides
+from burst_portable.utils.values import size as checked_size
 
 
-def checked_rank(rank: object, ranks: object) -> tuple[int, int]:
-    """Return a rank and the number of ranks as ints. Raise `InputError` if the rank does not exist."""
-    number, count = as_int(rank), size("the size of a mesh", ranks)
-    if number is None or not 0 <= number < count:
-        raise InputError("no such rank", got=shown(rank), allowed=f"0 to {count - 1}")
-    return number, count
-
-
-def checked_ranks_per_node(ranks_per_node: object, ranks: int) -> int | None:
-    """Return the number of ranks per node, which must divide all ranks. None: a single node."""
-    if ranks_per_node is None:
-        return None
-    number = size("ranks_per_node", ranks_per_node)
-    check_divides(number, ranks)
-    return number
-
-
-def checked_backend(name: object) -> str:
-    """Return the name of a backend that can run here, or "auto"."""
-    if not isinstance(name, str):
-        raise unknown_name("backend", name, ("auto", *known()))
-    if name != "auto":
-        runnable(name)
-    return name
-
-
-def checked_config(config: object) -> Config:
+def _checked_config(config: object) -> Config:
     """Return the settings. None: those of the environment."""
     if config is None:
         return from_environment()
@@ -63,32 +38,23 @@ def checked_config(config: object) -> Config:
     return config
 
 
-def rank_in(group: Any) -> tuple[int, int]:
+def _rank_in(group: Any) -> tuple[int, int]:
     """Return (rank, ranks) of this process in a process group."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it to ranks outside of the group
-        raise _no_member()
-    if not isinstance(group, dist.ProcessGroup):
-        raise InputError("not a process group", got=shown(group), next_step="create one with dist.new_group")
+    next_step = "create one with dist.new_group"
+    is_group = isinstance(group, dist.ProcessGroup)
+    if not is_group and group is not dist.GroupMember.NON_GROUP_MEMBER:  # of ranks outside, from new_group
+        raise InputError("not a process group", got=shown(group), next_step=next_step)
     try:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     except ValueError as error:  # created without torch.distributed, or destroyed
-        raise InputError(
-            "torch.distributed has no such process group", got=error, next_step="create one with dist.new_group"
-        ) from error
+        raise InputError("torch.distributed has no such process group", got=error, next_step=next_step) from error
     if rank < 0:
-        raise _no_member()
+        got, next_step = f"global rank {dist.get_rank()}", "make the call only on members of the group"
+        raise InputError("this rank is not a member of the group", got=got, next_step=next_step)
     return rank, ranks
 
 
-def _no_member() -> InputError:
-    return InputError(
-        "this rank is not a member of the group",
-        got=f"global rank {dist.get_rank()}",
-        next_step="make the call only on members of the group",
-    )
-
-
-def axis_group(device_mesh: Any, axis: object) -> Any:
+def _axis_group(device_mesh: Any, axis: object) -> Any:
     """Return the process group of one dimension of a DeviceMesh."""
     if not hasattr(device_mesh, "get_group"):
         raise InputError("not a DeviceMesh", got=shown(device_mesh), next_step="create one with init_device_mesh")
@@ -145,19 +111,23 @@ class Mesh:
         backend: str = "auto",
         config: Config | None = None,
     ) -> None:
-        self.rank, self.size = checked_rank(rank, size)
-        self.group, self.ranks_per_node, self.backend = (
-            group,
-            checked_ranks_per_node(ranks_per_node, self.size),
-            checked_backend(backend),
-        )
-        self.config = checked_config(config)
+        number, self.size = as_int(rank), checked_size("the size of a mesh", size)
+        if number is None or not 0 <= number < self.size:
+            raise InputError("no such rank", got=shown(rank), allowed=f"0 to {self.size - 1}")
+        if ranks_per_node is not None:
+            ranks_per_node = checked_size("ranks_per_node", ranks_per_node)
+            check_divides(ranks_per_node, self.size)
+        if not isinstance(backend, str):
+            raise unknown_name("backend", backend, ("auto", *known()))
+        if backend != "auto":
+            runnable(backend)
         if not isinstance(group, dist.ProcessGroup | None):
-            raise InputError(
-                "not a process group", got=shown(group), allowed="a torch.distributed.ProcessGroup, or None"
-            )
+            allowed = "a torch.distributed.ProcessGroup, or None"
+            raise InputError("not a process group", got=shown(group), allowed=allowed)
         if not callable(connect):
             raise InputError("connect must be a function of the device type", got=shown(connect))
+        self.rank, self.group, self.ranks_per_node, self.backend = number, group, ranks_per_node, backend
+        self.config = _checked_config(config)
         self._connect = connect
         self._transports: dict[str, Transport] = {}
         self._direct: dict[str, Transport | str] = {}
@@ -227,22 +197,21 @@ class Mesh:
                 "or use run_threads for ranks as threads"
             )
         process_group: Any = dist.group.WORLD if group is None else group
-        rank, ranks = rank_in(process_group)
-        settings = checked_config(config)
-        timeout = settings.timeout
+        rank, ranks = _rank_in(process_group)
+        timeout = _checked_config(config).timeout
 
         def connect_group(group: Any, device_type: str) -> Transport:
             selected = for_device(device_type, backend)
             transport = selected.transport(group, timeout)
-            if (transport.rank, transport.size) != rank_in(group):  # its messages would go to other ranks
+            if (transport.rank, transport.size) != _rank_in(group):  # its messages would go to other ranks
                 what = f"the transport of the backend {selected.name!r} belongs to another process group"
-                got, (rank, size) = f"rank {transport.rank} of {transport.size}", rank_in(group)
+                got, (rank, size) = f"rank {transport.rank} of {transport.size}", _rank_in(group)
                 next_step = "fix its transport(group, timeout): ranks are numbers within `group`"
                 raise BackendUnavailableError(what, got=got, allowed=f"rank {rank} of {size}", next_step=next_step)
             return transport
 
         def connect(device_type: str) -> Transport:
-            rank_in(process_group)  # it may have been destroyed since
+            _rank_in(process_group)  # it may have been destroyed since
             if ranks_per_node in (None, 1, ranks):
                 return connect_group(process_group, device_type)
             connected = partial(connect_group, device_type=device_type)
@@ -250,7 +219,7 @@ class Mesh:
             return with_two_levels(connected, process_group, ranks_per_node, timeout, options)
 
         return cls(
-            rank, ranks, connect, group=process_group, ranks_per_node=ranks_per_node, backend=backend, config=settings
+            rank, ranks, connect, group=process_group, ranks_per_node=ranks_per_node, backend=backend, config=config
         )
 
     @classmethod
@@ -272,9 +241,8 @@ class Mesh:
             backend: Name of a backend, or "auto".
             config: The settings. Default: those of the environment.
         """
-        return cls.from_group(
-            axis_group(device_mesh, axis), ranks_per_node=ranks_per_node, backend=backend, config=config
-        )
+        group = _axis_group(device_mesh, axis)
+        return cls.from_group(group, ranks_per_node=ranks_per_node, backend=backend, config=config)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -296,29 +264,30 @@ class Mesh:
         return next(iter(self._transports.values()), None)
 
     def transport_for(self, device_type: str, *, direct: bool) -> tuple[Transport, str]:
-        """Return the transport of a plan, and the reason: the configured one, else the fastest that supports the plan.
+        """Return the transport that `expected_transport` names, and the reason. Connect it at its first use.
 
-        Args:
-            device_type: Type of the tensors' device.
-            direct: Whether each message goes directly to the rank that uses it: see `Plan.direct`.
-
-        Raises:
-            UnknownNameError: If the configured transport is unknown.
-            UnsupportedError: If it does not support the plan; the message contains the reason.
+        All ranks determine together whether the backend's own transport can connect. If not, the result is the plain
+        one, or an `UnsupportedError` if the other is configured.
         """
         name, why = self.expected_transport(device_type, direct=direct)
         plain = self.transport(device_type)
         if name == plain.name:
             return plain, why
-        found = self._direct_transport(device_type, name)
+        if device_type not in self._direct:
+            # `agree` also receives the error of a rank that fails before this point, so no rank waits for it.
+            agree(plain, call_signature({"pass": f"connecting the transport {name!r}"}))
+            backend = self.backend_for(device_type)
+            try:
+                self._direct[device_type] = backend.connect_direct(plain, self.group, self.config.timeout)
+            except UnsupportedError as error:
+                self._direct[device_type] = str(error)
+        found = self._direct[device_type]
         if isinstance(found, Transport):
             return found, why
         return plain, self.expected_transport(device_type, direct=direct)[1]  # raises if it is configured
 
     def expected_transport(self, device_type: str, *, direct: bool) -> tuple[str, str]:
-        """Return the name of the transport that `transport_for` would return, and the reason, without communication.
-
-        Whether the backend's own transport can connect, all ranks determine together at its first use.
+        """Return the name of a plan's transport, and the reason: the configured one, else the fastest that supports it.
 
         Args:
             device_type: Type of the tensors' device.
@@ -354,19 +323,6 @@ class Mesh:
         if self.group is None or isinstance(self._direct.get(device_type), str):
             return False
         return self.config.transport in ("auto", self.backend_for(device_type).capabilities.direct_transport)
-
-    def _direct_transport(self, device_type: str, name: str) -> Transport | str:
-        """Return the backend's own transport, or why it cannot connect. All ranks determine this together, once."""
-        if device_type not in self._direct:
-            backend = self.backend_for(device_type)
-            plain = self.transport(device_type)
-            # `agree` also receives the error of a rank that fails before this point, so no rank waits for it.
-            agree(plain, call_signature({"pass": f"connecting the transport {name!r}"}))
-            try:
-                self._direct[device_type] = backend.connect_direct(plain, self.group, self.config.timeout)
-            except UnsupportedError as error:
-                self._direct[device_type] = str(error)
-        return self._direct[device_type]
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make` for this key, from a cache of the most recently used ones.
@@ -406,21 +362,13 @@ def as_mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
         return _of_group(mesh)
     if hasattr(mesh, "get_group"):
-        return _of_group(axis_group(mesh, None))
-    raise InputError(
-        "not a mesh",
-        got=shown(mesh),
-        allowed="Mesh, 1-D torch DeviceMesh, process group, or None",
-    )
+        return _of_group(_axis_group(mesh, None))
+    raise InputError("not a mesh", got=shown(mesh), allowed="Mesh, 1-D torch DeviceMesh, process group, or None")
 
 
 @lru_cache(maxsize=64)
 def _single(config: Config, thread: int) -> Mesh:
-    """Return the mesh of one rank for a thread, the same one each time, because a mesh caches plans.
-
-    Raises:
-        InputError: If a launcher started several processes, but there is no process group.
-    """
+    """Return the mesh of one rank for a thread, the same one each time, because a mesh caches plans."""
     if (ranks := launched_processes()) > 1:
         raise InputError(
             f"a launcher started {ranks} processes, but there is no process group",
@@ -487,28 +435,17 @@ def run_threads(
     Raises:
         Exception: The error of the first failed rank.
     """
-    ranks = size("ranks", ranks)
+    ranks = checked_size("ranks", ranks)
     if ranks > _MOST_RANKS:
         raise InputError("too many ranks for one process", got=ranks, allowed=f"at most {_MOST_RANKS} threads")
     if not callable(work):
         raise InputError("work must be a function of a mesh", got=shown(work), allowed="such as work(mesh)")
-    seconds = Config(timeout=timeout).timeout
-    checked_ranks_per_node(ranks_per_node, ranks)
-    checked_backend(backend)
-    config = from_environment()
+    options: Any = {"ranks_per_node": ranks_per_node, "backend": backend, "config": from_environment()}
 
     def body(transport: LocalTransport) -> T:
-        mesh = Mesh(
-            transport.rank,
-            ranks,
-            lambda device_type: transport,
-            ranks_per_node=ranks_per_node,
-            backend=backend,
-            config=config,
-        )
-        return work(mesh)
+        return work(Mesh(transport.rank, ranks, lambda device_type: transport, **options))
 
-    return run_transports(ranks, body, timeout=seconds)
+    return run_transports(ranks, body, timeout=Config(timeout=timeout).timeout)
 
 
 def position_ids(layout: Layout, rank: int, device: torch.device | None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -51,17 +51,13 @@ def apply_rotary_embedding(x: Tensor, position_ids: Tensor, theta: float = 10000
     check_tensor("x", x)
     check_tensor("position_ids", position_ids)
     if not x.is_floating_point() or position_ids.is_complex() or position_ids.dtype is torch.bool:
-        raise DtypeError(
-            "rotary embedding needs floating x and real position_ids", got=f"{x.dtype} by {position_ids.dtype}"
-        )
+        got = f"{x.dtype} by {position_ids.dtype}"
+        raise DtypeError("rotary embedding needs floating x and real position_ids", got=got)
     _check_head_size(x.shape[-1] if x.dim() == 4 else 0, tuple(x.shape))
     # Each size by itself: torch.compile does not find sizes in tuples.
     batches = position_ids.shape[0] if position_ids.dim() == 2 else 1
-    if (
-        position_ids.dim() not in (1, 2)
-        or position_ids.shape[-1] != x.shape[1]
-        or (batches != 1 and batches != x.shape[0])
-    ):
+    fits = position_ids.dim() in (1, 2) and position_ids.shape[-1] == x.shape[1]
+    if not fits or (batches != 1 and batches != x.shape[0]):
         allowed = f"({x.shape[1]},) or {tuple(x.shape[:2])}"
         raise ShapeError("position_ids and x have different shapes", got=tuple(position_ids.shape), allowed=allowed)
     half, dtype = x.shape[-1] // 2, torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -127,7 +123,13 @@ class SelfAttention(nn.Module):
                 got=f"dim {dim}, {heads} heads, {kv_heads} K/V heads",
                 allowed="heads divide dim, K/V heads divide heads",
             )
-        _check_names(mask, strategy, layout)
+        if isinstance(mask, str):
+            Mask.parse(mask, 1)
+        elif not isinstance(mask, Mask):
+            raise no_mask(mask)
+        strategy_of(strategy)
+        if not isinstance(layout, Layout) and not (isinstance(layout, str) and layout in LAYOUTS):
+            raise unknown_name("layout", layout, LAYOUTS)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
         if theta is not None:
             theta = _checked_theta(theta)
@@ -136,17 +138,6 @@ class SelfAttention(nn.Module):
         self.q = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.kv = nn.Linear(dim, 2 * kv_heads * self.head_dim, bias=False)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=False)
-
-    if TYPE_CHECKING:  # torch's own has no types
-
-        def __call__(
-            self,
-            x: Tensor,
-            *,
-            seq_len: int | None = None,
-            position_ids: Tensor | None = None,
-            mask: Mask | str | None = None,
-        ) -> Tensor: ...
 
     def forward(
         self,
@@ -178,6 +169,9 @@ class SelfAttention(nn.Module):
         projected: Tensor = self.out(out.flatten(-2))
         return projected
 
+    if TYPE_CHECKING:
+        __call__ = forward  # torch's own has no types
+
     def _locate(
         self, x: Tensor, seq_len: int | None, mask: Mask | str, position_ids: Tensor | None
     ) -> tuple[int, Tensor | None]:
@@ -190,11 +184,11 @@ class SelfAttention(nn.Module):
 
             request = as_text(Request(mask, self.strategy, self.layout, seq_len))
             if can_trace(self.mesh, request):  # the operators check the rest, when all ranks run
-                length = x.shape[1] * self.mesh.size if seq_len is None else seq_len
+                rows = x.shape[1]
+                length = rows * self.mesh.size if seq_len is None else seq_len
                 if needs_positions:
-                    position_ids = positions_in_graph(
-                        x.shape[1], length, self.mesh, str(self.layout), str(request.mask), x.device
-                    )
+                    named = str(self.layout), str(request.mask)
+                    position_ids = positions_in_graph(rows, length, self.mesh, *named, x.device)
                 return length, position_ids
         length = self._whole_length(x, seq_len, mask)
         if needs_positions:
@@ -220,21 +214,7 @@ class SelfAttention(nn.Module):
         """Return Q, K and V, with rotary embedding in Q and K."""
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
         k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
-        if self.theta is None or position_ids is None:
-            return q, k, v
-        return (
-            apply_rotary_embedding(q, position_ids, self.theta),
-            apply_rotary_embedding(k, position_ids, self.theta),
-            v,
-        )
-
-
-def _check_names(mask: object, strategy: Any, layout: object) -> None:
-    """Raise an error for arguments that are invalid for any sequence."""
-    if isinstance(mask, str):
-        Mask.parse(mask, 1)
-    elif not isinstance(mask, Mask):
-        raise no_mask(mask)
-    strategy_of(strategy)
-    if not isinstance(layout, Layout) and not (isinstance(layout, str) and layout in LAYOUTS):
-        raise unknown_name("layout", layout, LAYOUTS)
+        if self.theta is not None and position_ids is not None:
+            q = apply_rotary_embedding(q, position_ids, self.theta)
+            k = apply_rotary_embedding(k, position_ids, self.theta)
+        return q, k, v
