@@ -18,11 +18,13 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
+from operator import attrgetter
 from typing import Any
 
 from burst_portable.errors import MaskError, shown, unknown_name
 from burst_portable.utils.values import as_int, hide_dataclass, size
 
+_k_start = attrgetter("k_start")
 UNBOUNDED = 1 << 60
 """End of an unlimited range; also, with either sign, the bound of an unlimited band."""
 
@@ -111,10 +113,6 @@ def first_overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
     return None
 
 
-def _k_start(region: Region) -> int:
-    return region.k_start
-
-
 @hide_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask:
@@ -177,11 +175,9 @@ class Mask:
         for region in self.regions:
             for side, stop, length in (("q", region.q_stop, q_length), ("k", region.k_stop, k_length)):
                 if length < stop < UNBOUNDED:
-                    raise MaskError(
-                        f"the mask {self.name!r} is longer than the sequence",
-                        got=f"a region with {side} up to {stop}, and {length} tokens",
-                        allowed=f"positions below {length}",
-                    )
+                    what = f"the mask {self.name!r} is longer than the sequence"
+                    got = f"a region with {side} up to {stop}, and {length} tokens"
+                    raise MaskError(what, got=got, allowed=f"positions below {length}")
 
     def regions_of_rows(self, start: int, stop: int) -> tuple[Region, ...]:
         """Return the regions that may contain a query of [start, stop), found by bisection."""
@@ -225,7 +221,7 @@ class Mask:
     @classmethod
     def window(cls, left: int, right: int = 0) -> Mask:
         """Return the mask in which a query sees `left` earlier tokens, itself and `right` later tokens."""
-        left, right = _at_least(0, left=left, right=right)
+        left, right = _at_least(0, "left", left), _at_least(0, "right", right)
         return cls._of_text(f"window:{left}:{right}", Region(0, UNBOUNDED, 0, UNBOUNDED, lo=-right, hi=left))
 
     @classmethod
@@ -244,7 +240,7 @@ class Mask:
             raise MaskError("causal must be a bool", got=shown(causal), allowed="True or False")
         lo, hi = 0 if causal else -UNBOUNDED, UNBOUNDED
         if window is not None:
-            (window,) = _at_least(0, window=window)
+            window = _at_least(0, "window", window)
             lo, hi = 0 if causal else -window, window
         name = f"{'' if causal else 'full '}documents({len(cu_seqlens) - 1})"
         return cls(
@@ -255,7 +251,7 @@ class Mask:
     @classmethod
     def prefix_lm(cls, prefix: int) -> Mask:
         """Return the mask in which all queries see the first `prefix` tokens; the rest is causal."""
-        (prefix,) = _at_least(1, prefix=prefix)
+        prefix = _at_least(1, "prefix", prefix)
         return cls._of_text(
             f"prefix:{prefix}",
             Region(0, UNBOUNDED, 0, prefix),
@@ -265,7 +261,7 @@ class Mask:
     @classmethod
     def sink_window(cls, num_sink_tokens: int, left: int) -> Mask:
         """Return a causal window of `left` tokens back, plus `num_sink_tokens` first tokens that all later ones see."""
-        (num_sink_tokens,), (left,) = _at_least(1, num_sink_tokens=num_sink_tokens), _at_least(0, left=left)
+        num_sink_tokens, left = _at_least(1, "num_sink_tokens", num_sink_tokens), _at_least(0, "left", left)
         return cls._of_text(
             f"sink:{num_sink_tokens}:{left}",
             Region(0, UNBOUNDED, 0, num_sink_tokens, lo=0),
@@ -275,10 +271,8 @@ class Mask:
     @classmethod
     def global_window(cls, num_global_tokens: int, left: int, right: int) -> Mask:
         """Return a window mask in which the first `num_global_tokens` tokens see all tokens and all tokens see them."""
-        (num_global_tokens,), (left, right) = (
-            _at_least(1, num_global_tokens=num_global_tokens),
-            _at_least(0, left=left, right=right),
-        )
+        num_global_tokens = _at_least(1, "num_global_tokens", num_global_tokens)
+        left, right = _at_least(0, "left", left), _at_least(0, "right", right)
         return cls._of_text(
             f"global:{num_global_tokens}:{left}:{right}",
             Region(0, num_global_tokens, 0, UNBOUNDED),
@@ -349,7 +343,7 @@ def _number(text: str) -> int:
 
 def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:
     (blocks,) = numbers
-    _at_least(1, size=blocks)
+    _at_least(1, "size", blocks)
     if length is None:
         raise MaskError("block_causal:SIZE needs the length of the sequence")
     if length > blocks * _MOST_BLOCKS:
@@ -375,15 +369,12 @@ _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
 }
 
 
-def _at_least(least: int, **values: object) -> list[int]:
-    """Return the values as ints. Raise `MaskError` if one is below `least`."""
-    numbers = []
-    for name, value in values.items():
-        number = as_int(value)
-        if number is None or number < least:
-            raise MaskError(f"{name} of a mask is out of range", got=shown(value), allowed=f"an int >= {least}")
-        numbers.append(number)
-    return numbers
+def _at_least(least: int, name: str, value: object) -> int:
+    """Return a value as an int. Raise `MaskError` if it is below `least`."""
+    number = as_int(value)
+    if number is None or number < least:
+        raise MaskError(f"{name} of a mask is out of range", got=shown(value), allowed=f"an int >= {least}")
+    return number
 
 
 def checked_cu_seqlens(what: str, value: object) -> list[int]:

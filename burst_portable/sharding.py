@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from burst_portable.comm.agreement import CallSignature, agree, call_signature, hashed_value
+from burst_portable.comm.agreement import Facts, agree, call_signature, hashed_value
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, shown
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask, checked_cu_seqlens
@@ -123,32 +123,24 @@ def unshard(
     except Exception as error:
         broadcast_error(mesh, error, x)
         raise
-    agree(transport, _call_signature(local, dim % x.dim(), layout))
+    facts: Facts = {
+        "pass": "unshard",
+        "dtype": str(local.dtype).removeprefix("torch."),
+        "shape of a row": str(tuple(local.shape[1:])),
+        "dim": str(dim % x.dim()),
+        "tokens": str(seq_len),
+        "layout": hashed_value(layout.name, layout.shards),
+    }
+    agree(transport, call_signature(facts))
     with transport.between_passes():
         parts = [local.new_empty(layout.count(r), *local.shape[1:]) for r in range(mesh.size)]
         flat = [part.view(-1).view(torch.uint8) for part in parts]
         transport.all_gather(local.view(-1).view(torch.uint8), flat, "unshard")
     full = local.new_empty(seq_len, *local.shape[1:])
     for part, segments in zip(parts, layout.shards, strict=True):
-        row = 0
-        for s in segments:
-            full[s.start : s.last + 1 : s.step] = part[row : row + s.count]
-            row += s.count
+        for s, rows in zip(segments, part.split([s.count for s in segments]), strict=True):
+            full[s.start : s.last + 1 : s.step] = rows
     return full.movedim(0, dim)
-
-
-def _call_signature(local: Tensor, dim: int, layout: Layout) -> CallSignature:
-    """Return the facts that must be equal on all ranks. Dimension 0 of `local` is the sequence."""
-    return call_signature(
-        {
-            "pass": "unshard",
-            "dtype": str(local.dtype).removeprefix("torch."),
-            "shape of a row": str(tuple(local.shape[1:])),
-            "dim": str(dim),
-            "tokens": str(layout.length),
-            "layout": hashed_value(layout.name, layout.shards),
-        }
-    )
 
 
 def shard_batch(
