@@ -61,7 +61,7 @@ else:  # hidden from type checkers: __getattr__ would make every name valid
 
     def __getattr__(name: str) -> object:
         if name == "nn":
-            return import_module("burst_portable.nn")
+            return import_module(f"burst_portable.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'burst_portable' has no attribute {name!r}")
         # A global is found without another call of this function.

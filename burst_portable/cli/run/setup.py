@@ -24,7 +24,7 @@ from burst_portable.cli.run.models import (
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.integrations.transformers.checks import check_model, check_positions
-from burst_portable.integrations.transformers.layouts import masks_of, masks_of_layers, sizes_of
+from burst_portable.integrations.transformers.layouts import masks_of_layers, sizes_of
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.base import Strategy
@@ -169,7 +169,7 @@ def _plan(config: Any, job: Job, strategy: Strategy) -> Plan:
             batch=job.batch,
             itemsize=getattr(torch, job.dtype).itemsize,
         )
-        for mask in masks_of(config)
+        for mask in dict.fromkeys(masks_of_layers(config))
     ]
     return max(plans, key=lambda plan: plan.call.num_pairs)
 

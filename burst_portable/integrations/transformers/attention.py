@@ -1,17 +1,27 @@
-"""Define the attention function that Transformers calls in a parallelized model."""
+"""Define the attention and mask functions that Transformers calls in a parallelized model.
+
+Transformers describes a mask as a function of (batch, head, q, k), composed of a few functions. They are recognized by
+their code and converted to `Mask`; other functions raise an error, so that no part of a mask is ignored. A
+`DeferredMask` replaces the attention mask in the model, so there is never a tensor of queries x keys.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache, reduce
+from operator import and_
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from burst_portable.api import attention
-from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations.transformers.masks import Band, DeferredMask, mask_of
+from burst_portable.errors import InputError, ShapeError, UnsupportedError
 from burst_portable.layout import Layout
-from burst_portable.mesh import Mesh
+from burst_portable.mask import UNBOUNDED, Mask
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.torch_modes import never_compiled
 
@@ -30,32 +40,13 @@ _IGNORED = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class CallSequence:
-    """The sequence of one call.
+class CallSequence(NamedTuple):
+    """The sequence of one call."""
 
-    Attributes:
-        seq_len: Number of tokens of the unsharded sequence.
-        layout: The layout of its tokens over ranks.
-        cu_seqlens: Cumulative lengths of packed documents, or None.
-        padded: Whether rows end with padding.
-    """
-
-    seq_len: int
+    seq_len: int  # of the unsharded sequence
     layout: Layout
-    cu_seqlens: tuple[int, ...] | None = None
-    padded: bool = False
-
-
-class ModelState(Protocol):
-    """State of a parallelized model that its attention needs. Every module of the model has a reference to it."""
-
-    mesh: Mesh
-    strategy: Any
-    kernel: str
-    call: CallSequence | None
-    attended: int
-    attending: bool
+    cu_seqlens: tuple[int, ...] | None = None  # of packed documents
+    padded: bool = False  # whether rows end with padding
 
 
 @never_compiled("plans, transports and hooks are not graphs")
@@ -71,28 +62,12 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of this rank's queries over the unsharded sequence.
+    """Compute attention over the unsharded sequence. Return the output ``[B, S, Hq, Dv]``, and None for its weights.
 
-    Args:
-        module: The attention layer of the model.
-        query: Queries of shape ``[B, Hq, S, D]``.
-        key: Keys of shape ``[B, Hkv, S, D]``, not repeated for grouped heads.
-        value: Values of shape ``[B, Hkv, S, Dv]``.
-        attention_mask: The `DeferredMask` that `create_mask` returned.
-        dropout: Must be 0.
-        scaling: Factor of the scores. Default: 1 / sqrt(D).
-        softcap: Scores become ``softcap * tanh(score / softcap)``.
-        s_aux: Attention sinks, one logit per query head.
-        others: Further arguments of Transformers. Only those in `_IGNORED` may be set.
-
-    Returns:
-        Output of shape ``[B, S, Hq, Dv]``, and None instead of weights.
-
-    Raises:
-        InputError: Before any communication, if the layer runs outside of a parallelized model.
-        UnsupportedError: Before any communication, if the mask or an argument is not supported.
+    `query` is ``[B, Hq, S, D]``, `key` and `value` have their own number of heads, `attention_mask` is the result of
+    `create_mask`, and `s_aux` are attention sinks. Unsupported arguments raise an error before any communication.
     """
-    state: ModelState | None = getattr(module, ATTRIBUTE, None)
+    state: Any = getattr(module, ATTRIBUTE, None)  # of a `ShardedModel`, whose module imports this one
     if state is None:
         raise InputError(
             f"{type(module).__name__} is not part of a parallelized model, but shares its config; give each model its "
@@ -102,7 +77,7 @@ def attend(
     try:
         sequence = _sequence(state, attention_mask)
         _check(sequence, attention_mask.band, dropout, query, key, others)
-        mask = mask_of(attention_mask.band, sequence.seq_len, sequence.cu_seqlens)
+        mask = _mask_of(attention_mask.band, sequence.seq_len, sequence.cu_seqlens)
     except Exception as error:
         broadcast_error(state.mesh, error, query)
         raise
@@ -124,7 +99,7 @@ def attend(
     return out, None
 
 
-def _sequence(state: ModelState, mask: Any) -> CallSequence:
+def _sequence(state: Any, mask: Any) -> CallSequence:
     """Return the sequence of a mask. The first use, in the forward pass that created it, binds it to the call."""
     if not isinstance(mask, DeferredMask):
         raise UnsupportedError(
@@ -138,8 +113,7 @@ def _sequence(state: ModelState, mask: Any) -> CallSequence:
         if state.call is None:
             raise InputError("a layer ran outside its model's forward: call the model that was parallelized")
         mask.sequence = state.call
-    sequence: CallSequence = mask.sequence
-    return sequence
+    return mask.sequence
 
 
 def _check(
@@ -147,23 +121,170 @@ def _check(
 ) -> None:
     """Raise `UnsupportedError` for arguments that would make the result differ from one device's."""
     if sequence.padded and band.lo < 0:
-        raise UnsupportedError(
-            "padding with a mask that sees later tokens",
-            got=band,
-            next_step="pass sequences without padding, or packed documents (see ShardedModel.shard)",
-        )
+        next_step = "pass sequences without padding, or packed documents (see ShardedModel.shard)"
+        raise UnsupportedError("padding with a mask that sees later tokens", got=band, next_step=next_step)
     if dropout:
-        raise UnsupportedError(
-            "attention dropout is not supported", got=dropout, allowed=0, next_step="set attention_dropout=0"
-        )
+        next_step = "set attention_dropout=0"
+        raise UnsupportedError("attention dropout is not supported", got=dropout, allowed=0, next_step=next_step)
     if query.shape[2] != key.shape[2]:
-        raise UnsupportedError(
-            "queries and keys have different lengths, as with a cache or cross attention",
-            got=f"{query.shape[2]} and {key.shape[2]}",
-        )
+        what = "queries and keys have different lengths, as with a cache or cross attention"
+        raise UnsupportedError(what, got=f"{query.shape[2]} and {key.shape[2]}")
     unknown = [name for name, x in others.items() if name not in _IGNORED and x is not None and x is not False]
     if unknown:
+        what = "unknown arguments of the attention, which may change its result"
+        raise UnsupportedError(what, got=", ".join(sorted(unknown)))
+
+
+_PLACEHOLDER = torch.zeros(1, 1, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Band:
+    """lo <= q - k <= hi, within chunks of `chunk` tokens: the general form of the supported masks of Transformers."""
+
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+    chunk: int | None = None
+
+    def __and__(self, other: Band) -> Band:
+        chunks = {c for c in (self.chunk, other.chunk) if c is not None}
+        if len(chunks) > 1:
+            raise UnsupportedError("a mask with two chunk sizes", got=sorted(chunks))
+        return Band(max(self.lo, other.lo), min(self.hi, other.hi), chunks.pop() if chunks else None)
+
+
+class DeferredMask:
+    """Placeholder that replaces the attention mask between the model and our attention function.
+
+    The attention of the first layer binds it to the sequence of its call. A recomputation (gradient checkpointing)
+    gets the same object as an argument, and so the same sequence, whatever calls the model had since.
+    """
+
+    def __init__(self, band: Band) -> None:
+        self.band = band
+        self.sequence: CallSequence | None = None
+
+    def __repr__(self) -> str:
+        return f"DeferredMask({self.band})"
+
+    def __getitem__(self, index: Any) -> DeferredMask:
+        """Return this object for all rows and columns (Gemma 4 slices its mask). Raise `UnsupportedError` for less."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(part not in (slice(None), slice(0, None), ...) for part in parts):
+            raise UnsupportedError("the model uses a part of its mask, whose rows would be those of a shard", got=index)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `UnsupportedError`: the model uses its mask as a tensor."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnsupportedError("the model computes with its mask, which is not a tensor here", got=f"mask.{name}")
+
+
+@never_compiled("plans, transports and hooks are not graphs")
+def create_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **_: Any,
+) -> DeferredMask:
+    """Return the placeholder for a mask. Transformers' `AttentionMaskInterface` calls this function."""
+    if attention_mask is not None and not bool(attention_mask.all()):  # some models pass a mask of ones
         raise UnsupportedError(
-            "unknown arguments of the attention, which may change its result",
-            got=", ".join(sorted(unknown)),
+            "a padding mask reached a sharded attention",
+            next_step="pass the mask to handle.shard, or pack documents (see ShardedModel.shard)",
         )
+    # A static cache passes its offset as a tensor.
+    if q_length != kv_length or bool(q_offset != 0) or bool(kv_offset != 0):
+        raise UnsupportedError(
+            "queries and keys are different tokens, as with a cache or cross attention",
+            got=f"{q_length} queries from {q_offset}, {kv_length} keys from {kv_offset}",
+            next_step="pass the full sequence, and use_cache=False",
+        )
+    return DeferredMask(read_mask(mask_function))
+
+
+def read_mask(function: Callable[..., Any]) -> Band:
+    """Return the band of a mask function that Transformers composed. Raise `UnsupportedError` for unknown parts."""
+    if function is masking_utils.causal_mask_function:
+        return Band(lo=0)
+    if function is masking_utils.bidirectional_mask_function:
+        return Band()
+    maker = _makers().get(getattr(function, "__code__", None))
+    if maker is None:
+        raise UnsupportedError(
+            "the model has an unknown mask function",
+            got=getattr(function, "__qualname__", repr(function)),
+            allowed="causal, bidirectional, sliding and chunked masks of transformers, and packed documents",
+        )
+    return maker(inspect.getclosurevars(function).nonlocals)
+
+
+@lru_cache(maxsize=1)
+def _makers() -> dict[Any, Callable[[Mapping[str, Any]], Band]]:
+    """Return, by the code of each known mask function, how to read its parameters."""
+    m = masking_utils
+    causal = m.causal_mask_function
+    samples: list[tuple[Callable[..., Any], Callable[[Mapping[str, Any]], Band]]] = [
+        (m.and_masks(causal), lambda v: reduce(and_, map(read_mask, v["mask_functions"]), Band())),
+        (m.sliding_window_overlay(1), lambda v: Band(hi=int(v["sliding_window"]) - 1)),
+        (m.chunked_overlay(1, _PLACEHOLDER), lambda v: Band(chunk=int(v["chunk_size"]))),
+        # Tokens of a shard look packed wherever positions jump. Real packing was checked before the model ran:
+        # `checked_positions` accepts only the position ids of the shard and its documents.
+        (m.packed_sequence_mask_function(_PLACEHOLDER), lambda v: Band()),
+    ]
+    # Newer than the oldest supported release.
+    if hasattr(m, "sliding_window_bidirectional_overlay"):
+        both_ways = m.sliding_window_bidirectional_overlay(1)
+        samples.append((both_ways, lambda v: Band(-int(v["sliding_window"]), int(v["sliding_window"]))))
+    if hasattr(m, "remap_positions_for_packed_sequence"):
+        remapped = m.remap_positions_for_packed_sequence(causal, _PLACEHOLDER)
+        samples.append((remapped, lambda v: read_mask(v["mask_function"])))
+    return {sample.__code__: read for sample, read in samples}
+
+
+@lru_cache(maxsize=256)
+def _mask_of(band: Band, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> Mask:
+    """Return the mask of a band over a sequence. Equal arguments return the same object, by which plans are cached."""
+    lo, hi = band.lo, band.hi
+    causal, open_left = lo == 0, hi >= UNBOUNDED
+    if band.chunk is not None:
+        if cu_seqlens is not None:
+            raise UnsupportedError(
+                "packed documents with a chunked mask: its meaning differs between releases of transformers"
+            )
+        cu_seqlens = (*range(0, seq_len, band.chunk), seq_len)
+    if cu_seqlens is not None:
+        if not causal and lo != -hi:
+            raise UnsupportedError("packed documents with this mask are not supported", got=f"{lo} <= q - k <= {hi}")
+        return Mask.documents(cu_seqlens, causal=causal, window=None if open_left else hi)
+    if causal:
+        return Mask.causal() if open_left else Mask.window(hi)
+    return Mask.full() if open_left and lo <= -UNBOUNDED else Mask.window(hi, -lo)
+
+
+def has_padding(attention_mask: Tensor | None, input_ids: Tensor, labels: Tensor | None) -> bool:
+    """Return whether rows ``[B, N]`` of an unsharded batch end with padding. Raise for other padding, or with labels.
+
+    The mask is nonzero for tokens. Labels are those of `shard`, by default the ids.
+    """
+    if attention_mask is None:
+        return False
+    if attention_mask.shape != input_ids.shape:
+        got, allowed = tuple(attention_mask.shape), tuple(input_ids.shape)
+        raise ShapeError("attention_mask and input_ids have different shapes", got=got, allowed=allowed)
+    token = attention_mask != 0
+    if bool(token.all()):
+        return False
+    if bool((token[:, 1:] & ~token[:, :-1]).any()):
+        raise UnsupportedError(
+            "padding before a token, which would attend to it",
+            next_step="pad at the end of rows (padding_side='right'), or pack documents (see ShardedModel.shard)",
+        )
+    if bool(((input_ids if labels is None else labels) != -100)[~token].any()):
+        raise InputError("labels on padding", allowed="-100", next_step="labels.masked_fill(attention_mask == 0, -100)")
+    return True

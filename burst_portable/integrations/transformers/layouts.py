@@ -15,8 +15,8 @@ from burst_portable.mesh import Mesh
 from burst_portable.runtime.prepare import strategy_on
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import plan
+from burst_portable.utils.cache import Cache
 
-_CACHE_SIZE = 64
 _SIZES = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"})
 
 
@@ -31,30 +31,25 @@ class Layouts:
         if name not in ("auto", *NAMES):
             raise unknown_name("layout", name, ("auto", *NAMES))
         self.name, self._ranks, self._config = name, mesh.size, model.config
-        self._cache: dict[tuple[int, tuple[int, ...] | None], Layout] = {}
+        self._cache: Cache[tuple[int, tuple[int, ...] | None], Layout] = Cache(64)
         if name == "auto" and mesh.size > 1:
             like = next(model.parameters())
             if like.is_meta:
                 next_step = "parallelize it when its weights are on a device, or name a layout"
                 raise InputError('layout="auto" needs the model\'s device', got="a model on meta", next_step=next_step)
             dtype = torch.get_autocast_dtype(like.device.type) if like.dtype is torch.float32 else like.dtype
-            self._strategy, _ = strategy_on(
-                mesh, strategy, like.device.type, **sizes_of(model.config), dtype=dtype, kernel=kernel
-            )
+            sizes = sizes_of(model.config)
+            self._strategy, _ = strategy_on(mesh, strategy, like.device.type, **sizes, dtype=dtype, kernel=kernel)
 
     def of(self, length: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
         """Return the layout of `length` tokens with documents at `cu_seqlens`."""
         if self.name != "auto" or self._ranks == 1:
             return _named_layout("zigzag" if self.name == "auto" else self.name, length, self._ranks, cu_seqlens)
-        key = length, cu_seqlens
-        if key not in self._cache:
-            if len(self._cache) >= _CACHE_SIZE:
-                self._cache.clear()
-            self._cache[key] = self._fastest(length, cu_seqlens)
-        return self._cache[key]
+        found = self._cache.get((length, cu_seqlens))
+        return found or self._cache.keep((length, cu_seqlens), self._fastest(length, cu_seqlens))
 
     def _fastest(self, length: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
-        masks = masks_of(self._config) if cu_seqlens is None else [_packed(length, cu_seqlens)]
+        masks = masks_of_layers(self._config) if cu_seqlens is None else [_packed(length, cu_seqlens)]
         most = max(masks, key=lambda mask: mask.num_pairs(length))
         fastest = plan(
             seq_len=length, ranks=self._ranks, **sizes_of(self._config), mask=most, strategy=self._strategy,
@@ -91,11 +86,6 @@ def check_one_size(config: Any) -> None:
             got=f"layers that differ in {' and '.join(sorted(differ))}" if differ else "several models",
             next_step="pass the name of a layout to parallelize(model, mesh, layout=...)",
         )
-
-
-def masks_of(config: Any) -> list[Mask]:
-    """Return the different masks of a decoder's layers."""
-    return list(dict.fromkeys(masks_of_layers(config)))
 
 
 def masks_of_layers(config: Any) -> list[Mask]:

@@ -17,9 +17,7 @@ from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.torch_modes import never_compiled
 
-LOGITS_BYTES = 1 << 28
-"""Default limit of bytes of float32 logits that a causal loss holds at once."""
-
+LOGITS_BYTES = 1 << 28  # limit of float32 logits that a causal loss holds at once
 OWN_LOSS = "pass no labels and compute the loss from the logits; burst_portable.shard divides the labels"
 
 
@@ -32,11 +30,7 @@ def loss_of(model: PreTrainedModel) -> Any:
 
 
 def shifts_labels(function: Any) -> bool:
-    """Return whether a loss compares a token with the next one's label, and so accepts labels that are already shifted.
-
-    Raises:
-        UnsupportedError: If a custom function does not accept them: it may shift the labels of a shard again.
-    """
+    """Return whether a loss compares a token with the next one's label. Raise for a loss of which it is unknown."""
     if "shift_labels" in inspect.signature(getattr(function, "forward", function)).parameters:  # or a module
         return True
     if function in LOSS_MAPPING.values():
@@ -64,8 +58,7 @@ class ShardedLoss:
     """
 
     def __init__(self, function: Any, *, logits_bytes: int = LOGITS_BYTES) -> None:
-        self.function = function
-        self.logits_bytes = logits_bytes
+        self.function, self.logits_bytes = function, logits_bytes
         self.is_pending = False
 
     @property
@@ -165,20 +158,11 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
 
 
-_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Attributes of models with the weight of the router loss. The second name is JetMoe's."""
-
-
 def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh) -> Tensor:
     """Return this rank's part of the load-balancing loss (Switch Transformer, arXiv 2101.03961, equations 4 to 6).
 
-    Args:
-        router_logits: One tensor ``[tokens, experts]`` per layer, of this rank's tokens.
-        top_k: Number of experts per token.
-        mesh: The ranks that share the sequence.
-
-    Returns:
-        A float32 scalar. Its sum over ranks, and its gradients, equal one device's for the unsharded sequence.
+    The logits are ``[tokens, experts]`` per layer, of this rank's tokens. The sum of the results over ranks, and its
+    gradients, equal one device's for the unsharded sequence.
     """
     experts = router_logits[0].shape[-1]
     # Counts of choices, then of tokens. In 16 bits, which may be the default dtype, they would stop at 256.
@@ -195,39 +179,39 @@ def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh) -> Tens
     return experts * (share * probability).sum() / rows
 
 
-def check_router(config: Any, kwargs: dict[str, Any], *, is_inner: bool = False) -> None:
-    """Raise `UnsupportedError` for a router loss that could not be replaced in the output.
+def check_router(config: Any, kwargs: dict[str, Any], mesh: Mesh, *, padded: bool, is_inner: bool) -> None:
+    """Raise `UnsupportedError` for a router loss that would count padding, or could not be replaced in the output.
 
-    Args:
-        config: the model's.
-        kwargs: arguments of the call.
-        is_inner: whether an inner model was called instead of the parallelized one, as `model.forward(...)` does.
-            The outer model then computes its router loss from the tokens of a shard, after all hooks.
+    `is_inner`: Whether an inner model was called instead of the parallelized one, as `model.forward(...)` does. The
+    outer model then computes its router loss from the tokens of a shard, after all hooks.
     """
     requested = kwargs.get("output_router_logits")
-    requested = getattr(config, "output_router_logits", False) if requested is None else requested
-    if requested and is_inner:
+    if not (getattr(config, "output_router_logits", False) if requested is None else requested):
+        return
+    if padded:
+        next_step = "pass output_router_logits=False"
+        raise UnsupportedError("padding with a router loss, which would count it", next_step=next_step)
+    if mesh.size == 1:
+        return
+    if is_inner:
         raise UnsupportedError(
             "router logits of an inner model are those of a shard",
             got="output_router_logits=True",
             next_step="call the parallelized model itself, not its forward(); else pass output_router_logits=False",
         )
-    if requested and not kwargs.get("return_dict", getattr(config, "return_dict", True)):
+    if not kwargs.get("return_dict", getattr(config, "return_dict", True)):
         raise UnsupportedError("a router loss needs a dictionary output", got="return_dict=False", allowed=True)
 
 
 def with_router_loss(model: Any, output: Any, mesh: Mesh) -> Any:
-    """Replace the router loss of a model's output, if it has one, by that over all ranks, also in the total loss.
-
-    Raises:
-        UnsupportedError: On all ranks, if the model's router loss has another formula than `router_loss`.
-    """
+    """Replace the router loss of a model's output, if it has one, by that over all ranks, also in the total loss."""
     found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor) or mesh.size == 1:
         return output
     logits = output.router_logits
     top_k: Any = getattr(model, "num_experts_per_tok", None)
-    weight: Any = next((getattr(model, name) for name in _WEIGHTS if hasattr(model, name)), None)
+    # The second name is JetMoe's.
+    weight: Any = getattr(model, "router_aux_loss_coef", getattr(model, "aux_loss_coef", None))
     try:
         _check_known(model, found, logits, top_k, weight)
     except UnsupportedError as error:

@@ -13,7 +13,13 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, shown
-from burst_portable.integrations.transformers.attention import ATTRIBUTE, CallSequence, attend
+from burst_portable.integrations.transformers.attention import (
+    ATTRIBUTE,
+    CallSequence,
+    attend,
+    create_mask,
+    has_padding,
+)
 from burst_portable.integrations.transformers.batch_check import KEY, BatchCheck, checksum
 from burst_portable.integrations.transformers.checks import (
     check_arguments,
@@ -35,10 +41,9 @@ from burst_portable.integrations.transformers.loss import (
     shifts_labels,
     with_router_loss,
 )
-from burst_portable.integrations.transformers.masks import check_padded_model, create_mask, has_padding
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
-from burst_portable.mesh import MeshLike, as_mesh
+from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.runtime.validation import broadcast_error, check_tensor
 from burst_portable.sharding import local_position_ids, shard, shard_batch
 from burst_portable.strategies.base import Strategy
@@ -65,9 +70,8 @@ class RunningCall:
 
     def contains(self, module: Any) -> bool:
         """Return whether a call of `module` that begins now is part of this call, which still runs."""
-        return module is not self.module and any(module is part for part in self.module.modules()) and self._runs()
-
-    def _runs(self) -> bool:
+        if module is self.module or all(module is not part for part in self.module.modules()):
+            return False
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
@@ -111,7 +115,11 @@ def parallelize(
         UnknownNameError: If a name is unknown.
         UnsupportedError: If the model cannot be sharded; the message contains the reason.
     """
-    return ShardedModel(model, mesh, strategy=strategy, layout=layout, seq_len=seq_len, kernel=kernel)
+    check_model(model)
+    _check_free(model)
+    if isinstance(strategy, str):
+        make_strategy(strategy)
+    return ShardedModel(model, as_mesh(mesh), strategy, layout, seq_len, kernel)
 
 
 class ShardedModel:
@@ -132,19 +140,14 @@ class ShardedModel:
     def __init__(
         self,
         model: PreTrainedModel,
-        mesh: MeshLike,
-        *,
+        mesh: Mesh,
         strategy: Strategy | str,
         layout: str,
         seq_len: int | None,
         kernel: str,
     ) -> None:
-        check_model(model)
-        _check_free(model)
-        if isinstance(strategy, str):
-            make_strategy(strategy)
-        self._layouts = Layouts(layout, model, as_mesh(mesh), strategy, kernel)
-        self.model, self.mesh, self.strategy, self.layout = model, as_mesh(mesh), strategy, layout
+        self._layouts = Layouts(layout, model, mesh, strategy, kernel)
+        self.model, self.mesh, self.strategy, self.layout = model, mesh, strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
@@ -256,7 +259,7 @@ class ShardedModel:
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
         if input_ids.dim() != 2:
             raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape))
-        layout = self.layout_of(input_ids.shape[1], cu_seqlens)
+        layout = self._layouts.of(input_ids.shape[1], cu_seqlens)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
         if self.mesh.size > 1:
             offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=input_ids.device)
@@ -285,9 +288,8 @@ class ShardedModel:
             seq_len: Tokens of the unsharded sequence.
             cu_seqlens: Cumulative lengths of packed documents, as in `shard`.
         """
-        return self._layouts.of(
-            seq_len, None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
-        )
+        cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
+        return self._layouts.of(seq_len, cu_seqlens)
 
     # ------------------------------------------------------------------------------------------------ the hooks
 
@@ -323,11 +325,9 @@ class ShardedModel:
         check_positions(module.config, sequence.seq_len)
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
-        if padded:
-            check_padded_model(module.config, kwargs)
-        kwargs["position_ids"] = checked_positions(
-            kwargs.get("position_ids"), self._positions(sequence, tokens.device), tokens
-        )
+        check_router(module.config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
+        positions = self._positions(sequence, tokens.device)
+        kwargs["position_ids"] = checked_positions(kwargs.get("position_ids"), positions, tokens)
         kwargs["attention_mask"] = None
         if takes(module, "use_cache"):
             kwargs["use_cache"] = False
@@ -337,7 +337,6 @@ class ShardedModel:
         if self.mesh.size > 1:
             if self._drops_layers:
                 check_layerdrop(module)
-            check_router(module.config, kwargs, is_inner=module is not self.model)
             self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
@@ -352,7 +351,11 @@ class ShardedModel:
             return None
         self.call = self._running = None
         if output is None or self.mesh.size == 1:
-            self._broadcast(sys.exc_info()[1])
+            error = sys.exc_info()[1]
+            if isinstance(error, Exception) and self._has_pending_attentions:
+                # Other ranks expect attentions of this call, and would match this rank's next call with them. Process
+                # groups that launch kernels do not receive the error (see `comm.agreement`); the next call raises one.
+                broadcast_error(self.mesh, error, next(self.model.parameters()))
             return None
         self._attentions = self.attended
         if not self.attended:
@@ -360,15 +363,6 @@ class ShardedModel:
         if loss := sharded_loss(module):
             loss.check_called(module)
         return with_router_loss(module, output, self.mesh)
-
-    def _broadcast(self, error: BaseException | None) -> None:
-        """Send an error outside of attention to the ranks that still expect attentions of this call.
-
-        Otherwise they would match this rank's next call with the rest of this one. Process groups that launch kernels
-        do not receive the error (see `comm.agreement`); there the next call raises one.
-        """
-        if isinstance(error, Exception) and self._has_pending_attentions:
-            broadcast_error(self.mesh, error, next(self.model.parameters()))
 
     @property
     def _has_pending_attentions(self) -> bool:
@@ -387,12 +381,12 @@ class ShardedModel:
             )
         length = rows if seq_len is None else size("seq_len", seq_len)
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
-        layout = self.layout_of(length, cu_seqlens)
-        if layout.count(self.mesh.rank) != rows:
+        layout = self._layouts.of(length, cu_seqlens)
+        if (expected := layout.count(self.mesh.rank)) != rows:
             raise LayoutError(
                 f"wrong number of tokens on rank {self.mesh.rank}",
                 got=rows,
-                allowed=f"{layout.count(self.mesh.rank)} of {length} (layout {self.layout!r}, {self.mesh.size} ranks)",
+                allowed=f"{expected} of {length} (layout {self.layout!r}, {self.mesh.size} ranks)",
                 next_step="call model(**handle.shard(input_ids)), or pass seq_len",
             )
         return CallSequence(length, layout, cu_seqlens, padded)
@@ -410,10 +404,9 @@ def _check_free(model: PreTrainedModel) -> None:
     """Raise `InputError` if a module is already part of a sharded model."""
     if used := next(((name, module) for name, module in model.named_modules() if hasattr(module, ATTRIBUTE)), None):
         name, module = used
-        what = f"its part {name} ({type(module).__name__})" if name else type(model).__name__
-        raise InputError(
-            "the model is parallelized already", got=what, next_step="call undo() of its ShardedModel first"
-        )
+        got = f"its part {name} ({type(module).__name__})" if name else type(model).__name__
+        next_step = "call undo() of its ShardedModel first"
+        raise InputError("the model is parallelized already", got=got, next_step=next_step)
 
 
 def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,9 +47,9 @@ from burst_portable.errors import (
     UnsupportedError,
 )
 from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.attention import Band, DeferredMask, read_mask
 from burst_portable.integrations.transformers.checks import check_positions
 from burst_portable.integrations.transformers.loss import ShardedLoss
-from burst_portable.integrations.transformers.masks import Band, DeferredMask, read_mask
 from tests.support.models import SIZES, make, mesh_without_peer, tokens
 
 ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
