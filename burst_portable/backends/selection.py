@@ -316,6 +316,8 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") ->
         UnsupportedError: No kernel serves the call, or the named one does not, with all reasons.
     """
     kernels: dict[str, Kernel | LazyKernel] = {kernel.name: kernel for kernel in kernels_of(backend)}
+    if not isinstance(named, str) or named not in ("auto", *kernels):
+        raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
     if named == "auto":
         reasons: list[str] = []
         for kernel in kernels.values():
@@ -324,8 +326,6 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") ->
                 return kernel.load(), "; ".join(["first that serves it", *reasons])
             reasons.append(f"not {kernel.name}: {support.reason}")
         raise UnsupportedError(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
-    if not isinstance(named, str) or named not in kernels:
-        raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
     support = kernels[named].supports(call)
     if support.ok:
         return kernels[named].load(), "named"
