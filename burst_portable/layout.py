@@ -165,11 +165,9 @@ def _check_partition(layout: Layout) -> None:
         raise LayoutError(f"{what} needs ranks and tokens", got=f"{layout.ranks} ranks, {layout.length} tokens")
     _check_ranks(layout.name, layout.ranks)
     if empty := [rank for rank, shard in enumerate(layout.shards) if not shard]:
-        raise LayoutError(
-            f"{what} leaves ranks without a token",
-            got=f"ranks {empty[:8]} of {layout.ranks}, {layout.length} tokens",
-            next_step="use fewer ranks, or another layout",
-        )
+        got = f"ranks {empty[:8]} of {layout.ranks}, {layout.length} tokens"
+        next_step = "use fewer ranks, or another layout"
+        raise LayoutError(f"{what} leaves ranks without a token", got=got, next_step=next_step)
     segments = list(chain.from_iterable(layout.shards))
     count, last = sum(s.count for s in segments), max(s.last for s in segments)
     if last >= layout.length:
@@ -365,11 +363,9 @@ def _document_cu_seqlens(name: str, mask: Mask | None, length: int) -> tuple[int
             break
         cu_seqlens.append(min(region.q_stop, length))
     if cu_seqlens[-1] != length:
-        raise LayoutError(
-            f"the layout {name!r} needs a mask of documents that fill the sequence",
-            got=f"the mask {str(mask)!r} and {length} tokens",
-            next_step="pass Mask.documents(...), or use the layout 'zigzag'",
-        )
+        what = f"the layout {name!r} needs a mask of documents that fill the sequence"
+        next_step = "pass Mask.documents(...), or use the layout 'zigzag'"
+        raise LayoutError(what, got=f"the mask {str(mask)!r} and {length} tokens", next_step=next_step)
     return tuple(cu_seqlens)
 
 

@@ -149,11 +149,9 @@ class Mask:
         object.__setattr__(self, "_starts", tuple(r.q_start for r in self.regions))
         object.__setattr__(self, "_furthest", tuple(accumulate((r.q_stop for r in self.regions), max)))
         if pair := first_overlap(self.regions):
-            raise MaskError(
-                "two regions of a mask overlap, so their pairs would count twice",
-                got=f"{pair[0]} and {pair[1]}",
-                next_step="split one of them so that they are disjoint",
-            )
+            what = "two regions of a mask overlap, so their pairs would count twice"
+            next_step = "split one of them so that they are disjoint"
+            raise MaskError(what, got=f"{pair[0]} and {pair[1]}", next_step=next_step)
 
     # A mask is part of every plan's cache key, so its hash is cached. Equal masks are usually the same object.
     def __hash__(self) -> int:
@@ -243,30 +241,22 @@ class Mask:
             window = _at_least(0, "window", window)
             lo, hi = 0 if causal else -window, window
         name = f"{'' if causal else 'full '}documents({len(cu_seqlens) - 1})"
-        return cls(
-            tuple(Region(a, b, a, b, lo=lo, hi=hi) for a, b in pairwise(cu_seqlens)),
-            name if window is None else f"{name} window {window}",
-        )
+        regions = tuple(Region(a, b, a, b, lo=lo, hi=hi) for a, b in pairwise(cu_seqlens))
+        return cls(regions, name if window is None else f"{name} window {window}")
 
     @classmethod
     def prefix_lm(cls, prefix: int) -> Mask:
         """Return the mask in which all queries see the first `prefix` tokens; the rest is causal."""
         prefix = _at_least(1, "prefix", prefix)
-        return cls._of_text(
-            f"prefix:{prefix}",
-            Region(0, UNBOUNDED, 0, prefix),
-            Region(prefix, UNBOUNDED, prefix, UNBOUNDED, lo=0),
-        )
+        rest = Region(prefix, UNBOUNDED, prefix, UNBOUNDED, lo=0)
+        return cls._of_text(f"prefix:{prefix}", Region(0, UNBOUNDED, 0, prefix), rest)
 
     @classmethod
     def sink_window(cls, num_sink_tokens: int, left: int) -> Mask:
         """Return a causal window of `left` tokens back, plus `num_sink_tokens` first tokens that all later ones see."""
         num_sink_tokens, left = _at_least(1, "num_sink_tokens", num_sink_tokens), _at_least(0, "left", left)
-        return cls._of_text(
-            f"sink:{num_sink_tokens}:{left}",
-            Region(0, UNBOUNDED, 0, num_sink_tokens, lo=0),
-            Region(num_sink_tokens, UNBOUNDED, num_sink_tokens, UNBOUNDED, lo=0, hi=left),
-        )
+        rest = Region(num_sink_tokens, UNBOUNDED, num_sink_tokens, UNBOUNDED, lo=0, hi=left)
+        return cls._of_text(f"sink:{num_sink_tokens}:{left}", Region(0, UNBOUNDED, 0, num_sink_tokens, lo=0), rest)
 
     @classmethod
     def global_window(cls, num_global_tokens: int, left: int, right: int) -> Mask:

@@ -1,16 +1,7 @@
 """Define numerics: merging partial attention, log-sum-exp, delta, sinks, accumulation, empty rows.
 
-Kernels may implement these operations themselves, as Triton kernels merge in their epilogue.
-
-Conventions, everywhere in this library:
-
-- LSE is the natural logarithm of the sum of exp(scores), float32 (float64 for float64), ``[B, H, S]``.
-- A fully masked row has out 0, LSE -inf and gradient 0, and contributes gradient 0. No other value is ever merged:
-  results of third-party kernels that return 0 or +inf there are corrected first.
-- Nothing is summed in 16 bits: partial outs are merged one step wider than their parts (see `running_dtype`), and
-  gradients in the accumulation dtype (see `accumulation_dtype`).
-
-Shapes: B batch, S rows, H heads, D head size. out ``[B, S, H, D]``, LSE and delta ``[B, H, S]``.
+docs/numerics.md explains the conventions. Kernels may implement these operations themselves, as Triton kernels merge
+in their epilogue. Shapes: out ``[B, S, H, D]``, LSE and delta ``[B, H, S]`` for batch B, rows S, heads H, head size D.
 """
 
 from __future__ import annotations
@@ -174,17 +165,12 @@ def _check_parts(parts: Sequence[State]) -> None:
     first = parts[0][0]
     for out, lse in parts:
         if out.dim() != 4 or out.shape != first.shape or lse.shape != (out.shape[0], out.shape[2], out.shape[1]):
-            raise ShapeError(
-                "shapes of partial results do not match",
-                got=f"out {tuple(out.shape)} with LSE {tuple(lse.shape)}; the first out has {tuple(first.shape)}",
-                allowed="out [B, S, H, D] and LSE [B, H, S], the same for all",
-            )
+            got = f"out {tuple(out.shape)} with LSE {tuple(lse.shape)}; the first out has {tuple(first.shape)}"
+            allowed = "out [B, S, H, D] and LSE [B, H, S], the same for all"
+            raise ShapeError("shapes of partial results do not match", got=got, allowed=allowed)
         if not (out.is_floating_point() and lse.is_floating_point()) or out.dtype != first.dtype:
-            raise DtypeError(
-                "dtypes of partial results differ or are not floating",
-                got=f"out {out.dtype} with LSE {lse.dtype}; the first out has {first.dtype}",
-                next_step="cast them",
-            )
+            got = f"out {out.dtype} with LSE {lse.dtype}; the first out has {first.dtype}"
+            raise DtypeError("dtypes of partial results differ or are not floating", got=got, next_step="cast them")
         if not out.device == lse.device == first.device:
             got = f"out on {out.device}, LSE on {lse.device}, the first out on {first.device}"
             raise InputError("partial results are on different devices", got=got, next_step="move them to one")
@@ -211,11 +197,7 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
 
 
 def add_sinks(state: State, sinks: Tensor) -> None:
-    """Merge attention sinks, one logit per head ``[H]``, into a finished state in place, as a part (out 0, LSE sink).
-
-    Call it once, at the end: a kernel would count them once per ring step. -inf means no sink. With +inf, out is 0, LSE
-    is +inf, and the sink's gradient is NaN.
-    """
+    """Merge attention sinks ``[H]`` into a finished state in place, as a part (out 0, LSE sink); once, at the end."""
     out, lse = state
     sink = sinks.to(lse.dtype).view(1, -1, 1).expand_as(lse)
     merged = torch.logaddexp(lse, sink)
@@ -241,10 +223,8 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 def _is_wide(x: Tensor) -> bool:
     """Return whether x can be viewed as elements of 8 bytes."""
-    if x.dim() == 0 or x.stride(-1) != 1:
-        return False
     # Memory of other packages may not be aligned to 8 bytes, which a GPU requires for such elements.
-    if x.data_ptr() % 8:
+    if x.dim() == 0 or x.stride(-1) != 1 or x.data_ptr() % 8:
         return False
     count = 8 // x.itemsize
     for number in (*x.stride()[:-1], x.shape[-1], x.storage_offset()):  # noqa: SIM110  (a generator is slower)

@@ -178,11 +178,9 @@ def shard_batch(
     labels = input_ids if labels is None else _check_ids("labels", labels, input_ids)
     offsets = [0, length] if cu_seqlens is None else checked_cu_seqlens("cu_seqlens", cu_seqlens)
     if offsets[-1] != length:
-        raise MaskError(
-            "the documents do not fill the sequence",
-            got=f"documents up to {offsets[-1]}, and {length} tokens",
-            next_step="add one document for the remaining tokens, including padding",
-        )
+        got = f"documents up to {offsets[-1]}, and {length} tokens"
+        next_step = "add one document for the remaining tokens, including padding"
+        raise MaskError("the documents do not fill the sequence", got=got, next_step=next_step)
     missing = as_int(ignore_index)
     limits = torch.iinfo(labels.dtype)
     if missing is None or not limits.min <= missing <= limits.max:

@@ -194,17 +194,13 @@ def create_mask(
 ) -> DeferredMask:
     """Return the placeholder for a mask. Transformers' `AttentionMaskInterface` calls this function."""
     if attention_mask is not None and not bool(attention_mask.all()):  # some models pass a mask of ones
-        raise UnsupportedError(
-            "a padding mask reached a sharded attention",
-            next_step="pass the mask to handle.shard, or pack documents (see ShardedModel.shard)",
-        )
+        next_step = "pass the mask to handle.shard, or pack documents (see ShardedModel.shard)"
+        raise UnsupportedError("a padding mask reached a sharded attention", next_step=next_step)
     # A static cache passes its offset as a tensor.
     if q_length != kv_length or bool(q_offset != 0) or bool(kv_offset != 0):
-        raise UnsupportedError(
-            "queries and keys are different tokens, as with a cache or cross attention",
-            got=f"{q_length} queries from {q_offset}, {kv_length} keys from {kv_offset}",
-            next_step="pass the full sequence, and use_cache=False",
-        )
+        what = "queries and keys are different tokens, as with a cache or cross attention"
+        got = f"{q_length} queries from {q_offset}, {kv_length} keys from {kv_offset}"
+        raise UnsupportedError(what, got=got, next_step="pass the full sequence, and use_cache=False")
     return DeferredMask(read_mask(mask_function))
 
 
@@ -281,10 +277,8 @@ def has_padding(attention_mask: Tensor | None, input_ids: Tensor, labels: Tensor
     if bool(token.all()):
         return False
     if bool((token[:, 1:] & ~token[:, :-1]).any()):
-        raise UnsupportedError(
-            "padding before a token, which would attend to it",
-            next_step="pad at the end of rows (padding_side='right'), or pack documents (see ShardedModel.shard)",
-        )
+        next_step = "pad at the end of rows (padding_side='right'), or pack documents (see ShardedModel.shard)"
+        raise UnsupportedError("padding before a token, which would attend to it", next_step=next_step)
     if bool(((input_ids if labels is None else labels) != -100)[~token].any()):
         raise InputError("labels on padding", allowed="-100", next_step="labels.masked_fill(attention_mask == 0, -100)")
     return True

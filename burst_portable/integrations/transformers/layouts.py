@@ -51,11 +51,8 @@ class Layouts:
     def _fastest(self, length: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
         masks = masks_of_layers(self._config) if cu_seqlens is None else [_packed(length, cu_seqlens)]
         most = max(masks, key=lambda mask: mask.num_pairs(length))
-        fastest = plan(
-            seq_len=length, ranks=self._ranks, **sizes_of(self._config), mask=most, strategy=self._strategy,
-            layout="auto",
-        )  # fmt: skip
-        return fastest.layout
+        sizes, ranks = sizes_of(self._config), self._ranks
+        return plan(seq_len=length, ranks=ranks, **sizes, mask=most, strategy=self._strategy, layout="auto").layout
 
 
 class Sizes(TypedDict):
@@ -81,11 +78,10 @@ def check_one_size(config: Any) -> None:
     """Raise `UnsupportedError` if layers have different sizes, or a config describes several models."""
     differ = _SIZES.intersection(getattr(config, "per_layer_attributes", None) or ())
     if differ or config.get_text_config() is not config:
-        raise UnsupportedError(
-            f"the config of {config.model_type} has no single attention size",
-            got=f"layers that differ in {' and '.join(sorted(differ))}" if differ else "several models",
-            next_step="pass the name of a layout to parallelize(model, mesh, layout=...)",
-        )
+        got = f"layers that differ in {' and '.join(sorted(differ))}" if differ else "several models"
+        next_step = "pass the name of a layout to parallelize(model, mesh, layout=...)"
+        what = f"the config of {config.model_type} has no single attention size"
+        raise UnsupportedError(what, got=got, next_step=next_step)
 
 
 def masks_of_layers(config: Any) -> list[Mask]:

@@ -79,11 +79,8 @@ class ShardedLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the result of `function`."""
         if missing := [name for name in self.required if kwargs.get(name) is None]:
-            raise UnsupportedError(
-                "the model does not pass the required arguments to its loss",
-                got=f"no {' and no '.join(missing)}",
-                next_step=OWN_LOSS,
-            )
+            what, got = "the model does not pass the required arguments to its loss", f"no {' and no '.join(missing)}"
+            raise UnsupportedError(what, got=got, next_step=OWN_LOSS)
         self.is_pending = False
         if self.function is ForCausalLMLoss:
             return causal_loss(*args, logits_bytes=self.logits_bytes, **kwargs)
@@ -93,9 +90,8 @@ class ShardedLoss:
     def check_called(self, model: Any) -> None:
         """Raise `UnsupportedError` after a forward pass in which the function was not called."""
         if self.is_pending:
-            raise UnsupportedError(
-                f"{type(model).__name__} computes its loss from this rank's tokens only", next_step=OWN_LOSS
-            )
+            what = f"{type(model).__name__} computes its loss from this rank's tokens only"
+            raise UnsupportedError(what, next_step=OWN_LOSS)
 
 
 def causal_loss(
@@ -234,8 +230,5 @@ def _check_known(model: Any, found: Tensor, logits: Sequence[Tensor], top_k: int
         if torch.allclose(ours, found.float(), rtol=1e-4, equal_nan=True):
             return
         got = f"{found.item():.6f} instead of {ours.item():.6f}"
-    raise UnsupportedError(
-        f"the router loss of {type(model).__name__} cannot be computed over ranks",
-        got=got,
-        next_step="pass output_router_logits=False",
-    )
+    what = f"the router loss of {type(model).__name__} cannot be computed over ranks"
+    raise UnsupportedError(what, got=got, next_step="pass output_router_logits=False")
