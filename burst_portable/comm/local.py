@@ -152,8 +152,11 @@ class LocalTransport(Transport):
         def handle(transfer: Transfer) -> Handle:
             return _TransferHandle(self.fabric, transfer, self.rank, label)
 
-        incoming = [handle(self.fabric.post(m.peer, self.rank, m.buffer, sends=False)) for m in receives]
-        outgoing = [handle(self.fabric.post(self.rank, m.peer, m.buffer, sends=True)) for m in sends]
+        incoming, outgoing = [], []
+        for m in receives:
+            incoming.append(handle(self.fabric.post(m.peer, self.rank, m.buffer, sends=False)))
+        for m in sends:
+            outgoing.append(handle(self.fabric.post(self.rank, m.peer, m.buffer, sends=True)))
         return outgoing, incoming
 
 
