@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -208,9 +208,7 @@ class ShardedModel:
     def __enter__(self) -> ShardedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     # ------------------------------------------------------------------------------------------ inputs of a call
@@ -272,14 +270,13 @@ class ShardedModel:
             # No token precedes the first one of a document.
             first = torch.tensor((cu_seqlens or (0, input_ids.shape[1]))[:-1], device=has_label.device)
             count = has_label.sum() - has_label[:, first].sum()
-            inputs["shift_labels"] = batch["labels"]
-        elif labels is not None:
-            batch["labels"] = shard(labels, self.mesh, layout=layout)
-            count = (labels != -100).sum()
+            inputs |= {"shift_labels": batch["labels"], "num_items_in_batch": count}
         else:
             del batch["labels"]
-            return batch | inputs
-        return batch | inputs | {"num_items_in_batch": count}
+            if labels is not None:
+                local = shard(labels, self.mesh, layout=layout)
+                inputs |= {"labels": local, "num_items_in_batch": (labels != -100).sum()}
+        return batch | inputs
 
     def layout_of(self, seq_len: int, cu_seqlens: Any = None) -> Layout:
         """Return the layout of a sequence, which `unshard` needs to gather outputs.
@@ -383,12 +380,10 @@ class ShardedModel:
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
         layout = self._layouts.of(length, cu_seqlens)
         if (expected := layout.count(self.mesh.rank)) != rows:
-            raise LayoutError(
-                f"wrong number of tokens on rank {self.mesh.rank}",
-                got=rows,
-                allowed=f"{expected} of {length} (layout {self.layout!r}, {self.mesh.size} ranks)",
-                next_step="call model(**handle.shard(input_ids)), or pass seq_len",
-            )
+            allowed = f"{expected} of {length} (layout {self.layout!r}, {self.mesh.size} ranks)"
+            next_step = "call model(**handle.shard(input_ids)), or pass seq_len"
+            what = f"wrong number of tokens on rank {self.mesh.rank}"
+            raise LayoutError(what, got=rows, allowed=allowed, next_step=next_step)
         return CallSequence(length, layout, cu_seqlens, padded)
 
     def _positions(self, sequence: CallSequence, device: torch.device) -> Tensor:
@@ -420,12 +415,9 @@ def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict
         batch |= {"cu_seqlens": cu_seqlens} if len(cu_seqlens) > 2 else {}
     allowed = ("input_ids", *given)
     if unknown := sorted(set(batch) - set(allowed)):
-        raise InputError(
-            "shard() cannot divide every tensor of this batch",
-            got=", ".join(map(shown, unknown)),
-            allowed=", ".join(allowed),
-            next_step="remove these tensors from the batch",
-        )
+        what, got = "shard() cannot divide every tensor of this batch", ", ".join(map(shown, unknown))
+        next_step = "remove these tensors from the batch"
+        raise InputError(what, got=got, allowed=", ".join(allowed), next_step=next_step)
     if twice := [name for name, value in given.items() if value is not None and name in batch]:
         raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
     return {**given, **batch}
@@ -450,11 +442,7 @@ def _remove_packing(batch: dict[str, Any], cu_seqlens: tuple[int, ...]) -> None:
 
 
 def documents_of(position_ids: Tensor) -> tuple[int, ...]:
-    """Return the cumulative lengths of packed documents from position ids ``[1, N]`` that count up from 0 in each.
-
-    Raises:
-        UnsupportedError: If the position ids do not count up from 0 in each document.
-    """
+    """Return the cumulative lengths of packed documents from position ids ``[1, N]``, which count up from 0 in each."""
     starts = (position_ids[0] == 0).nonzero().flatten().tolist()
     cu_seqlens = (*starts, position_ids.shape[1])
     counted = torch.cat([torch.arange(b - a, device="cpu") for a, b in pairwise(cu_seqlens)]) if starts else None
