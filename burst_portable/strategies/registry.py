@@ -10,6 +10,7 @@ Such a package is imported only when its strategy is named, or when all strategi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -93,12 +94,12 @@ def make_strategy(name: str, /, **options: object) -> Strategy:
         UnknownNameError: No strategy has this name.
         InputError: The strategy has no such option, or the option cannot have this value.
     """
-    base, plus, _ = name.partition("+") if isinstance(name, str) else ("", "", "")
-    if plus and base in _OURS:  # a label of `candidates` or `trials`
+    base = re.split("[+, ]", name, maxsplit=1)[0] if isinstance(name, str) else name
+    if base != name and base in known():  # a label of `candidates` or `trials`
         raise InputError(
             "a strategy's options are not part of its name",
             got=shown(name),
-            next_step=f'make_strategy("{base}", transfer="direct", ...), or --strategy {base} --transfer direct',
+            next_step=f'make_strategy("{base}", option=...), or --strategy {base} with flags as --transfer direct',
         )
     cls = load(name)
     given = {key: value for key, value in options.items() if value is not None}

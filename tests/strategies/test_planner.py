@@ -19,6 +19,11 @@ from tests.support.plans import make_plan
     [
         ({"strategy": "brst"}, UnknownNameError, "did you mean 'burst'"),
         ({"strategy": "ring+fetch"}, InputError, "options are not part of its name"),
+        (
+            {"strategy": "usp, own last"},
+            InputError,
+            r'make_strategy\("usp", option=...\), or --strategy usp with flags',
+        ),
         ({"strategy": "ring", "ranks_per_node": 2}, InputError, "no option 'ranks_per_node'"),
         ({"strategy": "double_ring", "ranks_per_node": 3}, InputError, "does not divide"),
         ({"strategy": "ring", "local_block_order": "last"}, InputError, "forwards the local block in step 0"),
