@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -105,3 +106,56 @@ def with_ablation(records: Sequence[RankRecords]) -> list[RankRecords]:
     """Add an ablation to each rank: 10 ms rest, 3 ms messages, 5 ms kernels, 2 ms of both at once."""
     facts = Ablation(0.020, 0.017, 0.015, 0.010).facts()
     return [replace(one, facts={**one.facts, "ablation": facts}) for one in records]
+
+
+def training_run(seed: int, ranks: int, steps: int = 8, fault: str = "", share: float = 0.0) -> list[RankRecords]:
+    """Return records of marked steps of two layers on a ring, with random times as on a machine that is not busy.
+
+    Kernels and work outside of attention vary by 3 %, messages by 20 %; one in 200 takes half as long again, as if the
+    host were interrupted. Messages are hidden. A fault on rank 1 takes `share` of a step: "late rank", "slow link" (to
+    rank 2 or 0), "slow rank" (kernels), "slow host", or "agreement" (on all ranks).
+    """
+    draw = random.Random(seed)
+
+    def vary(mean: float, sigma: float = 0.03) -> float:
+        return mean * draw.lognormvariate(0, sigma) * (1.5 if draw.random() < 0.005 else 1)
+
+    outside, kernel, message, ask, launch = 20_000.0, 24_000.0 / ranks, 8_000.0 / ranks, 150.0, 30.0
+    passes = [(layer, backward) for backward in (0, 1) for layer in (0, 1)]
+    step_time = len(passes) * (outside / 2 + ranks * kernel)
+    planted = share * step_time / (1 - share) / len(passes)  # microseconds of a pass
+    makers, at = [Maker(rank) for rank in range(ranks)], [draw.uniform(0, 300) for _ in range(ranks)]
+    for _ in range(steps):
+        began = list(at)
+        for layer, backward in passes:
+            for rank, one in enumerate(makers):
+                at[rank] += vary(outside / 2) + (planted if fault == "late rank" and rank == 1 else 0)
+                one.attention_call = layer
+            agreed = max(at) + vary(ask, 0.2) + (planted if fault == "agreement" else 0)
+            for rank, one in enumerate(makers):
+                one.collective(0, at[rank], agreed, backward)
+                at[rank] = agreed + vary(launch, 0.2)
+            for step in range(ranks):
+                posted = list(at)
+                for rank, one in enumerate(makers):
+                    took = vary(kernel) + (planted / ranks if fault == "slow rank" and rank == 1 else 0)
+                    one.compute(step, at[rank], at[rank] + took, 1_000_000, backward)
+                    at[rank] += took
+                for rank, one in enumerate(makers) if step < ranks - 1 else ():
+                    source, target = (rank - 1) % ranks, (rank + 1) % ranks
+                    took = vary(message, 0.2)
+                    if fault == "slow link" and source == 1:
+                        took = kernel + planted / (ranks - 1)
+                    end = max(at[rank] + vary(2, 0.2), max(posted[rank], posted[source]) + took)
+                    both = {"posted": posted[rank], "backward": backward, "issued": step}
+                    one.message(
+                        step + 1, source, sends=False, start=at[rank], end=end, owner=(rank - step - 1) % ranks, **both
+                    )
+                    one.message(
+                        step + 1, target, sends=True, start=end, end=end + 1, owner=(rank - step) % ranks, **both
+                    )
+                    slow = planted / (ranks - 1) if fault == "slow host" and rank == 1 else 0
+                    at[rank] = end + vary(launch, 0.2) + slow
+        for rank, one in enumerate(makers):
+            one.mark(began[rank], at[rank])
+    return [one.records() for one in makers]

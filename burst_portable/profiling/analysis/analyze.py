@@ -14,7 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from burst_portable.planning.plans import PASSES
-from burst_portable.profiling.analysis.bottlenecks import find_bottlenecks, summarize
+from burst_portable.profiling.analysis.bottlenecks import (
+    add_usual_shares,
+    find_bottlenecks,
+    summarize,
+    whole_time,
+)
 from burst_portable.profiling.analysis.causes import find_causes, passes_of
 from burst_portable.profiling.analysis.efficiency import balance, efficiency
 from burst_portable.profiling.analysis.matching import Messages, align, match
@@ -95,7 +100,7 @@ EVIDENCE = {
     "posted to the arrival, as a watching stream or the waiting receiver observed it; otherwise only an upper bound is "
     "known",
     "wait_ns": "events: both ends of each message on one clock, followed to the activity of the late rank",
-    "lost_ns, share, measured, measured_ns": "events: differences of the times above",
+    "lost_ns, share, usual_share, spread, measured, measured_ns": "events: differences of the times above",
     "overlapped, isolated, ratio": "events: kernels during communication against the same kernels in isolation; at "
     "level kernels, by the trace",
     "uncertainty_ns, offsets_ns": "events: the clocks of several hosts, aligned on messages",
@@ -182,6 +187,7 @@ def training_text(data: dict[str, Any]) -> str:
 
 
 SCHEMA = "burst_portable.profile/2"
+_MAX_STEPS = 16  # groups of training steps whose bottlenecks are found separately
 
 
 def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
@@ -189,7 +195,7 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
 
     From the records of a single rank, the other ends of its messages are unknown.
     """
-    aligned, clocks = align([_without_first(one, skip) for one in records])
+    aligned, clocks = align([_steps_of(one, skip) for one in records])
     comparable = clocks.uncertainty_ns is not None and len(aligned) > 1
     messages = match(aligned if comparable else [])
     timelines = {one.rank: _timeline(one, messages) for one in aligned}
@@ -207,38 +213,68 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         },
         "drift": [{"rank": one.rank, **one.facts["drift"]} for one in aligned if one.facts.get("drift")],
         "plans": _plans(aligned),
-        "ranks": [_rank(one, timelines[one.rank]) for one in aligned],
         "ring_steps": _cut(steps, ("backward", "ring_step")),
         "layers": _cut(steps, ("attention_call", "backward")),
         "train_steps": _cut(steps, ("train_step",)),
-        "training": training(aligned),
-        "links": _links(messages),
-        "causes": find_causes(aligned, messages) if comparable else [],
+        **_observed(aligned, messages, timelines, comparable=comparable),
         "prediction": _prediction(aligned, steps),
         "peaks": [{"rank": one.rank, **peak} for one in aligned for peak in one.facts.get("peaks", ())],
         "efficiency": [row for one in aligned for row in efficiency(one, messages)],
         "sensors": _sensors(aligned, clocks.offsets_ns),
-        "contention": [row for one in aligned if (row := _contention(one, messages))],
-        "kernel_trace": [
-            {"rank": one.rank, **trace_summary(one.kernel_trace, one.table("compute"))}
-            for one in aligned
-            if one.kernel_trace
-        ],
         "ablation": [{"rank": one.rank, **one.facts["ablation"]} for one in aligned if "ablation" in one.facts],
         "evidence": EVIDENCE,
     }
     report["balance"] = balance(report["ranks"])
     report["bottlenecks"] = find_bottlenecks(report)
+    add_usual_shares(report["bottlenecks"], _step_bottlenecks(report, aligned, comparable=comparable))
     report["summary"] = summarize(report)
     report["events"] = events_of(aligned, messages)
     return report
 
 
-def _without_first(one: RankRecords, skip: int) -> RankRecords:
-    tables = {kind: table.select(table["train_step"] >= skip) for kind, table in one.tables.items()}
-    calls, train_steps = ([row for row in rows if row[0] >= skip] for rows in (one.calls, one.train_steps))
+def _observed(
+    records: Sequence[RankRecords], messages: Messages, timelines: dict[int, Timeline], *, comparable: bool
+) -> dict[str, Any]:
+    """Return the parts of a report in which `find_bottlenecks` searches."""
+    return {
+        "ranks": [_rank(one, timelines[one.rank]) for one in records],
+        "training": training(records),
+        "links": _links(messages),
+        "causes": find_causes(records, messages) if comparable else [],
+        "contention": [row for one in records if (row := _contention(one, messages))],
+        "kernel_trace": [
+            {"rank": one.rank, **trace_summary(one.kernel_trace, one.table("compute"))}
+            for one in records
+            if one.kernel_trace
+        ],
+    }
+
+
+def _step_bottlenecks(
+    report: dict[str, Any], records: Sequence[RankRecords], *, comparable: bool
+) -> list[tuple[float, list[dict[str, Any]]]]:
+    """Return time and bottlenecks of each training step, of several steps at once if there are many."""
+    steps = [step["train_step"] for step in report["train_steps"]]
+    found = []
+    for part in np.array_split(steps, min(len(steps), _MAX_STEPS)) if steps else ():
+        chosen = [_steps_of(one, part[0], part[-1]) for one in records]
+        messages = match(chosen if comparable else [])
+        timelines = {one.rank: _timeline(one, messages) for one in chosen}
+        observed = {**report, **_observed(chosen, messages, timelines, comparable=comparable)}
+        found.append((whole_time(observed) / len(part), find_bottlenecks(observed)))
+    return found
+
+
+def _steps_of(one: RankRecords, first: int, last: int = NEVER) -> RankRecords:
+    """Return the records of training steps `first` to `last`, by default all from `first` on."""
+
+    def within(steps: Any) -> Any:
+        return (steps >= first) & (steps <= last) if last != NEVER else steps >= first
+
+    tables = {kind: table.select(within(table["train_step"])) for kind, table in one.tables.items()}
+    calls, train_steps = ([row for row in rows if within(row[0])] for rows in (one.calls, one.train_steps))
     trace = one.kernel_trace and replace(
-        one.kernel_trace, rows=one.kernel_trace.rows[one.kernel_trace.rows[:, 0] >= skip]
+        one.kernel_trace, rows=one.kernel_trace.rows[within(one.kernel_trace.rows[:, 0])]
     )
     return replace(one, tables=tables, calls=calls, train_steps=train_steps, kernel_trace=trace)
 

@@ -6,7 +6,8 @@ shows. Bottlenecks of different kinds may overlap, so their times do not add up.
 
 from __future__ import annotations
 
-from statistics import median
+from collections.abc import Sequence
+from statistics import mean, median
 from typing import Any
 
 from burst_portable.planning.plans import PASSES
@@ -97,7 +98,8 @@ def _message_size(report: Report) -> str:
     return f"send larger messages: of {mean} each, latency costs more than bytes; more tokens per rank, or fewer ranks"
 
 
-_REPORTED = 0.03  # of a rank's time: the summary does not name smaller bottlenecks
+_REPORTED = 0.05  # of the time: the summary names no smaller bottleneck as the cause
+_LISTED = 3  # bottlenecks that the summary lists if it names none
 _MUCH_IDLE = 0.2  # of all ranks' time: more idle time outside of attention is reported, though not as a bottleneck
 _WAITED_FOR = 0.25  # of a slow rank's excess: if other ranks waited at least this share, all of the excess counts
 _THROTTLED = 0.95  # of the other ranks' clock
@@ -108,7 +110,7 @@ BOTH_ENDS = "events: both ends of each message"
 
 def find_bottlenecks(report: Report) -> list[Bottleneck]:
     """Return all bottlenecks, the largest first."""
-    span = max((rank["span_ns"] for rank in report["ranks"]), default=0)
+    span = whole_time(report)
     finders = _slow_ranks, _uneven_plan, _links, _agreement, _late_ranks, _host_gaps, _late_launches, _contention
     found = [one for find in finders for one in find(report)]
     if report["level"] == "basic" or not report["causes"]:
@@ -118,19 +120,50 @@ def find_bottlenecks(report: Report) -> list[Bottleneck]:
     return sorted((one for one in found if one["lost_ns"] > 0), key=lambda one: -one["lost_ns"])
 
 
+def whole_time(report: Report) -> float:
+    """Return the time of which bottlenecks are shares: the training steps, or the longest span if it is longer."""
+    steps = report["training"]["steps"] if report["training"] else ()
+    marked = sum(max(rank["duration_ns"] for rank in step["ranks"]) for step in steps)
+    return float(max(marked, *(rank["span_ns"] for rank in report["ranks"])))
+
+
+def add_usual_shares(bottlenecks: list[Bottleneck], by_step: Sequence[tuple[float, list[Bottleneck]]]) -> None:
+    """Add `usual_share` and `spread` to each bottleneck. `by_step` has the time and the bottlenecks of each step.
+
+    The usual share is the mean share of a step, without the step of the largest. It is smaller than `share` if one step
+    lost most of the time, or each step another rank. The spread is the median difference of a step from the median
+    step, as a share, if none had this bottleneck.
+    """
+    for one in bottlenecks:
+        kinds = ("late rank", "late ranks") if one["kind"] == "late ranks" else (one["kind"],)
+        shares = [
+            sum(b["share"] for b in found if b["kind"] in kinds and one["rank"] in (-1, b["rank"]))
+            for _, found in by_step
+        ]
+        times = [time * (1 - share) for share, (time, _) in zip(shares, by_step, strict=True)]
+        middle = median(times) if times else 0
+        one["usual_share"] = min(one["share"], mean(sorted(shares)[:-1])) if len(shares) > 2 else one["share"]
+        one["spread"] = median(abs(time - middle) for time in times) / middle if middle else 0.0
+
+
 def summarize(report: Report) -> Bottleneck:
-    """Return the largest bottleneck with its text as sentences. If all are small, the text gives the partition."""
+    """Return the largest significant bottleneck with its text as sentences; if there is none, list the largest.
+
+    A bottleneck is significant if it usually takes `_REPORTED` of a step, and more than steps differ by without it.
+    """
     bottlenecks = report["bottlenecks"]
     outside = _share(report, "idle_outside_attention_ns")
-    if bottlenecks and bottlenecks[0]["share"] >= _REPORTED:
-        worst = bottlenecks[0]
+    worst = next((one for one in bottlenecks if one["usual_share"] >= max(_REPORTED, one["spread"])), None)
+    if worst:
         text = f"{worst['text']}: {time_text(worst['lost_ns'])} lost, {percent(worst['share'])} of the time."
         if outside > max(_MUCH_IDLE, worst["share"]):
             text += f" {percent(outside)} is idle outside of attention, which this profile does not record."
         return {**worst, "text": text[0].upper() + text[1:]}
     copies = _share(report, "exposed_copy_ns")
+    largest = ", ".join(map(_name, bottlenecks[:_LISTED]))
     text = (
-        f"No large bottleneck in attention: {percent(_share(report, 'compute_ns'))} of the time it computes, "
+        f"Nothing stands out{f'; the largest losses are: {largest}' if largest else ''}. "
+        f"{percent(_share(report, 'compute_ns'))} of the time attention computes, "
         f"{percent(_share(report, 'exposed_comm_ns'))} is exposed communication, "
         f"{f'{percent(copies)} exposed copies, ' if copies else ''}"
         f"{percent(_share(report, 'idle_between_kernels_ns'))} idle between kernels, "
@@ -141,6 +174,14 @@ def summarize(report: Report) -> Bottleneck:
         "and the program; some idle time is expected, and more if processes share cores"
     )
     return {**_bottleneck("none", 0, text, recommendation if outside > _MUCH_IDLE else "", ""), "share": 0.0}
+
+
+def _name(one: Bottleneck) -> str:
+    """Return a bottleneck's kind, rank or link, and share; and the spread of steps if the loss is within it."""
+    rank, peer = one["rank"], one["peer"]
+    within = one["usual_share"] >= _REPORTED and f" (steps differ by {percent(one['spread'])})"
+    where = f"{f' {rank}' if rank >= 0 else ''}{f' to {peer}' if peer >= 0 else ''}"
+    return f"{one['kind']}{where} {percent(one['share'])}{within or ''}"
 
 
 def _share(report: Report, part: str) -> float:
@@ -166,7 +207,7 @@ def _bottleneck(
 def _slow_ranks(report: Report) -> list[Bottleneck]:
     """Find ranks whose kernels take longer than the same FLOPs take on the other ranks."""
     found = []
-    waits, launch_delays = _waits(report, "compute"), _launch_delays(report)
+    launch_delays = _launch_delays(report)
     for rank in report["ranks"]:
         excess = took = 0.0
         for name in PASSES:
@@ -183,7 +224,7 @@ def _slow_ranks(report: Report) -> list[Bottleneck]:
         ratio = took / (took - excess) if took > excess else 0.0
         times = f"{ratio:.0f}" if ratio >= 9.5 else f"{ratio:.2g}"
         text = f"rank {number} computes slowly: its kernels take {times} times as long as the same FLOPs elsewhere"
-        longest = max(waits.get(number, {}).values(), default=0)
+        longest = _waited_for(report, number)
         text += _clock(report, number)
         text += f", and other ranks wait up to {time_text(longest)} for it" if longest else ""
         recommendation = (
@@ -290,36 +331,65 @@ def link_speeds_text(report: Report, pair: tuple[int, int]) -> str:
 
 
 def _late_ranks(report: Report) -> list[Bottleneck]:
-    """Find ranks that enter attention late: one rank, or a different one each time."""
-    waits = _waits(report, "outside")
-    late = {rank["rank"]: max(waits.get(rank["rank"], {}).values(), default=0) for rank in report["ranks"]}
-    found = []
-    for rank, longest in late.items():
-        rest = [lost for other, lost in late.items() if other != rank]
-        if rest and longest > _OUTLIER * median(rest):
-            text = f"rank {rank} enters attention late: other ranks wait while it runs something else"
-            recommendation = (
-                f"check what rank {rank} does between attention calls: data loading, uneven layers, logging"
-            )
-            found.append(_bottleneck("late rank", longest, text, recommendation, BOTH_ENDS, rank))
-    if found or not waits:
-        return found
-    longest = max(sum(by_rank.get(str(rank), 0) for by_rank in waits.values()) for rank in late)
-    text = "ranks enter attention at different times, and no rank is always the late one"
+    """Find ranks that enter attention late because they run more outside of it: one rank, or each in turn.
+
+    A rank may be late because attention took longer on it before: by its kernels, its host or a link. Only the excess
+    of its time outside of attention is lost there.
+    """
+    ranks = {rank["rank"]: rank for rank in report["ranks"]}
+    outside = _excess(_outside(report))
+    busy = [_excess({r: one[part] for r, one in ranks.items()}) for part in ("compute_ns", "idle_between_kernels_ns")]
+    delayed = _excess({rank: _waits_of(report, rank) for rank in ranks})
+    found, unexplained, waits = [], {}, _waits(report, "outside")
+    for rank, by_waiting in waits.items():
+        text = f"rank {rank} enters attention late: other ranks wait while it runs work outside of attention"
+        recommendation = f"check what rank {rank} does between attention calls: data loading, uneven layers, logging"
+        lost = min(outside[rank], _waited_for(report, rank))
+        found.append(_bottleneck("late rank", lost, text, recommendation, BOTH_ENDS, rank))
+        explained = sum(max(0, excess[rank]) for excess in (outside, delayed, *busy))
+        longest = max(by_waiting.values())
+        unexplained[rank] = max(0, longest - explained) / longest
+    lost = max(sum(unexplained[rank] * by.get(str(one), 0) for rank, by in waits.items()) for one in ranks)
+    text = "ranks enter attention at different times, each late in turn by work outside of attention"
     recommendation = "check what delays all ranks between attention calls, such as other work on the host"
-    return [_bottleneck("late ranks", longest, text, recommendation, BOTH_ENDS)]
+    return [*found, _bottleneck("late ranks", lost, text, recommendation, BOTH_ENDS)]
+
+
+def _outside(report: Report) -> dict[int, float]:
+    """Return each rank's time outside of attention: in marked steps with the time before and after their events."""
+    if not report["training"]:
+        return {rank["rank"]: rank["idle_outside_attention_ns"] for rank in report["ranks"]}
+    times = dict.fromkeys((rank["rank"] for rank in report["ranks"]), 0.0)
+    for row in (row for step in report["training"]["steps"] for row in step["ranks"]):
+        times[row["rank"]] += row["duration_ns"] - row["attention_ns"]
+    return times
+
+
+def _excess(values: dict[int, float]) -> dict[int, float]:
+    """Return how much larger each rank's value is than the median of the other ranks; 0 for a single rank."""
+    return {
+        rank: value - median([other for r, other in values.items() if r != rank] or [value])
+        for rank, value in values.items()
+    }
 
 
 def _host_gaps(report: Report) -> list[Bottleneck]:
-    """Find time inside of attention in which a rank neither computes nor waits."""
-    gaps = [rank["idle_between_kernels_ns"] for rank in report["ranks"]]
+    """Find time inside of attention in which ranks neither compute nor wait: on one rank, or on all."""
+    gaps = {rank["rank"]: rank["idle_between_kernels_ns"] for rank in report["ranks"]}
+    found, (rank, excess) = [], max(_excess(gaps).items(), key=lambda one: one[1])
+    if gaps[rank] > _OUTLIER * (gaps[rank] - excess):
+        text = f"the host of rank {rank} is slow: other ranks wait while it neither computes nor waits in attention"
+        recommendation = f"check what else runs on the cores of rank {rank}"
+        lost = min(excess, _waited_for(report, rank))
+        found.append(_bottleneck("slow host", lost, text, recommendation, BOTH_ENDS, rank))
+        gaps[rank] -= excess
     text = "time between kernels: ranks are in attention, and neither compute nor wait"
     recommendation = (
         "kernel launches, packing and merging take a large share of the time: give each rank more tokens, or use fewer "
         "steps"
     )
-    lost = sum(gaps) / max(1, len(gaps))
-    return [_bottleneck("host", lost, text, recommendation, "events: time without any event")]
+    lost = sum(gaps.values()) / len(gaps)
+    return [*found, _bottleneck("host", lost, text, recommendation, "events: time without any event")]
 
 
 def _late_launches(report: Report) -> list[Bottleneck]:
@@ -364,6 +434,18 @@ def _waiting(report: Report) -> list[Bottleneck]:
         "gather all ranks (session.report() on every rank) at level='standard' to find the late rank or link"
     )
     return [_bottleneck("waiting", lost, text, recommendation, "events: waits of one end")]
+
+
+def _waited_for(report: Report, rank: int) -> int:
+    """Return the longest time that another rank waited for a rank, whatever that did at the time."""
+    by_kind = [_waits(report, kind).get(rank, {}) for kind in ("compute", "host", "outside")]
+    return max(sum(waits.get(str(one["rank"]), 0) for waits in by_kind) for one in report["ranks"])
+
+
+def _waits_of(report: Report, rank: int) -> int:
+    """Return the time that a rank waited for links and collectives."""
+    kinds = ("link", "collective", "agreement")
+    return sum(c["wait_ns"].get(str(rank), 0) for c in report["causes"] if c["kind"] in kinds)
 
 
 def _waits(report: Report, kind: str) -> dict[int, dict[str, int]]:
