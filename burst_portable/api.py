@@ -168,9 +168,6 @@ _between_graphs = outside_graphs(
 )
 
 
-# ------------------------------------------------------------------------------------ parts of an attention
-
-
 def partial_attention(
     q: Tensor,
     k: Tensor,

@@ -235,8 +235,6 @@ def _check_unsharded(parameter: Tensor, mesh: Mesh) -> None:
         return
     ranks = set(parameter.device_mesh.mesh.flatten().tolist())
     if len(ranks.intersection(mesh.global_ranks)) > 1:
-        raise InputError(
-            "FSDP already sums these gradients over the ranks that share the sequence",
-            got=f"a parameter that is sharded over ranks {sorted(ranks)}",
-            next_step="do not call all_reduce_gradients",
-        )
+        what = "FSDP already sums these gradients over the ranks that share the sequence"
+        got = f"a parameter that is sharded over ranks {sorted(ranks)}"
+        raise InputError(what, got=got, next_step="do not call all_reduce_gradients")

@@ -311,11 +311,9 @@ class Mesh:
         if not isinstance(found, str):
             return name, "named" if named != "auto" else "messages go straight to where they are used"
         if named != "auto":
-            raise UnsupportedError(
-                f"the transport {name!r} cannot serve this call",
-                got=found,
-                next_step="take a strategy whose messages go straight to their users, or leave the transport to 'auto'",
-            )
+            what = f"the transport {name!r} cannot serve this call"
+            next_step = "take a strategy whose messages go straight to their users, or leave the transport to 'auto'"
+            raise UnsupportedError(what, got=found, next_step=next_step)
         return plain, f"not {name}: {found}"
 
     def may_be_direct(self, device_type: str) -> bool:
@@ -370,11 +368,9 @@ def as_mesh(mesh: Any) -> Mesh:
 def _single(config: Config, thread: int) -> Mesh:
     """Return the mesh of one rank for a thread, the same one each time, because a mesh caches plans."""
     if (ranks := launched_processes()) > 1:
-        raise InputError(
-            f"a launcher started {ranks} processes, but there is no process group",
-            got=f"mesh=None and WORLD_SIZE={ranks}",
-            next_step="call torch.distributed.init_process_group() first; pass Mesh.single() for a process by itself",
-        )
+        what = f"a launcher started {ranks} processes, but there is no process group"
+        next_step = "call torch.distributed.init_process_group() first; pass Mesh.single() for a process by itself"
+        raise InputError(what, got=f"mesh=None and WORLD_SIZE={ranks}", next_step=next_step)
     return Mesh.single(config=config)
 
 

@@ -27,11 +27,6 @@ from burst_portable.strategies.registry import strategy_of
 from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import as_float, size
 
-_BETWEEN_GRAPHS = (
-    "burst_portable runs SelfAttention between graphs if its mask lists positions, its strategy or layout is not a "
-    "string, or its input is invalid"
-)
-
 
 def apply_rotary_embedding(x: Tensor, position_ids: Tensor, theta: float = 10000.0) -> Tensor:
     """Apply rotary position embedding (RoFormer, arXiv 2104.09864), with halves paired as in Llama.
@@ -118,11 +113,8 @@ class SelfAttention(nn.Module):
         dim, heads = size("dim", dim), size("heads", heads)
         kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
         if dim % heads or heads % kv_heads:
-            raise InputError(
-                "these numbers of heads do not match",
-                got=f"dim {dim}, {heads} heads, {kv_heads} K/V heads",
-                allowed="heads divide dim, K/V heads divide heads",
-            )
+            got, allowed = f"dim {dim}, {heads} heads, {kv_heads} K/V heads", "heads divide dim, K/V heads divide heads"
+            raise InputError("these numbers of heads do not match", got=got, allowed=allowed)
         if isinstance(mask, str):
             Mask.parse(mask, 1)
         elif not isinstance(mask, Mask):
@@ -198,7 +190,11 @@ class SelfAttention(nn.Module):
     def _accepts(self, x: Tensor) -> bool:
         return x.dim() == 3 and x.shape[-1] == self.q.in_features
 
-    @partial(outside_graphs, reason=_BETWEEN_GRAPHS)
+    @partial(
+        outside_graphs,
+        reason="burst_portable runs SelfAttention between graphs if its mask lists positions, its strategy or layout "
+        "is not a string, or its input is invalid",
+    )
     def _whole_length(self, x: Tensor, seq_len: int | None, mask: Mask | str) -> int:
         """Return the tokens of the unsharded sequence. Raise if x does not have this rank's number of tokens."""
         check_tensor("x", x)

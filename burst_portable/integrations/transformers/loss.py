@@ -70,11 +70,9 @@ class ShardedLoss:
         """Check the arguments before a forward pass. Raise `InputError` for labels without the required arguments."""
         self.is_pending = kwargs.get("labels") is not None
         if self.is_pending and (missing := [name for name in self.required if kwargs.get(name) is None]):
-            raise InputError(
-                "labels must be shifted before sharding, and the loss divided by the tokens of all ranks",
-                got=f"labels without {' and '.join(missing)}",
-                next_step="call the model with handle.shard(input_ids, labels)",
-            )
+            what = "labels must be shifted before sharding, and the loss divided by the tokens of all ranks"
+            next_step = "call the model with handle.shard(input_ids, labels)"
+            raise InputError(what, got=f"labels without {' and '.join(missing)}", next_step=next_step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the result of `function`."""
@@ -190,11 +188,9 @@ def check_router(config: Any, kwargs: dict[str, Any], mesh: Mesh, *, padded: boo
     if mesh.size == 1:
         return
     if is_inner:
-        raise UnsupportedError(
-            "router logits of an inner model are those of a shard",
-            got="output_router_logits=True",
-            next_step="call the parallelized model itself, not its forward(); else pass output_router_logits=False",
-        )
+        what = "router logits of an inner model are those of a shard"
+        next_step = "call the parallelized model itself, not its forward(); else pass output_router_logits=False"
+        raise UnsupportedError(what, got="output_router_logits=True", next_step=next_step)
     if not kwargs.get("return_dict", getattr(config, "return_dict", True)):
         raise UnsupportedError("a router loss needs a dictionary output", got="return_dict=False", allowed=True)
 
