@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from burst_portable.errors import shown
+from burst_portable.planning.plans import PASSES
 from burst_portable.profiling.analysis.analyze import COLUMNS, LANE_KINDS
 from burst_portable.profiling.clocks import NAMES as SENSORS
 from burst_portable.profiling.intervals import FIELDS, PARTS
@@ -146,7 +148,7 @@ def _shape_errors(value: Any, shape: Any, path: str) -> Iterator[str]:
             yield from _shape_errors(one, shape[0], f"{path}[{index}]")
     elif not (value in shape if isinstance(shape, tuple) else isinstance(shape, str) and _TYPES[shape](value)):
         empty = f"{'a' if value else 'an empty'} {type(value).__name__}"
-        yield f"{path} is {empty if isinstance(value, dict | list) else f'{type(value).__name__} {str(value)[:40]!r}'}"
+        yield f"{path} is {empty if isinstance(value, dict | list) else f'{type(value).__name__} {shown(value)[:40]}'}"
 
 
 def _relation_errors(data: dict[str, Any]) -> Iterator[str]:
@@ -158,6 +160,9 @@ def _relation_errors(data: dict[str, Any]) -> Iterator[str]:
                 parts = [row[f"{part}_ns"] for part in PARTS]
                 if min(parts) < 0 or sum(parts) != row["span_ns"]:
                     yield f"report.{name}[{index}] has parts that do not add up to its span"
+    for index, one in enumerate(data["ranks"]):
+        for name in one["passes"].keys() - set(PASSES):  # every entry is summed
+            yield f"report.ranks[{index}].passes has an unknown entry {name[:40]!r}"
     if data["prediction"] and not data["plans"]:
         yield "report.plans is an empty list, but report.prediction is not"
     for index, one in enumerate(data["kernel_trace"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -247,9 +248,9 @@ _MAX_BOTTLENECKS = 5
 def markdown(data: dict[str, Any]) -> str:
     """Return summary, partition and bottlenecks as GitHub's Markdown."""
     summary = data["summary"]
-    parts = [f"**{bottleneck_name(summary['kind']).capitalize()}.** {summary['text']}"]
+    parts = [f"**{_escape(bottleneck_name(summary['kind']).capitalize())}.** {_escape(summary['text'])}"]
     if summary["recommendation"]:
-        parts.append(f"What to do: {summary['recommendation']}.")
+        parts.append(f"What to do: {_escape(summary['recommendation'])}.")
     names = "rank", *(NAMES.get(name, name) for name in _SHOWN)
     parts.append(_markdown_table(rank_table(data, names, _MAX_RANKS)))
     if (more := len(data["ranks"]) - _MAX_RANKS) > 0:
@@ -262,8 +263,8 @@ def markdown(data: dict[str, Any]) -> str:
         parts.append(_markdown_table(ablation_table(data, _MAX_RANKS)))
     if data["efficiency"]:
         parts.append(_markdown_table(efficiency_table(data, _MAX_RANKS, roofline_text)))
-        parts += [f"Planned for {line}." for line in hardware_text(data)]
-        parts += [f"Peaks of {line}." for line in peaks_text(data)]
+        parts += [f"Planned for {_escape(line)}." for line in hardware_text(data)]
+        parts += [f"Peaks of {_escape(line)}." for line in peaks_text(data)]
     if data["bottlenecks"]:
         found = data["bottlenecks"][:_MAX_BOTTLENECKS]
         rows = [(time_text(one["lost_ns"]), percent(one["share"]), one["text"]) for one in found]
@@ -273,4 +274,11 @@ def markdown(data: dict[str, Any]) -> str:
 
 def _markdown_table(table: TextTable) -> str:
     rule = ["---" if index in table.left else "---:" for index in range(len(table.columns))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (table.columns, rule, *table.rows))
+    rows = table.columns, rule, *([_escape(cell) for cell in row] for row in table.rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _escape(text: str) -> str:
+    """Return a text of a report as one line of Markdown without tags, links, mentions or formatting."""
+    text = re.sub(r"[\\`*_{}\[\]<>|~#&$]", r"\\\g<0>", " ".join(text.split()))
+    return text.replace("://", ":\\//").replace("www.", "www\\.").replace("@", "@<!-- -->")
