@@ -113,7 +113,7 @@ def training_run(seed: int, ranks: int, steps: int = 8, fault: str = "", share: 
 
     Kernels and work outside of attention vary by 3 %, messages by 20 %; one in 200 takes half as long again, as if the
     host were interrupted. Messages are hidden. A fault on rank 1 takes `share` of a step: "late rank", "slow link" (to
-    rank 2 or 0), "slow rank" (kernels), "slow host", or "agreement" (on all ranks).
+    rank 2 or 0), "slow rank" (kernels), "slow host", or on all ranks "agreement", or "communication" (a collective).
     """
     draw = random.Random(seed)
 
@@ -131,9 +131,9 @@ def training_run(seed: int, ranks: int, steps: int = 8, fault: str = "", share: 
             for rank, one in enumerate(makers):
                 at[rank] += vary(outside / 2) + (planted if fault == "late rank" and rank == 1 else 0)
                 one.attention_call = layer
-            agreed = max(at) + vary(ask, 0.2) + (planted if fault == "agreement" else 0)
+            agreed = max(at) + vary(ask, 0.2) + (planted if fault in ("agreement", "communication") else 0)
             for rank, one in enumerate(makers):
-                one.collective(0, at[rank], agreed, backward)
+                one.collective(0, at[rank], agreed, backward, agreement=fault != "communication")
                 at[rank] = agreed + vary(launch, 0.2)
             for step in range(ranks):
                 posted = list(at)

@@ -280,5 +280,7 @@ def _markdown_table(table: TextTable) -> str:
 
 def _escape(text: str) -> str:
     """Return a text of a report as one line of Markdown without tags, links, mentions or formatting."""
-    text = re.sub(r"[\\`*_{}\[\]<>|~#&$]", r"\\\g<0>", " ".join(text.split()))
+    # An underscore within a word is no formatting.
+    special = r"[\\`*{}\[\]<>|~#&$]|(?<![^\W_])_|_(?![^\W_])"
+    text = re.sub(special, r"\\\g<0>", " ".join(text.split()))
     return text.replace("://", ":\\//").replace("www.", "www\\.").replace("@", "@<!-- -->")

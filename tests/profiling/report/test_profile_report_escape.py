@@ -1,4 +1,4 @@
-"""Test that texts of a report are shown as they are: no tag, script, link or formatting of their own."""
+"""Test that texts of a report are shown as they are: they add no tag, script, link or formatting."""
 
 from __future__ import annotations
 
