@@ -187,7 +187,7 @@ def training_text(data: dict[str, Any]) -> str:
 
 
 SCHEMA = "burst_portable.profile/2"
-_MAX_STEPS = 16  # groups of training steps whose bottlenecks are found separately
+_MAX_PARTS = 128  # steps of ranks whose bottlenecks are found separately; of more steps, several at once
 
 
 def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def _step_bottlenecks(
     """Return time and bottlenecks of each training step, of several steps at once if there are many."""
     steps = [step["train_step"] for step in report["train_steps"]]
     found = []
-    for part in np.array_split(steps, min(len(steps), _MAX_STEPS)) if steps else ():
+    for part in np.array_split(steps, min(len(steps), max(4, _MAX_PARTS // len(records)))) if steps else ():
         chosen = [_steps_of(one, part[0], part[-1]) for one in records]
         messages = match(chosen if comparable else [])
         timelines = {one.rank: _timeline(one, messages) for one in chosen}

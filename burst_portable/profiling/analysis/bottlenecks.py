@@ -6,6 +6,7 @@ shows. Bottlenecks of different kinds may overlap, so their times do not add up.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
@@ -367,10 +368,16 @@ def _outside(report: Report) -> dict[int, float]:
 
 def _excess(values: dict[int, float]) -> dict[int, float]:
     """Return how much larger each rank's value is than the median of the other ranks; 0 for a single rank."""
-    return {
-        rank: value - median([other for r, other in values.items() if r != rank] or [value])
-        for rank, value in values.items()
-    }
+    ordered, last = sorted(values.values()), len(values) - 1
+    if not last:
+        return dict.fromkeys(values, 0.0)
+    # The two middle values of the other ranks: those after the value itself move down by one.
+    low, high = (last - 1) // 2, last // 2
+    found = {}
+    for rank, value in values.items():
+        at = bisect_left(ordered, value)
+        found[rank] = value - (ordered[low + (at <= low)] + ordered[high + (at <= high)]) / 2
+    return found
 
 
 def _host_gaps(report: Report) -> list[Bottleneck]:
