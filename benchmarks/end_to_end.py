@@ -40,7 +40,7 @@ from burst_portable.backends.selection import for_device
 from burst_portable.cli.run.models import build, enable_gradient_checkpointing, outline, silence_transformers
 from burst_portable.cli.run.outcome import TOLERANCES
 from burst_portable.cli.run.setup import mfu, model_flops
-from burst_portable.cli.run.train import DeviceConfig, Sharded, StepHistory, Trainer
+from burst_portable.cli.run.train import Sharded, StepHistory, Trainer
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of
@@ -163,7 +163,7 @@ class Run:
         self.arguments, self.started = arguments, time.monotonic()
         self.links = join(arguments.timeout)
         self.clock, self.mesh = Clock(self.links), bp.Mesh.from_group()
-        self.where = DeviceConfig(self.links.device, getattr(torch, arguments.dtype))
+        self.dtype = getattr(torch, arguments.dtype)
         backend = for_device(self.links.device.type)
         self.peak, self.reading = backend.peaks(arguments.dtype), backend.capabilities.streams
         config = config_of_shape(arguments.shape, arguments.layers, arguments.seq_len)
@@ -171,7 +171,7 @@ class Run:
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(0, config.vocab_size, (1, arguments.seq_len), generator=generator)
         self.ids = self.ids.to(self.links.device)
-        self.model, _ = build("", config, self.where.parameters, 0, self.links.device)
+        self.model, _ = build("", config, self.dtype, 0, self.links.device)
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         self.right: dict[str, Tensor] = {}
@@ -234,7 +234,7 @@ class Run:
         strategy = how or "auto"
         plan = bp.plan_for_mesh(
             self.mesh, seq_len=self.arguments.seq_len, **sizes_of(model.config), strategy=strategy,
-            dtype=self.where.dtype, device=self.links.device, kernel=self.arguments.kernel,
+            dtype=self.dtype, device=self.links.device, kernel=self.arguments.kernel,
         )  # fmt: skip
         chosen = plan.reason.rpartition("chose ")[2].partition(" by predicted time")[0] if strategy == "auto" else ""
         result.plan = f"{chosen or plan.strategy}; {plan.layout.name}"
@@ -243,7 +243,7 @@ class Run:
     def step(self, contestant: Contestant, result: Trained) -> float:
         """Run one step and return its seconds."""
         course, device = StepHistory(), torch.get_device_module(self.links.device)
-        trainer = Trainer(contestant.model, self.where, contestant.sharded)
+        trainer = Trainer(contestant.model, self.links.device, self.dtype, contestant.sharded)
         if self.reading:
             device.reset_peak_memory_stats()
 

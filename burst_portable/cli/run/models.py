@@ -126,7 +126,7 @@ def config_of(name: str, seq_len: int) -> Any:
 def build(
     name: str, config: Any, dtype: torch.dtype, seed: int, device: torch.device | str = "cpu"
 ) -> tuple[Any, list[str]]:
-    """Return a model on a device, and notes about its weights.
+    """Return a model on a device, and notes about its weights. Parameters have float32 for a 16-bit `dtype`.
 
     The weights are those of the checkpoint, or random ones that are drawn on the device from the seed.
 
@@ -135,7 +135,8 @@ def build(
     """
     from transformers import AutoModelForCausalLM
 
-    checkpoint = checkpoint_of(name)
+    # AdamW's small updates vanish in 16 bits, and its epsilon in float16.
+    dtype, checkpoint = torch.promote_types(dtype, torch.float32), checkpoint_of(name)
     if checkpoint is None:
         torch.manual_seed(seed)
         with torch.device(device):

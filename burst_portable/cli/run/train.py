@@ -82,24 +82,12 @@ OnStep = Callable[[StepHistory], None]
 
 
 @dataclass(frozen=True)
-class DeviceConfig:
-    """The device of a run, and its dtype. 16-bit dtypes use autocast with float32 parameters."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def parameters(self) -> torch.dtype:
-        """Dtype of the parameters: AdamW's small updates vanish in 16 bits, and its epsilon in float16."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-
-@dataclass(frozen=True)
 class Trainer:
-    """Train or score a model on one rank, or on one device if `sharded` is None."""
+    """Train or score a model on one rank, or on one device if `sharded` is None. 16-bit dtypes use autocast."""
 
     model: Any
-    device_config: DeviceConfig
+    device: torch.device
+    dtype: torch.dtype
     sharded: Sharded | None = None
 
     def train(self, data: Iterable[Tensor], learning_rate: float, on_step: OnStep) -> StepHistory:
@@ -162,10 +150,9 @@ class Trainer:
 
     def _forward(self, ids: Tensor) -> tuple[Tensor, int]:
         """Return this rank's part of the mean loss, and the number of tokens of the mean."""
-        device, dtype = self.device_config.device, self.device_config.dtype
-        ids = ids.to(device)
+        ids = ids.to(self.device)
         tokens = ids.shape[0] * (ids.shape[1] - 1)
-        with torch.autocast(device.type, dtype, enabled=dtype.itemsize < 4):
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype.itemsize < 4):
             if self.sharded is None:  # transformers shifts the labels and computes the mean, without this package
                 return self.model(input_ids=ids, labels=ids, use_cache=False).loss, tokens
             return self.model(**self.sharded.handle.shard(ids)).loss, tokens
@@ -244,12 +231,12 @@ def _run(
     silence_transformers()
     tokens, _ = tokens_of(job.text, checkpoint_of(job.model))
     data = batches(tokens, job.seq_len, job.batch, job.steps)
-    device_config = DeviceConfig(device, getattr(torch, job.dtype))
-    model, notes = build(job.model, config_of(job.model, job.seq_len), device_config.parameters, job.seed, device)
+    dtype = getattr(torch, job.dtype)
+    model, notes = build(job.model, config_of(job.model, job.seq_len), dtype, job.seed, device)
     if job.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     sharded = prepare(model)
-    trainer = Trainer(model, device_config, sharded)
+    trainer = Trainer(model, device, dtype, sharded)
     history = trainer.score(data, on_step) if job.scoring else trainer.train(data, job.learning_rate, on_step)
     outcome = Outcome(
         **vars(history),

@@ -14,25 +14,25 @@ from burst_portable import Mesh, run_threads
 from burst_portable.cli import main
 from burst_portable.cli.run.models import batches, build, config_of, outline, tokens_of
 from burst_portable.cli.run.outcome import relative_differences
-from burst_portable.cli.run.train import DeviceConfig, Sharded, StepHistory, Trainer, fingerprint
+from burst_portable.cli.run.train import Sharded, StepHistory, Trainer, fingerprint
 from burst_portable.integrations.transformers import parallelize
 from tests.support.models import SIZES, make
 
 
 def test_perplexity_does_not_depend_on_ranks():
     model = make("llama", torch.float32)
-    device_config = DeviceConfig(torch.device("cpu"), torch.float32)
+    device, dtype = torch.device("cpu"), torch.float32
     data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
 
     def nothing(history: StepHistory) -> None:
         pass
 
-    expected = Trainer(model, device_config).score(data, nothing).losses
+    expected = Trainer(model, device, dtype).score(data, nothing).losses
 
     def work(mesh: Mesh) -> list[float]:
         # Threads share the constant weights, but not the hooks.
         mine = copy.deepcopy(model)
-        return Trainer(mine, device_config, Sharded(parallelize(mine, mesh), mesh)).score(data, nothing).losses
+        return Trainer(mine, device, dtype, Sharded(parallelize(mine, mesh), mesh)).score(data, nothing).losses
 
     for ranks in (1, 2, 3):
         for losses in run_threads(ranks, work):
@@ -58,15 +58,15 @@ def test_models_without_sdpa_support_score_equally(
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     fields = {"model_type": kind, **SIZES, **rope, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    name, device_config = str(tmp_path / "config.json"), DeviceConfig(torch.device("cpu"), dtype)
+    name, device = str(tmp_path / "config.json"), torch.device("cpu")
     assert outline(config_of(name, 45)).device.type == "meta"
     data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
     whole, _ = build(name, config_of(name, 45), dtype, 0)
-    expected = Trainer(whole, device_config).score(data, lambda history: None).losses
+    expected = Trainer(whole, device, dtype).score(data, lambda history: None).losses
 
     def work(mesh: Mesh) -> list[float]:
         mine = copy.deepcopy(whole)
-        trainer = Trainer(mine, device_config, Sharded(parallelize(mine, mesh), mesh))
+        trainer = Trainer(mine, device, dtype, Sharded(parallelize(mine, mesh), mesh))
         return trainer.score(data, lambda history: None).losses
 
     for losses in run_threads(2, work):
