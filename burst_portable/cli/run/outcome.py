@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ import transformers
 from burst_portable import __version__
 from burst_portable.backends.selection import load
 from burst_portable.cli.plan_facts import plan_facts
-from burst_portable.cli.run.job import Job
 from burst_portable.cli.run.setup import Prepared, mfu
 from burst_portable.cli.run.train import Gradients, Outcome
 
@@ -51,19 +49,13 @@ def _ratio(difference: float, norm: float) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
-@dataclass(frozen=True)
-class GradientError:
-    """Relative error |g - r| / |r| of all gradients together, and of the parameter with the largest error."""
+def gradient_error(gradients: Gradients, reference: Gradients) -> tuple[float, float, str]:
+    """Return |g - r| / |r| of all gradients, then the largest of one parameter, and its name.
 
-    total: float
-    parameter: float
-    name: str
-
-
-def gradient_error(gradients: Gradients, reference: Gradients) -> GradientError:
-    """Return the error of gradients, computed in float64; infinite if names or shapes differ."""
+    Computed in float64. Infinite if names or shapes differ.
+    """
     if not reference or gradients.keys() != reference.keys():
-        return GradientError(math.inf, math.inf, "other parameters have gradients")
+        return math.inf, math.inf, "other parameters have gradients"
     differences, norms = {}, {}
     for name, expected in reference.items():
         r, g = expected.detach().double().cpu(), gradients[name].detach().double().cpu()
@@ -72,17 +64,29 @@ def gradient_error(gradients: Gradients, reference: Gradients) -> GradientError:
     total = math.hypot(*norms.values())
     relative = {name: _ratio(differences[name], max(norms[name], _MIN_NORM * total)) for name in reference}
     worst = max(relative, key=lambda name: relative[name])
-    return GradientError(_ratio(math.hypot(*differences.values()), total), relative[worst], worst)
+    return _ratio(math.hypot(*differences.values()), total), relative[worst], worst
 
 
 def facts_of(
-    prepared: Prepared, outcomes: list[Outcome], reference: Outcome | None, gradients: GradientError | None
+    prepared: Prepared,
+    outcomes: list[Outcome],
+    reference: Outcome | None,
+    gradients: tuple[float, float, str] | None,
 ) -> Facts:
-    """Return the JSON of a run, of which `reference` and `gradients` are None if they were not compared."""
+    """Return the JSON of a run. `reference` and `gradients`, from `gradient_error`, are None if not compared."""
     job, first = prepared.job, outcomes[0]
+    total, largest, worst = gradients or (None, None, None)
+    differences = relative_differences(first.losses, reference.losses) if reference else None
     facts: Facts = {
         **_job_facts(prepared),
-        **_comparison(job, first, reference, gradients),
+        "losses": first.losses,
+        "reference_losses": reference.losses if reference else None,
+        "relative_differences": differences,
+        "max_relative_difference": max(differences) if differences else None,
+        "gradient_relative_difference": total,
+        "worst_gradient_relative_difference": largest,
+        "worst_gradient": worst,
+        "tolerances": TOLERANCES[job.dtype],
         "notes": first.notes,
         "ranks_agree": all((o.fingerprint, o.losses) == (first.fingerprint, first.losses) for o in outcomes),
         "perplexity": _perplexity(first) if job.scoring else None,
@@ -128,21 +132,6 @@ def _job_facts(prepared: Prepared) -> Facts:
         "threads_per_rank": job.threads,
         "model": prepared.model,
         "text": prepared.text,
-    }
-
-
-def _comparison(job: Job, outcome: Outcome, reference: Outcome | None, gradients: GradientError | None) -> Facts:
-    """Return the losses, those of one device, and the differences of losses and gradients."""
-    differences = relative_differences(outcome.losses, reference.losses) if reference else None
-    return {
-        "losses": outcome.losses,
-        "reference_losses": reference.losses if reference else None,
-        "relative_differences": differences,
-        "max_relative_difference": max(differences) if differences else None,
-        "gradient_relative_difference": gradients.total if gradients else None,
-        "worst_gradient_relative_difference": gradients.parameter if gradients else None,
-        "worst_gradient": gradients.name if gradients else None,
-        "tolerances": TOLERANCES[job.dtype],
     }
 
 
