@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from burst_portable.cli.output import JsonOption, console, table
+from burst_portable.cli.output import JsonOption, console, on_stderr, table
 from burst_portable.conformance.base import TestCase
 from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result, closest
 from burst_portable.conformance.suite import Progress as OnProgress
@@ -26,9 +26,10 @@ def progress() -> Iterator[OnProgress]:
 
     If the command is interrupted, for example because a kernel hangs, it prints the test and the failures so far.
     """
-    stderr = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     current, summary, failed = "", "", 0
-    with _display(stderr) as display:
+    with Progress(*columns, **on_stderr()) as bar:
+        task, lines = bar.add_task("starting", total=None), _Lines(bar.console)
 
         def on_progress(done: int, total: int, test: TestCase, result: Result | None) -> None:
             nonlocal current, summary, failed
@@ -36,7 +37,10 @@ def progress() -> Iterator[OnProgress]:
             failed += result is not None and not result.ok
             if done:
                 summary = f", after {done} of {total} checks, of which {failed or 'none'} failed"
-            display(done, total, test, result)
+            description = f"{test.check}, {failed} failed" if failed else test.check
+            bar.update(task, completed=done, total=total, description=description)
+            if bar.disable:
+                lines(done, total, test, result)
 
         try:
             yield on_progress
@@ -44,27 +48,8 @@ def progress() -> Iterator[OnProgress]:
             raise
         except BaseException:
             if current:
-                stderr.print(f"interrupted while testing {current}{summary}", markup=False, soft_wrap=True)
+                bar.console.print(f"interrupted while testing {current}{summary}", markup=False, soft_wrap=True)
             raise
-
-
-@contextmanager
-def _display(stderr: Console) -> Iterator[OnProgress]:
-    if not stderr.is_terminal:
-        yield _Lines(stderr)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        failed = 0
-
-        def on_progress(done: int, total: int, test: TestCase, result: Result | None) -> None:
-            nonlocal failed
-            failed += result is not None and not result.ok
-            description = f"{test.check}, {failed} failed" if failed else test.check
-            bar.update(task, completed=done, total=total, description=description)
-
-        yield on_progress
 
 
 class _Lines:
