@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from burst_portable.cli.output import JsonOption, console, on_stderr, table
 from burst_portable.conformance.base import TestCase
-from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result, closest
+from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result
 from burst_portable.conformance.suite import Progress as OnProgress
 
 _INTERVAL = 30.0  # seconds between lines about the progress of one group, in a log
@@ -91,7 +91,7 @@ def show(report: Report, *, stderr: bool = False) -> None:
     rows = table(*columns, left=["closest to the limit"], title=title)
     for line in report.lines():
         failed = f"[bold red]{line.failed}[/]" if line.failed else "0"
-        row = (str(line.passed), failed, str(line.skipped), escape(closest(line)), f"{line.seconds:.1f}")
+        row = (str(line.passed), failed, str(line.skipped), escape(line.closest), f"{line.seconds:.1f}")
         rows.add_row(line.check, *row)
     out.print(rows, "")
     _show_failures(out, report)

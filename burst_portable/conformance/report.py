@@ -57,14 +57,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Line:
-    """One group in one line. `closest`: the largest error as a fraction of its tolerance, and its quantity."""
+    """One group in one line. `closest`: the quantity that came closest to its tolerance, with the share of it."""
 
     check: str
     passed: int
     failed: int
     skipped: int
     seconds: float
-    closest: tuple[float, str]
+    closest: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Report:
             "| group | passed | failed | skipped | closest to the limit | seconds |",
             "| --- | ---: | ---: | ---: | --- | ---: |",
             *(
-                f"| {x.check} | {x.passed} | {x.failed} | {x.skipped} | {closest(x)} | {x.seconds:.1f} |"
+                f"| {x.check} | {x.passed} | {x.failed} | {x.skipped} | {x.closest} | {x.seconds:.1f} |"
                 for x in self.lines()
             ),
         ]
@@ -195,12 +195,6 @@ def _set_counts(element: ElementTree.Element, **counts: int) -> None:
         element.set(name, str(count))
 
 
-def closest(line: Line) -> str:
-    """Return the quantity of a group that came closest to its tolerance, with the share of it."""
-    part, quantity = line.closest
-    return f"{quantity} at {100 * part:.0f} %" if quantity else ""
-
-
 def _line(check: str, results: list[Result]) -> Line:
     parts = [
         (error / allowed if allowed else float("inf") if error else 0.0, name)
@@ -210,7 +204,9 @@ def _line(check: str, results: list[Result]) -> Line:
     failed = sum(not r.ok for r in results)
     skipped = sum(bool(r.skipped) and r.ok for r in results)
     seconds = sum(r.seconds for r in results)
-    return Line(check, len(results) - failed - skipped, failed, skipped, seconds, max(parts, default=(0.0, "")))
+    part, quantity = max(parts, default=(0.0, ""))
+    closest = f"{quantity} at {100 * part:.0f} %" if quantity else ""
+    return Line(check, len(results) - failed - skipped, failed, skipped, seconds, closest)
 
 
 def _lean(result: Result) -> dict[str, Any]:
