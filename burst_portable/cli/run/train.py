@@ -69,13 +69,11 @@ class Sharded:
         handle: The `ShardedModel`, which shards batches.
         mesh: The mesh of the ranks.
         session: Records the attention calls.
-        timed: Whether calls return after their work, so that the session's totals distinguish kernels from waiting.
     """
 
     handle: Any
     mesh: Mesh
     session: Session | None = None
-    timed: bool = False
 
 
 OnStep = Callable[[StepHistory], None]
@@ -199,16 +197,15 @@ class Outcome(StepHistory):
 
 def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
     """Train or score this rank's shard. Return the outcome, and the last gradients, summed over the ranks."""
-    backend = load(job.backend)
     with profile(job.profile or "basic", mesh=mesh) as session:  # type: ignore[arg-type]  # the command sets it
 
         def prepare(model: Any) -> Sharded:
             head_dim = sizes_of(model.config)["head_dim"]
-            hardware = hardware_of_run(backend, job.ranks, mesh.config.hardware_spec, job.dtype, head_dim)
+            hardware = hardware_of_run(load(job.backend), job.ranks, mesh.config.hardware_spec, job.dtype, head_dim)
             strategy = make_named_strategy(job.strategy, job.ranks_per_node, job.options, hardware)
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
             session.mark()  # building the model is not part of the first step
-            return Sharded(handle, mesh, session, timed=not backend.capabilities.streams)
+            return Sharded(handle, mesh, session)
 
         def end_step(history: StepHistory) -> None:
             session.mark()
@@ -238,13 +235,14 @@ def _run(
     sharded = prepare(model)
     trainer = Trainer(model, device, dtype, sharded)
     history = trainer.score(data, on_step) if job.scoring else trainer.train(data, job.learning_rate, on_step)
+    backend = load(job.backend)
     outcome = Outcome(
         **vars(history),
         peak_memory_bytes=peak_memory(device),
         fingerprint=fingerprint(model),
-        timed=bool(sharded and sharded.timed),
+        timed=sharded is not None and not backend.capabilities.streams,  # calls return after their work
         notes=notes,
-        peak=asdict(load(job.backend).peaks(job.dtype)),
+        peak=asdict(backend.peaks(job.dtype)),
     )
     if job.ablate and sharded and sharded.session:
         first = next(iter(batches(tokens, job.seq_len, job.batch, 1)))
