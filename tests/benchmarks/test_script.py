@@ -254,7 +254,8 @@ def test_flex_flash_passes_mask_to_backend(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.flex_attention.create_block_mask", lambda *_, **__: "block mask")
     forward, _ = providers.PROVIDERS["flex-flash"](task_on_cpu(bp.Mask.prefix_lm(16)))
     forward()
-    assert asked[-1] == {"block_mask": "block mask", "enable_gqa": True, "kernel_options": {"BACKEND": "FLASH"}}
+    expected = {"block_mask": "block mask", "score_mod": None, "enable_gqa": True}
+    assert asked[-1] == {**expected, "kernel_options": {"BACKEND": "FLASH"}}
     monkeypatch.delattr("torch.nn.attention.flex_attention.FlexKernelOptions")
     with pytest.raises(providers.Absent, match="has no backends"):
         providers.PROVIDERS["flex-flash"](task_on_cpu(bp.Mask.prefix_lm(16)))

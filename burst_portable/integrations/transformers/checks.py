@@ -98,11 +98,12 @@ def _unsupported_reason(model: PreTrainedModel) -> str | None:
     if config.sub_configs or config.get_text_config() is not config:
         return f"a model of several parts ({', '.join(config.sub_configs)}); pass its language model"
     layer_types = set(getattr(config, "layer_types", None) or ())
-    if unknown := layer_types - LAYER_TYPES:
-        return f"layers that are not attention: {', '.join(sorted(unknown))}"
+    unknown = layer_types - LAYER_TYPES
     # Models with a recurrent state (Mamba, RWKV, hybrids) have this flag: their scan would restart on every shard.
-    if getattr(model, "_is_stateful", False) and not layer_types:
+    if getattr(model, "_is_stateful", False) and (unknown or not layer_types):
         return "a recurrent state along the sequence"
+    if unknown:
+        return f"layers that are not attention: {', '.join(sorted(unknown))}"
     if not model._can_set_attn_implementation():
         return "an attention that does not go through transformers' AttentionInterface"
     if "position_ids" not in parameters_of(model):

@@ -77,7 +77,7 @@ def test_hybrid_model_of_attention_layers_equals_one_device():
     expected = on_one_device(model, ids)
     for answer in on_ranks(2, model, ids):
         assert_same(answer, expected)
-    with pytest.raises(UnsupportedError, match="layers that are not attention: "):
+    with pytest.raises(UnsupportedError, match="a recurrent state along the sequence"):
         parallelize(_granite_hybrid(["attention", "mamba"]), Mesh.single())
 
 
