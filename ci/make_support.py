@@ -11,10 +11,11 @@ import ast
 import sys
 from pathlib import Path
 
-from burst_portable.conformance.report import EVIDENCE_LEVELS, Report
+from burst_portable.conformance.report import EVIDENCE_LEVELS, NOT_STATED, Report
 
 ROOT = Path(__file__).resolve().parent.parent
 UNTESTED = "untested"
+LEVELS = {name: text for name, text in EVIDENCE_LEVELS.items() if name != NOT_STATED}
 
 HEAD = """# Support
 
@@ -66,11 +67,11 @@ def vendors(root: Path) -> dict[str, dict[str, Report]]:
 
 def page(found: dict[str, dict[str, Report]]) -> str:
     """Return the text of the page."""
-    lines = [HEAD, f"| backend | {' | '.join(EVIDENCE_LEVELS)} |", f"| --- |{' --- |' * len(EVIDENCE_LEVELS)}"]
+    lines = [HEAD, f"| backend | {' | '.join(LEVELS)} |", f"| --- |{' --- |' * len(LEVELS)}"]
     for name, reports in found.items():
-        cells = [_cell([r for r in reports.values() if r.evidence_level == level]) for level in EVIDENCE_LEVELS]
+        cells = [_cell([r for r in reports.values() if r.evidence_level == level]) for level in LEVELS]
         lines.append(f"| [{name}](../backends/{name}/README.md) | {' | '.join(cells)} |")
-    lines += ["", LEVELS_HEAD, *(f"- **{level}**: {what}." for level, what in EVIDENCE_LEVELS.items()), LIMITS]
+    lines += ["", LEVELS_HEAD, *(f"- **{level}**: {what}." for level, what in LEVELS.items()), LIMITS]
     lines += ["## Reports", "", "| report | result | tried | on | with |", "| --- | --- | --- | --- | --- |"]
     for name, reports in found.items():
         lines += [_row(name, file, report) for file, report in reports.items()]

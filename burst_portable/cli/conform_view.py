@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from burst_portable.cli.output import JsonOption, console, on_stderr, table
 from burst_portable.conformance.base import TestCase
-from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result
+from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result, computed_text
 from burst_portable.conformance.suite import Progress as OnProgress
 
 _INTERVAL = 30.0  # seconds between lines about the progress of one group, in a log
@@ -98,8 +98,14 @@ def show(report: Report, *, stderr: bool = False) -> None:
     for reason, count in Counter(result.skipped for result in report.skipped).items():
         out.print(f"skipped {count}: {escape(reason)}", soft_wrap=True)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
-    result = "[bold green]conforms[/]" if report.ok else "[bold red]does not conform[/]"
+    passed = (
+        "[bold green]conforms[/]"
+        if report.conforms
+        else "[bold yellow]passed[/] the selected tests, which do not examine every kernel"
+    )
+    result = passed if report.ok else "[bold red]does not conform[/]"
     out.print(f"{escape(report.backend)} {result}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
+    out.print(f"kernels: {escape(computed_text(report))}", soft_wrap=True)
     out.print(f"evidence: {report.evidence_level} ({EVIDENCE_LEVELS[report.evidence_level]})", soft_wrap=True)
 
 

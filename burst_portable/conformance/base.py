@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -30,6 +32,26 @@ COVERAGES = ("quick", "usual", "full")
 def identity(transport: Transport) -> Transport:
     """Return the transport itself, without a wrapper."""
     return transport
+
+
+_computed: ContextVar[set[str] | None] = ContextVar("computed", default=None)
+
+
+@contextmanager
+def recorded_kernels() -> Iterator[set[str]]:
+    """Yield a set that gets the names of the kernels that compute while the body of the `with` block runs."""
+    names = set[str]()
+    token = _computed.set(names)
+    try:
+        yield names
+    finally:
+        _computed.reset(token)
+
+
+def record_kernel(name: str) -> None:
+    """Record that the kernel of this name computes in the current test."""
+    if (names := _computed.get()) is not None:
+        names.add(name)
 
 
 @dataclass(frozen=True)
@@ -102,7 +124,7 @@ class Outcome:
 
     def text(self) -> str:
         """Describe what is wrong, in one line."""
-        large = self.too_large.items()
+        large = sorted(self.too_large.items(), key=lambda one: not one[0].startswith("lse"))  # gradients depend on LSE
         parts = [f"error of {name} is {error:.2g}; allowed: {limit:.2g}" for name, (error, limit) in large]
         return "; ".join(filter(None, [*parts, self.wrong]))
 

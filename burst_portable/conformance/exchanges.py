@@ -64,16 +64,16 @@ def message_sizes(transport: Transport, device: torch.device) -> str:
 
 
 def message_order(transport: Transport, device: torch.device) -> str:
-    """Check the order of messages between two ranks: several in one post, and several posts before the first wait."""
+    """Check the order of messages between two ranks: several in a post, and several posts before a wait."""
     following, previous = transport.others[0], transport.others[-1]
-    outs = [torch.full((64,), number, dtype=torch.uint8, device=device) for number in range(9)]
+    outs = [torch.full((64,), number, dtype=torch.uint8, device=device) for number in range(11)]
     came = [_empty(transport, 64, device) for _ in outs]
     sends, receives = [Message(b, following) for b in outs], [Message(b, previous) for b in came]
-    posts = (slice(0, 3), slice(3, 6), slice(6, 9))
-    posted = [transport.post(sends[three], receives[three], "message order") for three in posts]
+    posts = (slice(0, 3), slice(3, 5), slice(5, 8), slice(8, 11))
+    posted = [transport.post(sends[part], receives[part], "message order") for part in posts]
     _wait(*(handles for sent, received in posted for handles in (received, sent)))
     found = [int(buffer[0]) for buffer in came]
-    return "" if found == list(range(9)) else f"messages 0 to 8 arrived as {found}"
+    return "" if found == list(range(11)) else f"messages 0 to 10 arrived as {found}"
 
 
 def all_to_all(transport: Transport, device: torch.device) -> str:

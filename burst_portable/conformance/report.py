@@ -18,12 +18,16 @@ from burst_portable.utils.files import parse_json
 
 SCHEMA = "burst_portable.conformance/2"
 
+NOT_STATED = "not stated"
+"""The level of a report if neither the backend's probe nor the caller states one."""
+
 EVIDENCE_LEVELS = {
+    NOT_STATED: "the backend's probe states no evidence_level",
     "reference": "only the reference kernel, in plain torch",
     "interpreter": "kernels in an interpreter on the CPU",
     "machine code": "kernels compiled for a chip, but not run",
     "simulated": "the vendor's real Python package on a simulated driver, which tests calls only",
-    "device": "the real device",
+    "device": "the real device, as the backend or the caller states",
 }
 """Levels of evidence, the weakest first."""
 
@@ -42,6 +46,7 @@ class Result:
         skipped: Why it was not run; "" if it was.
         smallest: Name of the smallest test that still fails; "" if it passed.
         command: Command that runs only the smallest test; "" if it passed.
+        kernels: Names of the kernels that computed in it.
     """
 
     check: str
@@ -53,6 +58,7 @@ class Result:
     skipped: str = ""
     smallest: str = ""
     command: str = ""
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """The report on one backend. `ok` is true if at least one test ran and none failed."""
+    """The report on one backend.
+
+    Attributes:
+        ok: Whether at least one test ran and none failed.
+        not_examined: Kernels of the backend that computed in no test of this report -> reason.
+    """
 
     backend: str
     evidence_level: str
@@ -83,11 +94,17 @@ class Report:
     device: Mapping[str, str]
     versions: Mapping[str, str]
     results: tuple[Result, ...]
+    not_examined: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         """Whether at least one test ran and none failed."""
         return bool(self.results) and not self.failures and any(not r.skipped for r in self.results)
+
+    @property
+    def conforms(self) -> bool:
+        """Whether `ok` is true and each kernel of the backend computed in some test."""
+        return self.ok and not self.not_examined
 
     @property
     def failures(self) -> tuple[Result, ...]:
@@ -103,6 +120,11 @@ class Report:
         """Return one line per group, in the order of the results."""
         checks = dict.fromkeys(result.check for result in self.results)
         return [_line(check, [r for r in self.results if r.check == check]) for check in checks]
+
+    def computed(self) -> dict[str, int]:
+        """Return the number of tests in which each kernel of the backend computed."""
+        found = Counter(name for result in self.results for name in result.kernels)
+        return {name: found[name] for name in dict.fromkeys((*self.kernels, *found))}
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of passed, failed and skipped tests."""
@@ -160,7 +182,7 @@ class Report:
         facts = {
             "tried": f"{self.coverage}, up to {self.ranks} ranks, kernel {self.kernel}",
             "groups": ", ".join(self.only) or "all",
-            "kernels": ", ".join(self.kernels),
+            "kernels": computed_text(self),
             **self.versions,
             **{f"device: {name}": value for name, value in self.device.items()},
         }
@@ -190,6 +212,16 @@ class Report:
         return "\n".join(parts) + "\n"
 
 
+def computed_text(report: Report) -> str:
+    """Return in how many tests each kernel computed, and which kernels were not examined, with the reason."""
+    if not any(result.kernels for result in report.results) and not report.not_examined:
+        return ", ".join(report.kernels)  # a report that records no kernels
+    found = report.computed()
+    parts = [f"{name} computed in {count} tests" for name, count in found.items() if count]
+    parts += [f"{name} was not examined: {reason}" for name, reason in report.not_examined.items()]
+    return "; ".join(parts)
+
+
 def _set_counts(element: ElementTree.Element, **counts: int) -> None:
     for name, count in counts.items():
         element.set(name, str(count))
@@ -213,7 +245,7 @@ def _lean(result: Result) -> dict[str, Any]:
     """Return the result without empty fields, with numbers of three digits. Infinity and NaN become text, for JSON."""
     facts = asdict(result)
     facts["errors"] = {name: [_short(error), _short(allowed)] for name, (error, allowed) in result.errors.items()}
-    return {name: fact for name, fact in facts.items() if fact not in ("", {})}
+    return {name: fact for name, fact in facts.items() if fact not in ("", {}, ())}
 
 
 def _short(number: float) -> float | str:
@@ -222,7 +254,7 @@ def _short(number: float) -> float | str:
 
 def _read(row: dict[str, Any]) -> Result:
     pairs = {name: (float(error), float(allowed)) for name, (error, allowed) in row.pop("errors", {}).items()}
-    return Result(errors=pairs, **row)
+    return Result(errors=pairs, kernels=tuple(row.pop("kernels", ())), **row)
 
 
 def _junit_case(suite: ElementTree.Element, backend: str, result: Result) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from burst_portable import numerics
 from burst_portable.comm.agreement import call_signature
 from burst_portable.comm.base import Transport
-from burst_portable.conformance.base import BackendUnderTest
+from burst_portable.conformance.base import BackendUnderTest, record_kernel
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import Answer, Inputs, in_memory
 from burst_portable.kernels.base import BackwardInputs, Kernel, LazyKernel
@@ -87,7 +87,7 @@ def run_case(target: BackendUnderTest, case: Case, x: Inputs) -> Answer:
     Raises:
         UnsupportedError: If the backend does not support the case.
     """
-    target.choose(plan_of(case, target.device.type).forward.call)
+    record_kernel(target.choose(plan_of(case, target.device.type).forward.call).name)
     shards = target.threads(case.ranks, lambda transport: run_rank(target, case, x, transport, target.device))
     return gather_shards(shards, case.make_layout())
 
@@ -136,6 +136,7 @@ def run_kernel(
 
     All gradients are added `times` times, and the sums divided by it: a kernel that overwrites fails.
     """
+    record_kernel(kernel.name)
     layout, mask, call = case.make_layout(), case.make_mask(), case.make_call(device.type)
     rows = [torch.tensor(layout.positions(block)) for block in range(case.ranks)]
     inputs = [tuple(in_memory(t[:, r], case.memory, device) for t in (x.q, x.k, x.v, x.dout)) for r in rows]
@@ -171,6 +172,7 @@ def run_single_call(kernel: Kernel, case: Case, x: Inputs, device: torch.device,
 
     If `parts`, run it as the first of several launches. It writes most rows of `out` directly, and some in float32.
     """
+    record_kernel(kernel.name)
     layout, call = case.make_layout(), case.make_call(device.type)
     q, k, v, dout = (in_memory(t[:, layout.positions(0)], case.memory, device) for t in (x.q, x.k, x.v, x.dout))
     before = tuple(t.clone() for t in (q, k, v, dout))

@@ -30,11 +30,13 @@ from burst_portable.conformance.base import (
     Wrap,
     describe_error,
     identity,
+    recorded_kernels,
 )
 from burst_portable.conformance.cases import Case, strategy_trials
 from burst_portable.conformance.checks import CHECKS
+from burst_portable.conformance.checks.kernel_contract import unsupported_reason
 from burst_portable.conformance.processes import ignore_interrupts, pack, unpack
-from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result
+from burst_portable.conformance.report import EVIDENCE_LEVELS, NOT_STATED, Report, Result
 from burst_portable.conformance.running import testing_environment
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, unknown_name
 
@@ -146,7 +148,8 @@ class Runner:
     def run(self, test: TestCase) -> Result:
         """Run and time one test. If it fails, search for its smallest case."""
         started = time.monotonic()
-        outcome = run(test)
+        with recorded_kernels() as names:
+            outcome = run(test)
         seconds, text = time.monotonic() - started, test.text
         if not outcome.ok:
             self._failures[test.check] += 1
@@ -154,7 +157,8 @@ class Runner:
                 max_runs = _LONG if self._failures[test.check] <= _LONG_SEARCHES else _SHORT
                 least = smallest(test.case, lambda case: not run(test, case).ok, max_runs=max_runs)
                 text = ":".join(filter(None, (test.check, test.kernel, least.spec())))
-        return make_result(self.target, test, outcome, seconds, text)
+        result = make_result(self.target, test, outcome, seconds, text)
+        return result if outcome.skipped else replace(result, kernels=tuple(sorted(names)))
 
 
 def make_result(target: BackendUnderTest, test: TestCase, outcome: Outcome, seconds: float, text: str = "") -> Result:
@@ -311,7 +315,7 @@ def check_backend(
             (products of choices, an hour).
         kernel: Name of the one kernel to test, or "auto" for all.
         evidence_level: Kind of evidence, see `report.EVIDENCE_LEVELS`. Default: the probe's fact of this name, else
-            "device".
+            "not stated".
         fail_fast: Whether to stop at the first failure, without a search for its smallest case.
         wrap: Wrapper of the transports between ranks that are threads, for tests of this suite.
         timeout: Seconds until a waiting rank raises `CommunicationTimeoutError`.
@@ -352,7 +356,7 @@ def check_backend(
                     break
     return Report(
         backend=backend.name,
-        evidence_level=evidence_level or str(facts.get("evidence_level", "device")),
+        evidence_level=evidence_level or str(facts.get("evidence_level", NOT_STATED)),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=time.monotonic() - started,
         ranks=ranks,
@@ -372,7 +376,19 @@ def check_backend(
             "platform": platform.platform(),
         },
         results=tuple(results),
+        not_examined=_not_examined(target, results),
     )
+
+
+def _not_examined(target: BackendUnderTest, results: Sequence[Result]) -> dict[str, str]:
+    """Return the kernels that computed in no test, with the reason."""
+    computed = {name for result in results for name in result.kernels}
+    reasons = {}
+    for kernel in kernels_of(target.backend):
+        if kernel.name not in computed:
+            reason = unsupported_reason(kernel, target.device.type)
+            reasons[kernel.name] = f"it declined: {reason}" if reason else "no selected test uses it"
+    return reasons
 
 
 def _explain_no_tests(target: BackendUnderTest) -> UnsupportedError:
@@ -414,6 +430,6 @@ def _check_available(backend: Backend) -> dict[str, object]:
     except RuntimeError as error:
         what = f"the probe of the backend {backend.name!r} succeeded, but torch does not support its device type"
         raise BackendUnavailableError(what, got=repr(kind), next_step=step) from error
-    if (level := probe.facts.get("evidence_level", "device")) not in EVIDENCE_LEVELS:
+    if (level := probe.facts.get("evidence_level", NOT_STATED)) not in EVIDENCE_LEVELS:
         raise unknown_name(f"evidence level in the probe of the backend {backend.name!r}", level, EVIDENCE_LEVELS)
     return dict(probe.facts)

@@ -18,13 +18,14 @@ import torch
 from burst_portable import numerics
 from burst_portable.backends.base import Backend, Probe
 from burst_portable.backends.selection import load
+from burst_portable.cli.conform_view import show
 from burst_portable.conformance import check_backend
 from burst_portable.conformance.base import BackendUnderTest
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.report import Report
 from burst_portable.conformance.suite import list_tests
 from burst_portable.errors import InputError
-from burst_portable.kernels.base import WrappedKernel
+from burst_portable.kernels.base import Support, WrappedKernel
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.profiling import clocks
 from burst_portable.profiling.intervals import Timeline
@@ -65,6 +66,8 @@ DECLINED = (planted_bugs.ClaimsTooMuch, planted_bugs.NoReasons)
 """Bugs that need a kernel that declines a call."""
 TRANSPORTS = {
     DropsLastHop: ("transport", "attention"),
+    planted_transports.ExchangesPair: ("transport",),
+    planted_transports.ExchangesPeers: ("transport",),
     planted_transports.ReusesBuffers: ("transport", "attention"),
     SkipsReceiveWait: ("transport", "memory"),
     SkipsSendWait: ("transport",),
@@ -143,6 +146,62 @@ def test_group_skips_backend_without_transport():
     assert reasons == {"the backend 'no_transport' has no transport, so it supports one rank only"}
 
 
+class SixteenBitBase2(planted_bugs.Base2):
+    """Support 16 bits only, as most vendors' kernels; return LSE in base 2."""
+
+    def supports(self, call):
+        return super().supports(call) if call.itemsize == 2 else Support(False, "it supports 16 bits only")
+
+
+class SixteenBitVendor(Planted):
+    """A vendor whose kernel supports 16 bits only. `heads` limits it further."""
+
+    heads = 0
+
+    def kernels(self):
+        kernel = SixteenBitBase2(ReferenceKernel())
+        kernel.name = "sixteen_bits"
+        if self.heads:
+            kernel.supports = lambda call: Support(call.heads == self.heads, "it supports other heads")
+        return kernel, ReferenceKernel()
+
+
+def test_quick_attention_examines_sixteen_bit_kernels():
+    """All quick cases were in float32, so that the reference kernel computed them and the vendor's kernel conformed."""
+    report = examine(SixteenBitVendor(), "attention")
+    assert report.failures[0].kernels == ("sixteen_bits",)
+    assert report.failures[0].message.startswith("error of lse")
+    assert report.failures[0].message.endswith("lse looks like base 2; it must be the natural logarithm")
+
+
+def test_report_does_not_conform_without_each_kernel(capsys):
+    """The suite tries no kernel for 40 heads, so the report must not say that the backend conforms."""
+    vendor = SixteenBitVendor()
+    vendor.heads = 40
+    report = examine(vendor, "fully_masked")
+    assert report.ok
+    assert not report.conforms
+    show(report)
+    text = capsys.readouterr().out
+    assert "conforms" not in text
+    assert "planted passed the selected tests, which do not examine every kernel" in text
+    assert "sixteen_bits was not examined: it declined: it supports other heads" in text
+    assert Report.from_json(report.to_json()).computed() == {"sixteen_bits": 0, "reference": 4}
+
+
+def test_report_names_kernels_that_compute_nothing(real):
+    report = examine(Planted(real=real), "transport")
+    assert report.ok
+    assert not report.conforms
+    assert report.not_examined == dict.fromkeys(report.kernels, "no selected test uses it")
+
+
+def test_quick_group_has_three_ranks():
+    """Two ranks cannot show that the messages of two peers are exchanged."""
+    names = [test.name for test in list_tests(BackendUnderTest(load("cpu"), 8, "quick"), ["group"])]
+    assert names[0] == "messages-3ranks"
+
+
 class Labelled(planted_transports.TransportWrapper):
     """Assert that each message has a label, which errors need."""
 
@@ -218,10 +277,12 @@ def test_probe_facts_that_are_not_json_are_named():
     assert "'memory' is a Tensor" in report.failures[0].message
 
 
-def test_check_backend_rejects_unknown_evidence_level():
+def test_evidence_level_is_that_of_the_probe():
     WithProbeFacts.facts = {"evidence_level": "gold"}
     with pytest.raises(InputError, match=r"evidence level in the probe of the backend 'planted'; got 'gold'"):
         check_backend(WithProbeFacts(), cases=["claims:probe"])
+    WithProbeFacts.facts = {}
+    assert check_backend(WithProbeFacts(), cases=["claims:probe"]).evidence_level == "not stated"
     WithProbeFacts.facts = {"evidence_level": "simulated"}
     assert check_backend(WithProbeFacts(), cases=["claims:probe"]).evidence_level == "simulated"
 

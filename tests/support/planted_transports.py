@@ -53,6 +53,25 @@ class ReusesBuffers(TransportWrapper):
         return self._buffers.setdefault(size, super().buffer(size, device))
 
 
+class ExchangesPair(TransportWrapper):
+    """Receive two messages of equal size and one post in each other's buffers, if both come from the same peer."""
+
+    same_peer = True
+
+    def post(self, sends, receives, label=""):
+        if len(receives) == 2 and len({m.buffer.numel() for m in receives}) == 1:
+            first, second = receives
+            if (first.peer == second.peer) == self.same_peer:
+                receives = [first._replace(buffer=second.buffer), second._replace(buffer=first.buffer)]
+        return super().post(sends, receives, label)
+
+
+class ExchangesPeers(ExchangesPair):
+    """Receive messages of equal size from two peers in each other's buffers."""
+
+    same_peer = False
+
+
 class _Nothing:
     def wait(self) -> None:
         """Return without waiting."""

@@ -71,7 +71,7 @@ class AscendBackend(AcceleratorBackend):
         cann = str(import_module("torch_npu").npu.utils.get_cann_version("CANN"))
         facts: Facts = {"torch_npu": version("torch_npu"), "cann": cann}
         # `make conform-ascend` builds a stand-in with this version, so that its reports are never taken for a device's.
-        return {**facts, "evidence_level": "simulated"} if "stand-in" in cann else facts
+        return {**facts, "evidence_level": "simulated" if "stand-in" in cann else "device"}
 
     def tracer(self) -> Tracer:
         return NpuTracer()

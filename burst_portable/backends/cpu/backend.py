@@ -70,6 +70,7 @@ class CpuBackend(Backend):
         return Probe(
             True,
             facts={
+                "evidence_level": "device",
                 "processor": platform.processor() or platform.machine(),
                 "cores": os.cpu_count(),
                 "threads": torch.get_num_threads(),

@@ -93,7 +93,7 @@ class CudaBackend(AcceleratorBackend):
         return {"capability": capability, "multiprocessors": properties.multi_processor_count}
 
     def libraries(self) -> Facts:
-        return libraries()
+        return {**libraries(), "evidence_level": "device"}
 
     def measured_hardware(self, ranks: int, kernel: str) -> HardwareSpec | None:
         """Return the rates of the current kind of GPU."""

@@ -68,7 +68,7 @@ class RocmBackend(AcceleratorBackend):
         return {"architecture": architecture(properties), "compute_units": properties.multi_processor_count}
 
     def libraries(self) -> Facts:
-        return libraries()
+        return {**libraries(), "evidence_level": "device"}
 
     def meter(self, index: int) -> Meter:
         device: Any = torch.cuda.get_device_properties(index)

@@ -49,13 +49,22 @@ def axes_of(kernel: Kernel | LazyKernel, device: str) -> Axes:
 
 def plainest(kernel: Kernel | LazyKernel, device: str) -> dict[str, Any]:
     """Return the plainest heads, determinism and dtype that the kernel supports together."""
-    bases = (
-        {"heads": heads, "deterministic": deterministic, "dtype": dtype}
-        for heads in ("mha", *LARGER_HEADS)
-        for deterministic in (True, False)
-        for dtype in DTYPES.values()
-    )
-    return next((base for base in bases if _serves(kernel, device, **base)), {"heads": "mha"})
+    return next((base for base in _plain_choices() if _serves(kernel, device, **base)), {"heads": "mha"})
+
+
+def _plain_choices() -> Iterator[dict[str, Any]]:
+    """Yield plain heads, determinism and dtypes, the plainest first."""
+    for heads in ("mha", *LARGER_HEADS):
+        for deterministic in (True, False):
+            for dtype in DTYPES.values():
+                yield {"heads": heads, "deterministic": deterministic, "dtype": dtype}
+
+
+def unsupported_reason(kernel: Kernel | LazyKernel, device: str) -> str:
+    """Return why a kernel declines even the plainest call, or "" if it supports one of these calls."""
+    if any(_serves(kernel, device, **base) for base in _plain_choices()):
+        return ""
+    return kernel.supports(Case(heads="mha").make_call(device)).reason or "it gives no reason"
 
 
 def fitted(case: Case, kernel: Kernel | LazyKernel, device: str) -> Case:

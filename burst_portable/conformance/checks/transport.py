@@ -8,13 +8,20 @@ from itertools import product
 import torch
 
 from burst_portable.backends.base import Backend
-from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
+from burst_portable.conformance.base import (
+    BackendUnderTest,
+    Check,
+    Outcome,
+    TestCase,
+    make_plain_test,
+    record_kernel,
+)
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.checks.attention import compare, make_case_test, make_case_tests
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.processes import run_exchanges, run_on_processes
-from burst_portable.conformance.running import gather_shards
+from burst_portable.conformance.running import gather_shards, plan_of
 
 
 def _thread_tests(target: BackendUnderTest) -> Iterator[TestCase]:
@@ -29,7 +36,9 @@ def _run_job(target: BackendUnderTest, job: str, ranks: int) -> Outcome:
     return Outcome(wrong="; ".join(f"rank {rank}: {wrong}" for rank, wrong in enumerate(reports) if wrong))
 
 
-TRANSPORT = Check("transport", "messages and collectives between ranks as threads", _thread_tests)
+TRANSPORT = Check(
+    "transport", "messages and collectives of this library's own threads; not the backend's transport", _thread_tests
+)
 
 
 _GROUP_CASES = (
@@ -43,7 +52,10 @@ _GROUP_CASES = (
 
 def _group_tests(target: BackendUnderTest) -> Iterator[TestCase]:
     """Yield messages and collectives, and a few attentions: few of each, since a process takes seconds to start."""
-    counts, cases = ((2,), _GROUP_CASES[:1]) if target.coverage == "quick" else ((2, 3), _GROUP_CASES)
+    counts: tuple[int, ...] = (2, 3)
+    cases: tuple[Case, ...] = _GROUP_CASES
+    if target.coverage == "quick":  # two ranks cannot show that messages of two peers are exchanged
+        counts, cases = ((2,) if target.ranks < 3 or _skip_reason(target, 3) else (3,)), _GROUP_CASES[:1]
     for ranks in counts:
         if ranks <= target.ranks:
             yield make_plain_test("group", f"messages-{ranks}ranks", _messages, target, ranks)
@@ -62,7 +74,9 @@ def _messages(target: BackendUnderTest, ranks: int, in_subgroup: bool = False) -
 def _attend(target: BackendUnderTest, case: Case) -> Outcome:
     if reason := _skip_reason(target, case.ranks):
         return Outcome(skipped=reason)
-    return compare(case, make_inputs(case), gather_shards(run_on_processes(target, case), case.make_layout()))
+    shards = run_on_processes(target, case)
+    record_kernel(target.choose(plan_of(case, target.device.type).forward.call).name)
+    return compare(case, make_inputs(case), gather_shards(shards, case.make_layout()))
 
 
 def _skip_reason(target: BackendUnderTest, ranks: int) -> str:
