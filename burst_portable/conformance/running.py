@@ -29,8 +29,7 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles
 from burst_portable.runtime.autograd import begin, observed, run_backward
 from burst_portable.runtime.executor import attend_first
-from burst_portable.runtime.prepare import executor_of, plan_for_kernel
-from burst_portable.runtime.prepared_call import PreparedCall, PreparedPass
+from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
 from burst_portable.strategies.planner import planned
 
 
@@ -53,18 +52,8 @@ def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transpo
     plan = plan_of(case, device.type)
     kernel = target.choose(plan.forward.call)
     plan = plan_for_kernel(plan, kernel)
-    signature, rank = call_signature({"case": case.spec()}), transport.rank
-    mesh = Mesh(rank, transport.size, lambda _: transport)
-    unobserved = PreparedCall(
-        plan,
-        plan.forward.call,
-        target.backend,
-        kernel,
-        transport,
-        executor_of(plan),
-        PreparedPass.of(plan.forward, rank, signature.of_pass("forward")),
-        PreparedPass.of(plan.backward, rank, signature.of_pass("backward")),
-    )
+    unobserved = prepared_call(plan, target.backend, kernel, transport, call_signature({"case": case.spec()}))
+    mesh = Mesh(transport.rank, transport.size, lambda _: transport)
     prepared = observed(unobserved, mesh)  # as in a call: a profiling session records it
     rows = torch.tensor(plan.call.layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))

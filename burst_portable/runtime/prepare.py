@@ -32,7 +32,7 @@ from burst_portable.planning.messages import Inboxes, inboxes
 from burst_portable.planning.plans import Plan, with_rank_order
 from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
-from burst_portable.runtime.prepared_call import Executor, PreparedCall, PreparedPass
+from burst_portable.runtime.prepared_call import PreparedCall, PreparedPass
 from burst_portable.runtime.validation import (
     as_number,
     broadcast_error,
@@ -230,27 +230,36 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         plan, backend, kernel, reason = choose(call, mesh, request)
         transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     signature = _call_signature(plan, backend, kernel, transport, with_lse=request.return_lse)
-    inbox = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
+    return prepared_call(plan, backend, kernel, transport, signature, with_lse=request.return_lse, reason=reason)
+
+
+def prepared_call(
+    plan: Plan,
+    backend: Backend,
+    kernel: Kernel,
+    transport: Transport,
+    signature: CallSignature,
+    *,
+    with_lse: bool = True,
+    reason: str = "",
+) -> PreparedCall:
+    """Return what one rank runs for a plan. See `PreparedCall`."""
+    inbox = inboxes(plan, transport.rank) if transport.direct else Inboxes()
     return PreparedCall(
         plan,
         plan.forward.call,
         backend,
         kernel,
         transport,
-        executor_of(plan),
-        PreparedPass.of(plan.forward, mesh.rank, signature.of_pass("forward"), inbox.forward),
-        PreparedPass.of(plan.backward, mesh.rank, signature.of_pass("backward"), inbox.backward),
+        HeadExecutor() if plan.heads else StepExecutor(),
+        PreparedPass.of(plan.forward, transport.rank, signature.of_pass("forward"), inbox.forward),
+        PreparedPass.of(plan.backward, transport.rank, signature.of_pass("backward"), inbox.backward),
         offsets=inbox.offsets,
         yields_to_comm=transport.high_priority and plan.overlaps_communication,
         backward_takes_out=plan.backward.side == "kv" and kernel.traits.splits_tiles,
-        with_lse=request.return_lse,
+        with_lse=with_lse,
         reason=reason,
     )
-
-
-def executor_of(plan: Plan) -> Executor:
-    """Return the executor of a plan."""
-    return HeadExecutor() if plan.heads else StepExecutor()
 
 
 def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
