@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.selection import for_device, hardware_of, open_or_reason
+from burst_portable.backends.base import Backend
+from burst_portable.backends.selection import for_device, hardware_of, kernels_of, open_or_reason
 from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
@@ -115,6 +116,8 @@ class Recorder:
         self._device: torch.device | None = None
         self.sensors: Sensors | None = None
         self.transport = ""  # its name, set by the first call
+        self.backend: Backend | None = None  # that of the calls, set by the first one
+        self.used_kernels: dict[str, str] = {}  # name -> why the calls used it
         self.high_priority = False  # of its messages
 
     @property
@@ -125,13 +128,19 @@ class Recorder:
     def clock(self, device: torch.device) -> HostClock:
         """Return the clock of a device; the first call creates it."""
         if device not in self._clocks:
-            backend = for_device(device.type)
+            backend = self._backend_for(device.type)
             self._clocks[device] = make_clock(device, streams=backend.capabilities.streams)
             if not self._device or backend.capabilities.streams:  # otherwise marks are times of the host
                 self._device = device
             if self.sensors is None and not self.is_basic and device.index is not None:
                 self.sensors = Sensors(open_or_reason(backend.meter, device.index))
         return self._clocks[device]
+
+    def _backend_for(self, device_type: str) -> Backend:
+        """Return the backend of the calls, or the default one of another type of device."""
+        if self.backend is not None and self.backend.capabilities.device_type == device_type:
+            return self.backend
+        return for_device(device_type)
 
     @property
     def device_type(self) -> str | None:
@@ -173,6 +182,7 @@ class Recorder:
             self.rows[kind] = deque((self._read(row, times) for row in rows), maxlen=rows.maxlen)
         self.train_steps = deque((self._read(row, [1, 2]) for row in self.train_steps), maxlen=self.train_steps.maxlen)
         device = self.device_type or "cpu"
+        backend = self._backend_for(device)
         plans = [facts for _, _, facts in self._plans.values()]
         dtypes = sorted({facts.dtype for facts in plans if facts.dtype})
         return RankRecords(
@@ -180,15 +190,15 @@ class Recorder:
             self.host,
             clock.evidence if clock else "host clock",
             {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
-            [facts.describe(device, self._hardware, high_priority=self.high_priority) for facts in plans],
+            [facts.describe(backend, self._hardware, high_priority=self.high_priority) for facts in plans],
             list(self.calls),
             {
                 "device": device,
                 "level": self.level,
                 "drift": drift and asdict(drift),
                 "sensors": self.sensors.facts() if self.sensors else {"reason": "not read", "time_ns": []},
-                "transport": {"used": self.transport, "direct": for_device(device).capabilities.direct_transport},
-                "peaks": [asdict(for_device(device).peaks(dtype)) for dtype in dtypes],
+                "transport": {"used": self.transport, "direct": backend.capabilities.direct_transport},
+                "peaks": [asdict(backend.peaks(dtype)) for dtype in dtypes],
             },
             train_steps=list(self.train_steps),
         )
@@ -216,10 +226,10 @@ class PlanFacts:
                     work = pass_flops(pass_plan.call, name, num_pairs)
                     self.computes[bool(backward), c] = step.index, num_pairs, len(c.tiles), work
 
-    def describe(self, device_type: str, file: str = "", *, high_priority: bool = False) -> dict[str, Any]:
+    def describe(self, backend: Backend, file: str = "", *, high_priority: bool = False) -> dict[str, Any]:
         """Return the plan's facts for a report. Predictions use the hardware of a file, else the backend's."""
         plan, p = self.plan, self.plan.call
-        hardware, source = self._hardware_and_source(device_type, file, high_priority)
+        hardware, source = self._hardware_and_source(backend, file, high_priority)
         costs = {name: rank_cost(plan, name, self.rank, hardware) for name in PASSES}
         return {
             "strategy": plan.strategy,
@@ -250,9 +260,9 @@ class PlanFacts:
             },
         }
 
-    def _hardware_and_source(self, device_type: str, file: str, high_priority: bool) -> tuple[HardwareSpec, str]:
+    def _hardware_and_source(self, backend: Backend, file: str, high_priority: bool) -> tuple[HardwareSpec, str]:
         """Return the hardware for predictions and its source. An unusable file does not prevent a report."""
-        backend, p = for_device(device_type), self.plan.call
+        p = self.plan.call
         note = ""
         try:
             hardware = hardware_of(
@@ -270,11 +280,27 @@ def _layout_name(layout: Layout) -> str:
     return layout.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} per rank, step {first[0].step}"
 
 
+def _kernel_reason(prepared: PreparedCall) -> str:
+    """Return why a call uses its kernel: the reasons of the kernels that the backend prefers, or that it is named."""
+    reasons = []
+    for kernel in kernels_of(prepared.backend):
+        if kernel.name == prepared.kernel.name:
+            break
+        support = kernel.supports(prepared.part)
+        if support.ok:
+            return "named"
+        reasons.append(f"not {kernel.name}: {support.reason}")
+    return "; ".join(reasons) or "the first of the backend"
+
+
 class RecordingObserver(Observer):
     """Record one call: its forward pass and its backward pass."""
 
     def __init__(self, prepared: PreparedCall, recorder: Recorder) -> None:
         self.recorder, self._outer = recorder, prepared.observer
+        recorder.backend = prepared.backend
+        if prepared.kernel.name not in recorder.used_kernels:
+            recorder.used_kernels[prepared.kernel.name] = _kernel_reason(prepared)
         self._facts = recorder.facts(prepared.plan)
         self._location = recorder.train_step, recorder.attention_call - 1
         recorder.transport, recorder.high_priority = prepared.transport.name, prepared.transport.high_priority

@@ -104,6 +104,11 @@ class Session:
         observer = RecordingObserver(prepared, self._recorder(mesh))
         return replace(prepared, observer=observer, transport=RecordingTransport(prepared.transport, observer))
 
+    @property
+    def used_kernels(self) -> dict[str, str]:
+        """Names of the kernels that the recorded calls of this process used -> reason."""
+        return {name: why for recorder in self._recorders.values() for name, why in recorder.used_kernels.items()}
+
     def _recorder(self, mesh: Mesh) -> Recorder:
         key = _MeshRank(mesh.global_ranks, mesh.rank)
         with self._lock:

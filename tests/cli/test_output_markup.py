@@ -58,7 +58,7 @@ def test_failed_run_prints_brackets_literally(capsys):
         "mode": "training", "losses": [1.0], "tokens_per_second": 1.0, "reference_tokens_per_second": None,
         "seconds_per_step": 1.0, "reference_seconds_per_step": None, "peak_memory_bytes": [1], "steps": 1,
         "batch": 1, "mfu": None, "model_flops_per_step": None, "peak": {},
-        "seq_len": 8, "notes": [NAMED],
+        "seq_len": 8, "notes": [NAMED], "kernels": {},
     }  # fmt: skip
     view.View().result(facts)
     assert capsys.readouterr().out.count(NAMED) == 2

@@ -157,7 +157,7 @@ def test_profile_predicts_with_slowdown_of_its_transport(monkeypatch):
     monkeypatch.setattr(CpuBackend, "measured_hardware", lambda *_: slow)
     facts = PlanFacts(bp.plan(seq_len=4096, ranks=2, heads=2, head_dim=16, strategy="ring"), 0)
     first, last = (
-        facts.describe("cpu", high_priority=first)["planned"]["forward"]["seconds"] for first in (True, False)
+        facts.describe(load("cpu"), high_priority=first)["planned"]["forward"]["seconds"] for first in (True, False)
     )
     assert first < last
 

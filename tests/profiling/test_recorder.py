@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.backends.selection import load
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.hardware import HardwareSpec
@@ -19,6 +20,7 @@ from burst_portable.profiling import recorder as module
 from burst_portable.profiling.event_tables import NEVER, pack, unpack
 from burst_portable.profiling.recorder import Recorder, RecordingObserver, RecordingTransport
 from burst_portable.runtime.prepared_call import NO_OBSERVER
+from tests.support.planted_bugs import Planted
 from tests.support.recorded_calls import LENGTH, RANKS, inputs, one_step
 
 
@@ -215,7 +217,9 @@ def test_batched_messages_are_watched_once():
     def arrivals(sending):
         transport = LocalTransport(Fabric(2, 1.0), 0)
         transport.end = lambda: log.append("end")
-        prepared = SimpleNamespace(plan=plan, transport=transport, observer=NO_OBSERVER)
+        backend = load("cpu")
+        kernel = backend.kernels()[0]
+        prepared = SimpleNamespace(plan=plan, transport=transport, observer=NO_OBSERVER, backend=backend, kernel=kernel)
         recorder = Recorder(0, "host", level="standard")
         recorder._clocks[buffer.device] = clock
         observer = RecordingObserver(prepared, recorder)
@@ -260,3 +264,28 @@ def test_device_marks_are_read_by_device_clock(monkeypatch):
     records = recorder.records()
     assert records.tables["message"]["arrived"].tolist() == [77]
     assert (records.evidence, records.facts["device"]) == ("device events", "cuda")
+
+
+def test_session_names_used_kernels_with_reasons():
+    """Each call selects its kernel, so a report must say which one computed, and why not the preferred one."""
+    x = torch.randn(1, 8, 2, 8)
+    for options, expected in (
+        ({}, {"cpu_flash": "the first of the backend"}),
+        ({"softcap": 5.0}, {"reference": "not cpu_flash: it has no softcap"}),
+        ({"kernel": "reference"}, {"reference": "named"}),
+    ):
+        with bp.profile() as session:
+            bp.attention(x, x, x, **options)
+        assert session.used_kernels == expected
+
+
+def test_recorder_describes_backend_of_the_call():
+    """The peaks came from the first backend of the device type, although another one computed."""
+    backend = Planted(name="other")
+    mesh = bp.Mesh.single()
+    mesh.backend_for = lambda device_type: backend
+    x = torch.randn(1, 8, 2, 8)
+    with bp.profile(mesh=mesh) as session:
+        bp.attention(x, x, x, mesh=mesh)
+    assert [recorder.backend for recorder in session._recorders.values()] == [backend]
+    assert session.report().data["peaks"][0]["flops"] is None

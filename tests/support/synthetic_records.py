@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import burst_portable as bp
+from burst_portable.backends.selection import load
 from burst_portable.planning.plans import Plan
 from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.event_tables import COLUMNS, NEVER, KernelTrace, RankRecords, Table
@@ -58,7 +59,7 @@ class Maker:
 
     def records(self, plan: Plan | None = None) -> RankRecords:
         tables = {kind: Table.of(kind, rows) for kind, rows in self._rows.items()}
-        plans = [PlanFacts(plan, self.rank).describe("cpu")] if plan else []
+        plans = [PlanFacts(plan, self.rank).describe(load("cpu"))] if plan else []
         calls = [(0, 0, 0)] if plan else []
         traced = KernelTrace.of([("q0 x kv0", "_forward")], self._kernels, on_device=True) if self._kernels else None
         return RankRecords(

@@ -87,6 +87,7 @@ def facts_of(
         "worst_gradient_relative_difference": largest,
         "worst_gradient": worst,
         "tolerances": TOLERANCES[job.dtype],
+        "kernels": first.kernels,
         "notes": first.notes,
         "ranks_agree": all((o.fingerprint, o.losses) == (first.fingerprint, first.losses) for o in outcomes),
         "perplexity": _perplexity(first) if job.scoring else None,

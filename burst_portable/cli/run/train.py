@@ -184,6 +184,7 @@ class Outcome(StepHistory):
         timed: Whether kernels and waiting were measured separately.
         notes: Remarks about the model's weights.
         peak: `backends.base.Peaks` of the device as a dict.
+        kernels: Names of the kernels that computed attention -> reason.
         profile: The profiler's report, on rank 0 of a profiled run.
     """
 
@@ -192,6 +193,7 @@ class Outcome(StepHistory):
     timed: bool
     notes: list[str]
     peak: dict[str, Any]
+    kernels: dict[str, str]
     profile: dict[str, Any] | None = None
 
 
@@ -243,6 +245,7 @@ def _run(
         timed=sharded is not None and not backend.capabilities.streams,  # calls return after their work
         notes=notes,
         peak=asdict(backend.peaks(job.dtype)),
+        kernels=sharded.session.used_kernels if sharded and sharded.session else {},
     )
     if job.ablate and sharded and sharded.session:
         first = next(iter(batches(tokens, job.seq_len, job.batch, 1)))

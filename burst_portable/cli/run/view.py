@@ -83,6 +83,7 @@ class View:
         self._console.print("", rows, "")
         self._line("times", timing_text(facts), style="dim")
         self._line("MFU", mfu_text(facts), style="dim")
+        self._line("kernel", kernels_text(facts), style="dim")
         for note in facts["notes"]:
             self._line("note", note)
 
@@ -147,6 +148,11 @@ def mfu_text(facts: dict[str, Any]) -> str:
     per_step = f"{scaled(flops, 'FLOP')} of the model per {_unit(facts['mode'] == 'perplexity')}"
     peaks = f"{facts['world_size']} x {scaled(peak['flops'], 'FLOP/s')} in {peak['dtype']} ({peak['source']})"
     return f"{per_step}, divided by its time and by {peaks}"
+
+
+def kernels_text(facts: dict[str, Any]) -> str:
+    """Name the kernels that computed attention, with reasons."""
+    return ", ".join(f"{name} ({reason})" for name, reason in facts["kernels"].items()) or "none"
 
 
 def _unit(scoring: bool) -> str:

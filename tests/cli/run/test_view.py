@@ -43,6 +43,7 @@ def test_view_wraps_long_verdict_in_narrow_terminal(capsys):
         "batch": 1, "seq_len": 64, "tokens_per_second": 1.0, "reference_tokens_per_second": None,
         "seconds_per_step": 1.0, "reference_seconds_per_step": None, "mfu": None, "notes": [],
         "model_flops_per_step": None, "peak": {}, "peak_memory_bytes": [1],
+        "kernels": {"reference": "not fast: it supports 16 bits only"},
     }  # fmt: skip
     view = View()
     view._console = Console(force_terminal=True, width=60, soft_wrap=True, color_system=None)
@@ -52,6 +53,7 @@ def test_view_wraps_long_verdict_in_narrow_terminal(capsys):
         "PASSED  3 steps match one device: losses within 8.4e-08,",
         "        final gradients within 3.9e-07 (relative, float32)",
     ]
+    assert "kernel  reference (not fast: it supports 16 bits only)" in lines
 
 
 def test_log_line_is_not_wrapped(tmp_path, capsys):
