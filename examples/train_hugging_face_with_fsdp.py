@@ -40,6 +40,8 @@ def train(checkpoint: str | None, text: str, seq_len: int, steps: int) -> list[f
     ranks = dist.get_world_size()
     grid = init_device_mesh(device.type, (ranks,), mesh_dim_names=("sequence",))
     model, tokens = load(checkpoint, text)
+    if len(tokens) < seq_len * steps:
+        raise SystemExit(f"the text has {len(tokens)} tokens; {steps} steps of {seq_len} need {seq_len * steps}")
     model.to(device)
     sharded = parallelize(model, bp.Mesh.from_device_mesh(grid))
     # The first name is that of newer releases of Transformers.
@@ -65,11 +67,17 @@ def train(checkpoint: str | None, text: str, seq_len: int, steps: int) -> list[f
     return losses
 
 
+def length(text: str) -> int:
+    """Parse a number of tokens: digits, or digits with k (times 1,024) or m (times 1,048,576)."""
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
+    return int(text if factor == 1 else text[:-1]) * factor
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a checkpoint; default: a small Llama with random weights")
     parser.add_argument("--text", type=Path, help="text file; default: English that comes with Python")
-    parser.add_argument("--seq-len", type=int, default=509, help="tokens of a sequence")
+    parser.add_argument("--seq-len", type=length, default=509, help="tokens of a sequence, such as 4096 or 512k")
     parser.add_argument("--steps", type=int, default=3, help="number of sequences")
     options = parser.parse_args()
     if "RANK" not in os.environ:

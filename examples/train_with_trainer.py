@@ -50,7 +50,7 @@ def train(
     """Return the losses of three training steps and of the evaluation."""
     set_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **SIZES))
-    mine = {"model": model} if mesh is None else {"handle": parallelize(model, mesh)}
+    mine = {"model": model} if mesh is None else {"sharded": parallelize(model, mesh)}
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
             **mine,

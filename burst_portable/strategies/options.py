@@ -97,7 +97,7 @@ TRANSFER = Option(
     "way to transfer blocks",
     choices=("ring", "direct"),
     flag=True,
-    help="Send blocks from rank to rank (ring) or from their owners (direct).",
+    help="Send blocks from rank to rank (ring) or from their owners (direct); auto tries both.",
 )
 PREFETCH_STEPS = Option(1, "a number of steps", help="Steps before its computation at which a block is sent.")
 BLOCKS_PER_LAUNCH = Option(

@@ -94,7 +94,8 @@ def run(
 
     burst-portable run --ranks 2 --check
     burst-portable run --model CHECKPOINT_DIR --text FILE --eval
-    torchrun --nproc-per-node 8 -m burst_portable run --model CONFIG.json --seq-len 131072
+    torchrun --nproc-per-node 8 -m burst_portable run --model CONFIG.json --seq-len 128k
+    --dtype bfloat16 --gradient-checkpointing
     """
     if find_spec("transformers") is None:
         raise BackendUnavailableError(

@@ -118,8 +118,10 @@ def config_of(name: str, seq_len: int) -> Any:
     _check_sizes({name: getattr(config, name, None) for name in _SIZES}, _SIZES)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
-        what = "the sequence is longer than the model's positions"
-        raise InputError(what, got=f"--seq-len {seq_len}", allowed=longest)
+        from burst_portable.integrations.transformers.checks import LONGER_CONTEXT
+
+        what = "the sequence is longer than the model's max_position_embeddings"
+        raise InputError(what, got=f"--seq-len {seq_len}", allowed=f"at most {longest}", next_step=LONGER_CONTEXT)
     return config
 
 
@@ -284,6 +286,7 @@ def _config_file(name: str) -> Path:
             "no such model",
             got=repr(name),
             allowed=f"{TINY}, a JSON config file, or a folder with config.json and *.safetensors",
+            next_step="models are not downloaded; for one of the Hugging Face Hub, download it and pass its folder",
         )
     return path
 

@@ -2,8 +2,8 @@
 
 ::
 
-    handle = parallelize(model, mesh)
-    inputs = handle.shard(input_ids)  # this rank's tokens, with shifted labels
+    sharded = parallelize(model, mesh)
+    inputs = sharded.shard(input_ids)  # this rank's tokens, with shifted labels
     loss = model(**inputs).loss  # this rank's part of the mean over all tokens
     loss.backward()
     all_reduce_gradients(model.parameters(), mesh)  # now every rank has one device's gradients

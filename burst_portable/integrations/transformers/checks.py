@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.errors import InputError, UnsupportedError, format_error
+from burst_portable.mesh import Mesh
 
 
 def parameters_of(module: Any) -> list[str]:
@@ -24,17 +27,15 @@ def takes(module: Any, name: str) -> bool:
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for padding, caches, cross attention and arguments that count tokens of the sequence."""
+    """Raise `UnsupportedError` for padding, cross attention and arguments that count tokens of the sequence."""
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 0).all())):
         raise UnsupportedError(
             "this attention_mask is not supported",
             got="padding" if isinstance(mask, Tensor) and mask.dim() == 2 else type(mask).__name__,
             allowed="None, or [batch, tokens] without a zero",
-            next_step="pass the mask to handle.shard, or pack documents (see ShardedModel.shard)",
+            next_step="pass the mask to sharded.shard, or pack documents (see ShardedModel.shard)",
         )
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise UnsupportedError("a sharded model has no cache and cannot generate; pass use_cache=False")
     for name in ("encoder_hidden_states", "encoder_attention_mask"):
         if kwargs.get(name) is not None:
             raise UnsupportedError("cross attention is not supported: its keys are another sequence", got=name)
@@ -45,11 +46,21 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
         raise UnsupportedError("output_attentions is not supported: attention weights are never computed")
 
 
+def check_cache(kwargs: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` if a call passes or requests a KV cache, as `generate` does."""
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise UnsupportedError(
+            "a sharded model has no KV cache, so it cannot generate",
+            next_step="pass use_cache=False; before generate(), call sharded.undo(), or use a copy of the model that "
+            "is not sharded",
+        )
+
+
 def check_no_document_lengths(kwargs: dict[str, Any]) -> None:
     """Raise `UnsupportedError` for Transformers' arguments of document lengths, which would count a shard's tokens."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         if kwargs.get(name) is not None:
-            next_step = "pass cu_seqlens= of the unsharded row to handle.shard"
+            next_step = "pass cu_seqlens= of the unsharded row to sharded.shard"
             raise UnsupportedError(
                 "document lengths that count tokens of a shard are not supported", got=name, next_step=next_step
             )
@@ -72,6 +83,11 @@ def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) ->
 
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 LAYER_TYPES = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+LONGER_CONTEXT = (
+    "set a larger max_position_embeddings in the config, with a fixed RoPE scaling (linear, yarn or llama3); "
+    "docs/hugging_face.md, 'Longer contexts', has an example"
+)
+"""What to do if a sequence is longer than the positions of a model."""
 
 
 def check_model(model: Any) -> None:
@@ -85,7 +101,9 @@ def check_model(model: Any) -> None:
         raise InputError(
             "parallelize needs a transformers model",
             got=type(model).__name__,
-            next_step="pass the model before it is wrapped (DDP, PEFT, torch.compile)",
+            next_step="pass the model first: parallelize(model, mesh)"
+            if isinstance(model, Mesh | ProcessGroup | DeviceMesh)
+            else "pass the model before it is wrapped (DDP, PEFT, torch.compile)",
         )
     if reason := _unsupported_reason(model):
         raise UnsupportedError(f"{type(model).__name__} cannot be sharded", got=reason)
@@ -184,7 +202,21 @@ def _check_rope(config: Any, seq_len: int) -> None:
                 f"RoPE of type {kind!r} depends on the largest position id, which differs between ranks",
                 got=f"{seq_len} tokens",
                 allowed=f"at most {trained}",
+                next_step=LONGER_CONTEXT,
             )
+
+
+def longer_than_trained(config: Any, length: int) -> str | None:
+    """Return a warning if a document is longer than the positions of a model with RoPE, which computes without them."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None or length <= longest or not any(_rope_parameters(config)):
+        return None
+    return format_error(
+        "a document is longer than the model's max_position_embeddings, and RoPE extrapolates",
+        got=f"{length} tokens",
+        allowed=f"at most {longest}",
+        next_step=LONGER_CONTEXT,
+    )
 
 
 def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from itertools import pairwise
 from types import FrameType
@@ -23,12 +24,14 @@ from burst_portable.integrations.transformers.attention import (
 from burst_portable.integrations.transformers.batch_check import KEY, BatchCheck, checksum
 from burst_portable.integrations.transformers.checks import (
     check_arguments,
+    check_cache,
     check_layerdrop,
     check_model,
     check_no_document_lengths,
     check_positions,
     checked_positions,
     drops_layers,
+    longer_than_trained,
     parameters_of,
     takes,
 )
@@ -93,7 +96,7 @@ def parallelize(
 ) -> ShardedModel:
     """Shard the sequence of a Transformers model over the ranks of a mesh, without editing the model.
 
-    Every rank calls the model with its own tokens: ``model(**handle.shard(input_ids))``. All layers but attention
+    Every rank calls the model with its own tokens: ``model(**sharded.shard(input_ids))``. All layers but attention
     process these tokens only; attention covers the unsharded sequence. A mask that `Mask` does not express raises an
     error.
 
@@ -153,6 +156,7 @@ class ShardedModel:
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
         self._batch = BatchCheck()
+        self._warned_about_length = False
         # Attentions of the last successful call.
         self._attentions: int = getattr(model.config, "num_hidden_layers", 0)
         self._before = model.config._attn_implementation
@@ -256,7 +260,10 @@ class ShardedModel:
                 check_tensor(name, x)
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
         if input_ids.dim() != 2:
-            raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape))
+            next_step = "add the batch dimension: input_ids.unsqueeze(0)" if input_ids.dim() == 1 else None
+            raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape), next_step=next_step)
+        if not input_ids.numel():
+            raise ShapeError("the batch has no tokens", got=tuple(input_ids.shape), allowed="at least one token")
         layout = self._layouts.of(input_ids.shape[1], cu_seqlens)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
         if self.mesh.size > 1:
@@ -317,9 +324,11 @@ class ShardedModel:
         )
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise ShapeError("a sharded model needs input_ids [batch, tokens] or inputs_embeds", got=type(tokens))
+            raise _wrong_tokens(tokens)
+        check_cache(kwargs)
         sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
         check_positions(module.config, sequence.seq_len)
+        self._warn_about_length(module.config, sequence)
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
         check_router(module.config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
@@ -373,18 +382,27 @@ class ShardedModel:
             raise InputError(
                 "the number of tokens of the unsharded sequence is unknown",
                 got=f"{rows} tokens on rank {self.mesh.rank}, no seq_len",
-                next_step="call model(**handle.shard(batch)); for tokens that you divided yourself, pass seq_len= "
-                "to the model or to parallelize()",
+                next_step="call model(**sharded.shard(batch)); for tokens that you divided yourself, pass seq_len= "
+                "to the model or to parallelize(); before generate(), call sharded.undo()",
             )
         length = rows if seq_len is None else size("seq_len", seq_len)
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
         layout = self._layouts.of(length, cu_seqlens)
         if (expected := layout.count(self.mesh.rank)) != rows:
             allowed = f"{expected} of {length} (layout {self.layout!r}, {self.mesh.size} ranks)"
-            next_step = "call model(**handle.shard(input_ids)), or pass seq_len"
+            next_step = "call model(**sharded.shard(input_ids)), or pass seq_len"
             what = f"wrong number of tokens on rank {self.mesh.rank}"
             raise LayoutError(what, got=rows, allowed=allowed, next_step=next_step)
         return CallSequence(length, layout, cu_seqlens, padded)
+
+    def _warn_about_length(self, config: Any, sequence: CallSequence) -> None:
+        """Warn on rank 0, once per model, if a document has more tokens than the positions of the config."""
+        ends = sequence.cu_seqlens or (0, sequence.seq_len)
+        if self.mesh.rank or self._warned_about_length:
+            return
+        if message := longer_than_trained(config, max(b - a for a, b in pairwise(ends))):
+            self._warned_about_length = True
+            warnings.warn(message, stacklevel=2)
 
     def _positions(self, sequence: CallSequence, device: torch.device) -> Tensor:
         """Return the position ids of this rank's tokens, ``[S]``, counted from the start of their document."""
@@ -393,6 +411,17 @@ class ShardedModel:
             return positions
         starts = torch.tensor(sequence.cu_seqlens[:-1], device=device)
         return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def _wrong_tokens(tokens: Any) -> ShapeError:
+    """Return the error of a call whose first argument is not a batch of token ids or embeddings."""
+    what, next_step = "a sharded model needs input_ids [batch, tokens] or inputs_embeds", None
+    if isinstance(tokens, Mapping):
+        next_step = "add ** to the call: model(**sharded.shard(batch))"
+    elif isinstance(tokens, Tensor):
+        next_step = "add the batch dimension: input_ids.unsqueeze(0)"
+    got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+    return ShapeError(what, got=got, next_step=next_step)
 
 
 def _check_free(model: PreTrainedModel) -> None:

@@ -25,14 +25,14 @@ class ShardingCollator:
     the end of rows.
     """
 
-    def __init__(self, handle: ShardedModel, collator: Any) -> None:
-        self.handle, self.collator = handle, collator
+    def __init__(self, sharded: ShardedModel, collator: Any) -> None:
+        self.sharded, self.collator = sharded, collator
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         batch = dict(self.collator(examples))
         if batch.get("labels") is None:
             raise InputError("the collator returns no labels; use DataCollatorForLanguageModeling(mlm=False)")
-        inputs = self.handle.shard(batch)
+        inputs = self.sharded.shard(batch)
         del inputs["num_items_in_batch"]  # Trainer counts over all ranks and all batches of a step
         return {name: x for name, x in inputs.items() if x is not None}
 
@@ -41,38 +41,38 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     """`Trainer` for ranks that share sequences.
 
     Args:
-        handle: The result of `parallelize`. The ranks of its mesh share one sequence. If there are more processes, each
+        sharded: The result of `parallelize`. Ranks of its mesh share one sequence. If there are more processes, each
             group of ranks gets different examples.
         model: The model to train, which contains the parallelized one. Pass PEFT's model here, so that checkpoints
             contain adapters. Default: the parallelized model.
         arguments: Further arguments of `Trainer`.
 
     Raises:
-        InputError: If `handle` is a model, or `model` does not contain that of `handle`. If the number of processes is
+        InputError: If `sharded` is a model, or `model` does not contain its model. If the number of processes is
             not a multiple of the mesh's ranks, or average_tokens_across_devices is off.
         UnsupportedError: For a dataset without a length, metrics of logits, a loss other than the model's, NEFTune, or
             a parallelism_config that shards the sequence.
     """
 
-    def __init__(self, handle: ShardedModel, *, model: nn.Module | None = None, **arguments: Any) -> None:
-        if not isinstance(handle, ShardedModel):
+    def __init__(self, sharded: ShardedModel, *, model: nn.Module | None = None, **arguments: Any) -> None:
+        if not isinstance(sharded, ShardedModel):
             next_step = "SequenceTrainer(parallelize(model, mesh), args=...)"
             raise InputError(
-                "the first argument must be the result of parallelize", got=type(handle).__name__, next_step=next_step
+                "the first argument must be the result of parallelize", got=type(sharded).__name__, next_step=next_step
             )
         _check_parallelism(arguments.get("args"))
-        super().__init__(model=_model_to_train(handle, model), **arguments)
-        ranks, processes = handle.mesh.size, self.args.world_size
+        super().__init__(model=_model_to_train(sharded, model), **arguments)
+        ranks, processes = sharded.mesh.size, self.args.world_size
         if processes % ranks or (ranks > 1 and processes != dist.get_world_size()):
             raise InputError("Trainer has a wrong number of processes", got=processes, allowed=f"a multiple of {ranks}")
         if not self.args.average_tokens_across_devices:
             raise InputError(
                 "the loss must be divided by the tokens of all ranks; set average_tokens_across_devices=True"
             )
-        self.handle = handle
+        self.sharded = sharded
         self._check_loss()
-        self.data_collator: Any = ShardingCollator(handle, self.data_collator)
-        self._sequences, self._sequence = _count_sequences(handle)
+        self.data_collator: Any = ShardingCollator(sharded, self.data_collator)
+        self._sequences, self._sequence = _count_sequences(sharded)
 
     def _check_loss(self) -> None:
         """Raise `UnsupportedError` for losses that shift labels again and noise that depends on the length of a row."""
@@ -83,7 +83,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
                 allowed="the model's own loss",
                 next_step="override compute_loss, and use inputs['shift_labels'] (see docs/hugging_face.md)",
             )
-        if self.neftune_noise_alpha is not None and self.handle.mesh.size > 1:
+        if self.neftune_noise_alpha is not None and self.sharded.mesh.size > 1:
             raise UnsupportedError(
                 "NEFTune scales its noise by the tokens of a row, and a shard has fewer",
                 got=f"neftune_noise_alpha={self.neftune_noise_alpha}",
@@ -131,15 +131,15 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
 
 
-def _model_to_train(handle: ShardedModel, given: nn.Module | None) -> nn.Module:
-    """Return the model of Trainer. Raise `InputError` if it is not that of the handle, or if PEFT's is missing."""
-    model: nn.Module = handle.model if given is None else given
-    if handle.model not in list(model.modules()):
+def _model_to_train(sharded: ShardedModel, given: nn.Module | None) -> nn.Module:
+    """Return the model of Trainer. Raise `InputError` if it is not that of `sharded`, or if PEFT's is missing."""
+    model: nn.Module = sharded.model if given is None else given
+    if sharded.model not in list(model.modules()):
         raise InputError("model does not contain the parallelized model", got=type(model).__name__)
     if given is None and any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise InputError(
             "the model has adapters of PEFT, and checkpoints would contain all of its weights under other names",
-            next_step="SequenceTrainer(handle, model=peft_model, args=...)",
+            next_step="SequenceTrainer(sharded, model=peft_model, args=...)",
         )
     return model
 
@@ -156,11 +156,11 @@ def _check_parallelism(arguments: Any) -> None:
             )
 
 
-def _count_sequences(handle: ShardedModel) -> tuple[int, int]:
+def _count_sequences(sharded: ShardedModel) -> tuple[int, int]:
     """Return the number of concurrent sequences, and the index of this rank's."""
     if not dist.is_initialized():
         return 1, 0
-    group = handle.mesh.group
+    group = sharded.mesh.group
     first: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(first, dist.get_rank() if group is None else min(dist.get_process_group_ranks(group)))
     sequences = sorted(set(first))

@@ -251,6 +251,8 @@ def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
         (["--lr", "0.1", "--eval"], "--lr requires training"),
         (["--backend", "gpu"], "unknown backend"),
         (["--model", "/no/such/model"], "no such model"),
+        (["--model", "meta-llama/Llama-3.1-8B"], "download it and pass its folder"),
+        (["--seq-len", "512k", "--model", "{few}"], "set a larger max_position_embeddings"),
         (["--model", "{broken}"], "cannot be read as JSON"),
         (["--model", "{list}"], "contains no config"),
         (["--model", "{unknown}"], "did you mean llama"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,7 @@ from burst_portable.errors import (
     InputError,
     LayoutError,
     MismatchError,
+    ShapeError,
     UnknownNameError,
     UnsupportedError,
 )
@@ -413,3 +415,65 @@ def test_pooled_output_of_shard_differs_from_sequence() -> None:
     right, wrong = hidden[:, -1], hidden[:, :16][:, ids[:, :16].argmax(dim=-1)[0]]
     assert torch.equal(model(ids).pooler_output, right)
     assert (wrong - right).norm() > 0.1 * right.norm()
+
+
+def test_longer_sequence_warns_once_per_model():
+    model = make("llama")
+    model.config.max_position_embeddings = 32
+    with parallelize(model, Mesh.single()) as handle:
+        with pytest.warns(UserWarning, match=r"max_position_emb.* got 40 tokens; allowed: at most 32; .*scaling"):
+            model(**handle.shard(tokens(1, 40)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(**handle.shard(tokens(1, 48)))
+
+
+def test_packed_documents_within_positions_do_not_warn():
+    model = make("llama")
+    model.config.max_position_embeddings = 32
+    with parallelize(model, Mesh.single()) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**handle.shard(tokens(1, 40), cu_seqlens=(0, 20, 40)))
+
+
+def test_dynamic_rope_error_advises_fixed_scaling():
+    config = SimpleNamespace(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=32)
+    with pytest.raises(UnsupportedError, match=r"at most 32; set a larger max_position_embeddings .* fixed RoPE"):
+        check_positions(config, 33)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"use_cache": False}])
+def test_generate_on_two_ranks_advises_undo(arguments):
+    with parallelize(make("llama"), mesh_without_peer()) as handle:
+        with pytest.raises((InputError, UnsupportedError), match=r"before generate.*sharded.undo") as raised:
+            handle.model.generate(tokens(1, 8), max_new_tokens=2, **arguments)
+        assert isinstance(raised.value, InputError if arguments else UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    ("batch", "advice"),
+    [
+        ({"input_ids": tokens(1, 8)}, r"got dict; add \*\* to the call: model\(\*\*sharded.shard\(batch\)\)"),
+        (tokens(1, 8)[0], r"got \(8,\); add the batch dimension: input_ids.unsqueeze\(0\)"),
+    ],
+)
+def test_call_with_wrong_first_argument_advises(batch, advice):
+    with parallelize(make("llama"), Mesh.single()) as handle, pytest.raises(ShapeError, match=advice):
+        handle.model(batch)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (tokens(1, 8)[0], r"must be \[batch, tokens\]; got \(8,\); .*unsqueeze\(0\)"),
+        (tokens(1, 8)[:, :0], r"the batch has no tokens; got \(1, 0\)"),
+    ],
+)
+def test_shard_with_wrong_shape_advises(ids, message):
+    with parallelize(make("llama"), Mesh.single()) as handle, pytest.raises(ShapeError, match=message):
+        handle.shard(ids)
+
+
+def test_parallelize_recognizes_swapped_arguments():
+    with pytest.raises(InputError, match=r"pass the model first: parallelize\(model, mesh\)"):
+        parallelize(Mesh.single(), make("llama"))

@@ -117,7 +117,7 @@ def test_trainer_saves_adapters_of_peft(tmp_path: Path):
     handle = parallelize(make("llama", torch.float32), Mesh.single())
     adapted = peft.get_peft_model(handle.model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     usual = {"args": arguments, "data_collator": default_data_collator, "train_dataset": EXAMPLES[:1]}
-    with pytest.raises(InputError, match=r"adapters of PEFT.*SequenceTrainer\(handle, model=peft_model"):
+    with pytest.raises(InputError, match=r"adapters of PEFT.*SequenceTrainer\(sharded, model=peft_model"):
         SequenceTrainer(handle, **usual)
     with pytest.raises(InputError, match="does not contain the parallelized model; got LlamaForCausalLM"):
         SequenceTrainer(handle, model=make("llama"), **usual)
