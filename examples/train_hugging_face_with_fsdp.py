@@ -42,7 +42,6 @@ def train(checkpoint: str | None, text: str, seq_len: int, steps: int) -> list[f
     model, tokens = load(checkpoint, text)
     if len(tokens) < seq_len * steps:
         raise SystemExit(f"the text has {len(tokens)} tokens; {steps} steps of {seq_len} need {seq_len * steps}")
-    model.to(device)
     sharded = parallelize(model, bp.Mesh.from_device_mesh(grid))
     # The first name is that of newer releases of Transformers.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -50,7 +49,7 @@ def train(checkpoint: str | None, text: str, seq_len: int, steps: int) -> list[f
     # Matrix products in bfloat16 on accelerators; float32 weights and gradients.
     wide = MixedPrecisionPolicy()
     policy = wide if device.type == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for layer in model.base_model.layers:
+    for layer in model.base_model.layers:  # fully_shard moves each part to the device
         fully_shard(layer, mesh=grid, mp_policy=policy)
     fully_shard(model, mesh=grid, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if checkpoint is None else 1e-5)
