@@ -97,6 +97,8 @@ def _import_backend(name: str, target: str) -> Backend:
     # A vendor's module may raise anything on import. The message must name it.
     except (Exception, SystemExit) as error:
         next_step = f"`python -c 'import {module}'` shows where; reinstall that package, or remove it"
+        if isinstance(error, TypeError) and "abstract" in str(error):  # the error names the methods
+            next_step = "implement these methods; docs/writing_a_backend.md describes them"
         raise BackendUnavailableError(
             f"{what} is broken: it fails to import", got=in_a_line(error), next_step=next_step
         ) from error
@@ -138,9 +140,9 @@ def probed(backend: Backend) -> Probe:
         probe = backend.probe()
     # A probe must not raise. If it does, only users who name this backend get an error.
     except Exception as error:  # noqa: BLE001
-        return Probe(False, f"it is broken: its probe raised {in_a_line(error)}")
+        return Probe(False, f"its probe is broken: it raised {in_a_line(error)}")
     if not isinstance(probe, Probe):
-        return Probe(False, f"it is broken: its probe gave a {type(probe).__name__}, not a Probe")
+        return Probe(False, f"its probe is broken: it returned a {type(probe).__name__}, not a Probe")
     return probe if probe.ok or probe.reason else Probe(False, "it does not say why", probe.facts)
 
 

@@ -423,7 +423,7 @@ def _check_available(backend: Backend) -> dict[str, object]:
     probe = probed(backend)
     if not probe.ok:
         what = f"the backend {backend.name!r} cannot run here"
-        raise BackendUnavailableError(what, got=probe.reason, next_step="burst-portable doctor")
+        raise BackendUnavailableError(f"{what}: {probe.reason}")
     kind, step = backend.capabilities.device_type, "import the vendor's package in the probe"
     try:
         torch.device(kind)

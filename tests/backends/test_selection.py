@@ -88,7 +88,7 @@ WRONG = {
         "from burst_portable.backends.base import Backend\nclass Theirs(Backend):\n    name = 'theirs'\n"
         "backend = Theirs()\n",
         "is broken: it fails to import; got TypeError: Can't instantiate abstract class Theirs",
-        "reinstall that package",
+        "implement these methods",
     ),
     "no methods": (
         BACKEND + "Theirs.kernels = ()\nbackend = Theirs()\n",
@@ -134,8 +134,8 @@ def test_for_device_names_broken_backend_if_no_other_fits(installed):
 
 
 PROBES = {
-    "1 / 0": "it is broken: its probe raised ZeroDivisionError: division by zero",
-    "True": "it is broken: its probe gave a bool, not a Probe",
+    "1 / 0": "its probe is broken: it raised ZeroDivisionError: division by zero",
+    "True": "its probe is broken: it returned a bool, not a Probe",
     "Probe(False)": "it does not say why",
 }
 

@@ -131,7 +131,7 @@ def _reasons(target: BackendUnderTest, kernel: Kernel | LazyKernel) -> str:
         if support.ok:
             continue
         if not support.reason:
-            return f"it declines without a reason ({case.spec()})"
+            return f'it declines without a reason ({case.spec()}); return Support(False, "reason")'
         try:
             choose_kernel(target.backend, call, kernel.name)
         except UnsupportedError as error:
