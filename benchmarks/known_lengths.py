@@ -6,17 +6,18 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import burst_portable as bp
 from burst_portable.backends.selection import for_device
+from burst_portable.comm.agreement import call_signature
 from burst_portable.comm.local import Fabric, LocalTransport
+from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.recorder import Recorder, RecordingObserver
-from burst_portable.runtime.prepared_call import NO_OBSERVER
+from burst_portable.runtime.prepare import prepared_call
 
 _HELD = 20_000_000  # cycles: about 10 ms, at first
 _CHUNK = 1024  # MiB of a device's memory that are copied at a time
@@ -121,7 +122,8 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
     transport = LocalTransport(Fabric(2, 1.0), 0)
     arriving: list[Callable[[], None]] = []
 
-    prepared: Any = SimpleNamespace(transport=transport, plan=plan, observer=NO_OBSERVER)
+    backend = for_device(device.device.type)
+    prepared = prepared_call(plan, backend, ReferenceKernel(), transport, call_signature({"call": "known lengths"}))
     ranks = [RecordingObserver(prepared, Recorder(rank, "host")) for rank in (0, 1)]
     q = torch.empty(1, device=device.device)
     first, second = plan.forward.steps_of(0)
