@@ -222,8 +222,8 @@ def test_router_loss_in_direct_forward_call_raises() -> None:
     run_threads(2, work)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parameters", [pytest.param("original", marks=pytest.mark.full), "flat"])
+@pytest.mark.full
+@pytest.mark.parametrize("parameters", ["original", "flat"])
 def test_shards_of_fsdp1_are_not_taken_for_different_parameters(parameters: str) -> None:
     """Each rank has another part of a flat parameter, which once counted as a model that had drifted apart."""
     command = [sys.executable, "-m", "tests.support.fsdp1_ranks", parameters]
