@@ -122,7 +122,7 @@ def all_reduce_gradients(
         with mesh.transport(device.type).between_passes():
             for bucket in _buckets(members, bucket_bytes):
                 _sum_bucket(bucket, missing, mesh)
-        mesh.summed.update((p.grad, p.grad._version) for p in members if p.grad is not None and mesh.size > 1)
+        mesh.summed.update((p.grad, _versions(p)) for p in members if p.grad is not None and mesh.size > 1)
 
 
 def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:
@@ -136,7 +136,7 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
             parameter.grad = torch.zeros_like(parameter)
             missing.add(parameter)
         gradient = _gradient(parameter)
-        if mesh.summed.get(parameter.grad) == parameter.grad._version:
+        if mesh.summed.get(parameter.grad) == _versions(parameter):
             raise InputError(
                 "the gradients are sums over the ranks already; a second call would multiply them by the ranks",
                 got=f"a gradient of shape {tuple(gradient.shape)} that did not change since the last call",
@@ -224,6 +224,12 @@ def _gradient(parameter: Tensor) -> Tensor:
         next_step = "create the module without sparse=True"
         raise InputError("sparse gradients are not supported", got=gradient.layout, next_step=next_step)
     return _local(gradient)
+
+
+def _versions(parameter: Tensor) -> tuple[int, int]:
+    """Return numbers that change with the gradient: FSDP2 adds to the shard of a DTensor, which counts separately."""
+    assert parameter.grad is not None, "`_group` created missing ones"
+    return parameter.grad._version, _local(parameter.grad)._version
 
 
 def _local(x: Tensor) -> Tensor:

@@ -325,7 +325,7 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") ->
         for kernel in kernels.values():
             support = kernel.supports(call)
             if support.ok:
-                return kernel.load(), "; ".join(["first that serves it", *reasons])
+                return kernel.load(), "; ".join(["the first of the backend's that serves it", *reasons])
             reasons.append(f"not {kernel.name}: {support.reason}")
         raise UnsupportedError(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
     support = kernels[named].supports(call)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.selection import for_device, hardware_of, kernels_of, open_or_reason
+from burst_portable.backends.selection import for_device, hardware_of, open_or_reason
 from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
@@ -280,27 +280,13 @@ def _layout_name(layout: Layout) -> str:
     return layout.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} per rank, step {first[0].step}"
 
 
-def _kernel_reason(prepared: PreparedCall) -> str:
-    """Return why a call uses its kernel: the reasons of the kernels that the backend prefers, or that it is named."""
-    reasons = []
-    for kernel in kernels_of(prepared.backend):
-        if kernel.name == prepared.kernel.name:
-            break
-        support = kernel.supports(prepared.part)
-        if support.ok:
-            return "named"
-        reasons.append(f"not {kernel.name}: {support.reason}")
-    return "; ".join(reasons) or "the first of the backend"
-
-
 class RecordingObserver(Observer):
     """Record one call: its forward pass and its backward pass."""
 
     def __init__(self, prepared: PreparedCall, recorder: Recorder) -> None:
         self.recorder, self._outer = recorder, prepared.observer
         recorder.backend = prepared.backend
-        if prepared.kernel.name not in recorder.used_kernels:
-            recorder.used_kernels[prepared.kernel.name] = _kernel_reason(prepared)
+        recorder.used_kernels[prepared.kernel.name] = prepared.reason
         self._facts = recorder.facts(prepared.plan)
         self._location = recorder.train_step, recorder.attention_call - 1
         recorder.transport, recorder.high_priority = prepared.transport.name, prepared.transport.high_priority

@@ -115,7 +115,7 @@ def explain(
         mask=f"{mask}: {plan.call.num_pairs} pairs per head" + (f"; {masked} fully masked tokens" if masked else ""),
         moves={name: _traffic(plan, name) for name in PASSES},
         transport=_transport(plan, backend, mesh),
-        kernel=_kernel(plan, backend, kernel, why_kernel),
+        kernel=_kernel(plan, backend, kernel, why_kernel.partition(";")[0]),  # the other kernels have their own lines
     )
 
 

@@ -212,10 +212,9 @@ def choose(call: AttentionCall, mesh: Mesh, request: Request) -> tuple[Plan, Bac
     name = mesh.config.kernel if by_setting else request.kernel
     strategy = _strategy(request.strategy, mesh, call, backend, lambda: choose_kernel(backend, call, name)[0])
     plan = planned(strategy, call)
-    kernel, _ = choose_kernel(backend, plan.forward.call, name)  # of fewer heads, if the plan is head-parallel
+    kernel, reason = choose_kernel(backend, plan.forward.call, name)  # of fewer heads, if the plan is head-parallel
     plan = plan_for_kernel(plan, kernel)
     plan.forward.steps_of(mesh.rank)  # raises before the pass if segments of the layout have different steps
-    reason = "the first of the backend's that serves it" if name == "auto" else "named"
     return plan, backend, kernel, "named by the settings (BURST_KERNEL)" if by_setting else reason
 
 

@@ -99,7 +99,7 @@ def make_strategy(name: str, /, **options: object) -> Strategy:
         raise InputError(
             "a strategy's options are not part of its name",
             got=shown(name),
-            next_step=f'make_strategy("{base}", option=...), or --strategy {base} with flags as --transfer direct',
+            next_step=f'make_strategy("{base}", option=...), or --strategy {base} and the flags of its options',
         )
     cls = load(name)
     given = {key: value for key, value in options.items() if value is not None}

@@ -6,6 +6,8 @@ Each shared gradient is summed once. If ranks pass different values, each rank r
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -368,3 +370,31 @@ def test_gradients_of_one_rank_or_two_meshes_may_be_summed_again():
         assert (made[0].grad == 2).all()
 
     bp.run_threads(2, work)
+
+
+SHARDED_GRADIENT = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from burst_portable import all_reduce_gradients, run_threads
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+data = init_device_mesh("cpu", (1,))
+shard = lambda: DTensor.from_local(torch.ones(4), data, [Shard(0)])
+
+def work(mesh):
+    parameter = torch.nn.Parameter(shard())
+    parameter.grad = shard()
+    all_reduce_gradients([parameter], mesh)
+    parameter.grad._local_tensor.fill_(1.0)  # FSDP2 adds to the shard
+    all_reduce_gradients([parameter], mesh)
+    return parameter.grad.to_local().tolist()
+
+assert run_threads(2, work) == [[2.0] * 4] * 2
+"""
+
+
+def test_changed_shard_of_gradient_may_be_summed_again():
+    """The version of a DTensor does not change with its shard."""
+    done = subprocess.run([sys.executable, "-c", SHARDED_GRADIENT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

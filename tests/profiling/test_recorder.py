@@ -13,13 +13,15 @@ import torch
 
 import burst_portable as bp
 from burst_portable.backends.selection import load
+from burst_portable.comm.agreement import call_signature
 from burst_portable.comm.local import Fabric, LocalTransport
+from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.profiling import recorder as module
 from burst_portable.profiling.event_tables import NEVER, pack, unpack
 from burst_portable.profiling.recorder import Recorder, RecordingObserver, RecordingTransport
-from burst_portable.runtime.prepared_call import NO_OBSERVER
+from burst_portable.runtime.prepare import prepared_call
 from tests.support.planted_bugs import Planted
 from tests.support.recorded_calls import LENGTH, RANKS, inputs, one_step
 
@@ -217,9 +219,7 @@ def test_batched_messages_are_watched_once():
     def arrivals(sending):
         transport = LocalTransport(Fabric(2, 1.0), 0)
         transport.end = lambda: log.append("end")
-        backend = load("cpu")
-        kernel = backend.kernels()[0]
-        prepared = SimpleNamespace(plan=plan, transport=transport, observer=NO_OBSERVER, backend=backend, kernel=kernel)
+        prepared = prepared_call(plan, load("cpu"), ReferenceKernel(), transport, call_signature({"call": "test"}))
         recorder = Recorder(0, "host", level="standard")
         recorder._clocks[buffer.device] = clock
         observer = RecordingObserver(prepared, recorder)
@@ -270,8 +270,11 @@ def test_session_names_used_kernels_with_reasons():
     """Each call selects its kernel, so a report must say which one computed, and why not the preferred one."""
     x = torch.randn(1, 8, 2, 8)
     for options, expected in (
-        ({}, {"cpu_flash": "the first of the backend"}),
-        ({"softcap": 5.0}, {"reference": "not cpu_flash: it has no softcap"}),
+        ({}, {"cpu_flash": "the first of the backend's that serves it"}),
+        (
+            {"softcap": 5.0},
+            {"reference": "the first of the backend's that serves it; not cpu_flash: it has no softcap"},
+        ),
         ({"kernel": "reference"}, {"reference": "named"}),
     ):
         with bp.profile() as session:

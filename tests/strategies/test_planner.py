@@ -22,7 +22,7 @@ from tests.support.plans import make_plan
         (
             {"strategy": "usp, own last"},
             InputError,
-            r'make_strategy\("usp", option=...\), or --strategy usp with flags',
+            r'make_strategy\("usp", option=...\), or --strategy usp and the flags',
         ),
         ({"strategy": "ring", "ranks_per_node": 2}, InputError, "no option 'ranks_per_node'"),
         ({"strategy": "double_ring", "ranks_per_node": 3}, InputError, "does not divide"),

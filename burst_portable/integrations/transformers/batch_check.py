@@ -69,6 +69,13 @@ def _is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) or getattr(parameter, "_fsdp_flattened", False)
 
 
+def _number(x: Tensor | float | None, device: torch.device) -> Tensor:
+    """Return a number as int64 of shape [] on a device; -1 for None. Only a tensor of another device is copied."""
+    if isinstance(x, Tensor):
+        return x.sum().to(device, torch.int64, non_blocking=True)
+    return torch.full((), -1 if x is None else int(x), dtype=torch.int64, device=device)
+
+
 class BatchCheck:
     """Compares the checksums of the ranks, call after call.
 
@@ -98,8 +105,8 @@ class BatchCheck:
         transport = mesh.transport(device.type)
         transport.check_in_sync()
         self.confirm()
-        given = (torch.as_tensor(-1 if x is None else x).to(device, non_blocking=True) for x in (batch, labels))
-        mine = torch.stack([*(x.sum().to(torch.int64) for x in given), parameter_checksum(parameters, device)])
+        given = [_number(x, device) for x in (batch, labels)]
+        mine = torch.stack([*given, parameter_checksum(parameters, device)])
         if transport.host:
             batch_sum, count, parameter_sum = mine.tolist()
             texts = f"checksum {batch_sum % 2**64:016x}", str(count), f"checksum {parameter_sum % 2**64:016x}"

@@ -472,6 +472,9 @@ def _remove_packing(batch: dict[str, Any], cu_seqlens: tuple[int, ...]) -> None:
 
 def documents_of(position_ids: Tensor) -> tuple[int, ...]:
     """Return the cumulative lengths of packed documents from position ids ``[1, N]``, which count up from 0 in each."""
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[0] == 0:
+        got = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else type(position_ids).__name__
+        raise UnsupportedError("position_ids of a batch must be [batch, tokens]", got=got)
     starts = (position_ids[0] == 0).nonzero().flatten().tolist()
     cu_seqlens = (*starts, position_ids.shape[1])
     counted = torch.cat([torch.arange(b - a, device="cpu") for a, b in pairwise(cu_seqlens)]) if starts else None

@@ -58,6 +58,12 @@ def test_flash_attention_kwargs_of_collator_change_nothing(examples: list[dict[s
         ({"position_ids": torch.tensor([[0, 2, 1]])}, UnsupportedError, "count up"),
         ({"position_ids": torch.tensor([[1, 2, 3]])}, UnsupportedError, "count up"),
         ({"labels": None}, InputError, "no labels"),
+        (
+            {"position_ids": torch.zeros(3, 1, 3, dtype=torch.int64)},
+            UnsupportedError,
+            r"\[batch, tokens\]; got \(3, 1, 3",
+        ),
+        ({"position_ids": [0, 1, 2]}, UnsupportedError, r"\[batch, tokens\]; got list"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 3])}, InputError, r"cu_seq_lens_q and position_ids .*\[0, 3\]"),
         ({"max_length_k": 2}, InputError, "max_length_k and position_ids .*got 2; allowed: 3"),
         ({"seq_idx": torch.tensor([[0, 0, 1]])}, InputError, "seq_idx and position_ids"),
