@@ -7,6 +7,7 @@ python -m tests.support.device_trouble RANKS FOLDER RANK WHAT TRANSPORT
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -27,6 +28,8 @@ from burst_portable.errors import CommunicationError, MismatchError, Unsupported
 from burst_portable.strategies.registry import make_strategy
 
 DEADLINE = 5.0
+STUCK = 100.0
+"""Seconds after which a rank prints where each of its threads is."""
 HEADS, KV_HEADS, DIM = 8, 4, 64
 
 
@@ -233,6 +236,7 @@ PLAYS: dict[str, Callable[[int, torch.device, Config, Path], dict[str, object]]]
 
 
 def main(ranks: int, folder: Path, rank: int, what: str, transport: str) -> None:
+    faulthandler.dump_traceback_later(STUCK, exit=False)
     device = join(ranks, folder, rank)
     config = Config(timeout=DEADLINE if what in FAULTS else 60.0, transport=transport, kernel="triton")
     try:
