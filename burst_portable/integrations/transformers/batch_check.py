@@ -9,7 +9,7 @@ checksum of a few parameters: 24 bytes per rank and call.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, reduce
 from heapq import nsmallest
 from typing import Any
 
@@ -35,12 +35,10 @@ def checksum(*tensors: Tensor | None) -> Tensor:
     It is computed on the tensors' device and not read.
     """
     device = next(x.device for x in tensors if x is not None)
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for x in tensors:
-        if x is not None:
-            total = total * _GOLDEN + ((x.reshape(-1).to(torch.int64) + 1) * _weights(x.numel(), device)).sum()
-        total += 1
-    return total
+    values = torch.cat([x.reshape(-1).to(torch.int64) for x in tensors if x is not None])
+    lengths = [-1 if x is None else x.numel() for x in tensors]  # which argument has which values
+    constant = reduce(lambda total, length: (total * _GOLDEN + length + 2) % 2**63, lengths, 0)
+    return ((values + 1) * _weights(values.numel(), device)).sum() + constant
 
 
 @lru_cache(maxsize=4)
@@ -57,11 +55,12 @@ def parameter_checksum(parameters: Iterable[Tensor], device: torch.device) -> Te
     a few small ones show it. Parameters that FSDP shards do not count: each rank has another part of them.
     """
     plain = [p for p in parameters if p.requires_grad and p.device == device and not _is_sharded(p)]
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for parameter in nsmallest(_SAMPLED, plain, key=Tensor.numel):
-        bits = parameter.detach().reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8)
-        total = total * _GOLDEN + (bits.to(torch.int64) * _weights(bits.numel(), device)).sum()
-    return total
+    smallest = nsmallest(_SAMPLED, plain, key=Tensor.numel)
+    if not smallest:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    bits = [p.detach().reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8) for p in smallest]
+    values = torch.cat(bits).to(torch.int64)
+    return (values * _weights(values.numel(), device)).sum()
 
 
 def _is_sharded(parameter: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,26 @@ def check_no_document_lengths(kwargs: dict[str, Any]) -> None:
             raise UnsupportedError(
                 "document lengths that count tokens of a shard are not supported", got=name, next_step=next_step
             )
+
+
+class PositionCheck:
+    """Checks the position ids of calls. Those that `shard` returned last are known, and not read from the device."""
+
+    def __init__(self) -> None:
+        self._shard: tuple[weakref.ref[Tensor], int, int, tuple[int, ...] | None] | None = None
+
+    def remember(self, position_ids: Tensor, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> None:
+        """Remember the position ids of a shard ``[B, S]``, until they change or the next ones are made."""
+        if not position_ids.is_inference():  # these do not count their changes
+            self._shard = weakref.ref(position_ids), position_ids._version, seq_len, cu_seqlens
+
+    def is_known(self, given: Tensor | None, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> bool:
+        """Return whether position ids are the unchanged ones of `remember`, made for this sequence."""
+        if given is None or self._shard is None:
+            return False
+        known, version, *sequence = self._shard
+        is_same = known() is given and given._version == version
+        return is_same and sequence == [seq_len, cu_seqlens]
 
 
 def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from burst_portable.integrations.transformers.attention import (
 )
 from burst_portable.integrations.transformers.batch_check import KEY, BatchCheck, checksum
 from burst_portable.integrations.transformers.checks import (
+    PositionCheck,
     check_arguments,
     check_cache,
     check_layerdrop,
@@ -155,7 +156,7 @@ class ShardedModel:
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
-        self._batch = BatchCheck()
+        self._batch, self._position_check = BatchCheck(), PositionCheck()
         self._warned_about_length = False
         # Attentions of the last successful call.
         self._attentions: int = getattr(model.config, "num_hidden_layers", 0)
@@ -267,15 +268,16 @@ class ShardedModel:
         layout = self._layouts.of(input_ids.shape[1], cu_seqlens)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
         if self.mesh.size > 1:
-            offsets = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=input_ids.device)
+            offsets = None if cu_seqlens is None else _on_device(cu_seqlens, input_ids.device)
             inputs[KEY] = checksum(input_ids, labels, attention_mask, offsets)
         if has_padding(attention_mask, input_ids, labels):
             inputs["padded"] = True
         batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=layout)
+        self._position_check.remember(batch["position_ids"], input_ids.shape[1], cu_seqlens)
         if self.shifts_labels:
             has_label = (input_ids if labels is None else labels) != -100
             # No token precedes the first one of a document.
-            first = torch.tensor((cu_seqlens or (0, input_ids.shape[1]))[:-1], device=has_label.device)
+            first = _on_device((0,) if cu_seqlens is None else cu_seqlens[:-1], has_label.device)
             count = has_label.sum() - has_label[:, first].sum()
             inputs |= {"shift_labels": batch["labels"], "num_items_in_batch": count}
         else:
@@ -332,8 +334,9 @@ class ShardedModel:
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
         check_router(module.config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
-        positions = self._positions(sequence, tokens.device)
-        kwargs["position_ids"] = checked_positions(kwargs.get("position_ids"), positions, tokens)
+        given = kwargs.get("position_ids")
+        if not self._position_check.is_known(given, sequence.seq_len, sequence.cu_seqlens):
+            kwargs["position_ids"] = checked_positions(given, self._positions(sequence, tokens.device), tokens)
         kwargs["attention_mask"] = None
         if takes(module, "use_cache"):
             kwargs["use_cache"] = False
@@ -409,8 +412,13 @@ class ShardedModel:
         positions = local_position_ids(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
         if sequence.cu_seqlens is None:
             return positions
-        starts = torch.tensor(sequence.cu_seqlens[:-1], device=device)
+        starts = _on_device(sequence.cu_seqlens[:-1], device)
         return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return int64 numbers ``[len(numbers)]`` on a device. The host does not wait for it."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def _wrong_tokens(tokens: Any) -> ShapeError:

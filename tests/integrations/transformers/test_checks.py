@@ -477,3 +477,42 @@ def test_shard_with_wrong_shape_advises(ids, message):
 def test_parallelize_recognizes_swapped_arguments():
     with pytest.raises(InputError, match=r"pass the model first: parallelize\(model, mesh\)"):
         parallelize(Mesh.single(), make("llama"))
+
+
+@pytest.mark.parametrize("planted", ["changed in place", "of another sequence", "of other documents", "copied"])
+def test_positions_of_shard_are_compared_unless_unchanged(planted: str) -> None:
+    """Only the tensor that `shard` returned last, unchanged and for its sequence, needs no comparison."""
+    model, ids = make("llama"), tokens(1, 32)
+    handle = parallelize(model, Mesh.single())
+    model(**handle.shard(ids))
+    inputs = handle.shard(ids)
+    if planted == "changed in place":
+        inputs["position_ids"][0, 7] = 3
+    elif planted == "of another sequence":
+        inputs = handle.shard(tokens(1, 30)) | {"position_ids": inputs["position_ids"]}
+    elif planted == "of other documents":
+        inputs["cu_seqlens"] = (0, 12, 32)
+    else:
+        inputs["position_ids"] = inputs["position_ids"].clone()
+        assert model(**inputs).logits.shape[1] == 32
+        return
+    with pytest.raises(InputError, match="position_ids are not those of this rank's tokens"):
+        model(**inputs)
+
+
+def test_known_positions_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison makes the host wait for the device before each step."""
+    model, ids = make("llama"), tokens(1, 32)
+    handle = parallelize(model, Mesh.single())
+    inputs = handle.shard(ids, cu_seqlens=(0, 20, 32))
+    known = handle.shard(ids, cu_seqlens=(0, 20, 32))
+    boolean = torch.Tensor.__bool__
+
+    def reads(batch: dict[str, Any]) -> int:
+        read: list[torch.Tensor] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "__bool__", lambda x: read.append(x) or boolean(x))
+            model(**batch)
+        return len(read)
+
+    assert reads(inputs) == reads(known) + 1
