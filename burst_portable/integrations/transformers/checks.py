@@ -74,7 +74,7 @@ class PositionCheck:
         self._shard: tuple[weakref.ref[Tensor], int, int, tuple[int, ...] | None] | None = None
 
     def remember(self, position_ids: Tensor, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> None:
-        """Remember the position ids of a shard ``[B, S]``, until they change or the next ones are made."""
+        """Keep the position ids of a shard ``[B, S]``, until they change or the next ones are made."""
         if not position_ids.is_inference():  # these do not count their changes
             self._shard = weakref.ref(position_ids), position_ids._version, seq_len, cu_seqlens
 
