@@ -224,6 +224,7 @@ class Inboxes:
 
     forward: int = 0  # bytes of the largest inbox in the forward pass, divided by the ranks and rounded up
     backward: int = 0  # the same for the backward pass
+    group_stride: int = 0  # bytes between the same message of two consecutive groups of heads
     # For each message that one rank sends or receives, its offset in bytes in the receiver's inbox.
     offsets: Mapping[Move, int] = field(default_factory=dict)
 
@@ -235,7 +236,7 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
     """
     exchanged = [_exchange_inbox(plan, name) for name in PASSES]
     offsets: dict[Move, int] = {}
-    sizes = []
+    ends = []
     for (_, pass_plan), most in zip(plan.passes(), exchanged, strict=True):
         for target in range(plan.call.ranks if plan.ring_size > 1 else 0):
             found, end = _message_offsets(pass_plan, target, max(exchanged))
@@ -243,8 +244,11 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
             for move, offset in found.items():
                 if rank in (target, move.source):
                     assert offsets.setdefault(move, offset) == offset, "one offset, forward and backward"
-        sizes.append(-(-most // plan.call.ranks))
-    return Inboxes(sizes[0], sizes[1], offsets)
+        ends.append(most)
+    # The messages of each group follow those of the group before. Groups of divided heads have separate exchanges.
+    stride = 0 if plan.heads or plan.head_groups == 1 else _aligned(max(ends))
+    sizes = [-(-((plan.head_groups - 1) * stride + end) // plan.call.ranks) for end in ends]
+    return Inboxes(sizes[0], sizes[1], stride, offsets)
 
 
 def _message_offsets(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, int], int]:

@@ -308,11 +308,9 @@ class HeadSplit:
 
     Attributes:
         ranks: Number of ranks that divide the heads among themselves: all ranks, or those of a node.
-        groups: Number of groups in which a rank computes its heads.
     """
 
     ranks: int
-    groups: int = 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -327,6 +325,9 @@ class Plan:
         heads: How heads are divided among ranks; None if they are not. If they are, both passes plan one group of a
             rank's heads over the rows of all these ranks. The layout of their call then has one member per node, and
             defines the order of its rows.
+        head_groups: Number of groups in which a rank computes its heads. Both passes plan one group. If heads are not
+            divided, the groups run their steps at the same time, each one step later than the group before it: see
+            `schedule.interleave_groups`.
         reason: Why `auto` chose the strategy, or which option the strategy chose itself; "" if neither applies.
     """
 
@@ -335,6 +336,7 @@ class Plan:
     forward: PassPlan
     backward: PassPlan
     heads: HeadSplit | None = None
+    head_groups: int = 1
     reason: str = ""
 
     def __repr__(self) -> str:
@@ -380,11 +382,6 @@ class Plan:
         return self.heads.ranks if self.heads else 1
 
     @property
-    def head_groups(self) -> int:
-        """Return the number of groups in which a rank computes its heads; 1 if heads are not divided."""
-        return self.heads.groups if self.heads else 1
-
-    @property
     def ring_size(self) -> int:
         """Return the number of members of a ring: all ranks, the nodes under usp, 1 under ulysses."""
         return self.forward.call.ranks
@@ -414,11 +411,11 @@ class Plan:
         return f"{self.describe_traffic(pass_name)} ({self.transfer(pass_name)})"
 
     def split_heads(self) -> tuple[HeadGroup, ...]:
-        """Return the groups of one rank's heads, for a plan that divides heads."""
+        """Return the groups of one rank's heads."""
         return split_heads(*heads_per_rank(self.call, self.head_parallel_size), self.head_groups)
 
     def steps(self, pass_name: PassName, rank: int) -> Steps:
-        """Return the steps of a rank in a pass. If heads are divided, each group of heads runs them."""
+        """Return the steps of a rank in a pass. Each group of heads runs them."""
         return self.pass_plan(pass_name).steps_of(rank)
 
     def pass_plan(self, pass_name: PassName) -> PassPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -206,6 +206,27 @@ def merged_rows(steps: Steps, rows: int) -> tuple[int, int] | None:
     start, stop = min(row + box[0] for row, box in boxes), max(row + box[1] for row, box in boxes)
     start, stop = start // _ROWS * _ROWS, min(rows, -(-stop // _ROWS) * _ROWS)
     return (start, stop) if rows - (stop - start) >= max(ROWS_WORTH_A_LAUNCH, rows // 2) else None
+
+
+def interleave_groups(steps: Steps, groups: int) -> Iterator[tuple[int, Step]]:
+    """Yield (group, step) in the order in which a rank runs the steps of its groups of heads.
+
+    Each group runs all steps, one step later than the group before it. So its blocks arrive while that group computes::
+
+        step 0 of group 0: sends                      at most two groups are in memory, if a block is used one step
+        step 0 of group 1: sends                      after it is sent
+        step 1 of group 0: computes
+        step 0 of group 2: sends
+        step 1 of group 1: computes
+
+    All ranks post the messages of groups in this order.
+    """
+    if groups == 1:
+        yield from ((0, step) for step in steps)
+        return
+    times = ((group + step.index, step.index, i, group) for i, step in enumerate(steps) for group in range(groups))
+    for _, _, i, group in sorted(times):
+        yield group, steps[i]
 
 
 def _sort(moves: Iterable[Move]) -> tuple[Move, ...]:

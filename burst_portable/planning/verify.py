@@ -25,7 +25,7 @@ def verify(
         progress: Called with the number of ranks that were walked, over both passes.
         ranks: A sample of ranks to walk. It does not show whether gradients reach their owners. Default: all.
     """
-    wrong = _wrong_heads(plan, plan.heads) if plan.heads else []
+    wrong = _wrong_heads(plan, plan.heads) if plan.heads else _wrong_groups(plan)
     done = 0
     for name, pass_plan in plan.passes():
         rings = defaultdict(list)  # ranks with the same offset in their nodes if heads are resharded; else all
@@ -57,7 +57,7 @@ def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
             nodes = before.joined(head_parallel_size).sorted().shards
             if len(nodes) != after.ranks or (after.ranks > 1 and nodes != after.sorted().shards):
                 wrong.append(f"{name}: nodes compute with other rows than those of their ranks")
-        heads, readers = split.groups * part.heads, p.heads // p.kv_heads
+        heads, readers = plan.head_groups * part.heads, p.heads // p.kv_heads
         if pass_plan.stride != head_parallel_size or heads * head_parallel_size != p.heads:
             wrong.append(f"{name}: {pass_plan.stride} ranks with {heads} query heads each are not {p.heads} heads")
             continue
@@ -69,6 +69,19 @@ def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
             held = heads_of_rank(offset, head_parallel_size, p.kv_heads)
             if (offset * heads // readers, ((offset + 1) * heads - 1) // readers + 1) != (held.start, held.stop):
                 wrong.append(f"{name}: rank {offset} of a node has other K/V heads than its query heads read")
+    return wrong
+
+
+def _wrong_groups(plan: Plan) -> list[str]:
+    """Return the errors of groups of heads that are not divided among ranks. A block has complete K/V heads."""
+    p, wrong = plan.call, []
+    for name, pass_plan in plan.passes():
+        part = pass_plan.call
+        if (plan.head_groups * part.heads, plan.head_groups * part.kv_heads) != (p.heads, p.kv_heads):
+            wrong.append(
+                f"{name}: {plan.head_groups} groups of {part.heads} query and {part.kv_heads} K/V heads are not "
+                f"{p.heads} and {p.kv_heads}"
+            )
     return wrong
 
 

@@ -106,34 +106,53 @@ def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, m
         several, and few rows are merged    rows that the first one completes        attend_first, attend
         several                             none: all are merged in the wider dtype  attend
     """
-    kernel, call, messages = prepared.kernel, prepared.part, prepared.forward.messages
-    once = may_round and messages.launches == 1
-    merges_few = may_round and kernel.traits.writes_into
-    merged = prepared.forward.plan.merged_rows(prepared.transport.rank) if merges_few else None
-    rounded = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
-    blocks = _Blocks(prepared, (k, v), q.dtype, backward=False)
-    state: State | None = None
-    for step, step_messages in messages.steps:
-        blocks.begin(step, step_messages)
+    steps = ForwardSteps(prepared, q, k, v, may_round=may_round)
+    for step, step_messages in prepared.forward.messages.steps:
+        steps.run(step, step_messages)
+    return steps.finish()
+
+
+class ForwardSteps:
+    """The steps of one rank in a forward pass, for one group of heads. See `_forward_steps`."""
+
+    def __init__(
+        self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, may_round: bool, group: int = 0
+    ) -> None:
+        self._prepared, self._q, self._v_head_dim = prepared, q, v.shape[-1]
+        self._once = may_round and prepared.forward.messages.launches == 1
+        merges_few = may_round and prepared.kernel.traits.writes_into
+        merged = prepared.forward.plan.merged_rows(prepared.transport.rank) if merges_few else None
+        self._rounded = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
+        self._blocks = _Blocks(prepared, (k, v), q.dtype, group, backward=False)
+        self._state: State | None = None
+
+    def run(self, step: Step, messages: StepMessages) -> None:
+        """Run the next step."""
+        prepared, blocks, q = self._prepared, self._blocks, self._q
+        kernel, call = prepared.kernel, prepared.part
+        blocks.begin(step, messages)
         if step.compute:
-            keys, values = blocks.use(step, step_messages)
+            k, v = blocks.use(step, messages)
             tiles, yields_to_comm = step.compute.tiles, prepared.yields_to_comm and blocks.is_communicating(step.index)
             with prepared.observer.computes(step.compute, q, backward=False):
-                if once:
-                    state = kernel.forward_single_call(q, keys, values, tiles, call, yields_to_comm=yields_to_comm)
-                elif state is None and rounded is not None:
-                    state = attend_first(kernel, q, keys, values, tiles, call, *rounded, yields_to_comm=yields_to_comm)
+                if self._once:
+                    self._state = kernel.forward_single_call(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
+                elif self._state is None and (rounded := self._rounded) is not None:
+                    self._state = attend_first(kernel, q, k, v, tiles, call, *rounded, yields_to_comm=yields_to_comm)
                 else:
-                    state = kernel.attend(q, keys, values, tiles, call, state=state, yields_to_comm=yields_to_comm)
+                    self._state = kernel.attend(q, k, v, tiles, call, state=self._state, yields_to_comm=yields_to_comm)
         blocks.end(step)
-    blocks.finish()
-    if state is None:
-        return empty_state(q, v.shape[-1])
-    if rounded is None:
-        return state
-    rows, out = rounded
-    rows_of(out, rows).copy_(rows_of(state[0], rows))
-    return out, state[1]
+
+    def finish(self) -> State:
+        """Return (out, LSE) after all steps."""
+        self._blocks.finish()
+        if self._state is None:
+            return empty_state(self._q, self._v_head_dim)
+        if self._rounded is None:
+            return self._state
+        rows, out = self._rounded
+        rows_of(out, rows).copy_(rows_of(self._state[0], rows))
+        return out, self._state[1]
 
 
 def attend_first(
@@ -168,29 +187,47 @@ def attend_first(
 
 def _backward_steps(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
     """Return (dq, dk, dv) of this rank's shard, in the accumulation dtype. If queries are sent, delta must be given."""
-    kernel, call, pass_plan = prepared.kernel, prepared.part, prepared.backward.plan
-    dq, dk, dv = (torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (x.q, x.k, x.v))
-    sends_kv = pass_plan.side == "kv"
-    local_block, local_gradients = ((x.k, x.v), (dk, dv)) if sends_kv else (_query_block(x), (dq,))
-    blocks = _Blocks(prepared, local_block, x.q.dtype, backward=True)
-    gradients = _Gradients(blocks, local_gradients)
+    steps = BackwardSteps(prepared, x)
     for step, step_messages in prepared.backward.messages.steps:
-        blocks.begin(step, step_messages)
+        steps.run(step, step_messages)
+    return steps.finish()
+
+
+class BackwardSteps:
+    """The steps of one rank in a backward pass, for one group of heads. See `_backward_steps`."""
+
+    def __init__(self, prepared: PreparedCall, x: BackwardInputs, group: int = 0) -> None:
+        self._prepared, self._x = prepared, x
+        dq, dk, dv = (torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (x.q, x.k, x.v))
+        self._results: Gradients = dq, dk, dv
+        self._sends_kv = prepared.backward.plan.side == "kv"
+        local_block, local_gradients = ((x.k, x.v), (dk, dv)) if self._sends_kv else (_query_block(x), (dq,))
+        self._blocks = _Blocks(prepared, local_block, x.q.dtype, group, backward=True)
+        self._gradients = _Gradients(self._blocks, local_gradients)
+
+    def run(self, step: Step, messages: StepMessages) -> None:
+        """Run the next step."""
+        prepared, x, blocks, gradients = self._prepared, self._x, self._blocks, self._gradients
+        dq, dk, dv = self._results
+        blocks.begin(step, messages)
         if compute := step.compute:
-            block, sums = blocks.use(step, step_messages), gradients.accumulators(step, step_messages)
-            if sends_kv:
+            block, sums = blocks.use(step, messages), gradients.accumulators(step, messages)
+            if self._sends_kv:
                 (k, v), (dk_sum, dv_sum) = block, sums
                 inputs, into = x._replace(k=k, v=v), (dq, dk_sum, dv_sum)
             else:
                 (q, dout, lse, delta), (dq_sum,) = block, sums
                 inputs, into = x._replace(dout=dout, q=q, lse=lse, delta=delta), (dq_sum, dk, dv)
             with prepared.observer.computes(compute, x.k, backward=True):
-                kernel.attend_backward(inputs, compute.tiles, call, into=into)
-        gradients.end(step, step_messages)
+                prepared.kernel.attend_backward(inputs, compute.tiles, prepared.part, into=into)
+        gradients.end(step, messages)
         blocks.end(step)
-    gradients.finish()
-    blocks.finish()
-    return dq, dk, dv
+
+    def finish(self) -> Gradients:
+        """Return (dq, dk, dv) after all steps."""
+        self._gradients.finish()
+        self._blocks.finish()
+        return self._results
 
 
 def _query_block(x: BackwardInputs) -> Views:
@@ -205,10 +242,11 @@ class _Blocks:
     Blocks that one step needs are contiguous in one buffer, so that the kernel reads them as one block.
     """
 
-    def __init__(self, prepared: PreparedCall, local: Views, dtype: torch.dtype, *, backward: bool) -> None:
+    def __init__(self, prepared: PreparedCall, local: Views, dtype: torch.dtype, group: int, *, backward: bool) -> None:
         self.transport, self.rank, self.backward = prepared.transport, prepared.transport.rank, backward
         self.messages, self.batch = (prepared.backward if backward else prepared.forward).messages, prepared.part.batch
-        self._offsets, self.observer = prepared.offsets, prepared.observer
+        self._offsets, self._group_offset = prepared.offsets, group * prepared.group_stride
+        self.observer = prepared.observer
         self._local, self.dtype, self.device = local, dtype, local[0].device
         self._receives: dict[Move, tuple[Handle, Tensor]] = {}
         self._remote: dict[int, Tensor] = {}  # by owner: blocks that have arrived
@@ -266,9 +304,8 @@ class _Blocks:
         incoming: list[tuple[Move, Tensor]] = []
         for arrivals in receives:
             incoming += self._inbox(arrivals)
-        offsets = self._offsets
-        outgoing = [Message(buffer, move.target, offsets.get(move)) for move, buffer in sends]
-        expected = [Message(buffer, move.source, offsets.get(move)) for move, buffer in incoming]
+        outgoing = [Message(buffer, move.target, self._offset(move)) for move, buffer in sends]
+        expected = [Message(buffer, move.source, self._offset(move)) for move, buffer in incoming]
         with self.observer.posts(sends, incoming, self.step, backward=self.backward) as posting:
             label = f"{'backward' if self.backward else 'forward'} step {self.step}"
             send_handles, receive_handles = self.transport.post(outgoing, expected, label)
@@ -277,6 +314,11 @@ class _Blocks:
             self._sends.append((move.wait_step, handle, buffer))
         for handle, (move, buffer) in zip(receive_handles, incoming, strict=True):
             self._receives[move] = handle, buffer
+
+    def _offset(self, move: Move) -> int | None:
+        """Return the offset of a message in its receiver's inbox; None if senders do not write there."""
+        offset = self._offsets.get(move)
+        return None if offset is None else offset + self._group_offset
 
     def _wait_sent(self, step: int) -> None:
         """Wait for sends that their receivers need by this step. Later ones may still be crossing to another node."""
@@ -303,7 +345,7 @@ class _Blocks:
         """Return moves for which one step waits, each with its part of one buffer for all of them."""
         moves, sizes = arrivals
         first = moves[0]
-        inbox = self.transport.inbox(sum(sizes), self.device, first.source, self._offsets.get(first))
+        inbox = self.transport.inbox(sum(sizes), self.device, first.source, self._offset(first))
         if not first.is_gradient:
             self._inbox_of[first.wait_step] = inbox
         return zip(moves, torch.split(inbox, list(sizes)) if len(sizes) > 1 else (inbox,), strict=False)
