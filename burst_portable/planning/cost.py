@@ -19,7 +19,7 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import exchanges, local_block_size, message_sizes, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, keeps_rank_order
 from burst_portable.planning.routes import Move, to_pack
-from burst_portable.planning.schedule import Compute, Step
+from burst_portable.planning.schedule import Compute, Steps, interleave_groups
 
 # In bytes of the message:
 _PACK = _COPY = 2  # read and written once: `runtime.executor._Blocks._copy`, `runtime.head_parallel`
@@ -61,7 +61,7 @@ def _merged_bytes(pass_plan: PassPlan, compute: Compute, traits: KernelTraits, *
         return 0 if first else _RUNNING * tallest * call.heads * dv * batch
     if not traits.splits_tiles:
         return 0
-    surrogate = _SURROGATE * tallest if "q" in pass_plan.sides else 0  # else only K and V are sent, and out is local
+    surrogate = _SURROGATE * tallest if pass_plan.side == "q" else 0  # K and V are sent: out is local
     queries = surrogate * dv + _ADD_PART * rows * d
     return batch * (queries * call.heads + _ADD_PART * compute.columns * call.kv_heads * (d + dv))
 
@@ -192,8 +192,9 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareSpec
     computes = [s.compute for s in steps if s.compute]
     receives = [m for s in steps for m in (*s.receives, *s.gradient_receives)]
     size = message_sizes(pass_plan)
-    received, sent = sum(map(size, receives)), sum(size(m) for s in steps for m in (*s.sends, *s.gradient_sends))
-    link = sum(
+    received = plan.head_groups * sum(map(size, receives))
+    sent = plan.head_groups * sum(size(m) for s in steps for m in (*s.sends, *s.gradient_sends))
+    link = plan.head_groups * sum(
         hardware.transfer(size(m), direct=plan.direct, is_inter_node=hardware.is_inter_node(m.source, m.target))
         for m in receives
     )
@@ -206,10 +207,10 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareSpec
         memory=plan.head_groups * sum(pass_memory(pass_plan.call, pass_name, c) for c in computes),
         sent=sent,
         received=received,
-        messages=len(receives) + (2 * len(groups) if plan.head_parallel_size > 1 else 0),
+        messages=plan.head_groups * len(receives) + (2 * len(groups) if plan.head_parallel_size > 1 else 0),
         launches=plan.head_groups * len(computes),
         tiles=plan.head_groups * sum(c.count for c in computes),
-        blocks_held=_peak_block_bytes(steps, size),
+        blocks_held=_peak_block_bytes(steps, 1 if plan.heads else plan.head_groups, size),
         seconds=rank_seconds(plan, pass_name, rank, hardware),
         compute_seconds=plan.head_groups
         * sum(_launch_seconds(pass_plan, c, hardware) for c in computes)
@@ -223,7 +224,7 @@ def rank_seconds(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareS
     pass_plan = plan.pass_plan(pass_name)
     if plan.heads:
         return _head_parallel_seconds(plan, pass_plan, rank, hardware)
-    return _ring_seconds(pass_plan, rank, hardware, plan.direct)
+    return _ring_seconds(pass_plan, rank, hardware, plan.direct, plan.head_groups)
 
 
 def _launch_seconds(pass_plan: PassPlan, compute: Compute, hardware: HardwareSpec) -> float:
@@ -260,19 +261,19 @@ class _Timeline:
         self._slowdown = 0.0 if peer_copies else hardware.comm_slowdown[pass_plan.name == "backward"]
         self._kernels = 0.0
         self._links = {False: 0.0, True: 0.0}  # by whether it is between nodes
-        self._arrivals: dict[Move, float] = {}
+        self._arrivals: dict[tuple[int, Move], float] = {}  # by group of heads
 
     @property
     def end(self) -> float:
         return max(self._kernels, *self._links.values())
 
-    def wait(self, moves: Sequence[Move]) -> None:
-        """Delay kernels until these messages have arrived."""
+    def wait(self, moves: Sequence[Move], group: int) -> None:
+        """Delay kernels until these messages of a group of heads have arrived."""
         for move in moves:
-            self._kernels = max(self._kernels, self._arrivals[move])
+            self._kernels = max(self._kernels, self._arrivals[group, move])
 
-    def receive(self, moves: Sequence[Move], size: Callable[[Move], int]) -> None:
-        """Start these receives at the current time of the kernels."""
+    def receive(self, moves: Sequence[Move], size: Callable[[Move], int], group: int) -> None:
+        """Start these receives of a group of heads at the current time of the kernels."""
         if not moves:
             return
         for is_inter_node in (False, True) if self._hardware.ranks_per_node else (False,):
@@ -284,7 +285,7 @@ class _Timeline:
                     sum(map(size, batch)), direct=self._direct, is_inter_node=is_inter_node, at_once=at_once
                 )
                 self._links[is_inter_node] = max(self._links[is_inter_node], self._kernels) + seconds
-                self._arrivals.update(dict.fromkeys(batch, self._links[is_inter_node]))
+                self._arrivals.update({(group, move): self._links[is_inter_node] for move in batch})
 
     def launch(self, seconds: float) -> None:
         """Run a kernel that takes `seconds` without messages. Messages in flight may slow it down."""
@@ -313,40 +314,47 @@ def _launch_efficiency(pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -
 
 
 @lru_cache(maxsize=512)
-def _ring_seconds(pass_plan: PassPlan, rank: int, hardware: HardwareSpec, direct: bool) -> float:
+def _ring_seconds(pass_plan: PassPlan, rank: int, hardware: HardwareSpec, direct: bool, groups: int) -> float:
     """Return the seconds of one rank if blocks are sent. Cached: strategies that are compared share passes."""
     line = _Timeline(direct, pass_plan, hardware)
-    _walk(line, pass_plan, rank, hardware)
+    _walk(line, pass_plan, rank, hardware, groups)
+    if groups > 1:  # `runtime.head_groups` copies the results of all groups
+        line.read_and_write(_COPY * _result_bytes(pass_plan, rank, groups))
     return line.end
 
 
-def _walk(line: _Timeline, pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -> None:
-    """Simulate the steps of one rank on its timeline."""
-    size, packed, launched = message_sizes(pass_plan), set[tuple[int, int]](), False
+def _result_bytes(pass_plan: PassPlan, rank: int, groups: int) -> int:
+    """Return the bytes of a rank's results in the dtype of the inputs: out, or dQ, dK and dV."""
+    p, member = pass_plan.call, rank // pass_plan.stride
+    queries, keys = p.layout.count(member) * p.heads, p.k_layout.count(member) * p.kv_heads
+    if pass_plan.name == "forward":
+        return groups * p.batch * p.itemsize * queries * p.v_head_dim
+    return groups * p.batch * p.itemsize * (queries * p.head_dim + keys * (p.head_dim + p.v_head_dim))
+
+
+def _walk(line: _Timeline, pass_plan: PassPlan, rank: int, hardware: HardwareSpec, groups: int = 1) -> None:
+    """Simulate the steps of one rank on its timeline, for all groups of heads."""
+    size, launched = message_sizes(pass_plan), set[int]()
+    packed = [set[tuple[int, int]]() for _ in range(groups)]
     add, accumulate = (_ADD_ROUNDED, _ACCUMULATE_ROUNDED) if pass_plan.rounds_gradients else (_ADD, _ACCUMULATE)
-    if pass_plan.name == "forward":  # results of helpers are copied into messages
-        accumulate = _COPY
     efficiency = _launch_efficiency(pass_plan, rank, hardware)
-    for step in pass_plan.steps_of(rank):
-        line.wait(step.arrivals)
-        unpacked = to_pack((move for move in step.sends if move.owner == rank), packed)
-        packed |= {move.rows for move in unpacked}
+    for group, step in interleave_groups(pass_plan.steps_of(rank), groups):
+        line.wait(step.arrivals, group)
+        unpacked = to_pack((move for move in step.sends if move.owner == rank), packed[group])
+        packed[group] |= {move.rows for move in unpacked}
         line.read_and_write(_PACK * sum(map(size, unpacked)))
-        line.receive(step.receives, size)
+        line.receive(step.receives, size, group)
         line.read_and_write(accumulate * sum(map(size, step.gradient_sends)))
         if step.joins_local:
             line.read_and_write(_joined_bytes(pass_plan, rank))
         if step.compute:
             line.launch(_launch_seconds(pass_plan, step.compute, hardware) / efficiency)
-            helps = (
-                pass_plan.helpers is not None and step.side == "q"
-            )  # its result is merged by the owner of the queries
-            line.read_and_write(_merged_bytes(pass_plan, step.compute, hardware.kernel, first=helps or not launched))
-            launched |= not helps
-        line.wait(step.gradient_arrivals)
+            line.read_and_write(_merged_bytes(pass_plan, step.compute, hardware.kernel, first=group not in launched))
+            launched.add(group)
+        line.wait(step.gradient_arrivals, group)
         line.read_and_write(add * sum(map(size, step.gradient_arrivals)))
-        line.receive(step.gradient_receives, size)
-    line.read_and_write(_summed_bytes(pass_plan, rank, hardware.kernel))
+        line.receive(step.gradient_receives, size, group)
+    line.read_and_write(groups * _summed_bytes(pass_plan, rank, hardware.kernel))
 
 
 def _head_parallel_seconds(plan: Plan, pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -> float:
@@ -379,15 +387,15 @@ def _head_parallel_seconds(plan: Plan, pass_plan: PassPlan, rank: int, hardware:
     return line.end
 
 
-def _peak_block_bytes(steps: Sequence[Step], size: Callable[[Move], int]) -> int:
-    """Return the bytes of the largest set of remote blocks that a rank has in memory at once."""
-    blocks: dict[int, int] = {}
+def _peak_block_bytes(steps: Steps, groups: int, size: Callable[[Move], int]) -> int:
+    """Return the bytes of the largest set of remote blocks, of all groups of heads, in a rank's memory at once."""
+    blocks: dict[tuple[int, int], int] = {}
     peak = 0
-    for step in steps:
-        blocks.update({m.owner: size(m) for m in step.receives})
+    for group, step in interleave_groups(steps, groups):
+        blocks.update({(group, m.owner): size(m) for m in step.receives})
         peak = max(peak, sum(blocks.values()))
         for owner in step.released:
-            blocks.pop(owner, None)
+            blocks.pop((group, owner), None)
     return peak
 
 

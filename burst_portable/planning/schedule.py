@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from burst_portable.planning.routes import Move, Side
+from burst_portable.planning.routes import Move
 from burst_portable.planning.tiles import Tiles, covered
 
 
@@ -99,7 +99,7 @@ class Step:
     1. Wait for `arrivals`.
     2. Post `sends` and `receives`.
     3. Compute with the blocks that arrived, in one launch.
-    4. Wait for `gradient_arrivals` and add them; in the forward pass, these are partial results to merge.
+    4. Wait for `gradient_arrivals` and add them.
     5. Post `gradient_sends` and `gradient_receives`.
     6. Release the blocks of the owners `released`, which no later step uses.
     """
@@ -118,11 +118,6 @@ class Step:
     def joins_local(self) -> bool:
         """Whether one launch computes with the local block and blocks that arrived. The local block is behind them."""
         return self.compute is not None and len(self.compute.blocks) > len(self.arrivals) > 0
-
-    @property
-    def side(self) -> Side | None:
-        """The side of the remote blocks with which a step computes; None if it computes with the local block alone."""
-        return self.arrivals[0].side if self.arrivals else None
 
     @property
     def has_moves(self) -> bool:
@@ -213,6 +208,27 @@ def merged_rows(steps: Steps, rows: int) -> tuple[int, int] | None:
     return (start, stop) if rows - (stop - start) >= max(ROWS_WORTH_A_LAUNCH, rows // 2) else None
 
 
+def interleave_groups(steps: Steps, groups: int) -> Iterator[tuple[int, Step]]:
+    """Yield (group, step) in the order in which a rank runs the steps of its groups of heads.
+
+    Each group runs all steps, one step later than the group before it. So its blocks arrive while that group computes::
+
+        step 0 of group 0: sends                      at most two groups are in memory, if a block is used one step
+        step 0 of group 1: sends                      after it is sent
+        step 1 of group 0: computes
+        step 0 of group 2: sends
+        step 1 of group 1: computes
+
+    All ranks post the messages of groups in this order.
+    """
+    if groups == 1:
+        yield from ((0, step) for step in steps)
+        return
+    times = ((group + step.index, step.index, i, group) for i, step in enumerate(steps) for group in range(groups))
+    for _, _, i, group in sorted(times):
+        yield group, steps[i]
+
+
 def _sort(moves: Iterable[Move]) -> tuple[Move, ...]:
     """Sort moves, so that both ends of every pair of ranks post them in the same order."""
     return tuple(sorted(moves, key=lambda m: (m.wait_step, m.side, m.owner, m.source, m.target)))
@@ -223,11 +239,11 @@ def make_steps(rank: int, moves: Iterable[Move], computes: dict[int, Compute]) -
     at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _MOVES}
     last_use: dict[int, int] = {}
     for move in moves:
-        kind, received = "gradient_" if move.is_result else "", move.target == rank
+        kind, received = "gradient_" if move.is_gradient else "", move.target == rank
         at[f"{kind}receives" if received else f"{kind}sends"][move.post_step].append(move)
         if received:
             at[f"{kind}arrivals"][move.wait_step].append(move)
-        if not move.is_result and (received or move.owner != rank):
+        if not move.is_gradient and (received or move.owner != rank):
             step = move.wait_step if received else move.post_step
             last_use[move.owner] = max(last_use.get(move.owner, 0), step)
     released = defaultdict(list)

@@ -31,8 +31,9 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import Inboxes, inboxes
 from burst_portable.planning.plans import Plan, with_rank_order
 from burst_portable.runtime.executor import StepExecutor
+from burst_portable.runtime.head_groups import GroupExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
-from burst_portable.runtime.prepared_call import PreparedCall, PreparedPass
+from burst_portable.runtime.prepared_call import Executor, PreparedCall, PreparedPass
 from burst_portable.runtime.validation import (
     as_number,
     broadcast_error,
@@ -250,15 +251,23 @@ def prepared_call(
         backend,
         kernel,
         transport,
-        HeadExecutor() if plan.heads else StepExecutor(),
+        _executor(plan),
         PreparedPass.of(plan.forward, transport.rank, signature.of_pass("forward"), inbox.forward),
         PreparedPass.of(plan.backward, transport.rank, signature.of_pass("backward"), inbox.backward),
         offsets=inbox.offsets,
+        group_stride=inbox.group_stride,
         yields_to_comm=transport.high_priority and plan.overlaps_communication,
-        backward_takes_out=plan.backward.sides == ("kv",) and kernel.traits.splits_tiles,
+        backward_takes_out=plan.backward.side == "kv" and kernel.traits.splits_tiles,
         with_lse=with_lse,
         reason=reason,
     )
+
+
+def _executor(plan: Plan) -> Executor:
+    """Return what runs the passes of a plan."""
+    if plan.heads:
+        return HeadExecutor()
+    return GroupExecutor() if plan.head_groups > 1 else StepExecutor()
 
 
 def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
@@ -301,9 +310,10 @@ def _call_signature(
         order = f"in the order that the kernel {kernel.name!r} takes"
         order_of_rows = hashed_value(order, forward.call.layout.shards)
     sent = plan.circulates("backward")
-    strategy = f"{plan.strategy}{inside} by {plan.transfer('forward')} with {sent} backward{rounded}"
+    groups = f" in {plan.head_groups} groups of heads" if plan.head_groups > 1 else ""
+    strategy = f"{plan.strategy}{inside}{groups} by {plan.transfer('forward')} with {sent} backward{rounded}"
     sides = forward.side, backward.side, backward.rounds_gradients
-    routes = forward.route, backward.route, backward.gradient_route, forward.helpers, backward.helpers
+    routes = forward.route, backward.route, backward.gradient_route
     return call_signature(
         {
             "backend": backend.name,
@@ -316,7 +326,7 @@ def _call_signature(
             "dtype": p.dtype,
             "mask": hashed_value(str(p.mask), p.mask.regions),
             "layout": hashed_value(p.layout.name, p.layout.shards),
-            "strategy": hashed_value(strategy, (plan.heads, *sides, *routes)),
+            "strategy": hashed_value(strategy, (plan.heads, plan.head_groups, *sides, *routes)),
             "rows that cross nodes": order_of_rows,
             "scale": repr(p.scale),
             "softcap": repr(p.softcap),

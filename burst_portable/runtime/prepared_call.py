@@ -93,6 +93,7 @@ class PreparedCall:
     backward: PreparedPass
     # Offset in bytes of each message in its receiver's inbox, if senders write there.
     offsets: Mapping[Move, int] = field(default_factory=dict)
+    group_stride: int = 0  # bytes from there to the same message of the next group of heads
     yields_to_comm: bool = False  # whether kernels leave multiprocessors to kernels that send messages
     backward_takes_out: bool = False  # whether the backward kernel takes out instead of delta
     with_lse: bool = True  # whether the caller requests LSE, which a head-parallel plan then sends back

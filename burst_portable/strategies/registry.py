@@ -3,7 +3,7 @@
 A package registers its strategies in its ``pyproject.toml``::
 
     [project.entry-points."burst_portable.strategies"]
-    all_gather = "their_strategy.all_gather:AllGatherStrategy"
+    broadcast = "their_strategy.broadcast:BroadcastStrategy"
 
 Such a package is imported only when its strategy is named, or when all strategies are compared or listed.
 """
@@ -30,9 +30,9 @@ _OURS = {
     "ring": "burst_portable.strategies.ring:RingStrategy",
     "burst": "burst_portable.strategies.burst:BurstStrategy",
     "double_ring": "burst_portable.strategies.double_ring:DoubleRingStrategy",
+    "all_gather": "burst_portable.strategies.all_gather:AllGatherStrategy",
     "ulysses": "burst_portable.strategies.ulysses:UlyssesStrategy",
     "usp": "burst_portable.strategies.usp:UspStrategy",
-    "distflash": "burst_portable.strategies.distflash:DistFlashStrategy",
     "auto": "burst_portable.strategies.auto:AutoStrategy",
 }
 OURS = tuple(_OURS)

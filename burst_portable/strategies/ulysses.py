@@ -86,7 +86,8 @@ class UlyssesStrategy(Strategy):
             self.name,
             forward=make_pass_plan(local, "kv", RingRoute(1), stride=ranks),
             backward=make_pass_plan(local, "kv", RingRoute(1), RingRoute(1), stride=ranks),
-            heads=HeadSplit(ranks, self.head_groups),
+            heads=HeadSplit(ranks),
+            head_groups=self.head_groups,
         )
 
     @classmethod

@@ -32,14 +32,14 @@ def run(environment, *arguments):
 
 def test_plan_lists_and_plans_the_strategy(environment):
     shown = run(environment, "burst_portable", "plan", "--help").stdout
-    assert "all_gather" in shown
-    planned = run(environment, "burst_portable", "plan", *CALL, "--strategy", "all_gather", "--json")
+    assert "broadcast" in shown
+    planned = run(environment, "burst_portable", "plan", *CALL, "--strategy", "broadcast", "--json")
     facts = json.loads(planned.stdout)
-    assert facts["strategy"] == "all_gather"
+    assert facts["strategy"] == "broadcast"
     assert facts["check"]["ok"]
-    assert facts["passes"]["backward"]["transfer"] == "all_gather"
+    assert facts["passes"]["backward"]["transfer"] == "broadcast"
     every = json.loads(run(environment, "burst_portable", "plan", *CALL, "--strategy", "all", "--json").stdout)
-    assert "all_gather" in {one["label"] for one in every["strategies"]}
+    assert "broadcast" in {one["label"] for one in every["strategies"]}
 
 
 @pytest.mark.slow
@@ -47,23 +47,23 @@ def test_auto_explain_and_profile_know_the_strategy(environment):
     done = run(environment, "tests.support.installed_strategy")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    assert "all_gather " in facts["reason"]
-    assert "all_gather" in facts["explained"]
-    assert set(facts["profiled"]) == {"all_gather"}
+    assert "broadcast " in facts["reason"]
+    assert "broadcast" in facts["explained"]
+    assert set(facts["profiled"]) == {"broadcast"}
     assert facts["wrong"] == []
 
 
 @pytest.mark.slow
 def test_conform_tests_the_strategy(environment, tmp_path):
     report = tmp_path / "report.json"
-    options = ["--backend", "cpu", "--strategy", "all_gather", "--quick", "--ranks", "4", "--json", str(report)]
+    options = ["--backend", "cpu", "--strategy", "broadcast", "--quick", "--ranks", "4", "--json", str(report)]
     done = run(environment, "burst_portable", "conform", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads(report.read_text())
     assert facts["ok"]
-    assert facts["only"] == ["strategy all_gather"]
+    assert facts["only"] == ["strategy broadcast"]
     assert {result["check"] for result in facts["results"]} == {"attention", "fully_masked"}
-    assert all("strategy=all_gather" in result["name"] for result in facts["results"])
+    assert all("strategy=broadcast" in result["name"] for result in facts["results"])
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from burst_portable.conformance.oracle import find_violations
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Side
 from burst_portable.planning.verify import verify
+from burst_portable.strategies.all_gather import GatherRoute
 from burst_portable.strategies.base import Strategy, ring_plan
-from examples.strategy_package.their_strategy.all_gather import Gather
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.thread_peers import World, run_peers
 
@@ -31,7 +31,7 @@ class Joined(Strategy):
 
     def plan(self, call):
         return ring_plan(
-            call, self.name, side=self.side, route=Gather(call.ranks), rounds_gradients=self.rounds_gradients
+            call, self.name, side=self.side, route=GatherRoute(call.ranks), rounds_gradients=self.rounds_gradients
         )
 
 

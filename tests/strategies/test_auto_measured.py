@@ -155,10 +155,10 @@ def test_auto_choices_on_h200():
     assert "all ahead" in reason
     without = plan(AutoStrategy(hardware=replace(hardware, peer_copy_bandwidth=()))).reason
     assert "all ahead" in without
-    assert "4 groups" in reason
-    assert "groups" not in without
+    assert "ulysses, 4 groups" in reason
+    assert "ulysses, " not in without
     nodes = plan(AutoStrategy(ranks_per_node=4, hardware=hardware)).reason  # peer copies work within a node only
-    assert "groups" not in nodes
+    assert "ulysses, " not in nodes
     assert "double_ring" in nodes
     assert "all ahead" not in plan(AutoStrategy(hardware=hardware_of_machine("NVIDIA H100 80GB HBM3", 8))).reason
     # too many ranks to hold all blocks

@@ -15,7 +15,7 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 
-NAME = "all_gather"
+NAME = "broadcast"
 MASKS = ("causal", "window", "documents", "custom")
 LAYOUTS = ("zigzag", "contiguous", "striped")
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import burst_portable as bp
+from burst_portable.strategies.base import Strategy
 
 LENGTH, HEADS, KV_HEADS, DIM = 1024, 4, 2, 32
 Q_BYTES = LENGTH * HEADS * DIM * 4
@@ -39,9 +40,9 @@ class LiveMemory(TorchDispatchMode):
         return result
 
 
-def measured(ranks: int, strategy: str) -> list[LiveMemory]:
+def measured(ranks: int, strategy: str | Strategy, kv_heads: int = KV_HEADS) -> list[LiveMemory]:
     """Return the live memory of each rank in a forward and a backward pass. The inputs are not counted."""
-    whole = [torch.randn(1, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    whole = [torch.randn(1, LENGTH, heads, DIM) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
 
     def work(mesh):
         q, k, v, dout = (bp.shard(x, mesh) for x in whole)
