@@ -322,11 +322,15 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") ->
         raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
     if named == "auto":
         reasons: list[str] = []
+        slower: list[Kernel | LazyKernel] = []
         for kernel in kernels.values():
             support = kernel.supports(call)
-            if support.ok:
+            if support.ok and not support.slower:
                 return kernel.load(), "; ".join(["the first of the backend's that serves it", *reasons])
-            reasons.append(f"not {kernel.name}: {support.reason}")
+            slower += [kernel] if support.ok else []
+            reasons.append(f"not {kernel.name}: {support.slower or support.reason}")
+        if slower:
+            return slower[0].load(), "; ".join(["no other of the backend's serves it", *reasons])
         raise UnsupportedError(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
     support = kernels[named].supports(call)
     if support.ok:

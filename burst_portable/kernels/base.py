@@ -35,10 +35,17 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Support(NamedTuple):
-    """Result of `Kernel.supports`: whether a kernel serves a call, and the reason if not."""
+    """Result of `Kernel.supports`.
+
+    Attributes:
+        ok: Whether the kernel serves the call.
+        reason: Why it does not; "" if it does.
+        slower: Why `auto` prefers the next kernel that serves the call, such as a measurement; "" if it does not.
+    """
 
     ok: bool
     reason: str = ""
+    slower: str = ""
 
 
 class BackwardInputs(NamedTuple):

@@ -163,5 +163,5 @@ def _kernel(plan: Plan, backend: Backend, chosen: Kernel, why: str) -> Choice:
         if kernel.name != chosen.name:
             support = kernel.supports(plan.forward.call)
             passed_over = _passed_over(named=why.startswith("named"))
-            others[kernel.name] = passed_over if support.ok else support.reason
+            others[kernel.name] = (support.slower or passed_over) if support.ok else support.reason
     return Choice(chosen.name, why, others)

@@ -10,9 +10,11 @@ import torch
 
 from burst_portable.backends.cuda.driver import Ready
 from burst_portable.backends.cuda.hopper import configs
+from burst_portable.backends.cuda.hopper.deterministic import HopperTritonKernel
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs
+from burst_portable.kernels.triton.triton_kernel import TritonKernel
 from burst_portable.numerics import empty_state
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support import hopper_cases
@@ -113,13 +115,17 @@ def test_hopper_softcap(dim, value_dim):
             compare(3 * q, k, v, tiles_of(mask, 600), softcap=3.0)
 
 
-def test_hopper_large_heads_are_deterministic():
-    q, k, v = inputs(1, 3000, 8, 2, 256, 256)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_hopper_deterministic_backward(dim):
+    kernel = HopperTritonKernel(TritonKernel()) if dim <= 128 else KERNEL
+    q, k, v = inputs(1, 3000, 8, 2, dim, dim)
     tiles, options = tiles_of("causal", 3000), settings(scale=0.1)
-    out, lse = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+    out, lse = kernel.attend(q, k, v, tiles, options, out_dtype=q.dtype)
     given = BackwardInputs(randn(*out.shape, seed=7), q, k, v, lse, out)
-    first, second = (KERNEL.backward_single_call(given, tiles, options) for _ in range(2))
+    first, second = (kernel.backward_single_call(given, tiles, options) for _ in range(2))
     assert all(map(torch.equal, first, second))
+    other = KERNEL.backward_single_call(given, tiles, settings(scale=0.1, deterministic=False))
+    assert all(gap(x, y.double()) < 1e-2 for x, y in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("mask", MASKS)

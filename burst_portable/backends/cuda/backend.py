@@ -19,6 +19,7 @@ from burst_portable.backends.base import (
     Peaks,
 )
 from burst_portable.backends.cuda.driver import leave_captures_alone
+from burst_portable.backends.cuda.hopper.deterministic import HopperTritonKernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.library_kernels import CudaFlashKernel, CudnnKernel
@@ -73,16 +74,21 @@ class CudaBackend(AcceleratorBackend):
             needs="flash_attn",
             install="pip install flash-attn-4",
         )
-        yield HopperFlash4Kernel(flash_4)
-        yield HopperKernel()
-        for name, kernel in (("triton", "TritonKernel"), ("triton-tf32", "Tf32Kernel")):
-            yield LazyKernel(
+        triton, triton_tf32 = (
+            LazyKernel(
                 name,
                 f"burst_portable.kernels.triton.triton_kernel:{kernel}",
                 needs="triton",
                 at_least=(3, 6),
                 install="in the clone, run: pip install '.[cuda]'",
             )
+            for name, kernel in (("triton", "TritonKernel"), ("triton-tf32", "Tf32Kernel"))
+        )
+        yield HopperFlash4Kernel(flash_4)
+        yield HopperKernel()
+        yield HopperTritonKernel(triton)
+        yield triton
+        yield triton_tf32
         yield CudnnKernel()
         yield flash_4
         yield CudaFlashKernel()

@@ -75,7 +75,7 @@ class HopperFlash4Kernel(HopperKernel):
         if not own.ok:
             return own
         try:
-            return self._flash.supports(call)
+            return self._flash.supports(call)._replace(slower=own.slower)
         except BackendUnavailableError as error:  # `auto` then skips this kernel; a call that names it gets the reason
             return Support(False, str(error))
 

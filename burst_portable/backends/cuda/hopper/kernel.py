@@ -66,8 +66,9 @@ class HopperKernel(Kernel):
         self._writing_launches, self._split_launch = keep(writing_launches), keep(split_launch)
 
     def supports(self, call: AttentionCall) -> Support:
-        reason = _declined(call)
-        return Support(not reason, reason)
+        if reason := _declined(call):
+            return Support(False, reason)
+        return Support(True, slower=_slower(call))
 
     def attend(
         self,
@@ -173,7 +174,7 @@ class HopperKernel(Kernel):
         split = split_configs(q.shape[3], x.v.shape[3])
         if call.deterministic and not split:
             raise UnsupportedError(
-                "the hopper kernel's backward is not deterministic", next_step="use the triton kernel"
+                "the hopper kernel's backward is not deterministic", next_step="use hopper+triton or triton"
             )
         if not tiles or q.numel() == 0:
             return
@@ -401,6 +402,18 @@ def _declined(call: AttentionCall) -> str:
     if call.deterministic and not split_configs(call.head_dim, call.v_head_dim):
         return "its backward adds dq in any order; with these head sizes it serves deterministic=False only"
     return ""
+
+
+SLOW_HEADS = 16
+"""Largest head size with which the portable kernels were faster on one H100: 143 / 154 and 130 / 151 TFLOP/s forward /
+backward (benchmarks/attention.py, row d16, 2026-11-25)."""
+
+
+def _slower(call: AttentionCall) -> str:
+    """Return the reason why the portable kernels are faster for a call; "" if they are not."""
+    if max(call.head_dim, call.v_head_dim) > SLOW_HEADS:
+        return ""
+    return f"the portable kernels were faster with heads of up to {SLOW_HEADS} on one H100"
 
 
 @cache

@@ -16,12 +16,14 @@ from burst_portable.backends.cuda import library_kernels
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper.deterministic import HopperTritonKernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.backends.selection import choose_kernel
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs, LazyKernel
+from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.runtime.prepare import plan_for_kernel
 from burst_portable.strategies.planner import plan
@@ -273,6 +275,36 @@ def test_auto_chooses_pair_if_package_is_installed(called):
         kernel_of(refused, PAIR)
 
 
+@pytest.mark.parametrize("package", ["present", "absent"])
+def test_auto_prefers_portable_kernels_for_small_heads(called, monkeypatch, package):
+    """They were measured to be faster. Without them, the slower kernel still serves the call."""
+    if package == "absent":
+        monkeypatch.setitem(sys.modules, "flash_attn", None)
+    small = replace(USUAL, head_dim=16, v_head_dim=16)
+    chosen, why = kernel_of(small)
+    assert chosen.name not in (PAIR, "hopper")
+    assert "not hopper: the portable kernels were faster with heads of up to 16" in why
+    assert kernel_of(small, "hopper")[1] == "named"
+
+    class OnlyHopper(CudaBackend):
+        def make_kernels(self):
+            yield HopperKernel()
+
+    assert choose_kernel(OnlyHopper(), small)[0].name == "hopper"
+    assert choose_kernel(OnlyHopper(), small)[1].startswith("no other of the backend's serves it; not hopper: ")
+
+
+def test_deterministic_calls_use_hopper_forward():
+    kernel = HopperTritonKernel(ReferenceKernel())
+    assert kernel.supports(replace(USUAL, deterministic=True)).ok
+    assert "hopper serves this one alone" in kernel.supports(USUAL).reason
+    assert "hopper serves this one alone" in kernel.supports(replace(USUAL, deterministic=True, head_dim=192)).reason
+    assert kernel.supports(replace(USUAL, deterministic=True, head_dim=16, v_head_dim=16)).slower
+    assert "float32" in kernel.supports(replace(USUAL, deterministic=True, dtype="float32")).reason
+    names = [kernel.name for kernel in CudaBackend().kernels()]
+    assert names.index("hopper") < names.index(kernel.name) < names.index("triton")
+
+
 def test_auto_chooses_hopper_without_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     chosen, why = kernel_of()
@@ -295,13 +327,11 @@ def test_pair_declines_without_importing_package(monkeypatch):
 
 
 @pytest.mark.parametrize(("dim", "tiles"), [(64, causal(9)), (128, tiles_of("window:3", 9))], ids=["causal", "window"])
-@pytest.mark.parametrize("options", [{"deterministic": True}, {"scale": -1.0}])
-def test_pair_rejects_options_as_hopper_kernel(called, options, dim, tiles):
-    options = settings(**{"scale": 0.1, "deterministic": False, **options})
+def test_pair_rejects_negative_scale_as_hopper_kernel(called, dim, tiles):
+    options = settings(scale=-1.0, deterministic=False)
     dout, q, k, v = inputs(9, 9, (1, 1), dim, "cpu")
-    if not options.deterministic:
-        with pytest.raises(UnsupportedError, match="hopper kernel"):
-            kernel_of()[0].forward_single_call(q, k, v, tiles, options)
+    with pytest.raises(UnsupportedError, match="hopper kernel"):
+        kernel_of()[0].forward_single_call(q, k, v, tiles, options)
     with pytest.raises(UnsupportedError, match="hopper kernel"):
         kernel_of()[0].backward_single_call(BackwardInputs(dout, q, k, v, torch.zeros(2, 1, 9), q), tiles, options)
     assert called == []

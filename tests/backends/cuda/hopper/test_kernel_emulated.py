@@ -16,9 +16,11 @@ pytest.importorskip("triton")
 from burst_portable.backends.cuda.hopper import backward, configs, kernel, launch
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
+from burst_portable.backends.cuda.hopper.deterministic import HopperTritonKernel
 from burst_portable.backends.cuda.hopper.kernel import triton_reason
 from burst_portable.backends.cuda.hopper.launch import forward_launch, sizes_of
 from burst_portable.kernels.base import BackwardInputs
+from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.call import LEAST_SCALE
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support import hopper_cases
@@ -132,6 +134,25 @@ def test_emulated_large_heads_are_deterministic(machine):
     first, second = (KERNEL.backward_single_call(given, tiles, options) for _ in range(2))
     assert first[0].dtype == q.dtype
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("single_call", [True, False])
+def test_emulated_deterministic_backward_is_portable(single_call, machine):
+    """The Hopper kernels would add to dQ in any order."""
+    q, k, v = inputs(1, 200, 2, 1, 64)
+    kernel = HopperTritonKernel(ReferenceKernel())
+    tiles, options = tiles_of("causal", 200), settings(scale=0.1)
+    out, lse = kernel.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+    given = BackwardInputs(randn(1, 200, 2, 64, seed=7), q, k, v, lse, out)
+    made = [torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v)]
+    if single_call:
+        made = [x + 0.25 for x in kernel.backward_single_call(given, tiles, options)]
+    else:
+        kernel.attend_backward(given, tiles, options, into=tuple(made))
+    exact = tuple(torch.full_like(x, 0.25, dtype=torch.float64) for x in (q, k, v))
+    dout, *rest = given[:5]
+    ORACLE.attend_backward(BackwardInputs(*wide(dout, *rest), out=out.double()), tiles, options, into=exact)
+    assert all(gap(x - 0.25, y - 0.25) < 1e-2 for x, y in zip(made, exact, strict=True))
 
 
 @pytest.mark.parametrize("mask", MASKS)
