@@ -1,10 +1,11 @@
 """Train a Hugging Face model with FSDP2, each sequence sharded over all ranks. Any number of ranks gives equal losses.
 
 torchrun --nproc-per-node 2 examples/train_hugging_face_with_fsdp.py                      (a small Llama over bytes)
-torchrun --nproc-per-node 8 examples/train_hugging_face_with_fsdp.py --model CHECKPOINT --text BOOK --seq-len 524288
+torchrun --nproc-per-node 8 examples/train_hugging_face_with_fsdp.py --model FOLDER --text BOOK --seq-len 512k --steps 1
 
 FSDP2 shards weights, gradients and optimizer states over the same ranks that share the sequence. Layers are recomputed
-in the backward pass. This example was run on CPUs.
+in the backward pass. For more tokens than the max_position_embeddings of a checkpoint, edit its config.json first:
+docs/hugging_face.md, "Longer contexts". Each step takes new tokens of the text. This example was run on CPUs.
 """
 
 import argparse
@@ -16,7 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import burst_portable as bp
 from burst_portable.integrations.transformers import parallelize
@@ -24,14 +32,27 @@ from burst_portable.integrations.transformers import parallelize
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def load(checkpoint: str | None, text: str) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Return a model and the tokens of a text; without a checkpoint, a small Llama and bytes."""
+def read_tokens(checkpoint: str | None, text: str, seq_len: int, steps: int) -> torch.Tensor:
+    """Return the tokens of a text: bytes without a checkpoint. Exit if they, or the model's positions, are too few."""
+    if checkpoint is None:
+        tokens = torch.tensor(list(text.encode()))
+    else:
+        positions = getattr(AutoConfig.from_pretrained(checkpoint), "max_position_embeddings", None)
+        if positions is not None and seq_len > positions:
+            hint = f"edit {checkpoint}/config.json as docs/hugging_face.md, 'Longer contexts', shows"
+            raise SystemExit(f"--seq-len is {seq_len}, but max_position_embeddings is {positions}; {hint}")
+        tokens = AutoTokenizer.from_pretrained(checkpoint)(text, return_tensors="pt")["input_ids"][0]
+    if len(tokens) < seq_len * steps:
+        raise SystemExit(f"the text has {len(tokens)} tokens; {steps} steps of {seq_len} need {seq_len * steps}")
+    return tokens
+
+
+def load(checkpoint: str | None) -> PreTrainedModel:
+    """Return the model of a checkpoint in float32; without a checkpoint, a small Llama with random weights."""
     if checkpoint is None:
         torch.manual_seed(0)  # equal weights on every rank before FSDP shards them
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **SIZES))
-        return model, torch.tensor(list(text.encode()))
-    tokens = AutoTokenizer.from_pretrained(checkpoint)(text, return_tensors="pt")["input_ids"][0]
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), tokens
+        return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **SIZES))
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 def train(checkpoint: str | None, text: str, seq_len: int, steps: int) -> list[float]:
@@ -39,9 +60,8 @@ def train(checkpoint: str | None, text: str, seq_len: int, steps: int) -> list[f
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     ranks = dist.get_world_size()
     grid = init_device_mesh(device.type, (ranks,), mesh_dim_names=("sequence",))
-    model, tokens = load(checkpoint, text)
-    if len(tokens) < seq_len * steps:
-        raise SystemExit(f"the text has {len(tokens)} tokens; {steps} steps of {seq_len} need {seq_len * steps}")
+    tokens = read_tokens(checkpoint, text, seq_len, steps)  # first, since a large model takes minutes to load
+    model = load(checkpoint)
     sharded = parallelize(model, bp.Mesh.from_device_mesh(grid))
     # The first name is that of newer releases of Transformers.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

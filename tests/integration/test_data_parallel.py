@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Trainer
+from transformers import LlamaConfig, Trainer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_with_trainer.py"
+FSDP_EXAMPLE = ROOT / "examples" / "train_hugging_face_with_fsdp.py"
 RANKS = 4
 
 
@@ -56,3 +57,14 @@ def test_fsdp_example_has_equal_losses_on_any_number_of_ranks():
     assert len(one) == 3
     assert one[-1] < one[0] - 0.2
     assert losses(2) == pytest.approx(one, rel=1e-5)
+
+
+def test_fsdp_example_checks_lengths_before_loading(tmp_path: Path):
+    """The folder has a config and no tokenizer or weights, so reading them would fail."""
+    LlamaConfig(max_position_embeddings=64).save_pretrained(tmp_path)
+    read_tokens = runpy.run_path(str(FSDP_EXAMPLE))["read_tokens"]
+    with pytest.raises(SystemExit, match=r"--seq-len is 65, but max_position_embeddings is 64; edit .*config\.json"):
+        read_tokens(str(tmp_path), "text", 65, 1)
+    with pytest.raises(SystemExit, match="the text has 10 tokens; 2 steps of 6 need 12"):
+        read_tokens(None, "0123456789", 6, 2)
+    assert read_tokens(None, "0123456789", 5, 2).tolist() == list(b"0123456789")
