@@ -119,6 +119,16 @@ def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:
     total.copy_(summed)
 
 
+def merge_rows(state: State, rows: slice, out: Tensor, lse: Tensor) -> None:
+    """Merge a partial result of some rows into a running state of a kernel, in place."""
+    every = (state[0][:, rows], state[1][:, :, rows])
+    if isinstance(state, Compensated):
+        lost_out, lost_lse = state.lost
+        Compensated(*every, (lost_out[:, rows], lost_lse[:, :, rows])).merge(out, lse)
+    else:
+        merge_into(every, out, lse)
+
+
 def finished(state: State, dtype: torch.dtype) -> State:
     """Convert a running state for tensors of `dtype` to a result, in the accumulation dtype."""
     wide = accumulation_dtype(dtype)

@@ -61,7 +61,7 @@ def _merged_bytes(pass_plan: PassPlan, compute: Compute, traits: KernelTraits, *
         return 0 if first else _RUNNING * tallest * call.heads * dv * batch
     if not traits.splits_tiles:
         return 0
-    surrogate = _SURROGATE * tallest if pass_plan.side == "q" else 0  # K and V are sent: out is local
+    surrogate = _SURROGATE * tallest if "q" in pass_plan.sides else 0  # else only K and V are sent, and out is local
     queries = surrogate * dv + _ADD_PART * rows * d
     return batch * (queries * call.heads + _ADD_PART * compute.columns * call.kv_heads * (d + dv))
 
@@ -337,6 +337,8 @@ def _walk(line: _Timeline, pass_plan: PassPlan, rank: int, hardware: HardwareSpe
     size, launched = message_sizes(pass_plan), set[int]()
     packed = [set[tuple[int, int]]() for _ in range(groups)]
     add, accumulate = (_ADD_ROUNDED, _ACCUMULATE_ROUNDED) if pass_plan.rounds_gradients else (_ADD, _ACCUMULATE)
+    if pass_plan.name == "forward":  # results of helpers are copied into messages
+        accumulate = _COPY
     efficiency = _launch_efficiency(pass_plan, rank, hardware)
     for group, step in interleave_groups(pass_plan.steps_of(rank), groups):
         line.wait(step.arrivals, group)
@@ -349,8 +351,11 @@ def _walk(line: _Timeline, pass_plan: PassPlan, rank: int, hardware: HardwareSpe
             line.read_and_write(_joined_bytes(pass_plan, rank))
         if step.compute:
             line.launch(_launch_seconds(pass_plan, step.compute, hardware) / efficiency)
-            line.read_and_write(_merged_bytes(pass_plan, step.compute, hardware.kernel, first=group not in launched))
-            launched.add(group)
+            helps = pass_plan.helpers is not None and step.side == "q"  # the owner of the queries merges the result
+            first = helps or group not in launched
+            line.read_and_write(_merged_bytes(pass_plan, step.compute, hardware.kernel, first=first))
+            if not helps:
+                launched.add(group)
         line.wait(step.gradient_arrivals, group)
         line.read_and_write(add * sum(map(size, step.gradient_arrivals)))
         line.receive(step.gradient_receives, size, group)

@@ -6,6 +6,7 @@ The message of a block has its rows, with all fields of a row side by side::
     row 1   K K K K | V V V V        takes them
 
 Gradients are summed and sent in the accumulation dtype. With `rounds_gradients`, they are sent in that of the inputs.
+In the forward pass, a block of queries is Q alone, and its results are out and LSE in the accumulation dtype.
 If heads are resharded, a message to head shards has some heads of all tensors side by side, and a message back has
 heads of one tensor: ``[rows, B, heads, dim]`` each.
 """
@@ -45,14 +46,21 @@ class Field:
         return -(-self.bytes(batch) // ALIGNMENT) * ALIGNMENT
 
 
-def fields(call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False) -> tuple[Field, ...]:
-    """Return the fields of a block: K and V, or Q, dO, LSE and delta. Those of its gradients: dK and dV, or dQ."""
+def fields(
+    call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False, forward: bool = False
+) -> tuple[Field, ...]:
+    """Return the fields of a block: K and V, or Q, dO, LSE and delta. Those of its gradients: dK and dV, or dQ.
+
+    In the forward pass, a block of queries is Q, and its results, instead of gradients, are out and LSE.
+    """
     data, wide = call.itemsize, max(call.itemsize, 4)
     q, kv, d, dv = call.heads, call.kv_heads, call.head_dim, call.v_head_dim
     gradient = data if rounds_gradients else wide
     if side == "kv":
         itemsize = gradient if is_gradient else data
         return Field(kv, d, itemsize), Field(kv, dv, itemsize)
+    if forward:
+        return (Field(q, dv, wide), Field(q, None, wide)) if is_gradient else (Field(q, d, data),)
     if is_gradient:
         return (Field(q, d, gradient),)
     return Field(q, d, data), Field(q, dv, data), Field(q, None, wide), Field(q, None, wide)
@@ -60,15 +68,21 @@ def fields(call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradien
 
 def message_sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
     """Return a function from a move of this pass to its bytes on the wire."""
-    call, side, rounded = pass_plan.call, pass_plan.side, pass_plan.rounds_gradients
-    rows = [row_size(call, side, is_gradient=g, rounds_gradients=rounded) for g in (False, True)]
-    return lambda move: _rows(move) * rows[move.is_gradient]
+    call, rounded, forward = pass_plan.call, pass_plan.rounds_gradients, pass_plan.name == "forward"
+    rows = {
+        (side, g): row_size(call, side, is_gradient=g, rounds_gradients=rounded, forward=forward)
+        for side in pass_plan.sides
+        for g in (False, True)
+    }
+    return lambda move: _rows(move) * rows[move.side, move.is_result]
 
 
 @lru_cache(maxsize=256)
-def row_size(call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False) -> int:
-    """Return the bytes of a row of a block on the wire."""
-    return row_layout(call, side, is_gradient=is_gradient, rounds_gradients=rounds_gradients).size
+def row_size(
+    call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False, forward: bool = False
+) -> int:
+    """Return the bytes of a row of a block on the wire. The arguments are those of `fields`."""
+    return row_layout(call, side, is_gradient=is_gradient, rounds_gradients=rounds_gradients, forward=forward).size
 
 
 def local_block_size(pass_plan: PassPlan, rank: int) -> int:
@@ -100,7 +114,7 @@ class Arrivals(NamedTuple):
 class StepMessages(NamedTuple):
     """The messages of one `Step`, with their sizes in bytes. Receives are for later steps."""
 
-    packs: tuple[tuple[tuple[int, int], int], ...]  # rows of the local block to pack, and the size of the buffer
+    packs: tuple[tuple[Side, tuple[int, int], int], ...]  # rows of a local block to pack, and the size of the buffer
     # Each block has the packed rows that contain it and its bytes [start, stop) there. The rows are None for a block
     # that is forwarded as it arrived.
     sends: tuple[tuple[Move, tuple[int, int] | None, int, int], ...]
@@ -114,62 +128,77 @@ class StepMessages(NamedTuple):
 class PassMessages:
     """The messages of one rank in one pass. Made when a call is prepared.
 
-    `inputs`, `gradients` and `sums` are the row layouts of blocks, of gradients in a message, and of gradients while
-    they are summed. `steps` has each step with its messages, `launches` is the number of steps that compute.
+    `inputs`, `gradients` and `sums` are, by side, the row layouts of blocks, of results in a message, and of gradients
+    while they are summed. `steps` has each step with its messages. `parts` is, in a forward pass, the number of partial
+    results of the local rows: those of this rank's launches, and those that helpers return.
     """
 
     def __init__(self, pass_plan: PassPlan, rank: int) -> None:
-        call, side, rounds_gradients = pass_plan.call, pass_plan.side, pass_plan.rounds_gradients
-        self.inputs = row_layout(call, side, is_gradient=False)
-        self.gradients = row_layout(call, side, is_gradient=True, rounds_gradients=rounds_gradients)
-        self.sums = row_layout(call, side, is_gradient=True)
+        call, sides, forward = pass_plan.call, pass_plan.sides, pass_plan.name == "forward"
+        rounded = pass_plan.rounds_gradients
+        self.inputs = {side: row_layout(call, side, is_gradient=False, forward=forward) for side in sides}
+        self.gradients = {
+            side: row_layout(call, side, is_gradient=True, rounds_gradients=rounded, forward=forward) for side in sides
+        }
+        self.sums = {side: row_layout(call, side, is_gradient=True) for side in sides}
+        self._size = message_sizes(pass_plan)
         steps = pass_plan.steps_of(rank)
         local = local_block_size(pass_plan, rank)
         # By owner: rows of its gradients that are summed here.
         self._gradient_rows = {move.owner: _rows(move) for step in steps for move in step.gradient_sends}
-        self._gradient_rows[rank] = local // self.inputs.size
+        self._gradient_rows[rank] = local // self.inputs[pass_plan.side].size
         # By step: bytes of the local block, if the launch of that step takes it with received blocks.
         self._room = {step.index: local for step in steps if step.joins_local}
-        self._packed: list[tuple[int, int]] = []  # row ranges that were packed at earlier steps
+        # By side: row ranges that were packed at earlier steps.
+        self._packed: dict[Side, list[tuple[int, int]]] = {side: [] for side in sides}
+        self._side = pass_plan.side
         self.steps = tuple((step, self._of_step(step, rank)) for step in steps)
-        self.launches = sum(step.compute is not None for step in steps)
+        self.parts = sum(
+            (step.compute is not None and step.side != "q") + len(step.gradient_receives) for step in steps if forward
+        )
 
     def _of_step(self, step: Step, rank: int) -> StepMessages:
-        unpacked = [move.rows for move in to_pack((m for m in step.sends if m.owner == rank), self._packed)]
-        self._packed += unpacked
-        row, room = self.inputs.size, self._room
+        packs = []
+        for side, packed in self._packed.items():
+            for move in to_pack((m for m in step.sends if m.owner == rank and m.side == side), packed):
+                packed.append(move.rows)
+                packs.append((side, move.rows, self._size(move)))
+        size, room = self._size, self._room
         owners = (*(move.owner for move in step.arrivals), *([rank] if step.index in room else []))
+        sums = self.sums[step.side or self._side].size
         return StepMessages(
-            packs=tuple((rows, (rows[1] - rows[0]) * row) for rows in unpacked),
+            packs=tuple(packs),
             sends=tuple(self._send(move, rank) for move in step.sends),
-            receives=_arrivals(step.receives, row, room),
+            receives=_arrivals(step.receives, size, room),
             local=room.get(step.index, 0),
-            sums=tuple(self._gradient_rows.get(owner, 0) * self.sums.size for owner in owners),
-            gradient_sends=tuple((move, _rows(move) * self.gradients.size) for move in step.gradient_sends),
-            gradient_receives=_arrivals(step.gradient_receives, self.gradients.size, {}),
+            sums=tuple(self._gradient_rows.get(owner, 0) * sums for owner in owners),
+            gradient_sends=tuple((move, size(move)) for move in step.gradient_sends),
+            gradient_receives=_arrivals(step.gradient_receives, size, {}),
         )
 
     def _send(self, move: Move, rank: int) -> tuple[Move, tuple[int, int] | None, int, int]:
         if move.owner != rank:
             return move, None, 0, 0
-        rows = find_containing(move.rows, self._packed)
+        rows = find_containing(move.rows, self._packed[move.side])
         assert rows is not None, "a local block is packed before it is sent"
-        start = (move.rows[0] - rows[0]) * self.inputs.size
-        return move, rows, start, start + _rows(move) * self.inputs.size
+        start = (move.rows[0] - rows[0]) * self.inputs[move.side].size
+        return move, rows, start, start + self._size(move)
 
 
-def row_layout(call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False) -> RowLayout:
-    """Return the memory layout of a row of a block, or of its gradients, in a message."""
-    found = fields(call, side, is_gradient=is_gradient, rounds_gradients=rounds_gradients)
+def row_layout(
+    call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False, forward: bool = False
+) -> RowLayout:
+    """Return the memory layout of a row of a block, or of its results, in a message: see `fields`."""
+    found = fields(call, side, is_gradient=is_gradient, rounds_gradients=rounds_gradients, forward=forward)
     *starts, size = accumulate((field.size(call.batch) for field in found), initial=0)
     return RowLayout(size, tuple(zip(found, starts, strict=True)))
 
 
-def _arrivals(moves: Iterable[Move], row: int, room: dict[int, int]) -> tuple[Arrivals, ...]:
-    """Return receives by the step that waits for them. `row`: bytes of a row; `room`: see `PassMessages`."""
+def _arrivals(moves: Iterable[Move], size: Callable[[Move], int], room: dict[int, int]) -> tuple[Arrivals, ...]:
+    """Return receives by the step that waits for them. `size`: bytes of a move; `room`: see `PassMessages`."""
     found = []
     for group in group_by_wait_step(moves):
-        sizes = [_rows(move) * row for move in group]
+        sizes = [size(move) for move in group]
         if behind := room.get(group[0].wait_step, 0):
             sizes.append(behind)
         found.append(Arrivals(tuple(group), tuple(sizes)))
@@ -254,21 +283,21 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
 def _message_offsets(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, int], int]:
     """Return the offset of every message to a rank, from `start` on, and the end of the last message.
 
-    Blocks come first: a block that is sent in both passes is the same `Move` in both, so it has one offset. The local
-    block follows the blocks with which a launch takes it.
+    Blocks come first: a block that is sent in both passes is the same `Move` in both, so it has one offset. A block of
+    queries has the room of its backward pass in both. The local block follows the blocks with which a launch takes it.
     """
     steps = pass_plan.steps_of(target)
     blocks, gradients = ([step.receives for step in steps], [step.gradient_receives for step in steps])
     joined = {step.index: local_block_size(pass_plan, target) for step in steps if step.joins_local}
-    size = message_sizes(pass_plan)
+    size, queries = message_sizes(pass_plan), row_size(pass_plan.call, "q", is_gradient=False)
     offsets: dict[Move, int] = {}
     end = start
     for moves in chain.from_iterable(map(group_by_wait_step, (*blocks, *gradients))):
         end = _aligned(end)
         for move in moves:
             offsets[move] = end
-            end += size(move)
-        if not moves[0].is_gradient:
+            end += size(move) if move.side == "kv" or move.is_result else _rows(move) * queries
+        if not moves[0].is_result:
             end += joined.get(moves[0].wait_step, 0)
     return offsets, end
 

@@ -28,7 +28,7 @@ from burst_portable.errors import InputError
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.planning.routes import BlockDependencies, Move, Route, Side
+from burst_portable.planning.routes import BlockDependencies, Helpers, Move, Route, Side
 from burst_portable.planning.schedule import (
     BlockTiles,
     Compute,
@@ -106,10 +106,14 @@ def split_heads(heads: int, kv_heads: int, groups: int) -> tuple[HeadGroup, ...]
 
 PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, ...] = ("forward", "backward")
-_BLOCKS: dict[tuple[PassName, Side], str] = {
+Circulates = Literal["kv", "q", "both"]
+"""The sides whose blocks are sent in a pass: one, or K and V for some pairs and queries for others."""
+_BLOCKS: dict[tuple[PassName, Circulates], str] = {
     ("forward", "kv"): "K and V are sent",
     ("backward", "kv"): "K and V are sent, then dK and dV",
     ("backward", "q"): "Q, dO, LSE and delta are sent, then dQ",
+    ("forward", "both"): "K and V are sent, or Q to a helper that returns out and LSE",
+    ("backward", "both"): "K and V are sent, then dK and dV; or Q, dO, LSE and delta to a helper, then dQ",
 }
 _HEADS: dict[PassName, str] = {
     "forward": "all rows {where}of some heads are sent to each rank, then out back",
@@ -120,7 +124,7 @@ _HEADS: dict[PassName, str] = {
 def traffic_text(pass_name: PassName, circulates: str) -> str:
     """Return the sentence for a value of `Plan.circulates`: which tensors are sent in a pass."""
     heads, plus, side = circulates.rpartition("+") if circulates != "heads" else ("heads", "", "")
-    blocks = _BLOCKS[pass_name, cast(Side, side)] if side else ""
+    blocks = _BLOCKS[pass_name, cast(Circulates, side)] if side else ""
     if not heads:
         return blocks
     exchanged = _HEADS[pass_name].format(where="of its node " if plus else "")
@@ -139,6 +143,7 @@ class PassPlan:
         stride: Distance in ranks from one member of a ring to the next. The call and the routes count members, steps
             contain ranks. With 4, the ranks 1, 5, 9 ... are the members 0, 1, 2 ... of one of four rings.
         rounds_gradients: Whether gradients are sent in the dtype of the inputs, and not in the accumulation dtype.
+        helpers: Pairs for which queries are sent instead of K and V, along the same route. None: no pair.
     """
 
     call: AttentionCall
@@ -147,15 +152,20 @@ class PassPlan:
     gradient_route: Route | None = None
     stride: int = 1
     rounds_gradients: bool = False
+    helpers: Helpers | None = None
     _pairs: BlockPairs = field(init=False, repr=False, compare=False)
-    _dependencies: BlockDependencies = field(init=False, repr=False, compare=False)
+    _dependencies: dict[Side, BlockDependencies] = field(init=False, repr=False, compare=False)
     _steps: Cache[int, Steps] = field(init=False, repr=False, compare=False, default_factory=lambda: Cache(64))
     _merged: dict[int, tuple[int, int] | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.call
+        if self.helpers is not None and (self.side != "kv" or not self.trims):
+            got = f"side {self.side!r}, the route {self.route.name!r}"
+            raise InputError("helpers need a pass that sends K and V from their owners", got=got)
         object.__setattr__(self, "_pairs", block_pairs(p.mask, p.layout, p.k_layout))
-        object.__setattr__(self, "_dependencies", BlockDependencies(self._pairs, self.side))
+        found = {side: BlockDependencies(self._pairs, side, self.helpers) for side in self.sides}
+        object.__setattr__(self, "_dependencies", found)
 
     def steps_of(self, rank: int) -> Steps:
         """Return the steps of one rank; recent ones are cached."""
@@ -174,7 +184,9 @@ class PassPlan:
         return steps[0].compute if len(steps) == 1 and not steps[0].has_moves else None
 
     def merged_rows(self, rank: int) -> tuple[int, int] | None:
-        """Return `planning.schedule.merged_rows` of a rank, for a pass in which K and V are sent."""
+        """Return `planning.schedule.merged_rows` of a rank, for a pass in which only K and V are sent."""
+        if self.helpers is not None:
+            return None
         steps = self.steps_of(rank)
         if rank not in self._merged:
             self._merged[rank] = merged_rows(steps, self.call.layout.count(rank // self.stride))
@@ -183,38 +195,57 @@ class PassPlan:
     def _make(self, member: int) -> Steps:
         """Return the steps of one member of the ring. From here on, all numbers count members: see `stride`."""
         owners: dict[int, list[int]] = defaultdict(list)  # by step: owners of the blocks that it computes with
-        for owner in (*range(member), *range(member + 1, self.call.ranks), member):  # see `Compute`
-            if self._dependencies.needs(owner, member):
-                owners[self.route.step(owner, member)].append(owner)
-        computes = {step: self._compute(tuple(blocks), member) for step, blocks in owners.items()}
+        side_of: dict[int, Side] = {}  # by step: the side of these blocks
+        for side, dependencies in self._dependencies.items():
+            for owner in (*range(member), *range(member + 1, self.call.ranks), member):  # see `Compute`
+                if dependencies.needs(owner, member):
+                    step = self.route.step(owner, member)
+                    if side_of.setdefault(step, side) != side:
+                        text = (
+                            f"step {step} of rank {member} would compute with K and V and with queries of other ranks"
+                        )
+                        raise InputError(text, next_step="change `step` of the route, or `helps` of the helpers")
+                    owners[step].append(owner)
+        computes = {step: self._compute(side_of[step], tuple(blocks), member) for step, blocks in owners.items()}
         last = self.route.step(member, member)
         may_split = last in computes and len(computes) > 1 and len(computes[last].blocks) == 1
         if may_split and (parts := split_compute(computes[last], self.route.local_first_share)):
             computes[0], computes[last] = parts
-        return make_steps(member, (*self._inputs(member), *self._gradients(member)), computes)
+        moves = (move for side in self.sides for move in (*self._inputs(side, member), *self._results(side, member)))
+        return make_steps(member, moves, computes)
 
-    def _compute(self, owners: tuple[int, ...], member: int) -> Compute:
+    def _compute(self, side: Side, owners: tuple[int, ...], member: int) -> Compute:
         """Return the computation of a member at one step, with blocks that are contiguous in memory."""
         blocks: list[BlockTiles] = []
         offset = 0
         for owner in owners:
-            start, stop = self._rows(owner, member)
-            shift = (0, offset - start) if self.side == "kv" else (offset - start, 0)
-            blocks.append(BlockTiles(self._tiles(owner, member), *shift))
+            start, stop = self._rows(side, owner, member)
+            shift = (0, offset - start) if side == "kv" else (offset - start, 0)
+            blocks.append(BlockTiles(self._tiles(side, owner, member), *shift))
             offset += stop - start
-        q_owners, k_owners = ((member,), owners) if self.side == "kv" else (owners, (member,))
+        q_owners, k_owners = ((member,), owners) if side == "kv" else (owners, (member,))
         return Compute(q_owners, k_owners, tuple(blocks))
 
-    def _tiles(self, owner: int, member: int) -> Tiles:
-        return self._pairs.tiles(member, owner) if self.side == "kv" else self._pairs.tiles(owner, member)
+    def _tiles(self, side: Side, owner: int, member: int) -> Tiles:
+        return self._pairs.tiles(member, owner) if side == "kv" else self._pairs.tiles(owner, member)
 
-    def _rows(self, owner: int, member: int) -> tuple[int, int]:
+    def _rows(self, side: Side, owner: int, member: int) -> tuple[int, int]:
         """Return [start, stop) of the owner's rows that a member receives: those it needs, or all for a ring."""
-        tiles = self._tiles(owner, member) if owner != member and self.trims else None
+        tiles = self._tiles(side, owner, member) if owner != member and self.trims else None
         if not tiles:  # also if a route sends a block that is not needed: `verify` reports that
-            layout = self.call.k_layout if self.side == "kv" else self.call.layout
+            layout = self.call.k_layout if side == "kv" else self.call.layout
             return 0, layout.count(owner)
-        return tiles.box[2:] if self.side == "kv" else tiles.box[:2]
+        return tiles.box[2:] if side == "kv" else tiles.box[:2]
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The sides whose blocks are sent."""
+        return (self.side,) if self.helpers is None else ("kv", "q")
+
+    @property
+    def circulates(self) -> Circulates:
+        """The side whose blocks are sent, or "both"."""
+        return self.side if self.helpers is None else "both"
 
     @property
     def name(self) -> PassName:
@@ -226,47 +257,56 @@ class PassPlan:
         """Whether a member receives only the rows that it needs, and sends only their gradients back."""
         return self.route.trims and (self.gradient_route is None or self.gradient_route.trims)
 
-    def _inputs(self, member: int) -> Iterator[Move]:
+    def _inputs(self, side: Side, member: int) -> Iterator[Move]:
         """Yield the blocks that a member receives, and those that it sends: its own, and those that it forwards."""
         for owner in range(self.call.ranks):
-            if owner != member and (move := self._input(owner, member)):
+            if owner != member and (move := self._input(side, owner, member)):
                 yield move
             for target in self.route.targets(owner, member):
-                move = self._input(owner, target)
+                move = self._input(side, owner, target)
                 if move and move.source == member:
                     yield move
 
-    def _input(self, owner: int, target: int) -> Move | None:
+    def _input(self, side: Side, owner: int, target: int) -> Move | None:
         """Return the move that brings a block to a member; None if the block is not sent there."""
-        found = self.route.block_source(self._dependencies, owner, target)
+        found = self.route.block_source(self._dependencies[side], owner, target)
         if found is None:
             return None
         source, step = found
-        return Move(self.side, owner, source, target, step, self.route.step(owner, target), self._rows(owner, target))
+        wait_step = self.route.step(owner, target)
+        return Move(side, owner, source, target, step, wait_step, self._rows(side, owner, target))
 
-    def _gradients(self, member: int) -> Iterator[Move]:
-        """Yield the gradients of remote blocks that a member sends, and the gradients that it receives."""
-        if self.gradient_route is None:
+    def _results(self, side: Side, member: int) -> Iterator[Move]:
+        """Yield the results for remote blocks that a member sends, and the results that it receives."""
+        route = self._result_route(side)
+        if route is None:
             return
         for other in range(self.call.ranks):
             if other == member:
                 continue
             # Received: gradients of the local block from every other rank, and gradients of the other's block from the
             # neighbor, to which this member adds its own before it forwards them.
-            neighbor = self.gradient_route.gradient_source(other, member)
+            neighbor = route.gradient_source(other, member)
             for owner, source in ((other, member), (member, other), (other, neighbor)):
-                move = self._gradient(owner, source) if source is not None else None
+                move = self._result(side, route, owner, source) if source is not None else None
                 if move and member in (move.source, move.target):
                     yield move
 
-    def _gradient(self, owner: int, source: int) -> Move | None:
-        """Return the move that sends a member's gradients of a block; None if it computes none."""
-        if self.gradient_route is None or not self._dependencies.needs(owner, source):
+    def _result_route(self, side: Side) -> Route | None:
+        """Return the route of gradients, or of the partial results of helpers. None: results stay on their ranks."""
+        return self.route if side == "q" and self.name == "forward" else self.gradient_route
+
+    def _result(self, side: Side, route: Route, owner: int, source: int) -> Move | None:
+        """Return the move that sends a member's results for a block; None if it computes none."""
+        dependencies = self._dependencies[side]
+        if not dependencies.needs(owner, source):
             return None
-        target = self.gradient_route.gradient_target(self._dependencies, owner, source)
+        target = route.gradient_target(dependencies, owner, source)
         step = self.route.step(owner, source)
-        wait_step = step + self.gradient_route.gradient_delay_steps(source, target)
-        return Move(self.side, owner, source, target, step, wait_step, self._rows(owner, source), is_gradient=True)
+        wait_step = step + route.gradient_delay_steps(source, target)
+        is_gradient = self.name == "backward"
+        rows = self._rows(side, owner, source)
+        return Move(side, owner, source, target, step, wait_step, rows, is_gradient, not is_gradient)
 
 
 @lru_cache(maxsize=8)
@@ -282,21 +322,22 @@ def make_pass_plan(
     gradient_route: Route | None = None,
     stride: int = 1,
     rounds_gradients: bool = False,
+    helpers: Helpers | None = None,
 ) -> PassPlan:
     """Return a `PassPlan`, cached: strategies that `auto` compares share passes.
 
     Raises:
-        InputError: A route cannot be hashed.
+        InputError: A route or the helpers cannot be hashed.
     """
-    for one in (route, gradient_route):
+    for what, one in (("route", route), ("route", gradient_route), ("helpers", helpers)):
         try:
             hash(one)
         except TypeError:
             raise InputError(
-                f"the route {type(one).__name__} cannot be hashed",
+                f"the {what} {type(one).__name__} cannot be hashed",
                 next_step="make it a frozen dataclass with hashable fields",
             ) from None
-    return _make_pass_plan(call, side, route, gradient_route, stride, rounds_gradients)
+    return _make_pass_plan(call, side, route, gradient_route, stride, rounds_gradients, helpers)
 
 
 _make_pass_plan = lru_cache(maxsize=64)(PassPlan)
@@ -387,8 +428,8 @@ class Plan:
         return self.forward.call.ranks
 
     def circulates(self, pass_name: PassName) -> str:
-        """Return what is sent in a pass: a side, "heads" if heads are divided, or "heads+" and a side."""
-        side = self.pass_plan(pass_name).side
+        """Return what is sent in a pass: `PassPlan.circulates`, "heads" if heads are divided, or "heads+" and it."""
+        side = self.pass_plan(pass_name).circulates
         if not self.heads:
             return side
         return f"heads+{side}" if self.ring_size > 1 else "heads"

@@ -27,8 +27,9 @@ Side = Literal["kv", "q"]
 class Move(NamedTuple):
     """Send rows of one block from one rank to another. Both ranks post it at `post_step`; `wait_step` waits for it.
 
-    A block is posted before the computation of that step, after the blocks of the same step have arrived. Gradients
-    are posted after the computation of their step, and added after the computation of `wait_step`.
+    A block is posted before the computation of that step, after the blocks of the same step have arrived. Results are
+    posted after the computation of their step, and added after the computation of `wait_step`. Results are gradients,
+    or in the forward pass the partial (out, LSE) of queries that were sent to another rank: see `Helpers`.
     """
 
     side: Side
@@ -39,11 +40,17 @@ class Move(NamedTuple):
     wait_step: int
     rows: tuple[int, int]
     is_gradient: bool = False
+    is_partial: bool = False
+
+    @property
+    def is_result(self) -> bool:
+        """Whether it returns results to the owner of the block."""
+        return self.is_gradient or self.is_partial
 
     @property
     def label(self) -> str:
-        """The name of the content in traces and printed plans: kv0, or dkv0 for its gradients."""
-        return f"{'d' if self.is_gradient else ''}{self.side}{self.owner}"
+        """The name in traces and printed plans: kv0, dkv0 for its gradients, out0 for a partial result of q0."""
+        return f"out{self.owner}" if self.is_partial else f"{'d' if self.is_gradient else ''}{self.side}{self.owner}"
 
 
 def find_containing(rows: tuple[int, int], ranges: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
@@ -66,15 +73,37 @@ def to_pack(sends: Iterable[Move], packed: Iterable[tuple[int, int]]) -> list[Mo
     return unpacked
 
 
-class BlockDependencies:
-    """The blocks that each rank needs: those with a visible pair between the block and the rank's shard."""
+class Helpers(Protocol):
+    """The pairs of blocks that the owner of the keys computes, in passes that send K and V for all other pairs.
 
-    def __init__(self, pairs: BlockPairs, side: Side) -> None:
-        self._pairs, self._side = pairs, side
+    Such a helper rank is sent the queries and returns (out, LSE), or dQ. A frozen dataclass with the same answers on
+    every rank. A rank must not need both sides of another rank's block.
+    """
+
+    def __hash__(self) -> int:
+        """Passes are cached by their helpers."""
+
+    def helps(self, pairs: BlockPairs, q_owner: int, k_owner: int) -> bool:
+        """Return whether `k_owner` computes this pair of blocks of two ranks. `q_owner` computes all other pairs."""
+
+
+class BlockDependencies:
+    """The blocks that each rank needs: those with a visible pair between the block and the rank's shard.
+
+    With helpers, one of the two ranks of each pair needs the other's block: K and V, or queries.
+    """
+
+    def __init__(self, pairs: BlockPairs, side: Side, helpers: Helpers | None = None) -> None:
+        self._pairs, self._side, self._helpers = pairs, side, helpers
 
     def needs(self, owner: int, rank: int) -> bool:
         """Return whether `rank` computes with `owner`'s block."""
-        return self._pairs.sees(rank, owner) if self._side == "kv" else self._pairs.sees(owner, rank)
+        pair = (rank, owner) if self._side == "kv" else (owner, rank)
+        if not self._pairs.sees(*pair):
+            return False
+        if self._helpers is None:
+            return True
+        return (owner != rank and self._helpers.helps(self._pairs, *pair)) == (self._side == "q")
 
     def any_needs(self, owner: int, ranks: Sequence[int]) -> bool:
         """Return whether at least one of these ranks computes with `owner`'s block."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from burst_portable.planning.routes import Move
+from burst_portable.planning.routes import Move, Side
 from burst_portable.planning.tiles import Tiles, covered
 
 
@@ -99,7 +99,7 @@ class Step:
     1. Wait for `arrivals`.
     2. Post `sends` and `receives`.
     3. Compute with the blocks that arrived, in one launch.
-    4. Wait for `gradient_arrivals` and add them.
+    4. Wait for `gradient_arrivals` and add them; in the forward pass, these are partial results to merge.
     5. Post `gradient_sends` and `gradient_receives`.
     6. Release the blocks of the owners `released`, which no later step uses.
     """
@@ -118,6 +118,11 @@ class Step:
     def joins_local(self) -> bool:
         """Whether one launch computes with the local block and blocks that arrived. The local block is behind them."""
         return self.compute is not None and len(self.compute.blocks) > len(self.arrivals) > 0
+
+    @property
+    def side(self) -> Side | None:
+        """The side of the remote blocks with which a step computes; None if it computes with the local block alone."""
+        return self.arrivals[0].side if self.arrivals else None
 
     @property
     def has_moves(self) -> bool:
@@ -239,11 +244,11 @@ def make_steps(rank: int, moves: Iterable[Move], computes: dict[int, Compute]) -
     at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _MOVES}
     last_use: dict[int, int] = {}
     for move in moves:
-        kind, received = "gradient_" if move.is_gradient else "", move.target == rank
+        kind, received = "gradient_" if move.is_result else "", move.target == rank
         at[f"{kind}receives" if received else f"{kind}sends"][move.post_step].append(move)
         if received:
             at[f"{kind}arrivals"][move.wait_step].append(move)
-        if not move.is_gradient and (received or move.owner != rank):
+        if not move.is_result and (received or move.owner != rank):
             step = move.wait_step if received else move.post_step
             last_use[move.owner] = max(last_use.get(move.owner, 0), step)
     released = defaultdict(list)

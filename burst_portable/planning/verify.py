@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from burst_portable.planning.plans import HeadSplit, PassPlan, Plan, heads_of_rank
+from burst_portable.planning.plans import HeadSplit, PassPlan, Plan, block_pairs, heads_of_rank
 from burst_portable.planning.routes import Move
-from burst_portable.planning.schedule import BlockTiles, Compute
+from burst_portable.planning.schedule import BlockTiles, Compute, Step
 from burst_portable.planning.tiles import Tiles, find_tiles
 
 
@@ -99,6 +99,7 @@ class _Checker:
         self.ranks = frozenset(ranks)
         self.wrong: list[str] = []
         self.computed: Counter[tuple[int, int]] = Counter()  # (query block, key block)
+        self.computed_by: dict[tuple[int, int], int] = {}  # the same -> rank
         self.num_pairs = 0
         self.open: dict[Move, int] = {}  # +1: sent and not yet received; -1: the opposite
         self.targets: dict[tuple[int, int], int] = {}  # (owner, rank) -> rank to which that rank sends its gradients
@@ -114,7 +115,7 @@ class _Checker:
                 if step.compute or self.pass_plan.trims:  # else a ring may end at a rank that only forwards
                     idle[move.owner] = move
             posted.update(step.receives)
-            others = set(self._others(step.compute)) if step.compute else set()
+            others = set(self._others(step)) if step.compute else set()
             computed |= others - {rank}
             for owner in {m.owner for m in step.sends} | others:
                 idle.pop(owner, None)
@@ -148,9 +149,10 @@ class _Checker:
                 f"{move.post_step}; {rule}"
             )
 
-    def _others(self, compute: Compute) -> tuple[int, ...]:
-        """Return the owners of the blocks that are sent, for one computation."""
-        return compute.k_owners if self.pass_plan.side == "kv" else compute.q_owners
+    def _others(self, step: Step) -> tuple[int, ...]:
+        """Return the owners of the blocks that are sent, for the computation of a step."""
+        assert step.compute, "the caller has checked"
+        return step.compute.k_owners if (step.side or self.pass_plan.side) == "kv" else step.compute.q_owners
 
     def walk_blocks(self, rank: int) -> None:
         """Check that a block is sent and computed with only while the rank has it."""
@@ -164,7 +166,7 @@ class _Checker:
             self._count((*step.sends, *step.gradient_sends), +1)
             self._count((*step.receives, *step.gradient_receives), -1)
             if step.compute:
-                self._compute(rank, step.compute, held, parts)
+                self._compute(rank, step, step.compute, held, parts)
             self.targets.update({(m.owner, rank): m.target for m in step.gradient_sends})
             held -= set(step.released)
         if kept := sorted(held - {rank}):
@@ -173,14 +175,15 @@ class _Checker:
             self.wrong.append(f"rank {rank} releases its local block; it must not be among its own `targets`")
 
     def _compute(
-        self, rank: int, compute: Compute, held: set[int], parts: dict[tuple[int, int], list[BlockTiles]]
+        self, rank: int, step: Step, compute: Compute, held: set[int], parts: dict[tuple[int, int], list[BlockTiles]]
     ) -> None:
-        for other in self._others(compute):
+        for other in self._others(step):
             if other not in held:
                 self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
         for pair, block in zip(compute.pairs, compute.blocks, strict=True):
             if not parts[pair] or any(_overlap(block.tiles, other.tiles) for other in parts[pair]):
                 self.computed[pair] += 1
+                self.computed_by[pair] = rank
             parts[pair].append(block)
         self.num_pairs += compute.num_pairs
 
@@ -205,8 +208,8 @@ class _Checker:
                     f"{len(unmatched)} moves posted by only one of their two ranks, such as {unmatched[0]}; "
                     f"{methods} of the route disagree"
                 )
-        if self.pass_plan.gradient_route is not None and len(self.ranks) == self.pass_plan.call.ranks:
-            self.wrong += self._lost_gradients()
+        if len(self.ranks) == self.pass_plan.call.ranks:
+            self.wrong += self._lost_results()
         return self.wrong
 
     def _expected(self) -> int:
@@ -214,21 +217,33 @@ class _Checker:
         p = self.pass_plan.call
         if len(self.ranks) == p.ranks:
             return p.num_pairs
+        if (helpers := self.pass_plan.helpers) is not None:
+            pairs, every = block_pairs(p.mask, p.layout, p.k_layout), range(p.ranks)
+
+            def computes(rank: int, q: int, k: int) -> bool:
+                return rank == (k if q != k and pairs.sees(q, k) and helpers.helps(pairs, q, k) else q)
+
+            needed = {(r, o) for r in self.ranks for o in every} | {(o, r) for r in self.ranks for o in every}
+            return sum(pairs.num_pairs(q, k) for q, k in needed for r in self.ranks if computes(r, q, k))
         local, sent = (p.layout, p.k_layout) if self.pass_plan.side == "kv" else (p.k_layout, p.layout)
         every_token = sorted((s for shard in sent.shards for s in shard), key=lambda s: s.start)
         sides = ((local.shards[rank // self.pass_plan.stride], every_token) for rank in self.ranks)
         return sum(find_tiles(p.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).num_pairs for s in sides)
 
-    def _lost_gradients(self) -> list[str]:
-        """Return the gradients that do not reach the owner of their block."""
+    def _lost_results(self) -> list[str]:
+        """Return the gradients that do not reach the owner of their block, and partial results of helpers."""
         wrong = []
-        for q_owner, k_owner in self.computed:
-            owner, source = (k_owner, q_owner) if self.pass_plan.side == "kv" else (q_owner, k_owner)
+        forward = self.pass_plan.name == "forward"
+        for (q_owner, k_owner), source in self.computed_by.items():
+            owner = k_owner if source == q_owner else q_owner
+            if forward and source == q_owner:
+                continue  # out and LSE stay on their rank
             seen: set[int] = set()
             rank = source
             while rank != owner and rank not in seen:
                 seen.add(rank)
                 rank = self.targets.get((owner, rank), rank)
             if rank != owner:
-                wrong.append(f"the gradient of block {owner} computed on rank {source} is not sent on by rank {rank}")
+                what = "result" if forward else "gradient"
+                wrong.append(f"the {what} of block {owner} computed on rank {source} is not sent on by rank {rank}")
         return wrong

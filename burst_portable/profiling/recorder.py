@@ -44,7 +44,7 @@ def strategies(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[
             found[strategy.as_code()] = {
                 "sent_bytes": sum(c.sent for c in costs),
                 "seconds": sum(c.seconds for c in costs),
-                "circulates": {one: pass_plan.side for one, pass_plan in other.passes()},
+                "circulates": {one: pass_plan.circulates for one, pass_plan in other.passes()},
             }
     return found
 
@@ -246,7 +246,7 @@ class PlanFacts:
             "batch": p.batch,
             "itemsize": p.itemsize,
             "dtype": self.dtype,
-            "circulates": {name: pass_plan.side for name, pass_plan in plan.passes()},
+            "circulates": {name: pass_plan.circulates for name, pass_plan in plan.passes()},
             "direct": plan.direct,
             "layouts": layouts(p),
             "hardware": {
@@ -396,7 +396,7 @@ class RecordingPosting(Posting):
         """Return the handle of a message that records it after the wait for it."""
         move, buffer = message
         observer, backward, device = self._observer, self._backward, buffer.device
-        about = sends, move.target if sends else move.source, move.owner, int(move.is_gradient), buffer.numel()
+        about = sends, move.target if sends else move.source, move.owner, int(move.is_result), buffer.numel()
         row = self._step, *about, self._posted, self._left, arrivals.get(handle, NEVER)
 
         def wait() -> None:

@@ -6,6 +6,7 @@ One pass, as `_forward_steps` and `_backward_steps` run it::
         _Blocks.begin                   wait for the blocks of this step; send blocks; post receives for later steps
         kernel.attend                   compute with the local and the received blocks (attend_backward in backward)
         _Gradients.end                  backward: add received gradients, send the sums of remote blocks
+        _Partials.end                   forward: merge the results of helpers, send results for remote queries
         _Blocks.end                     release blocks that no later step uses
 
 `planning.messages.StepMessages` has the sizes of the messages of a step.
@@ -25,13 +26,13 @@ from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, as_ke
 from burst_portable.numerics import State, accumulation_dtype, as_dtype, empty_state
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import Arrivals, RowLayout, StepMessages
-from burst_portable.planning.routes import Move
+from burst_portable.planning.routes import Move, Side
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.tiles import Tiles
 from burst_portable.runtime.prepared_call import Executor, PreparedCall
 
 Views = tuple[Tensor, ...]
-"""The tensors of a block: (k, v), (q, dO, LSE, delta), or gradients. They are views of a message, or local tensors."""
+"""The tensors of a block: (k, v), (q,), (q, dO, LSE, delta), or results. Views of a message, or local tensors."""
 
 
 class StepExecutor(Executor):
@@ -118,12 +119,13 @@ class ForwardSteps:
     def __init__(
         self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, may_round: bool, group: int = 0
     ) -> None:
-        self._prepared, self._q, self._v_head_dim = prepared, q, v.shape[-1]
-        self._once = may_round and prepared.forward.messages.launches == 1
+        self._prepared, self._q, self._k, self._v = prepared, q, k, v
+        self._once = may_round and prepared.forward.messages.parts == 1
         merges_few = may_round and prepared.kernel.traits.writes_into
         merged = prepared.forward.plan.merged_rows(prepared.transport.rank) if merges_few else None
         self._rounded = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
-        self._blocks = _Blocks(prepared, (k, v), q.dtype, group, backward=False)
+        self._blocks = _Blocks(prepared, {"kv": (k, v), "q": (q,)}, q.dtype, group, backward=False)
+        self._partials = _Partials(self._blocks)
         self._state: State | None = None
 
     def run(self, step: Step, messages: StepMessages) -> None:
@@ -132,27 +134,33 @@ class ForwardSteps:
         kernel, call = prepared.kernel, prepared.part
         blocks.begin(step, messages)
         if step.compute:
-            k, v = blocks.use(step, messages)
+            block = blocks.use(step, messages)
+            helps = step.side == "q"  # remote queries with the local keys
+            k, v = (self._k, self._v) if helps else block
             tiles, yields_to_comm = step.compute.tiles, prepared.yields_to_comm and blocks.is_communicating(step.index)
             with prepared.observer.computes(step.compute, q, backward=False):
-                if self._once:
+                if helps:
+                    part = kernel.attend(block[0], k, v, tiles, call, yields_to_comm=yields_to_comm)
+                    self._partials.keep(step, part)
+                elif self._once:
                     self._state = kernel.forward_single_call(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
                 elif self._state is None and (rounded := self._rounded) is not None:
                     self._state = attend_first(kernel, q, k, v, tiles, call, *rounded, yields_to_comm=yields_to_comm)
                 else:
                     self._state = kernel.attend(q, k, v, tiles, call, state=self._state, yields_to_comm=yields_to_comm)
+        self._partials.end(step, messages, self._state)
         blocks.end(step)
 
     def finish(self) -> State:
         """Return (out, LSE) after all steps."""
         self._blocks.finish()
-        if self._state is None:
-            return empty_state(self._q, self._v_head_dim)
-        if self._rounded is None:
-            return self._state
+        state = empty_state(self._q, self._v.shape[-1]) if self._state is None else self._state
+        self._partials.finish(state)
+        if self._state is None or self._rounded is None:
+            return state
         rows, out = self._rounded
-        rows_of(out, rows).copy_(rows_of(self._state[0], rows))
-        return out, self._state[1]
+        rows_of(out, rows).copy_(rows_of(state[0], rows))
+        return out, state[1]
 
 
 def attend_first(
@@ -200,10 +208,10 @@ class BackwardSteps:
         self._prepared, self._x = prepared, x
         dq, dk, dv = (torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (x.q, x.k, x.v))
         self._results: Gradients = dq, dk, dv
-        self._sends_kv = prepared.backward.plan.side == "kv"
-        local_block, local_gradients = ((x.k, x.v), (dk, dv)) if self._sends_kv else (_query_block(x), (dq,))
-        self._blocks = _Blocks(prepared, local_block, x.q.dtype, group, backward=True)
-        self._gradients = _Gradients(self._blocks, local_gradients)
+        sides = prepared.backward.plan.sides
+        local = {side: (x.k, x.v) if side == "kv" else _query_block(x) for side in sides}
+        self._blocks = _Blocks(prepared, local, x.q.dtype, group, backward=True)
+        self._gradients = _Gradients(self._blocks, {"kv": (dk, dv), "q": (dq,)})
 
     def run(self, step: Step, messages: StepMessages) -> None:
         """Run the next step."""
@@ -212,7 +220,7 @@ class BackwardSteps:
         blocks.begin(step, messages)
         if compute := step.compute:
             block, sums = blocks.use(step, messages), gradients.accumulators(step, messages)
-            if self._sends_kv:
+            if (step.side or blocks.side) == "kv":
                 (k, v), (dk_sum, dv_sum) = block, sums
                 inputs, into = x._replace(k=k, v=v), (dq, dk_sum, dv_sum)
             else:
@@ -242,16 +250,20 @@ class _Blocks:
     Blocks that one step needs are contiguous in one buffer, so that the kernel reads them as one block.
     """
 
-    def __init__(self, prepared: PreparedCall, local: Views, dtype: torch.dtype, group: int, *, backward: bool) -> None:
+    def __init__(
+        self, prepared: PreparedCall, local: dict[Side, Views], dtype: torch.dtype, group: int, *, backward: bool
+    ) -> None:
         self.transport, self.rank, self.backward = prepared.transport, prepared.transport.rank, backward
-        self.messages, self.batch = (prepared.backward if backward else prepared.forward).messages, prepared.part.batch
+        prepared_pass = prepared.backward if backward else prepared.forward
+        self.messages, self.batch, self.side = prepared_pass.messages, prepared.part.batch, prepared_pass.plan.side
         self._offsets, self._group_offset = prepared.offsets, group * prepared.group_stride
         self.observer = prepared.observer
-        self._local, self.dtype, self.device = local, dtype, local[0].device
+        self._local, self.dtype, self.device = local, dtype, local[self.side][0].device
         self._receives: dict[Move, tuple[Handle, Tensor]] = {}
         self._remote: dict[int, Tensor] = {}  # by owner: blocks that have arrived
         self._inbox_of: dict[int, Tensor] = {}  # by step: buffer of all blocks that it needs
-        self._packed: dict[tuple[int, int], Tensor] = {}  # by rows: messages of the local block
+        # By side and rows: messages of the local block.
+        self._packed: dict[tuple[Side, tuple[int, int]], Tensor] = {}
         self._sends: list[tuple[int, Handle, Tensor]] = []  # (step at which the receiver needs it, handle, message)
         self.step = 0
 
@@ -260,25 +272,27 @@ class _Blocks:
         self.step = step.index
         for move in step.arrivals:
             self._remote[move.owner] = self.take(move)
-        for rows, size in messages.packs:  # each row is packed once: a message may be part of another one
-            self._packed[rows] = self.buffer(size)
-            self._copy([rows_of(tensor, rows) for tensor in self._local], self._packed[rows])
+        for side, rows, size in messages.packs:  # each row is packed once: a message may be part of another one
+            packed = self._packed[side, rows] = self.buffer(size)
+            self.copy([rows_of(tensor, rows) for tensor in self._local[side]], self.messages.inputs[side], packed)
         sends = []
-        for move, packed, start, stop in messages.sends:
-            sends.append((move, self._remote[move.owner] if packed is None else self._packed[packed][start:stop]))
+        for move, part_of, start, stop in messages.sends:
+            whole = self._remote[move.owner] if part_of is None else self._packed[move.side, part_of][start:stop]
+            sends.append((move, whole))
         if sends or messages.receives:
             self.post(sends, messages.receives)
 
     def use(self, step: Step, messages: StepMessages) -> Views:
         """Return the tensors of the sent side with which a step computes."""
-        if not step.arrivals:
-            return self._local
-        inbox = self._inbox_of[step.index]
+        side = step.side
+        if side is None:
+            return self._local[self.side]
+        inbox, layout = self._inbox_of[step.index], self.messages.inputs[side]
         if messages.local:  # behind the blocks with which one launch takes it
-            self._copy(self._local, inbox[-messages.local :])
-        views = self.views(self.messages.inputs, inbox)
+            self.copy(self._local[side], layout, inbox[-messages.local :])
+        views = self.views(layout, inbox)
         # Kernels require contiguous LSE and delta.
-        return views if len(views) == 2 else (*views[:2], *(x.contiguous() for x in views[2:]))
+        return views if len(views) <= 2 else (*views[:2], *(x.contiguous() for x in views[2:]))
 
     def is_communicating(self, step: int) -> bool:
         """Return whether messages that later steps need are in flight during this step."""
@@ -346,7 +360,7 @@ class _Blocks:
         moves, sizes = arrivals
         first = moves[0]
         inbox = self.transport.inbox(sum(sizes), self.device, first.source, self._offset(first))
-        if not first.is_gradient:
+        if not first.is_result:
             self._inbox_of[first.wait_step] = inbox
         return zip(moves, torch.split(inbox, list(sizes)) if len(sizes) > 1 else (inbox,), strict=False)
 
@@ -367,30 +381,74 @@ class _Blocks:
                 views.append(numbers.as_strided((batch, rows, heads, dim), (heads * dim, row, dim, 1), first))
         return tuple(views)
 
-    def _copy(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
-        """Copy the tensors of a block into a message."""
+    def copy(self, tensors: Sequence[Tensor], layout: RowLayout, buffer: Tensor) -> None:
+        """Copy the tensors of a block, or its results, into a message."""
         with self.copies():
-            for view, tensor in zip(self.views(self.messages.inputs, buffer), tensors, strict=True):
+            for view, tensor in zip(self.views(layout, buffer), tensors, strict=True):
                 numerics.copy(tensor, view)
+
+
+class _Partials:
+    """Results of helpers in a forward pass: (out, LSE) of remote queries, and those that arrive for local queries."""
+
+    def __init__(self, blocks: _Blocks) -> None:
+        self._blocks = blocks
+        self._computed: dict[int, State] = {}  # by owner of the queries: results that have not been sent
+        self._arrived: list[tuple[Move, Tensor]] = []  # that have not been merged
+
+    def keep(self, step: Step, state: State) -> None:
+        """Keep the result of a launch with the queries that arrived for this step, until it is sent."""
+        start = 0
+        for move in step.arrivals:
+            stop = start + move.rows[1] - move.rows[0]
+            self._computed[move.owner] = state[0][:, start:stop], state[1][:, :, start:stop]
+            start = stop
+
+    def end(self, step: Step, messages: StepMessages, state: State | None) -> None:
+        """Merge results that arrived into the state, if there is one. Send the results of this step."""
+        self._arrived += [(move, self._blocks.take(move)) for move in step.gradient_arrivals]
+        if state is not None and self._arrived:
+            self._merge(state)
+        if messages.gradient_sends or messages.gradient_receives:
+            sends = [(move, self._message(move, size)) for move, size in messages.gradient_sends]
+            self._blocks.post(sends, messages.gradient_receives)
+
+    def finish(self, state: State) -> None:
+        """Merge the remaining results. Check that all results for other ranks were sent."""
+        self._merge(state)
+        assert not self._computed, "the plan returns every result of a helper"
+
+    def _message(self, move: Move, size: int) -> Tensor:
+        buffer = self._blocks.buffer(size)
+        self._blocks.copy(self._computed.pop(move.owner), self._blocks.messages.gradients["q"], buffer)
+        return buffer
+
+    def _merge(self, state: State) -> None:
+        for move, buffer in self._arrived:
+            with self._blocks.copies():
+                out, lse = self._blocks.views(self._blocks.messages.gradients["q"], buffer)
+                numerics.merge_rows(state, slice(*move.rows), out, lse)
+        self._arrived = []
 
 
 class _Gradients:
     """Gradients of the sent side: of the local block, and of remote blocks until they are sent."""
 
-    def __init__(self, blocks: _Blocks, local: Views) -> None:
+    def __init__(self, blocks: _Blocks, local: dict[Side, Views]) -> None:
         self._blocks, self._local = blocks, local
         self._sums: dict[int, Tensor] = {}  # by owner: sums that have not been sent
-        self._rounds = blocks.messages.gradients.size != blocks.messages.sums.size
+        self._rounds = blocks.messages.gradients[blocks.side].size != blocks.messages.sums[blocks.side].size
         self._joined: Views = ()  # sums of the local block from a launch that also took remote blocks
 
     def accumulators(self, step: Step, messages: StepMessages) -> Views:
         """Return the buffers to which the kernel adds: the local sums, or zeros for remote blocks."""
-        if not step.arrivals:
-            return self._local
+        side = step.side
+        if side is None:
+            return self._local[self._blocks.side]
         sums = self._blocks.buffer(sum(messages.sums))
         with self._blocks.copies():
             sums.zero_()
-        layout, parts = self._blocks.messages.sums, torch.split(sums, list(messages.sums))
+        layout, parts = self._blocks.messages.sums[side], torch.split(sums, list(messages.sums))
         self._sums.update(zip((move.owner for move in step.arrivals), parts, strict=False))
         self._joined = self._blocks.views(layout, parts[-1]) if messages.local else ()
         return self._blocks.views(layout, sums)
@@ -398,7 +456,7 @@ class _Gradients:
     def end(self, step: Step, messages: StepMessages) -> None:
         """Add gradients that arrived, and those of the local block. Send the sums that are complete on this rank."""
         if self._joined:
-            self._add(self._local, self._joined)
+            self._add(self._local[self._blocks.side], self._joined)
             self._joined = ()
         for move in step.gradient_arrivals:
             self._receive(move)
@@ -415,20 +473,20 @@ class _Gradients:
         blocks, sums = self._blocks, self._sums.pop(move.owner)
         if not self._rounds:
             return sums
-        message, wide = blocks.buffer(size), blocks.views(blocks.messages.sums, sums)
+        message, wide = blocks.buffer(size), blocks.views(blocks.messages.sums[move.side], sums)
         with blocks.copies():
-            for rounded, total in zip(blocks.views(blocks.messages.gradients, message), wide, strict=True):
+            for rounded, total in zip(blocks.views(blocks.messages.gradients[move.side], message), wide, strict=True):
                 rounded.copy_(total)
         return message
 
     def _receive(self, move: Move) -> None:
         """Add gradients that arrived to the sums of the same block on this rank."""
         blocks = self._blocks
-        received = blocks.views(blocks.messages.gradients, blocks.take(move))
+        received = blocks.views(blocks.messages.gradients[move.side], blocks.take(move))
         if move.owner == blocks.rank:
-            sums = tuple(rows_of(x, move.rows) for x in self._local)
+            sums = tuple(rows_of(x, move.rows) for x in self._local[move.side])
         else:
-            sums = blocks.views(blocks.messages.sums, self._sums[move.owner])
+            sums = blocks.views(blocks.messages.sums[move.side], self._sums[move.owner])
         self._add(sums, received)
 
     def _add(self, sums: Views, contributions: Views) -> None:

@@ -257,7 +257,7 @@ def prepared_call(
         offsets=inbox.offsets,
         group_stride=inbox.group_stride,
         yields_to_comm=transport.high_priority and plan.overlaps_communication,
-        backward_takes_out=plan.backward.side == "kv" and kernel.traits.splits_tiles,
+        backward_takes_out=plan.backward.sides == ("kv",) and kernel.traits.splits_tiles,
         with_lse=with_lse,
         reason=reason,
     )
@@ -313,7 +313,7 @@ def _call_signature(
     groups = f" in {plan.head_groups} groups of heads" if plan.head_groups > 1 else ""
     strategy = f"{plan.strategy}{inside}{groups} by {plan.transfer('forward')} with {sent} backward{rounded}"
     sides = forward.side, backward.side, backward.rounds_gradients
-    routes = forward.route, backward.route, backward.gradient_route
+    routes = forward.route, backward.route, backward.gradient_route, forward.helpers, backward.helpers
     return call_signature(
         {
             "backend": backend.name,

@@ -103,14 +103,15 @@ def sent_and_planned(
         watch(transport)
         mesh = bp.Mesh(transport.rank, case.ranks, lambda device_type: transport)
         q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
-        out = bp.attention(q, k, v, mesh=mesh, strategy=strategy, layout=where)
+        out = bp.attention(q, k, v, mask=case.make_mask(), mesh=mesh, strategy=strategy, layout=where)
         out.backward(bp.shard(x.dout, mesh, layout=where))
         return transport.fabric.sent
 
     sent = run_transports(case.ranks, work)[0]
     heads, kv_heads, d, dv = case.sizes
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": d, "v_head_dim": dv, "batch": case.batch}
-    plan = bp.plan(seq_len=case.length, ranks=case.ranks, strategy=strategy, layout=where, **sizes)
+    mask = case.make_mask()
+    plan = bp.plan(seq_len=case.length, ranks=case.ranks, mask=mask, strategy=strategy, layout=where, **sizes)
     costs = plan_cost(plan, HardwareSpec(1.0, 1.0)).per_rank
     planned = [sum(costs[name][rank].sent for name in PASSES) for rank in range(case.ranks)]
     return [sent[rank] for rank in range(case.ranks)], planned

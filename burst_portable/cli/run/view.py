@@ -24,7 +24,7 @@ _LABELS = {  # by status: label and style
 }
 
 _LABEL_WIDTH = 8
-_TENSORS = {"kv": "K and V", "q": "Q, dO"}
+_TENSORS = {"kv": "K and V", "q": "Q, dO", "both": "K and V, or queries,"}
 
 
 class View:
@@ -172,7 +172,7 @@ def _describe_communication(plan: Plan) -> str:
         return "all-to-all of tokens and heads"
     in_nodes = f"all-to-all of tokens and heads in nodes of {plan.head_parallel_size}; " if plan.heads else ""
     return in_nodes + ", ".join(
-        f"{name} {_TENSORS[pass_plan.side]} {pass_plan.route.description}" for name, pass_plan in plan.passes()
+        f"{name} {_TENSORS[pass_plan.circulates]} {pass_plan.route.description}" for name, pass_plan in plan.passes()
     )
 
 
