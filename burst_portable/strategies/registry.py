@@ -33,6 +33,7 @@ _OURS = {
     "all_gather": "burst_portable.strategies.all_gather:AllGatherStrategy",
     "ulysses": "burst_portable.strategies.ulysses:UlyssesStrategy",
     "usp": "burst_portable.strategies.usp:UspStrategy",
+    "distflash": "burst_portable.strategies.distflash:DistFlashStrategy",
     "auto": "burst_portable.strategies.auto:AutoStrategy",
 }
 OURS = tuple(_OURS)

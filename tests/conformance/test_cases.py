@@ -11,6 +11,7 @@ from burst_portable.conformance.cases import HEADS, MASKS, STRATEGIES, covering,
 from burst_portable.conformance.checks.attention import axes
 from burst_portable.errors import InputError
 from burst_portable.layout import NAMES as LAYOUTS
+from burst_portable.strategies.registry import OURS, load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,8 +32,11 @@ def test_case_parse_rejects_invalid_text(text):
 
 def test_page_lists_case_values():
     page = " ".join((ROOT / "docs" / "conformance.md").read_text(encoding="utf-8").split())
-    for axis, names in (("mask", MASKS), ("layout", LAYOUTS), ("strategy", STRATEGIES), ("heads", HEADS)):
+    for axis, names in (("mask", MASKS), ("layout", LAYOUTS), ("heads", HEADS)):
         assert f"- `{axis}`: {', '.join(names)}" in page, axis
+    trials = {name: load(name).trials() for name in OURS}
+    assert [*STRATEGIES] == [label for labels in trials.values() for label in labels]
+    assert " ".join(["- `strategy`:", *(f"- {', '.join(labels)}" for labels in trials.values()), "- `heads`:"]) in page
 
 
 def test_case_rejects_conflicting_values():
