@@ -14,7 +14,7 @@ from burst_portable.utils.values import as_float
 
 _SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds and take 0 for no timeout
 _SECONDS = "0.001 or more, below 1e9"
-_SETTINGS = ("BURST_TIMEOUT", "BURST_KERNEL", "BURST_TRANSPORT", "BURST_HARDWARE_SPEC")
+_SETTINGS = ("BURST_TIMEOUT", "BURST_KERNEL", "BURST_TRANSPORT", "BURST_HARDWARE_SPEC", "BURST_KERNEL_TIMES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,15 @@ class Config:
         transport: Name of the transport, or "auto" (``BURST_TRANSPORT``).
         hardware_spec: Path of a file that `burst-portable measure` wrote on this machine; "auto" selects with its
             numbers (``BURST_HARDWARE_SPEC``). It is read at each selection. Default: "", the backend's own numbers.
+        kernel_times: Path of a file that `burst-portable time-kernels` wrote on this machine; the kernel "auto" is then
+            the fastest one in it (``BURST_KERNEL_TIMES``). Default: "", the first kernel of the backend that serves.
     """
 
     timeout: float = 600.0
     kernel: str = "auto"
     transport: str = "auto"
     hardware_spec: str = ""
+    kernel_times: str = ""
 
     def __post_init__(self) -> None:
         seconds = as_float(self.timeout)
@@ -42,12 +45,12 @@ class Config:
         for name in ("kernel", "transport"):
             if not isinstance(getattr(self, name), str):
                 raise InputError(f"{name} must be a name", got=shown(getattr(self, name)), allowed="a string")
-        file = os.fspath(self.hardware_spec) if isinstance(self.hardware_spec, os.PathLike) else self.hardware_spec
-        if not isinstance(file, str) or "\0" in file:
-            raise InputError(
-                "hardware_spec must name a file", got=shown(self.hardware_spec), allowed="a file's name, or ''"
-            )
-        object.__setattr__(self, "hardware_spec", file)
+        for name in ("hardware_spec", "kernel_times"):
+            given = getattr(self, name)
+            file = os.fspath(given) if isinstance(given, os.PathLike) else given
+            if not isinstance(file, str) or "\0" in file:
+                raise InputError(f"{name} must name a file", got=shown(given), allowed="a file's name, or ''")
+            object.__setattr__(self, name, file)
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -57,7 +60,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
 
 
 @lru_cache(maxsize=16)
-def _parse_settings(timeout: str, kernel: str, transport: str, hardware_spec: str) -> Config:
+def _parse_settings(timeout: str, kernel: str, transport: str, hardware_spec: str, kernel_times: str) -> Config:
     """Return the settings. Cached, because every call without a mesh needs them."""
     try:
         seconds = float(timeout or "600")
@@ -65,7 +68,7 @@ def _parse_settings(timeout: str, kernel: str, transport: str, hardware_spec: st
         seconds = 0.0
     if not _SHORTEST <= seconds < _LONGEST:
         raise InputError("BURST_TIMEOUT must be a number of seconds", got=repr(timeout), allowed=_SECONDS)
-    return Config(seconds, kernel or "auto", transport or "auto", hardware_spec)
+    return Config(seconds, kernel or "auto", transport or "auto", hardware_spec, kernel_times)
 
 
 class LauncherEnv(NamedTuple):

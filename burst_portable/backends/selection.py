@@ -24,6 +24,7 @@ from burst_portable.errors import (
 )
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.hardware import read_hardware_spec
+from burst_portable.planning.kernel_times import read_kernel_times
 
 if TYPE_CHECKING:  # a help text lists the names without importing torch
     from burst_portable.backends.base import Backend, HardwareSpec, Probe
@@ -308,12 +309,18 @@ def kernels_of(backend: Backend) -> tuple[Kernel | LazyKernel, ...]:
     return kernels
 
 
-def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") -> tuple[Kernel, str]:
-    """Return the kernel for a call and the reason: the named one, or with "auto" the first that serves it.
+def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto", *, times: str = "") -> tuple[Kernel, str]:
+    """Return the kernel for a call and the reason: the named one, or with "auto" the fastest or first that serves it.
 
-    The call has the heads of one rank.
+    Args:
+        backend: The backend.
+        call: The attention, with the heads of one rank.
+        named: Name of a kernel, or "auto".
+        times: Path of a file of measured times (`planning.kernel_times`). With "auto", the fastest kernel in it is
+            used. Default: none; the first of the backend's kernels is used.
 
     Raises:
+        InputError: The file of times cannot be used.
         UnknownNameError: The backend has no kernel of that name.
         UnsupportedError: No kernel serves the call, or the named one does not, with all reasons.
     """
@@ -322,15 +329,22 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") ->
         raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
     if named == "auto":
         reasons: list[str] = []
+        untimed = ""
+        if times:
+            ranked, source = read_kernel_times(times).ranked(backend.name, call)
+            for name in ranked:
+                if name in kernels and kernels[name].supports(call).ok:
+                    return kernels[name].load(), f"the fastest of {len(ranked)} with {source}"
+            untimed = f" ({f'{times} has no kernel that serves it' if ranked else source})"
         slower: list[Kernel | LazyKernel] = []
         for kernel in kernels.values():
             support = kernel.supports(call)
             if support.ok and not support.slower:
-                return kernel.load(), "; ".join(["the first of the backend's that serves it", *reasons])
+                return kernel.load(), "; ".join([f"the first of the backend's that serves it{untimed}", *reasons])
             slower += [kernel] if support.ok else []
             reasons.append(f"not {kernel.name}: {support.slower or support.reason}")
         if slower:
-            return slower[0].load(), "; ".join(["no other of the backend's serves it", *reasons])
+            return slower[0].load(), "; ".join([f"no other of the backend's serves it{untimed}", *reasons])
         raise UnsupportedError(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
     support = kernels[named].supports(call)
     if support.ok:

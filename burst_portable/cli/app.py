@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, Command] = {
     "doctor": "burst_portable.cli.doctor:doctor",
     "conform": "burst_portable.cli.conform:conform",
     "kernels": "burst_portable.cli.kernels:kernels",
+    "time-kernels": "burst_portable.cli.time_kernels:time_kernels",
 }
 
 

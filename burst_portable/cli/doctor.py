@@ -19,6 +19,7 @@ from burst_portable.cli.output import JsonName, JsonOption, console, labelled, t
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, unknown_name
 from burst_portable.planning.hardware import read_hardware_spec
+from burst_portable.planning.kernel_times import read_kernel_times
 
 if TYPE_CHECKING:
     from burst_portable.kernels.base import Kernel, LazyKernel
@@ -61,6 +62,7 @@ def examine() -> Facts:
         "settings": {"timeout": settings.timeout, "kernel": settings.kernel, "transport": settings.transport},
         "unknown_settings": _unknown_settings(settings, backends),
         "hardware": _hardware(settings.hardware_spec),
+        "kernel_times": _kernel_times(settings.kernel_times),
         "backends": backends,
         "ignored_packages": passed_over(),
     }
@@ -88,6 +90,18 @@ def _hardware(file: str) -> Facts | None:
     except InputError as error:
         return {"file": file, "ok": False, "reason": str(error)}
     about = {"device": found.device, "ranks": found.ranks, "kernel": found.kernel, "date": found.date}
+    return {"file": file, "ok": True, "reason": "", **about}
+
+
+def _kernel_times(file: str) -> Facts | None:
+    """Return whether `auto` can use the file of BURST_KERNEL_TIMES, or None if the variable is not set."""
+    if not file:
+        return None
+    try:
+        found = read_kernel_times(file)
+    except InputError as error:
+        return {"file": file, "ok": False, "reason": str(error)}
+    about = {"device": found.device, "backend": found.backend, "date": found.date, "rows": len(found.rows)}
     return {"file": file, "ok": True, "reason": "", **about}
 
 
@@ -161,6 +175,8 @@ def show(facts: Facts) -> None:
     for warning in (*facts["unknown_settings"], *facts["ignored_packages"]):
         out.print(labelled("warning", warning, style="yellow"))
     out.print(_show_hardware(facts["hardware"]), markup=False)
+    if times := facts["kernel_times"]:
+        out.print(_show_kernel_times(times), markup=False)
     columns = ("backend", "available", "device", "process group", "package")
     rows = table(*columns, left=columns)
     for name, backend in facts["backends"].items():
@@ -188,6 +204,14 @@ def _show_hardware(hardware: Facts | None) -> str:
     ranks = f"{hardware['ranks']} rank{'' if hardware['ranks'] == 1 else 's'}"
     machine = f"{hardware['device']}, {ranks}, kernel {hardware['kernel']}"
     return f"BURST_HARDWARE_SPEC: auto uses {hardware['file']}, measured on {machine}, {hardware['date']}"
+
+
+def _show_kernel_times(times: Facts) -> str:
+    """Describe the file from which `auto` chooses kernels."""
+    if not times["ok"]:
+        return f"BURST_KERNEL_TIMES cannot be used: {times['reason']}"
+    source = f"{times['rows']} kinds of calls timed on {times['device']}, {times['date']}"
+    return f"BURST_KERNEL_TIMES: auto takes the fastest kernel of {times['file']}, {source}"
 
 
 def _answer(ok: bool) -> Text:

@@ -129,8 +129,10 @@ def _backend(chosen: Backend, mesh: Mesh, device: str) -> Choice:
     return Choice(chosen.name, why, others)
 
 
-def _passed_over(*, named: bool) -> str:
+def _passed_over(*, named: bool, timed: bool = False) -> str:
     """Return why an alternative that could serve was not chosen."""
+    if timed:
+        return "it can serve too, and was slower or not timed"
     return "it can serve too, and was not named" if named else "it can serve too, and comes later"
 
 
@@ -162,6 +164,6 @@ def _kernel(plan: Plan, backend: Backend, chosen: Kernel, why: str) -> Choice:
     for kernel in kernels_of(backend):
         if kernel.name != chosen.name:
             support = kernel.supports(plan.forward.call)
-            passed_over = _passed_over(named=why.startswith("named"))
+            passed_over = _passed_over(named=why.startswith("named"), timed=why.startswith("the fastest"))
             others[kernel.name] = (support.slower or passed_over) if support.ok else support.reason
     return Choice(chosen.name, why, others)

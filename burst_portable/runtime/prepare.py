@@ -211,9 +211,13 @@ def choose(call: AttentionCall, mesh: Mesh, request: Request) -> tuple[Plan, Bac
     backend = mesh.backend_for(call.device)
     by_setting = request.kernel == "auto" and mesh.config.kernel != "auto"
     name = mesh.config.kernel if by_setting else request.kernel
-    strategy = _strategy(request.strategy, mesh, call, backend, lambda: choose_kernel(backend, call, name)[0])
+    times = mesh.config.kernel_times
+    strategy = _strategy(
+        request.strategy, mesh, call, backend, lambda: choose_kernel(backend, call, name, times=times)[0]
+    )
     plan = planned(strategy, call)
-    kernel, reason = choose_kernel(backend, plan.forward.call, name)  # of fewer heads, if the plan is head-parallel
+    # The call of one rank has fewer heads, if the plan is head-parallel.
+    kernel, reason = choose_kernel(backend, plan.forward.call, name, times=times)
     plan = plan_for_kernel(plan, kernel)
     plan.forward.steps_of(mesh.rank)  # raises before the pass if segments of the layout have different steps
     return plan, backend, kernel, "named by the settings (BURST_KERNEL)" if by_setting else reason

@@ -28,6 +28,7 @@ def test_doctor_prints_brackets_literally(capsys):
         {"version": "1", "python": "3", "platform": NAMED, "packages": {"p": NAMED}, "settings": settings,
          "unknown_settings": [NAMED], "ignored_packages": [NAMED],
          "hardware": {"file": NAMED, "ok": False, "reason": NAMED},
+        "kernel_times": {"file": NAMED, "ok": False, "reason": NAMED},
          "backends": {NAMED: backend}}
     )  # fmt: skip
     printed = "".join(c for c in capsys.readouterr().out if not c.isspace())
