@@ -114,6 +114,7 @@ class Arrivals(NamedTuple):
 class StepMessages(NamedTuple):
     """The messages of one `Step`, with their sizes in bytes. Receives are for later steps."""
 
+    side: Side | None  # of the step: see `Step.side`
     packs: tuple[tuple[Side, tuple[int, int], int], ...]  # rows of a local block to pack, and the size of the buffer
     # Each block has the packed rows that contain it and its bytes [start, stop) there. The rows are None for a block
     # that is forwarded as it arrived.
@@ -167,6 +168,7 @@ class PassMessages:
         owners = (*(move.owner for move in step.arrivals), *([rank] if step.index in room else []))
         sums = self.sums[step.side or self._side].size
         return StepMessages(
+            step.side,
             packs=tuple(packs),
             sends=tuple(self._send(move, rank) for move in step.sends),
             receives=_arrivals(step.receives, size, room),

@@ -1,6 +1,6 @@
 """Execute the steps of one rank, for every strategy. (`head_parallel` exchanges tokens for heads before and after.)
 
-One pass, as `_forward_steps` and `_backward_steps` run it::
+One pass, as `forward_rows` and `backward_rows` run it::
 
     for step in steps:                  planning/schedule.py, Step: what this rank does at each step
         _Blocks.begin                   wait for the blocks of this step; send blocks; post receives for later steps
@@ -75,7 +75,10 @@ def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks:
             )
     else:
         # Sinks are merged before out is rounded.
-        state = _forward_steps(prepared, q, k, v, may_round=sinks is None)
+        steps = ForwardSteps(prepared, q, k, v, may_round=sinks is None)
+        for step, step_messages in prepared.forward.messages.steps:
+            steps.run(step, step_messages)
+        state = steps.finish()
     if sinks is not None:
         numerics.add_sinks(state, sinks)
     out, lse = state
@@ -92,29 +95,27 @@ def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
         with prepared.observer.computes(compute, x.q, backward=True):
             return prepared.kernel.backward_single_call(x._replace(delta=None), compute.tiles, prepared.part)
     if prepared.backward_takes_out:
-        return _backward_steps(prepared, x._replace(delta=None))
-    assert x.out is not None, "forward saved it"
-    delta = prepared.kernel.row_delta(x.dout, x.out) if x.delta is None else x.delta
-    return _backward_steps(prepared, x._replace(out=None, delta=delta))
-
-
-def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, may_round: bool) -> State:
-    """Return (out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges.
-
-    may_round: Whether out may have the dtype of q. Rows that only one step computes are then written in it directly::
-
-        one computation                     all rows                                 forward_single_call
-        several, and few rows are merged    rows that the first one completes        attend_first, attend
-        several                             none: all are merged in the wider dtype  attend
-    """
-    steps = ForwardSteps(prepared, q, k, v, may_round=may_round)
-    for step, step_messages in prepared.forward.messages.steps:
+        x = x._replace(delta=None)
+    else:
+        assert x.out is not None, "forward saved it"
+        delta = prepared.kernel.row_delta(x.dout, x.out) if x.delta is None else x.delta
+        x = x._replace(out=None, delta=delta)
+    steps = BackwardSteps(prepared, x)
+    for step, step_messages in prepared.backward.messages.steps:
         steps.run(step, step_messages)
     return steps.finish()
 
 
 class ForwardSteps:
-    """The steps of one rank in a forward pass, for one group of heads. See `_forward_steps`."""
+    """The steps of one rank in a forward pass, for one group of heads.
+
+    The result is (out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges. If
+    `may_round`, out may have the dtype of q. Rows that only one step computes are then written in it directly::
+
+        one computation                     all rows                                 forward_single_call
+        several, and few rows are merged    rows that the first one completes        attend_first, attend
+        several                             none: all are merged in the wider dtype  attend
+    """
 
     def __init__(
         self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, may_round: bool, group: int = 0
@@ -135,7 +136,7 @@ class ForwardSteps:
         blocks.begin(step, messages)
         if step.compute:
             block = blocks.use(step, messages)
-            helps = step.side == "q"  # remote queries with the local keys
+            helps = messages.side == "q"  # remote queries with the local keys
             k, v = (self._k, self._v) if helps else block
             tiles, yields_to_comm = step.compute.tiles, prepared.yields_to_comm and blocks.is_communicating(step.index)
             with prepared.observer.computes(step.compute, q, backward=False):
@@ -193,16 +194,11 @@ def attend_first(
     return wide, lse
 
 
-def _backward_steps(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
-    """Return (dq, dk, dv) of this rank's shard, in the accumulation dtype. If queries are sent, delta must be given."""
-    steps = BackwardSteps(prepared, x)
-    for step, step_messages in prepared.backward.messages.steps:
-        steps.run(step, step_messages)
-    return steps.finish()
-
-
 class BackwardSteps:
-    """The steps of one rank in a backward pass, for one group of heads. See `_backward_steps`."""
+    """The steps of one rank in a backward pass, for one group of heads.
+
+    The result is (dq, dk, dv) of this rank's shard, in the accumulation dtype. If queries are sent, `x` has delta.
+    """
 
     def __init__(self, prepared: PreparedCall, x: BackwardInputs, group: int = 0) -> None:
         self._prepared, self._x = prepared, x
@@ -220,7 +216,7 @@ class BackwardSteps:
         blocks.begin(step, messages)
         if compute := step.compute:
             block, sums = blocks.use(step, messages), gradients.accumulators(step, messages)
-            if (step.side or blocks.side) == "kv":
+            if (messages.side or blocks.side) == "kv":
                 (k, v), (dk_sum, dv_sum) = block, sums
                 inputs, into = x._replace(k=k, v=v), (dq, dk_sum, dv_sum)
             else:
@@ -284,7 +280,7 @@ class _Blocks:
 
     def use(self, step: Step, messages: StepMessages) -> Views:
         """Return the tensors of the sent side with which a step computes."""
-        side = step.side
+        side = messages.side
         if side is None:
             return self._local[self.side]
         inbox, layout = self._inbox_of[step.index], self.messages.inputs[side]
@@ -442,7 +438,7 @@ class _Gradients:
 
     def accumulators(self, step: Step, messages: StepMessages) -> Views:
         """Return the buffers to which the kernel adds: the local sums, or zeros for remote blocks."""
-        side = step.side
+        side = messages.side
         if side is None:
             return self._local[self._blocks.side]
         sums = self._blocks.buffer(sum(messages.sums))

@@ -3,7 +3,7 @@
 ::
 
     step t = 1 .. W/2, rank p, its partner r = (p - t) mod W
-        r < p    out, lse = merge((out, lse), attend(q, k and v of r))      runtime/executor.py, _forward_steps
+        r < p    out, lse = merge((out, lse), attend(q, k and v of r))      runtime/executor.py, forward_rows
         r > p    p has no keys of r to see: it is a helper of r
                  send attend(q of r, k, v) to r, which merges it in step t + 1                  _Partials.end
 

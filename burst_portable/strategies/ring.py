@@ -5,7 +5,7 @@ and computations. This loop then runs on every rank; on the right, the file and 
 
     forward                                             planning/routes.py, RingRoute: who sends what, at which step
         block = local k, v
-        for step in range(ranks):                       runtime/executor.py, _forward_steps
+        for step in range(ranks):                       runtime/executor.py, forward_rows
             if step > 0:
                 block = wait for the received block     _Blocks.begin
             send block to rank + 1                      _Blocks.post, comm/*.py: runs during the computation
@@ -13,7 +13,7 @@ and computations. This loop then runs on every rank; on the right, the file and 
             out, lse = merge((out, lse), attend(q, *block))
                                                         kernels/*.py; numerics.py defines the merge
     backward
-        for step in range(ranks):                       runtime/executor.py, _backward_steps
+        for step in range(ranks):                       runtime/executor.py, backward_rows
             wait, send and receive blocks as above
             dq, dk, dv of block += attend_backward(q, *block, dout, lse, delta)
             if step > 0:
