@@ -45,10 +45,10 @@ class KernelRow(NamedTuple):
 
 
 class DeviceClock(Clock):
-    """Clock of one rank, which waits for nobody."""
+    """Clock of one rank without other ranks."""
 
     def meet(self) -> None:
-        """Wait for nobody."""
+        """Return at once: there is no other rank."""
 
     def slowest(self, value: float) -> float:
         """Return the value."""
@@ -73,7 +73,7 @@ def time_kernels(
     """Yield the times of all kernels of a backend for each attention, as soon as they are measured.
 
     Kernels are timed in turn, round after round, so that a slower device affects all of them. Each computes the whole
-    attention in one call. A kernel whose results differ from those of the others has no time.
+    attention in one call. A kernel whose results differ from those of most kernels has no time.
 
     Args:
         backend: The backend.
@@ -95,7 +95,7 @@ def time_kernels(
                     reasons[lazy.name] = support.reason
                     continue
                 passes[lazy.name], results[lazy.name] = _passes(lazy.load(), call, device)
-            except (BurstError, RuntimeError) as error:  # one kernel that fails must not end the others
+            except (BurstError, RuntimeError) as error:  # a failing kernel must not end the comparison
                 reasons[lazy.name] = f"failed: {in_a_line(error)}"
         for name, reason in _different(results).items():
             reasons[name] = reason
