@@ -60,9 +60,9 @@ def time_kernels(
     """Time the kernels of this device side by side, so that `auto` takes the fastest for each kind of call.
 
     Each kernel computes the whole attention in one call, forward and backward. Results are compared first: a kernel
-    whose results differ from those of most kernels has no time. Nothing else should run on the machine. --json FILE writes the
-    file for BURST_KERNEL_TIMES=FILE or Config(kernel_times=FILE). Calls that are like no row of the file use the
-    backend's own order.
+    whose results differ from those of most kernels has no time. Nothing else should run on the machine. --json FILE
+    writes the file for BURST_KERNEL_TIMES=FILE or Config(kernel_times=FILE). Calls that are like no row of the file
+    use the backend's own order.
 
     Examples:
 
