@@ -37,7 +37,8 @@ WIDTH, HEIGHT, ROW, COLUMN, LEFT, TOP = 104, 30, 54, 150, 120, 74  # pixels: a b
 
 # The column of each name, chosen so that no arrow crosses a box (see `check_crossings`).
 COLUMNS = {
-    "cli": 1.6, "conformance": 1.45, "integrations": 3.7, "measuring": 0.0, "profiling": 1.3, "nn": 2.1, "api": 1.9,
+    "cli": 1.6, "bench": 4.6,
+    "conformance": 1.45, "integrations": 3.7, "measuring": 0.0, "profiling": 1.3, "nn": 2.1, "api": 1.9,
     "sharding": 3.2, "gradients": 4.1, "runtime": 1.3, "mesh": 0.7, "backends": 1.1, "kernels": 1.5, "strategies": 2.5,
     "comm": 0.7, "planning": 2.2, "numerics": 1.4, "layout": 2.2, "mask": 2.2, "config": -0.3, "utils": 0.8,
     "errors": 1.4,
@@ -215,7 +216,7 @@ def draw_layers() -> str:
             parts += arrow((x1 + shift, y1 + HEIGHT / 2), (x2 - shift, y2 - HEIGHT / 2 - 1))
     for name in rows:
         parts += box(center(name, rows), name, "pure" if name in pure else "box")
-    width, height = LEFT + 4 * COLUMN + 80, TOP + ROW * (max(rows.values()) - 1) + 36
+    width, height = LEFT + 5 * COLUMN + 30, TOP + ROW * (max(rows.values()) - 1) + 36
     legend = [("box", "may import torch"), ("pure", "imports no torch")]
     for number, (kind, text) in enumerate(legend):
         y = height - 58 + 26 * number

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, Command] = {
     "compare": "burst_portable.cli.profile:compare",
     "trace": "burst_portable.cli.profile:trace",
     "measure": "burst_portable.cli.measure:measure",
+    "bench": "burst_portable.cli.bench:bench",
     "doctor": "burst_portable.cli.doctor:doctor",
     "conform": "burst_portable.cli.conform:conform",
     "kernels": "burst_portable.cli.kernels:kernels",

@@ -28,7 +28,7 @@ def test_option_help_is_one_short_sentence_and_a_default(name):
         names = sum(word.rstrip(",") in known() for word in sentence.split())  # of strategies, which may be many
         assert len(sentence.split()) - names <= MAX_WORDS, f"{flag}: {sentence}"
         assert sentence.endswith("."), flag
-        has_value = not option.required and not (option.is_flag and not option.secondary_opts)
+        has_value = not option.required and not (getattr(option, "is_flag", False) and not option.secondary_opts)
         assert bool(default) == has_value, f"{flag}: {option.help}"
         assert option.default is None or not option.show_default or not has_value, f"{flag} shows its default twice"
 

@@ -1,0 +1,239 @@
+"""Measure the entries of a row: correctness first, then bytes, memory, and time in interleaved rounds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.api import attention
+from burst_portable.bench.masks import MASKS
+from burst_portable.comm.base import Handles, Message, Transport, WrappedTransport
+from burst_portable.config import Config
+from burst_portable.errors import BurstError, CommunicationError, in_a_line
+from burst_portable.layout import Layout, make_layout
+from burst_portable.mask import Mask
+from burst_portable.measuring.timing import TransportClock
+from burst_portable.mesh import Mesh
+from burst_portable.sharding import shard
+
+Row = dict[str, Any]
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""(out, dq, dk, dv) of this rank's tokens."""
+NAMES = ("out", "dq", "dk", "dv")
+_CHUNK = 256  # queries of the oracle at once
+# Largest relative errors in the 2-norm, and of one element relative to the largest: (32 bits and more, 16 bits).
+_LIMITS = ((1e-4, 1e-3), (1.5e-2, 5e-2))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes of a benchmark, equal on all ranks."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    layout: str
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row on one rank: the unsharded tensors that every rank has, and the mask."""
+
+    mask: Mask
+    layout: Layout
+    kernel: str
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    """q, k, v and dO, [1, S, H, D]."""
+
+
+class Entry:
+    """A strategy of the registry in a benchmark. Subclasses run other implementations."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def prepare(self, task: Task, mesh: Mesh) -> tuple[Callable[[], Tensor], tuple[Tensor, ...], Tensor]:
+        """Return the forward call, its leaves (q, k, v) and dO. Raise a `BurstError` if it cannot serve the row."""
+        q, k, v, dout = (shard(x, mesh, layout=task.layout) for x in task.tensors)
+        leaves = tuple(x.requires_grad_() for x in (q, k, v))
+
+        def forward() -> Tensor:
+            return attention(
+                *leaves, mask=task.mask, mesh=mesh, strategy=self.name, layout=task.layout, kernel=task.kernel,
+                seq_len=task.layout.length, deterministic=False,
+            )  # fmt: skip
+
+        return forward, leaves, dout
+
+
+class CountingTransport(WrappedTransport):
+    """Count the bytes and the messages that this rank sends in passes."""
+
+    def __init__(self, wrapped: Transport) -> None:
+        super().__init__(wrapped)
+        self.sent = self.messages = 0
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], label: str = "") -> Handles:
+        self.sent += sum(one.buffer.numel() for one in sends)
+        self.messages += len(sends)
+        return super().post(sends, receives, label)
+
+    def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
+        return self._wrapped.share(data, label, timeout)
+
+
+def oracle(task: Task, scale: float) -> Results:
+    """Compute the query heads of the last K/V head in float64, from the definition of a mask's regions.
+
+    Memory grows with the length, not with its square.
+    """
+    q, k, v, dout = task.tensors
+    group = q.shape[2] // k.shape[2]
+    q, dout = (x[0, :, -group:].transpose(0, 1).double() for x in (q, dout))
+    k, v = (x[0, :, -1].double() for x in (k, v))
+    length = k.shape[0]
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (dout, q, k, v))
+    keys = torch.arange(length, device=k.device)
+    for start in range(0, length, _CHUNK):
+        rows = slice(start, min(start + _CHUNK, length))
+        queries = keys[rows].unsqueeze(1)
+        seen = torch.zeros(queries.shape[0], length, dtype=torch.bool, device=k.device)
+        for r in task.mask.regions_of_rows(rows.start, rows.stop):
+            box = (queries >= r.q_start) & (queries < r.q_stop) & (keys >= r.k_start) & (keys < r.k_stop)
+            seen |= box & (queries - keys >= r.lo) & (queries - keys <= r.hi)
+        weights = (q[:, rows] @ k.T * scale).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+        out[:, rows] = weights @ v
+        dv += torch.einsum("hqk,hqd->kd", weights, dout[:, rows])
+        delta = (dout[:, rows] * out[:, rows]).sum(-1, keepdim=True)
+        dscores = weights * (dout[:, rows] @ v.T - delta) * scale
+        dq[:, rows] = dscores @ k
+        dk += torch.einsum("hqk,hqd->kd", dscores, q[:, rows])
+    return tuple(x.transpose(0, 1).unsqueeze(0) if x.dim() == 3 else x[None, :, None] for x in (out, dq, dk, dv))  # type: ignore[return-value]  # four
+
+
+class Benchmark:
+    """The entries of rows, measured on all ranks of a mesh.
+
+    Args:
+        mesh: Ranks that share the sequence.
+        device: Device of this rank.
+        setting: Sizes.
+        entries: What is compared.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, setting: Setting, entries: Sequence[Entry]) -> None:
+        self._mesh, self._device, self._setting, self._entries = mesh, device, setting, entries
+        self._transport = mesh.transport(device.type)
+        self._streams = mesh.backend_for(device.type).capabilities.streams
+        self._clock = TransportClock(self._transport, device, streams=self._streams)
+
+    def measure(self, mask_name: str, length: int, kernel: str, only: Sequence[str]) -> list[Row]:
+        """Return a row for each entry that is named in `only`. All ranks must call it."""
+        mask = MASKS[mask_name](length)
+        task = Task(
+            mask, make_layout(self._setting.layout, length, self._mesh.size, mask), kernel, self._inputs(length)
+        )
+        expected = oracle(task, self._setting.head_dim**-0.5)
+        rows: list[Row] = []
+        timed: list[tuple[Row, Callable[[], Tensor], Callable[[], object]]] = []
+        for entry in self._entries:
+            if entry.name not in only:
+                continue
+            row: Row = {"mask": mask_name, "seq_len": length, "kernel": kernel, "entry": entry.name}
+            rows.append(row)
+            try:
+                forward, leaves, dout = entry.prepare(task, self._mesh)
+                row.update(self._check(task, expected, forward, leaves, dout))
+                if row["status"] == "ok":
+                    row.update(self._count(entry, task))
+                    timed.append((row, forward, _backward(forward, leaves, dout)))
+            except CommunicationError:
+                raise  # ranks have lost each other
+            except (BurstError, ImportError) as error:
+                row.update(status="refused", reason=in_a_line(error))
+        self._time(mask.num_pairs(length), timed)
+        return rows
+
+    def _inputs(self, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        s, generator = self._setting, torch.Generator(self._device).manual_seed(length)
+        q, k, v, dout = (
+            torch.randn(1, length, heads, s.head_dim, device=self._device, generator=generator)
+            .to(getattr(torch, s.dtype))
+            for heads in (s.heads, s.kv_heads, s.kv_heads, s.heads)
+        )  # fmt: skip
+        return q, k, v, dout
+
+    def _check(
+        self, task: Task, expected: Results, forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], dout: Tensor
+    ) -> Row:
+        """Run both passes once. Return the status, the worst errors of all ranks, and the peak memory beyond inputs."""
+        if self._streams:
+            torch.accelerator.reset_peak_memory_stats()
+            before = torch.accelerator.memory_allocated()
+        out = forward()
+        found = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+        peak = torch.accelerator.max_memory_allocated() - before if self._streams else None
+        norm_limit, max_limit = _LIMITS[dout.dtype.itemsize < 4]
+        errors, wrong = {}, []
+        for name, result, right in zip(NAMES, found, expected, strict=True):
+            mine = shard(right, self._mesh, layout=task.layout)
+            gap = result[:, :, -mine.shape[2] :].double() - mine
+            for label, one, whole, limit in (
+                (name, gap.norm(), mine.norm(), norm_limit),
+                (f"{name} (max)", gap.abs().max(), right.abs().max(), max_limit),
+            ):
+                value = float(one / whole) if whole else float(one)
+                errors[label] = self._clock.slowest(value if value == value else float("inf"))
+                if not errors[label] <= limit:
+                    wrong.append(f"{label} is off by {errors[label]:.2g}, allowed {limit:g}")
+        peak_bytes = None if peak is None else int(self._clock.slowest(peak))
+        status: Row = {"status": "wrong", "reason": "; ".join(wrong)} if wrong else {"status": "ok"}
+        return {**status, "errors": errors, "peak_bytes": peak_bytes}
+
+    def _count(self, entry: Entry, task: Task) -> Row:
+        """Return the largest number of bytes and messages that a rank sends in each pass, over the plain transport."""
+        counting = CountingTransport(self._transport)
+        config = Config(timeout=self._mesh.config.timeout, transport=self._transport.name)
+        mesh = Mesh(
+            self._mesh.rank, self._mesh.size, lambda _: counting, group=self._mesh.group,
+            backend=self._mesh.backend, config=config,
+        )  # fmt: skip
+        forward, leaves, dout = entry.prepare(task, mesh)
+        out = forward()
+        sent = [(counting.sent, counting.messages)]
+        torch.autograd.grad(out, leaves, dout)
+        sent.append((counting.sent - sent[0][0], counting.messages - sent[0][1]))
+        return {
+            f"{name}_{what}": int(self._clock.slowest(value))
+            for name, values in zip(("forward", "backward"), sent, strict=True)
+            for what, value in zip(("sent_bytes", "messages"), values, strict=True)
+        }
+
+    def _time(self, pairs: int, timed: list[tuple[Row, Callable[[], Tensor], Callable[[], object]]]) -> None:
+        """Time all entries in each round, in a random order that is the same on all ranks."""
+        order = random.Random(pairs)
+        seconds: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(timed))}
+        for _ in range(self._setting.rounds):
+            for i in order.sample(range(len(timed)), len(timed)):
+                _, forward, backward = timed[i]
+                seconds[i].append((self._clock.time(forward, 1), self._clock.time(backward, 1)))
+        flops = 4 * pairs * self._setting.heads * self._setting.head_dim / self._mesh.size
+        for i, (row, _, _) in enumerate(timed):
+            for name, values, factor in zip(
+                ("forward", "backward"), zip(*seconds[i], strict=True), (1, 2.5), strict=True
+            ):
+                row[f"{name}_seconds"] = median(values)
+                row[f"{name}_tflops"] = factor * flops / median(values) / 1e12
+
+
+def _backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], dout: Tensor) -> Callable[[], object]:
+    out = forward()
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -1,0 +1,83 @@
+"""Read, write and compare the rows of a benchmark. A file has one JSON object per line: settings, then rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from burst_portable.errors import InputError, in_a_line
+from burst_portable.utils.text import bytes_text
+
+SCHEMA = "burst_portable.bench/1"
+Row = dict[str, Any]
+COLUMNS = ("mask", "tokens", "kernel", "strategy", "forward", "backward", "sent", "peak memory")
+
+
+def row_key(row: Row) -> tuple[str, int, str, str]:
+    """Return what identifies a row: mask, sequence length, kernel and entry."""
+    return row["mask"], row["seq_len"], row["kernel"], row["entry"]
+
+
+def read_rows(path: Path) -> tuple[Row, list[Row]]:
+    """Return the settings and the rows of a file. A last line that is incomplete is ignored.
+
+    Raises:
+        InputError: If it cannot be read, or has another schema.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        whole = json.loads(text) if text.startswith("{\n") else None
+        lines = [json.loads(line) for line in text.split("\n")[:-1] if line] if whole is None else []
+        settings, rows = (whole["settings"], whole["rows"]) if whole else (lines[0], lines[1:])
+        schema = settings["schema"]
+        for row in rows:
+            row_key(row)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{path} is no file of a benchmark", got=in_a_line(error)) from error
+    if schema != SCHEMA:
+        raise InputError(f"{path} is of another version", got=schema, allowed=SCHEMA)
+    return settings, rows
+
+
+def append_rows(path: Path, settings: Row, rows: Sequence[Row]) -> None:
+    """Append rows to a file. A new or empty one begins with the settings; an incomplete last line is removed."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:
+        path.write_text(complete, encoding="utf-8")
+    with path.open("a", encoding="utf-8") as file:
+        for one in [*([] if complete else [settings]), *rows]:
+            file.write(json.dumps(one) + "\n")
+
+
+def cells(row: Row) -> list[str]:
+    """Return the cells of `COLUMNS`. A wrong or refused entry has no speed."""
+    first = [row["mask"], f"{row['seq_len']:,}", row["kernel"], row["entry"]]
+    if row["status"] != "ok":
+        return [*first, "WRONG" if row["status"] == "wrong" else row["status"], row["reason"], "", ""]
+    peak = "-" if row["peak_bytes"] is None else bytes_text(row["peak_bytes"])
+    sent = bytes_text(row["forward_sent_bytes"] + row["backward_sent_bytes"])
+    return [*first, *(f"{row[f'{name}_tflops']:.3g} TFLOP/s" for name in ("forward", "backward")), sent, peak]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *map(cells, rows)]
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+
+
+def compare(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return (row, forward, backward) of rows in both files: speed of `after` over `before`, or both statuses."""
+    old, found = {row_key(row): row for row in before}, []
+    for new in after:
+        if (one := old.get(row_key(new))) is None:
+            continue
+        label = " ".join(map(str, row_key(new)))
+        if one["status"] == new["status"] == "ok":
+            ratios = (one[f"{name}_seconds"] / new[f"{name}_seconds"] for name in ("forward", "backward"))
+            found.append((label, *(f"{ratio:.3f}" for ratio in ratios)))
+        else:
+            found.append((label, one["status"], new["status"]))
+    return found

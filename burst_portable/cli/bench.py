@@ -1,0 +1,160 @@
+"""Define `burst-portable bench`, which compares the strategies on this machine over fourteen masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from burst_portable import __version__
+from burst_portable.bench.masks import MASKS
+from burst_portable.bench.report import COLUMNS, SCHEMA, Row, append_rows, cells, markdown, read_rows, row_key
+from burst_portable.bench.report import compare as compare_rows
+from burst_portable.cli import flags
+from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, tokens
+from burst_portable.cli.output import JsonName, JsonOption, check_file, console, on_stderr, table, writing
+from burst_portable.config import read_launcher_env
+from burst_portable.errors import InputError, unknown_name
+from burst_portable.strategies.registry import known
+
+_QUICK = ("full", "causal", "causal_document")
+
+
+def bench(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[compare A B]", help="Compare two files. Default: measure.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Local processes. Default: one per device; 2 on CPUs.")] = None,
+    backend: flags.BackendName = "auto",
+    masks: Annotated[str, typer.Option(help="all, or names of masks, separated by commas.")] = "all",
+    strategies: Annotated[str, typer.Option(help="all, or names of strategies, separated by commas.")] = "all",
+    kernels: Annotated[str, typer.Option(help="Names of local kernels, separated by commas.")] = "auto",
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=tokens, metavar=flags.METAVAR,
+            help=f"Tokens of the full sequence; {flags.LENGTH} Default: 8192 per rank; 512 on CPUs.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help=f"Measure only the masks {', '.join(_QUICK)}.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Append rows to this file, and skip those it has. Default: none.")
+    ] = None,
+    json_name: JsonName = None,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", help="Write a Markdown table. Default: none.")
+    ] = None,
+) -> int:  # fmt: skip
+    """Compare strategies on this machine: speed, bytes and memory over fourteen masks.
+
+    Results are first compared with float64 on one K/V head; a wrong entry has no speed. All entries of a mask are timed
+    in each round, in random order, and the slowest rank counts. TFLOP/s are per rank, by the visible pairs.
+
+    Examples:
+
+    burst-portable bench --quick
+    torchrun --nproc-per-node 2 -m burst_portable bench --resume rows.jsonl --json out.json
+    burst-portable bench compare A.json B.json
+    """
+    if words:
+        if words[0] != "compare" or len(words) != 3:
+            raise InputError("bench takes no such words", got=" ".join(words), allowed="compare A.json B.json")
+        return _compare(Path(words[1]), Path(words[2]))
+    from burst_portable.cli.bench_worker import bench_local, bench_rank
+    from burst_portable.cli.run.job import check_processes
+
+    launcher = read_launcher_env()
+    is_first = launcher is None or launcher.rank == 0
+    with add_rank_to_errors(launcher):
+        json_option = JsonOption(json_name, writes=is_first, sources=[resume])
+        if markdown_file is not None and is_first:
+            check_file(markdown_file, "--markdown")
+        ranks = number_of_ranks(ranks, launcher)
+        chosen, _ = flags.choose_backend(backend, 1 if launcher or ranks is None else ranks)
+        device_type, on_cpu = chosen.capabilities.device_type, not chosen.capabilities.streams
+        if ranks is None:
+            ranks = 2 if on_cpu else _device_count(device_type)
+        if on_cpu and launcher is None:
+            check_processes(ranks)
+        length = seq_len or (512 if on_cpu else 8192 * ranks)
+        sizes = (4, 2, 32, "float32") if on_cpu else (64, 8, 128, "bfloat16")
+        setting = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), sizes, strict=True))
+        setting |= {"layout": "zigzag", "rounds": 3 if on_cpu else 7}
+        settings: Row = {"schema": SCHEMA, "version": __version__, "ranks": ranks, "backend": chosen.name, **setting}
+        names = _names(strategies, known(), "strategy")
+        mask_names = list(_QUICK) if quick and masks == "all" else _names(masks, MASKS, "mask")
+        rows = _resumed(resume, settings)
+        done = {row_key(row) for row in rows}
+        work = [
+            (mask, length, one, left)
+            for mask in mask_names
+            for one in kernels.split(",")
+            if (left := [name for name in names if (mask, length, one, name) not in done])
+        ]
+        from burst_portable.cli.bench_worker import BenchJob
+
+        job = BenchJob(
+            ranks=ranks, ranks_per_node=None, backend=chosen.name, device_type=device_type, setting=setting, work=work
+        )
+        with Progress(**on_stderr(quiet=not is_first)) as bar:
+            progress = bar.add_task("measuring", total=len(work))
+
+            def on_rows(found: list[Row]) -> None:
+                rows.extend(found)
+                bar.advance(progress)
+                if is_first and resume is not None:
+                    with writing(resume):
+                        append_rows(resume, settings, found)
+
+            if work:
+                bench_local(job, on_rows) if launcher is None else bench_rank(job, launcher, on_rows)
+    if is_first:
+        made = table(*COLUMNS, left=("kernel", "strategy"))
+        for row in rows:
+            made.add_row(*cells(row))
+        console(stderr=json_option.stdout).print(made)
+        json_option.write({"settings": settings, "rows": rows})
+        if markdown_file is not None:
+            with writing(markdown_file):
+                markdown_file.write_text(markdown(rows), encoding="utf-8")
+    return int(any(row["status"] == "wrong" for row in rows))
+
+
+def _device_count(device_type: str) -> int:
+    import torch
+
+    return int(torch.get_device_module(device_type).device_count())
+
+
+def _names(text: str, allowed: Iterable[str], what: str) -> list[str]:
+    names = list(allowed)
+    chosen = names if text == "all" else text.split(",")
+    for one in chosen:
+        if one not in names:
+            raise unknown_name(what, one, names)
+    return chosen
+
+
+def _resumed(path: Path | None, settings: Row) -> list[Row]:
+    """Return the rows that a file has. Raise `InputError` if its settings differ."""
+    if path is None or not path.exists() or not path.stat().st_size:
+        return []
+    found, rows = read_rows(path)
+    if different := [name for name, value in settings.items() if found.get(name) != value]:
+        name = different[0]
+        raise InputError(
+            f"--resume names a file with another {name}", got=found.get(name), allowed=settings[name],
+            next_step="name another file",
+        )  # fmt: skip
+    return rows
+
+
+def _compare(before: Path, after: Path) -> int:
+    made = table("row", "forward", "backward", title=f"speed of {after} over {before}")
+    for line in compare_rows(read_rows(before)[1], read_rows(after)[1]):
+        made.add_row(*line)
+    console().print(made)
+    return 0

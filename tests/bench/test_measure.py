@@ -1,0 +1,91 @@
+"""Test the benchmark over threads and through the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from burst_portable import run_threads
+from burst_portable.bench.masks import MASKS
+from burst_portable.bench.measure import Benchmark, Entry, Setting, Task, oracle
+from burst_portable.bench.report import SCHEMA, append_rows, compare, read_rows
+from burst_portable.cli import main
+from burst_portable.conformance import oracle as dense
+from burst_portable.errors import InputError
+from burst_portable.layout import make_layout
+
+SETTING = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
+
+
+class WrongEntry(Entry):
+    """Scale the output of a strategy, so that the output and all gradients are wrong."""
+
+    def prepare(self, task, mesh):
+        forward, leaves, dout = Entry("ring").prepare(task, mesh)
+        return lambda: forward() * 1.01, leaves, dout
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_oracle_equals_dense_attention(name):
+    mask, length = MASKS[name](301), 301  # not a multiple of the oracle's chunk
+    q, k, v, dout = (torch.randn(1, length, heads, 8) for heads in (4, 2, 2, 4))
+    task = Task(mask, make_layout("zigzag", length, 2, mask), "auto", (q, k, v, dout))
+    right = dense.attention(q, k, v, dout, dense.dense_mask(mask, length), scale=8**-0.5)
+    for found, whole in zip(oracle(task, 8**-0.5), (right.out, right.dq, right.dk, right.dv), strict=True):
+        torch.testing.assert_close(found, whole[:, :, -found.shape[2] :], rtol=1e-9, atol=1e-11)
+    assert mask.num_pairs(length) == int(dense.dense_mask(mask, length).sum())
+    assert mask.fully_masked_tokens(length) == 0
+
+
+def test_measure_shows_wrong_and_refused_entries_without_speed():
+    entries = [Entry("ring"), WrongEntry("planted"), Entry("ulysses"), Entry("none_such")]
+
+    def work(mesh):
+        names = [entry.name for entry in entries]
+        return Benchmark(mesh, torch.device("cpu"), SETTING, entries).measure("causal", 61, "auto", names)
+
+    for ring, planted, ulysses, unknown in run_threads(2, work):
+        assert ring["status"] == ulysses["status"] == "ok"
+        assert ring["forward_tflops"] > 0
+        assert ring["backward_seconds"] > 0
+        assert ring["forward_sent_bytes"] == 31 * 2 * 2 * 8 * 4  # K and V of the longer shard
+        assert planted["status"] == "wrong"
+        assert "out is off by 0.01" in planted["reason"]
+        assert "forward_tflops" not in planted
+        assert unknown["status"] == "refused"
+        assert "none_such" in unknown["reason"]
+
+
+def test_bench_resumes_after_interruption(tmp_path, capfd):
+    rows = tmp_path / "rows.jsonl"
+    arguments = ["bench", "--strategies", "ring,ulysses", "--seq-len", "64", "--resume", str(rows), "--json"]
+    assert main([*arguments, "--masks", "causal"]) == 0
+    capfd.readouterr()
+    first = rows.read_text()
+    rows.write_text(first + '{"mask": "ful')  # the interrupted write of a row
+    assert main([*arguments, "--masks", "causal,full"]) == 0
+    found = json.loads(capfd.readouterr().out)["rows"]
+    assert [(row["mask"], row["entry"], row["status"]) for row in found] == [
+        (mask, entry, "ok") for mask in ("causal", "full") for entry in ("ring", "ulysses")
+    ]
+    assert rows.read_text().startswith(first)
+    assert read_rows(rows)[1] == found
+    assert main(["bench", "compare", str(rows), str(rows)]) == 0
+    assert capfd.readouterr().out.count("1.000") == 8
+
+
+def test_compare_reports_ratios_and_statuses():
+    row = {"mask": "full", "seq_len": 8, "kernel": "auto", "entry": "ring", "status": "ok"}
+    old = {**row, "forward_seconds": 2.0, "backward_seconds": 3.0}
+    new = {**row, "forward_seconds": 1.0, "backward_seconds": 6.0}
+    assert compare([old], [new]) == [("full 8 auto ring", "2.000", "0.500")]
+    assert compare([old], [{**row, "status": "wrong"}]) == [("full 8 auto ring", "ok", "wrong")]
+
+
+def test_read_rows_rejects_other_version(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    append_rows(path, {"schema": "burst_portable.bench/0"}, [])
+    with pytest.raises(InputError, match=f"another version.*{SCHEMA}"):
+        read_rows(path)
