@@ -166,9 +166,9 @@ class Backend(ABC):
     def transport(self, group: Any, timeout: float) -> Transport:
         """Connect the ranks of a torch process group (None: the default one).
 
-        Default: raise `UnsupportedError`, so the backend serves one rank.
+        Default: raise `UnsupportedError`, so the backend supports one rank only.
         """
-        raise UnsupportedError(f"the backend {self.name!r} has no transport, so it serves one rank only")
+        raise UnsupportedError(f"the backend {self.name!r} has no transport, so it supports one rank only")
 
     def connect_direct(self, other: Transport, group: Any, timeout: float) -> Transport:
         """Connect the `direct_transport` of the capabilities. Collective.

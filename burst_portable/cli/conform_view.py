@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from burst_portable.cli.output import JsonOption, console, on_stderr, table
 from burst_portable.conformance.base import TestCase
+from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result, computed_text
 from burst_portable.conformance.suite import Progress as OnProgress
 
@@ -98,15 +99,26 @@ def show(report: Report, *, stderr: bool = False) -> None:
     for reason, count in Counter(result.skipped for result in report.skipped).items():
         out.print(f"skipped {count}: {escape(reason)}", soft_wrap=True)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
-    passed = (
-        "[bold green]conforms[/]"
-        if report.conforms
-        else "[bold yellow]passed[/] the selected tests, which do not examine every kernel"
-    )
-    result = passed if report.ok else "[bold red]does not conform[/]"
-    out.print(f"{escape(report.backend)} {result}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
+    out.print(f"{escape(report.backend)} {_verdict(report)}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
     out.print(f"kernels: {escape(computed_text(report))}", soft_wrap=True)
     out.print(f"evidence: {report.evidence_level} ({EVIDENCE_LEVELS[report.evidence_level]})", soft_wrap=True)
+
+
+def _verdict(report: Report) -> str:
+    """Return the result in words. Only a run of all tests conforms, and what it left out is in parentheses."""
+    if not report.ok:
+        return "[bold red]does not conform[/]"
+    if report.conforms:
+        tested = any(result.check == "group" and not result.skipped for result in report.results)
+        limits = ["quick"] if report.coverage == "quick" else []
+        limits += [] if tested else ["the backend's own transport was not tested"]
+        return "[bold green]conforms[/]" + (f" ({', '.join(limits)})" if limits else "")
+    passed = "[bold yellow]passed[/] the selected tests"
+    if not report.selection:
+        return f"{passed}, which do not examine every kernel"
+    left_out = [name for name in CHECKS if name not in {result.check for result in report.results}]
+    limits = [", ".join(report.selection), *([f"not {', '.join(left_out)}"] if left_out else [])]
+    return f"{passed} ({escape('; '.join(limits))})"
 
 
 def _show_failures(out: Console, report: Report) -> None:
@@ -122,8 +134,6 @@ def _show_failures(out: Console, report: Report) -> None:
 
 def show_groups(json_option: JsonOption) -> None:
     """Print the name and title of each test group."""
-    from burst_portable.conformance.checks import CHECKS
-
     json_option.write({check.name: check.title for check in CHECKS.values()})
     if json_option.stdout:
         return

@@ -103,8 +103,13 @@ class Report:
 
     @property
     def conforms(self) -> bool:
-        """Whether `ok` is true and each kernel of the backend computed in some test."""
-        return self.ok and not self.not_examined
+        """Whether `ok` is true, all tests were selected, and each kernel of the backend computed in some test."""
+        return self.ok and not self.selection and not self.not_examined
+
+    @property
+    def selection(self) -> tuple[str, ...]:
+        """The groups, cases, strategy or kernel to which the run was limited; () if it was not."""
+        return self.only if self.kernel == "auto" else (*self.only, f"kernel {self.kernel}")
 
     @property
     def failures(self) -> tuple[Result, ...]:

@@ -91,5 +91,5 @@ def test_backend_without_transport_serves_one_rank_only(monkeypatch):
     backend, x = Least(), torch.randn(1, 8, 2, 16)
     monkeypatch.setattr(bp.Mesh, "backend_for", lambda mesh, device_type: backend)
     assert bp.attention(x, x, x, mesh=bp.Mesh.single()).shape == x.shape
-    with pytest.raises(UnsupportedError, match="the backend 'least' has no transport, so it serves one rank only"):
+    with pytest.raises(UnsupportedError, match="the backend 'least' has no transport, so it supports one rank only"):
         backend.transport(None, 1.0)

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from burst_portable.cli.conform_view import show
 from burst_portable.conformance import Report, check_backend
 from burst_portable.errors import InputError
 
@@ -53,6 +54,25 @@ def test_markdown_lists_failures(failed):
     text = failed.markdown()
     assert "FAILED" in text
     assert all(result.command in text for result in failed.failures)
+
+
+def test_report_conforms_only_if_all_tests_were_selected(capsys):
+    """`--only claims` once printed "conforms" without a message between ranks."""
+    part = check_backend("cpu", cases=["claims:device", "group:messages-2ranks"], coverage="quick")
+    every = replace(part, only=(), not_examined={})
+    alone = replace(every, results=every.results[:1])
+    shown = {
+        "conforms (quick)": every,
+        "conforms": replace(every, coverage="usual"),
+        "conforms (quick, the backend's own transport was not tested)": alone,
+        "passed the selected tests (claims; not kernels, ": replace(alone, only=("claims",)),
+        "passed the selected tests (kernel cpu_flash; not kernels, ": replace(every, kernel="cpu_flash"),
+        "does not conform": replace(every, results=(replace(every.results[0], ok=False),)),
+    }
+    for verdict, report in shown.items():
+        assert report.conforms == verdict.startswith("conforms")
+        show(report)
+        assert f"\ncpu {verdict}{'' if verdict.endswith(', ') else ':'}" in capsys.readouterr().out
 
 
 def test_report_with_only_skips_is_not_ok():

@@ -171,7 +171,8 @@ def _run(target: BackendUnderTest, kernel: Kernel | LazyKernel, case: Case) -> O
 def _answers(kernel: Kernel, case: Case, x: Inputs, device: torch.device) -> Iterator[tuple[str, Answer]]:
     """Run the kernel in every way, and yield the way and its answer."""
     yield "", run_kernel(kernel, case, x, device)
-    yield "with out instead of delta, gradients added twice", run_kernel(kernel, case, x, device, by_out=True, times=2)
+    way = "in the run that passes x.out, not x.delta, and calls attend_backward twice on the same buffers"
+    yield way, run_kernel(kernel, case, x, device, by_out=True, times=2)
     if case.ranks == 1:
         yield "as a single call", run_single_call(kernel, case, x, device)
         if kernel.traits.writes_into:
