@@ -80,6 +80,34 @@ def test_backend_package_passes_its_own_tests(environment):
     assert " passed" in done.stdout
 
 
+OWN_TRANSPORT = """
+from burst_portable.conformance import check_backend
+from their_attention import TheirBackend
+from their_attention.transport import TheirTransport
+
+
+class OwnTransport(TheirBackend):
+    def transport(self, group, timeout):
+        return TheirTransport(group, timeout)
+
+
+if __name__ == "__main__":
+    report = check_backend(OwnTransport(), cases=["group:messages-2ranks-of-3"])
+    print(report.counts(), [failure.message for failure in report.failures])
+"""
+
+
+@pytest.mark.slow
+def test_transport_example_passes(environment, tmp_path):
+    """The page shows the class, and `group` accepts it."""
+    page = (ROOT / "docs" / "writing_a_backend.md").read_text(encoding="utf-8")
+    example = (EXAMPLE / "their_attention" / "transport.py").read_text(encoding="utf-8")
+    assert example[example.index("class TheirTransport") : example.index("class TheirHandle")].strip() in page
+    (tmp_path / "own.py").write_text(OWN_TRANSPORT)
+    done = run({**environment, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}, "own")
+    assert done.stdout == "{'passed': 1, 'failed': 0, 'skipped': 0} []\n", done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_report_commands_reproduce_failures(environment, tmp_path):
     """Each printed command runs in its own process, with a bug in the installed package."""
