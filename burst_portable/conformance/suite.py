@@ -139,10 +139,14 @@ def run(test: TestCase, case: Case | None = None) -> Outcome:
 
 @dataclass
 class Runner:
-    """Runs tests one after another. If `shrink` is true, it searches for the smallest failing case."""
+    """Runs tests one after another. If `shrink` is true, it searches for the smallest failing case.
+
+    The search takes `search_seconds`. A test that took longer, such as one with a timeout, is not repeated.
+    """
 
     target: BackendUnderTest
     shrink: bool = True
+    search_seconds: float = 30.0
     _failures: Counter[str] = field(default_factory=Counter)
 
     def run(self, test: TestCase) -> Result:
@@ -153,9 +157,10 @@ class Runner:
         seconds, text = time.monotonic() - started, test.text
         if not outcome.ok:
             self._failures[test.check] += 1
-            if self.shrink and test.case is not None:
+            if self.shrink and test.case is not None and seconds < self.search_seconds:
                 max_runs = _LONG if self._failures[test.check] <= _LONG_SEARCHES else _SHORT
-                least = smallest(test.case, lambda case: not run(test, case).ok, max_runs=max_runs)
+                limits: dict[str, Any] = {"max_runs": max_runs, "seconds": self.search_seconds}
+                least = smallest(test.case, lambda case: not run(test, case).ok, **limits)
                 text = ":".join(filter(None, (test.check, test.kernel, least.spec())))
         result = make_result(self.target, test, outcome, seconds, text)
         return result if outcome.skipped else replace(result, kernels=tuple(sorted(names)))
@@ -387,7 +392,8 @@ def _not_examined(target: BackendUnderTest, results: Sequence[Result]) -> dict[s
     for kernel in kernels_of(target.backend):
         if kernel.name not in computed:
             reason = unsupported_reason(kernel, target.device.type)
-            reasons[kernel.name] = f"it declined: {reason}" if reason else "no selected test uses it"
+            unused = "no test that uses it passed" if any(not r.ok for r in results) else "no selected test uses it"
+            reasons[kernel.name] = f"it declined: {reason}" if reason else unused
     return reasons
 
 

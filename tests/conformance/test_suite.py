@@ -9,11 +9,11 @@ import torch
 
 from burst_portable.backends.selection import load
 from burst_portable.conformance import Case, check_backend
-from burst_portable.conformance.base import BackendUnderTest
+from burst_portable.conformance.base import BackendUnderTest, Outcome, TestCase
 from burst_portable.conformance.cases import HEADS, product
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.checks.attention import axes, run_and_compare
-from burst_portable.conformance.suite import candidates, find_test, list_tests, smallest
+from burst_portable.conformance.suite import Runner, candidates, find_test, list_tests, smallest
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.base import ring_plan
@@ -91,6 +91,16 @@ def test_process_attention_passes():
 def test_cpu_backend_conforms():
     report = check_backend("cpu")
     assert report.ok, report.markdown()
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(30.0, True), (0.0, False)])
+def test_runner_does_not_repeat_tests_longer_than_the_search(seconds, runs):
+    """A timeout of 60 s was repeated once, for a smaller case."""
+    ran = []
+    test = TestCase("kernels", "slow", lambda case: ran.append(case) or Outcome(wrong="wrong"), Case(ranks=3))
+    result = Runner(BackendUnderTest(load("cpu")), search_seconds=seconds).run(test)
+    assert not result.ok
+    assert (len(ran) > 1) is runs
 
 
 class WrongRoute(RingRoute):

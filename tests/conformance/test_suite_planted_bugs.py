@@ -196,6 +196,9 @@ def test_report_names_kernels_that_compute_nothing(real):
     assert report.ok
     assert not report.conforms
     assert report.not_examined == dict.fromkeys(report.kernels, "no selected test uses it")
+    report = check_backend(real, only=["transport"], coverage="quick", ranks=3, wrap=planted_transports.ExchangesPeers)
+    assert report.failures
+    assert report.not_examined == dict.fromkeys(report.kernels, "no test that uses it passed")
 
 
 def test_quick_group_has_three_ranks():
