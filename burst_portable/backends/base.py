@@ -32,7 +32,7 @@ class Capabilities:
 
     Attributes:
         device_type: the torch device type of its tensors.
-        process_group: the torch.distributed backend of their process groups. "gloo" if `transport` sends them otherwise.
+        process_group: the torch.distributed backend of process groups; "gloo" if `transport` does not need them.
         streams: whether work is asynchronous and ordered by streams.
         hardware: rates for predictions if nothing was measured.
         direct_transport: name of the backend's transport for plans whose messages go directly to the rank that uses
