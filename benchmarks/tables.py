@@ -186,11 +186,33 @@ def strategies(ranks: int) -> list[str]:
     return lines
 
 
+BENCH_FILE = "bench-h100x2-2026-11-25"
+BENCH_ENTRIES = ("auto", "ring", "burst", "double_ring", "usp", "all_gather", "distflash", "ulysses")
+
+
+def bench() -> list[str]:
+    """Compare all strategies on fourteen masks, as `burst-portable bench` measured them: TFLOP/s of both passes."""
+    rows = json.loads((RESULTS / f"{BENCH_FILE}.json").read_text(encoding="utf-8"))["rows"]
+    lines = [f"| mask | {' | '.join(f'`{name}`' for name in BENCH_ENTRIES)} | ratio |"]
+    lines.append("| --- " * (len(BENCH_ENTRIES) + 2) + "|")
+    for mask in dict.fromkeys(row["mask"] for row in rows):
+        by_name = {row["entry"]: row for row in rows if row["mask"] == mask}
+        seconds = {name: sum(float(row[f"{which}_seconds"]) for which in PASSES) for name, row in by_name.items()}
+        speeds = []
+        for name in BENCH_ENTRIES:
+            flops = sum(by_name[name][f"{which}_seconds"] * by_name[name][f"{which}_tflops"] for which in PASSES)
+            speeds.append(str(int(flops / seconds[name])))
+        best = min(seconds[name] for name in BENCH_ENTRIES if name != "auto")
+        lines.append(f"| {mask.replace('_', ' ')} | {' | '.join(speeds)} | {cut(best / seconds['auto'], 3)} |")
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "kernels": kernels,
     "portable": portable,
     "strategies-2": lambda: strategies(2),
     "strategies-4": lambda: strategies(4),
+    "bench": bench,
 }
 
 
