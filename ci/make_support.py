@@ -20,8 +20,8 @@ LEVELS = {name: text for name, text in EVIDENCE_LEVELS.items() if name != NOT_ST
 HEAD = """# Support
 
 The table lists the backends that passed the conformance suite, with the newest report of each kind,
-its date and versions. "untested" means that there is no report. [Conformance](conformance.md)
-describes the checks.
+its date and versions. "(only ...)" names the groups of checks if not all ran. "untested" means that
+there is no report. [Conformance](conformance.md) describes the checks.
 """
 
 LEVELS_HEAD = """## Columns
@@ -89,7 +89,10 @@ def _cell(reports: list[Report]) -> str:
         return UNTESTED
     newest = max(reports, key=lambda r: r.date)
     verdict = "passed" if newest.ok else "**FAILED**"
-    return f"{verdict} {newest.date[:10]}, {newest.versions['burst_portable']}, torch {newest.versions['torch']}"
+    limits = f" (only {', '.join(newest.only)})" if newest.only else ""
+    return (
+        f"{verdict}{limits} {newest.date[:10]}, {newest.versions['burst_portable']}, torch {newest.versions['torch']}"
+    )
 
 
 def _row(name: str, file: str, report: Report) -> str:

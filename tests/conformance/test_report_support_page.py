@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,3 +37,4 @@ def test_support_page_marks_vendor_without_report_untested(failed):
     row = next(line for line in page.splitlines() if line.startswith("| [new]"))
     assert row.count("untested") == 5
     assert "**FAILED**" in page
+    assert "| **FAILED** (only attention) 20" in script.page({"bad": {"x.json": replace(failed, only=("attention",))}})
