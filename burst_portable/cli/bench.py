@@ -11,8 +11,8 @@ from rich.progress import Progress
 
 from burst_portable import __version__
 from burst_portable.bench.masks import MASKS
-from burst_portable.bench.report import COLUMNS, SCHEMA, Row, append_rows, cells, markdown, read_rows, row_key
-from burst_portable.bench.report import compare as compare_rows
+from burst_portable.bench.results import COLUMNS, SCHEMA, Row, append_rows, cells, markdown, read_rows, row_key
+from burst_portable.bench.results import compare as compare_rows
 from burst_portable.cli import flags
 from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, tokens
 from burst_portable.cli.output import JsonName, JsonOption, check_file, console, on_stderr, table, writing

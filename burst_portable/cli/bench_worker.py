@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burst_portable.bench.report import Row
+from burst_portable.bench.results import Row
 from burst_portable.cli.run.job import RankJob
 from burst_portable.cli.run.spawn import run_processes
 from burst_portable.cli.run.worker import launched_mesh, local_mesh, main, write_event
@@ -31,7 +31,7 @@ class BenchJob(RankJob):
     """One call of the command.
 
     Attributes:
-        setting: Fields of `bench.measure.Setting`.
+        setting: Fields of `bench.entries.Setting`.
         work: (mask, length, kernel, names of entries) in order.
     """
 
@@ -52,7 +52,7 @@ def bench_rank(job: BenchJob, launcher: LauncherEnv, on_rows: OnRows) -> None:
 
 
 def _bench(job: BenchJob, mesh: Mesh, device: torch.device, on_rows: OnRows) -> None:
-    from burst_portable.bench.measure import Benchmark, Entry, Setting
+    from burst_portable.bench.entries import Benchmark, Entry, Setting
 
     names = dict.fromkeys(name for *_, entries in job.work for name in entries)
     benchmark = Benchmark(mesh, device, Setting(**job.setting), [Entry(name) for name in names])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from burst_portable import run_threads
+from burst_portable.bench.entries import Benchmark, Entry, Setting, Task, oracle
 from burst_portable.bench.masks import MASKS
-from burst_portable.bench.measure import Benchmark, Entry, Setting, Task, oracle
-from burst_portable.bench.report import SCHEMA, append_rows, compare, read_rows
+from burst_portable.bench.results import SCHEMA, append_rows, compare, read_rows
 from burst_portable.cli import main
 from burst_portable.conformance import oracle as dense
 from burst_portable.errors import InputError
