@@ -74,8 +74,8 @@ def compare(
     """Compare two reports of `run --profile`, and list the parts of a training step that became slower.
 
     Times are those of the slowest rank. Both reports must have the same attention FLOPs per step. Other differences
-    (strategy, layout, level, device) are printed. Exit code 1 if a part, or the median of marked steps, became slower
-    by more than the threshold.
+    (strategy, layout, level, device, backend, kernel) are printed. Exit code 1 if a part, or the median of marked
+    steps, became slower by more than the threshold.
 
     Examples:
 

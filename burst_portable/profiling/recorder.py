@@ -194,6 +194,8 @@ class Recorder:
             list(self.calls),
             {
                 "device": device,
+                "backend": backend.name,
+                "kernels": list(self.used_kernels),
                 "level": self.level,
                 "drift": drift and asdict(drift),
                 "sensors": self.sensors.facts() if self.sensors else {"reason": "not read", "time_ns": []},

@@ -254,7 +254,9 @@ def test_device_marks_are_read_by_device_clock(monkeypatch):
     monkeypatch.setattr(
         module,
         "for_device",
-        lambda name: SimpleNamespace(capabilities=SimpleNamespace(streams=name == "cuda", direct_transport="")),
+        lambda name: SimpleNamespace(
+            name=name, capabilities=SimpleNamespace(streams=name == "cuda", direct_transport="")
+        ),
     )
     recorder = Recorder(0, "host", level="basic")
     for name in ("cuda", "cpu"):
@@ -280,6 +282,7 @@ def test_session_names_used_kernels_with_reasons():
         with bp.profile() as session:
             bp.attention(x, x, x, **options)
         assert session.used_kernels == expected
+        assert session.report().data["kernels"] == list(expected)
 
 
 def test_recorder_describes_backend_of_the_call():
@@ -291,4 +294,5 @@ def test_recorder_describes_backend_of_the_call():
     with bp.profile(mesh=mesh) as session:
         bp.attention(x, x, x, mesh=mesh)
     assert [recorder.backend for recorder in session._recorders.values()] == [backend]
+    assert session.report().data["backend"] == "other"
     assert session.report().data["peaks"][0]["flops"] is None

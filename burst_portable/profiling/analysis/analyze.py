@@ -186,7 +186,7 @@ def training_text(data: dict[str, Any]) -> str:
     )
 
 
-SCHEMA = "burst_portable.profile/2"
+SCHEMA = "burst_portable.profile/3"
 _MAX_PARTS = 128  # steps of ranks whose bottlenecks are found separately; of more steps, several at once
 
 
@@ -203,6 +203,8 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "device": aligned[0].facts.get("device", "cpu"),
+        "backend": aligned[0].facts.get("backend", ""),
+        "kernels": list(dict.fromkeys(name for one in aligned for name in one.facts.get("kernels", ()))),
         "level": aligned[0].facts.get("level", "standard"),
         "transport": aligned[0].facts.get("transport", {"used": "", "direct": ""}),
         "clock": {

@@ -23,6 +23,8 @@ _WORK = {
 CAUTIONS = {
     "level": "recording costs a different time per level, so the profiler may cause part of a change",
     "device": "different devices, so a change does not show an effect of the code",
+    "backend": "different backends, so a change may be that of another kernel or transport",
+    "kernel": "different kernels, so a change in computing may be that of the kernel",
 }
 """Differences that do not prevent a comparison, each with its possible effect."""
 
@@ -82,7 +84,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Difference]:
-    """Return what differs besides times: sizes, strategy, layout, level, device."""
+    """Return what differs besides times: sizes, strategy, layout, level, device, backend, kernel."""
     old, new = _about(before), _about(after)
     return [Difference(name, old[name], new[name]) for name in old if old[name] != new[name]]
 
@@ -95,6 +97,8 @@ def _about(data: dict[str, Any]) -> dict[str, str]:
         **{text: ", ".join(map(str, dict.fromkeys(plan[name] for plan in plans))) for name, text in names.items()},
         "level": data["level"],
         "device": ", ".join(sorted(devices)),
+        "backend": data["backend"] or "unknown",
+        "kernel": ", ".join(sorted(data["kernels"])) or "unknown",
     }
 
 

@@ -43,7 +43,9 @@ _CONTENTION = _each("number", "ratio overlapped isolated lost_ns")
 # A dict needs these keys and may have more; a value whose key ends with ? may be null. A list contains any number of
 # the named item, at least one if `...` follows. A tuple lists the allowed values, a string is one of `_TYPES`.
 _REPORT: dict[str, Any] = {
-    "device": "text",
+    **_each("text", "device backend"),
+    "kernels": ["text"],
+    "transport": _each("text", "used direct"),
     "level": ("basic", "standard", "kernels"),
     "clock": {"evidence": "text", "method": "text", "uncertainty_ns?": "number"},  # null: clocks cannot be compared
     "summary": _BOTTLENECK,

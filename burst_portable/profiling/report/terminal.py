@@ -83,6 +83,9 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
         console.print(_steps(steps))
     if kernels := kernel_rows(data)[:_MAX_KERNELS]:
         console.print(_kernels(kernels))
+    if data["backend"]:
+        used = f"kernels: {', '.join(data['kernels']) or 'none'}; transport: {data['transport']['used'] or 'none'}"
+        console.print(f"  backend: {data['backend']}; {used}", style="dim", markup=False)
     clock = data["clock"]
     uncertain = f", uncertain by {time_text(clock['uncertainty_ns'])}" if clock["uncertainty_ns"] else ""
     drift = f", {text}" if (text := drift_text(data)) else ""

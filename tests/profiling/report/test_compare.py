@@ -63,6 +63,7 @@ def test_compare_lists_other_differences(files, capsys):
 
     def other(data):
         data["device"] = "cuda"
+        data["backend"], data["kernels"] = "theirs", ["their_boxes"]
         for plan in data["plans"]:
             plan["strategy"] = "ulysses"
 
@@ -76,6 +77,8 @@ def test_compare_lists_other_differences(files, capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "differs strategy: ring before, ulysses after" in told
     assert "warning device: cpu before, cuda after" in told
+    assert "warning backend: unknown before, theirs after: different backends" in told
+    assert "warning kernel: unknown before, their_boxes after: different kernels" in told
     assert main(["compare", even, other, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {"name": "strategy", "before": "ring", "after": "ulysses"} in told["differences"]
