@@ -122,13 +122,18 @@ def _verdict(report: Report) -> str:
 
 
 def _show_failures(out: Console, report: Report) -> None:
-    for result in report.failures[:_MAX_FAILURES]:
+    same = Counter(result.smallest for result in report.failures)
+    first = {result.smallest: result for result in reversed(report.failures)}  # in reverse, so that the first one stays
+    shown = [first[name] for name in same][:_MAX_FAILURES]
+    for result in shown:
         out.print(f"\n[bold red]failed[/] {escape(result.check)}:{escape(result.name)}", soft_wrap=True)
         out.print(f"  {escape(result.message)}", soft_wrap=True)
         if result.smallest != f"{result.check}:{result.name}":
             out.print(f"  smallest: {escape(result.smallest)}", soft_wrap=True)
         out.print(f"  repeat:   {escape(result.command)}", soft_wrap=True)
-    if (more := len(report.failures) - _MAX_FAILURES) > 0:
+        if (equal := same[result.smallest] - 1) > 0:
+            out.print(f"  {equal} more failed, with the same smallest case")
+    if (more := len(report.failures) - sum(same[result.smallest] for result in shown)) > 0:
         out.print(f"\nand {more} more; --json, --junit and --markdown write all")
 
 

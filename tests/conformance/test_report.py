@@ -75,6 +75,16 @@ def test_report_conforms_only_if_all_tests_were_selected(capsys):
         assert f"\ncpu {verdict}{'' if verdict.endswith(', ') else ':'}" in capsys.readouterr().out
 
 
+def test_failures_with_the_same_smallest_case_are_printed_once(failed, capsys):
+    one, other = replace(failed.failures[0], smallest="a:b"), replace(failed.failures[0], smallest="a:c", message="z")
+    show(replace(failed, results=(one, replace(one, message="y"), other, replace(one, message="y"))))
+    text = capsys.readouterr().out
+    assert text.count("\nfailed ") == 2
+    assert text.count("  smallest: a:b\n") == text.count("  2 more failed, with the same smallest case\n") == 1
+    assert "  y\n" not in text
+    assert "and " not in text.partition("smallest: a:c")[2].partition("planted")[0]
+
+
 def test_report_with_only_skips_is_not_ok():
     report = check_backend("cpu", only=["transport"], ranks=2, coverage="quick")
     skipped = tuple(replace(result, skipped="no device") for result in report.results)
