@@ -141,4 +141,6 @@ def main(rank: int, ranks: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_forked(int(sys.argv[1]), main, int(sys.argv[1]), Path(sys.argv[2]))
+    folder = Path(sys.argv[2])
+    folder.mkdir(parents=True, exist_ok=True)
+    run_forked(int(sys.argv[1]), main, int(sys.argv[1]), folder)
