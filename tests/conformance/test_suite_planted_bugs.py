@@ -174,6 +174,20 @@ def test_quick_attention_examines_sixteen_bit_kernels():
     assert report.failures[0].message.endswith("lse looks like base 2; it must be the natural logarithm")
 
 
+@pytest.mark.parametrize(
+    ("bug", "hint"),
+    [
+        (planted_bugs.ShiftedLse, "lse is off by the same number in every row: 0.001"),
+        (planted_bugs.SixteenBits, "out looks like it was rounded to bfloat16"),
+        (planted_bugs.ForgetsKeyGradients, "dk is 0 everywhere: it was not written"),
+        (planted_bugs.Overwrites, "dq is half of the exact value: it may be written instead of added"),
+    ],
+)
+def test_failure_of_known_bug_names_its_cause(bug, hint):
+    report = check_backend(Planted(bug), ranks=1, cases=["kernels:reference:ranks=1"], coverage="quick", fail_fast=True)
+    assert report.failures[0].message.endswith(hint)
+
+
 def test_report_does_not_conform_without_each_kernel(capsys):
     """The suite tries no kernel for 40 heads, so the report must not say that the backend conforms."""
     vendor = SixteenBitVendor()

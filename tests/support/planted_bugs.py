@@ -147,6 +147,15 @@ class Base2(KernelWrapper):
         return changed_state(state, lse=state[1] / math.log(2))
 
 
+class ShiftedLse(KernelWrapper):
+    """Add a constant to the LSE. The kernel accepts its own states."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        state = None if state is None else changed_state(state, lse=state[1] - 1e-3)
+        state = super().attend(q, k, v, tiles, call, state=state)
+        return changed_state(state, lse=state[1] + 1e-3)
+
+
 class EmptyRows(KernelWrapper):
     """Give rows without keys a wrong LSE."""
 
@@ -259,6 +268,14 @@ class Overwrites(KernelWrapper):
         for total in into:
             total.zero_()
         super().attend_backward(x, tiles, call, into=into)
+
+
+class ForgetsKeyGradients(KernelWrapper):
+    """Leave the gradients of keys as they are."""
+
+    def attend_backward(self, x, tiles, call, *, into):
+        dq, dk, dv = into
+        super().attend_backward(x, tiles, call, into=(dq, dk.clone(), dv))
 
 
 class ForgetsRows(KernelWrapper):

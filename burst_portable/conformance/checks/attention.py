@@ -6,7 +6,7 @@ Five groups: choices in pairs, sizes, fully masked rows, extreme numbers, and de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, cycle
@@ -41,16 +41,42 @@ def compare(case: Case, x: Inputs, answer: Answer, rounding: float = 0.0) -> Out
     exact, plain = expected(case, x)
     extra = 0.0 if case.values == "usual" else oracle.error_of_weights(exact, case.dtype, rounding)
     errors = oracle.errors(answer, exact, plain, case.dtype, extra, rounding)
-    masked = find_masked_error(answer, exact)
-    return Outcome(errors, masked or (_find_base(answer, exact) if "lse" in Outcome(errors).too_large else ""))
+    return Outcome(errors, find_masked_error(answer, exact) or find_cause(answer, exact, Outcome(errors).too_large))
 
 
-def _find_base(answer: Answer, exact: Answer) -> str:
-    """Return a note if the LSE looks like a logarithm in base 2; else ""."""
-    finite = exact.lse.isfinite() & answer.lse.isfinite()
-    found, expected = answer.lse[finite].double(), exact.lse[finite].double()
+def find_cause(answer: Answer, exact: Answer, too_large: Container[str]) -> str:
+    """Return the likely cause of errors that are too large, if they look like one of a few known bugs; else ""."""
+    if "lse" in too_large and (text := _find_lse_cause(answer.lse, exact.lse)):
+        return text
+    if "out" in too_large and answer.out.itemsize > 2:
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.equal(answer.out, answer.out.to(dtype).to(answer.out.dtype)):
+                return f"out looks like it was rounded to {str(dtype).removeprefix('torch.')}"
+    if "out" in too_large or "lse" in too_large:
+        return ""  # gradients depend on them
+    for name, found in answer.quantities().items():
+        if name in too_large and not found.any():
+            return f"{name} is 0 everywhere: it was not written"
+        if name in too_large and oracle.relative_error(2 * found, exact.quantities()[name]) < _SIMILAR:
+            return f"{name} is half of the exact value: it may be written instead of added"
+    return ""
+
+
+_SIMILAR = 0.02  # relative difference up to which numbers look alike
+
+
+def _find_lse_cause(lse: Tensor, exact: Tensor) -> str:
+    """Return whether the LSE looks like a logarithm in base 2, or like the exact one plus a constant; else ""."""
+    finite = exact.isfinite() & lse.isfinite()
+    found, expected = lse[finite].double(), exact[finite].double()
     factor = float((found * expected).sum() / expected.square().sum())  # least squares
-    return "lse looks like base 2; it must be the natural logarithm" if abs(factor * math.log(2) - 1) < 0.02 else ""
+    if abs(factor * math.log(2) - 1) < _SIMILAR:
+        return "lse looks like base 2; it must be the natural logarithm"
+    difference = found - expected
+    offset = difference.mean()
+    if len(difference) > 1 and bool((difference - offset).abs().max() < _SIMILAR * offset.abs()):
+        return f"lse is off by the same number in every row: {float(offset):.2g}"
+    return ""
 
 
 def find_masked_error(answer: Answer, exact: Answer) -> str:
