@@ -111,6 +111,7 @@ def _verdict(report: Report) -> str:
     if report.conforms:
         tested = any(result.check == "group" and not result.skipped for result in report.results)
         limits = ["quick"] if report.coverage == "quick" else []
+        limits += ["one rank only"] if report.ranks == 1 else []
         limits += [] if tested else ["the backend's own transport was not tested"]
         return "[bold green]conforms[/]" + (f" ({', '.join(limits)})" if limits else "")
     passed = "[bold yellow]passed[/] the selected tests"

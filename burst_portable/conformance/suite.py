@@ -392,7 +392,11 @@ def _not_examined(target: BackendUnderTest, results: Sequence[Result]) -> dict[s
     for kernel in kernels_of(target.backend):
         if kernel.name not in computed:
             reason = unsupported_reason(kernel, target.device.type)
-            unused = "no test that uses it passed" if any(not r.ok for r in results) else "no selected test uses it"
+            unused = "no selected test uses it"
+            if any(not r.ok for r in results):
+                unused = "no test that uses it passed"
+            elif any(r.skipped for r in results):
+                unused = "no test that uses it ran"
             reasons[kernel.name] = f"it declined: {reason}" if reason else unused
     return reasons
 

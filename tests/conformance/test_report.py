@@ -65,6 +65,7 @@ def test_report_conforms_only_if_all_tests_were_selected(capsys):
         "conforms (quick)": every,
         "conforms": replace(every, coverage="usual"),
         "conforms (quick, the backend's own transport was not tested)": alone,
+        "conforms (quick, one rank only, the backend's own transport was not tested)": replace(alone, ranks=1),
         "passed the selected tests (claims; not kernels, ": replace(alone, only=("claims",)),
         "passed the selected tests (kernel cpu_flash; not kernels, ": replace(every, kernel="cpu_flash"),
         "does not conform": replace(every, results=(replace(every.results[0], ok=False),)),
