@@ -45,6 +45,7 @@ HINTS = {  # next step if ranks differ in a fact that the caller did not set
 }
 # If one of these differs, `auto` may choose different strategies.
 _CAUSES = ("mask", "batch", "heads", "head sizes", "dtype", "backend")
+_FOLLOWS_TOKENS = ("layout", "strategy")  # their digests depend on the number of tokens
 REFUSED = "refused"
 """Name of the fact that a rank sends instead of its call after an error, so that no rank waits for it."""
 
@@ -193,13 +194,20 @@ def _difference(texts: Sequence[str], digests: Sequence[bytes]) -> str:
             facts.append({"facts": text[:_SHOWN]})
     if errors := [f"rank {r} refused: {f[REFUSED]}" for r, f in enumerate(facts) if REFUSED in f]:
         return "; ".join(errors)
-    names = sorted({name for f in facts for name in f})
+    names = sorted({name for f in facts for name in f}, key=lambda name: (name != "tokens", name))
     if all("pass" in f for f in facts) and len({f["pass"] for f in facts}) > 1:  # most facts belong to one kind of pass
         names = ["pass", *(name for name in names if name != "pass" and all(name in f for f in facts))]
+    if len({f.get("tokens") for f in facts}) > 1:  # then positions and routes differ too, even under equal names
+        names = [name for name in names if name not in _FOLLOWS_TOKENS or len({_shown(f.get(name)) for f in facts}) > 1]
     sides = [_sides(name, [f.get(name, "-") for f in facts]) for name in names]
     for name, start in (("passes begun", 16), ("backward of the pass", 24)):
         sides.append(_sides(name, [str(int.from_bytes(one[start : start + 8], "little")) for one in digests]))
     return "; ".join(filter(None, sides)) or "facts that were too long to show"
+
+
+def _shown(value: Any) -> str:
+    """Return the name of a fact as it was received: a `HashedValue` is a list here."""
+    return str(value[0] if isinstance(value, list) else value)
 
 
 def _sides(name: str, values: Sequence[str | list[str]]) -> str:

@@ -126,6 +126,13 @@ def test_different_calls_of_processes_raise_mismatch_error(over_gloo, name):
     check(name, [found["cached"][name] for found in over_gloo])
 
 
+def test_different_tokens_come_first_without_consequences(over_gloo):
+    for found in over_gloo:
+        message = found["length"]
+        assert "got tokens: 24 on rank 0, 2 but 27 on rank 1" in message
+        assert "another of that name" not in message
+
+
 def test_processes_with_other_backward_order_raise(over_gloo):
     assert all("backward of the pass: 1 on rank 0, 2 but 2 on rank 1" in found["swapped"] for found in over_gloo)
 
