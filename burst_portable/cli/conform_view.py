@@ -123,19 +123,29 @@ def _verdict(report: Report) -> str:
 
 
 def _show_failures(out: Console, report: Report) -> None:
-    same = Counter(result.smallest for result in report.failures)
-    first = {result.smallest: result for result in reversed(report.failures)}  # in reverse, so that the first one stays
-    shown = [first[name] for name in same][:_MAX_FAILURES]
+    same = Counter(_cause(result) for result in report.failures)
+    first = {_cause(result): result for result in reversed(report.failures)}  # in reverse, so that the first one stays
+    shown = [first[cause] for cause in same][:_MAX_FAILURES]
     for result in shown:
         out.print(f"\n[bold red]failed[/] {escape(result.check)}:{escape(result.name)}", soft_wrap=True)
         out.print(f"  {escape(result.message)}", soft_wrap=True)
         if result.smallest != f"{result.check}:{result.name}":
             out.print(f"  smallest: {escape(result.smallest)}", soft_wrap=True)
         out.print(f"  repeat:   {escape(result.command)}", soft_wrap=True)
-        if (equal := same[result.smallest] - 1) > 0:
-            out.print(f"  {equal} more failed, with the same smallest case")
-    if (more := len(report.failures) - sum(same[result.smallest] for result in shown)) > 0:
+        if (equal := same[_cause(result)] - 1) > 0:
+            what = "smallest case" if _cause(result) == result.smallest else "message"
+            out.print(f"  {equal} more failed, with the same {what}")
+    if (more := len(report.failures) - sum(same[_cause(result)] for result in shown)) > 0:
         out.print(f"\nand {more} more; --json, --junit and --markdown write all")
+
+
+def _cause(result: Result) -> str:
+    """Return the text by which failures are grouped: the smallest case, or the message of a test without smaller ones.
+
+    Numbers in a message belong to one test, so failures with errors of quantities are not grouped by it.
+    """
+    is_smallest = result.smallest == f"{result.check}:{result.name}"
+    return f"{result.check}: {result.message}" if is_smallest and not result.errors else result.smallest
 
 
 def show_groups(json_option: JsonOption) -> None:

@@ -86,6 +86,18 @@ def test_failures_with_the_same_smallest_case_are_printed_once(failed, capsys):
     assert "and " not in text.partition("smallest: a:c")[2].partition("planted")[0]
 
 
+def test_failures_with_the_same_message_are_printed_once(failed, capsys):
+    """A device without a guard in torch once gave the same error for every dtype and size."""
+    names = [f"k-runs-what-it-claims-{n}" for n in range(4)]
+    result = replace(failed.failures[0], check="claims", message="not linked", errors={})
+    same = tuple(replace(result, name=name, smallest=f"claims:{name}") for name in names)
+    show(replace(failed, results=(*same, replace(same[0], name="x", smallest="claims:x", message="other"))))
+    text = capsys.readouterr().out
+    assert text.count("\nfailed ") == 2
+    assert text.count("  3 more failed, with the same message\n") == text.count("  not linked\n") == 1
+    assert "\nand " not in text
+
+
 def test_report_with_only_skips_is_not_ok():
     report = check_backend("cpu", only=["transport"], ranks=2, coverage="quick")
     skipped = tuple(replace(result, skipped="no device") for result in report.results)
