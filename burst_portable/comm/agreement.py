@@ -40,6 +40,7 @@ HINTS = {  # next step if ranks differ in a fact that the caller did not set
     "strategy": "if 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
     "rows of the batch": "load the same rows on all ranks of a sequence (divide data only over data-parallel ranks)",
     "number of labels": "pass the number that handle.shard returned, or the labels of all ranks of the sequence",
+    "requested outputs": "call the same module with the same arguments and gather_outputs on all ranks of a sequence",
     "rows that cross nodes": "name one kernel= for all ranks",
     "values of the parameters": "seed ranks alike or load one checkpoint; call all_reduce_gradients before each step",
 }

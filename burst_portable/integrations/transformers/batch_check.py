@@ -2,12 +2,13 @@
 
 Loaders that give each process different batches (a dispatcher, a streaming dataset) give ranks of one sequence
 different rows of equal shape. Attention would combine them without an error. Each shard therefore has a checksum of
-the undivided batch. Before the model runs, ranks compare it, the number of labels by which the loss is divided, and a
-checksum of a few parameters: 24 bytes per rank and call.
+the undivided batch. Before the model runs, ranks compare it, the number of labels by which the loss is divided, a
+checksum of a few parameters, and the outputs that will be gathered: 32 bytes per rank and call.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from functools import lru_cache, reduce
 from heapq import nsmallest
@@ -23,7 +24,7 @@ from burst_portable.mesh import Mesh
 
 KEY = "batch_checksum"
 """Name of the checksum among the arguments that `ShardedModel.shard` returns."""
-_FACTS = "rows of the batch", "number of labels", "values of the parameters"
+_FACTS = "rows of the batch", "number of labels", "values of the parameters", "requested outputs"
 _SAMPLED, _SAMPLED_VALUES = 4, 1 << 16
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as int64
 _CALL = "call of the model"
@@ -86,7 +87,13 @@ class BatchCheck:
         self._differs: tuple[Tensor, torch.Event | None] | None = None
 
     def compare(
-        self, batch: Tensor | None, labels: Any, parameters: Iterable[Tensor], mesh: Mesh, device: torch.device
+        self,
+        batch: Tensor | None,
+        labels: Any,
+        parameters: Iterable[Tensor],
+        mesh: Mesh,
+        device: torch.device,
+        outputs: str = "",
     ) -> None:
         """Compare this rank's batch and parameters with those of the other ranks. All ranks of the mesh must call this.
 
@@ -96,19 +103,22 @@ class BatchCheck:
             parameters: Parameters of the model.
             mesh: The ranks of the sequence.
             device: Device of the model's arguments.
+            outputs: Description of the outputs that will be gathered. Default: none.
 
         Raises:
-            MismatchError: On every rank, if batches, numbers of labels or parameters differ. Over a device transport:
-                if those of the last call did.
+            MismatchError: On every rank, if batches, numbers of labels, parameters or outputs differ. Over a device
+                transport: if those of the last call did.
         """
         transport = mesh.transport(device.type)
         transport.check_in_sync()
         self.confirm()
         given = [_number(x, device) for x in (batch, labels)]
-        mine = torch.stack([*given, parameter_checksum(parameters, device)])
+        of_outputs = _number(zlib.crc32(outputs.encode()), device)
+        mine = torch.stack([*given, parameter_checksum(parameters, device), of_outputs])
         if transport.host:
-            batch_sum, count, parameter_sum = mine.tolist()
-            texts = f"checksum {batch_sum % 2**64:016x}", str(count), f"checksum {parameter_sum % 2**64:016x}"
+            batch_sum, count, parameter_sum, _ = mine.tolist()
+            checksums = [f"checksum {x % 2**64:016x}" for x in (batch_sum, parameter_sum)]
+            texts = checksums[0], str(count), checksums[1], outputs
             agree(transport, call_signature({"pass": _CALL, **dict(zip(_FACTS, texts, strict=True))}))
             return
         gathered = mine.new_empty(mesh.size, len(_FACTS))
@@ -127,7 +137,7 @@ class BatchCheck:
         """Read the result of the last comparison on a device.
 
         Raises:
-            MismatchError: If the ranks had different batches, numbers of labels or parameters.
+            MismatchError: If the ranks had different batches, numbers of labels, parameters or outputs.
         """
         pending, self._differs = self._differs, None
         if pending is None:

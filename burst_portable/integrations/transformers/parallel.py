@@ -36,6 +36,7 @@ from burst_portable.integrations.transformers.checks import (
     parameters_of,
     takes,
 )
+from burst_portable.integrations.transformers.full_batches import Outputs, batch_of, full_output, requested_outputs
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import (
     ShardedLoss,
@@ -82,6 +83,8 @@ class RunningCall:
         return frame is not None
 
 
+_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+"""Arguments of `ShardedModel.shard` that a call without labels does not have."""
 NAME = "burst_portable"
 """Name of our attention and mask functions in Transformers' interfaces."""
 
@@ -94,6 +97,8 @@ def parallelize(
     layout: str = "zigzag",
     seq_len: int | None = None,
     kernel: str = "auto",
+    full_batches: bool = False,
+    gather_outputs: bool | None = None,
 ) -> ShardedModel:
     """Shard the sequence of a Transformers model over the ranks of a mesh, without editing the model.
 
@@ -110,12 +115,18 @@ def parallelize(
         seq_len: Tokens of the unsharded sequence, for calls without `seq_len`. Default: each call must have it, as
             those with `ShardedModel.shard` do.
         kernel: Name of a kernel. "auto" selects one for each call.
+        full_batches: Whether every rank calls ``model(**batch)`` with the same full batch, which is divided in the
+            forward pass. The value of the loss is then one device's, and its backward pass computes this rank's part
+            of the gradients. Default: the caller divides batches by `ShardedModel.shard`.
+        gather_outputs: Whether a call with `full_batches` returns the logits and hidden states of all tokens on every
+            rank. Otherwise it returns losses only. Default: in calls without labels.
 
     Returns:
         The sharded model. It is also a context manager that undoes the changes.
 
     Raises:
-        InputError: If `model` is not a Transformers model, or a part of it is parallelized already.
+        InputError: If `model` is not a Transformers model, a part of it is parallelized already, or arguments
+            contradict each other.
         UnknownNameError: If a name is unknown.
         UnsupportedError: If the model cannot be sharded; the message contains the reason.
     """
@@ -123,7 +134,11 @@ def parallelize(
     _check_free(model)
     if isinstance(strategy, str):
         make_strategy(strategy)
-    return ShardedModel(model, as_mesh(mesh), strategy, layout, seq_len, kernel)
+    if full_batches and seq_len is not None:
+        raise InputError("full_batches=True takes the length from each batch", got=f"seq_len={shown(seq_len)}")
+    if gather_outputs is not None and not full_batches:
+        raise InputError("gather_outputs is for calls with full batches", next_step="pass full_batches=True as well")
+    return ShardedModel(model, as_mesh(mesh), strategy, layout, seq_len, kernel, full_batches, gather_outputs)
 
 
 class ShardedModel:
@@ -136,6 +151,9 @@ class ShardedModel:
         layout: Name of the layout, or "auto".
         kernel: Name of the kernel, or "auto".
         seq_len: Tokens of the unsharded sequence, for calls without `seq_len`. May be set between calls.
+        full_batches: Whether calls take full batches.
+        gather_outputs: Whether such calls return the outputs of all tokens. None: in calls without labels. May be set
+            between calls, equally on all ranks.
         call: The sequence of the running call.
         attended: Number of finished attentions in that call.
         attending: Whether an attention runs. After a failed call: whether the call failed in an attention.
@@ -149,10 +167,14 @@ class ShardedModel:
         layout: str,
         seq_len: int | None,
         kernel: str,
+        full_batches: bool = False,
+        gather_outputs: bool | None = None,
     ) -> None:
         self._layouts = Layouts(layout, model, mesh, strategy, kernel)
         self.model, self.mesh, self.strategy, self.layout = model, mesh, strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
+        self.full_batches, self.gather_outputs = full_batches, gather_outputs
+        self._outputs: Outputs | None = None  # of the running call, with full batches
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
@@ -229,7 +251,7 @@ class ShardedModel:
         """Return this rank's arguments for the model, from a batch that every rank has in full.
 
         The loss of a rank is its part of the mean over all tokens. The sum over ranks equals one device's loss, and
-        the summed gradients equal one device's gradients.
+        the summed gradients equal one device's gradients. With `full_batches`, the model divides batches itself.
 
         Args:
             input_ids: Token ids of shape ``[B, N]``, equal on every rank. Or a tokenizer's or collator's batch with
@@ -247,15 +269,28 @@ class ShardedModel:
             num_items_in_batch, seq_len, cu_seqlens, batch_checksum; and padded, if there is padding.
 
         Raises:
-            InputError: If arguments contradict each other, or after `undo`.
+            InputError: If arguments contradict each other, after `undo`, or with `full_batches`.
         """
+        if self.full_batches:
+            what = "full_batches=True divides batches in the forward pass"
+            raise InputError(what, next_step="call model(**batch) with the full batch on every rank")
+        return self._shard(input_ids, labels, cu_seqlens=cu_seqlens, attention_mask=attention_mask)
+
+    def _shard(
+        self,
+        input_ids: Tensor | Mapping[str, Any],
+        labels: Tensor | None = None,
+        *,
+        cu_seqlens: Any = None,
+        attention_mask: Tensor | None = None,
+    ) -> dict[str, Any]:
         if not self._hooks:
             raise InputError(
                 "undo() has restored the model, which would treat this shard as the full sequence; parallelize it again"
             )
         if isinstance(input_ids, Mapping):
             given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
-            return self.shard(**_batch_arguments(input_ids, given))
+            return self._shard(**_batch_arguments(input_ids, given))
         for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
             if x is not None or name == "input_ids":
                 check_tensor(name, x)
@@ -311,6 +346,8 @@ class ShardedModel:
             self.mesh.transport(next(self.model.parameters()).device.type).mark_out_of_sync()
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
         try:
+            if self.full_batches:
+                kwargs = self._divide(module, kwargs)
             sequence = self._prepare(module, kwargs)
         except Exception as error:
             # Otherwise the other ranks would match this rank's next call with the current one.
@@ -318,6 +355,26 @@ class ShardedModel:
             raise
         self.call, self._running, self.attended, self.attending = sequence, RunningCall(module), 0, False
         return (), kwargs
+
+    def _divide(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's arguments of a call with a full batch."""
+        check_cache(kwargs)
+        labels = kwargs.get("labels")
+        self._outputs = requested_outputs(module, self.model, kwargs, gather=self.gather_outputs)
+        kwargs = dict(kwargs)
+        batch, embeddings = batch_of(kwargs)
+        if not isinstance(batch.get("input_ids"), Tensor):
+            raise _wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
+        inputs = self._shard(batch)
+        if labels is None:
+            inputs = {name: x for name, x in inputs.items() if name not in _OF_LOSS}
+        elif kwargs.get("num_items_in_batch") is not None:
+            del inputs["num_items_in_batch"]
+        if embeddings is not None:
+            del inputs["input_ids"]
+            layout = self._layouts.of(inputs["seq_len"], inputs["cu_seqlens"])
+            kwargs["inputs_embeds"] = shard(embeddings, self.mesh, layout=layout)
+        return kwargs | inputs
 
     def _prepare(self, module: Any, kwargs: dict[str, Any]) -> CallSequence:
         """Return the sequence of a call, and change its arguments to those of a shard. Raise for unsupported ones."""
@@ -350,7 +407,8 @@ class ShardedModel:
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
             count = kwargs.get("num_items_in_batch")
-            self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device)
+            outputs = self._outputs.text if self._outputs else ""
+            self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device, outputs)
         return sequence
 
     @never_compiled("plans, transports and hooks are not graphs")
@@ -358,8 +416,9 @@ class ShardedModel:
         """Check the call and replace its router loss (forward hook). A failed call has no output."""
         if self._running is None or self._running.module is not module:
             return None
-        self.call = self._running = None
-        if output is None or self.mesh.size == 1:
+        sequence, self.call, self._running = self.call, None, None
+        outputs, self._outputs = self._outputs, None
+        if output is None or (self.mesh.size == 1 and outputs is None):
             error = sys.exc_info()[1]
             if isinstance(error, Exception) and self._has_pending_attentions:
                 # Other ranks expect attentions of this call, and would match this rank's next call with them. Process
@@ -371,7 +430,13 @@ class ShardedModel:
             raise UnsupportedError(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
         if loss := sharded_loss(module):
             loss.check_called(module)
-        return with_router_loss(module, output, self.mesh)
+        if outputs is not None:
+            # Ranks that requested different outputs would wait for each other below.
+            self._batch.confirm()
+        output = with_router_loss(module, output, self.mesh)
+        if outputs is not None and sequence is not None:
+            return full_output(output, self.mesh, sequence.layout, gather=outputs.gather)
+        return output
 
     @property
     def _has_pending_attentions(self) -> bool:
@@ -385,8 +450,9 @@ class ShardedModel:
             raise InputError(
                 "the number of tokens of the unsharded sequence is unknown",
                 got=f"{rows} tokens on rank {self.mesh.rank}, no seq_len",
-                next_step="call model(**sharded.shard(batch)); for tokens that you divided yourself, pass seq_len= "
-                "to the model or to parallelize(); before generate(), call sharded.undo()",
+                next_step="call model(**sharded.shard(batch)), or pass full_batches=True to parallelize() and call "
+                "model(**batch); for tokens that you divided yourself, pass seq_len= to the model or to parallelize(); "
+                "before generate(), call sharded.undo()",
             )
         length = rows if seq_len is None else size("seq_len", seq_len)
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
@@ -425,7 +491,7 @@ def _wrong_tokens(tokens: Any) -> ShapeError:
     """Return the error of a call whose first argument is not a batch of token ids or embeddings."""
     what, next_step = "a sharded model needs input_ids [batch, tokens] or inputs_embeds", None
     if isinstance(tokens, Mapping):
-        next_step = "add ** to the call: model(**sharded.shard(batch))"
+        next_step = "add ** to the call: model(**sharded.shard(batch)), or model(**batch) with full_batches=True"
     elif isinstance(tokens, Tensor):
         next_step = "add the batch dimension: input_ids.unsqueeze(0)"
     got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__

@@ -1,0 +1,142 @@
+"""Divide a full batch in the forward pass of a sharded model, and return one device's loss and outputs.
+
+Every rank of a sequence calls the model with the same unsharded rows. The value of the loss is one device's; its
+backward pass computes this rank's part of the gradients. Gathered outputs behave alike: if every rank computes the same
+loss from them, the sum of the ranks' gradients is one device's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_portable.errors import DtypeError, InputError, UnsupportedError
+from burst_portable.gradients import all_reduce
+from burst_portable.integrations.transformers.batch_check import KEY
+from burst_portable.layout import Layout
+from burst_portable.mesh import Mesh
+from burst_portable.sharding import shard, unshard
+
+_OF_BATCH = (
+    *("input_ids", "labels", "attention_mask", "position_ids", "cu_seqlens", "seq_idx"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
+_OTHERS = ("inputs_embeds", "num_items_in_batch")
+"""Tensors of a call that are not divided as token ids are."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_LOSSES, _OUTPUTS = ("loss", "aux_loss"), ("logits", "last_hidden_state", "hidden_states")
+
+
+class Outputs(NamedTuple):
+    """The outputs of a call: whether those of all tokens are gathered, and a text that is equal on ranks that agree."""
+
+    gather: bool
+    text: str
+
+
+def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather: bool | None) -> Outputs:
+    """Return the requested outputs of a call of `module`, which is `model` or a part of it.
+
+    Args:
+        module: The called module.
+        model: The parallelized model.
+        kwargs: Arguments of the call.
+        gather: `ShardedModel.gather_outputs`.
+
+    Raises:
+        InputError: If the batch is divided already.
+        UnsupportedError: If the output is not a dictionary, or gradients would be wrong.
+    """
+    if divided := [name for name in ("seq_len", KEY, "shift_labels") if kwargs.get(name) is not None]:
+        next_step = "pass the full batch with unshifted labels, or parallelize(model, mesh) without full_batches"
+        raise InputError("full_batches=True divides the batch in the forward pass", got=divided[0], next_step=next_step)
+    given = {name: kwargs.get(name) for name in ("return_dict", "output_hidden_states", "output_router_logits")}
+    flags = {name: getattr(module.config, name, name == "return_dict") if x is None else x for name, x in given.items()}
+    if not flags["return_dict"]:
+        raise UnsupportedError("full_batches=True needs a dictionary output", got="return_dict=False", allowed=True)
+    has_labels = kwargs.get("labels") is not None
+    gather = not has_labels if gather is None else gather
+    # Every rank would compute the full gradients of a head outside this call, and their sum would be too large.
+    if torch.is_grad_enabled() and (module is not model or module.base_model is module):
+        raise UnsupportedError(
+            "a model without a head would be trained by full_batches=True",
+            got=type(module).__name__,
+            next_step="call the parallelized model itself, not its forward(); disable gradients; or divide batches by "
+            "ShardedModel.shard",
+        )
+    if torch.is_grad_enabled() and gather and flags["output_hidden_states"]:
+        next_step = "disable gradients, or pass output_hidden_states=False"
+        raise UnsupportedError("hidden states of all tokens would be trained by full_batches=True", next_step=next_step)
+    names = [name for name, x in flags.items() if x and name != "return_dict"]
+    words = ["labels"] * has_labels + ["gather_outputs"] * gather + names
+    return Outputs(gather, f"{type(module).__name__} with {', '.join(words) or 'no outputs'}")
+
+
+def batch_of(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    """Remove the batch from the arguments of a call. Return it for `shard`, and the embeddings ``[B, N, H]``, if any.
+
+    The embeddings' batch has checksums of the tokens in place of the ids, so that ranks compare the embeddings. Unknown
+    tensors are part of the batch: `shard` raises an error for them.
+    """
+    unknown = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.dim() and name not in _OTHERS]
+    batch = {name: x for name in dict.fromkeys((*_OF_BATCH, *unknown)) if (x := kwargs.pop(name, None)) is not None}
+    embeddings = kwargs.get("inputs_embeds")
+    if embeddings is not None and "input_ids" in batch:
+        raise InputError("a call takes input_ids or inputs_embeds", got="both", next_step="pass one of them")
+    if isinstance(embeddings, Tensor) and embeddings.dim() == 3:
+        bits = _INTEGERS.get(embeddings.element_size())
+        if bits is None or not embeddings.is_floating_point():
+            allowed = "float16, bfloat16, float32 or float64"
+            raise DtypeError("unsupported dtype of inputs_embeds", got=embeddings.dtype, allowed=allowed)
+        batch["input_ids"] = embeddings.detach().contiguous().view(bits).sum(dim=-1)
+    else:
+        embeddings = None
+    if "labels" not in batch and isinstance(batch.get("input_ids"), Tensor):
+        batch["labels"] = torch.full_like(batch["input_ids"], -100)
+    return batch, embeddings
+
+
+def full_output(output: Any, mesh: Mesh, layout: Layout, *, gather: bool) -> Any:
+    """Return an output with the losses of all ranks and, if `gather`, the outputs of all tokens on every rank.
+
+    Other fields, which describe the tokens of a shard, are left out.
+    """
+    if mesh.size == 1:
+        kept = _LOSSES + (_OUTPUTS if gather else ())
+        return type(output)(**{name: x for name, x in output.items() if name in kept})
+    total: Any = _Sum.apply
+    gathered: Any = _Gather.apply
+    fields: dict[str, Any] = {name: total(output[name], mesh) for name in _LOSSES if name in output}
+    for name in _OUTPUTS:
+        if gather and name in output:
+            x = output[name]
+            is_tuple = isinstance(x, tuple)
+            fields[name] = tuple(gathered(part, mesh, layout) for part in x) if is_tuple else gathered(x, mesh, layout)
+    return type(output)(**fields)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over ranks, whose gradient is that of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
+        return all_reduce(part, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """Unsharded tensor ``[B, N, ...]`` on every rank. Its gradient is that of this rank's tokens ``[B, S, ...]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, layout: Layout) -> Tensor:
+        ctx.mesh, ctx.layout = mesh, layout
+        return unshard(x, mesh, seq_len=layout.length, layout=layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return shard(grad, ctx.mesh, layout=ctx.layout), None, None

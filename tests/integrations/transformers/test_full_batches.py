@@ -1,0 +1,209 @@
+"""Test calls with full batches: loss, gradients and logits of one device, on several ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from burst_portable import Mesh, run_threads
+from burst_portable.errors import DtypeError, InputError, MismatchError, UnsupportedError
+from burst_portable.integrations.transformers import all_reduce_gradients, full_batches, parallel, parallelize
+from burst_portable.sharding import shard_batch
+from tests.support.models import LENGTH, gradients_of, make, tokens
+
+
+def ranks_of(ranks: int, model: Any, call: Any, **options: Any) -> list[Any]:
+    """Return the results of `call(copy of the model, mesh)` on all ranks, with full batches."""
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def on_a_rank(mesh: Mesh) -> Any:
+        parallelize(copies[mesh.rank], mesh, full_batches=True, **options)
+        return call(copies[mesh.rank], mesh)
+
+    return run_threads(ranks, on_a_rank)
+
+
+def batches() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the arguments of a sharded call and of one device, by name."""
+    ids = tokens()
+    few = ids.clone()
+    few[:, :-3] = -100  # all labels are on one rank
+    token = torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 9]])
+    padded = {"input_ids": ids, "labels": ids.masked_fill(~token, -100), "attention_mask": token.long()}
+    starts = torch.cat([torch.arange(n) for n in (5, 30, LENGTH - 35)]).unsqueeze(0)
+    packed_labels = ids[:1].masked_fill(starts == 0, -100)
+    position_ids = {"input_ids": ids[:1], "labels": packed_labels, "position_ids": starts}
+    cu_seqlens = {"input_ids": ids[:1], "labels": ids[:1], "cu_seqlens": (0, 5, 35, LENGTH)}
+    found = {"plain": {"input_ids": ids, "labels": ids}, "few": {"input_ids": ids, "labels": few}, "padded": padded}
+    found["counted"] = found["plain"] | {"num_items_in_batch": torch.tensor(300)}
+    cases = {name: (batch, batch) for name, batch in found.items()}
+    return cases | {"positions": (position_ids, position_ids), "cu_seqlens": (cu_seqlens, position_ids)}
+
+
+CASES = batches()
+
+
+def step(model: Any, batch: dict[str, Any], mesh: Mesh | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    out = model(**batch, **({"use_cache": False} if mesh is None else {}))
+    out.loss.backward()
+    if mesh is not None:
+        all_reduce_gradients(model.parameters(), mesh)
+    return out.loss.detach(), out.logits.detach(), gradients_of(model)
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_full_batch_gives_results_of_one_device(name: str, ranks: int) -> None:
+    batch, reference = CASES[name]
+    model = make("llama")
+    loss, logits, gradients = step(copy.deepcopy(model), reference)
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
+    for found in ranks_of(ranks, model, lambda m, mesh: step(m, batch, mesh), gather_outputs=True):
+        torch.testing.assert_close(found[0], loss, rtol=4e-7, atol=0)  # transformers computes losses in float32
+        torch.testing.assert_close(found[1][mask], logits[mask], rtol=1e-9, atol=1e-12)
+        assert_same(found[2], gradients)
+
+
+def test_full_batch_of_mixture_of_experts_has_global_router_loss() -> None:
+    model, ids = make("mixtral", output_router_logits=True), tokens()
+    batch = {"input_ids": ids, "labels": ids}
+    loss, _, gradients = step(copy.deepcopy(model), batch)
+    for found in ranks_of(3, model, lambda m, mesh: step(m, batch, mesh), gather_outputs=True):
+        torch.testing.assert_close(found[0], loss, rtol=1e-6, atol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[2][name], gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_loss_of_gathered_logits_gives_gradients_of_one_device(ranks: int) -> None:
+    """As DPO: log-probabilities of the rows, compared with each other, from embeddings without labels."""
+    model, ids = make("llama"), tokens()
+
+    def rows(m: Any, mesh: Mesh | None = None) -> dict[str, Tensor]:
+        logits = m(inputs_embeds=m.get_input_embeddings()(ids)).logits[:, :-1]
+        chosen, rejected = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).sum(dim=(1, 2))
+        torch.nn.functional.logsigmoid(chosen - rejected).neg().backward()
+        if mesh is not None:
+            all_reduce_gradients(m.parameters(), mesh)
+        return gradients_of(m)
+
+    expected = rows(copy.deepcopy(model))
+    for found in ranks_of(ranks, model, rows):
+        assert_same(found, expected)
+
+
+def test_full_batches_with_planted_faults_differ_from_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered logits whose gradient is another rank's, and labels that are shifted after the division."""
+    model, (batch, reference) = make("llama"), CASES["plain"]
+    loss, _, _ = step(copy.deepcopy(model), reference)
+
+    def own_loss(m: Any, mesh: Mesh | None = None) -> dict[str, Tensor]:
+        m(input_ids=tokens()).logits.log_softmax(-1)[..., 3].sum().backward()
+        if mesh is not None:
+            all_reduce_gradients(m.parameters(), mesh)
+        return gradients_of(m)
+
+    expected = own_loss(copy.deepcopy(model))
+    assert_same(ranks_of(2, model, own_loss)[0], expected)
+    with monkeypatch.context() as planted:
+        first = staticmethod(lambda ctx, grad: (grad[:, : ctx.layout.count(ctx.mesh.rank)], None, None))
+        planted.setattr(full_batches._Gather, "backward", first)
+        with pytest.raises(AssertionError):
+            assert_same(ranks_of(2, model, own_loss)[0], expected)
+    with monkeypatch.context() as planted:
+        late = lambda ids, labels, **options: shard_batch(ids, labels.roll(1, dims=1), **options)  # noqa: E731
+        planted.setattr(parallel, "shard_batch", late)
+        found = ranks_of(2, model, lambda m, mesh: step(m, batch, mesh), gather_outputs=True)[0][0]
+        assert (found - loss).abs() > 1e-3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_outputs_of_tokens_are_left_out_of_calls_with_labels(ranks: int) -> None:
+    def keys(model: Any, mesh: Mesh) -> tuple[list[str], list[str]]:
+        model.eval()
+        with torch.no_grad():
+            return [*model(input_ids=tokens(), labels=tokens())], [*model(tokens()), *model.model(tokens())]
+
+    assert ranks_of(ranks, make("llama"), keys) == [(["loss"], ["logits", "last_hidden_state"])] * ranks
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("changed", ["gather_outputs", "output_hidden_states", "labels"])
+def test_ranks_that_request_different_outputs_raise_at_once(changed: str, kind: str) -> None:
+    """Otherwise one rank would wait for tensors that the other does not send."""
+
+    def call(model: Any, mesh: Mesh) -> None:
+        mesh.transport("cpu").host = kind == "host"
+        arguments: dict[str, Any] = {"input_ids": tokens(), "labels": torch.full((2, LENGTH), -100)}
+        if mesh.rank and changed == "gather_outputs":
+            model._burst_portable.gather_outputs = False
+        elif mesh.rank:
+            arguments |= {"labels": None} if changed == "labels" else {changed: True}
+        with torch.no_grad(), pytest.raises(MismatchError, match=r"requested outputs|number of labels"):
+            model(**arguments)
+
+    ranks_of(2, make("llama"), call, gather_outputs=True)
+
+
+def test_ranks_with_different_full_batches_raise_on_each_rank() -> None:
+    def call(model: Any, mesh: Mesh) -> str:
+        named = []
+        for batch in ({"input_ids": tokens(seed=mesh.rank)}, {"inputs_embeds": torch.rand(1, 9, 32).double()}):
+            with pytest.raises(MismatchError) as error:
+                model(**batch)
+            named.append(str(error.value))
+        return " ".join(named)
+
+    assert all(text.count("rows of the batch") >= 2 for text in ranks_of(2, make("llama"), call))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unknown tensor": ({"token_type_ids": tokens()}, InputError, "token_type_ids"),
+    "ids and embeddings": ({"inputs_embeds": torch.rand(2, LENGTH, 32)}, InputError, "both"),
+    "complex": ({"input_ids": None, "inputs_embeds": torch.rand(2, 9, 32).cfloat()}, DtypeError, "complex64"),
+    "8 bits": ({"input_ids": None, "inputs_embeds": torch.ones(2, 9, 32).to(torch.int8)}, DtypeError, "int8"),
+    "dictionary": ({"input_ids": {"input_ids": tokens()}}, InputError, r"model\(\*\*batch\)"),
+    "trained hidden states": ({"output_hidden_states": True}, UnsupportedError, "hidden states"),
+    "left padding": ({"attention_mask": (torch.arange(LENGTH) > 3).long().expand(2, -1)}, UnsupportedError, "before a"),
+    "shifted labels": ({"shift_labels": tokens()}, InputError, "shift_labels"),
+    "divided": ({"seq_len": 2 * LENGTH}, InputError, "seq_len"),
+    "tuples": ({"return_dict": False}, UnsupportedError, "return_dict"),
+    "last token": ({"logits_to_keep": 1}, UnsupportedError, "logits_to_keep"),
+    "cache": ({"use_cache": True}, UnsupportedError, "KV cache"),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_with_full_batches_raise_for(name: str, ranks: int) -> None:
+    arguments, error, words = REFUSED[name]
+
+    def call(model: Any, mesh: Mesh) -> None:
+        with pytest.raises(error, match=words):
+            model(**{"input_ids": tokens()} | arguments)
+
+    ranks_of(ranks, make("llama"), call)
+
+
+def test_full_batches_raise_for_shard_and_trained_inner_models() -> None:
+    def call(model: Any, mesh: Mesh) -> None:
+        with pytest.raises(UnsupportedError, match="without a head"):
+            model.model(tokens())
+        with pytest.raises(InputError, match="full_batches=True"):
+            model._burst_portable.shard(tokens())
+
+    ranks_of(2, make("llama"), call)
+    with pytest.raises(InputError, match="seq_len=9"):
+        parallelize(make("llama"), Mesh.single(), full_batches=True, seq_len=9)
+    with pytest.raises(InputError, match="gather_outputs"):
+        parallelize(make("llama"), Mesh.single(), gather_outputs=True)
