@@ -35,6 +35,7 @@ class KernelTraits:
             put in order first.
         supports_causal_window: Its operator computes a causal window over a whole square in one call.
         writes_into: It has `attend_into`.
+        compiles_ahead: It compiles its kernels for tensors of torch's device "meta" (`kernels.triton.compile_only`).
         rounding: Relative error to which it rounds factors that have a wider dtype: 2**-10 with TF32. The conformance
             suite allows for it.
     """
@@ -45,6 +46,7 @@ class KernelTraits:
     prefers_square: bool = False
     supports_causal_window: bool = False
     writes_into: bool = False
+    compiles_ahead: bool = False
     rounding: float = 0.0
 
 

@@ -113,11 +113,15 @@ driver = cache(Driver)
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context that makes a device current. It takes no time if the device is current already."""
+    if device.index is None:  # "meta"
+        return nullcontext()
     return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def current_stream(device: torch.device) -> int:
     """Return the handle of torch's current stream. Creating a `torch.cuda.Stream` takes longer than a launch."""
+    if device.index is None:  # "meta"
+        return 0
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
 

@@ -52,7 +52,7 @@ class TritonKernel(Kernel):
     """
 
     name = "triton"
-    traits = KernelTraits(writes_gradients=True)
+    traits = KernelTraits(writes_gradients=True, compiles_ahead=True)
 
     def __init__(self, half: Table = HALF, single: Table = SINGLE, *, float32_precision: str = "ieee") -> None:
         self._half, self._single, self._precision = half, single, float32_precision
@@ -66,6 +66,8 @@ class TritonKernel(Kernel):
             return Support(False, f"head size {largest} is larger than {LARGEST_HEAD}")
         if call.heads % call.kv_heads:
             return Support(False, f"{call.heads} heads are not a multiple of {call.kv_heads} K/V heads")
+        if call.device == "meta":  # `compile_only`
+            return Support(True)
         accelerator = torch.accelerator.current_accelerator()
         if not interpreted() and (accelerator is None or accelerator.type != call.device):
             return Support(False, f"Triton has no code for {call.device}, and its interpreter is off")

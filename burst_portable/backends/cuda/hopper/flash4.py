@@ -63,7 +63,7 @@ class HopperFlash4Kernel(HopperKernel):
     """
 
     name = "hopper+flash-attn-4"
-    traits = replace(HopperKernel.traits, prefers_square=True)
+    traits = replace(HopperKernel.traits, prefers_square=True, compiles_ahead=False)
 
     def __init__(self, flash: LazyKernel) -> None:
         super().__init__()

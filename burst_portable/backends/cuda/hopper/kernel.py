@@ -58,7 +58,7 @@ class HopperKernel(Kernel):
     """
 
     name = "hopper"
-    traits = KernelTraits(writes_gradients=True, writes_into=True)
+    traits = KernelTraits(writes_gradients=True, writes_into=True, compiles_ahead=True)
 
     def __init__(self) -> None:
         keep = lru_cache(maxsize=256)
@@ -432,7 +432,9 @@ def triton_reason() -> str:
 
 @cache
 def device_reason(device: str) -> str:
-    """Return the reason why a device cannot run the kernel; "" if it can."""
+    """Return the reason why a device cannot run the kernel; "" if it can. "meta" is an sm_90 that is absent."""
+    if device == "meta":
+        return ""
     if torch.device(device).type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return f"it runs on NVIDIA GPUs, not on {device}"
     major, minor = torch.cuda.get_device_capability(device)

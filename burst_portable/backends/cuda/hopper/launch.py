@@ -78,7 +78,8 @@ class Launcher:
         def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
             compiled[grid](*_for_triton(args), *constants, stream=stream)
 
-        self._launches[key] = ready(kernel_driver(), compiled, args) or by_triton
+        absent = any(isinstance(a, Tensor) and a.is_meta for a in args)
+        self._launches[key] = ready(None if absent else kernel_driver(), compiled, args) or by_triton
 
 
 def _for_triton(args: Sequence[Any]) -> list[Any]:
@@ -86,10 +87,17 @@ def _for_triton(args: Sequence[Any]) -> list[Any]:
     return [a.triton if isinstance(a, Described) else a for a in args]
 
 
+ABSENT_PROCESSORS = 132
+"""Multiprocessors of an H100 SXM or H200, for which tensors of the device "meta" are compiled.
+
+With another number, a few calls choose other blocks (`configs.forward_cut`, `configs.adding_cut`).
+"""
+
+
 @cache
-def processors(device: int) -> int:
-    """Return the number of multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def processors(device: int | None) -> int:
+    """Return the number of multiprocessors of a device. None is torch's device "meta"."""
+    return ABSENT_PROCESSORS if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Descriptors:
@@ -152,7 +160,7 @@ class Descriptors:
         shape, swizzle = list(x.shape), layout.swizzle_byte_width
         # One TMA copy is at most as wide as a swizzled line.
         box = (*block[:-1], min(block[-1], swizzle // x.element_size()) if swizzle else block[-1])
-        driver = kernel_driver()
+        driver = None if x.is_meta else kernel_driver()
         packed = b""
         if driver is not None:
             encoded = driver.tensor_map(x.data_ptr(), x.dtype, shape, strides, box, swizzle)
@@ -202,9 +210,9 @@ class Compiled(Descriptors):
     def counter(self, device: torch.device, stream: int) -> Tensor:
         """Return an int32 counter of value 0 that no launch has used, from the stream's pool, which is cleared at once.
 
-        During graph capture, return a new counter, which each replay of the graph clears.
+        For "meta", and during graph capture, return a new counter, which each replay of the graph clears.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if device.index is None or torch.cuda.is_current_stream_capturing():
             return torch.zeros(1, dtype=torch.int32, device=device)
         key = (device.index, stream)
         found = next(self._counters.get(key, iter(())), None)

@@ -1,0 +1,144 @@
+"""Compile the kernels of a call for a chip, without launching them and without a device.
+
+`compile_kernels` runs the launch code of a kernel on tensors of torch's device "meta", which have shapes, strides and
+dtypes but no memory. Triton specializes on these as in a real launch, so its cache gets the entries that a real launch
+reads. Triton's driver is replaced for the whole process: call it in a process that launches nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.driver import DriverBase
+
+from burst_portable.errors import InputError
+from burst_portable.kernels.base import BackwardInputs, Kernel, torch_dtype
+from burst_portable.kernels.triton.machine_code import TARGETS, Chip
+from burst_portable.kernels.triton.prepared import interpreted
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.tiles import find_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """One kernel of a call.
+
+    Attributes:
+        name: Name of the jitted function.
+        digest: Key of the kernel in Triton's cache.
+        seconds: Time since the kernel before it.
+        cached: Whether the cache contained it.
+    """
+
+    name: str
+    digest: str
+    seconds: float
+    cached: bool
+
+
+class CompileOnlyDriver(DriverBase):  # type: ignore[misc]  # triton has no types
+    """Driver of an absent chip, for Triton. Its launches do nothing."""
+
+    def __init__(self, chip: Chip) -> None:
+        self.utils, self._chip = self, chip
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        return self._chip.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        assert device == 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any:
+        raise AssertionError("nothing is timed without a device")
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        """Return a launcher that launches nothing."""
+        return lambda *_: None
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        """Return (module, function, registers, spills, threads)."""
+        return object(), 0, 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Return the limit with which Triton compares the shared memory of a kernel."""
+        return {"max_shared_mem": self._chip.shared}
+
+
+def compile_kernels(target: str, run: Callable[[], object]) -> list[CompiledKernel]:
+    """Compile the kernels that `run` launches on tensors of the device "meta".
+
+    Args:
+        target: A key of `machine_code.TARGETS`.
+        run: Launches the kernels.
+
+    Raises:
+        InputError: Triton's interpreter is on.
+    """
+    if interpreted():
+        raise InputError("the interpreter of Triton compiles nothing", next_step="unset TRITON_INTERPRET")
+    triton.runtime.driver.set_active(CompileOnlyDriver(TARGETS[target]))
+    done: list[CompiledKernel] = []
+    ended = time.perf_counter()
+
+    def count(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: object) -> None:
+        nonlocal ended
+        started, ended = ended, time.perf_counter()
+        seconds = ended - started
+        done.append(CompiledKernel(src.fn.__name__, metadata["hash"], round(seconds, 3), cache_hit))
+
+    with knobs.compilation.scope():
+        knobs.compilation.listener = count  # called once for each kernel
+        run()
+    return done
+
+
+def compile_call(target: str, kernel: Kernel, call: AttentionCall, *, gradients: bool = True) -> list[CompiledKernel]:
+    """Compile the kernels of a call on one device, with contiguous tensors.
+
+    Args:
+        target: A key of `machine_code.TARGETS`.
+        kernel: A kernel with `traits.compiles_ahead`.
+        call: The attention. Its device is "meta".
+        gradients: Whether to compile the backward pass too.
+    """
+
+    def run() -> None:
+        query, key = (call.heads, call.head_dim), (call.kv_heads, call.head_dim)
+        value, output = (call.kv_heads, call.v_head_dim), (call.heads, call.v_head_dim)
+        q, k, v, dout = (
+            torch.empty(call.batch, rows, *size, dtype=torch_dtype(call), device="meta")
+            for rows, size in (
+                (call.layout.length, query),
+                (call.k_layout.length, key),
+                (call.k_layout.length, value),
+                (call.layout.length, output),
+            )
+        )
+        tiles = find_tiles(call.mask, call.layout.shards[0], call.k_layout.shards[0])
+        out, lse = kernel.forward_single_call(q, k, v, tiles, call)
+        if gradients:
+            kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, call)
+
+    return compile_kernels(target, run)

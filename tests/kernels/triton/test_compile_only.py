@@ -1,0 +1,67 @@
+"""Test that `compile_call` fills Triton's cache with the keys of real launches, for sm_90 without a device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from burst_portable.config import environment_of_children
+
+pytest.importorskip("triton")
+
+# A process has one driver of Triton and one memory cache, so each of the two is a process.
+SCRIPT = """
+import json, sys
+import torch
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
+from burst_portable.kernels.base import BackwardInputs
+from burst_portable.kernels.triton.compile_only import compile_call, compile_kernels
+from burst_portable.kernels.triton.triton_kernel import TritonKernel
+from burst_portable.mask import Mask
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.tiles import find_tiles
+
+way, rows = sys.argv[1], int(sys.argv[2])
+kernel = HopperKernel() if way.startswith("hopper") else TritonKernel()
+device = "meta" if way.endswith("ahead") else "cpu"
+q, k, v, dout = (torch.zeros(1, rows, h, 64, dtype=torch.bfloat16, device=device) for h in (8, 2, 2, 8))
+call = AttentionCall.of(q, k, v, mask=Mask.causal(), deterministic=False, device="meta")
+
+def launch():
+    tiles = find_tiles(call.mask, call.layout.shards[0], call.layout.shards[0])
+    out, lse = kernel.forward_single_call(q, k, v, tiles, call)
+    kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, call)
+
+made = compile_call("sm_90", kernel, call) if device == "meta" else compile_kernels("sm_90", launch)
+print(json.dumps([(one.name, one.digest, one.cached) for one in made]))
+"""
+
+
+def compiled(way, rows, folder):
+    """Return (name, key, whether the cache had it) of the kernels that a fresh process compiles or loads."""
+    environment = environment_of_children(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0")
+    command = [sys.executable, "-c", SCRIPT, way, str(rows)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+def test_compile_call_fills_cache_of_launch(kernel, tmp_path):
+    """Launches read the addresses and strides of real memory; nothing is left to compile for them."""
+    ahead = compiled(f"{kernel} ahead", 512, tmp_path)
+    assert len(ahead) == {"hopper": 3, "triton": 4}[kernel]
+    assert not any(cached for *_, cached in ahead)
+    launched = compiled(kernel, 512, tmp_path)
+    assert launched == [[name, key, True] for name, key, _ in ahead]
+
+
+@pytest.mark.full
+def test_compile_call_of_other_length_misses(tmp_path):
+    """A planted difference: with 500 tokens, strides of LSE are no multiples of 16, so other kernels are launched."""
+    compiled("triton ahead", 512, tmp_path)
+    assert not all(cached for *_, cached in compiled("triton", 500, tmp_path))
