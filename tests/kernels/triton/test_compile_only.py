@@ -50,7 +50,7 @@ def compiled(way, rows, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+@pytest.mark.parametrize("kernel", ["hopper", pytest.param("triton", marks=pytest.mark.full)])
 def test_compile_call_fills_cache_of_launch(kernel, tmp_path):
     """Launches read the addresses and strides of real memory; nothing is left to compile for them."""
     ahead = compiled(f"{kernel} ahead", 512, tmp_path)
