@@ -3,6 +3,7 @@
     python -m benchmarks.attention                         all rows and providers
     python -m benchmarks.attention --quick                 the rows that fit a short run
     python -m benchmarks.attention --rows causal-16k,window --providers triton,cudnn,flex
+    python -m benchmarks.attention --matrix 16k,4k         every head size with six masks, at these lengths
 
 Results are checked before they are timed. Calls run in random order, round after round. TFLOP/s count the visible
 (query, key) pairs: forward 2·pairs·H·(D + Dv), backward 2·pairs·H·(3·D + 2·Dv). Prints a table; writes JSON and a
@@ -16,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +26,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from benchmarks.providers import PROVIDERS, Absent, Calls, Task, checked_heads, make_task, the_call_of_users
-from benchmarks.report import HostTimes, Result, print_tables, write
+from benchmarks.report import HostTimes, Result, print_matrix, print_tables, write
 from benchmarks.script import end, names
 from burst_portable.errors import BurstError
 
@@ -77,6 +79,28 @@ ROWS: dict[str, Row] = {
     "softcap": Row(16384, (16, 16), 128, "causal", softcap=50.0),
     "d256-softcap": Row(16384, (16, 8), 256, "causal", softcap=50.0),
 }
+
+LENGTHS = {"4k": 4096, "16k": 16384, "32k": 32768}
+HEADS: dict[str, tuple[int, int | None]] = {
+    **{f"d{head}": (head, None) for head in (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)},
+    "mla": (192, 128),
+}
+MATRIX_MASKS = ("causal", "full", "gqa", "documents", "window", "softcap")
+
+
+def matrix(length: str) -> dict[str, Row]:
+    """Return a row for each head size and each mask at one length; 16 query heads, and 4 K/V heads in rows "gqa".
+
+    Documents have 1,024 tokens on average, windows have 1,024 tokens, and the softcap is 50.
+    """
+    tokens, rows = LENGTHS[length], {}
+    masks = {"documents": _documents(tokens, tokens // 1024), "window": "window:1024", "full": "full"}
+    for mask in MATRIX_MASKS:
+        for name, (head, v_head) in HEADS.items():
+            heads, softcap = (16, 4 if mask == "gqa" else 16), 50.0 if mask == "softcap" else None
+            found = Row(tokens, heads, head, masks.get(mask, "causal"), v_head=v_head, softcap=softcap)
+            rows[f"{name}-{mask}-{length}"] = found
+    return rows
 
 
 @dataclass
@@ -251,9 +275,26 @@ def finish(entry: Entry, row: Row, task: Task) -> None:
         entry.result.tflops[which] = round(flops_of(row, task, which) / milliseconds / 1e9, 1)
 
 
-def run_row(name: str, providers: list[str], seconds: float) -> list[Result]:
-    row = ROWS[name]
-    task = make_task(name, row.length, row.heads, row.head, row.mask, v_head=row.v_head, softcap=row.softcap)
+def worth_compiling(row: Row, providers: list[str]) -> list[str]:
+    """Return the providers without FlexAttention, which compiles for each row, if the row has no softcap."""
+    return providers if row.softcap is not None else [name for name in providers if name != "flex"]
+
+
+def task_of(name: str, row: Row) -> Task:
+    return make_task(name, row.length, row.heads, row.head, row.mask, v_head=row.v_head, softcap=row.softcap)
+
+
+def compile_row(name: str, row: Row, providers: list[str]) -> None:
+    """Run each provider once, so that its kernels are in the caches on disk; results are neither checked nor timed."""
+    task = task_of(name, row)
+    for provider in providers:
+        with suppress(Absent, BurstError, RuntimeError):  # the run that measures reports them
+            PROVIDERS[provider](task)[1]()
+    torch.accelerator.synchronize()
+
+
+def run_row(name: str, row: Row, providers: list[str], seconds: float) -> list[Result]:
+    task = task_of(name, row)
     expected = reference(task)
     entries, results = prepare(task, providers, expected)
     del expected
@@ -279,6 +320,9 @@ def host_times(providers: list[str]) -> HostTimes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=names(ROWS), help=f"Rows, separated by commas: {', '.join(ROWS)}. Default: all.")
+    parser.add_argument("--matrix", type=names(LENGTHS), help="Rows of every head size and mask at these lengths.")
+    parser.add_argument("--share", default="0/1", help="I/N: only row I, I + N, ... of those named. Default: 0/1.")
+    parser.add_argument("--compile-only", action="store_true", help="Fill the kernel caches; measure nothing.")
     parser.add_argument("--quick", action="store_true", help="Only the rows and providers that fit a short run.")
     parser.add_argument("--providers", type=names(PROVIDERS), help=f"Providers: {', '.join(PROVIDERS)}. Default: all.")
     parser.add_argument("--seconds", type=float, default=6.0, help="Seconds of measuring per row. Default: 6.")
@@ -286,15 +330,28 @@ def main() -> None:
     parser.add_argument("--label", default="attention", help="Name of the files in --out.")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="Folder of the files.")
     arguments = parser.parse_args()
-    rows = arguments.rows or [n for n, r in ROWS.items() if r.quick or not arguments.quick]
+    rows = {name: ROWS[name] for name in arguments.rows or () if name in ROWS}
+    for length in arguments.matrix or ():
+        rows |= matrix(length)
+    rows = rows or {n: r for n, r in ROWS.items() if r.quick or not arguments.quick}
+    serving = worth_compiling if arguments.matrix else (lambda _, named: named)
+    first, step = map(int, arguments.share.split("/"))
+    rows = dict(list(rows.items())[first::step])
     providers = arguments.providers or [p for p in PROVIDERS if not (arguments.quick and p in LONG_TO_START)]
+    if arguments.compile_only:
+        for name, row in rows.items():
+            compile_row(name, row, serving(row, providers))
+        return
     results: list[Result] = []
     hosts = host_times(providers) if arguments.host else {}
-    for name in rows:
-        results += run_row(name, providers, arguments.seconds)
+    for name, row in rows.items():
+        results += run_row(name, row, serving(row, providers), arguments.seconds)
         print(f"{name} done", flush=True)
         write(results, hosts, arguments.out, arguments.label)  # after every row: a cut run keeps what it has
-    print_tables(results, hosts)
+    if arguments.matrix:
+        print_matrix(results)
+    else:
+        print_tables(results, hosts)
 
 
 if __name__ == "__main__":

@@ -188,6 +188,13 @@ def auto(task: Task) -> Calls:
     return in_16_bits(kernel, task)
 
 
+def auto_deterministic(task: Task) -> Calls:
+    """Call the kernel that `auto` chooses for a call whose gradients must be the same in every run."""
+    call = AttentionCall.of(task.q, task.k, task.v, softcap=task.softcap, deterministic=True)
+    kernel, _ = choose_kernel(for_device(task.q.device.type), call)
+    return in_16_bits(kernel, task, call)
+
+
 def the_call_of_users(task: Task) -> Calls:
     """Call `burst_portable.attention` with a cached plan, and its backward pass through autograd."""
     leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
@@ -200,17 +207,17 @@ def the_call_of_users(task: Task) -> Calls:
     return forward, lambda: torch.autograd.grad(kept, leaves, task.dout, retain_graph=True)
 
 
-def in_16_bits(kernel: Kernel, task: Task) -> Calls:
+def in_16_bits(kernel: Kernel, task: Task, call: AttentionCall | None = None) -> Calls:
     """Call a kernel with all work in one call: out and gradients in 16 bits, as other libraries return them."""
-    tensors = task.q, task.k, task.v
-    out, lse = kernel.forward_single_call(*tensors, task.tiles, task.call)
+    tensors, call = (task.q, task.k, task.v), call or task.call
+    out, lse = kernel.forward_single_call(*tensors, task.tiles, call)
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
-        made = kernel.backward_single_call(BackwardInputs(task.dout, *tensors, lse, out), task.tiles, task.call)
+        made = kernel.backward_single_call(BackwardInputs(task.dout, *tensors, lse, out), task.tiles, call)
         return tuple(x.to(task.q.dtype) for x in made)  # type: ignore[return-value]  # they are three
 
     def forward() -> tuple[Tensor, Tensor | None]:
-        out, lse = kernel.forward_single_call(*tensors, task.tiles, task.call)
+        out, lse = kernel.forward_single_call(*tensors, task.tiles, call)
         return out.to(task.q.dtype), lse
 
     return forward, backward
@@ -362,6 +369,7 @@ def flash_attn_4(task: Task) -> Calls:
 
 PROVIDERS: dict[str, Callable[[Task], Calls]] = {
     "auto": auto,
+    "auto-deterministic": auto_deterministic,
     "triton": triton_kernel,
     "triton-state": partial(triton_kernel, resumed=True),
     "triton-whole": triton_whole,

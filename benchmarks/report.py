@@ -84,6 +84,34 @@ def print_tables(results: list[Result], hosts: HostTimes) -> None:
         print(f"host microseconds of a cached call, least to median, {provider}: {times}")
 
 
+def print_matrix(results: list[Result]) -> None:
+    """Print one line a row: what `auto` took, its speed, and the best other provider by the time of both passes."""
+    for row in dict.fromkeys(r.row for r in results):
+        here = {r.provider: r for r in results if r.row == row}
+        timed = {name: r for name, r in here.items() if r.tflops}
+        lost = [f"{name} {r.reason[:40]}" for name, r in here.items() if r.reason.startswith(("FAILED", "WRONG"))]
+        if "auto" not in timed:
+            print(f"{row:20} no auto  {lost}")
+            continue
+        speeds = {n: "/".join(f"{r.tflops[w]:.0f}" for w in ("forward", "backward")) for n, r in timed.items()}
+        others = {n: both_beside(timed["auto"], r) for n, r in timed.items() if n in PEERS or n == "flash"}
+        best = min(others, key=lambda name: others[name], default=None)
+        beside_best = f"{best} {speeds[best]} {others[best]:.3f}" if best else "alone"
+        own = {
+            n: f"{speeds[n]} {both_beside(timed['auto'], r):.3f}"
+            for n, r in timed.items()
+            if n not in (*others, "auto")
+        }
+        print(f"{row:20} {timed['auto'].kernel:14} {speeds['auto']:9} {beside_best:28} {own or ''} {lost or ''}")
+
+
+def both_beside(one: Result, other: Result) -> float:
+    """Return how many times as fast one provider is as another, both passes together."""
+    times = [zip(r.rounds["forward"], r.rounds["backward"], strict=True) for r in (one, other)]
+    pairs = zip(*([sum(passes) for passes in rounds] for rounds in times), strict=True)
+    return statistics.median(theirs / mine for mine, theirs in pairs)
+
+
 def beside(one: Result, other: Result, which: str) -> float:
     """Return how many times as fast one provider is as another: the median over rounds that ran side by side."""
     rounds = zip(one.rounds[which], other.rounds[which], strict=True)
