@@ -207,8 +207,42 @@ def bench() -> list[str]:
     return lines
 
 
+HEAD_FILE = "head-sizes-h200-2026-11-25"
+HEAD_SIZES = {**{f"d{n}": str(n) for n in (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)}, "mla": "192, values 128"}
+HEAD_OTHERS = ("cudnn", "flash", "flex")
+
+
+def heads() -> list[str]:
+    """Compare `auto` with what torch has, and masks and deterministic gradients with our own causal calls."""
+    labels = ("head size", "kernel", "causal", "full", "4 K/V heads", "softcap", "documents", "window", "deterministic")
+    lines, rows = [f"| {' | '.join(labels)} |", "| --- " * len(labels) + "|"], dict[str, dict[str, Result]]()
+    for one in load(HEAD_FILE):
+        rows.setdefault(one["row"], {})[one["provider"]] = one
+    for size, label in HEAD_SIZES.items():
+        causal, cells = rows[f"{size}-causal-16k"], []
+        for mask in ("causal", "full", "gqa", "softcap"):
+            least = min(beside_torch(rows[f"{size}-{mask}-{length}"]) for length in ("4k", "16k", "32k"))
+            cells.append(f"{speed(rows[f'{size}-{mask}-16k']['auto'])}, {cut(least, 2)}")
+        for mask in ("documents", "window"):
+            cells.append(cut(rate(rows[f"{size}-{mask}-16k"]["auto"]) / rate(causal["auto"]), 2))
+        spent = [float(causal[name]["milliseconds"]["backward"]) for name in ("auto", "auto-deterministic")]
+        lines.append(f"| {label} | {causal['auto']['kernel']} | {' | '.join([*cells, cut(spent[0] / spent[1], 2)])} |")
+    return lines
+
+
+def beside_torch(row: dict[str, Result]) -> float:
+    """Return how many times as fast `auto` is as the fastest attention of torch, both passes, by rounds."""
+    return min(float(row[name]["time_beside_auto"]) for name in HEAD_OTHERS if name in row)
+
+
+def rate(one: Result) -> float:
+    """Return TFLOP/s of both passes together."""
+    return sum(float(one["tflops"][name] * one["milliseconds"][name]) for name in PASSES) / total(one)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "kernels": kernels,
+    "heads": heads,
     "portable": portable,
     "strategies-2": lambda: strategies(2),
     "strategies-4": lambda: strategies(4),
