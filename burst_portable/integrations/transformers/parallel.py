@@ -274,23 +274,18 @@ class ShardedModel:
         if self.full_batches:
             what = "full_batches=True divides batches in the forward pass"
             raise InputError(what, next_step="call model(**batch) with the full batch on every rank")
-        return self._shard(input_ids, labels, cu_seqlens=cu_seqlens, attention_mask=attention_mask)
-
-    def _shard(
-        self,
-        input_ids: Tensor | Mapping[str, Any],
-        labels: Tensor | None = None,
-        *,
-        cu_seqlens: Any = None,
-        attention_mask: Tensor | None = None,
-    ) -> dict[str, Any]:
         if not self._hooks:
             raise InputError(
                 "undo() has restored the model, which would treat this shard as the full sequence; parallelize it again"
             )
-        if isinstance(input_ids, Mapping):
-            given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
-            return self._shard(**_batch_arguments(input_ids, given))
+        given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
+        batch = (
+            _batch_arguments(input_ids, given) if isinstance(input_ids, Mapping) else {"input_ids": input_ids} | given
+        )
+        return self._shard(**batch)
+
+    def _shard(self, input_ids: Any, labels: Any, cu_seqlens: Any, attention_mask: Any) -> dict[str, Any]:
+        """Return the result of `shard`, after checking the types of its arguments."""
         for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
             if x is not None or name == "input_ids":
                 check_tensor(name, x)
@@ -365,7 +360,8 @@ class ShardedModel:
         batch, embeddings = batch_of(kwargs)
         if not isinstance(batch.get("input_ids"), Tensor):
             raise _wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
-        inputs = self._shard(batch)
+        given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
+        inputs = self._shard(**_batch_arguments(batch, given))
         if labels is None:
             inputs = {name: x for name, x in inputs.items() if name not in _OF_LOSS}
         elif kwargs.get("num_items_in_batch") is not None:
