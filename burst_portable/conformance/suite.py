@@ -38,7 +38,7 @@ from burst_portable.conformance.checks.kernel_contract import unsupported_reason
 from burst_portable.conformance.processes import ignore_interrupts, pack, unpack
 from burst_portable.conformance.report import EVIDENCE_LEVELS, NOT_STATED, Report, Result
 from burst_portable.conformance.running import testing_environment
-from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, unknown_name
+from burst_portable.errors import BackendUnavailableError, BurstError, InputError, UnsupportedError, unknown_name
 
 _SIMPLER: dict[str, tuple[object, ...]] = {
     "strategy": ("ring", "burst", "ulysses"),
@@ -334,7 +334,7 @@ def check_backend(
         The report. `report.ok` is true if at least one test ran and none failed.
 
     Raises:
-        InputError: If a name is unknown, or a number is out of range.
+        InputError: If a name is unknown, a number is out of range, or no test was selected.
         BackendUnavailableError: If the backend cannot run on this machine.
     """
     backend = load(backend) if isinstance(backend, str) else backend
@@ -345,8 +345,8 @@ def check_backend(
     started, results, on_progress = time.monotonic(), list[Result](), progress or (lambda *_: None)
     with testing_environment():
         tests = select_tests(target, only, cases)
-        if not tests and strategy:
-            raise _explain_no_tests(target)
+        if not tests:
+            raise _explain_no_tests(target, only)
         if processes == 1:
             runner = Runner(target, shrink)
             every: Generator[Result] = (runner.run(test) for test in tests)
@@ -401,8 +401,11 @@ def _not_examined(target: BackendUnderTest, results: Sequence[Result]) -> dict[s
     return reasons
 
 
-def _explain_no_tests(target: BackendUnderTest) -> UnsupportedError:
-    """Return the error for a strategy that supports none of the cases, with the reason for the first one."""
+def _explain_no_tests(target: BackendUnderTest, only: Sequence[str]) -> BurstError:
+    """Return the error for groups without tests, or for a strategy that supports no case, with the first reason."""
+    if not target.strategy:
+        got = f"{', '.join(only)} with {target.ranks} ranks"
+        return InputError("no test was selected", got=got, next_step="pass more ranks, or other groups of checks")
     reason = ""
     for case in (Case(strategy=label) for label in target.strategies):
         try:

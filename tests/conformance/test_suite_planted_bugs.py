@@ -296,6 +296,11 @@ def test_probe_facts_that_are_not_json_are_named():
     assert "'memory' is a Tensor" in report.failures[0].message
 
 
+def test_selection_without_tests_is_refused(real):
+    with pytest.raises(InputError, match="no test was selected; got group with 1 rank"):
+        check_backend(real, only=["group"], ranks=1)
+
+
 def test_evidence_level_is_that_of_the_probe():
     WithProbeFacts.facts = {"evidence_level": "gold"}
     with pytest.raises(InputError, match=r"evidence level in the probe of the backend 'planted'; got 'gold'"):
