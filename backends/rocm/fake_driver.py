@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.driver import DriverBase
 
+from burst_portable.kernels.triton.compile_only import CompileOnlyDriver
 from burst_portable.kernels.triton.machine_code import TARGETS
 
 
@@ -54,7 +54,7 @@ class Launcher:
         function.append(Launched(self, (x, y, z), rest[4:]))
 
 
-class FakeDriver(DriverBase):
+class FakeDriver(CompileOnlyDriver):
     """Driver of one chip of `kernels.triton.machine_code.TARGETS`. Tensors are on the CPU.
 
     Attributes:
@@ -65,8 +65,7 @@ class FakeDriver(DriverBase):
     launcher_cls = Launcher
 
     def __init__(self, chip: str) -> None:
-        self.chip = TARGETS[chip]
-        self.utils = self
+        super().__init__(TARGETS[chip])
         self.launched: list[Launched] = []
         self.listings: dict[str, str] = {}
         triton.knobs.runtime.kernel_load_start_hook.add(self._loaded)
@@ -75,33 +74,11 @@ class FakeDriver(DriverBase):
         listing = next(path for file, path in files.items() if file.endswith(".amdgcn"))
         self.listings[digest] = Path(listing).read_text()
 
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def get_current_target(self) -> Any:
-        return self.chip.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        assert device == 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
     def get_device_interface(self) -> Any:
         return torch.cpu
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_benchmarker(self) -> Any:
-        raise AssertionError("nothing is measured without a device")
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         """Return (module, function, registers, spills, threads). The function is the list of launches."""
@@ -110,7 +87,7 @@ class FakeDriver(DriverBase):
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         """Return the properties that Triton queries. It rejects kernels that need more shared memory."""
-        return {"max_shared_mem": self.chip.shared, "multiprocessor_count": 100, "warpSize": 64}
+        return super().get_device_properties(device) | {"multiprocessor_count": 100, "warpSize": 64}
 
 
 _POINTERS = {

@@ -17,7 +17,7 @@ import triton
 from triton import knobs
 from triton.backends.driver import DriverBase
 
-from burst_portable.errors import InputError
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.kernels.base import BackwardInputs, Kernel, torch_dtype
 from burst_portable.kernels.triton.machine_code import TARGETS, Chip
 from burst_portable.kernels.triton.prepared import interpreted
@@ -122,7 +122,14 @@ def compile_call(target: str, kernel: Kernel, call: AttentionCall, *, gradients:
         kernel: A kernel with `traits.compiles_ahead`.
         call: The attention. Its device is "meta".
         gradients: Whether to compile the backward pass too.
+
+    Raises:
+        UnsupportedError: The kernel does not compile ahead, or does not support the call.
     """
+    support = kernel.supports(call)
+    if not (kernel.traits.compiles_ahead and support.ok):
+        reason = support.reason or "it launches operators of another package, which compile their own kernels"
+        raise UnsupportedError(f"the kernel {kernel.name} cannot be compiled ahead", got=reason)
 
     def run() -> None:
         query, key = (call.heads, call.head_dim), (call.kv_heads, call.head_dim)

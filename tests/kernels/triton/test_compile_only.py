@@ -7,8 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from burst_portable.config import environment_of_children
+from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.planning.call import AttentionCall
 
 pytest.importorskip("triton")
 
@@ -65,3 +69,15 @@ def test_compile_call_of_other_length_misses(tmp_path):
     """A planted difference: with 500 tokens, strides of LSE are no multiples of 16, so other kernels are launched."""
     compiled("triton ahead", 512, tmp_path)
     assert not all(cached for *_, cached in compiled("triton", 500, tmp_path))
+
+
+@pytest.mark.parametrize(("kernel", "head", "reason"), [("reference", 64, "another package"), ("triton", 512, "512")])
+def test_compile_call_refuses_what_it_cannot_compile(kernel, head, reason):
+    from burst_portable.kernels.triton.compile_only import compile_call
+    from burst_portable.kernels.triton.triton_kernel import TritonKernel
+
+    q = torch.empty(1, 64, 2, head, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(UnsupportedError, match=f"cannot be compiled ahead.*{reason}"):
+        compile_call(
+            "sm_90", {"reference": ReferenceKernel, "triton": TritonKernel}[kernel](), AttentionCall.of(q, q, q)
+        )
