@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.providers import PROVIDERS, Absent, Calls, Task, checked_heads, make_task, the_call_of_users
 from benchmarks.report import HostTimes, Result, print_matrix, print_tables, write
-from benchmarks.script import end, names
+from benchmarks.script import end, names, share
 from burst_portable.errors import BurstError
 
 ERROR_LIMIT = 1.2e-2  # relative, against float32 on the same bf16 inputs; plain bf16 attention loses 2e-3 to 4e-3
@@ -277,7 +277,7 @@ def finish(entry: Entry, row: Row, task: Task) -> None:
 
 def worth_compiling(row: Row, providers: list[str]) -> list[str]:
     """Return the providers without FlexAttention, which compiles for each row, if the row has no softcap."""
-    return providers if row.softcap is not None else [name for name in providers if name != "flex"]
+    return providers if row.softcap is not None else [name for name in providers if not name.startswith("flex")]
 
 
 def task_of(name: str, row: Row) -> Task:
@@ -321,7 +321,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=names(ROWS), help=f"Rows, separated by commas: {', '.join(ROWS)}. Default: all.")
     parser.add_argument("--matrix", type=names(LENGTHS), help="Rows of every head size and mask at these lengths.")
-    parser.add_argument("--share", default="0/1", help="I/N: only row I, I + N, ... of those named. Default: 0/1.")
+    parser.add_argument(
+        "--share", type=share, default="0/1", help="I/N: only row I, I + N, ... of those named. Default: 0/1."
+    )
     parser.add_argument("--compile-only", action="store_true", help="Fill the kernel caches; measure nothing.")
     parser.add_argument("--quick", action="store_true", help="Only the rows and providers that fit a short run.")
     parser.add_argument("--providers", type=names(PROVIDERS), help=f"Providers: {', '.join(PROVIDERS)}. Default: all.")
@@ -330,12 +332,12 @@ def main() -> None:
     parser.add_argument("--label", default="attention", help="Name of the files in --out.")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="Folder of the files.")
     arguments = parser.parse_args()
-    rows = {name: ROWS[name] for name in arguments.rows or () if name in ROWS}
+    rows = {name: ROWS[name] for name in arguments.rows or ()}
     for length in arguments.matrix or ():
         rows |= matrix(length)
     rows = rows or {n: r for n, r in ROWS.items() if r.quick or not arguments.quick}
     serving = worth_compiling if arguments.matrix else (lambda _, named: named)
-    first, step = map(int, arguments.share.split("/"))
+    first, step = arguments.share
     rows = dict(list(rows.items())[first::step])
     providers = arguments.providers or [p for p in PROVIDERS if not (arguments.quick and p in LONG_TO_START)]
     if arguments.compile_only:

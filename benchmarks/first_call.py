@@ -3,6 +3,7 @@
     python -m benchmarks.first_call [--head-dim 96] [--kernel hopper] [--seq-len 4096]
 
 Each row is a fresh process. The exit code is 1 if a call after compiling ahead, or from the cache, compiles a kernel.
+Prints a table, and writes its numbers as JSON to --out.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
+from benchmarks.report import setting
 from benchmarks.script import accelerator, count, end
 from burst_portable.config import environment_of_children
 
@@ -77,6 +80,7 @@ def main() -> int:
     parser.add_argument("--kernel", default="hopper", choices=("hopper", "triton"), help="Default: hopper.")
     parser.add_argument("--head-dim", type=count, default=96, help="Elements per head. Default: 96.")
     parser.add_argument("--seq-len", type=count, default=4096, help="Tokens. Default: 4096.")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="Folder of the file.")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -86,7 +90,7 @@ def main() -> int:
         return 0
     print(f"{given.kernel}, bf16, {HEADS} heads of {given.head_dim}, {KV_HEADS} K/V heads, {given.seq_len} tokens")
     print(f"{'process':<14}{'forward s':>10}{'backward s':>11}{'compiled':>9}")
-    failed = False
+    failed, measured = False, {}
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         rows = (("cold", one), ("cached", one), ("ahead", other), ("after ahead", other), ("torch", one))
         for row, folder in rows:
@@ -94,9 +98,13 @@ def main() -> int:
             command = [sys.executable, "-m", "benchmarks.first_call", *sys.argv[1:], "--child", child]
             environment = environment_of_children(TRITON_CACHE_DIR=folder)
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
+            found = measured[row] = json.loads(done.stdout.splitlines()[-1])
             print(f"{row:<14}{found['forward']:>10.2f}{found['backward']:>11.2f}{found['compiled']:>9}", flush=True)
             failed |= row in ("cached", "after ahead") and found["compiled"] > 0
+    given.out.mkdir(parents=True, exist_ok=True)
+    facts = {"kernel": given.kernel, "head_dim": given.head_dim, "seq_len": given.seq_len}
+    data = {"setting": setting(), **facts, "rows": measured}
+    (given.out / f"first-call-{given.kernel}-{given.head_dim}.json").write_text(json.dumps(data, indent=1) + "\n")
     return int(failed)
 
 

@@ -42,6 +42,14 @@ def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[
     return listed
 
 
+def share(text: str) -> tuple[int, int]:
+    """Parse I/N, the share I of N, counted from 0."""
+    first, _, step = text.partition("/")
+    if not 0 <= int(first) < count(step):
+        raise ArgumentTypeError(f"{text} is no share; 0/2 and 1/2 are two halves")
+    return int(first), int(step)
+
+
 def current_device() -> torch.device:
     """Return the current accelerator, or the CPU if torch sees none."""
     if not torch.accelerator.is_available():

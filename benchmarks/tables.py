@@ -240,9 +240,24 @@ def rate(one: Result) -> float:
     return sum(float(one["tflops"][name] * one["milliseconds"][name]) for name in PASSES) / total(one)
 
 
+FIRST_CALL_FILE = "first-call-2026-11-25"
+FIRST_CALLS = {"cold": "cold", "cached": "cached", "after ahead": "compiled ahead", "torch": "torch"}
+
+
+def first_call() -> list[str]:
+    """Compare the first call of a process with and without compiled kernels, in seconds of both passes."""
+    lines = [f"| kernel, head size | GPU | {' | '.join(FIRST_CALLS.values())} |", "| --- " * 6 + "|"]
+    for one in load(FIRST_CALL_FILE):
+        seconds = [" / ".join(f"{one['rows'][row][name]:.2f}" for name in PASSES) for row in FIRST_CALLS]
+        gpu = one["setting"]["device"].split()[1]
+        lines.append(f"| {one['kernel']}, {one['head_dim']} | {gpu} | {' | '.join(seconds)} |")
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "kernels": kernels,
     "heads": heads,
+    "first-call": first_call,
     "portable": portable,
     "strategies-2": lambda: strategies(2),
     "strategies-4": lambda: strategies(4),

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend
 
 import burst_portable as bp
 from benchmarks import attention, picture, providers, tables
-from benchmarks.report import Result, beside, setting
-from benchmarks.script import accelerator, count, current_device, end, file, names
+from benchmarks.report import Result, beside, print_matrix, setting
+from benchmarks.script import accelerator, count, current_device, end, file, names, share
 from burst_portable.backends.selection import for_device
 from burst_portable.errors import BackendUnavailableError, CommunicationTimeoutError, UnknownNameError
 from burst_portable.layout import Segment
@@ -259,3 +259,29 @@ def test_flex_flash_passes_mask_to_backend(monkeypatch):
     monkeypatch.delattr("torch.nn.attention.flex_attention.FlexKernelOptions")
     with pytest.raises(providers.Absent, match="has no backends"):
         providers.PROVIDERS["flex-flash"](task_on_cpu(bp.Mask.prefix_lm(16)))
+
+
+def test_share_takes_parts_of_a_whole():
+    assert share("1/2") == (1, 2)
+    for text in ("2/2", "-1/2", "0/0", "1"):
+        with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+            share(text)
+
+
+def test_matrix_has_every_head_size_and_mask():
+    rows = attention.matrix("4k")
+    assert len(rows) == len(attention.HEADS) * len(attention.MATRIX_MASKS)
+    for row in rows.values():
+        visible = bp.Mask.parse(row.mask, row.length).num_pairs(row.length, row.length)
+        assert 0 < visible <= row.length**2
+    assert rows["mla-gqa-4k"].heads == (16, 4)
+    assert (rows["mla-gqa-4k"].head, rows["mla-gqa-4k"].v_head) == (192, 128)
+
+
+def test_print_matrix_names_best_other_of_both_passes(capsys):
+    def result(provider, forward, backward):
+        passes = {"forward": forward, "backward": backward}
+        return Result("row", provider, tflops={"forward": 9, "backward": 9}, rounds=passes)
+
+    print_matrix([result("auto", [1, 1], [1, 3]), result("cudnn", [2, 2], [1, 4]), result("flex", [1, 1], [3, 7])])
+    assert "cudnn 9/9 1.500" in capsys.readouterr().out
