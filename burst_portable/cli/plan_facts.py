@@ -132,8 +132,12 @@ def _pass(
         "transfer": plan.transfer(name),
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
-        "max_message_bytes": _largest_message(pass_plan, ranks) if plan.ring_size > 1 or not plan.heads else None,
-        "memory": {"shard": _shard(plan, name, pass_plan, ranks), "in_flight": max(c.blocks_held for c in costs)},
+        "max_message_bytes": _largest_message(plan, name, ranks) if plan.ring_size > 1 or not plan.heads else None,
+        "memory": {
+            "shard": _shard(plan, name, pass_plan, ranks),
+            "in_flight": max(c.blocks_held for c in costs),
+            "scores": max(c.scores for c in costs),
+        },
         "seconds": seconds,
         "compute_seconds": max(flops) / per_second,
         "efficiency": sum(flops) / len(flops) / per_second / seconds if seconds else 1.0,
@@ -162,10 +166,11 @@ def _shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
     return inputs + results + wide * (queries * d + keys * (d + dv))
 
 
-def _largest_message(pass_plan: PassPlan, ranks: Sequence[int]) -> int:
+def _largest_message(plan: Plan, name: PassName, ranks: Sequence[int]) -> int:
     """Return the bytes of the largest message that one of these ranks receives."""
-    moves = (m for r in ranks for s in pass_plan.steps_of(r) for m in (*s.receives, *s.gradient_receives))
-    return max(map(message_sizes(pass_plan), moves), default=0)
+    sizes = [message_sizes(plan.pass_plan(name), tensor) for tensor in plan.tensors]
+    moves = (m for r in ranks for s in plan.steps(name, r) for m in (*s.receives, *s.gradient_receives))
+    return max((size(move) for move in moves for size in sizes), default=0)
 
 
 def _step(pass_plan: PassPlan, step: Step) -> Facts:

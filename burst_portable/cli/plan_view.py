@@ -164,7 +164,9 @@ def _costs_table(facts: Facts) -> Table:
     passes = [facts["passes"][name] for name in PASSES]
     rows = table(f"costs over {_ranks_text(facts)}", *PASSES)
     for label, value in _COST_ROWS.items():
-        rows.add_row(label, *(value(part) for part in passes))
+        values = [value(part) for part in passes]
+        if any(values):
+            rows.add_row(label, *values)
     return rows
 
 
@@ -190,6 +192,7 @@ _COST_ROWS = {
     "tiles per rank, max": lambda part: f"{part['max']['tiles']:,}",
     "memory: local tensors": lambda part: bytes_text(part["memory"]["shard"]),
     "memory: remote blocks": lambda part: bytes_text(part["memory"]["in_flight"]),
+    "memory: rows of scores": lambda part: bytes_text(part["memory"]["scores"]) if part["memory"]["scores"] else "",
     "predicted time": lambda part: seconds_text(part["seconds"]),
     "computation only": lambda part: seconds_text(part["compute_seconds"]),
     "predicted efficiency": lambda part: percent(part["efficiency"]),

@@ -29,7 +29,7 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles
 from burst_portable.runtime.autograd import begin, observed, run_backward
 from burst_portable.runtime.executor import attend_first
-from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
+from burst_portable.runtime.prepare import kernel_for_plan, plan_for_kernel, prepared_call
 from burst_portable.strategies.planner import planned
 
 
@@ -50,7 +50,7 @@ def serves(kernel: Kernel | LazyKernel, case: Case, device: str) -> bool:
 def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transport, device: torch.device) -> Answer:
     """Run one rank's part of a case, and return its shards."""
     plan = plan_of(case, device.type)
-    kernel = target.choose(plan.forward.call)
+    kernel = kernel_for_plan(plan, target.choose(plan.forward.call))
     plan = plan_for_kernel(plan, kernel)
     unobserved = prepared_call(plan, target.backend, kernel, transport, call_signature({"case": case.spec()}))
     mesh = Mesh(transport.rank, transport.size, lambda _: transport)
@@ -76,7 +76,8 @@ def run_case(target: BackendUnderTest, case: Case, x: Inputs) -> Answer:
     Raises:
         UnsupportedError: If the backend does not support the case.
     """
-    record_kernel(target.choose(plan_of(case, target.device.type).forward.call).name)
+    plan = plan_of(case, target.device.type)
+    record_kernel(kernel_for_plan(plan, target.choose(plan.forward.call)).name)
     shards = target.threads(case.ranks, lambda transport: run_rank(target, case, x, transport, target.device))
     return gather_shards(shards, case.make_layout())
 

@@ -19,14 +19,14 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import exchanges, local_block_size, message_sizes, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, keeps_rank_order
 from burst_portable.planning.routes import Move, to_pack
-from burst_portable.planning.schedule import Compute, Steps, interleave_groups
+from burst_portable.planning.schedule import Compute, interleave_groups
 
 # In bytes of the message:
-_PACK = _COPY = 2  # read and written once: `runtime.executor._Blocks._copy`, `runtime.head_parallel`
+_PACK = _COPY = 2  # read and written once: `runtime.executor.Blocks._copy`, `runtime.head_parallel`
 # Received gradients are read and added to sums, which are twice as wide if the gradients were rounded:
-# `runtime.executor._Gradients._add`.
+# `runtime.executor.BlockGradients._add`.
 _ADD, _ADD_ROUNDED = 3, 5
-# Sums are zeroed, then read and written by the kernel (`_Gradients.accumulators` there). Rounded gradients are read
+# Sums are zeroed, then read and written by the kernel (`BlockGradients.accumulators` there). Rounded gradients are read
 # again and rounded into their message (`_message`).
 _ACCUMULATE, _ACCUMULATE_ROUNDED = 3, 9
 # Bytes for each number of a 16-bit tensor:
@@ -34,6 +34,8 @@ _RUNNING = 8  # a kernel that merges in its epilogue reads and writes its runnin
 _MERGE_PART, _MERGE_PART_ONCE = 26, 10  # merge a part of a tile by `numerics.merge_into`; in one pass over memory
 _ADD_PART = 10  # add a gradient of a part of a tile to its sum
 _SUM = 10  # sum a gradient in float32: zeros before, rounding after
+# Reads and writes of each score in the round of K or of V: `runtime.score_rows`
+_SCORES = {"forward": 2.5, "backward": 1.75}
 _SURROGATE = 52  # make out by `numerics.surrogate_out`, if queries are sent
 
 STRIDED_BATCHES = 4
@@ -127,6 +129,7 @@ class PassCost:
         launches: Kernel launches.
         tiles: Tiles of all launches.
         blocks_held: Bytes of the largest set of remote blocks in memory at once, including those in flight.
+        scores: Bytes of the scores in memory at once, for a plan that stores rows of scores; else 0.
         seconds: Predicted time of the pass.
         compute_seconds: Predicted time of the kernels without communication.
         link_seconds: Predicted time of the messages one after the other. Kernels may hide some of it.
@@ -140,6 +143,7 @@ class PassCost:
     launches: int
     tiles: int
     blocks_held: int
+    scores: int
     seconds: float
     compute_seconds: float
     link_seconds: float
@@ -207,10 +211,11 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareSpec
         memory=plan.head_groups * sum(pass_memory(pass_plan.call, pass_name, c) for c in computes),
         sent=sent,
         received=received,
-        messages=plan.head_groups * len(receives) + (2 * len(groups) if plan.head_parallel_size > 1 else 0),
-        launches=plan.head_groups * len(computes),
+        messages=plan.rounds * len(receives) + (2 * len(groups) if plan.head_parallel_size > 1 else 0),
+        launches=plan.rounds * len(computes),
         tiles=plan.head_groups * sum(c.count for c in computes),
-        blocks_held=_peak_block_bytes(steps, 1 if plan.heads else plan.head_groups, size),
+        blocks_held=_peak_block_bytes(plan, pass_name, rank),
+        scores=score_bytes(plan.call, pass_name, rank) if plan.score_rows else 0,
         seconds=rank_seconds(plan, pass_name, rank, hardware),
         compute_seconds=plan.head_groups
         * sum(_launch_seconds(pass_plan, c, hardware) for c in computes)
@@ -224,6 +229,8 @@ def rank_seconds(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareS
     pass_plan = plan.pass_plan(pass_name)
     if plan.heads:
         return _head_parallel_seconds(plan, pass_plan, rank, hardware)
+    if plan.score_rows:
+        return _score_row_seconds(pass_plan, rank, hardware)
     return _ring_seconds(pass_plan, rank, hardware, plan.direct, plan.head_groups)
 
 
@@ -323,6 +330,22 @@ def _ring_seconds(pass_plan: PassPlan, rank: int, hardware: HardwareSpec, direct
     return line.end
 
 
+def score_bytes(call: AttentionCall, pass_name: PassName, rank: int) -> int:
+    """Return the bytes of a rank's rows of scores, in the accumulation dtype; backward, with their gradients."""
+    scores = call.batch * call.heads * call.layout.count(rank) * call.k_layout.length
+    return (1 if pass_name == "forward" else 2) * scores * max(call.itemsize, 4)
+
+
+@lru_cache(maxsize=512)
+def _score_row_seconds(pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -> float:
+    """Return the seconds of one rank if K and V are sent separately: half of each computation comes with each."""
+    line = _Timeline(False, pass_plan, hardware)
+    for tensor in (0, 1):
+        _walk(line, pass_plan, rank, hardware, tensor=tensor)
+        line.read_and_write(int(_SCORES[pass_plan.name] * score_bytes(pass_plan.call, pass_plan.name, rank)))
+    return line.end
+
+
 def _result_bytes(pass_plan: PassPlan, rank: int, groups: int) -> int:
     """Return the bytes of a rank's results in the dtype of the inputs: out, or dQ, dK and dV."""
     p, member = pass_plan.call, rank // pass_plan.stride
@@ -332,9 +355,11 @@ def _result_bytes(pass_plan: PassPlan, rank: int, groups: int) -> int:
     return groups * p.batch * p.itemsize * (queries * p.head_dim + keys * (p.head_dim + p.v_head_dim))
 
 
-def _walk(line: _Timeline, pass_plan: PassPlan, rank: int, hardware: HardwareSpec, groups: int = 1) -> None:
-    """Simulate the steps of one rank on its timeline, for all groups of heads."""
-    size, launched = message_sizes(pass_plan), set[int]()
+def _walk(
+    line: _Timeline, pass_plan: PassPlan, rank: int, hardware: HardwareSpec, groups: int = 1, tensor: int | None = None
+) -> None:
+    """Simulate the steps of one rank on its timeline, for all groups of heads, or for one of K and V."""
+    size, launched = message_sizes(pass_plan, tensor), set[int]()
     packed = [set[tuple[int, int]]() for _ in range(groups)]
     add, accumulate = (_ADD_ROUNDED, _ACCUMULATE_ROUNDED) if pass_plan.rounds_gradients else (_ADD, _ACCUMULATE)
     if pass_plan.name == "forward":  # results of helpers are copied into messages
@@ -350,7 +375,8 @@ def _walk(line: _Timeline, pass_plan: PassPlan, rank: int, hardware: HardwareSpe
         if step.joins_local:
             line.read_and_write(_joined_bytes(pass_plan, rank))
         if step.compute:
-            line.launch(_launch_seconds(pass_plan, step.compute, hardware) / efficiency)
+            seconds = _launch_seconds(pass_plan, step.compute, hardware) / efficiency
+            line.launch(seconds if tensor is None else seconds / 2)
             helps = pass_plan.helpers is not None and step.side == "q"  # the owner of the queries merges the result
             first = helps or group not in launched
             line.read_and_write(_merged_bytes(pass_plan, step.compute, hardware.kernel, first=first))
@@ -392,12 +418,14 @@ def _head_parallel_seconds(plan: Plan, pass_plan: PassPlan, rank: int, hardware:
     return line.end
 
 
-def _peak_block_bytes(steps: Steps, groups: int, size: Callable[[Move], int]) -> int:
+def _peak_block_bytes(plan: Plan, pass_name: PassName, rank: int) -> int:
     """Return the bytes of the largest set of remote blocks, of all groups of heads, in a rank's memory at once."""
+    pass_plan = plan.pass_plan(pass_name)
+    sizes = [message_sizes(pass_plan, tensor) for tensor in plan.tensors]
     blocks: dict[tuple[int, int], int] = {}
     peak = 0
-    for group, step in interleave_groups(steps, groups):
-        blocks.update({(group, m.owner): size(m) for m in step.receives})
+    for group, step in interleave_groups(pass_plan.steps_of(rank), 1 if plan.heads else plan.head_groups):
+        blocks.update({(group, m.owner): max(size(m) for size in sizes) for m in step.receives})
         peak = max(peak, sum(blocks.values()))
         for owner in step.released:
             blocks.pop((group, owner), None)

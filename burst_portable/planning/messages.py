@@ -14,8 +14,8 @@ heads of one tensor: ``[rows, B, heads, dim]`` each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
@@ -66,11 +66,11 @@ def fields(
     return Field(q, d, data), Field(q, dv, data), Field(q, None, wide), Field(q, None, wide)
 
 
-def message_sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
-    """Return a function from a move of this pass to its bytes on the wire."""
+def message_sizes(pass_plan: PassPlan, tensor: int | None = None) -> Callable[[Move], int]:
+    """Return a function from a move of this pass to its bytes on the wire. `tensor`: see `row_layout`."""
     call, rounded, forward = pass_plan.call, pass_plan.rounds_gradients, pass_plan.name == "forward"
     rows = {
-        (side, g): row_size(call, side, is_gradient=g, rounds_gradients=rounded, forward=forward)
+        (side, g): row_layout(call, side, is_gradient=g, rounds_gradients=rounded, forward=forward, tensor=tensor).size
         for side in pass_plan.sides
         for g in (False, True)
     }
@@ -87,8 +87,12 @@ def row_size(
 
 def local_block_size(pass_plan: PassPlan, rank: int) -> int:
     """Return the bytes of the local block of the side that is sent, as a message."""
+    return _local_rows(pass_plan, rank) * row_size(pass_plan.call, pass_plan.side, is_gradient=False)
+
+
+def _local_rows(pass_plan: PassPlan, rank: int) -> int:
     layout = pass_plan.call.k_layout if pass_plan.side == "kv" else pass_plan.call.layout
-    return layout.count(rank // pass_plan.stride) * row_size(pass_plan.call, pass_plan.side, is_gradient=False)
+    return layout.count(rank // pass_plan.stride)
 
 
 def group_by_wait_step(moves: Iterable[Move]) -> Iterator[list[Move]]:
@@ -127,24 +131,24 @@ class StepMessages(NamedTuple):
 
 
 class PassMessages:
-    """The messages of one rank in one pass. Made when a call is prepared.
+    """The messages of one rank in one pass, or of one tensor of its blocks. Made when a call is prepared.
 
     `inputs`, `gradients` and `sums` are, by side, the row layouts of blocks, of results in a message, and of gradients
     while they are summed. `steps` has each step with its messages. `parts` is, in a forward pass, the number of partial
     results of the local rows: those of this rank's launches, and those that helpers return.
     """
 
-    def __init__(self, pass_plan: PassPlan, rank: int) -> None:
-        call, sides, forward = pass_plan.call, pass_plan.sides, pass_plan.name == "forward"
-        rounded = pass_plan.rounds_gradients
-        self.inputs = {side: row_layout(call, side, is_gradient=False, forward=forward) for side in sides}
+    def __init__(self, pass_plan: PassPlan, rank: int, tensor: int | None = None) -> None:
+        sides, forward, rounded = pass_plan.sides, pass_plan.name == "forward", pass_plan.rounds_gradients
+        layout = partial(row_layout, pass_plan.call, tensor=tensor)
+        self.inputs = {side: layout(side, is_gradient=False, forward=forward) for side in sides}
         self.gradients = {
-            side: row_layout(call, side, is_gradient=True, rounds_gradients=rounded, forward=forward) for side in sides
+            side: layout(side, is_gradient=True, rounds_gradients=rounded, forward=forward) for side in sides
         }
-        self.sums = {side: row_layout(call, side, is_gradient=True) for side in sides}
-        self._size = message_sizes(pass_plan)
+        self.sums = {side: layout(side, is_gradient=True) for side in sides}
+        self._size = message_sizes(pass_plan, tensor)
         steps = pass_plan.steps_of(rank)
-        local = local_block_size(pass_plan, rank)
+        local = _local_rows(pass_plan, rank) * self.inputs[pass_plan.side].size
         # By owner: rows of its gradients that are summed here.
         self._gradient_rows = {move.owner: _rows(move) for step in steps for move in step.gradient_sends}
         self._gradient_rows[rank] = local // self.inputs[pass_plan.side].size
@@ -188,10 +192,21 @@ class PassMessages:
 
 
 def row_layout(
-    call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False, forward: bool = False
+    call: AttentionCall,
+    side: Side,
+    *,
+    is_gradient: bool,
+    rounds_gradients: bool = False,
+    forward: bool = False,
+    tensor: int | None = None,
 ) -> RowLayout:
-    """Return the memory layout of a row of a block, or of its results, in a message: see `fields`."""
+    """Return the memory layout of a row of a block, or of its results, in a message: see `fields`.
+
+    `tensor`: Index of the only field in the message, if K and V are sent separately. Default: all fields.
+    """
     found = fields(call, side, is_gradient=is_gradient, rounds_gradients=rounds_gradients, forward=forward)
+    if tensor is not None:
+        found = found[tensor : tensor + 1]
     *starts, size = accumulate((field.size(call.batch) for field in found), initial=0)
     return RowLayout(size, tuple(zip(found, starts, strict=True)))
 
@@ -255,9 +270,9 @@ class Inboxes:
 
     forward: int = 0  # bytes of the largest inbox in the forward pass, divided by the ranks and rounded up
     backward: int = 0  # the same for the backward pass
-    group_stride: int = 0  # bytes between the same message of two consecutive groups of heads
-    # For each message that one rank sends or receives, its offset in bytes in the receiver's inbox.
-    offsets: Mapping[Move, int] = field(default_factory=dict)
+    # For each round of a pass (`Plan.rounds`), the offsets in bytes in the receivers' inboxes of the messages that one
+    # rank sends or receives.
+    offsets: tuple[Mapping[Move, int], ...] = ()
 
 
 def inboxes(plan: Plan, rank: int) -> Inboxes:
@@ -266,23 +281,26 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
     Tensors of head exchanges come before them; `runtime.head_parallel` counts their offsets.
     """
     exchanged = [_exchange_inbox(plan, name) for name in PASSES]
-    offsets: dict[Move, int] = {}
-    ends = []
-    for (_, pass_plan), most in zip(plan.passes(), exchanged, strict=True):
-        for target in range(plan.call.ranks if plan.ring_size > 1 else 0):
-            found, end = _message_offsets(pass_plan, target, max(exchanged))
-            most = max(most, end)
-            for move, offset in found.items():
-                if rank in (target, move.source):
-                    assert offsets.setdefault(move, offset) == offset, "one offset, forward and backward"
-        ends.append(most)
-    # The messages of each group follow those of the group before. Groups of divided heads have separate exchanges.
-    stride = 0 if plan.heads or plan.head_groups == 1 else _aligned(max(ends))
-    sizes = [-(-((plan.head_groups - 1) * stride + end) // plan.call.ranks) for end in ends]
-    return Inboxes(sizes[0], sizes[1], stride, offsets)
+    start = max(exchanged)
+    rounds: list[Mapping[Move, int]] = []
+    ends = dict(zip(PASSES, exchanged, strict=True))
+    # Groups of divided heads have separate exchanges, and share the offsets of other messages.
+    for tensor in plan.tensors * (1 if plan.heads else plan.head_groups):
+        offsets: dict[Move, int] = {}
+        for name, pass_plan in plan.passes():
+            for target in range(plan.call.ranks if plan.ring_size > 1 else 0):
+                found, end = _message_offsets(pass_plan, target, start, tensor)
+                ends[name] = max(ends[name], end)
+                for move, offset in found.items():
+                    if rank in (target, move.source):
+                        assert offsets.setdefault(move, offset) == offset, "one offset, forward and backward"
+        rounds.append(offsets)
+        start = _aligned(max(ends.values()))  # the messages of a round follow those of the round before
+    forward, backward = (-(-end // plan.call.ranks) for end in ends.values())
+    return Inboxes(forward, backward, tuple(rounds))
 
 
-def _message_offsets(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, int], int]:
+def _message_offsets(pass_plan: PassPlan, target: int, start: int, tensor: int | None) -> tuple[dict[Move, int], int]:
     """Return the offset of every message to a rank, from `start` on, and the end of the last message.
 
     Blocks come first: a block that is sent in both passes is the same `Move` in both, so it has one offset. A block of
@@ -291,7 +309,7 @@ def _message_offsets(pass_plan: PassPlan, target: int, start: int) -> tuple[dict
     steps = pass_plan.steps_of(target)
     blocks, gradients = ([step.receives for step in steps], [step.gradient_receives for step in steps])
     joined = {step.index: local_block_size(pass_plan, target) for step in steps if step.joins_local}
-    size, queries = message_sizes(pass_plan), row_size(pass_plan.call, "q", is_gradient=False)
+    size, queries = message_sizes(pass_plan, tensor), row_size(pass_plan.call, "q", is_gradient=False)
     offsets: dict[Move, int] = {}
     end = start
     for moves in chain.from_iterable(map(group_by_wait_step, (*blocks, *gradients))):

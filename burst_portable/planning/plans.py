@@ -115,6 +115,10 @@ _BLOCKS: dict[tuple[PassName, Circulates], str] = {
     ("forward", "both"): "K and V are sent, or Q to a helper that returns out and LSE",
     ("backward", "both"): "K and V are sent, then dK and dV; or Q, dO, LSE and delta to a helper, then dQ",
 }
+_SEPARATE: dict[PassName, str] = {
+    "forward": "all steps run with K, then again with V",
+    "backward": "all steps run with V and dV, then again with K and dK",
+}
 _HEADS: dict[PassName, str] = {
     "forward": "all rows {where}of some heads are sent to each rank, then out back",
     "backward": "all rows {where}of some heads of dO are sent to each rank, then gradients back",
@@ -369,6 +373,8 @@ class Plan:
         head_groups: Number of groups in which a rank computes its heads. Both passes plan one group. If heads are not
             divided, the groups run their steps at the same time, each one step later than the group before it: see
             `schedule.interleave_groups`.
+        score_rows: Whether K and V are sent one after the other, and a rank stores its rows of scores in between: see
+            `runtime.score_rows`. The steps of a pass then run twice.
         reason: Why `auto` chose the strategy, or which option the strategy chose itself; "" if neither applies.
     """
 
@@ -378,6 +384,7 @@ class Plan:
     backward: PassPlan
     heads: HeadSplit | None = None
     head_groups: int = 1
+    score_rows: bool = False
     reason: str = ""
 
     def __repr__(self) -> str:
@@ -418,6 +425,21 @@ class Plan:
         return self.call.ranks > 1 and not only_exchanges
 
     @property
+    def saves_more(self) -> bool:
+        """Whether the backward pass needs tensors of the forward pass besides q, k, v, out and LSE of this rank."""
+        return self.heads is not None or self.score_rows
+
+    @property
+    def tensors(self) -> tuple[int | None, ...]:
+        """Index of the tensor of a block that the messages of each round contain; None if they contain all of them."""
+        return (0, 1) if self.score_rows else (None,)
+
+    @property
+    def rounds(self) -> int:
+        """How often the steps of a pass run: for each group of heads, or for K and V if they are sent separately."""
+        return self.head_groups * len(self.tensors)
+
+    @property
     def head_parallel_size(self) -> int:
         """Return the number of ranks that divide heads among themselves; 1 if heads are not divided."""
         return self.heads.ranks if self.heads else 1
@@ -443,7 +465,7 @@ class Plan:
 
     def describe_traffic(self, pass_name: PassName) -> str:
         """Return a sentence: which tensors are sent in a pass."""
-        return traffic_text(pass_name, self.circulates(pass_name))
+        return _SEPARATE[pass_name] if self.score_rows else traffic_text(pass_name, self.circulates(pass_name))
 
     def describe_pass(self, pass_name: PassName) -> str:
         """Return a sentence: which tensors are sent in a pass, and how."""

@@ -22,8 +22,11 @@ from burst_portable.comm.agreement import agree_on_call
 from burst_portable.comm.base import Exchange, Handle, Message, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, shown
 from burst_portable.kernels.base import BackwardInputs, Gradients, WrappedKernel
+from burst_portable.kernels.score_kernel import ScoreRowKernel
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import State, empty_state
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.tiles import Tiles
 from burst_portable.runtime.prepared_call import PreparedCall, installed
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.values import as_int
@@ -161,9 +164,10 @@ def _restored(model: nn.Module | None, device: str) -> Iterator[None]:
 def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str]) -> float:
     def without(prepared: PreparedCall, _: Mesh) -> PreparedCall:
         if "computing" in off:
-            prepared = replace(prepared, kernel=_IdleKernel(prepared.kernel))
+            scores = isinstance(prepared.kernel, ScoreRowKernel)
+            prepared = replace(prepared, kernel=_IdleScores() if scores else _IdleKernel(prepared.kernel))
         if "communication" in off:
-            prepared = replace(prepared, transport=_SilentTransport(prepared.transport), offsets={})
+            prepared = replace(prepared, transport=_SilentTransport(prepared.transport), offsets=())
         return prepared
 
     streams = for_device(device).capabilities.streams
@@ -231,6 +235,22 @@ class _SilentTransport(WrappedTransport):
 
     def close(self) -> None:
         """Do nothing: the wrapped transport stays open."""
+
+
+class _IdleScores(ScoreRowKernel):
+    """Kernel for rows of scores that returns zeros without computing."""
+
+    def scores(self, q: Tensor, k: Tensor, tiles: Tiles, call: AttentionCall) -> Tensor:
+        return self.product(q.transpose(1, 2), k)
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(*x.shape[:3], y.shape[1])
+
+    def weighted(self, weights: Tensor, y: Tensor, *, transposed: bool = False) -> Tensor:
+        return weights.new_zeros(()).expand(*weights.shape[:3], y.shape[-1])
+
+    def summed(self, weights: Tensor, x: Tensor, kv_heads: int) -> Tensor:
+        return x.new_zeros(()).expand(x.shape[0], weights.shape[-1], kv_heads, x.shape[-1])
 
 
 class _IdleKernel(WrappedKernel):

@@ -225,7 +225,7 @@ class PlanFacts:
             for step in plan.steps(name, rank):
                 if c := step.compute:
                     num_pairs = c.tiles.num_pairs
-                    work = pass_flops(pass_plan.call, name, num_pairs)
+                    work = pass_flops(pass_plan.call, name, num_pairs) // (1 + plan.score_rows)  # twice the launches
                     self.computes[bool(backward), c] = step.index, num_pairs, len(c.tiles), work
 
     def describe(self, backend: Backend, file: str = "", *, high_priority: bool = False) -> dict[str, Any]:

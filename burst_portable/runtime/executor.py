@@ -3,11 +3,11 @@
 One pass, as `forward_rows` and `backward_rows` run it::
 
     for step in steps:                  planning/schedule.py, Step: what this rank does at each step
-        _Blocks.begin                   wait for the blocks of this step; send blocks; post receives for later steps
+        Blocks.begin                    wait for the blocks of this step; send blocks; post receives for later steps
         kernel.attend                   compute with the local and the received blocks (attend_backward in backward)
-        _Gradients.end                  backward: add received gradients, send the sums of remote blocks
+        BlockGradients.end              backward: add received gradients, send the sums of remote blocks
         _Partials.end                   forward: merge the results of helpers, send results for remote queries
-        _Blocks.end                     release blocks that no later step uses
+        Blocks.end                      release blocks that no later step uses
 
 `planning.messages.StepMessages` has the sizes of the messages of a step.
 """
@@ -25,7 +25,7 @@ from burst_portable.comm.base import Handle, Message
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, as_kernels_take
 from burst_portable.numerics import State, accumulation_dtype, as_dtype, empty_state
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.messages import Arrivals, RowLayout, StepMessages
+from burst_portable.planning.messages import Arrivals, PassMessages, RowLayout, StepMessages
 from burst_portable.planning.routes import Move, Side
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.tiles import Tiles
@@ -125,7 +125,8 @@ class ForwardSteps:
         merges_few = may_round and prepared.kernel.traits.writes_into
         merged = prepared.forward.plan.merged_rows(prepared.transport.rank) if merges_few else None
         self._rounded = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
-        self._blocks = _Blocks(prepared, {"kv": (k, v), "q": (q,)}, q.dtype, group, backward=False)
+        messages = prepared.forward.messages
+        self._blocks = Blocks(prepared, messages, {"kv": (k, v), "q": (q,)}, q.dtype, group, backward=False)
         self._partials = _Partials(self._blocks)
         self._state: State | None = None
 
@@ -206,8 +207,8 @@ class BackwardSteps:
         self._results: Gradients = dq, dk, dv
         sides = prepared.backward.plan.sides
         local = {side: (x.k, x.v) if side == "kv" else _query_block(x) for side in sides}
-        self._blocks = _Blocks(prepared, local, x.q.dtype, group, backward=True)
-        self._gradients = _Gradients(self._blocks, {"kv": (dk, dv), "q": (dq,)})
+        self._blocks = Blocks(prepared, prepared.backward.messages, local, x.q.dtype, group, backward=True)
+        self._gradients = BlockGradients(self._blocks, {"kv": (dk, dv), "q": (dq,)})
 
     def run(self, step: Step, messages: StepMessages) -> None:
         """Run the next step."""
@@ -240,19 +241,26 @@ def _query_block(x: BackwardInputs) -> Views:
     return x.q, x.dout, x.lse, x.delta
 
 
-class _Blocks:
+class Blocks:
     """The blocks of one pass: the local block, and remote blocks that have arrived or are in flight.
 
     Blocks that one step needs are contiguous in one buffer, so that the kernel reads them as one block.
     """
 
     def __init__(
-        self, prepared: PreparedCall, local: dict[Side, Views], dtype: torch.dtype, group: int, *, backward: bool
+        self,
+        prepared: PreparedCall,
+        messages: PassMessages,
+        local: dict[Side, Views],
+        dtype: torch.dtype,
+        round_index: int,
+        *,
+        backward: bool,
     ) -> None:
         self.transport, self.rank, self.backward = prepared.transport, prepared.transport.rank, backward
-        prepared_pass = prepared.backward if backward else prepared.forward
-        self.messages, self.batch, self.side = prepared_pass.messages, prepared.part.batch, prepared_pass.plan.side
-        self._offsets, self._group_offset = prepared.offsets, group * prepared.group_stride
+        self.messages, self.batch = messages, prepared.part.batch
+        self.side = (prepared.backward if backward else prepared.forward).plan.side
+        self._offsets = prepared.offsets[round_index] if prepared.offsets else {}
         self.observer = prepared.observer
         self._local, self.dtype, self.device = local, dtype, local[self.side][0].device
         self._receives: dict[Move, tuple[Handle, Tensor]] = {}
@@ -327,8 +335,7 @@ class _Blocks:
 
     def _offset(self, move: Move) -> int | None:
         """Return the offset of a message in its receiver's inbox; None if senders do not write there."""
-        offset = self._offsets.get(move)
-        return None if offset is None else offset + self._group_offset
+        return self._offsets.get(move)
 
     def _wait_sent(self, step: int) -> None:
         """Wait for sends that their receivers need by this step. Later ones may still be crossing to another node."""
@@ -387,7 +394,7 @@ class _Blocks:
 class _Partials:
     """Results of helpers in a forward pass: (out, LSE) of remote queries, and those that arrive for local queries."""
 
-    def __init__(self, blocks: _Blocks) -> None:
+    def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._computed: dict[int, State] = {}  # by owner of the queries: results that have not been sent
         self._arrived: list[tuple[Move, Tensor]] = []  # that have not been merged
@@ -427,10 +434,10 @@ class _Partials:
         self._arrived = []
 
 
-class _Gradients:
+class BlockGradients:
     """Gradients of the sent side: of the local block, and of remote blocks until they are sent."""
 
-    def __init__(self, blocks: _Blocks, local: dict[Side, Views]) -> None:
+    def __init__(self, blocks: Blocks, local: dict[Side, Views]) -> None:
         self._blocks, self._local = blocks, local
         self._sums: dict[int, Tensor] = {}  # by owner: sums that have not been sent
         self._rounds = blocks.messages.gradients[blocks.side].size != blocks.messages.sums[blocks.side].size

@@ -163,7 +163,7 @@ def _keeps_copies(
     try:
         mesh, request = as_mesh(arguments.mesh), arguments.request._replace(seq_len=seq_len).checked()
         plan, *_ = choose(describe(q, k, v, sinks, mesh, request), mesh, request)
-        return plan.heads is not None
+        return plan.saves_more
     except BurstError:
         return False
 
@@ -224,7 +224,7 @@ def attend(
         prepared.transport.end()
     if not keep:
         saved = ()
-    elif not prepared.plan.heads:
+    elif not prepared.plan.saves_more:
         lse, saved = saved[-1], saved if lean else ()
     out, lse = _separate((out, _lse_like(q) if lse is None else lse), (q, k, v))
     ticket = torch.zeros(1, dtype=torch.int64, device="cpu")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -22,8 +23,9 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel, hardware_of
 from burst_portable.comm.agreement import CallSignature, call_signature, hashed_value
 from burst_portable.comm.base import Transport
-from burst_portable.errors import InputError, shown
+from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.kernels.base import Kernel, as_kernels_take
+from burst_portable.kernels.score_kernel import ScoreRowKernel
 from burst_portable.layout import Layout, contiguous
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
@@ -34,6 +36,7 @@ from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_groups import GroupExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
 from burst_portable.runtime.prepared_call import Executor, PreparedCall, PreparedPass
+from burst_portable.runtime.score_rows import ScoreRowExecutor
 from burst_portable.runtime.validation import (
     as_number,
     broadcast_error,
@@ -218,6 +221,14 @@ def choose(call: AttentionCall, mesh: Mesh, request: Request) -> tuple[Plan, Bac
     plan = planned(strategy, call)
     # The call of one rank has fewer heads, if the plan is head-parallel.
     kernel, reason = choose_kernel(backend, plan.forward.call, name, times=times)
+    if plan.score_rows:
+        if name != "auto":
+            raise UnsupportedError(
+                f"the strategy {plan.strategy!r} stores rows of scores, which no kernel does",
+                got=f"kernel={name!r}",
+                next_step="kernel='auto', or another strategy",
+            )
+        kernel, reason = kernel_for_plan(plan, kernel), "the strategy stores rows of scores, which no kernel does"
     plan = plan_for_kernel(plan, kernel)
     plan.forward.steps_of(mesh.rank)  # raises before the pass if segments of the layout have different steps
     return plan, backend, kernel, "named by the settings (BURST_KERNEL)" if by_setting else reason
@@ -248,7 +259,9 @@ def prepared_call(
     reason: str = "",
 ) -> PreparedCall:
     """Return what one rank runs for a plan. See `PreparedCall`."""
-    inbox = inboxes(plan, transport.rank) if transport.direct else Inboxes()
+    rank = transport.rank
+    prepared_pass = partial(PreparedPass.of, tensors=plan.tensors if plan.score_rows else ())
+    inbox = inboxes(plan, rank) if transport.direct else Inboxes()
     return PreparedCall(
         plan,
         plan.forward.call,
@@ -256,10 +269,9 @@ def prepared_call(
         kernel,
         transport,
         _executor(plan),
-        PreparedPass.of(plan.forward, transport.rank, signature.of_pass("forward"), inbox.forward),
-        PreparedPass.of(plan.backward, transport.rank, signature.of_pass("backward"), inbox.backward),
+        prepared_pass(plan.forward, rank, signature.of_pass("forward"), inbox.forward),
+        prepared_pass(plan.backward, rank, signature.of_pass("backward"), inbox.backward),
         offsets=inbox.offsets,
-        group_stride=inbox.group_stride,
         yields_to_comm=transport.high_priority and plan.overlaps_communication,
         backward_takes_out=plan.backward.sides == ("kv",) and kernel.traits.splits_tiles,
         with_lse=with_lse,
@@ -271,7 +283,14 @@ def _executor(plan: Plan) -> Executor:
     """Return what runs the passes of a plan."""
     if plan.heads:
         return HeadExecutor()
+    if plan.score_rows:
+        return ScoreRowExecutor()
     return GroupExecutor() if plan.head_groups > 1 else StepExecutor()
+
+
+def kernel_for_plan(plan: Plan, kernel: Kernel) -> Kernel:
+    """Return what computes a plan: the kernel that was chosen, unless the plan stores rows of scores."""
+    return ScoreRowKernel() if plan.score_rows else kernel
 
 
 def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
@@ -330,7 +349,7 @@ def _call_signature(
             "dtype": p.dtype,
             "mask": hashed_value(str(p.mask), p.mask.regions),
             "layout": hashed_value(p.layout.name, p.layout.shards),
-            "strategy": hashed_value(strategy, (plan.heads, plan.head_groups, *sides, *routes)),
+            "strategy": hashed_value(strategy, (plan.heads, plan.head_groups, plan.score_rows, *sides, *routes)),
             "rows that cross nodes": order_of_rows,
             "scale": repr(p.scale),
             "softcap": repr(p.softcap),

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -72,11 +72,15 @@ class PreparedPass(NamedTuple):
     single: Compute | None  # the computation, if the pass of this rank is one launch without messages
     messages: PassMessages
     inbox: int = 0  # bytes per sender: see `planning.messages.Inboxes`
+    separate: tuple[PassMessages, ...] = ()  # the messages of K and those of V, if they are sent separately
 
     @classmethod
-    def of(cls, plan: PassPlan, rank: int, signature: CallSignature, inbox: int = 0) -> PreparedPass:
-        """Return the prepared pass of a rank."""
-        return cls(plan, signature, plan.single_compute(rank), PassMessages(plan, rank), inbox)
+    def of(
+        cls, plan: PassPlan, rank: int, signature: CallSignature, inbox: int = 0, tensors: tuple[int | None, ...] = ()
+    ) -> PreparedPass:
+        """Return the prepared pass of a rank. `tensors`: see `Plan.tensors`; empty if K and V are sent together."""
+        separate = tuple(PassMessages(plan, rank, tensor) for tensor in tensors)
+        return cls(plan, signature, plan.single_compute(rank), PassMessages(plan, rank), inbox, separate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,8 @@ class PreparedCall:
     executor: Executor
     forward: PreparedPass
     backward: PreparedPass
-    # Offset in bytes of each message in its receiver's inbox, if senders write there.
-    offsets: Mapping[Move, int] = field(default_factory=dict)
-    group_stride: int = 0  # bytes from there to the same message of the next group of heads
+    # By round (`Plan.rounds`): byte offsets of messages in the receivers' inboxes. Empty if senders do not write there.
+    offsets: tuple[Mapping[Move, int], ...] = ()
     yields_to_comm: bool = False  # whether kernels leave multiprocessors to kernels that send messages
     backward_takes_out: bool = False  # whether the backward kernel takes out instead of delta
     with_lse: bool = True  # whether the caller requests LSE, which a head-parallel plan then sends back

@@ -7,8 +7,8 @@ and computations. This loop then runs on every rank; on the right, the file and 
         block = local k, v
         for step in range(ranks):                       runtime/executor.py, forward_rows
             if step > 0:
-                block = wait for the received block     _Blocks.begin
-            send block to rank + 1                      _Blocks.post, comm/*.py: runs during the computation
+                block = wait for the received block     Blocks.begin
+            send block to rank + 1                      Blocks.post, comm/*.py: runs during the computation
             receive the next block from rank - 1
             out, lse = merge((out, lse), attend(q, *block))
                                                         kernels/*.py; numerics.py defines the merge
@@ -17,7 +17,7 @@ and computations. This loop then runs on every rank; on the right, the file and 
             wait, send and receive blocks as above
             dq, dk, dv of block += attend_backward(q, *block, dout, lse, delta)
             if step > 0:
-                add dk, dv received from rank - 1       _Gradients.end
+                add dk, dv received from rank - 1       BlockGradients.end
                 send the sum to rank + 1, after its block; the last rank sends it to the block's owner
 
 With a mask, a rank receives only blocks that it needs; the tiles of a block are in planning/tiles.py. With

@@ -190,12 +190,13 @@ def test_usp_inbox_offsets_do_not_overlap(kv_heads):
     assert len({(one.forward, one.backward) for one in found}) == 1
     lone = inboxes(make(ranks=3, length=48, mask="full", kv_heads=kv_heads), 0)
     for rank, one in enumerate(found):
-        assert all(rank in (move.source, move.target) for move in one.offsets)
-        mine = [place for move, place in one.offsets.items() if move.target == rank]
+        (offsets,) = one.offsets
+        assert all(rank in (move.source, move.target) for move in offsets)
+        mine = [place for move, place in offsets.items() if move.target == rank]
         assert len(mine) == len(set(mine)) == 2  # K and V in both passes, and dK and dV
         assert min(mine) >= 3 * max(lone.forward, lone.backward)
         assert max(mine) < 6 * one.backward
-        assert all(other.offsets.get(move, place) == place for other in found for move, place in one.offsets.items())
+        assert all(other.offsets[0].get(move, place) == place for other in found for move, place in offsets.items())
 
 
 def test_inbox_size_of_resharded_rows():

@@ -104,7 +104,7 @@ def _check_complete(data: Facts, case: Case) -> str:
     """Check that the report contains every pair of the mask once, and every kernel of the plan."""
     plan = plan_of(case)
     visible = int(oracle.dense_mask(case.make_mask(), case.length).sum())
-    repeats = plan.head_parallel_size * plan.head_groups  # each group of heads computes every pair
+    repeats = plan.head_parallel_size * plan.rounds  # each group of heads computes every pair
     for backward, name in enumerate(PASSES):
         pieces = [step for step in data["ring_steps"] if step["backward"] == backward]
         pairs = sum(cell["pairs"] for step in pieces for cell in step["ranks"])
@@ -112,7 +112,7 @@ def _check_complete(data: Facts, case: Case) -> str:
             return f"{name}: {pairs} pairs are in the report, but the mask has {visible * repeats}"
         kernels = [rank["passes"][name]["kernels"] for rank in data["ranks"]]
         steps = [plan.steps(name, rank) for rank in range(case.ranks)]
-        planned = [plan.head_groups * sum(step.compute is not None for step in one) for one in steps]
+        planned = [plan.rounds * sum(step.compute is not None for step in one) for one in steps]
         if kernels != planned:
             return f"{name}: {kernels} kernels per rank are in the report, but the plan has {planned}"
     return ""
