@@ -2,7 +2,7 @@
 
 Every rank of a sequence calls the model with the same unsharded rows. The value of the loss is one device's; its
 backward pass computes this rank's part of the gradients. Gathered outputs behave alike: if every rank computes the same
-loss from them, the sum of the ranks' gradients is one device's.
+loss from them, the sum of the ranks' gradients is one device's; with `averaged_gradients`, their average is.
 """
 
 from __future__ import annotations
@@ -98,45 +98,50 @@ def batch_of(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
     return batch, embeddings
 
 
-def full_output(output: Any, mesh: Mesh, layout: Layout, *, gather: bool) -> Any:
+def full_output(output: Any, mesh: Mesh, layout: Layout, *, gather: bool, scale: int) -> Any:
     """Return an output with the losses of all ranks and, if `gather`, the outputs of all tokens on every rank.
 
-    Other fields, which describe the tokens of a shard, are left out.
+    Other fields, which describe the tokens of a shard, are left out. Gradients are multiplied by `scale`.
     """
     if mesh.size == 1:
         kept = _LOSSES + (_OUTPUTS if gather else ())
         return type(output)(**{name: x for name, x in output.items() if name in kept})
     total: Any = _Sum.apply
     gathered: Any = _Gather.apply
-    fields: dict[str, Any] = {name: total(output[name], mesh) for name in _LOSSES if name in output}
+    fields: dict[str, Any] = {name: total(output[name], mesh, scale) for name in _LOSSES if name in output}
     for name in _OUTPUTS:
         if gather and name in output:
             x = output[name]
             is_tuple = isinstance(x, tuple)
-            fields[name] = tuple(gathered(part, mesh, layout) for part in x) if is_tuple else gathered(x, mesh, layout)
+            parts = tuple(gathered(part, mesh, layout, scale) for part in (x if is_tuple else (x,)))
+            fields[name] = parts if is_tuple else parts[0]
     return type(output)(**fields)
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over ranks, whose gradient is that of this rank's part."""
+    """Sum over ranks, whose gradient is that of this rank's part, times `scale`."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
-        return all_reduce(part, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """Unsharded tensor ``[B, N, ...]`` on every rank. Its gradient is that of this rank's tokens ``[B, S, ...]``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, layout: Layout) -> Tensor:
-        ctx.mesh, ctx.layout = mesh, layout
-        return unshard(x, mesh, seq_len=layout.length, layout=layout)
+    def forward(ctx: Any, part: Tensor, mesh: Mesh, scale: int) -> Tensor:
+        ctx.scale = scale
+        return all_reduce(part, mesh).clone()  # not a view, so that Trainer may scale it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return shard(grad, ctx.mesh, layout=ctx.layout), None, None
+        return grad * ctx.scale, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Unsharded tensor ``[B, N, ...]`` on every rank.
+
+    Its gradient is that of this rank's tokens ``[B, S, ...]``, times `scale`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, layout: Layout, scale: int) -> Tensor:
+        ctx.mesh, ctx.layout, ctx.scale = mesh, layout, scale
+        return unshard(x, mesh, seq_len=layout.length, layout=layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return shard(grad, ctx.mesh, layout=ctx.layout) * ctx.scale, None, None, None

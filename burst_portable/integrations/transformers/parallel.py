@@ -99,6 +99,7 @@ def parallelize(
     kernel: str = "auto",
     full_batches: bool = False,
     gather_outputs: bool | None = None,
+    averaged_gradients: bool = False,
 ) -> ShardedModel:
     """Shard the sequence of a Transformers model over the ranks of a mesh, without editing the model.
 
@@ -120,6 +121,9 @@ def parallelize(
             of the gradients. Default: the caller divides batches by `ShardedModel.shard`.
         gather_outputs: Whether a call with `full_batches` returns the logits and hidden states of all tokens on every
             rank. Otherwise it returns losses only. Default: in calls without labels.
+        averaged_gradients: Whether DDP, FSDP2 or a framework averages gradients over the ranks of the mesh, and no one
+            else sums them. Gradients of a call with `full_batches` are then multiplied by the number of ranks, so that
+            their average is one device's gradient.
 
     Returns:
         The sharded model. It is also a context manager that undoes the changes.
@@ -138,7 +142,11 @@ def parallelize(
         raise InputError("full_batches=True takes the length from each batch", got=f"seq_len={shown(seq_len)}")
     if gather_outputs is not None and not full_batches:
         raise InputError("gather_outputs is for calls with full batches", next_step="pass full_batches=True as well")
-    return ShardedModel(model, as_mesh(mesh), strategy, layout, seq_len, kernel, full_batches, gather_outputs)
+    if averaged_gradients and not full_batches:
+        next_step = "pass full_batches=True as well, or multiply the loss by the number of ranks"
+        raise InputError("averaged_gradients is for calls with full batches", next_step=next_step)
+    options = (full_batches, gather_outputs, averaged_gradients)
+    return ShardedModel(model, as_mesh(mesh), strategy, layout, seq_len, kernel, *options)
 
 
 class ShardedModel:
@@ -154,6 +162,7 @@ class ShardedModel:
         full_batches: Whether calls take full batches.
         gather_outputs: Whether such calls return the outputs of all tokens. None: in calls without labels. May be set
             between calls, equally on all ranks.
+        averaged_gradients: Whether gradients of such calls will be averaged over the mesh, instead of summed.
         call: The sequence of the running call.
         attended: Number of finished attentions in that call.
         attending: Whether an attention runs. After a failed call: whether the call failed in an attention.
@@ -169,11 +178,13 @@ class ShardedModel:
         kernel: str,
         full_batches: bool = False,
         gather_outputs: bool | None = None,
+        averaged_gradients: bool = False,
     ) -> None:
         self._layouts = Layouts(layout, model, mesh, strategy, kernel)
         self.model, self.mesh, self.strategy, self.layout = model, mesh, strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
         self.full_batches, self.gather_outputs = full_batches, gather_outputs
+        self.averaged_gradients = averaged_gradients
         self._outputs: Outputs | None = None  # of the running call, with full batches
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
@@ -431,7 +442,8 @@ class ShardedModel:
             self._batch.confirm()
         output = with_router_loss(module, output, self.mesh)
         if outputs is not None and sequence is not None:
-            return full_output(output, self.mesh, sequence.layout, gather=outputs.gather)
+            scale = self.mesh.size if self.averaged_gradients else 1
+            return full_output(output, self.mesh, sequence.layout, gather=outputs.gather, scale=scale)
         return output
 
     @property

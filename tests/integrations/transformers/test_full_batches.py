@@ -102,6 +102,32 @@ def test_loss_of_gathered_logits_gives_gradients_of_one_device(ranks: int) -> No
         assert_same(found, expected)
 
 
+@pytest.mark.parametrize("has_labels", [True, False], ids=["loss", "logits"])
+def test_averaged_gradients_equal_one_device(has_labels: bool) -> None:
+    """As under Trainer with DDP: the loss is scaled in place, and gradients are averaged.
+
+    Norms and losses are float32, so the number of ranks is a power of two, which scales them exactly.
+    """
+    model, ids = make("llama"), tokens()
+    batch = {"input_ids": ids} | ({"labels": ids} if has_labels else {})
+
+    def averaged(m: Any, mesh: Mesh | None = None) -> dict[str, Tensor]:
+        out = m(**batch)
+        loss = out.loss if has_labels else out.logits.log_softmax(-1)[..., 3].mean()
+        loss *= 4
+        loss.backward()
+        if mesh is not None:
+            all_reduce_gradients(m.parameters(), mesh)
+            return {name: gradient / mesh.size for name, gradient in gradients_of(m).items()}
+        return gradients_of(m)
+
+    expected = averaged(copy.deepcopy(model))
+    for found in ranks_of(2, model, averaged, averaged_gradients=True):
+        assert_same(found, expected)
+    too_small = ranks_of(2, model, averaged)[0]
+    assert_same({name: 2 * gradient for name, gradient in too_small.items()}, expected)
+
+
 def test_full_batches_with_planted_faults_differ_from_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered logits whose gradient is another rank's, and labels that are shifted after the division."""
     model, (batch, reference) = make("llama"), CASES["plain"]
@@ -116,7 +142,7 @@ def test_full_batches_with_planted_faults_differ_from_one_device(monkeypatch: py
     expected = own_loss(copy.deepcopy(model))
     assert_same(ranks_of(2, model, own_loss)[0], expected)
     with monkeypatch.context() as planted:
-        first = staticmethod(lambda ctx, grad: (grad[:, : ctx.layout.count(ctx.mesh.rank)], None, None))
+        first = staticmethod(lambda ctx, grad: (grad[:, : ctx.layout.count(ctx.mesh.rank)], None, None, None))
         planted.setattr(full_batches._Gather, "backward", first)
         with pytest.raises(AssertionError):
             assert_same(ranks_of(2, model, own_loss)[0], expected)
@@ -205,5 +231,6 @@ def test_full_batches_raise_for_shard_and_trained_inner_models() -> None:
     ranks_of(2, make("llama"), call)
     with pytest.raises(InputError, match="seq_len=9"):
         parallelize(make("llama"), Mesh.single(), full_batches=True, seq_len=9)
-    with pytest.raises(InputError, match="gather_outputs"):
-        parallelize(make("llama"), Mesh.single(), gather_outputs=True)
+    for option in ("gather_outputs", "averaged_gradients"):
+        with pytest.raises(InputError, match=option):
+            parallelize(make("llama"), Mesh.single(), **{option: True})
