@@ -7,16 +7,14 @@ torchrun --nproc-per-node 2 examples/train_with_trainer.py
 """
 
 import argparse
-import os
 import pydoc_data.topics
 import tempfile
 
 import torch.distributed as dist
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-import burst_portable as bp
-from burst_portable.integrations.transformers import parallelize
-from burst_portable.integrations.transformers.trainer import SequenceTrainer
+from burst_portable.integrations.accelerate import SequenceParallelism
+from burst_portable.integrations.trainer import SequenceTrainer
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -27,9 +25,10 @@ def documents(count: int, length: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": list(text[: length + 7 * i])} for i, text in enumerate(texts[:count])]
 
 
-def settings(folder: str, batch: int) -> TrainingArguments:
+def settings(folder: str, batch: int, parallelism: SequenceParallelism | None) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder,
+        parallelism_config=parallelism,
         max_steps=3,
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=batch,
@@ -44,17 +43,14 @@ def settings(folder: str, batch: int) -> TrainingArguments:
     )
 
 
-def train(
-    trainer_class=SequenceTrainer, mesh: bp.Mesh | None = None, batch: int = 3, held_out: int = 11
-) -> list[float]:
-    """Return the losses of three training steps and of the evaluation."""
+def train(parallelism: SequenceParallelism | None, batch: int = 3, held_out: int = 11) -> list[float]:
+    """Return the losses of three training steps and of the evaluation. None: without this library."""
     set_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **SIZES))
-    mine = {"model": model} if mesh is None else {"sharded": parallelize(model, mesh)}
+    trainer_class = Trainer if parallelism is None else SequenceTrainer
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
-            **mine,
-            args=settings(folder, batch),
+            model=LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **SIZES)),
+            args=settings(folder, batch, parallelism),
             data_collator=DataCollatorWithFlattening(),
             train_dataset=documents(24, 64),
             eval_dataset=documents(held_out, 50),
@@ -66,9 +62,7 @@ def train(
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    losses = train(mesh=bp.Mesh.from_group() if dist.is_initialized() else bp.Mesh.single())
+    losses = train(SequenceParallelism())  # all processes share each sequence
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("losses:", *(f"{loss:.6f}" for loss in losses))
     if dist.is_initialized():

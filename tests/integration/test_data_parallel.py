@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Trainer
+import torch
+from transformers import LlamaConfig
+
+from tests.support.trainer_cases import FULL, USUAL, accelerate_loop, results
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_with_trainer.py"
@@ -18,17 +21,31 @@ FSDP_EXAMPLE = ROOT / "examples" / "train_hugging_face_with_fsdp.py"
 RANKS = 4
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the results of each rank, by case."""
-    folder = tmp_path_factory.mktemp("data_parallel")
-    command = [sys.executable, "-m", "tests.support.data_parallel_ranks", str(folder)]
+def run_ranks(module: str, folder: Path) -> None:
+    command = [sys.executable, "-m", f"tests.support.{module}", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with the results of each rank."""
+    made = tmp_path_factory.mktemp("data_parallel")
+    run_ranks("data_parallel_ranks", made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> list[dict[str, Any]]:
+    """Return the results of each rank, by case."""
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning"),  # PEFT reads it
+]
 
 
 @pytest.mark.parametrize("case", ["ddp_gradients", "fsdp_gradients", "fsdp_over_data_gradients"])
@@ -39,10 +56,46 @@ def test_data_parallel_gradients_equal_one_device(case: str, answers: list[dict[
 @pytest.mark.parametrize(("case", "batch", "held_out"), [("one_sequence", 3, 11), ("two_sequences", 6, 12)])
 def test_trainer_losses_equal_one_device(case: str, batch: int, held_out: int, answers: list[dict[str, Any]]):
     """Three steps of two batches, and an evaluation with a smaller last batch."""
-    alone = runpy.run_path(str(EXAMPLE))["train"](Trainer, batch=batch, held_out=held_out)
+    alone = runpy.run_path(str(EXAMPLE))["train"](None, batch=batch, held_out=held_out)
     assert len(alone) == 4
     for found in answers:
         assert found[case] == pytest.approx(alone, rel=2e-6)
+
+
+def assert_same(folder: Path, name: str, options: dict[str, Any]) -> None:
+    """Check that every rank has the results of Transformers' Trainer on one device."""
+    expected = results(folder / "alone" / name, alone=True, **options)
+    for rank in range(RANKS):
+        found = torch.load(folder / f"{name} {rank}.pt")
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(found["loaded"], found["resumed"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_trainer_equals_one_device(name: str, folder: Path) -> None:
+    """Train, accumulate, evaluate, predict, save, resume and load."""
+    assert_same(folder, name, USUAL[name])
+
+
+def test_loop_of_accelerate_equals_one_device(folder: Path) -> None:
+    expected = accelerate_loop(None)
+    for rank in range(RANKS):
+        found = torch.load(folder / f"accelerate {rank}.pt")
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def full_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with the results of each rank, for cases that are not in the usual run."""
+    made = tmp_path_factory.mktemp("trainer")
+    run_ranks("trainer_ranks", made)
+    return made
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FULL)
+def test_trainer_with_options_equals_one_device(name: str, full_folder: Path) -> None:
+    assert_same(full_folder, name, FULL[name])
 
 
 def test_fsdp_example_has_equal_losses_on_any_number_of_ranks():

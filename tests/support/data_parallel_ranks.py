@@ -4,7 +4,7 @@ Two sequences are trained at a time, each over two ranks.
 
 python -m tests.support.data_parallel_ranks FOLDER
 
-Each rank writes by case the difference of its gradients from those of one device, and the losses of Trainer.
+Each rank writes by case the difference of its gradients from those of one device, and the results of Trainer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from burst_portable import Mesh
 from burst_portable.config import Config
 from burst_portable.errors import InputError
+from burst_portable.integrations.accelerate import SequenceParallelism
 from burst_portable.integrations.transformers import ShardedModel, all_reduce_gradients, parallelize
 from tests.support.forked import run_forked
 from tests.support.models import checkpoint_activations, make, on_one_device, tokens
+from tests.support.trainer_cases import USUAL, accelerate_loop, forget_accelerator, results
 
 TRAIN = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_with_trainer.py"))["train"]
 DATA, SEQUENCE = 2, 2
@@ -115,8 +117,12 @@ def main(rank: int, folder: Path) -> None:
         assert got.keys() == expected.keys()
         apart = {name: ((got[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
         found[case.__name__] = max(apart.values())
-    found["one_sequence"] = TRAIN(mesh=Mesh.from_group(config=Config(timeout=60)))
-    found["two_sequences"] = TRAIN(mesh=mesh, held_out=12)
+    found["one_sequence"] = TRAIN(SequenceParallelism())
+    forget_accelerator()
+    found["two_sequences"] = TRAIN(SequenceParallelism(SEQUENCE), held_out=12)
+    torch.save(accelerate_loop(SequenceParallelism()), folder / f"accelerate {rank}.pt")
+    for name, options in USUAL.items():
+        torch.save(results(folder / name, **options), folder / f"{name} {rank}.pt")
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -13,7 +13,6 @@ from transformers import BertConfig, BertForMaskedLM
 from burst_portable import Mesh, run_threads, unshard
 from burst_portable.errors import BurstError, InputError, ShapeError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
-from burst_portable.integrations.transformers.trainer import ShardingCollator
 from tests.support.models import LENGTH, SIZES, Answer, assert_same, gradients_of, make, tokens
 
 HELD = torch.tensor([31, LENGTH, 1])  # tokens of each row
@@ -95,13 +94,9 @@ def test_models_that_see_padding_raise():
                 model(**inputs)
 
 
-def test_sharding_collator_accepts_padded_batch():
+def test_shard_accepts_padded_batch():
     batch = {"input_ids": tokens(len(HELD)), "attention_mask": MASK}
     batch["labels"] = labelled(batch["input_ids"])
-
-    def work(mesh: Mesh) -> dict[str, Any]:
-        return ShardingCollator(parallelize(make("llama"), mesh), lambda _: batch)([])
-
-    parts = run_threads(3, work)
+    parts = run_threads(3, lambda mesh: parallelize(make("llama"), mesh).shard(batch))
     assert all(part["padded"] and "attention_mask" not in part for part in parts)
     assert sum(int((part["shift_labels"] != -100).sum()) for part in parts) == int((HELD - 1).sum())

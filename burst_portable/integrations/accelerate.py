@@ -1,0 +1,155 @@
+"""Shard sequences under accelerate and Transformers' Trainer: a `ParallelismConfig` whose mesh has such an axis.
+
+The ranks of a sequence get the same rows and call the model with full batches (`parallelize(full_batches=True)`). To
+the frameworks they are replicas of a data-parallel rank: counts of tokens, scaled losses and averaged gradients are
+then those of fewer, larger devices. `cp_size` and `cp_enabled` therefore describe accelerate's own context parallelism,
+which stays off. It would remove our masks and divide counts of tokens by its number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
+
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
+from burst_portable.mesh import Mesh
+
+AXIS = "cp"
+"""Name of the mesh axis. accelerate's data loaders give equal rows to ranks that differ only along it."""
+
+
+class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerate's names are Any
+    """The `parallelism_config` of an `Accelerator` or of `TrainingArguments`, for sequences sharded over ranks.
+
+    Pass it to `TrainingArguments`, and use `SequenceTrainer`. With an `Accelerator`, call `parallelize` before
+    ``accelerator.prepare``. A batch must be equal on the ranks of a sequence, as from accelerate's data loaders. DDP
+    or FSDP2 average gradients over all ranks.
+
+    Args:
+        cp_size: Number of ranks that share a sequence. Default: all that the data-parallel sizes leave. Afterwards
+            `sequence_size` has it, and `cp_size`, accelerate's own context parallelism, is 1.
+        dp_replicate_size: Number of replicas. Default: all that the other sizes leave.
+        dp_shard_size: Number of data-parallel ranks over which FSDP2 shards, in addition to those of a sequence.
+        strategy: As in `parallelize`.
+        layout: As in `parallelize`.
+        kernel: As in `parallelize`.
+
+    Attributes:
+        sequence_size: Number of ranks that share a sequence. None: not determined yet.
+    """
+
+    def __init__(
+        self,
+        cp_size: int | None = None,
+        *,
+        dp_replicate_size: int | None = None,
+        dp_shard_size: int = 1,
+        strategy: Any = "auto",
+        layout: str = "zigzag",
+        kernel: str = "auto",
+    ) -> None:
+        self.sequence_size, self._replicas = cp_size, dp_replicate_size
+        self._options = {"strategy": strategy, "layout": layout, "kernel": kernel}
+        for name, value in (("cp_size", cp_size), ("dp_replicate_size", dp_replicate_size)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be positive", got=value)
+        super().__init__(
+            dp_replicate_size=dp_replicate_size or 1, dp_shard_size=dp_shard_size, tp_size=1, cp_size=1, sp_size=1
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the mesh, which cannot be saved with `TrainingArguments`."""
+        return self.__dict__ | {"device_mesh": None}
+
+    @property
+    def total_size(self) -> int:
+        return int(self.dp_replicate_size * self.dp_shard_size * (self.sequence_size or 1))
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        return self.sequence_size or 1
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        return [AXIS] if self.non_data_parallel_size > 1 else []
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        return [*super().dp_shard_cp_dim_names, *self.non_dp_dim_names]
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        return [*super().dp_cp_dim_names, *self.non_dp_dim_names]
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return the mesh of all processes, with the joint axes that FSDP2 uses. None for one process.
+
+        Raises:
+            InputError: If the sizes do not fit the number of processes.
+        """
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        self._fit_sizes(processes)
+        if processes == 1:
+            return None
+        sizes = {"dp_replicate": self.dp_replicate_size, "dp_shard": self.dp_shard_size, AXIS: self.sequence_size}
+        names = tuple(name for name, n in sizes.items() if n > 1)
+        mesh = init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for name, axes in joint.items():
+            if axes:
+                mesh[tuple(axes)]._flatten(name)
+        return mesh
+
+    def _fit_sizes(self, processes: int) -> None:
+        """Determine sizes that were not given."""
+        if self.sequence_size is None:
+            self.sequence_size = max(1, processes // (self.dp_replicate_size * self.dp_shard_size))
+        if self._replicas is None:
+            self._set_size("dp_replicate", max(1, processes // (self.dp_shard_size * self.sequence_size)))
+        if self.total_size != processes:
+            got = f"cp_size={self.sequence_size}, dp_replicate_size={self.dp_replicate_size}, dp_shard_size="
+            raise InputError(
+                "the product of the sizes must be the number of processes",
+                got=f"{got}{self.dp_shard_size} for {processes} processes",
+                next_step="start with torchrun or accelerate launch; without accelerators, pass use_cpu=True to "
+                "TrainingArguments, or cpu=True to Accelerator",
+            )
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Check that gradients will be averaged over all ranks. Accelerate calls it."""
+        if self.tp_size > 1 or self.cp_size > 1 or self.sp_size > 1:
+            sizes = f"tp_size={self.tp_size}, cp_size={self.cp_size}, sp_size={self.sp_size}"
+            raise UnsupportedError("SequenceParallelism with another model parallelism", got=sizes)
+        kind = accelerator.distributed_type
+        if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
+            kind == DistributedType.FSDP and not accelerator.is_fsdp2
+        ):
+            got = "FSDP version 1" if kind == DistributedType.FSDP else kind.value
+            raise UnsupportedError("SequenceParallelism needs DDP or FSDP2", got=got, allowed="DDP, FSDP version 2")
+        if accelerator.num_processes != self.total_size:
+            raise InputError("accelerate uses a part of the processes", got=accelerator.num_processes)
+
+    def parallelize(self, model: PreTrainedModel, *, gather_outputs: bool | None = None) -> ShardedModel:
+        """Shard the sequences of a model. Call it on all ranks, after the `Accelerator` was created.
+
+        Args:
+            model: A Transformers model. Its calls take full batches: see `transformers.parallelize`.
+            gather_outputs: As in `transformers.parallelize`.
+
+        Raises:
+            InputError: If no accelerator has this configuration.
+        """
+        if self.device_mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
+            next_step = "create Accelerator(parallelism_config=...) or Trainer first"
+            raise InputError("no accelerator has this SequenceParallelism yet", next_step=next_step)
+        mesh = Mesh.single() if dist.is_initialized() else None  # None: an error if torchrun started several processes
+        if self.device_mesh is not None and self.non_data_parallel_size > 1:
+            mesh = Mesh.from_device_mesh(self.device_mesh, AXIS)
+        options = self._options | {"full_batches": True, "gather_outputs": gather_outputs}
+        return parallelize(model, mesh, averaged_gradients=True, **options)

@@ -1,0 +1,131 @@
+"""Transformers' `Trainer` for ranks that share sequences.
+
+`SequenceParallelism` makes these ranks replicas of one data-parallel rank: they read the same rows, and the model
+divides them in its forward pass. Trainer's own loop then counts tokens, accumulates, clips and logs as with fewer
+devices. This class shards the model, and keeps one copy of the outputs of each row in evaluation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer
+
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.integrations.accelerate import SequenceParallelism
+from burst_portable.integrations.transformers.parallel import ShardedModel
+
+
+class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are Any, see pyproject.toml
+    """`Trainer` with ``TrainingArguments(parallelism_config=SequenceParallelism(...))``.
+
+    Arguments are those of `Trainer`. The model may be one with adapters of PEFT. For a subclass of Trainer from another
+    library, derive from both: ``class Mine(SequenceTrainer, TheirTrainer)``.
+
+    Attributes:
+        sharded: The result of `parallelize`, for the current model.
+
+    Raises:
+        InputError: If the arguments have no `SequenceParallelism`, or the model is not one of Transformers.
+        UnsupportedError: If the model cannot be sharded, or for NEFTune and dispatch_batches.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.sharded: ShardedModel | None = None
+        super().__init__(*arguments, **named)
+        if self.sharded is None:
+            self._shard_model(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        config = self.args.accelerator_config
+        if config.dispatch_batches:
+            next_step = "accelerator_config={'dispatch_batches': False}"
+            raise UnsupportedError("dispatch_batches gives the ranks of a sequence other rows", next_step=next_step)
+        config.dispatch_batches = False  # the default, None, is True for a dataset without a length
+        super().create_accelerator_and_postprocess()
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        return self._shard_model(super().call_model_init(trial))
+
+    def _shard_model(self, model: Any) -> Any:
+        """Shard the sequences of a model in place, and return it."""
+        config = self.accelerator.parallelism_config
+        if not isinstance(config, SequenceParallelism):
+            what, next_step = "no SequenceParallelism", "TrainingArguments(parallelism_config=SequenceParallelism(...))"
+            raise InputError(what, got=type(config).__name__, next_step=next_step)
+        if config is not self.args.parallelism_config:
+            what = "accelerate keeps the configuration of an earlier Accelerator"
+            next_step = "use one SequenceParallelism, or create each TrainingArguments right before its trainer"
+            raise InputError(what, got="another parallelism_config", next_step=next_step)
+        if self.args.neftune_noise_alpha is not None and config.non_data_parallel_size > 1:
+            raise UnsupportedError(
+                "NEFTune scales its noise by the tokens of a row, and a shard has fewer",
+                got=f"neftune_noise_alpha={self.args.neftune_noise_alpha}",
+                next_step="remove it",
+            )
+        self.sharded = config.parallelize(_transformers_model(model))
+        return model
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks that share a sequence."""
+        return int(self.accelerator.parallelism_config.non_data_parallel_size)
+
+    # --------------------------------------------------------------------------------------------------- evaluation
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Return the loss, and the logits of all tokens unless `prediction_loss_only`."""
+        assert self.sharded is not None
+        self.sharded.gather_outputs = None if prediction_loss_only else True
+        try:
+            found: tuple[Tensor | None, Any, Any] = super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys
+            )
+            return found
+        finally:
+            self.sharded.gather_outputs = None
+
+    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+        self.gather_function = self._gather_rows
+        return super().evaluation_loop(*arguments, **named)
+
+    def _gather_rows(self, data: Any) -> Any:
+        """Return tensors of the rows of all data-parallel ranks, as `gather_for_metrics`: each row once."""
+        processes, state = self.accelerator.num_processes, self.accelerator.gradient_state
+        rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+        def gather(x: Tensor) -> Tensor:
+            if processes > self._ranks:
+                x = self.accelerator.gather(x).unflatten(0, (processes, -1))[:: self._ranks].flatten(0, 1)
+            return x[:rows]
+
+        return recursively_apply(gather, data, error_on_other_type=True)
+
+    # ------------------------------------------------------------------------------------- numbers of equal batches
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the rows of a step, of which ranks that share a sequence have the same ones."""
+        return int(super().get_total_train_batch_size(args)) // self._ranks
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return this rank's part of the floating-point operations."""
+        return int(super().floating_point_ops(inputs)) // self._ranks
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._ranks
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    """Return the model of Transformers that is `model`, or that adapters of PEFT were added to."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if found is None:
+        raise InputError("SequenceTrainer needs a model of Transformers", got=type(model).__name__)
+    return found

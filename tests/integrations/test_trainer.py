@@ -1,0 +1,166 @@
+"""Test batches of collators, and errors of SequenceTrainer. tests/integration/test_data_parallel.py tests losses."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from torch.utils.data import IterableDataset
+from transformers import DataCollatorWithFlattening, TrainingArguments
+
+from burst_portable import Mesh, run_threads
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.integrations.accelerate import SequenceParallelism
+from burst_portable.integrations.trainer import SequenceTrainer
+from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.parallel import documents_of
+from tests.support.models import make
+from tests.support.trainer_cases import forget_accelerator, pad, rows
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
+EXAMPLES = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (9, 4, 12)]
+
+
+def test_shard_turns_position_ids_of_collator_into_documents():
+    batch = DataCollatorWithFlattening()(EXAMPLES)
+
+    def work(mesh: Mesh) -> dict[str, Any]:
+        return parallelize(make("llama"), mesh).shard(batch)
+
+    whole, *parts = (shard for ranks in (1, 3) for shard in run_threads(ranks, work))
+    assert whole["cu_seqlens"] == (0, 9, 13, 25)
+    held = [(part["shift_labels"] != -100).sum() for part in (whole, *parts)]
+    assert held[0] == 25 - 3 == sum(held[1:])
+    assert sum(part["input_ids"].shape[1] for part in parts) == 25
+
+
+@pytest.mark.parametrize("examples", [EXAMPLES, EXAMPLES[:1]], ids=["three", "one"])
+def test_flash_attention_kwargs_of_collator_change_nothing(examples: list[dict[str, Any]]):
+    """These arguments repeat the documents, which position ids already describe."""
+    named = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"} < set(named(examples))
+
+    def work(mesh: Mesh) -> tuple[dict[str, Any], ...]:
+        sharded = parallelize(make("llama"), mesh)
+        return tuple(sharded.shard(collator(examples)) for collator in (named, DataCollatorWithFlattening()))
+
+    for found, expected in run_threads(2, work):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "told"),
+    [
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, InputError, "labels on padding"),
+        ({"attention_mask": torch.tensor([[0, 1, 1]])}, UnsupportedError, "padding before a token"),
+        ({"pixel_values": torch.zeros(1, 3)}, InputError, "pixel_values"),
+        ({"position_ids": torch.tensor([[0, 2, 1]])}, UnsupportedError, "count up"),
+        ({"position_ids": torch.tensor([[1, 2, 3]])}, UnsupportedError, "count up"),
+        (
+            {"position_ids": torch.zeros(3, 1, 3, dtype=torch.int64)},
+            UnsupportedError,
+            r"\[batch, tokens\]; got \(3, 1, 3",
+        ),
+        ({"position_ids": [0, 1, 2]}, UnsupportedError, r"\[batch, tokens\]; got list"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 3])}, InputError, r"cu_seq_lens_q and position_ids .*\[0, 3\]"),
+        ({"max_length_k": 2}, InputError, "max_length_k and position_ids .*got 2; allowed: 3"),
+        ({"seq_idx": torch.tensor([[0, 0, 1]])}, InputError, "seq_idx and position_ids"),
+        ({"cu_seqlens": (0, 2, 3)}, InputError, "cu_seqlens and position_ids"),
+    ],
+)
+def test_shard_rejects_invalid_batches(batch: dict[str, Any], error: type[Exception], told: str):
+    ids = torch.tensor([[5, 6, 7]])
+    sharded = parallelize(make("llama"), Mesh.single())
+    assert sharded.shard({"input_ids": ids, "labels": ids})["labels"].tolist() == [[6, 7, -100]]
+    with pytest.raises(error, match=told):
+        sharded.shard({"input_ids": ids, "labels": ids, "position_ids": torch.arange(3)[None]} | batch)
+
+
+def test_documents_of_reads_position_ids():
+    assert documents_of(torch.arange(5).unsqueeze(0)) == (0, 5)
+    assert documents_of(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (0, 2, 3, 6)
+    packed = torch.tensor([[0, 1, 0]])
+    with torch.device("meta"):  # any default device
+        assert documents_of(packed) == (0, 2, 3)
+
+
+def arguments(folder: Path, parallelism: Any = None, **settings: Any) -> TrainingArguments:
+    forget_accelerator()
+    usual = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 2}
+    return TrainingArguments(str(folder), parallelism_config=parallelism, **usual, **settings)
+
+
+def test_trainer_rejects_unsupported_settings(tmp_path: Path):
+    def trainer(parallelism: Any = None, model: Any = None, **settings: Any) -> SequenceTrainer:
+        return SequenceTrainer(model or make("llama"), arguments(tmp_path, parallelism, **settings))
+
+    with pytest.raises(
+        InputError, match=r"no SequenceParallelism; got NoneType; TrainingArguments\(parallelism_config="
+    ):
+        trainer()
+    with pytest.raises(InputError, match="got ParallelismConfig"):
+        trainer(ParallelismConfig())
+    with pytest.raises(InputError, match=r"number of processes.*cp_size=2, dp_replicate_size=1.*for 1 processes"):
+        trainer(SequenceParallelism(cp_size=2))
+    with pytest.raises(UnsupportedError, match="dispatch_batches"):
+        trainer(SequenceParallelism(), accelerator_config={"dispatch_batches": True})
+    with pytest.raises(InputError, match="model of Transformers; got Linear"):
+        trainer(SequenceParallelism(), torch.nn.Linear(2, 2))
+    with pytest.raises(InputError, match="cp_size must be positive; got 0"):
+        SequenceParallelism(cp_size=0)
+
+
+def test_trainer_rejects_noise_that_depends_on_the_length(tmp_path: Path):
+    trainer = SequenceTrainer(make("llama"), arguments(tmp_path, SequenceParallelism(), neftune_noise_alpha=5.0))
+    trainer.accelerator.parallelism_config.sequence_size = 2
+    with pytest.raises(UnsupportedError, match="NEFTune"):
+        trainer._shard_model(make("llama"))
+
+
+def test_trainer_rejects_configuration_of_an_earlier_accelerator(tmp_path: Path):
+    """Accelerate keeps the first one of a process."""
+    kept, later = [arguments(tmp_path, SequenceParallelism(strategy=name)) for name in ("ring", "ulysses")]
+    trainer = SequenceTrainer(make("llama"), kept)
+    assert trainer.sharded is not None
+    assert trainer.sharded.strategy == "ring"
+    with pytest.raises(InputError, match="another parallelism_config"):
+        SequenceTrainer(make("llama"), later)
+
+
+def test_trainer_shards_models_of_model_init(tmp_path: Path):
+    """Trainer makes a model at the beginning, and another one for each call of train()."""
+    made = []
+
+    def model_init() -> Any:
+        made.append(make("llama", torch.float32))
+        return made[-1]
+
+    data = {"data_collator": pad, "train_dataset": rows(4)}
+    trainer = SequenceTrainer(args=arguments(tmp_path, SequenceParallelism()), model_init=model_init, **data)
+    trainer.train()
+    assert len(made) == 2
+    assert trainer.sharded is not None
+    assert trainer.sharded.model is trainer.model is made[-1]
+
+
+def test_trainer_reads_datasets_without_a_length_on_each_rank(tmp_path: Path):
+    """Accelerate's dispatcher, its default for these, would send the ranks of a sequence different rows."""
+
+    class Stream(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(rows(4))
+
+    trainer = SequenceTrainer(make("llama"), arguments(tmp_path, SequenceParallelism()), train_dataset=Stream())
+    assert type(trainer.get_train_dataloader()).__name__ == "DataLoaderShard"
+
+
+def test_trainer_on_one_process_equals_plain_trainer():
+    train = runpy.run_path(str(EXAMPLE))["train"]
+    forget_accelerator()
+    alone = train(None)
+    forget_accelerator()
+    assert train(SequenceParallelism()) == pytest.approx(alone, rel=2e-6)

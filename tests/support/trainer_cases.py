@@ -1,0 +1,168 @@
+"""Train, evaluate, predict and resume with Transformers' Trainer, on one device or on ranks that share sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalPrediction
+
+from burst_portable.integrations.accelerate import SequenceParallelism
+from burst_portable.integrations.trainer import SequenceTrainer
+from tests.support.models import make
+
+RANKS = 4
+LENGTHS = (15, 22, 9, 31, 12, 17, 26, 40, 11, 23, 19, 35)  # ragged rows, which no number of ranks divides
+LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+
+CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": True}
+USUAL: dict[str, dict[str, Any]] = {
+    "one sequence": {"cp_size": 4},
+    "adapters, two sequences": {"cp_size": 2, "kind": "lora"},
+}
+FULL: dict[str, dict[str, Any]] = {
+    "two sequences": {"cp_size": 2},
+    "adapters": {"cp_size": 4, "kind": "lora"},
+    "checkpointing": {"cp_size": 2, **CHECKPOINTING},
+    "checkpointed adapters": {"cp_size": 4, "kind": "lora", **CHECKPOINTING},
+    "compiled": {"cp_size": 4, "torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "label smoothing": {"cp_size": 2, "label_smoothing_factor": 0.1},
+    "average of ranks": {"cp_size": 4, "average_tokens_across_devices": False},
+}
+"""Options of `results`, by case."""
+
+
+def rows(count: int) -> list[dict[str, list[int]]]:
+    """Return rows whose first third has no labels, as a prompt."""
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS[:count]]
+    return [{"input_ids": row, "labels": [-100] * (len(row) // 3) + row[len(row) // 3 :]} for row in ids]
+
+
+def pad(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Return a batch padded at the end of rows."""
+    longest = max(len(example["input_ids"]) for example in examples)
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
+    for example in examples:
+        missing = longest - len(example["input_ids"])
+        columns["input_ids"].append(example["input_ids"] + [0] * missing)
+        columns["labels"].append(example["labels"] + [-100] * missing)
+        columns["attention_mask"].append([1] * (longest - missing) + [0] * missing)
+    return {name: torch.tensor(column) for name, column in columns.items()}
+
+
+def predicted_labels(prediction: EvalPrediction) -> dict[str, float]:
+    """Return the number of labels, and the mean logit at them."""
+    is_label = prediction.label_ids != -100
+    picked = prediction.predictions[is_label][:, 5]
+    return {"labels": float(is_label.sum()), "logit": float(picked.mean())}
+
+
+def forget_accelerator() -> None:
+    """Let the next accelerator of this process have another configuration."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def make_trainer(
+    folder: Path, parallelism: SequenceParallelism | None, model: Any, *, batch: int, held_out: int, **settings: Any
+) -> Any:
+    """Return a trainer of three steps of two batches. Without `parallelism`: Transformers' own."""
+    forget_accelerator()
+    args = TrainingArguments(
+        output_dir=str(folder),
+        parallelism_config=parallelism,
+        max_steps=3,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        gradient_accumulation_steps=2,
+        learning_rate=3e-3,
+        logging_steps=1,
+        save_steps=2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        include_num_input_tokens_seen="all",
+        ddp_find_unused_parameters=False,
+        **settings,
+    )
+    data = {"data_collator": pad, "train_dataset": rows(12), "eval_dataset": rows(held_out)}
+    trainer_class = Trainer if parallelism is None else SequenceTrainer
+    return trainer_class(model=model, args=args, compute_metrics=predicted_labels, **data)
+
+
+def model_of(kind: str) -> Any:
+    """Return "llama", or "lora": Llama with adapters."""
+    model = make("llama", torch.float32)
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA)) if kind == "lora" else model
+
+
+def results(folder: Path, cp_size: int, *, alone: bool = False, kind: str = "llama", **settings: Any) -> Any:
+    """Return the numbers and tensors that a user of Trainer sees, by name.
+
+    `alone`: On one device, with the rows of all data-parallel ranks in a batch.
+    """
+    replicas = RANKS // cp_size
+    parallelism = None if alone else SequenceParallelism(cp_size)
+    # The last batches are smaller than others, or would repeat rows.
+    options = {"batch": 2 * replicas if alone else 2, "held_out": 12 if replicas > 1 else 11, **settings}
+    trainer = make_trainer(folder, parallelism, model_of(kind), **options)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    evaluated, predicted = trainer.evaluate(), trainer.predict(rows(options["held_out"] - 4))
+    found = {
+        "loss": [entry["loss"] for entry in steps],
+        "grad_norm": [entry["grad_norm"] for entry in steps],
+        "evaluated": [evaluated[f"eval_{name}"] for name in ("loss", "labels", "logit")],
+        "predicted loss": predicted.metrics["test_loss"],
+        "labels": torch.from_numpy(predicted.label_ids),
+        "logits": torch.from_numpy(predicted.predictions)[torch.from_numpy(predicted.label_ids) != -100],
+        "rows of a step": trainer.get_total_train_batch_size(trainer.args),
+        "weights": weights(trainer.model),
+    }
+    if replicas == 1:  # otherwise rows are padded to another length
+        found["tokens and FLOPs"] = [trainer.state.num_input_tokens_seen, trainer.state.total_flos]
+    resumed = make_trainer(folder, parallelism, model_of(kind), **options)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    found["resumed"] = weights(resumed.model)
+    last = str(folder / "checkpoint-3")
+    if isinstance(resumed.model, PreTrainedModel):
+        found["loaded"] = weights(LlamaForCausalLM.from_pretrained(last))
+    else:
+        found["loaded"] = weights(peft.PeftModel.from_pretrained(make("llama", torch.float32), last, is_trainable=True))
+    return found
+
+
+def accelerate_loop(parallelism: SequenceParallelism | None) -> dict[str, Any]:
+    """Return the losses and weights of an epoch as in accelerate's guide, with accumulation and shuffled rows."""
+    forget_accelerator()
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, parallelism_config=parallelism, gradient_accumulation_steps=2)
+    model = make("llama", torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(rows(12), batch_size=2, collate_fn=pad, shuffle=True)  # type: ignore[arg-type]
+    if parallelism is not None:
+        parallelism.parallelize(model)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    return {"losses": losses, "weights": weights(accelerator.unwrap_model(model))}
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return trainable parameters by name."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
