@@ -36,6 +36,7 @@ class KernelTraits:
         supports_causal_window: Its operator computes a causal window over a whole square in one call.
         writes_into: It has `attend_into`.
         compiles_ahead: It compiles its kernels for tensors of torch's device "meta" (`kernels.triton.compile_only`).
+        target: The only target of its kernels, such as "sm_90"; "" for all that its compiler has.
         rounding: Relative error to which it rounds factors that have a wider dtype: 2**-10 with TF32. The conformance
             suite allows for it.
     """
@@ -47,6 +48,7 @@ class KernelTraits:
     supports_causal_window: bool = False
     writes_into: bool = False
     compiles_ahead: bool = False
+    target: str = ""
     rounding: float = 0.0
 
 

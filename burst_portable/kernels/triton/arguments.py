@@ -7,9 +7,13 @@ Ascend is an older release that lacks the imports of `prepared`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from subprocess import CalledProcessError
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +56,55 @@ class Address:
 
     def data_ptr(self) -> int:
         return self.pointer
+
+
+class Unfinished(NamedTuple):
+    """A compilation by another thread, and a function that raises its error as `name_compile_errors` does."""
+
+    compilation: Future[Any]
+    raise_named: Callable[[BaseException], None]
+
+
+unfinished: ContextVar[list[Unfinished] | None] = ContextVar("unfinished", default=None)
+"""If set, gets each compilation that `compiled_kernel` has started and not awaited."""
+
+
+def compiled_kernel(
+    kernel: Any,
+    arguments: Sequence[object],
+    options: dict[str, Any],
+    target: str,
+    configuration: object,
+    next_step: str,
+) -> Any:
+    """Return Triton's compiled kernel for arguments; None if they have no memory, so that it cannot be launched.
+
+    Args:
+        kernel: Jitted function.
+        arguments: Its arguments. Tensors of torch's device "meta" have no memory.
+        options: Launch options.
+        target: As for `name_compile_errors`.
+        configuration: As for `name_compile_errors`.
+        next_step: As for `name_compile_errors`.
+    """
+    from triton import FutureKernel  # a kernel that another thread compiles
+
+    with name_compile_errors(kernel, target, configuration, next_step):
+        made = kernel.warmup(*arguments, grid=(1,), **options)
+        absent = any(isinstance(x, Tensor) and x.is_meta for x in arguments)
+        started = unfinished.get() if absent else None
+        if isinstance(made, FutureKernel):
+            if started is None:
+                made = made.result()
+            else:
+                named = partial(_raise_named, kernel, target, configuration, next_step)
+                started.append(Unfinished(made.future, named))
+    return None if absent else made
+
+
+def _raise_named(kernel: object, target: str, configuration: object, next_step: str, error: BaseException) -> None:
+    with name_compile_errors(kernel, target, configuration, next_step):
+        raise error
 
 
 _COMPILER_WORDS = ("PassManager", "C compiler")

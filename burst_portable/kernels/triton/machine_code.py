@@ -59,6 +59,11 @@ class Chip:
     shared: int  # bytes of shared memory that a program may use
     shared_of_unit: int  # bytes of shared memory of a multiprocessor
 
+    @property
+    def backend(self) -> str:
+        """Return the name of the backend that runs it."""
+        return {"cuda": "cuda", "hip": "rocm"}[self.target.backend]
+
 
 TARGETS = {
     "sm_80": Chip(GPUTarget("cuda", 80, 32), r"mma\.sync[.\w]*", 163 * KIB, 164 * KIB),

@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from burst_portable.kernels.triton import forward
-from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
+from burst_portable.kernels.triton.arguments import ALWAYS, Address, compiled_kernel, name_compile_errors
 from burst_portable.kernels.triton.arguments import padded as padded
 from burst_portable.kernels.triton.arguments import strides as strides
 from burst_portable.utils.cache import Cache
@@ -66,10 +66,13 @@ class Launch:
     def _first(self, arguments: tuple[object, ...]) -> Callable[..., object]:
         configuration = f"{self._tail}, {self._options}"
         step = "pass another tuning to TritonKernel, or name another kernel"
-        with name_compile_errors(self._kernel, self._what, configuration, step):
-            compiled = self._kernel.warmup(*arguments, *self._tail, grid=(self.programs,), **self._options)
+        every = (*arguments, *self._tail)
+        compiled = compiled_kernel(self._kernel, every, self._options, self._what, configuration, step)
+        if compiled is None:
+            return _launch_nothing
+        with name_compile_errors(self._kernel, self._what, configuration, step):  # compiles Triton's launcher
             ready: Callable[..., object] = compiled[(self.programs, 1, 1)]
-            ready(*arguments, *self._tail)
+            ready(*every)
         return ready
 
     def described(self, name: str, x: Tensor) -> TensorDescriptor:
@@ -78,6 +81,10 @@ class Launch:
             return _descriptor(x, x, self._columns)
         key = name, x.data_ptr()
         return self._descriptors.get(key) or self._descriptors.keep(key, _descriptor(x, Address(x), self._columns))
+
+
+def _launch_nothing(*_: object) -> None:
+    """Launch a kernel whose tensors have no memory."""
 
 
 def _descriptor(x: Tensor, base: object, rows: int) -> TensorDescriptor:

@@ -81,3 +81,31 @@ def test_compile_call_refuses_what_it_cannot_compile(kernel, head, reason):
         compile_call(
             "sm_90", {"reference": ReferenceKernel, "triton": TritonKernel}[kernel](), AttentionCall.of(q, q, q)
         )
+
+
+TOO_LARGE = """
+import torch
+from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.triton.compile_only import compile_call
+from burst_portable.kernels.triton.triton_kernel import TritonKernel
+from burst_portable.kernels.triton.tuning import Blocks, Tuning
+from burst_portable.planning.call import AttentionCall
+
+small, large = Blocks(16, 16, 4, 1), Blocks(16, 256, 4, 4)
+kernel = TritonKernel({"*": {64: Tuning((small,), (small,), (large,))}})
+q = torch.empty(1, 256, 2, 64, dtype=torch.float16, device="meta")
+try:
+    compile_call("sm_80", kernel, AttentionCall.of(q, q, q), jobs=2)
+except UnsupportedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.full
+def test_compile_call_names_kernel_of_other_thread(tmp_path):
+    """A planted configuration that needs more shared memory than sm_80 has."""
+    environment = environment_of_children(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    command = [sys.executable, "-c", TOO_LARGE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "the Triton kernel queries_kernel does not compile for sm_80, torch.float16" in done.stdout
+    assert "shared memory" in done.stdout

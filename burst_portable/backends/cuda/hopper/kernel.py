@@ -58,7 +58,7 @@ class HopperKernel(Kernel):
     """
 
     name = "hopper"
-    traits = KernelTraits(writes_gradients=True, writes_into=True, compiles_ahead=True)
+    traits = KernelTraits(writes_gradients=True, writes_into=True, compiles_ahead=True, target="sm_90")
 
     def __init__(self) -> None:
         keep = lru_cache(maxsize=256)

@@ -30,7 +30,7 @@ from burst_portable.backends.cuda.hopper.configs import (
 )
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import align_rows
-from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
+from burst_portable.kernels.triton.arguments import ALWAYS, Address, compiled_kernel, name_compile_errors
 from burst_portable.planning.tiles import Tile, Tiles
 
 _DESCRIPTORS = 8192  # maximum number of descriptors that are kept; a layer uses 13 per head group
@@ -71,15 +71,23 @@ class Launcher:
         if launch is not None:
             launch(grid, args, stream)
             return
-        configuration = f"{key}, {tuple(constants)}, {options}"
-        with name_compile_errors(self._kernel, "sm_90", configuration, "name another kernel, such as 'triton'"):
-            compiled = self._kernel[grid](*_for_triton(args), *constants, **options, **ALWAYS)
+        configuration, next_step = f"{key}, {tuple(constants)}, {options}", "name another kernel, such as 'triton'"
+        every = (*_for_triton(args), *constants)
+        compiled = compiled_kernel(self._kernel, every, {**options, **ALWAYS}, "sm_90", configuration, next_step)
+        if compiled is None:
+            self._launches[key] = _launch_nothing
+            return
 
         def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
             compiled[grid](*_for_triton(args), *constants, stream=stream)
 
-        absent = any(isinstance(a, Tensor) and a.is_meta for a in args)
-        self._launches[key] = ready(None if absent else kernel_driver(), compiled, args) or by_triton
+        with name_compile_errors(self._kernel, "sm_90", configuration, next_step):  # compiles Triton's launcher
+            by_triton(grid, args, stream)
+        self._launches[key] = ready(kernel_driver(), compiled, args) or by_triton
+
+
+def _launch_nothing(*_: object) -> None:
+    """Launch a kernel whose tensors have no memory."""
 
 
 def _for_triton(args: Sequence[Any]) -> list[Any]:
