@@ -1,0 +1,78 @@
+"""Test that a rehearsal on the device "meta" compiles the kernels of a real ring, for sm_90 without a device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from burst_portable.config import environment_of_children
+
+pytest.importorskip("triton")
+
+# A process has one driver of Triton and one memory cache, so each way is a process.
+SCRIPT = """
+import json, sys
+import torch
+from burst_portable.backends.selection import load
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
+from burst_portable.comm.local import run_transports
+from burst_portable.comm.agreement import call_signature
+from burst_portable.kernels.triton.compile_only import compile_kernels
+from burst_portable.kernels.triton.triton_kernel import TritonKernel
+from burst_portable.layout import make_layout
+from burst_portable.mask import Mask
+from burst_portable.planning.call import AttentionCall
+from burst_portable.runtime.ahead import absent_call, rehearse
+from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
+from burst_portable.strategies.planner import planned
+from burst_portable.strategies.registry import strategy_of
+
+way, name, strategy, rows = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+kernel, backend = (HopperKernel() if name == "hopper" else TritonKernel()), load("cpu")
+
+def tensors(device):
+    return (torch.zeros(1, rows, h, 64, dtype=torch.bfloat16, device=device) for h in (8, 4, 4, 8))
+
+q, k, v, _ = tensors("meta")
+layout = make_layout("zigzag", 2 * rows, 2)
+call = AttentionCall.of(q, k, v, mask=Mask.window(200), layout=layout, deterministic=False)
+plan = plan_for_kernel(planned(strategy_of(strategy), call), kernel)
+
+def rank(transport):
+    q, k, v, dout = tensors("cpu")
+    prepared = prepared_call(plan, backend, kernel, transport, call_signature({}))
+    out, _, saved = prepared.executor.forward(prepared, q, k, v, None, keep=True)
+    prepared.executor.backward(prepared, saved, None, dout)
+
+def ahead():
+    for number in range(2):
+        q, k, v, _ = tensors("meta")
+        rehearse(absent_call(plan, backend, kernel, number), q, k, v, gradients=True)
+
+made = compile_kernels("sm_90", ahead if way == "ahead" else lambda: run_transports(2, rank))
+print(json.dumps(sorted({(one.name, one.digest, one.cached) for one in made})))  # both ranks may load a kernel
+"""
+
+
+def compiled(folder, *arguments):
+    """Return (name, key, whether the cache had it) of the kernels that a fresh process compiles or loads."""
+    environment = environment_of_children(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0")
+    command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
+@pytest.mark.parametrize("rows", [512, 250])
+def test_rehearse_compiles_kernels_of_real_ranks(kernel, strategy, rows, tmp_path):
+    """The ranks of two threads exchange real messages; nothing is left to compile for them."""
+    ahead = compiled(tmp_path, "ahead", kernel, strategy, rows)
+    assert not any(cached for *_, cached in ahead)
+    launched = compiled(tmp_path, "launched", kernel, strategy, rows)
+    assert launched == [[name, key, True] for name, key, _ in ahead]
