@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import track
 
+from burst_portable.cli.flags import METAVAR, RanksPerNode, tokens
 from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr, table
+from burst_portable.cli.run.job import DTYPES, cores
 from burst_portable.errors import BackendUnavailableError, InputError
 from burst_portable.utils.text import bytes_text
 
@@ -30,6 +33,24 @@ def kernels(
             help=f"Elements per head, a multiple of {STEP}; repeatable. Default: 64 and 128.", min=16, max=256
         ),
     ] = None,
+    warm: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Model folder or config.json whose kernels are compiled. Default: none."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"With --warm: {', '.join(DTYPES)}.")] = "bfloat16",
+    seq_len: Annotated[
+        int, typer.Option(parser=tokens, metavar=METAVAR, help="With --warm: tokens of the full sequence.")
+    ] = 4096,
+    ranks: Annotated[int, typer.Option(help="With --warm: ranks that share the sequence.", min=1)] = 1,
+    ranks_per_node: RanksPerNode = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="With --warm: strategy; repeatable. Default: all that auto compares."),
+    ] = None,
+    deterministic: Annotated[bool, typer.Option(help="With --warm: compile reproducible gradients.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(help="With --warm: threads that compile. Default: one per core.", min=1)
+    ] = None,
     json_name: JsonName = None,
 ) -> int:
     """Compile the portable Triton kernels (bf16) for several chips, without a device, and check the machine code.
@@ -39,11 +60,23 @@ def kernels(
     justification, or a ptxas warning about a serialized pipeline. On sm_90, operand addresses that may come from a
     path that did not run are errors too.
 
+    With --warm, compile the kernels of a model's attention into Triton's cache, forward and backward, so that a job
+    compiles none. The target is the GPU of this machine, or that of --target. A job finds the kernels if it has the
+    same Triton, this version of burst_portable, and tokens per rank that are multiples of 16 if those of --seq-len
+    are.
+
     Examples:
 
     burst-portable kernels --target sm_90 --target gfx942 --head-dim 128
+
+    burst-portable kernels --warm Llama-3.1-8B --target sm_90 --ranks 8 --seq-len 128k
     """
     json_option = JsonOption(json_name)
+    if warm is not None:
+        return _warm(
+            warm, target, head_dim, dtype, seq_len, ranks, ranks_per_node, strategy, jobs, json_option,
+            deterministic=deterministic,
+        )  # fmt: skip
     for size in head_dim or ():
         if size % STEP:
             raise InputError(
@@ -52,10 +85,9 @@ def kernels(
                 allowed=f"multiples of {STEP} from 16 to 256",
                 next_step=f"use {size - size % STEP} or {size - size % STEP + STEP}",
             )
-    try:
-        from burst_portable.kernels.triton import machine_code
-    except ModuleNotFoundError as error:
-        raise BackendUnavailableError("compiling kernels needs the package triton, which is not installed") from error
+    _check_triton()
+    from burst_portable.kernels.triton import machine_code
+
     targets = target or list(machine_code.TARGETS)
     head_dims = head_dim or list(machine_code.HEADS)
     total = sum(len(machine_code.launched_kernels(one, size)) for one in targets for size in head_dims)
@@ -69,6 +101,40 @@ def kernels(
     rows = [{**asdict(r), "problems": problems.get(i, [])} for i, r in enumerate(records)]
     json_option.write({"schema": SCHEMA, "triton": _triton_version(), "kernels": rows})
     return 1 if problems else 0
+
+
+def _warm(
+    model: str,
+    target: list[str] | None,
+    head_dim: list[int] | None,
+    dtype: str,
+    seq_len: int,
+    ranks: int,
+    ranks_per_node: int | None,
+    strategy: list[str] | None,
+    jobs: int | None,
+    json_option: JsonOption,
+    *,
+    deterministic: bool,
+) -> int:
+    """Compile the kernels of a model: see `cli.warm`."""
+    if head_dim:
+        raise InputError("--head-dim and --warm exclude each other", next_step="the model's config has its head size")
+    if target and len(target) > 1:
+        raise InputError("--warm compiles for one target", got=", ".join(target), next_step="run it once per target")
+    _check_triton()
+    from burst_portable.cli import warm
+
+    job = warm.Job(
+        model, target[0] if target else warm.default_target(), dtype, seq_len, ranks, ranks_per_node,
+        tuple(strategy or ()), deterministic,
+    )  # fmt: skip
+    return warm.warm(job, jobs or cores(), json_option)
+
+
+def _check_triton() -> None:
+    if find_spec("triton") is None:
+        raise BackendUnavailableError("compiling kernels needs the package triton, which is not installed")
 
 
 def _triton_version() -> str:

@@ -15,7 +15,7 @@ from burst_portable.kernels.triton.machine_code import launched_kernels
 
 
 def test_kernels_json_of_one_chip(capsys):
-    assert kernels(["gfx942"], [64], "-") == 0
+    assert kernels(["gfx942"], [64], json_name="-") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["schema"] == "burst_portable.kernels/2"
     assert {row["kernel"] for row in told["kernels"]} == set(launched_kernels("gfx942", 64))
@@ -27,7 +27,7 @@ def test_kernels_json_of_one_chip(capsys):
 
 def test_kernels_rejects_unknown_chip():
     with pytest.raises(UnknownNameError, match="sm_90"):
-        kernels(["sm_91"], [64], "-")
+        kernels(["sm_91"], [64], json_name="-")
 
 
 def test_kernels_suggests_nearest_head_sizes(capsys):

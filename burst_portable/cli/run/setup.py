@@ -47,7 +47,7 @@ def model_flops(config: Any, model: Any, *, seq_len: int, batch: int, scoring: b
     if (head := model.get_output_embeddings()) is not None:  # it may share its weight with an embedding
         embeddings -= {head.weight}
     parameters: int = sum(p.numel() for p in model.parameters() if p not in embeddings)
-    forward = 2 * seq_len * parameters + 4 * num_pairs * sizes["heads"] * sizes["head_dim"]
+    forward = 2 * seq_len * parameters + 2 * num_pairs * sizes["heads"] * (sizes["head_dim"] + sizes["v_head_dim"])
     return batch * forward * (1 if scoring else 3)
 
 

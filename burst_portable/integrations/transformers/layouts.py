@@ -56,22 +56,24 @@ class Layouts:
 
 
 class Sizes(TypedDict):
-    """Query heads, K/V heads and head size of an attention."""
+    """Query heads, K/V heads and head sizes of an attention."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    v_head_dim: int
 
 
 def sizes_of(config: Any) -> Sizes:
     """Return the sizes of a decoder's attention. Raise the errors of `check_one_size`."""
     check_one_size(config)
     heads = config.num_attention_heads
-    return {
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-    }
+    if (nope := getattr(config, "qk_nope_head_dim", None)) is not None:  # MLA expands K and V to all heads
+        head_dim = nope + config.qk_rope_head_dim
+        return {"heads": heads, "kv_heads": heads, "head_dim": head_dim, "v_head_dim": config.v_head_dim}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": head_dim}
 
 
 def check_one_size(config: Any) -> None:
