@@ -16,6 +16,7 @@ from torch import Tensor
 from burst_portable.backends.selection import choose_kernel, for_device
 from burst_portable.errors import InputError, UnknownArgumentError, shown
 from burst_portable.kernels.base import as_kernels_take
+from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import MeshLike, as_mesh
@@ -210,4 +211,4 @@ def partial_attention(
     selected, _ = choose_kernel(backend, call, kernel)
     q, k, v = map(as_kernels_take, (q, k, v))
     with torch.no_grad(), disable_autocast(q.device):
-        return finished(selected.attend(q, k, v, tiles, call), q.dtype)
+        return finished(CheckedKernel(selected).attend(q, k, v, tiles, call), q.dtype)

@@ -322,10 +322,11 @@ class Mesh:
             return False
         return self.config.transport in ("auto", self.backend_for(device_type).capabilities.direct_transport)
 
-    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, make: Callable[[], T], first: Callable[[T], T] | None = None) -> T:
         """Return the result of `make` for this key, from a cache of the most recently used ones.
 
-        A key without a hash is not cached: `make` then raises an error about it.
+        The call that makes it gets `first(result)`, if `first` is given. A key without a hash is not cached: `make`
+        then raises an error about it.
         """
         try:
             found: T | None = self._calls.get(key)
@@ -337,7 +338,7 @@ class Mesh:
         result = self._calls[key] = make()
         if len(self._calls) > _MAX_CALLS:
             self._calls.popitem(last=False)
-        return result
+        return result if first is None else first(result)
 
 
 if TYPE_CHECKING:

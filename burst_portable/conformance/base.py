@@ -19,6 +19,7 @@ from burst_portable.comm.base import Transport
 from burst_portable.comm.local import run_transports
 from burst_portable.conformance.cases import STRATEGIES, Case, strategy_trials
 from burst_portable.errors import UnsupportedError, in_a_line
+from burst_portable.kernels import base, checked_kernel
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.planning.call import AttentionCall
 
@@ -100,7 +101,10 @@ class BackendUnderTest:
         return run_transports(ranks, lambda transport: work(self.wrap(transport)), timeout=self.timeout)
 
 
-_SKIPPED_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_SKIPPED = tuple(
+    str(path)
+    for path in (Path(__file__).parent, Path(base.__file__), Path(checked_kernel.__file__), Path(torch.__file__).parent)
+)
 _STANDARD_LIBRARY = str(Path(traceback.__file__).parent)
 
 
@@ -175,11 +179,14 @@ class Check:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error of a backend in one line, with its position in code outside of this suite and torch."""
+    """Describe an error of a backend in one line, with its position in code outside of this suite and torch.
+
+    Python and `CheckedKernel` name the method in errors that only the caller's frame has, such as a missing keyword.
+    """
     text = in_a_line(error)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         is_standard = frame.filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in frame.filename
-        if not is_standard and not frame.filename.startswith(_SKIPPED_FOLDERS):
+        if not is_standard and not frame.filename.startswith(_SKIPPED):
             return f"{text} (in {frame.filename}:{frame.lineno})"
     return text
 

@@ -21,6 +21,7 @@ from burst_portable.conformance.base import BackendUnderTest, record_kernel
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import Answer, Inputs, in_memory
 from burst_portable.kernels.base import BackwardInputs, Kernel, LazyKernel
+from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import State
@@ -29,7 +30,7 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles
 from burst_portable.runtime.autograd import begin, observed, run_backward
 from burst_portable.runtime.executor import attend_first
-from burst_portable.runtime.prepare import kernel_for_plan, plan_for_kernel, prepared_call
+from burst_portable.runtime.prepare import kernel_for_plan, plan_for_kernel, prepared_call, with_checked_results
 from burst_portable.strategies.planner import planned
 
 
@@ -54,7 +55,7 @@ def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transpo
     plan = plan_for_kernel(plan, kernel)
     unobserved = prepared_call(plan, target.backend, kernel, transport, call_signature({"case": case.spec()}))
     mesh = Mesh(transport.rank, transport.size, lambda _: transport)
-    prepared = observed(unobserved, mesh)  # as in a call: a profiling session records it
+    prepared = observed(with_checked_results(unobserved), mesh)  # as in a call: a profiling session records it
     rows = torch.tensor(plan.call.layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))
     dout = in_memory(x.dout[:, rows], case.memory, device)
@@ -127,6 +128,7 @@ def run_kernel(
     All gradients are added `times` times, and the sums divided by it: a kernel that overwrites fails.
     """
     record_kernel(kernel.name)
+    kernel = CheckedKernel(kernel)
     layout, mask, call = case.make_layout(), case.make_mask(), case.make_call(device.type)
     rows = [torch.tensor(layout.positions(block)) for block in range(case.ranks)]
     inputs = [tuple(in_memory(t[:, r], case.memory, device) for t in (x.q, x.k, x.v, x.dout)) for r in rows]
@@ -163,6 +165,7 @@ def run_single_call(kernel: Kernel, case: Case, x: Inputs, device: torch.device,
     If `parts`, run it as the first of several launches. It writes most rows of `out` directly, and some in float32.
     """
     record_kernel(kernel.name)
+    kernel = CheckedKernel(kernel)
     layout, call = case.make_layout(), case.make_call(device.type)
     q, k, v, dout = (in_memory(t[:, layout.positions(0)], case.memory, device) for t in (x.q, x.k, x.v, x.dout))
     before = tuple(t.clone() for t in (q, k, v, dout))

@@ -102,9 +102,9 @@ class Kernel(ABC):
             v: Values of shape [B, Sk, Hkv, Dv].
             tiles: Visible pairs, in local indices.
             call: The settings.
-            state: Earlier result of this kernel for other keys. The new result is merged into it, in place if possible.
-                Its dtypes are the accumulation dtype or wider: see `numerics.finished`. Default: rows outside of every
-                tile are 0 and -inf.
+            state: Earlier result of this kernel for other keys. The new result is merged into it, in place if possible,
+                and returned. Its dtypes are the accumulation dtype or wider: see `numerics.finished`. Default: rows
+                outside of every tile are 0 and -inf.
             yields_to_comm: Whether communication kernels may be waiting for multiprocessors. A kernel with persistent
                 programs should then use shorter ones. The result must not change.
         """

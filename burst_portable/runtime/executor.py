@@ -22,6 +22,7 @@ from torch import Tensor
 
 from burst_portable import numerics
 from burst_portable.comm.base import Handle, Message
+from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, as_kernels_take
 from burst_portable.numerics import State, accumulation_dtype, as_dtype, empty_state
 from burst_portable.planning.call import AttentionCall
@@ -150,6 +151,8 @@ class ForwardSteps:
                     self._state = attend_first(kernel, q, k, v, tiles, call, *rounded, yields_to_comm=yields_to_comm)
                 else:
                     self._state = kernel.attend(q, k, v, tiles, call, state=self._state, yields_to_comm=yields_to_comm)
+            if self._state is None and not helps:  # `finish` would return fully masked rows
+                raise BackendUnavailableError(f"the kernel {kernel.name!r} is broken: attend returned None")
         self._partials.end(step, messages, self._state)
         blocks.end(step)
 

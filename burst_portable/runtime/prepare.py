@@ -25,6 +25,7 @@ from burst_portable.comm.agreement import CallSignature, call_signature, hashed_
 from burst_portable.comm.base import Transport
 from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.kernels.base import Kernel, as_kernels_take
+from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.kernels.score_kernel import ScoreRowKernel
 from burst_portable.layout import Layout, contiguous
 from burst_portable.mask import Mask
@@ -143,7 +144,8 @@ def prepare(
             check_no_transforms(q, k, v, sinks)
         request = request.checked()
         q, k, v = cast_for_autocast(q, k, v)
-        prepared = mesh.cached(_key(request, q, k, v, sinks), lambda: _prepare(q, k, v, sinks, mesh, request))
+        key = _key(request, q, k, v, sinks)
+        prepared = mesh.cached(key, lambda: _prepare(q, k, v, sinks, mesh, request), first=with_checked_results)
         if type(q) is not Tensor or q.stride(-1) != 1 or q.is_neg():
             q = as_kernels_take(q)
         if type(k) is not Tensor or k.stride(-1) != 1 or k.is_neg():
@@ -277,6 +279,16 @@ def prepared_call(
         with_lse=with_lse,
         reason=reason,
     )
+
+
+def with_checked_results(prepared: PreparedCall) -> PreparedCall:
+    """Return the call with a kernel whose results are checked. The first of equal calls runs it, forward and backward.
+
+    A kernel that returns None, or tensors of other shapes or dtypes, would give wrong numbers.
+    """
+    if prepared.plan.score_rows:  # their kernel is in this package, and has other methods
+        return prepared
+    return replace(prepared, kernel=CheckedKernel(prepared.kernel))
 
 
 def _executor(plan: Plan) -> Executor:

@@ -44,6 +44,8 @@ KERNELS = {
     planted_bugs.BottomRight: ("kernels", "attention"),
     planted_bugs.StaleKeys: ("kernels", "attention"),
     planted_bugs.Base2: ("kernels", "attention"),
+    planted_bugs.ReturnsNothing: ("kernels", "attention"),
+    planted_bugs.TransposedLse: ("kernels",),
     planted_bugs.EmptyRows: ("kernels", "fully_masked"),
     planted_bugs.EmptyRowsInfinite: ("kernels", "fully_masked"),
     planted_bugs.SixteenBits: ("kernels", "attention"),

@@ -156,6 +156,21 @@ class ShiftedLse(KernelWrapper):
         return changed_state(state, lse=state[1] + 1e-3)
 
 
+class ReturnsNothing(KernelWrapper):
+    """Merge into the state, and return None."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        super().attend(q, k, v, tiles, call, state=state)
+
+
+class TransposedLse(KernelWrapper):
+    """Return LSE as [B, S, H]."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        state = super().attend(q, k, v, tiles, call, state=state)
+        return changed_state(state, lse=state[1].mT)
+
+
 class EmptyRows(KernelWrapper):
     """Give rows without keys a wrong LSE."""
 
