@@ -70,7 +70,7 @@ def test_ring_self_attention_plan_covers_every_pair(layout):
         assert verify(RingSelfAttentionStrategy().plan(Case(mask, layout, ranks=ranks).make_call())) == []
 
 
-def test_messages_that_one_step_needs_are_contiguous_in_each_round():
+def test_messages_of_one_step_are_contiguous_in_each_round():
     """A receiver splits one buffer by the sizes of K, or of V; senders write at the offsets."""
     for mask, ranks in product(MASKS, (3, 4, 5)):
         plan = RingSelfAttentionStrategy().plan(Case(mask, "contiguous", ranks=ranks, heads="wide_values").make_call())
