@@ -16,7 +16,7 @@ from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 
-SCHEMA = "burst_portable.plan/3"
+SCHEMA = "burst_portable.plan/4"
 ALL_RANKS = 64
 """Costs are computed for all ranks up to this number, and for a sample above: all would need ranks² blocks."""
 
@@ -177,7 +177,10 @@ def _step(pass_plan: PassPlan, step: Step) -> Facts:
     size = message_sizes(pass_plan)
 
     def messages(moves: Sequence[Move], peer: str) -> list[Facts]:
-        return [{"what": m.label, "rank": getattr(m, peer), "rows": list(m.rows), "bytes": size(m)} for m in moves]
+        return [
+            {"what": m.label, "rank": getattr(m, peer), "rows": list(map(list, m.rows)), "bytes": size(m)}
+            for m in moves
+        ]
 
     return {
         "step": step.index,

@@ -18,7 +18,7 @@ from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import exchanges, local_block_size, message_sizes, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, keeps_rank_order
-from burst_portable.planning.routes import Move, to_pack
+from burst_portable.planning.routes import Move, Rows, to_pack
 from burst_portable.planning.schedule import Compute, interleave_groups
 
 # In bytes of the message:
@@ -360,7 +360,7 @@ def _walk(
 ) -> None:
     """Simulate the steps of one rank on its timeline, for all groups of heads, or for one of K and V."""
     size, launched = message_sizes(pass_plan, tensor), set[int]()
-    packed = [set[tuple[int, int]]() for _ in range(groups)]
+    packed = [set[Rows]() for _ in range(groups)]
     add, accumulate = (_ADD_ROUNDED, _ACCUMULATE_ROUNDED) if pass_plan.rounds_gradients else (_ADD, _ACCUMULATE)
     if pass_plan.name == "forward":  # results of helpers are copied into messages
         accumulate = _COPY

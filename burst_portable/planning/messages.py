@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
-from burst_portable.planning.routes import Move, Side, find_containing, to_pack
+from burst_portable.planning.routes import Move, Rows, Side, find_containing, to_pack
 from burst_portable.planning.schedule import Step
 
 ALIGNMENT = 16
@@ -74,7 +74,7 @@ def message_sizes(pass_plan: PassPlan, tensor: int | None = None) -> Callable[[M
         for side in pass_plan.sides
         for g in (False, True)
     }
-    return lambda move: _rows(move) * rows[move.side, move.is_result]
+    return lambda move: move.num_rows * rows[move.side, move.is_result]
 
 
 @lru_cache(maxsize=256)
@@ -119,10 +119,10 @@ class StepMessages(NamedTuple):
     """The messages of one `Step`, with their sizes in bytes. Receives are for later steps."""
 
     side: Side | None  # of the step: see `Step.side`
-    packs: tuple[tuple[Side, tuple[int, int], int], ...]  # rows of a local block to pack, and the size of the buffer
+    packs: tuple[tuple[Side, Rows, int], ...]  # rows of a local block to pack, and the size of the buffer
     # Each block has the packed rows that contain it and its bytes [start, stop) there. The rows are None for a block
     # that is forwarded as it arrived.
-    sends: tuple[tuple[Move, tuple[int, int] | None, int, int], ...]
+    sends: tuple[tuple[Move, Rows | None, int, int], ...]
     receives: tuple[Arrivals, ...]
     local: int  # size of the local block, if the launch takes it together with blocks that arrived; else 0
     sums: tuple[int, ...]  # of gradients of the blocks of this step, in the accumulation dtype
@@ -150,12 +150,12 @@ class PassMessages:
         steps = pass_plan.steps_of(rank)
         local = _local_rows(pass_plan, rank) * self.inputs[pass_plan.side].size
         # By owner: rows of its gradients that are summed here.
-        self._gradient_rows = {move.owner: _rows(move) for step in steps for move in step.gradient_sends}
+        self._gradient_rows = {move.owner: move.num_rows for step in steps for move in step.gradient_sends}
         self._gradient_rows[rank] = local // self.inputs[pass_plan.side].size
         # By step: bytes of the local block, if the launch of that step takes it with received blocks.
         self._room = {step.index: local for step in steps if step.joins_local}
-        # By side: row ranges that were packed at earlier steps.
-        self._packed: dict[Side, list[tuple[int, int]]] = {side: [] for side in sides}
+        # By side: rows of the messages that were packed at earlier steps.
+        self._packed: dict[Side, list[Rows]] = {side: [] for side in sides}
         self._side = pass_plan.side
         self.steps = tuple((step, self._of_step(step, rank)) for step in steps)
         self.parts = sum(
@@ -182,12 +182,13 @@ class PassMessages:
             gradient_receives=_arrivals(step.gradient_receives, size, {}),
         )
 
-    def _send(self, move: Move, rank: int) -> tuple[Move, tuple[int, int] | None, int, int]:
+    def _send(self, move: Move, rank: int) -> tuple[Move, Rows | None, int, int]:
         if move.owner != rank:
             return move, None, 0, 0
-        rows = find_containing(move.rows, self._packed[move.side])
-        assert rows is not None, "a local block is packed before it is sent"
-        start = (move.rows[0] - rows[0]) * self.inputs[move.side].size
+        found = find_containing(move.rows, self._packed[move.side])
+        assert found is not None, "a local block is packed before it is sent"
+        rows, before = found
+        start = before * self.inputs[move.side].size
         return move, rows, start, start + self._size(move)
 
 
@@ -220,10 +221,6 @@ def _arrivals(moves: Iterable[Move], size: Callable[[Move], int], room: dict[int
             sizes.append(behind)
         found.append(Arrivals(tuple(group), tuple(sizes)))
     return tuple(found)
-
-
-def _rows(move: Move) -> int:
-    return move.rows[1] - move.rows[0]
 
 
 class ExchangeFields(NamedTuple):
@@ -316,7 +313,7 @@ def _message_offsets(pass_plan: PassPlan, target: int, start: int, tensor: int |
         end = _aligned(end)
         for move in moves:
             offsets[move] = end
-            end += size(move) if move.side == "kv" or move.is_result else _rows(move) * queries
+            end += size(move) if move.side == "kv" or move.is_result else move.num_rows * queries
         if not moves[0].is_result:
             end += joined.get(moves[0].wait_step, 0)
     return offsets, end

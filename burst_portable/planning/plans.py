@@ -28,7 +28,7 @@ from burst_portable.errors import InputError
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.planning.routes import BlockDependencies, Helpers, Move, Route, Side
+from burst_portable.planning.routes import BlockDependencies, Helpers, Move, Route, Rows, Side, count_rows
 from burst_portable.planning.schedule import (
     BlockTiles,
     Compute,
@@ -104,6 +104,7 @@ def split_heads(heads: int, kv_heads: int, groups: int) -> tuple[HeadGroup, ...]
     )
 
 
+_LEAST_GAP = 128  # rows, and at most an eighth of a block: shorter gaps between needed rows cost more to copy around
 PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, ...] = ("forward", "backward")
 Circulates = Literal["kv", "q", "both"]
@@ -223,23 +224,30 @@ class PassPlan:
         blocks: list[BlockTiles] = []
         offset = 0
         for owner in owners:
-            start, stop = self._rows(side, owner, member)
-            shift = (0, offset - start) if side == "kv" else (offset - start, 0)
-            blocks.append(BlockTiles(self._tiles(side, owner, member), *shift))
-            offset += stop - start
+            tiles, rows = self._tiles(side, owner, member), self._rows(side, owner, member)
+            if len(rows) > 1:
+                tiles, first = tiles.packed(rows, is_columns=side == "kv"), 0
+            else:
+                first = rows[0][0]
+            shift = (0, offset - first) if side == "kv" else (offset - first, 0)
+            blocks.append(BlockTiles(tiles, *shift))
+            offset += count_rows(rows)
         q_owners, k_owners = ((member,), owners) if side == "kv" else (owners, (member,))
         return Compute(q_owners, k_owners, tuple(blocks))
 
     def _tiles(self, side: Side, owner: int, member: int) -> Tiles:
         return self._pairs.tiles(member, owner) if side == "kv" else self._pairs.tiles(owner, member)
 
-    def _rows(self, side: Side, owner: int, member: int) -> tuple[int, int]:
-        """Return [start, stop) of the owner's rows that a member receives: those it needs, or all for a ring."""
+    def _rows(self, side: Side, owner: int, member: int) -> Rows:
+        """Return the owner's rows that a member receives: those it needs, or all for a ring.
+
+        Rows between them are sent too, if they are few: see `_LEAST_GAP`.
+        """
+        layout = self.call.k_layout if side == "kv" else self.call.layout
         tiles = self._tiles(side, owner, member) if owner != member and self.trims else None
         if not tiles:  # also if a route sends a block that is not needed: `verify` reports that
-            layout = self.call.k_layout if side == "kv" else self.call.layout
-            return 0, layout.count(owner)
-        return tiles.box[2:] if side == "kv" else tiles.box[:2]
+            return ((0, layout.count(owner)),)
+        return tiles.ranges(is_columns=side == "kv", least_gap=max(1, min(_LEAST_GAP, layout.count(owner) // 8)))
 
     @property
     def sides(self) -> tuple[Side, ...]:

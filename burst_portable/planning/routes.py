@@ -22,6 +22,8 @@ from burst_portable.planning.tiles import BlockPairs
 
 Side = Literal["kv", "q"]
 """The side of the attention whose blocks are sent: keys and values, or queries."""
+Rows = tuple[tuple[int, int], ...]
+"""Ranges [start, stop) of the rows of a block, in order and separate. A message has them one after the other."""
 
 
 class Move(NamedTuple):
@@ -38,9 +40,14 @@ class Move(NamedTuple):
     target: int
     post_step: int
     wait_step: int
-    rows: tuple[int, int]
+    rows: Rows
     is_gradient: bool = False
     is_partial: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in the message."""
+        return count_rows(self.rows)
 
     @property
     def is_result(self) -> bool:
@@ -53,23 +60,41 @@ class Move(NamedTuple):
         return f"out{self.owner}" if self.is_partial else f"{'d' if self.is_gradient else ''}{self.side}{self.owner}"
 
 
-def find_containing(rows: tuple[int, int], ranges: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the first [start, stop) of `ranges` that contains all of these rows."""
-    return next((one for one in ranges if one[0] <= rows[0] and rows[1] <= one[1]), None)
+def count_rows(rows: Rows) -> int:
+    """Return the number of rows in these ranges."""
+    return sum([stop - start for start, stop in rows])
 
 
-def to_pack(sends: Iterable[Move], packed: Iterable[tuple[int, int]]) -> list[Move]:
+def find_containing(rows: Rows, packed: Iterable[Rows]) -> tuple[Rows, int] | None:
+    """Return the first of `packed` of which these rows are one piece, and the number of its rows before them."""
+    return next(((one, before) for one in packed if (before := _rows_before(rows, one)) is not None), None)
+
+
+def _rows_before(rows: Rows, packed: Rows) -> int | None:
+    """Return the number of packed rows before `rows`; None if `rows` are not one piece of a message with `packed`."""
+    before, first = 0, rows[0][0]
+    for index, (start, stop) in enumerate(packed):
+        if start <= first < stop:
+            piece = packed[index : index + len(rows)]
+            clipped = ((first, piece[0][1]), *piece[1:])  # as if the message began with the first of these rows
+            clipped = (*clipped[:-1], (clipped[-1][0], min(clipped[-1][1], rows[-1][1])))
+            return before + first - start if clipped == rows else None
+        before += stop - start
+    return None
+
+
+def to_pack(sends: Iterable[Move], packed: Iterable[Rows]) -> list[Move]:
     """Return the sends of one block whose rows must be packed. The rows of all other sends are part of these.
 
     Args:
         sends: Moves of one block that are posted at the same step.
-        packed: Row ranges that were packed at earlier steps.
+        packed: Rows of each message that was packed at an earlier step.
     """
-    unpacked, ranges = [], list(packed)
-    for move in sorted(sends, key=lambda m: m.rows[0] - m.rows[1]):  # most rows first
-        if find_containing(move.rows, ranges) is None:
+    unpacked, done = [], list(packed)
+    for move in sorted(sends, key=lambda m: -m.num_rows):
+        if find_containing(move.rows, done) is None:
             unpacked.append(move)
-            ranges.append(move.rows)
+            done.append(move.rows)
     return unpacked
 
 

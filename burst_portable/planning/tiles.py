@@ -205,10 +205,11 @@ class Tiles(tuple[Tile, ...]):
 
     _visited: dict[tuple[int, int], int]
     _in_rows: dict[tuple[int, int], Tiles]
+    _ranges: dict[tuple[bool, int], tuple[tuple[int, int], ...]]
 
     def __new__(cls, tiles: Iterable[Tile] = ()) -> Tiles:
         self = super().__new__(cls, tiles)
-        self._visited, self._in_rows = {}, {}
+        self._visited, self._in_rows, self._ranges = {}, {}, {}
         return self
 
     def __hash__(self) -> int:
@@ -248,6 +249,39 @@ class Tiles(tuple[Tile, ...]):
     def covered(self) -> tuple[int, int]:
         """(rows, columns) that are in at least one tile, each counted once."""
         return covered([(t.q_start, t.q_stop) for t in self]), covered([(t.k_start, t.k_stop) for t in self])
+
+    def ranges(self, *, is_columns: bool, least_gap: int) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of the rows or columns of the tiles. Gaps of less than `least_gap` are included. Cached."""
+        key = is_columns, least_gap
+        if (found := self._ranges.get(key)) is None:
+            found = self._ranges[key] = tuple(self._make_ranges(is_columns, least_gap))
+        return found
+
+    def _make_ranges(self, is_columns: bool, least_gap: int) -> list[tuple[int, int]]:
+        spans = [(t.k_start, t.k_stop) if is_columns else (t.q_start, t.q_stop) for t in self]
+        if len(spans) > 1:
+            spans.sort()
+        joined = spans[:1]
+        for start, stop in spans[1:]:
+            first, end = joined[-1]
+            if start < end + least_gap:
+                joined[-1] = first, max(end, stop)
+            else:
+                joined.append((start, stop))
+        return joined
+
+    def packed(self, ranges: Sequence[tuple[int, int]], *, is_columns: bool) -> Tiles:
+        """Return the tiles with their rows or columns counted in a message of these ranges, one after the other."""
+        starts = [start for start, _ in ranges]
+        before = list(accumulate((stop - start for start, stop in ranges), initial=0))
+
+        def shift(first: int) -> int:
+            index = bisect_right(starts, first) - 1
+            return before[index] - starts[index]
+
+        if is_columns:
+            return Tiles(t.shifted(0, shift(t.k_start)) for t in self)
+        return Tiles(t.shifted(shift(t.q_start), 0) for t in self)
 
     def in_rows(self, start: int, stop: int) -> Tiles:
         """Return the parts of the tiles in rows [start, stop), with row indices counted from `start`. Cached."""

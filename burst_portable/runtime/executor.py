@@ -14,7 +14,7 @@ One pass, as `forward_rows` and `backward_rows` run it::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -27,7 +27,7 @@ from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, as_ke
 from burst_portable.numerics import State, accumulation_dtype, as_dtype, empty_state
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import Arrivals, PassMessages, RowLayout, StepMessages
-from burst_portable.planning.routes import Move, Side
+from burst_portable.planning.routes import Move, Rows, Side
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.tiles import Tiles
 from burst_portable.runtime.prepared_call import Executor, PreparedCall
@@ -269,8 +269,7 @@ class Blocks:
         self._receives: dict[Move, tuple[Handle, Tensor]] = {}
         self._remote: dict[int, Tensor] = {}  # by owner: blocks that have arrived
         self._inbox_of: dict[int, Tensor] = {}  # by step: buffer of all blocks that it needs
-        # By side and rows: messages of the local block.
-        self._packed: dict[tuple[Side, tuple[int, int]], Tensor] = {}
+        self._packed: dict[tuple[Side, Rows], Tensor] = {}  # messages of the local block
         self._sends: list[tuple[int, Handle, Tensor]] = []  # (step at which the receiver needs it, handle, message)
         self.step = 0
 
@@ -281,7 +280,7 @@ class Blocks:
             self._remote[move.owner] = self.take(move)
         for side, rows, size in messages.packs:  # each row is packed once: a message may be part of another one
             packed = self._packed[side, rows] = self.buffer(size)
-            self.copy([rows_of(tensor, rows) for tensor in self._local[side]], self.messages.inputs[side], packed)
+            self.copy(self._local[side], self.messages.inputs[side], packed, rows)
         sends = []
         for move, part_of, start, stop in messages.sends:
             whole = self._remote[move.owner] if part_of is None else self._packed[move.side, part_of][start:stop]
@@ -387,11 +386,15 @@ class Blocks:
                 views.append(numbers.as_strided((batch, rows, heads, dim), (heads * dim, row, dim, 1), first))
         return tuple(views)
 
-    def copy(self, tensors: Sequence[Tensor], layout: RowLayout, buffer: Tensor) -> None:
-        """Copy the tensors of a block, or its results, into a message."""
+    def copy(self, tensors: Sequence[Tensor], layout: RowLayout, buffer: Tensor, rows: Rows | None = None) -> None:
+        """Copy these rows of the tensors of a block, or of its results, into a message. Default: all rows."""
         with self.copies():
             for view, tensor in zip(self.views(layout, buffer), tensors, strict=True):
-                numerics.copy(tensor, view)
+                if rows is None:
+                    numerics.copy(tensor, view)
+                else:
+                    for needed, place in _in_message(rows):
+                        numerics.copy(rows_of(tensor, needed), rows_of(view, place))
 
 
 class _Partials:
@@ -406,7 +409,7 @@ class _Partials:
         """Keep the result of a launch with the queries that arrived for this step, until it is sent."""
         start = 0
         for move in step.arrivals:
-            stop = start + move.rows[1] - move.rows[0]
+            stop = start + move.num_rows
             self._computed[move.owner] = state[0][:, start:stop], state[1][:, :, start:stop]
             start = stop
 
@@ -433,7 +436,8 @@ class _Partials:
         for move, buffer in self._arrived:
             with self._blocks.copies():
                 out, lse = self._blocks.views(self._blocks.messages.gradients["q"], buffer)
-                numerics.merge_rows(state, slice(*move.rows), out, lse)
+                for needed, place in _in_message(move.rows):
+                    numerics.merge_rows(state, slice(*needed), rows_of(out, place), rows_of(lse, place))
         self._arrived = []
 
 
@@ -489,16 +493,25 @@ class BlockGradients:
         """Add gradients that arrived to the sums of the same block on this rank."""
         blocks = self._blocks
         received = blocks.views(blocks.messages.gradients[move.side], blocks.take(move))
-        if move.owner == blocks.rank:
-            sums = tuple(rows_of(x, move.rows) for x in self._local[move.side])
-        else:
-            sums = blocks.views(blocks.messages.sums[move.side], self._sums[move.owner])
-        self._add(sums, received)
+        if move.owner != blocks.rank:
+            self._add(blocks.views(blocks.messages.sums[move.side], self._sums[move.owner]), received)
+            return
+        for needed, place in _in_message(move.rows):
+            local = tuple(rows_of(x, needed) for x in self._local[move.side])
+            self._add(local, tuple(rows_of(x, place) for x in received))
 
     def _add(self, sums: Views, contributions: Views) -> None:
         with self._blocks.copies():
             for total, contribution in zip(sums, contributions, strict=True):
                 total += contribution
+
+
+def _in_message(rows: Rows) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield each range of rows of a block, and the range of rows of its message that it takes."""
+    start = 0
+    for first, past in rows:
+        yield (first, past), (start, start + past - first)
+        start += past - first
 
 
 def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:
