@@ -99,6 +99,6 @@ def show_comparison(console: Console, facts: Facts) -> None:
     chosen = [part.partition(" (")[0] for part in parts if not part.startswith("not ")]
     console.print(labelled("auto", "; ".join(chosen[: 1 + chosen[0].startswith("layout ")])))
     if names := facts["not_compared"]:
-        console.print(labelled("", f"did not consider {', '.join(names)}; add --ranks-per-node"))
+        console.print(labelled("", f"considers {', '.join(names)} only with --ranks-per-node"))
     for label, reason in facts["unsupported"].items():
         console.print(labelled("not", f"{label}: {reason}"))

@@ -47,7 +47,7 @@ def test_plan_all_lists_strategies_that_need_node_size(capsys):
     assert facts_of(capsys)["not_compared"] == ["double_ring", "usp"]
     assert facts_of(capsys, "--ranks-per-node", "4")["not_compared"] == []
     assert main(CALL) == 0
-    assert "did not consider double_ring, usp; add --ranks-per-node" in capsys.readouterr().out
+    assert "considers double_ring, usp only with --ranks-per-node" in capsys.readouterr().out
 
 
 def test_plan_all_accepts_layout_and_nodes(capsys):
