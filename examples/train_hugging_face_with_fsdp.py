@@ -4,8 +4,9 @@ torchrun --nproc-per-node 2 examples/train_hugging_face_with_fsdp.py            
 torchrun --nproc-per-node 8 examples/train_hugging_face_with_fsdp.py --model FOLDER --text BOOK --seq-len 512k --steps 1
 
 FSDP2 shards weights, gradients and optimizer states over the same ranks that share the sequence. Layers are recomputed
-in the backward pass. For more tokens than the max_position_embeddings of a checkpoint, edit its config.json first:
-docs/hugging_face.md, "Longer contexts". Each step takes new tokens of the text. This example was run on CPUs.
+in the backward pass, and so are the logits, of --loss-rows tokens at a time. For more tokens than the
+max_position_embeddings of a checkpoint, edit its config.json first: docs/hugging_face.md, "Longer contexts". Each step
+takes new tokens of the text. This example was run on CPUs.
 """
 
 import argparse
@@ -15,8 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +35,29 @@ import burst_portable as bp
 from burst_portable.integrations.transformers import parallelize
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def summed_loss(hidden: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    logits = linear(hidden, weight.to(hidden.dtype))
+    return cross_entropy(logits.float(), labels, reduction="sum")
+
+
+class LossInChunks(torch.nn.Module):
+    """A causal language model that returns its loss, and holds the logits of `rows` tokens at a time.
+
+    It is for models whose logits are the product of `lm_head` and the last hidden state, without a softcap or a scale.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: int) -> None:
+        super().__init__()
+        self.model, self.rows = model, rows
+
+    def forward(self, shift_labels: Tensor, num_items_in_batch: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+        hidden = self.model.base_model(**inputs).last_hidden_state.flatten(0, 1)
+        weight = self.model.lm_head.weight.float()  # so that the gradients of the chunks are added in float32
+        chunks = zip(hidden.split(self.rows), shift_labels.flatten().split(self.rows), strict=True)
+        losses = [recompute_in_backward(summed_loss, *chunk, weight, use_reentrant=False) for chunk in chunks]
+        return sum(losses) / num_items_in_batch
 
 
 def read_tokens(checkpoint: str | None, text: str, seq_len: int, steps: int) -> torch.Tensor:
@@ -55,8 +83,8 @@ def load(checkpoint: str | None) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
-def train(checkpoint: str | None, text: str, seq_len: int, steps: int) -> list[float]:
-    """Return the loss of each step, the mean over all tokens."""
+def train(checkpoint: str | None, text: str, seq_len: int, steps: int, rows: int, folder: str | None) -> list[float]:
+    """Return the loss of each step, the mean over all tokens. Write the weights to a folder, if one is named."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     ranks = dist.get_world_size()
     grid = init_device_mesh(device.type, (ranks,), mesh_dim_names=("sequence",))
@@ -69,20 +97,25 @@ def train(checkpoint: str | None, text: str, seq_len: int, steps: int) -> list[f
     # Matrix products in bfloat16 on accelerators; float32 weights and gradients.
     wide = MixedPrecisionPolicy()
     policy = wide if device.type == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for layer in model.base_model.layers:  # fully_shard moves each part to the device
-        fully_shard(layer, mesh=grid, mp_policy=policy)
-    fully_shard(model, mesh=grid, mp_policy=policy)
+    model_with_loss = LossInChunks(model, rows)
+    for part in [*model.base_model.layers, model_with_loss]:  # fully_shard moves each part to the device
+        fully_shard(part, mesh=grid, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if checkpoint is None else 1e-5)
     model.train()
     losses = []
     for step in range(steps):
         input_ids = tokens[step * seq_len : (step + 1) * seq_len].unsqueeze(0).to(device)
-        loss = model(**sharded.shard(input_ids)).loss  # this rank's part of the mean over all tokens
+        loss = model_with_loss(**sharded.shard(input_ids))  # this rank's part of the mean over all tokens
         (loss * ranks).backward()  # FSDP averages over the ranks; parts of a mean are added
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(bp.all_reduce(loss.detach(), sharded.mesh).item())
+    if folder:
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        sharded.undo()
+        if dist.get_rank() == 0:  # only rank 0 has the weights
+            model.save_pretrained(folder, state_dict=weights)
     return losses
 
 
@@ -98,6 +131,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="text file; default: English that comes with Python")
     parser.add_argument("--seq-len", type=length, default=509, help="tokens of a sequence, such as 4096 or 512k")
     parser.add_argument("--steps", type=int, default=3, help="number of sequences")
+    parser.add_argument("--loss-rows", type=int, default=2048, help="tokens whose logits are in memory at a time")
+    parser.add_argument("--save", metavar="FOLDER", help="where to write the weights after the last step")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.exit(2, f"{parser.prog}: start it with torchrun\n")
@@ -105,7 +140,7 @@ def main() -> None:
     dist.init_process_group()
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    losses = train(options.model, text, options.seq_len, options.steps)
+    losses = train(options.model, text, options.seq_len, options.steps, options.loss_rows, options.save)
     if dist.get_rank() == 0:
         print("losses:", *(f"{loss:.6f}" for loss in losses))
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pydoc_data.topics
 import runpy
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.trainer_cases import FULL, USUAL, accelerate_loop, results
 
@@ -98,18 +99,41 @@ def test_trainer_with_options_equals_one_device(name: str, full_folder: Path) ->
     assert_same(full_folder, name, FULL[name])
 
 
-def test_fsdp_example_has_equal_losses_on_any_number_of_ranks():
+def test_fsdp_example_equals_one_device_on_any_number_of_ranks(tmp_path: Path):
+    """One device has the model's own loss. With chunks of 100 rows, the last one of each rank is shorter."""
+
     def losses(ranks: int) -> list[float]:
         module = "examples.train_hugging_face_with_fsdp"
-        command = [sys.executable, "-m", "tests.support.ranks_of", str(ranks), module]
+        command = [sys.executable, "-m", "tests.support.ranks_of", str(ranks), module, "--loss-rows", "100"]
+        command += ["--save", str(tmp_path / str(ranks))]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stdout + done.stderr
         return [float(loss) for loss in done.stdout.split()[1:]]
 
-    one = losses(1)
-    assert len(one) == 3
-    assert one[-1] < one[0] - 0.2
-    assert losses(2) == pytest.approx(one, rel=1e-5)
+    model, expected = fsdp_example_on_one_device()
+    assert expected[-1] < expected[0] - 0.2
+    ids = torch.arange(200).unsqueeze(0)
+    trained = model(input_ids=ids, labels=ids).loss.item()
+    for ranks in (1, 2):
+        assert losses(ranks) == pytest.approx(expected, rel=1e-5)
+        saved = LlamaForCausalLM.from_pretrained(tmp_path / str(ranks))
+        assert saved(input_ids=ids, labels=ids).loss.item() == pytest.approx(trained, rel=1e-5)
+
+
+def fsdp_example_on_one_device() -> tuple[LlamaForCausalLM, list[float]]:
+    """Return the model and the losses of the example's steps with transformers alone."""
+    tokens = torch.tensor(list("\n".join(pydoc_data.topics.topics.values()).encode()[: 3 * 509]))
+    model = runpy.run_path(str(FSDP_EXAMPLE))["load"](None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for input_ids in tokens.view(3, 1, 509):
+        loss = model(input_ids=input_ids, labels=input_ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
 
 
 def test_fsdp_example_checks_lengths_before_loading(tmp_path: Path):
