@@ -14,7 +14,15 @@ from burst_portable.utils.values import as_float
 
 _SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds and take 0 for no timeout
 _SECONDS = "0.001 or more, below 1e9"
-_SETTINGS = ("BURST_TIMEOUT", "BURST_KERNEL", "BURST_TRANSPORT", "BURST_HARDWARE_SPEC", "BURST_KERNEL_TIMES")
+_SETTINGS = (
+    "BURST_TIMEOUT",
+    "BURST_KERNEL",
+    "BURST_TRANSPORT",
+    "BURST_HARDWARE_SPEC",
+    "BURST_KERNEL_TIMES",
+    "BURST_COMPILE_AHEAD",
+)
+_FLAGS = {"": True, "0": False, "1": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,8 @@ class Config:
             numbers (``BURST_HARDWARE_SPEC``). It is read at each selection. Default: "", the backend's own numbers.
         kernel_times: Path of a file that `burst-portable time-kernels` wrote on this machine; the kernel "auto" is then
             the fastest one in it (``BURST_KERNEL_TIMES``). Default: "", the first kernel of the backend that serves.
+        compile_ahead: Whether the first call compiles the kernels of both passes side by side, before it launches one
+            (``BURST_COMPILE_AHEAD``, 0 or 1). Default: True. With False, each launch compiles its kernel.
     """
 
     timeout: float = 600.0
@@ -36,6 +46,7 @@ class Config:
     transport: str = "auto"
     hardware_spec: str = ""
     kernel_times: str = ""
+    compile_ahead: bool = True
 
     def __post_init__(self) -> None:
         seconds = as_float(self.timeout)
@@ -51,6 +62,8 @@ class Config:
             if not isinstance(file, str) or "\0" in file:
                 raise InputError(f"{name} must name a file", got=shown(given), allowed="a file's name, or ''")
             object.__setattr__(self, name, file)
+        if not isinstance(self.compile_ahead, bool):
+            raise InputError("compile_ahead must be a bool", got=shown(self.compile_ahead), allowed="True or False")
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -60,7 +73,9 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
 
 
 @lru_cache(maxsize=16)
-def _parse_settings(timeout: str, kernel: str, transport: str, hardware_spec: str, kernel_times: str) -> Config:
+def _parse_settings(
+    timeout: str, kernel: str, transport: str, hardware_spec: str, kernel_times: str, compile_ahead: str
+) -> Config:
     """Return the settings. Cached, because every call without a mesh needs them."""
     try:
         seconds = float(timeout or "600")
@@ -68,7 +83,9 @@ def _parse_settings(timeout: str, kernel: str, transport: str, hardware_spec: st
         seconds = 0.0
     if not _SHORTEST <= seconds < _LONGEST:
         raise InputError("BURST_TIMEOUT must be a number of seconds", got=repr(timeout), allowed=_SECONDS)
-    return Config(seconds, kernel or "auto", transport or "auto", hardware_spec, kernel_times)
+    if compile_ahead not in _FLAGS:
+        raise InputError("BURST_COMPILE_AHEAD must be a flag", got=repr(compile_ahead), allowed="0 or 1")
+    return Config(seconds, kernel or "auto", transport or "auto", hardware_spec, kernel_times, _FLAGS[compile_ahead])
 
 
 class LauncherEnv(NamedTuple):

@@ -18,10 +18,12 @@ from burst_portable.cli.flags import DEFAULT_LAYOUT
 from burst_portable.cli.output import JsonOption, console, on_stderr, table
 from burst_portable.cli.run.job import DTYPES
 from burst_portable.cli.run.models import config_of
+from burst_portable.comm.agreement import call_signature
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, unknown_name
 from burst_portable.kernels.base import Kernel, Support, torch_dtype
 from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.runtime.ahead import absent_call, rehearse
+from burst_portable.runtime.ahead import AbsentTransport, rehearse
+from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import call_of_sizes, planned
@@ -30,6 +32,7 @@ from burst_portable.strategies.registry import strategy_of
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
     from burst_portable.kernels.triton.compile_only import CompiledKernel
+    from burst_portable.planning.plans import Plan
     from burst_portable.runtime.prepared_call import PreparedCall
 
 SCHEMA = "burst_portable.warm/1"
@@ -174,6 +177,12 @@ def kernel_for(backend: Backend, call: AttentionCall, target: str) -> Kernel:
             return kernel.load()
         reasons.append(f"not {kernel.name}: {reason}")
     raise UnsupportedError(f"no kernel can be compiled ahead for {target}", got="; ".join(reasons))
+
+
+def absent_call(plan: Plan, backend: Backend, kernel: Kernel, rank: int) -> PreparedCall:
+    """Return what one rank runs for a plan, without the other ranks."""
+    plan = plan_for_kernel(plan, kernel)
+    return prepared_call(plan, backend, kernel, AbsentTransport(rank, plan.call.ranks), call_signature({}))
 
 
 def _launch(prepared: PreparedCall, *, heads_first: bool) -> None:

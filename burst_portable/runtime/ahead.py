@@ -1,7 +1,7 @@
 """Run a prepared call on tensors without memory, so that its kernels are compiled before they are launched.
 
 The executors then make the launches of one rank, with the strides and dtypes of a real call. The kernels compile them
-and launch nothing: see `kernels.triton.compile_only`.
+and launch nothing: see `kernels.triton.arguments.compiled_kernel`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from burst_portable.backends.base import Backend
-from burst_portable.comm.agreement import call_signature
 from burst_portable.comm.base import Handles, Message, Transport
-from burst_portable.kernels.base import Kernel
-from burst_portable.planning.plans import Plan
-from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
+from burst_portable.mesh import Mesh
 from burst_portable.runtime.prepared_call import NO_OBSERVER, PreparedCall
+from burst_portable.utils.torch_modes import disable_autocast, disable_modes, on_device
 
 
 class AbsentTransport(Transport):
@@ -40,12 +38,6 @@ class _Complete:
         """Return at once."""
 
 
-def absent_call(plan: Plan, backend: Backend, kernel: Kernel, rank: int) -> PreparedCall:
-    """Return what one rank runs for a plan, without the other ranks."""
-    plan = plan_for_kernel(plan, kernel)
-    return prepared_call(plan, backend, kernel, AbsentTransport(rank, plan.call.ranks), call_signature({}))
-
-
 def rehearse(
     prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, gradients: bool
 ) -> None:
@@ -65,3 +57,38 @@ def rehearse(
         out, _, saved = prepared.executor.forward(prepared, q, k, v, sinks, keep=gradients)
         if gradients:
             prepared.executor.backward(prepared, saved, sinks, torch.empty(out.shape, dtype=out.dtype, device="meta"))
+
+
+def compile_ahead(prepared: PreparedCall, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """Compile the kernels of both passes of a call side by side, once for all lengths of a mesh.
+
+    Without gradients on one rank there is one kernel, which the launch compiles.
+    """
+    kernel, call, plan = prepared.kernel, prepared.part, prepared.plan
+    tensors = [x for x in (q, k, v, sinks) if x is not None]
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    real = q.device.type != "cpu" and all(type(x) in (Tensor, Parameter) and not x.is_meta for x in tensors)
+    if not (kernel.traits.compiles_ahead and mesh.config.compile_ahead and real) or not (gradients or mesh.size > 1):
+        return
+    sizes = call.heads, call.kv_heads, call.head_dim, call.v_head_dim, call.dtype
+    settings = call.softcap, call.deterministic, call.sinks, prepared.with_lse, gradients
+    key = "compiled", kernel.name, q.device, sizes, settings, plan.strategy, plan.transfer("forward")
+    mesh.cached(key, lambda: _compile(prepared, tensors, gradients=gradients))
+
+
+def _compile(prepared: PreparedCall, tensors: Sequence[Tensor], *, gradients: bool) -> bool:
+    """Compile the kernels of a call, and return True."""
+    from burst_portable.kernels.triton.arguments import compile_side_by_side
+
+    device = tensors[0].device
+    q, k, v, *sinks = map(_absent, tensors)
+    with on_device(device), disable_autocast(device), disable_modes():
+        compile_side_by_side(lambda: rehearse(prepared, q, k, v, *sinks, gradients=gradients))
+    return True
+
+
+def _absent(x: Tensor) -> Tensor:
+    """Return a tensor without memory that has the strides of x, or contiguous ones if its last stride is not 1."""
+    if x.stride(-1) != 1:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

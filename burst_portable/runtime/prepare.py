@@ -33,6 +33,7 @@ from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import Inboxes, inboxes
 from burst_portable.planning.plans import Plan, with_rank_order
+from burst_portable.runtime.ahead import compile_ahead
 from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_groups import GroupExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
@@ -246,8 +247,11 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         # `auto` may have assumed a direct transport, but the ranks could not connect one.
         plan, backend, kernel, reason = choose(call, mesh, request)
         transport, _ = mesh.transport_for(call.device, direct=plan.direct)
-    signature = _call_signature(plan, backend, kernel, transport, with_lse=request.return_lse)
-    return prepared_call(plan, backend, kernel, transport, signature, with_lse=request.return_lse, reason=reason)
+    with_lse = request.return_lse
+    signature = _call_signature(plan, backend, kernel, transport, with_lse=with_lse)
+    prepared = prepared_call(plan, backend, kernel, transport, signature, with_lse=with_lse, reason=reason)
+    compile_ahead(prepared, mesh, q, k, v, sinks)
+    return prepared
 
 
 def prepared_call(

@@ -95,6 +95,14 @@ def disable_selective_checkpointing() -> AbstractContextManager[object]:
     return hidden
 
 
+def disable_modes() -> AbstractContextManager[object]:
+    """Return a context without dispatch modes, such as counters of FLOPs, which would record its operators."""
+    if not torch._C._len_torch_dispatch_stack():
+        return _NOTHING
+    hidden: AbstractContextManager[object] = modes._disable_current_modes()
+    return hidden
+
+
 def _selects(mode: object) -> bool:
     # Imported here, since `import torch` alone does not load it; if one of its modes is active, it is loaded.
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode

@@ -342,6 +342,16 @@ def test_empty_setting_is_unset():
     assert from_environment(dict.fromkeys(("BURST_TIMEOUT", "BURST_KERNEL", "BURST_TRANSPORT"), "")) == Config()
 
 
+def test_config_compile_ahead_reads_a_flag():
+    assert from_environment({}).compile_ahead
+    assert not from_environment({"BURST_COMPILE_AHEAD": "0"}).compile_ahead
+    assert from_environment({"BURST_COMPILE_AHEAD": "1"}).compile_ahead
+    with pytest.raises(InputError, match="BURST_COMPILE_AHEAD must be a flag; got 'no'; allowed: 0 or 1"):
+        from_environment({"BURST_COMPILE_AHEAD": "no"})
+    with pytest.raises(InputError, match="compile_ahead must be a bool"):
+        Config(compile_ahead=0)
+
+
 def test_attention_uses_row_delta_of_kernel(monkeypatch):
     """A kernel may compute the row sums of dO * O in one pass."""
     asked = []

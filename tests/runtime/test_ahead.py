@@ -1,4 +1,4 @@
-"""Test that a rehearsal on the device "meta" compiles the kernels of a real ring, for sm_90 without a device."""
+"""Test that rehearsals on the device "meta" compile the kernels of real calls, for sm_90 without a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from burst_portable.kernels.triton.triton_kernel import TritonKernel
 from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
-from burst_portable.runtime.ahead import absent_call, rehearse
+from burst_portable.cli.warm import absent_call
+from burst_portable.runtime.ahead import rehearse
 from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
 from burst_portable.strategies.planner import planned
 from burst_portable.strategies.registry import strategy_of
@@ -57,10 +58,39 @@ print(json.dumps(sorted({(one.name, one.digest, one.cached) for one in made}))) 
 """
 
 
-def compiled(folder, *arguments):
-    """Return (name, key, whether the cache had it) of the kernels that a fresh process compiles or loads."""
+# Both passes of a call, after `_compile`, which `attention` calls before its first launch.
+BOTH_PASSES = """
+import json, threading
+import torch, triton
+from burst_portable.backends.selection import load
+from burst_portable.cli.warm import absent_call
+from burst_portable.kernels.triton.compile_only import TARGETS, CompileOnlyDriver
+from burst_portable.kernels.triton.triton_kernel import TritonKernel
+from burst_portable.mask import Mask
+from burst_portable.planning.call import AttentionCall
+from burst_portable.runtime.ahead import _compile
+from burst_portable.strategies.planner import planned
+from burst_portable.strategies.registry import strategy_of
+
+triton.runtime.driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
+made = []
+triton.knobs.compilation.listener = lambda *, src, **_: made.append((src.fn.__name__, threading.get_ident()))
+q, k, v, dout = (torch.zeros(1, 512, h, 64, dtype=torch.bfloat16) for h in (8, 4, 4, 8))
+call = AttentionCall.of(q, k, v, mask=Mask.causal(), deterministic=False)
+prepared = absent_call(planned(strategy_of("ring"), call), load("cpu"), TritonKernel(), 0)
+_compile(prepared, [q, k, v], gradients=True)
+ahead = len(made)
+out, _, saved = prepared.executor.forward(prepared, q, k, v, None, keep=True)
+prepared.executor.backward(prepared, saved, None, dout)
+names, threads = zip(*made)
+print(json.dumps([sorted(names), len({*threads} - {threading.get_ident()}), len(made) - ahead]))
+"""
+
+
+def compiled(folder, *arguments, script=SCRIPT):
+    """Return what a fresh process prints: (name, key, whether the cache had it) of the kernels of `SCRIPT`."""
     environment = environment_of_children(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0")
-    command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
+    command = [sys.executable, "-c", script, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -76,3 +106,12 @@ def test_rehearse_compiles_kernels_of_real_ranks(kernel, strategy, rows, tmp_pat
     assert not any(cached for *_, cached in ahead)
     launched = compiled(tmp_path, "launched", kernel, strategy, rows)
     assert launched == [[name, key, True] for name, key, _ in ahead]
+
+
+@pytest.mark.full
+def test_compile_ahead_leaves_nothing_to_launches(tmp_path):
+    """Threads compile the kernels of both passes; the launches find them in the memory of the process."""
+    names, threads, by_launches = compiled(tmp_path, script=BOTH_PASSES)
+    assert names == ["attend_kernel", "delta_kernel", "keys_kernel", "queries_kernel"]
+    assert threads == 4
+    assert by_launches == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -94,12 +94,28 @@ def compiled_kernel(
         absent = any(isinstance(x, Tensor) and x.is_meta for x in arguments)
         started = unfinished.get() if absent else None
         if isinstance(made, FutureKernel):
-            if started is None:
-                made = made.result()
-            else:
+            if started is not None:
                 named = partial(_raise_named, kernel, target, configuration, next_step)
                 started.append(Unfinished(made.future, named))
+            elif not absent:
+                made = made.result()
     return None if absent else made
+
+
+_THREADS = 6
+"""Threads that compile the kernels of a call, of which it has at most so many, apart from rings."""
+
+
+def compile_side_by_side(run: Callable[[], object]) -> None:
+    """Compile the kernels that `run` launches on tensors of the device "meta", for the current device.
+
+    Errors are raised by the real launches of these kernels, which come next.
+    """
+    from triton import AsyncCompileMode, knobs
+
+    if not knobs.runtime.interpret:
+        with ThreadPoolExecutor(_THREADS) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            run()
 
 
 def _raise_named(kernel: object, target: str, configuration: object, next_step: str, error: BaseException) -> None:
