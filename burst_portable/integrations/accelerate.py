@@ -42,6 +42,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
 
     Attributes:
         sequence_size: Number of ranks that share a sequence. None: not determined yet.
+        has_model: Whether a model is sharded, or will be by a trainer.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         layout: str = "zigzag",
         kernel: str = "auto",
     ) -> None:
-        self.sequence_size, self._replicas = cp_size, dp_replicate_size
+        self.sequence_size, self._replicas, self.has_model = cp_size, dp_replicate_size, False
         self._options = {"strategy": strategy, "layout": layout, "kernel": kernel}
         for name, value in (("cp_size", cp_size), ("dp_replicate_size", dp_replicate_size)):
             if value is not None and value < 1:
@@ -66,6 +67,19 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the mesh, which cannot be saved with `TrainingArguments`."""
         return self.__dict__ | {"device_mesh": None}
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Return False: accelerate's own context parallelism stays off. `prepare` and Trainer read it first.
+
+        Raises:
+            InputError: If no model was parallelized yet. The ranks of a sequence would then compute the same.
+        """
+        if self.device_mesh is not None and self.non_data_parallel_size > 1 and not self.has_model:
+            next_step = "use SequenceTrainer in the place of Trainer, or one of integrations.trl; with an Accelerator, "
+            next_step += "call parallelize(model) of this object before prepare"
+            raise InputError("no model is sharded by this SequenceParallelism", next_step=next_step)
+        return False
 
     @property
     def total_size(self) -> int:
@@ -151,5 +165,6 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         mesh = Mesh.single() if dist.is_initialized() else None  # None: an error if torchrun started several processes
         if self.device_mesh is not None and self.non_data_parallel_size > 1:
             mesh = Mesh.from_device_mesh(self.device_mesh, AXIS)
+        self.has_model = True
         options = self._options | {"full_batches": True, "gather_outputs": gather_outputs}
         return parallelize(model, mesh, averaged_gradients=True, **options)

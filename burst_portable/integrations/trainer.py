@@ -7,7 +7,7 @@ devices. This class shards the model, and keeps one copy of the outputs of each 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     library, derive from both: ``class Mine(SequenceTrainer, TheirTrainer)``.
 
     Attributes:
+        serves: Names of TRL's trainers that a subclass is for.
         sharded: The result of `parallelize`, for the current model.
 
     Raises:
@@ -32,7 +33,13 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         UnsupportedError: If the model cannot be sharded, or for NEFTune and dispatch_batches.
     """
 
+    serves: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
+        of_trl = next((base.__name__ for base in type(self).__mro__ if base.__module__.startswith("trl.")), None)
+        if of_trl not in (None, *self.serves):
+            allowed = "SequenceSFTTrainer, SequenceDPOTrainer of burst_portable.integrations.trl"
+            raise UnsupportedError("this trainer of TRL on ranks that share sequences", got=of_trl, allowed=allowed)
         self.sharded: ShardedModel | None = None
         super().__init__(*arguments, **named)
         if self.sharded is None:
@@ -45,27 +52,28 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
             raise UnsupportedError("dispatch_batches gives the ranks of a sequence other rows", next_step=next_step)
         config.dispatch_batches = False  # the default, None, is True for a dataset without a length
         super().create_accelerator_and_postprocess()
+        parallelism = self.accelerator.parallelism_config
+        if not isinstance(parallelism, SequenceParallelism):
+            what, next_step = "no SequenceParallelism", "TrainingArguments(parallelism_config=SequenceParallelism(...))"
+            raise InputError(what, got=type(parallelism).__name__, next_step=next_step)
+        if parallelism is not self.args.parallelism_config:
+            what = "accelerate keeps the configuration of an earlier Accelerator"
+            next_step = "use one SequenceParallelism, or create each TrainingArguments right before its trainer"
+            raise InputError(what, got="another parallelism_config", next_step=next_step)
+        parallelism.has_model = True  # below, after the constructors of subclasses of Trainer
 
     def call_model_init(self, trial: Any = None) -> Any:
         return self._shard_model(super().call_model_init(trial))
 
     def _shard_model(self, model: Any) -> Any:
         """Shard the sequences of a model in place, and return it."""
-        config = self.accelerator.parallelism_config
-        if not isinstance(config, SequenceParallelism):
-            what, next_step = "no SequenceParallelism", "TrainingArguments(parallelism_config=SequenceParallelism(...))"
-            raise InputError(what, got=type(config).__name__, next_step=next_step)
-        if config is not self.args.parallelism_config:
-            what = "accelerate keeps the configuration of an earlier Accelerator"
-            next_step = "use one SequenceParallelism, or create each TrainingArguments right before its trainer"
-            raise InputError(what, got="another parallelism_config", next_step=next_step)
-        if self.args.neftune_noise_alpha is not None and config.non_data_parallel_size > 1:
+        if self.args.neftune_noise_alpha is not None and self._ranks > 1:
             raise UnsupportedError(
                 "NEFTune scales its noise by the tokens of a row, and a shard has fewer",
                 got=f"neftune_noise_alpha={self.args.neftune_noise_alpha}",
                 next_step="remove it",
             )
-        self.sharded = config.parallelize(_transformers_model(model))
+        self.sharded = self.accelerator.parallelism_config.parallelize(_transformers_model(model))
         return model
 
     @property

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import InputError, UnsupportedError
@@ -112,6 +112,14 @@ def test_trainer_rejects_unsupported_settings(tmp_path: Path):
         trainer(SequenceParallelism(), torch.nn.Linear(2, 2))
     with pytest.raises(InputError, match="cp_size must be positive; got 0"):
         SequenceParallelism(cp_size=0)
+
+
+def test_trainer_rejects_other_trainers_of_trl_by_name():
+    """Their samplers and groups of completions count each rank as other rows."""
+    of_trl = type("GRPOTrainer", (Trainer,), {"__module__": "trl.trainer.grpo_trainer"})
+    derived = type("Mine", (SequenceTrainer, of_trl), {})
+    with pytest.raises(UnsupportedError, match=r"TRL .*got GRPOTrainer; allowed: SequenceSFTTrainer"):
+        derived()
 
 
 def test_trainer_rejects_noise_that_depends_on_the_length(tmp_path: Path):

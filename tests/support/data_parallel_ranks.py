@@ -120,6 +120,8 @@ def main(rank: int, folder: Path) -> None:
     found["one_sequence"] = TRAIN(SequenceParallelism())
     forget_accelerator()
     found["two_sequences"] = TRAIN(SequenceParallelism(SEQUENCE), held_out=12)
+    with pytest.raises(InputError, match="use SequenceTrainer in the place of Trainer"):
+        accelerate_loop(SequenceParallelism(), is_sharded=False)
     torch.save(accelerate_loop(SequenceParallelism()), folder / f"accelerate {rank}.pt")
     for name, options in USUAL.items():
         torch.save(results(folder / name, **options), folder / f"{name} {rank}.pt")

@@ -22,13 +22,11 @@ LENGTHS = (15, 22, 9, 31, 12, 17, 26, 40, 11, 23, 19, 35)  # ragged rows, which 
 LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
 
 CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": True}
-USUAL: dict[str, dict[str, Any]] = {
-    "one sequence": {"cp_size": 4},
-    "adapters, two sequences": {"cp_size": 2, "kind": "lora"},
-}
+USUAL: dict[str, dict[str, Any]] = {"two sequences": {"cp_size": 2}}
 FULL: dict[str, dict[str, Any]] = {
-    "two sequences": {"cp_size": 2},
+    "one sequence": {"cp_size": 4},
     "adapters": {"cp_size": 4, "kind": "lora"},
+    "adapters, two sequences": {"cp_size": 2, "kind": "lora"},
     "checkpointing": {"cp_size": 2, **CHECKPOINTING},
     "checkpointed adapters": {"cp_size": 4, "kind": "lora", **CHECKPOINTING},
     "compiled": {"cp_size": 4, "torch_compile": True, "torch_compile_backend": "aot_eager"},
@@ -139,7 +137,7 @@ def results(folder: Path, cp_size: int, *, alone: bool = False, kind: str = "lla
     return found
 
 
-def accelerate_loop(parallelism: SequenceParallelism | None) -> dict[str, Any]:
+def accelerate_loop(parallelism: SequenceParallelism | None, *, is_sharded: bool = True) -> dict[str, Any]:
     """Return the losses and weights of an epoch as in accelerate's guide, with accumulation and shuffled rows."""
     forget_accelerator()
     torch.manual_seed(0)
@@ -147,7 +145,7 @@ def accelerate_loop(parallelism: SequenceParallelism | None) -> dict[str, Any]:
     model = make("llama", torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(rows(12), batch_size=2, collate_fn=pad, shuffle=True)  # type: ignore[arg-type]
-    if parallelism is not None:
+    if parallelism is not None and is_sharded:
         parallelism.parallelize(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []

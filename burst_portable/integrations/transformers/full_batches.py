@@ -27,6 +27,9 @@ _OTHERS = ("inputs_embeds", "num_items_in_batch")
 """Tensors of a call that are not divided as token ids are."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _LOSSES, _OUTPUTS = ("loss", "aux_loss"), ("logits", "last_hidden_state", "hidden_states")
+_OF_LABELS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+"""Outputs of TRL's fused head, one number per label. Its argument is `FUSED`."""
+FUSED = "fused_lm_head"
 
 
 class Outputs(NamedTuple):
@@ -56,7 +59,10 @@ def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather
     flags = {name: getattr(module.config, name, name == "return_dict") if x is None else x for name, x in given.items()}
     if not flags["return_dict"]:
         raise UnsupportedError("full_batches=True needs a dictionary output", got="return_dict=False", allowed=True)
-    has_labels = kwargs.get("labels") is not None
+    has_labels, is_fused = kwargs.get("labels") is not None, bool(kwargs.get(FUSED))
+    if is_fused and (flags["output_router_logits"] or not has_labels):
+        got = "output_router_logits" if has_labels else "no labels"
+        raise UnsupportedError("TRL's fused head on full batches needs labels, and has no router loss", got=got)
     gather = not has_labels if gather is None else gather
     # Every rank would compute the full gradients of a head outside this call, and their sum would be too large.
     if torch.is_grad_enabled() and (module is not model or module.base_model is module):
@@ -70,7 +76,7 @@ def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather
         next_step = "disable gradients, or pass output_hidden_states=False"
         raise UnsupportedError("hidden states of all tokens would be trained by full_batches=True", next_step=next_step)
     names = [name for name, x in flags.items() if x and name != "return_dict"]
-    words = ["labels"] * has_labels + ["gather_outputs"] * gather + names
+    words = ["labels"] * has_labels + ["gather_outputs"] * gather + [FUSED] * is_fused + names
     return Outputs(gather, f"{type(module).__name__} with {', '.join(words) or 'no outputs'}")
 
 
@@ -103,19 +109,26 @@ def full_output(output: Any, mesh: Mesh, layout: Layout, *, gather: bool, scale:
 
     Other fields, which describe the tokens of a shard, are left out. Gradients are multiplied by `scale`.
     """
-    if mesh.size == 1:
-        kept = _LOSSES + (_OUTPUTS if gather else ())
-        return type(output)(**{name: x for name, x in output.items() if name in kept})
     total: Any = _Sum.apply
-    gathered: Any = _Gather.apply
     fields: dict[str, Any] = {name: total(output[name], mesh, scale) for name in _LOSSES if name in output}
     for name in _OUTPUTS:
         if gather and name in output:
             x = output[name]
-            is_tuple = isinstance(x, tuple)
-            parts = tuple(gathered(part, mesh, layout, scale) for part in (x if is_tuple else (x,)))
-            fields[name] = parts if is_tuple else parts[0]
+            parts = tuple(_gathered(part, mesh, layout, scale) for part in (x if isinstance(x, tuple) else (x,)))
+            fields[name] = parts if isinstance(x, tuple) else parts[0]
+    for name in _OF_LABELS:
+        if name in output:
+            # Of the next token: the last token has none.
+            fields[name] = _gathered(output[name], mesh, layout, scale)[:, :-1]
     return type(output)(**fields)
+
+
+def _gathered(x: Tensor, mesh: Mesh, layout: Layout, scale: int) -> Tensor:
+    """Return the output of all tokens ``[B, N, ...]``, with a gradient if `x` has one."""
+    if not x.requires_grad:
+        return unshard(x, mesh, seq_len=layout.length, layout=layout)
+    gathered: Tensor = _Gather.apply(x, mesh, layout, scale)  # type: ignore[no-untyped-call]  # of torch
+    return gathered
 
 
 class _Sum(torch.autograd.Function):

@@ -68,8 +68,9 @@ class ShardedLoss:
 
     def expect(self, kwargs: dict[str, Any]) -> None:
         """Check the arguments before a forward pass. Raise `InputError` for labels without the required arguments."""
-        self.is_pending = kwargs.get("labels") is not None
-        if self.is_pending and (missing := [name for name in self.required if kwargs.get(name) is None]):
+        has_labels = kwargs.get("labels") is not None
+        self.is_pending = has_labels and not kwargs.get("fused_lm_head")  # TRL's head takes these arguments itself
+        if has_labels and (missing := [name for name in self.required if kwargs.get(name) is None]):
             what = "labels must be shifted before sharding, and the loss divided by the tokens of all ranks"
             next_step = "call the model with handle.shard(input_ids, labels)"
             raise InputError(what, got=f"labels without {' and '.join(missing)}", next_step=next_step)

@@ -193,7 +193,10 @@ def test_ranks_with_different_full_batches_raise_on_each_rank() -> None:
     assert all(text.count("rows of the batch") >= 2 for text in ranks_of(2, make("llama"), call))
 
 
+ROUTED = {"fused_lm_head": True, "labels": tokens(), "output_router_logits": True}
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "fused head": ({"fused_lm_head": True}, UnsupportedError, "fused head .*no labels"),
+    "fused head with a router": (ROUTED, UnsupportedError, "fused head .*output_router_logits"),
     "unknown tensor": ({"token_type_ids": tokens()}, InputError, "token_type_ids"),
     "ids and embeddings": ({"inputs_embeds": torch.rand(2, LENGTH, 32)}, InputError, "both"),
     "complex": ({"input_ids": None, "inputs_embeds": torch.rand(2, 9, 32).cfloat()}, DtypeError, "complex64"),
