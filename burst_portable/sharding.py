@@ -136,11 +136,12 @@ def unshard(
         parts = [local.new_empty(layout.count(r), *local.shape[1:]) for r in range(mesh.size)]
         flat = [part.view(-1).view(torch.uint8) for part in parts]
         transport.all_gather(local.view(-1).view(torch.uint8), flat, "unshard")
-    full = local.new_empty(seq_len, *local.shape[1:])
+    full = local.new_empty([seq_len if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
+    first = full.movedim(dim, 0)  # the result itself is no view: FSDP2 warns about views that a model returns
     for part, segments in zip(parts, layout.shards, strict=True):
         for s, rows in zip(segments, part.split([s.count for s in segments]), strict=True):
-            full[s.start : s.last + 1 : s.step] = rows
-    return full.movedim(0, dim)
+            first[s.start : s.last + 1 : s.step] = rows
+    return full
 
 
 def shard_batch(

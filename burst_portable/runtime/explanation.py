@@ -11,6 +11,7 @@ from torch import Tensor
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import kernels_of, known, supports_high_priority, unavailable_reason
+from burst_portable.errors import InputError
 from burst_portable.kernels.base import Kernel
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.plans import PASSES, PassName, Plan
@@ -100,6 +101,9 @@ def explain(
     request = Request(**options).checked()
     target = checked_device(device)
     device_type = None if target is None else target.type
+    if target is None and isinstance(q, Tensor) and q.is_meta:
+        next_step = 'name the device of the call: explain(q, k, v, device="cuda", ...)'
+        raise InputError("tensors on the meta device name no backend", got="no device", next_step=next_step)
     q, k, v = cast_for_autocast(q, k, v, device_type)
     call = describe(q, k, v, sinks, mesh, request, device_type)
     plan, backend, kernel, why_kernel = choose(call, mesh, request)

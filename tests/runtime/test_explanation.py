@@ -105,3 +105,8 @@ def test_explain_predicts_time_for_chosen_kernel():
 def test_explain_rejects_what_attention_rejects(options, error, message):
     with pytest.raises(error, match=message):
         bp.explain(*qkv(), **options)
+
+
+def test_explain_of_meta_tensors_needs_device():
+    with pytest.raises(InputError, match=r'name no backend; .* explain\(q, k, v, device="cuda", \.\.\.\)'):
+        bp.explain(*(x.to("meta") for x in qkv()))

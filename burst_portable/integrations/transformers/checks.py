@@ -52,8 +52,8 @@ def check_cache(kwargs: dict[str, Any]) -> None:
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise UnsupportedError(
             "a sharded model has no KV cache, so it cannot generate",
-            next_step="pass use_cache=False; before generate(), call sharded.undo(), or use a copy of the model that "
-            "is not sharded",
+            next_step="before generate(), also with use_cache=False, call sharded.undo(), or use a copy of the model "
+            "that is not sharded; in other calls, leave out use_cache and past_key_values",
         )
 
 
@@ -237,6 +237,17 @@ def longer_than_trained(config: Any, length: int) -> str | None:
         got=f"{length} tokens",
         allowed=f"at most {longest}",
         next_step=LONGER_CONTEXT,
+    )
+
+
+def keeps_activations(model: nn.Module) -> str | None:
+    """Return a warning if layers are to be recomputed in the backward pass, but the model is in evaluation mode."""
+    if model.training or not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return None
+    return format_error(
+        "gradient checkpointing has no effect in evaluation mode, so all activations stay in memory",
+        got="model.training=False, and gradients are enabled",
+        next_step="call model.train() before training, or disable gradients (torch.no_grad) for evaluation",
     )
 
 

@@ -32,6 +32,7 @@ from burst_portable.integrations.transformers.checks import (
     check_positions,
     checked_positions,
     drops_layers,
+    keeps_activations,
     longer_than_trained,
     parameters_of,
     takes,
@@ -190,7 +191,7 @@ class ShardedModel:
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
         self._batch, self._position_check = BatchCheck(), PositionCheck()
-        self._warned_about_length = False
+        self._warned_about_length, self._warned_about_activations = False, False
         # Attentions of the last successful call.
         self._attentions: int = getattr(model.config, "num_hidden_layers", 0)
         self._before = model.config._attn_implementation
@@ -395,6 +396,7 @@ class ShardedModel:
         sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
         check_positions(module.config, sequence.seq_len)
         self._warn_about_length(module.config, sequence)
+        self._warn_about_activations()
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
         check_router(module.config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
@@ -434,7 +436,7 @@ class ShardedModel:
             return None
         self._attentions = self.attended
         if not self.attended:
-            raise UnsupportedError(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
+            raise _no_attention(module)
         if loss := sharded_loss(module):
             loss.check_called(module)
         if outputs is not None:
@@ -481,6 +483,14 @@ class ShardedModel:
             self._warned_about_length = True
             warnings.warn(message, stacklevel=2)
 
+    def _warn_about_activations(self) -> None:
+        """Warn on rank 0, once per model, if gradient checkpointing is enabled and has no effect."""
+        if self.mesh.rank or self._warned_about_activations or not torch.is_grad_enabled():
+            return
+        if message := keeps_activations(self.model):
+            self._warned_about_activations = True
+            warnings.warn(message, stacklevel=2)
+
     def _positions(self, sequence: CallSequence, device: torch.device) -> Tensor:
         """Return the position ids of this rank's tokens, ``[S]``, counted from the start of their document."""
         positions = local_position_ids(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
@@ -504,6 +514,15 @@ def _wrong_tokens(tokens: Any) -> ShapeError:
         next_step = "add the batch dimension: input_ids.unsqueeze(0)"
     got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
     return ShapeError(what, got=got, next_step=next_step)
+
+
+def _no_attention(module: PreTrainedModel) -> UnsupportedError:
+    """Return the error of a call in which our attention function did not run."""
+    if (used := module.config._attn_implementation) != NAME:
+        what = "the attention implementation of a parallelized model was replaced"
+        next_step = "omit model.set_attn_implementation() after parallelize(), or call undo() and parallelize() again"
+        return UnsupportedError(what, got=used, allowed=NAME, next_step=next_step)
+    return UnsupportedError(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
 
 
 def _check_free(model: PreTrainedModel) -> None:

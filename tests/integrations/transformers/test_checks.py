@@ -53,7 +53,7 @@ from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.attention import Band, DeferredMask, read_mask
 from burst_portable.integrations.transformers.checks import check_positions
 from burst_portable.integrations.transformers.loss import ShardedLoss
-from tests.support.models import SIZES, make, mesh_without_peer, tokens
+from tests.support.models import SIZES, checkpoint_activations, make, mesh_without_peer, tokens
 
 ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
@@ -427,6 +427,46 @@ def test_longer_sequence_warns_once_per_model():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(**handle.shard(tokens(1, 48)))
+
+
+def test_checkpointing_in_evaluation_mode_warns_once_per_model():
+    """The warning is true: the same call stores more bytes than in training mode."""
+    model = make("llama")
+    checkpoint_activations(model)
+    model.eval()
+
+    def stored_bytes() -> int:
+        sizes = []
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            sizes.append(x.nbytes)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model(**inputs)
+        return sum(sizes)
+
+    with parallelize(model, Mesh.single()) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inputs = handle.shard(tokens(1, 40))
+        with torch.no_grad():
+            model(**inputs)
+        model.train()
+        few = stored_bytes()
+        with pytest.warns(UserWarning, match=r"checkpointing has no effect in evaluation mode.* call model\.train\(\)"):
+            model.eval()(**inputs)
+        assert stored_bytes() > 1.5 * few
+
+
+def test_replaced_attention_raises_and_names_it():
+    def work(mesh: Mesh) -> None:
+        model = make("llama")
+        handle = parallelize(model, mesh)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(UnsupportedError, match=r"was replaced; got sdpa; .* omit model.set_attn_implementation"):
+            model(**handle.shard(tokens(1, 32)))
+
+    run_threads(2, work)
 
 
 def test_packed_documents_within_positions_do_not_warn():
