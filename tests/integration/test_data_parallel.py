@@ -49,7 +49,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("case", ["ddp_gradients", "fsdp_gradients", "fsdp_over_data_gradients"])
+@pytest.mark.parametrize(
+    "case", ["ddp_gradients", "fsdp_gradients", "fsdp_accumulated_gradients", "fsdp_over_data_gradients"]
+)
 def test_data_parallel_gradients_equal_one_device(case: str, answers: list[dict[str, Any]]):
     assert max(found[case] for found in answers) < 1e-7
 

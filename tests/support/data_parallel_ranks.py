@@ -86,6 +86,20 @@ def fsdp_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor
     return gradients(model)
 
 
+def fsdp_accumulated_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
+    """Return gradients if each data rank calls the model once per row, and FSDP sums them in the last call."""
+    handle = parallelize(model, mesh)
+    for part in [*model.model.layers, model]:
+        fully_shard(part, mesh=grid["data", "sequence"]._flatten())
+    step = [handle.shard(*row) for row in zip(*(x[grid["data"].get_local_rank()].split(1) for x in batches()))]
+    labels = sum(inputs["num_items_in_batch"] for inputs in step)
+    dist.all_reduce(labels, group=grid["data"].get_group())
+    for number, inputs in enumerate(step, 1):
+        model.set_requires_gradient_sync(number == len(step))
+        (model(**inputs | {"num_items_in_batch": labels}).loss * grid.size()).backward()
+    return gradients(model)
+
+
 def fsdp_over_data_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
     """Return gradients if FSDP shards parameters over the data axis only, and they are summed over the sequence."""
     for layer in model.model.layers:
@@ -112,7 +126,7 @@ def main(rank: int, folder: Path) -> None:
     ids, labels = (x.flatten(0, 1) for x in batches())
     expected = on_one_device(model, ids, labels).gradients
     found: dict[str, Any] = {}
-    for case in (ddp_gradients, fsdp_gradients, fsdp_over_data_gradients):
+    for case in (ddp_gradients, fsdp_gradients, fsdp_accumulated_gradients, fsdp_over_data_gradients):
         got = case(copy.deepcopy(model), mesh, grid)
         assert got.keys() == expected.keys()
         apart = {name: ((got[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
