@@ -91,7 +91,8 @@ def fsdp_accumulated_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict
     handle = parallelize(model, mesh)
     for part in [*model.model.layers, model]:
         fully_shard(part, mesh=grid["data", "sequence"]._flatten())
-    step = [handle.shard(*row) for row in zip(*(x[grid["data"].get_local_rank()].split(1) for x in batches()))]
+    rows = (x[grid["data"].get_local_rank()].split(1) for x in batches())
+    step = [handle.shard(ids, labels) for ids, labels in zip(*rows, strict=True)]
     labels = sum(inputs["num_items_in_batch"] for inputs in step)
     dist.all_reduce(labels, group=grid["data"].get_group())
     for number, inputs in enumerate(step, 1):
