@@ -122,6 +122,23 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     return Inputs(q, k, v, dout, sinks)
 
 
+def make_block_inputs(rows: int, columns: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Inputs:
+    """Return `rows` queries and `columns` keys whose results and gradients are sums of numbers of the same sign.
+
+    Such a sum loses most in a narrow dtype: bfloat16 has 8 bits, so a sum of 256 equal parts no longer grows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, d, dv = sizes
+
+    def normal(tokens: int, count: int, dim: int) -> Tensor:
+        return torch.randn(1, tokens, count, dim, generator=generator)
+
+    shift = normal(columns, 1, 1) / 4  # of a key and its value: their product does not cancel in dq
+    q, k = normal(rows, heads, d) + 0.25, normal(columns, kv_heads, d) + shift
+    v, dout = normal(columns, kv_heads, dv) + 1 + shift, normal(rows, heads, dv) + 1
+    return Inputs(*(x.to(dtype) for x in (q, k, v, dout)))
+
+
 def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
     """Return the oracle's answer in float64, and that of plain attention in the case's dtype."""
     seen = dense_mask(case.make_strategy().computes(case.make_mask()), case.length)

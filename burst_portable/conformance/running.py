@@ -23,11 +23,12 @@ from burst_portable.conformance.oracle import Answer, Inputs, in_memory
 from burst_portable.kernels.base import BackwardInputs, Kernel, LazyKernel
 from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.layout import Layout
+from burst_portable.mask import UNBOUNDED
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import State
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.planning.tiles import Tiles, find_tiles
+from burst_portable.planning.tiles import Tiles, find_tiles, make_tile
 from burst_portable.runtime.autograd import begin, observed, run_backward
 from burst_portable.runtime.executor import attend_first
 from burst_portable.runtime.prepare import kernel_for_plan, plan_for_kernel, prepared_call, with_checked_results
@@ -176,6 +177,30 @@ def run_single_call(kernel: Kernel, case: Case, x: Inputs, device: torch.device,
     dq, dk, dv = kernel.backward_single_call(inputs, tiles, call)
     _check_untouched([(q, k, v, dout)], [before], [])
     return gather_shards([Answer(*(t.to(case.dtype).cpu() for t in (out, lse, dq, dk, dv)))], layout)
+
+
+def run_block(kernel: Kernel, call: AttentionCall, x: Inputs, device: torch.device) -> Iterator[tuple[str, Answer]]:
+    """Run a kernel on one block in which every query sees every key, and yield each way to run it and its answer.
+
+    The numbers of queries and keys may differ.
+    """
+    record_kernel(kernel.name)
+    kernel = CheckedKernel(kernel)
+    q, k, v, dout = (t.to(device) for t in (x.q, x.k, x.v, x.dout))
+    tile = make_tile(0, q.shape[1], 0, k.shape[1], -UNBOUNDED, UNBOUNDED)
+    assert tile is not None, "every pair is visible"
+    tiles = Tiles((tile,))
+    for how in ("", " as a single call"):
+        state = kernel.forward_single_call(q, k, v, tiles, call) if how else kernel.attend(q, k, v, tiles, call)
+        out, lse = numerics.finished(state, q.dtype)
+        inputs = BackwardInputs(dout, q, k, v, lse, out.to(q.dtype))
+        if how:
+            gradients = kernel.backward_single_call(inputs, tiles, call)
+        else:
+            dq, dk, dv = (torch.zeros(t.shape, dtype=out.dtype, device=device) for t in (q, k, v))
+            kernel.attend_backward(inputs, tiles, call, into=(dq, dk, dv))
+            gradients = dq, dk, dv
+        yield how, Answer(out.cpu(), lse.cpu(), *(t.cpu() for t in gradients))
 
 
 def _in_parts(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall) -> State:

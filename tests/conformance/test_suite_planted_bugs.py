@@ -324,6 +324,23 @@ def test_full_coverage_finds_bug_that_needs_large_input(bug, much, real):
     assert not check_backend(backend, cases=found, fail_fast=True).ok
 
 
+@pytest.mark.parametrize(
+    ("bug", "much"),
+    [
+        (planted_bugs.SixteenBitBlocks, ":long-keys"),
+        (planted_bugs.SixteenBitGradientBlocks, ":long-queries"),
+        (planted_bugs.DropsRaggedBlock, "length=265"),
+    ],
+)
+def test_quick_coverage_finds_bug_of_long_or_ragged_sums(bug, much, real):
+    """Only this one of the quick tests of kernels finds the bug in 16 bits."""
+    backend = Planted(bug, real=real)
+    found = [t.text for t in list_tests(BackendUnderTest(backend, coverage="quick"), ["kernels"]) if much in t.name]
+    report = check_backend(backend, cases=found, coverage="quick", fail_fast=True)
+    assert not report.ok
+    assert report.failures[0].message
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("bug", [DropsLastHop, SkipsReceiveWait, SkipsSendWait, None])
 def test_process_bug_is_detected(bug, real):

@@ -18,8 +18,8 @@ from burst_portable.backends.base import Backend, Capabilities, Probe
 from burst_portable.backends.selection import load
 from burst_portable.comm.base import Transport
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import Kernel, LazyKernel
-from burst_portable.numerics import Compensated, State
+from burst_portable.kernels.base import Kernel, LazyKernel, Support
+from burst_portable.numerics import Compensated, State, merge_rows, per_row
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles, make_tile
 from tests.support.planted_transports import TransportWrapper
@@ -210,6 +210,63 @@ class SixteenBitsOf16(SixteenBits):
     def attend_backward(self, x, tiles, call, *, into):
         way = SixteenBits if x.q.dtype.itemsize == 2 else KernelWrapper
         way.attend_backward(self, x, tiles, call, into=into)
+
+
+class SixteenBitBlocks(KernelWrapper):
+    """Keep sums over blocks of 16-bit inputs in bfloat16, within one call."""
+
+    block = 64
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        if q.dtype.itemsize != 2:
+            return super().attend(q, k, v, tiles, call, state=state)
+        state = Compensated.empty(q, v.shape[-1]) if state is None else state
+        (tile,) = tiles
+        total, top = torch.zeros((), dtype=q.dtype), torch.full((), -math.inf)
+        parts = []
+        for start in range(tile.k_start, tile.k_stop, self.block):
+            stop = min(start + self.block, tile.k_stop)
+            part = Tiles((make_tile(tile.q_start, tile.q_stop, start, stop, tile.lo, tile.hi),))
+            out, lse = super().attend(q, k, v, part, call)
+            top, before = torch.maximum(top, lse), top
+            fade, weight = (per_row(torch.exp(x - top)).float() for x in (before, lse))
+            total = (total * fade + out.float() * weight).to(torch.bfloat16)
+            parts.append(lse)
+        lse = torch.logsumexp(torch.stack(parts), 0)
+        merge_rows(state, slice(None), total.float() / per_row(torch.exp(lse - top)), lse.float())
+        return state
+
+
+class SixteenBitGradientBlocks(KernelWrapper):
+    """Keep sums of gradients over blocks of 16-bit inputs in bfloat16, within one call."""
+
+    block = 64
+
+    def attend_backward(self, x, tiles, call, *, into):
+        if x.q.dtype.itemsize != 2:
+            super().attend_backward(x, tiles, call, into=into)
+            return
+        (tile,), sums = tiles, tuple(torch.zeros_like(total) for total in into)
+        for start in range(tile.q_start, tile.q_stop, self.block):
+            stop = min(start + self.block, tile.q_stop)
+            part = Tiles((make_tile(start, stop, tile.k_start, tile.k_stop, tile.lo, tile.hi),))
+            super().attend_backward(x, part, call, into=sums)
+            for total in sums[1:]:
+                total.copy_(total.bfloat16())
+        for total, part in zip(into, sums, strict=True):
+            total += part
+
+
+class DropsRaggedBlock(OtherTiles):
+    """Ignore a last block of fewer than 64 keys, unless it is the first. Supports 16 bits only, as most kernels."""
+
+    def supports(self, call):
+        return super().supports(call) if call.itemsize == 2 else Support(False, "it supports 16 bits only")
+
+    def changed(self, tile):
+        columns = tile.k_stop - tile.k_start
+        stop = tile.k_stop if columns < 64 else tile.k_stop - columns % 64
+        return make_tile(tile.q_start, tile.q_stop, tile.k_start, stop, tile.lo, tile.hi)
 
 
 class Coarse(KernelWrapper):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from burst_portable.conformance import oracle
 from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import DTYPES, HEADS, LENGTH, MASKS, MEMORY, SCALES, VALUES, Axes, Case, covering
 from burst_portable.conformance.checks.attention import HEAD_SIZES, compare, compare_growth
 from burst_portable.conformance.oracle import Answer, Inputs, make_inputs
-from burst_portable.conformance.running import OutOfBoundsWriteError, run_kernel, run_single_call, serves
+from burst_portable.conformance.running import OutOfBoundsWriteError, run_block, run_kernel, run_single_call, serves
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.layout import NAMES as LAYOUTS
 
@@ -33,8 +35,15 @@ AXES: Axes = {
 LONG = 777
 """Several blocks of 128 or 256 rows and keys, the last one ragged. Other cases rarely have a third block."""
 
+RAGGED = 265
+"""Blocks of 64, 128 or 256 keys and a last one of 9, which has 3 % of the weight of a row that sees all keys."""
+
 LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x128")
 """Heads for kernels that support only the sizes of models."""
+
+
+LONG_BLOCKS = (("long-keys", 4, 16384, ("out", "dq")), ("long-queries", 16384, 4, ("dk", "dv")))
+"""Name, queries, keys, and the results that are sums over the long side: 64 blocks of 256 tokens."""
 
 
 def axes_of(kernel: Kernel | LazyKernel, device: str) -> Axes:
@@ -112,6 +121,7 @@ def large(coverage: str) -> Iterator[Case]:
     """Yield cases of many blocks, some of them fully masked, and of more heads and batch rows than elsewhere."""
     case = Case("causal", "contiguous", ranks=1, heads="2x1x64x64", batch=1, length=LONG)
     yield case
+    yield replace(case, mask="full", length=RAGGED)
     if coverage == "quick":
         return
     yield from (replace(case, mask=mask) for mask in ("window", "sink_window", "documents"))
@@ -121,7 +131,7 @@ def large(coverage: str) -> Iterator[Case]:
 
 
 def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
-    """Yield `cases` and `large` for each kernel, and whether its error grows with the number of blocks."""
+    """Yield `cases` and `large` for each kernel, and whether its error grows with the number of blocks or tokens."""
     for kernel in target.kernels:
         device = target.device.type
         usual = cases(target.coverage, axes_of(kernel, device))
@@ -134,6 +144,8 @@ def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
         for dtype in ("bfloat16",) if target.coverage == "quick" else ("float32", "bfloat16", "float16"):
             title = f"{kernel.name}:flat-error-{dtype}"
             yield make_plain_test(NAME, title, _growth, target, kernel, DTYPES[dtype])
+        for name, *block in LONG_BLOCKS:
+            yield make_plain_test(NAME, f"{kernel.name}:{name}", _sum_long, target, kernel, *block)
 
 
 def make_test(target: BackendUnderTest, case: Case, kernel: str) -> TestCase:
@@ -191,6 +203,36 @@ def _growth(target: BackendUnderTest, kernel: Kernel | LazyKernel, dtype: torch.
         return run_kernel(loaded, replace(case, deterministic=False), x, target.device)
 
     return compare_growth(target, dtype, "ring", run)
+
+
+def _sum_long(
+    target: BackendUnderTest, kernel: Kernel | LazyKernel, rows: int, columns: int, sums: Sequence[str]
+) -> Outcome:
+    """Check that long sums of 16-bit inputs are accumulated in a wide dtype: they may err by one rounding of a result.
+
+    Sums in 16 bits pass all other tests if the kernel adds few blocks in each of them.
+    """
+    base = Case("full", "contiguous", heads="1x1x64x64", batch=1, length=max(rows, columns), deterministic=False)
+    cases = [replace(base, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    case = next((case for case in cases if serves(kernel, case, target.device.type)), cases[0])
+    call = case.make_call(target.device.type)
+    if not (support := kernel.supports(call)).ok:
+        return Outcome(skipped=support.reason)
+    x, exact = _long_block(rows, columns, case)
+    errors = {}
+    for how, answer in run_block(kernel.load(), call, x, target.device):
+        for name in sums:
+            error = oracle.relative_error(answer.quantities()[name], exact.quantities()[name])
+            errors[f"{name}{how}"] = error, torch.finfo(case.dtype).eps / 2
+    wrong = f"sums over {base.length:,} tokens lose digits; accumulate in float32" if Outcome(errors).too_large else ""
+    return Outcome(errors, wrong)
+
+
+@lru_cache(maxsize=4)
+def _long_block(rows: int, columns: int, case: Case) -> tuple[Inputs, Answer]:
+    """Return a long block and its exact answer."""
+    x, seen = oracle.make_block_inputs(rows, columns, case.sizes, case.dtype), torch.ones(rows, columns).bool()
+    return x, oracle.attention(x.q, x.k, x.v, x.dout, seen, scale=case.factor)
 
 
 CHECK = Check(NAME, "every kernel by name: tiles, running state, gradients added into buffers", list_tests, make_test)
