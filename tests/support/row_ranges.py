@@ -11,7 +11,7 @@ LENGTH = 107
 
 
 def scattered(ranks: int, seed: int = 1) -> Layout:
-    """Deal chunks of 1 to 8 tokens to ranks at random."""
+    """Return a layout that gives chunks of 1 to 8 tokens to ranks at random."""
     choose = random.Random(seed)
     shards: list[list[Segment]] = [[] for _ in range(ranks)]
     start = 0
