@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from itertools import chain, pairwise
 from math import gcd
 
 from burst_portable.errors import LayoutError, shown, unknown_name
-from burst_portable.mask import Mask
+from burst_portable.mask import Mask, band_area
 from burst_portable.utils.values import as_int, hide_dataclass, size
 
 MOST_RANKS = 1 << 14
@@ -303,24 +304,154 @@ class _Dealt:
         return max(self._pairs[rank] * self._all[1], self._rows[rank] * self._all[0])
 
 
+_CHUNKS = (
+    4,
+    8,
+    16,
+    32,
+)  # chunks per rank that are tried; more balance better, but make more tiles and more rows to send
+_LEVEL = 1.01  # ratio of a rank's pairs to the mean, up to which it may be chosen for what it holds already
+_SWAPPING = 8  # ranks with the fewest pairs, with which the busiest one may swap chunks
+_LARGEST_SEARCH = 1 << 17  # chunks times ranks; above this, chunks are dealt by their pairs alone
+
+
+def dispatched(mask: Mask, length: int, ranks: int) -> Layout:
+    """Give chunks to ranks so that all have equally many tokens and about as many visible pairs.
+
+    This is the dispatch of MagiAttention (github.com/SandAI-org/MagiAttention): the chunk with the most pairs goes to
+    the rank with the fewest. Here, a rank with room that holds or needs the same keys already may be preferred. Then
+    chunks are exchanged to relieve the busiest rank. This is tried with several numbers of chunks, which are full
+    blocks of kernels if `length` allows it. In the chosen result, the busiest rank has at most 3 % more pairs than the
+    mean, and the largest number of rows that a rank needs of others is smallest. If none is so even, the most even one
+    is chosen.
+    """
+    counts = [each for each in _CHUNKS if ranks * each * _BLOCK <= length] or [max(1, min(8, length // ranks))]
+    deals = []
+    for each in counts:
+        chunks = _Chunks(mask, length, ranks * each)
+        for gathers in (False, True)[: 1 + (ranks * ranks * each <= _LARGEST_SEARCH)]:
+            deals.append(_Deal(chunks, ranks, each, gathers=gathers))
+    best = min(deals, key=lambda deal: (max(deal.uneven, _UNEVEN), deal.needed_rows))
+    return Layout("dispatched", length, best.shards())
+
+
+class _Chunks:
+    """Equal chunks of a sequence, the visible pairs of each, and the chunks whose keys it needs as bits."""
+
+    def __init__(self, mask: Mask, length: int, number: int) -> None:
+        self.segments = [_chunk(length, number, index) for index in range(number)]
+        self._starts, self._length = [s.start for s in self.segments], length
+        found = [self._visible(mask, s.start, s.start + s.count) for s in self.segments]
+        self.pairs, self.needs = [pairs for pairs, _ in found], [needs for _, needs in found]
+
+    def _visible(self, mask: Mask, first: int, past: int) -> tuple[int, int]:
+        """Return the visible pairs of the queries [first, past), and the chunks whose keys they need."""
+        pairs = needs = 0
+        for region in mask.regions_of_rows(first, past):
+            start, stop, k_stop = max(first, region.q_start), min(past, region.q_stop), min(region.k_stop, self._length)
+            k_first, k_past = max(region.k_start, start - region.hi), min(k_stop, stop - region.lo)
+            if start < stop and k_first < k_past:
+                offset = start - region.k_start
+                pairs += band_area(stop - start, k_stop - region.k_start, region.lo - offset, region.hi - offset)
+                needs |= (1 << bisect_right(self._starts, k_past - 1)) - (1 << bisect_right(self._starts, k_first) - 1)
+        return pairs, needs
+
+
+class _Deal:
+    """Chunks dealt to ranks. If `gathers`, a chunk goes to a rank that needs few further rows, if there is room."""
+
+    def __init__(self, chunks: _Chunks, ranks: int, each: int, *, gathers: bool) -> None:
+        self._chunks, self._ranks = chunks, ranks
+        self._held: list[list[int]] = [[] for _ in range(ranks)]
+        self._pairs = [0] * ranks
+        self._mean = sum(chunks.pairs) / ranks
+        self._deal(each, gathers)
+        self._level()
+        self.uneven = max(self._pairs) / self._mean if self._mean else 1.0
+        self.needed_rows = max(self._needed_rows(held) for held in self._held)
+
+    def shards(self) -> tuple[tuple[Segment, ...], ...]:
+        """Return the segments of each rank, in the order of the sequence."""
+        return tuple(merged(self._chunks.segments[chunk] for chunk in sorted(held)) for held in self._held)
+
+    def _deal(self, each: int, gathers: bool) -> None:
+        pairs, needs, ranks = self._chunks.pairs, self._chunks.needs, range(self._ranks)
+        longer = sum(self._is_long(chunk) for chunk in range(len(pairs)))
+        # By rank: how many more chunks of both lengths it gets. Numbers of tokens then differ by at most one.
+        room = [[0, len(range(rank, longer, self._ranks))] for rank in ranks]
+        for one in room:
+            one[False] = each - one[True]
+        brought = [0] * self._ranks  # chunks whose rows a rank holds or needs, as bits
+        for chunk in sorted(range(len(pairs)), key=lambda chunk: (-pairs[chunk], chunk)):
+            long, bits = self._is_long(chunk), needs[chunk] | 1 << chunk
+            free = [rank for rank in ranks if room[rank][long]]
+            level = [r for r in free if self._pairs[r] + pairs[chunk] <= _LEVEL * self._mean] if gathers else []
+            if level:
+                rank = min(level, key=lambda r: ((bits & ~brought[r]).bit_count(), self._pairs[r], r))
+            else:
+                rank = min(free, key=lambda r: (self._pairs[r], r))
+            self._held[rank].append(chunk)
+            self._pairs[rank] += pairs[chunk]
+            room[rank][long] -= 1
+            brought[rank] |= bits
+
+    def _is_long(self, chunk: int) -> bool:
+        """Return whether a chunk has one token more than the shortest ones."""
+        segments = self._chunks.segments
+        return segments[chunk].count > segments[-1].count
+
+    def _level(self) -> None:
+        """Exchange chunks of the rank with the most pairs for smaller ones of others, while that lowers the maximum."""
+        pairs = self._chunks.pairs
+        for _ in pairs:
+            *others, most = sorted(range(self._ranks), key=self._pairs.__getitem__)
+            top = self._pairs[most]
+            if top <= _LEVEL * self._mean:
+                return
+            swaps = [
+                (max(top - less, self._pairs[other] + less), other, given, taken)
+                for other in others[:_SWAPPING]
+                for given in self._held[most]
+                for taken in self._held[other]
+                if (less := pairs[given] - pairs[taken]) > 0 and self._is_long(given) == self._is_long(taken)
+            ]
+            if not swaps or min(swaps)[0] >= top:
+                return
+            _, other, given, taken = min(swaps)
+            for rank, old, new in ((most, given, taken), (other, taken, given)):
+                self._held[rank].remove(old)
+                self._held[rank].append(new)
+                self._pairs[rank] += pairs[new] - pairs[old]
+
+    def _needed_rows(self, held: list[int]) -> int:
+        """Return the rows of other ranks that a rank with these chunks needs."""
+        needs = owned = 0
+        for chunk in held:
+            needs |= self._chunks.needs[chunk]
+            owned |= 1 << chunk
+        return (needs & ~owned).bit_count() * self._chunks.segments[-1].count
+
+
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 OF_DOCUMENTS = {"document_zigzag": document_zigzag, "whole_documents": whole_documents}
-NAMES = (*LAYOUTS, *OF_DOCUMENTS)
+OF_MASKS = (*OF_DOCUMENTS, "dispatched")
+"""Layouts that depend on the mask."""
+NAMES = (*LAYOUTS, *OF_MASKS)
 
 
 def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) -> Layout:
-    """Return the layout of a name. `OF_DOCUMENTS` depend on the documents of the mask.
+    """Return the layout of a name. `OF_MASKS` depend on the mask, `OF_DOCUMENTS` on its documents.
 
     Args:
         name: One of `NAMES`.
         length: Tokens of the unsharded sequence.
         ranks: Number of ranks.
-        mask: Mask with the documents.
+        mask: Mask, for the layouts that depend on it.
 
     Raises:
         UnknownNameError: If the name is not in `NAMES`.
         InputError: If `length` or `ranks` is not a positive integer.
-        LayoutError: If they do not match, or the mask has no documents that the layout needs.
+        LayoutError: If they do not match, or the layout needs a mask, or documents that the mask does not have.
     """
     # Checked outside of the cache, in which 1, 1.0 and True are equal keys.
     length, ranks = size("length", length), size("ranks", ranks)
@@ -337,7 +468,7 @@ def suited(mask: Mask, length: int, ranks: int) -> Iterator[Layout]:
     if ranks > 1:
         yield make_layout("contiguous", length, ranks)
     if ranks > 1 and len(mask.regions) > 1:
-        for name in OF_DOCUMENTS:
+        for name in OF_MASKS:
             try:
                 yield make_layout(name, length, ranks, mask)
             except LayoutError:  # these regions are not documents, or too few
@@ -352,6 +483,11 @@ def _make(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
         raise LayoutError("more ranks than tokens", got=got, allowed=f"at most {length} ranks")
     if name in OF_DOCUMENTS:
         return OF_DOCUMENTS[name](_document_cu_seqlens(name, mask, length), ranks)
+    if name == "dispatched":
+        if mask is None:
+            next_step = "pass mask=, as to attention, or use the layout 'zigzag'"
+            raise LayoutError(f"the layout {name!r} needs the mask", got="none", next_step=next_step)
+        return dispatched(mask, length, ranks)
     return LAYOUTS[name](length, ranks)
 
 

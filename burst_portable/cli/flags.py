@@ -55,7 +55,7 @@ SeqLen: TypeAlias = Annotated[
 ]
 Heads: TypeAlias = Annotated[int, typer.Option(help="Query heads; a multiple of the K/V heads.")]
 KvHeads: TypeAlias = Annotated[int | None, typer.Option(help="K/V heads. Default: as many as query heads.")]
-_LAYOUTS = "contiguous, zigzag, striped, whole_documents, document_zigzag or auto (the least predicted time)."
+_LAYOUTS = "contiguous, zigzag, striped, whole_documents, document_zigzag, dispatched or auto (least predicted time)."
 Layout: TypeAlias = Annotated[str, typer.Option(help=_LAYOUTS)]
 _RANKS_PER_NODE = "Ranks per node. Default: none; auto then ignores strategies with two levels."
 RanksPerNode: TypeAlias = Annotated[int | None, typer.Option(help=_RANKS_PER_NODE)]

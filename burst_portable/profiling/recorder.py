@@ -16,7 +16,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import for_device, hardware_of, open_or_reason
 from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, LayoutError
-from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
+from burst_portable.layout import NAMES, OF_MASKS, Layout, make_layout
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import pass_flops, rank_cost
 from burst_portable.planning.hardware import HardwareSpec
@@ -57,7 +57,7 @@ def layouts(problem: AttentionCall) -> dict[str, float]:
     found = {}
     for name in NAMES:
         try:
-            layout = make_layout(name, length, ranks, mask if name in OF_DOCUMENTS else None)
+            layout = make_layout(name, length, ranks, mask if name in OF_MASKS else None)
         except (InputError, LayoutError):
             continue  # the layout needs documents, and the mask has none
         keys = layout.joined().sorted().shards  # one segment, unless a layout has steps larger than 1

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
-from burst_portable.layout import OF_DOCUMENTS, Layout, make_layout, suited
+from burst_portable.layout import OF_MASKS, Layout, make_layout, suited
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
@@ -150,7 +150,7 @@ def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) 
             next_step="plan_for_mesh(mesh, seq_len=..., heads=...).layout is the fastest: pass it to both",
         )
     if isinstance(layout, str):
-        return make_layout(layout, length, ranks, mask if layout in OF_DOCUMENTS else None)
+        return make_layout(layout, length, ranks, mask if layout in OF_MASKS else None)
     if not isinstance(layout, Layout):
         raise unknown_name("layout", layout, LAYOUTS)
     if layout.ranks != ranks or layout.length != length:

@@ -56,6 +56,39 @@ def test_whole_documents_layout_covers_each_position_once(lengths, ranks):
         assert where.shards[0] == (Segment(0, ends[-1]),)
 
 
+@given(lengths, st.integers(1, 9), st.booleans())
+def test_dispatched_layout_gives_ranks_equally_many_tokens(lengths, ranks, causal):
+    """Numbers of tokens differ by at most one, and each position is on one rank."""
+    ends = [0, *accumulate(lengths)]
+    if ends[-1] < ranks:
+        return
+    where = make_layout("dispatched", ends[-1], ranks, Mask.documents(ends, causal=causal))
+    assert sorted(p for r in range(ranks) for p in where.positions(r)) == list(range(ends[-1]))
+    counts = [where.count(r) for r in range(ranks)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_dispatched_layout_of_masks_with_one_pattern():
+    """Without any visible pair, and with one rank; without a mask, the error names the argument."""
+    assert make_layout("dispatched", 64, 1, Mask.causal()).shards == ((Segment(0, 64),),)
+    hidden = Mask((), "hidden")
+    assert [make_layout("dispatched", 64, 4, hidden).count(rank) for rank in range(4)] == [16] * 4
+    with pytest.raises(LayoutError, match="needs the mask; got none; pass mask="):
+        make_layout("dispatched", 64, 4)
+
+
+def test_dispatched_layout_deals_chunks_of_full_blocks():
+    mask = Mask.documents((0, 5000, 9000, 16384))
+    for shard in make_layout("dispatched", 16384, 4, mask).shards:
+        assert all(s.start % 128 == s.count % 128 == 0 for s in shard)
+
+
+def test_dispatched_layout_searches_less_for_many_ranks():
+    """With 512 ranks, chunks are dealt by their pairs alone. It takes about a second."""
+    where = make_layout("dispatched", 1 << 18, 512, Mask.documents(range(0, (1 << 18) + 1, 1 << 12)))
+    assert {where.count(rank) for rank in range(512)} == {512}
+
+
 def _shared(segment, start, stop):
     return max(0, min(stop, segment.start + segment.count) - max(start, segment.start))
 

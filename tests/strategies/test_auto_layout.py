@@ -36,7 +36,9 @@ def test_auto_layout_is_fastest_predicted(mask, ranks):
     made = plan(mask=mask, ranks=ranks)
     assert made.reason.startswith(f"layout {made.layout.name} by predicted time (")
     assert "; chose " in made.reason
-    names = ["zigzag", "contiguous"] + ["whole_documents", "document_zigzag"] * (not isinstance(mask, str))
+    names = ["zigzag", "contiguous"] + ["whole_documents", "document_zigzag", "dispatched"] * (
+        not isinstance(mask, str)
+    )
     for name in names:
         assert f"{name} " in made.reason.partition(")")[0]
         other = plan(layout=name, mask=mask, ranks=ranks)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError, unknown_name
-from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
+from burst_portable.layout import NAMES, OF_MASKS, Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.prepare import strategy_on
@@ -107,4 +107,4 @@ def _packed(length: int, cu_seqlens: tuple[int, ...]) -> Mask:
 def _named_layout(name: str, length: int, ranks: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
     # A sequence without documents is one document.
     mask = _packed(length, (0, length) if cu_seqlens is None else cu_seqlens)
-    return make_layout(name, length, ranks, mask if name in OF_DOCUMENTS else None)
+    return make_layout(name, length, ranks, mask if name in OF_MASKS else None)
