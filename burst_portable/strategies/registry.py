@@ -34,6 +34,7 @@ _OURS = {
     "ulysses": "burst_portable.strategies.ulysses:UlyssesStrategy",
     "usp": "burst_portable.strategies.usp:UspStrategy",
     "distflash": "burst_portable.strategies.distflash:DistFlashStrategy",
+    "dispatch": "burst_portable.strategies.dispatch:DispatchStrategy",
     "ring_self_attention": "burst_portable.strategies.ring_self_attention:RingSelfAttentionStrategy",
     "auto": "burst_portable.strategies.auto:AutoStrategy",
 }
