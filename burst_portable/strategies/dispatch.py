@@ -10,9 +10,9 @@
         out, lse = merge((out, lse), attend(q, K, V))      dk, dv += group_reduce(dK, dV)
                                                        dq, dk, dv += attend_backward(...), remaining rows
 
-A group cast sends each rank exactly the rows of K and V that its queries see, in one message per pair of ranks that may
-contain several ranges of rows; a group reduce sends their gradients back, and the owner adds them. The rows of a stage
-arrive while the stage before it computes.
+A group cast sends each rank the rows of K and V that its queries see. There is one message per pair of ranks, with
+several ranges of rows if the owner holds them in separate places. A group reduce sends their gradients back, and the
+owner adds them. The rows of a stage arrive while the stage before it computes.
 
 MagiAttention has three parts. Each is a separate part here too:
 

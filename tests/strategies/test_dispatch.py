@@ -64,7 +64,7 @@ def sent(plan) -> int:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("mask", [*IRREGULAR, *REGULAR], ids=str)
-def test_dispatched_layout_balances_and_sends_no_more_than_a_ring(mask, ranks):
+def test_dispatch_is_balanced_and_sends_no_more_than_a_ring(mask, ranks):
     """Over the same layout, and for irregular masks over a zigzag, whose busiest rank computes far more."""
     plan = plan_of(mask, ranks, "dispatched")
     assert {plan.layout.count(rank) for rank in range(ranks)} == {LENGTH // ranks}
