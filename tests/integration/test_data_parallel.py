@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.trainer_cases import FULL, USUAL, accelerate_loop, results
+from tests.support.trainer_cases import FULL, USUAL, accelerate_loop, results, resumed_alone
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_with_trainer.py"
@@ -50,7 +50,14 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "case", ["ddp_gradients", "fsdp_gradients", "fsdp_accumulated_gradients", "fsdp_over_data_gradients"]
+    "case",
+    [
+        "ddp_gradients",
+        "fsdp_gradients",
+        "fsdp_accumulated_gradients",
+        "fsdp_over_data_gradients",
+        "fsdp_of_accelerate_gradients",
+    ],
 )
 def test_data_parallel_gradients_equal_one_device(case: str, answers: list[dict[str, Any]]):
     assert max(found[case] for found in answers) < 1e-7
@@ -78,6 +85,12 @@ def assert_same(folder: Path, name: str, options: dict[str, Any]) -> None:
 def test_trainer_equals_one_device(name: str, folder: Path) -> None:
     """Train, accumulate, evaluate, predict, save, resume and load."""
     assert_same(folder, name, USUAL[name])
+
+
+def test_checkpoint_of_ranks_resumes_on_one_device(folder: Path) -> None:
+    found = torch.load(folder / "two sequences 0.pt")["weights"]
+    resumed = resumed_alone(folder / "two sequences", batch=4, held_out=12)
+    torch.testing.assert_close(resumed, found, rtol=2e-5, atol=2e-6)
 
 
 def test_loop_of_accelerate_equals_one_device(folder: Path) -> None:

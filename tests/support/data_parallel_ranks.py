@@ -113,6 +113,28 @@ def fsdp_over_data_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[s
     return gradients(model)
 
 
+def fsdp_of_accelerate_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
+    """Return gradients if FSDP2 shards parameters over the axes that accelerate takes, which it does on devices only.
+
+    The loss is scaled as in Trainer: it counts the labels of all ranks, which have each row once per sequence rank.
+    """
+    for sizes in ({"dp_shard_size": DATA}, {"dp_replicate_size": DATA}):
+        parallelism = SequenceParallelism(SEQUENCE, **sizes)
+        axes = parallelism.get_device_mesh("cpu")
+        copied = copy.deepcopy(model)
+        parallelism.parallelize(copied)
+        fully_shard(copied, mesh=axes[tuple(parallelism.fsdp_dim_names)])
+        ids, labels = (x[axes[parallelism.dp_dim_names[0]].get_local_rank()] for x in batches())
+        count = (labels[:, 1:] != -100).sum()
+        dist.all_reduce(count)
+        (copied(input_ids=ids, labels=labels, num_items_in_batch=count).loss * dist.get_world_size()).backward()
+        found = gradients(copied)
+        if "dp_shard_size" in sizes:
+            sharded = found
+    torch.testing.assert_close(found, sharded, rtol=1e-6, atol=1e-9)
+    return found
+
+
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     # Set by torchrun, and read by accelerate.
@@ -127,7 +149,8 @@ def main(rank: int, folder: Path) -> None:
     ids, labels = (x.flatten(0, 1) for x in batches())
     expected = on_one_device(model, ids, labels).gradients
     found: dict[str, Any] = {}
-    for case in (ddp_gradients, fsdp_gradients, fsdp_accumulated_gradients, fsdp_over_data_gradients):
+    cases = (ddp_gradients, fsdp_gradients, fsdp_accumulated_gradients, fsdp_over_data_gradients)
+    for case in (*cases, fsdp_of_accelerate_gradients):
         got = case(copy.deepcopy(model), mesh, grid)
         assert got.keys() == expected.keys()
         apart = {name: ((got[name] - g).norm() / g.norm()).item() for name, g in expected.items()}

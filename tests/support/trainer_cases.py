@@ -137,6 +137,13 @@ def results(folder: Path, cp_size: int, *, alone: bool = False, kind: str = "lla
     return found
 
 
+def resumed_alone(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Return the weights after resuming a run of several ranks on one device."""
+    trainer = make_trainer(folder, None, model_of("llama"), **options)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return weights(trainer.model)
+
+
 def accelerate_loop(parallelism: SequenceParallelism | None, *, is_sharded: bool = True) -> dict[str, Any]:
     """Return the losses and weights of an epoch as in accelerate's guide, with accumulation and shuffled rows."""
     forget_accelerator()
