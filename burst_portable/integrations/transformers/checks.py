@@ -227,6 +227,15 @@ def _check_rope(config: Any, seq_len: int) -> None:
             )
 
 
+def has_relative_positions(config: Any) -> bool:
+    """Return whether attention depends on positions only by the distances between tokens."""
+    parameters = list(_rope_parameters(config))
+    if not parameters or any("llama_4_scaling_beta" in p for p in parameters):
+        return False
+    chunks = getattr(config, "attention_chunk_size", None)
+    return not chunks and not getattr(config, "attn_temperature_tuning", False)
+
+
 def longer_than_trained(config: Any, length: int) -> str | None:
     """Return a warning if a document is longer than the positions of a model with RoPE, which computes without them."""
     longest = getattr(config, "max_position_embeddings", None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from burst_portable.errors import DtypeError, InputError, UnsupportedError
 from burst_portable.gradients import all_reduce
 from burst_portable.integrations.transformers.batch_check import KEY
+from burst_portable.integrations.transformers.left_padding import roll_rows
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.sharding import shard, unshard
@@ -33,10 +34,14 @@ FUSED = "fused_lm_head"
 
 
 class Outputs(NamedTuple):
-    """The outputs of a call: whether those of all tokens are gathered, and a text that is equal on ranks that agree."""
+    """The outputs of a call: whether those of all tokens are gathered, and a text that is equal on ranks that agree.
+
+    `padding`: Tokens of padding at the beginning of each row ``[B]``, which were moved to its end. None: none.
+    """
 
     gather: bool
     text: str
+    padding: Tensor | None = None
 
 
 def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather: bool | None) -> Outputs:
@@ -104,22 +109,26 @@ def batch_of(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
     return batch, embeddings
 
 
-def full_output(output: Any, mesh: Mesh, layout: Layout, *, gather: bool, scale: int) -> Any:
-    """Return an output with the losses of all ranks and, if `gather`, the outputs of all tokens on every rank.
+def full_output(output: Any, mesh: Mesh, layout: Layout, requested: Outputs, scale: int) -> Any:
+    """Return an output with the losses of all ranks and, if requested, the outputs of all tokens on every rank.
 
     Other fields, which describe the tokens of a shard, are left out. Gradients are multiplied by `scale`.
     """
+
+    def full(x: Tensor) -> Tensor:
+        x = _gathered(x, mesh, layout, scale)
+        return x if requested.padding is None else roll_rows(x, -requested.padding)
+
     total: Any = _Sum.apply
     fields: dict[str, Any] = {name: total(output[name], mesh, scale) for name in _LOSSES if name in output}
     for name in _OUTPUTS:
-        if gather and name in output:
+        if requested.gather and name in output:
             x = output[name]
-            parts = tuple(_gathered(part, mesh, layout, scale) for part in (x if isinstance(x, tuple) else (x,)))
-            fields[name] = parts if isinstance(x, tuple) else parts[0]
+            fields[name] = tuple(full(part) for part in x) if isinstance(x, tuple) else full(x)
     for name in _OF_LABELS:
         if name in output:
             # Of the next token: the last token has none.
-            fields[name] = _gathered(output[name], mesh, layout, scale)[:, :-1]
+            fields[name] = full(output[name])[:, :-1]
     return type(output)(**fields)
 
 

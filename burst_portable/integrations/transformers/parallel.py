@@ -39,6 +39,7 @@ from burst_portable.integrations.transformers.checks import (
 )
 from burst_portable.integrations.transformers.full_batches import Outputs, batch_of, full_output, requested_outputs
 from burst_portable.integrations.transformers.layouts import Layouts
+from burst_portable.integrations.transformers.left_padding import move_left_padding, roll_rows
 from burst_portable.integrations.transformers.loss import (
     ShardedLoss,
     check_router,
@@ -372,6 +373,9 @@ class ShardedModel:
         batch, embeddings = batch_of(kwargs)
         if not isinstance(batch.get("input_ids"), Tensor):
             raise _wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
+        if (padding := move_left_padding(batch, module.config)) is not None:
+            self._outputs = self._outputs._replace(padding=padding)
+            embeddings = None if embeddings is None else roll_rows(embeddings, padding)
         given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
         inputs = self._shard(**_batch_arguments(batch, given))
         if labels is None:
@@ -445,7 +449,7 @@ class ShardedModel:
         output = with_router_loss(module, output, self.mesh)
         if outputs is not None and sequence is not None:
             scale = self.mesh.size if self.averaged_gradients else 1
-            return full_output(output, self.mesh, sequence.layout, gather=outputs.gather, scale=scale)
+            return full_output(output, self.mesh, sequence.layout, outputs, scale)
         return output
 
     @property

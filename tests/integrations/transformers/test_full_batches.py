@@ -203,7 +203,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "8 bits": ({"input_ids": None, "inputs_embeds": torch.ones(2, 9, 32).to(torch.int8)}, DtypeError, "int8"),
     "dictionary": ({"input_ids": {"input_ids": tokens()}}, InputError, r"model\(\*\*batch\)"),
     "trained hidden states": ({"output_hidden_states": True}, UnsupportedError, "hidden states"),
-    "left padding": ({"attention_mask": (torch.arange(LENGTH) > 3).long().expand(2, -1)}, UnsupportedError, "before a"),
+    "padding inside": (
+        {"attention_mask": (torch.arange(LENGTH) != 3).long().expand(2, -1)},
+        UnsupportedError,
+        "before a",
+    ),
     "shifted labels": ({"shift_labels": tokens()}, InputError, "shift_labels"),
     "divided": ({"seq_len": 2 * LENGTH}, InputError, "seq_len"),
     "tuples": ({"return_dict": False}, UnsupportedError, "return_dict"),
