@@ -1,7 +1,7 @@
 """Move padding from the beginning of rows to their end, and outputs back.
 
-Text generation pads prompts at their beginning. Under a causal mask, the tokens of a row do not depend on the place of
-its padding, if attention depends on distances between tokens or the position ids count from the first one.
+Text generation pads prompts at their beginning. Under a causal mask, the outputs of tokens do not depend on the place
+of the padding. This needs attention that depends on distances only, or position ids that count from the first token.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_move_left_padding_raises_for(name: str) -> None:
         move_left_padding(batch_of("plain") | change, config)
 
 
-def test_move_left_padding_needs_no_relative_positions_if_they_count_from_tokens() -> None:
+def test_absolute_positions_that_count_from_tokens_are_taken() -> None:
     batch = batch_of("positions")
     assert move_left_padding(batch, ABSOLUTE) is not None
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
