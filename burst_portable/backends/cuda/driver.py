@@ -172,6 +172,20 @@ class KernelDriver:
         self._success, self._no_context = library.CUresult.CUDA_SUCCESS, library.CUresult.CUDA_ERROR_INVALID_CONTEXT
         (self._version,) = self._checked(library.cuDriverGetVersion())
 
+    def load(self, kernel: Any) -> int:
+        """Load a kernel that Triton compiled into the current device, and return its function.
+
+        Triton also makes a launcher when it loads a kernel. Triton 3.6 compiles that in C, which takes 0.3 s.
+        """
+        import triton
+
+        active = triton.runtime.driver.active
+        loaded = active.utils.load_binary(
+            kernel.name, kernel.kernel, kernel.metadata.shared, active.get_current_device()
+        )
+        function: int = loaded[1]
+        return function
+
     def parameters(self, function: int) -> list[tuple[int, int]]:
         """Return the offset and the size of each parameter of a kernel, in bytes."""
         found: list[tuple[int, int]] = []
@@ -274,12 +288,12 @@ class Bound:
 class Ready:
     """A compiled kernel whose parameters this module packs."""
 
-    def __init__(self, driver: KernelDriver, kernel: Any, form: struct.Struct, args: Sequence[Any]) -> None:
-        self._driver = driver
-        self._form = form
-        self._function: int = kernel.function
-        self._threads: int = 32 * kernel.metadata.num_warps
-        self._shared: int = kernel.metadata.shared
+    def __init__(
+        self, driver: KernelDriver, function: int, metadata: Any, form: struct.Struct, args: Sequence[Any]
+    ) -> None:
+        self._driver, self._function, self._form = driver, function, form
+        self._threads: int = 32 * metadata.num_warps
+        self._shared: int = metadata.shared
         self._described = [i for i, a in enumerate(args) if isinstance(a, Described)]
         self._tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
 
@@ -299,7 +313,7 @@ class Ready:
 
 
 def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any]) -> Ready | None:
-    """Return a kernel that Triton compiled for these arguments; None if this module cannot pack its parameters."""
+    """Load a kernel that Triton compiled for these arguments; None if this module cannot pack its parameters."""
     metadata = kernel.metadata
     if driver is None or metadata.num_ctas != 1 or metadata.launch_pdl or metadata.launch_cooperative_grid:
         return None
@@ -309,8 +323,9 @@ def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any]) -> Read
     maps = getattr(metadata, "tensordesc_meta", None) or []
     if [(tuple(m["block_size"]), m["swizzle"]) for m in maps] != [(d.box, _SWIZZLES[d.swizzle]) for d in described]:
         return None
-    form = packing(args, driver.parameters(kernel.function))
-    return None if form is None else Ready(driver, kernel, form, args)
+    function = driver.load(kernel)
+    form = packing(args, driver.parameters(function))
+    return None if form is None else Ready(driver, function, metadata, form, args)
 
 
 def packing(args: Sequence[Any], parameters: Sequence[tuple[int, int]]) -> struct.Struct | None:

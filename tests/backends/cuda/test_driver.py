@@ -94,6 +94,9 @@ class FakeDriver:
     def __init__(self, parameters):
         self._parameters, self.launches = parameters, []
 
+    def load(self, kernel):
+        return kernel.function
+
     def parameters(self, function):
         return self._parameters
 
@@ -126,6 +129,27 @@ def test_ready_returns_none_if_triton_must_launch(compiled, args, parameters):
     for change in ({"global_scratch_size": 16}, {"num_ctas": 2}):
         about = SimpleNamespace(**{**compiled.metadata._asdict(), **change})
         assert ready(driver, SimpleNamespace(function=77, metadata=about), args) is None
+
+
+def test_load_makes_no_launcher(compiled, monkeypatch):
+    """The simulated driver of Triton has no launcher: `CompiledKernel.function` would make one."""
+    loaded = []
+
+    class Driver:
+        def get_current_device(self):
+            return 1
+
+        @property
+        def utils(self):
+            return self
+
+        def load_binary(self, *arguments):
+            loaded.append(arguments)
+            return 11, 77, 168, 0, 1024
+
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=Driver()))
+    assert KernelDriver(Library()).load(compiled) == 77
+    assert loaded == [(compiled.name, compiled.kernel, compiled.metadata.shared, 1)]
 
 
 class Result(enum.Enum):

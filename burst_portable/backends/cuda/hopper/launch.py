@@ -40,8 +40,7 @@ _COUNTERS = 1024  # counters per pool
 class Launcher:
     """Launcher of one kernel.
 
-    The first launch of a key goes through Triton. Later launches go through the driver if it can be called, else
-    through Triton's compiled kernel.
+    Triton compiles the kernel of a key. Launches go through the driver if it can be called, else through Triton.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -81,9 +80,10 @@ class Launcher:
         def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
             compiled[grid](*_for_triton(args), *constants, stream=stream)
 
-        with name_compile_errors(self._kernel, "sm_90", configuration, next_step):  # compiles Triton's launcher
-            by_triton(grid, args, stream)
-        self._launches[key] = ready(kernel_driver(), compiled, args) or by_triton
+        launch = ready(kernel_driver(), compiled, args) or by_triton
+        with name_compile_errors(self._kernel, "sm_90", configuration, next_step):  # Triton may compile a launcher
+            launch(grid, args, stream)
+        self._launches[key] = launch
 
 
 def _launch_nothing(*_: object) -> None:
