@@ -4,6 +4,9 @@
 dtypes but no memory. Triton specializes on these as in a real launch, so its cache gets the entries that a real launch
 reads. Triton's driver is replaced for the whole process: call it in a process that launches nothing.
 
+Triton also compiles code in C: a module that calls CUDA's driver and, before 3.7, a launcher for each kernel. They are
+built too if this machine has libcuda, with which they are linked.
+
 Threads compile several kernels at the same time: Triton holds Python's lock only while it parses a kernel. Of 2.6 s for
 the four kernels of heads of 128 (triton 3.7.1, sm_90), it held the lock for 0.3 s, and two threads on two cores took
 1.7 s.
@@ -11,9 +14,11 @@ the four kernels of heads of 128 (triton 3.7.1, sm_90), it held the lock for 0.3
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +34,8 @@ from burst_portable.kernels.triton.machine_code import TARGETS, Chip
 from burst_portable.kernels.triton.prepared import interpreted
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import find_tiles
+
+_COMPILES_LAUNCHERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +127,17 @@ def compile_kernels(
     def note(*, src: Any, metadata: dict[str, Any], cache_hit: bool, times: Any, **_: object) -> None:
         if metadata["shared"] > chip.shared:  # a real launch raises this
             raise OutOfResources(metadata["shared"], chip.shared, "shared memory")
+        if builds_host_code:
+            _build_launcher(src, metadata)
         made = CompiledKernel(src.fn.__name__, metadata["hash"], round(times.total / 1e6, 3), cache_hit)
         done.append(made)
         on_kernel(made)
 
+    builds_host_code = chip.backend == "cuda" and _has_libcuda()
+    if builds_host_code:
+        from triton.backends.nvidia.driver import CudaUtils  # absent from builds for ROCm
+
+        CudaUtils()
     started: list[Unfinished] = []
     token = unfinished.set(started)
     try:
@@ -140,6 +154,22 @@ def compile_kernels(
     finally:
         unfinished.reset(token)
     return done
+
+
+def _has_libcuda() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _build_launcher(source: Any, metadata: dict[str, Any]) -> None:
+    """Build the launcher that Triton 3.6 compiles in C for each kernel. Gluon kernels are launched without it."""
+    if _COMPILES_LAUNCHERS and not source.fn.is_gluon():
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(source, SimpleNamespace(**metadata))
 
 
 def compile_call(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,9 +48,9 @@ print(json.dumps([(one.name, one.digest, one.cached) for one in made]))
 """
 
 
-def compiled(way, rows, folder):
+def compiled(way, rows, folder, **changes):
     """Return (name, key, whether the cache had it) of the kernels that a fresh process compiles or loads."""
-    environment = environment_of_children(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0")
+    environment = environment_of_children(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0", **changes)
     command = [sys.executable, "-c", SCRIPT, way, str(rows)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -83,6 +87,22 @@ def test_compile_call_refuses_what_it_cannot_compile(kernel, head, reason):
         )
 
 
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="Triton's driver is compiled with a C compiler")
+def test_compile_call_builds_driver_if_libcuda_exists(tmp_path):
+    """A planted libcuda has the functions that the driver names, and none is called."""
+    source = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "driver.c"
+    names = sorted(set(re.findall(r"\bcu[A-Z]\w+\b", source.read_text())))
+    (tmp_path / "stub.c").write_text(
+        "".join(f"int {name}{end}(void) {{return 1;}}\n" for name in names for end in ENDS)
+    )
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", library, tmp_path / "stub.c"], check=True)
+    compiled("triton ahead", 512, tmp_path / "cache", LD_LIBRARY_PATH=str(tmp_path), TRITON_LIBCUDA_PATH=str(tmp_path))
+    assert list((tmp_path / "cache").glob("*/cuda_utils*.so"))
+
+
+ENDS = ("", "_v2")  # cuda.h renames some functions
 TOO_LARGE = """
 import torch
 from burst_portable.errors import UnsupportedError
