@@ -114,6 +114,9 @@ def launches_of(job: Job) -> Iterator[Callable[[], None]]:
     for call in calls_of(job):
         for strategy in _strategies(job, call):
             plan = planned(strategy, call)
+            if plan.score_rows:
+                got = f"the strategy {plan.strategy}, which stores rows of scores with torch's operators"
+                raise UnsupportedError("this strategy has no kernels to compile", got=got)
             kernel = kernel_for(backend, plan.forward.call, job.target)
             for rank in range(call.ranks):
                 for heads_first in (False, True):

@@ -88,6 +88,7 @@ def test_launches_of_unknown_target_raise(tmp_path):
         (["--target", "sm_90", "--target", "sm_80"], "--warm compiles for one target; got sm_90, sm_80"),
         (["--target", "sm_90", "--dtype", "int8"], "unknown dtype; got 'int8'"),
         (["--target", "sm_90", "--strategy", "rings"], "unknown strategy; got 'rings'"),
+        (["--target", "sm_90", "--ranks", "2", "--strategy", "ring_self_attention"], "has no kernels to compile; got"),
         (["--target", "sm_90", "--ranks", "8", "--seq-len", "4"], "ranks"),
         ([], "the target is not known; got a machine without a GPU; name it with --target"),
     ],
