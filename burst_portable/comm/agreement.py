@@ -147,6 +147,13 @@ def _compare(
         return
     packed = json.dumps(signature.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
     shared = transport.share(packed, "exchanging the facts of the calls", timeout)
+    if unwritten := [rank for rank, digest in enumerate(digests) if len(set(digest)) == 1]:
+        raise CommunicationError(
+            f"rank {transport.rank}: the {len(digests[0])} bytes received from rank {unwritten[0]} are all equal",
+            got=digests[unwritten[0]][:4].hex(),
+            allowed="a hash",
+            next_step=f"the transport {transport.name!r} must write a receive's buffer before its wait() returns",
+        )
     got = _difference([facts.decode(errors="ignore").strip() for facts in shared], digests)
     step = f"{SAME_CALLS}, backward too"
     consequences = {"strategy"} if any(f"{fact}: " in got for fact in _CAUSES) else set()

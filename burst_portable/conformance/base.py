@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -127,10 +128,19 @@ class Outcome:
         return {name: pair for name, pair in self.errors.items() if not pair[0] <= pair[1]}
 
     def text(self) -> str:
-        """Describe what is wrong, in one line."""
-        large = sorted(self.too_large.items(), key=lambda one: not one[0].startswith("lse"))  # gradients depend on LSE
-        parts = [f"error of {name} is {error:.2g}; allowed: {limit:.2g}" for name, (error, limit) in large]
-        return "; ".join(filter(None, [*parts, self.wrong]))
+        """Describe what is wrong, in one line: the likely cause first, then the worse of both errors per quantity."""
+        worst: dict[str, str] = {}
+        for name in sorted(self.too_large, key=self._excess, reverse=True):
+            worst.setdefault(name.partition(" (")[0], name)
+        names = sorted(worst.values(), key=lambda name: not name.startswith("lse"))  # gradients depend on LSE
+        errors = ((name, *self.errors[name]) for name in names)
+        parts = [f"error of {name} is {error:.2g}; allowed: {limit:.2g}" for name, error, limit in errors]
+        return "; ".join(filter(None, [self.wrong, *parts]))
+
+    def _excess(self, name: str) -> float:
+        """Return an error as a multiple of its tolerance."""
+        error, limit = self.errors[name]
+        return error / limit if limit and error == error else math.inf
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from burst_portable.conformance.processes import ignore_interrupts, pack, unpack
 from burst_portable.conformance.report import EVIDENCE_LEVELS, NOT_STATED, Report, Result
 from burst_portable.conformance.running import testing_environment
 from burst_portable.errors import BackendUnavailableError, BurstError, InputError, UnsupportedError, unknown_name
+from burst_portable.kernels.base import Kernel, LazyKernel
 
 _SIMPLER: dict[str, tuple[object, ...]] = {
     "strategy": ("ring", "burst", "ulysses"),
@@ -161,6 +162,8 @@ class Runner:
                 max_runs = _LONG if self._failures[test.check] <= _LONG_SEARCHES else _SHORT
                 limits: dict[str, Any] = {"max_runs": max_runs, "seconds": self.search_seconds}
                 least = smallest(test.case, lambda case: not run(test, case).ok, **limits)
+                if not outcome.wrong and least != test.case and (cause := run(test, least).wrong):
+                    outcome = replace(outcome, wrong=f"in the smallest case, {cause}")
                 text = ":".join(filter(None, (test.check, test.kernel, least.spec())))
         result = make_result(self.target, test, outcome, seconds, text)
         return result if outcome.skipped else replace(result, kernels=tuple(sorted(names)))
@@ -388,17 +391,21 @@ def check_backend(
 def _not_examined(target: BackendUnderTest, results: Sequence[Result]) -> dict[str, str]:
     """Return the kernels that computed in no test, with the reason."""
     computed = {name for result in results for name in result.kernels}
-    reasons = {}
-    for kernel in kernels_of(target.backend):
-        if kernel.name not in computed:
-            reason = unsupported_reason(kernel, target.device.type)
-            unused = "no selected test uses it"
-            if any(not r.ok for r in results):
-                unused = "no test that uses it passed"
-            elif any(r.skipped for r in results):
-                unused = "no test that uses it ran"
-            reasons[kernel.name] = f"it declined: {reason}" if reason else unused
-    return reasons
+    return {
+        kernel.name: _unused_reason(kernel, target, results)
+        for kernel in kernels_of(target.backend)
+        if kernel.name not in computed
+    }
+
+
+def _unused_reason(kernel: Kernel | LazyKernel, target: BackendUnderTest, results: Sequence[Result]) -> str:
+    """Return why a kernel computed in no test."""
+    named = [r for r in results if r.name.startswith((f"{kernel.name}:", f"{kernel.name}-"))]
+    if any(not r.ok for r in named):
+        return "its tests failed before it computed"
+    if reason := unsupported_reason(kernel, target.device.type):
+        return f"it declined: {reason}"
+    return "its tests were skipped" if any(r.skipped for r in named) else "no selected test computed with it"
 
 
 def _explain_no_tests(target: BackendUnderTest, only: Sequence[str]) -> BurstError:

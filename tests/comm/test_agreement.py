@@ -235,6 +235,18 @@ def test_skipped_agreement_check_misses_mismatch():
     assert not all(bp.run_threads(3, work))
 
 
+def test_bytes_that_a_transport_did_not_write_are_named():
+    """The conformance suite fills fresh memory with ones; the message named 18446744073709551615 passes."""
+
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        transport.share = lambda data, *_: [b"\xff" * len(data), data]  # a receive from rank 0 without a wait
+        with pytest.raises(CommunicationError, match="the 32 bytes received from rank 0 are all equal; got ffffffff"):
+            agree(transport, call_signature({"a": "b"}))
+
+    bp.run_threads(2, work)
+
+
 def test_agreement_costs_one_exchange():
     def work(mesh):
         transport = mesh.transport("cpu")

@@ -34,9 +34,12 @@ def test_page_lists_case_values():
     page = " ".join((ROOT / "docs" / "conformance.md").read_text(encoding="utf-8").split())
     for axis, names in (("mask", MASKS), ("layout", LAYOUTS), ("heads", HEADS)):
         assert f"- `{axis}`: {', '.join(names)}" in page, axis
-    trials = {name: load(name).trials() for name in OURS}
-    assert [*STRATEGIES] == [label for labels in trials.values() for label in labels]
-    assert " ".join(["- `strategy`:", *(f"- {', '.join(labels)}" for labels in trials.values()), "- `heads`:"]) in page
+    trials = {label: made for name in OURS for label, made in load(name).trials().items()}
+    assert [*STRATEGIES] == [*trials]
+    plain, labels = (dict(filter(lambda one: ("+" in one[0]) is has, trials.items())) for has in (False, True))
+    assert f"- `strategy`: {', '.join(plain)}; or a label of the table" in page
+    rows = [f"| `{label}` | `{made.as_code().partition('(')[2].removesuffix(')')}` |" for label, made in labels.items()]
+    assert " ".join(["| --- | --- |", *rows, "`attention:`"]) in page
 
 
 def test_case_rejects_conflicting_values():

@@ -147,6 +147,18 @@ class Base2(KernelWrapper):
         return changed_state(state, lse=state[1] / math.log(2))
 
 
+class MergedBase2(KernelWrapper):
+    """Merge results whose LSE is in base 2 as if it were natural."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        out, lse = super().attend(q, k, v, tiles, call)
+        part = out.double(), lse.double() / math.log(2)
+        if state is None:
+            return part
+        merge_rows(state, slice(None), *part)
+        return state
+
+
 class ShiftedLse(KernelWrapper):
     """Add a constant to the LSE. The kernel accepts its own states."""
 
@@ -154,6 +166,14 @@ class ShiftedLse(KernelWrapper):
         state = None if state is None else changed_state(state, lse=state[1] - 1e-3)
         state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, lse=state[1] + 1e-3)
+
+
+class CountsThrice(KernelWrapper):
+    """Return the LSE of a state into which the same keys were merged three times, as a stale state does."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        state = super().attend(q, k, v, tiles, call, state=state)
+        return changed_state(state, lse=state[1] + math.log(3))
 
 
 class ReturnsNothing(KernelWrapper):

@@ -54,6 +54,8 @@ def find_cause(answer: Answer, exact: Answer, too_large: Container[str]) -> str:
                 return f"out looks like it was rounded to {str(dtype).removeprefix('torch.')}"
     if "out" in too_large or "lse" in too_large:
         return ""  # gradients depend on them
+    if _are_swapped(answer, exact):
+        return "dk and dv look swapped"
     for name, found in answer.quantities().items():
         if name in too_large and not found.any():
             return f"{name} is 0 everywhere: it was not written"
@@ -65,17 +67,28 @@ def find_cause(answer: Answer, exact: Answer, too_large: Container[str]) -> str:
 _SIMILAR = 0.02  # relative difference up to which numbers look alike
 
 
+def _are_swapped(answer: Answer, exact: Answer) -> bool:
+    """Return whether dk looks like the exact dv, and dv like the exact dk."""
+    pairs = ((answer.dk, exact.dv), (answer.dv, exact.dk))
+    return all(oracle.relative_error(found, other) < _SIMILAR for found, other in pairs)
+
+
 def _find_lse_cause(lse: Tensor, exact: Tensor) -> str:
     """Return whether the LSE looks like a logarithm in base 2, or like the exact one plus a constant; else ""."""
     finite = exact.isfinite() & lse.isfinite()
     found, expected = lse[finite].double(), exact[finite].double()
-    factor = float((found * expected).sum() / expected.square().sum())  # least squares
-    if abs(factor * math.log(2) - 1) < _SIMILAR:
-        return "lse looks like base 2; it must be the natural logarithm"
+    if len(found) < 2:
+        return ""
     difference = found - expected
-    offset = difference.mean()
-    if len(difference) > 1 and bool((difference - offset).abs().max() < _SIMILAR * offset.abs()):
-        return f"lse is off by the same number in every row: {float(offset):.2g}"
+    offset = float(difference.mean())
+    near = _SIMILAR * float(difference.abs().max())
+    if float((difference - offset).abs().max()) < near:
+        counted = round(math.exp(min(offset, 8.0)))
+        repeated = counted > 1 and abs(offset - math.log(counted)) < near
+        hint = f", as if each key were counted {counted} times" if repeated else ""
+        return f"lse is off by the same number in every row: {offset:.2g}{hint}"
+    if float((found - expected / math.log(2)).abs().max()) < near:
+        return "lse looks like base 2; it must be the natural logarithm"
     return ""
 
 
