@@ -24,6 +24,7 @@ from burst_portable.errors import BackendUnavailableError, UnsupportedError, for
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.planning.hardware import Curve as Curve
 from burst_portable.planning.hardware import HardwareSpec as HardwareSpec
+from burst_portable.planning.hardware import MeasuredHardware as MeasuredHardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,10 @@ class Backend(ABC):
         Return None if nothing was measured on such a machine. `kernel` is "" if it is not known yet.
         """
         return None
+
+    def machines(self, ranks: int) -> Mapping[str, MeasuredHardware]:
+        """Return the measured rates of known machines by a short name ("h200"), for plans that are made elsewhere."""
+        return {}
 
     def peaks(self, dtype: str) -> Peaks:
         """Return the peak rates of the current device for matrix products of a dtype ("bfloat16")."""

@@ -23,7 +23,7 @@ from burst_portable.errors import (
     unknown_name,
 )
 from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.planning.hardware import read_hardware_spec
+from burst_portable.planning.hardware import MeasuredHardware, read_hardware_spec
 from burst_portable.planning.kernel_times import read_kernel_times
 
 if TYPE_CHECKING:  # a help text lists the names without importing torch
@@ -240,6 +240,17 @@ def hardware_of(
     else:
         found = replace(backend.measured_hardware(ranks, name) or backend.capabilities.hardware, kernel=traits)
     return found.with_high_priority() if high_priority else found
+
+
+def machines(ranks: int) -> dict[str, MeasuredHardware]:
+    """Return the measured rates of machines that backends know, by name. It imports all backends and torch."""
+    found: dict[str, MeasuredHardware] = {}
+    for name in known():
+        try:
+            found |= load(name).machines(ranks)
+        except BackendUnavailableError:
+            continue  # `burst-portable doctor` reports the reason
+    return found
 
 
 def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:

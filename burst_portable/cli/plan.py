@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from burst_portable.backends.selection import machines
 from burst_portable.cli import flags
 from burst_portable.cli.flags import flag, make_named_strategy, with_strategy_flags
 from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr
@@ -14,7 +16,7 @@ from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_compa
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, checked_ranks, plan_facts, verification_facts
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name
-from burst_portable.planning.hardware import HardwareSpec, read_hardware_spec
+from burst_portable.planning.hardware import NEXT_STEP, HardwareSpec, MeasuredHardware, read_hardware_spec
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.planner import plan as make_plan
 from burst_portable.strategies.registry import has_option, known
@@ -66,7 +68,9 @@ def plan(
     hardware_file: Annotated[
         str | None,
         typer.Option(
-            "--hardware-spec", metavar="FILE", help="Rates that `measure` wrote, instead of these. Default: none."
+            "--hardware-spec",
+            metavar="FILE",
+            help="Rates that `measure` wrote, or the name of a known machine, instead of these. Default: none.",
         ),
     ] = None,
     rank: Annotated[int, typer.Option(help="Rank whose steps are printed.")] = 0,
@@ -159,7 +163,7 @@ def plan(
 def _hardware(
     file: str | None, tflops: float | None, intra_node_bandwidth: float | None, ranks: int, dtype: str, head_dim: int
 ) -> HardwareSpec:
-    """Return the hardware of a file, or of the options. Either may lack the rate between nodes."""
+    """Return the hardware of a file, a known machine, or the options. Each may lack the rate between nodes."""
     if file is None:
         return HardwareSpec(
             tflops=_DEFAULT_TFLOPS if tflops is None else tflops,
@@ -168,7 +172,18 @@ def _hardware(
     for name, number in (("--tflops", tflops), ("--intra-node-bandwidth", intra_node_bandwidth)):
         if number is not None:
             raise InputError(f"--hardware-spec and {name} exclude each other", got=f"{file} and {number:g}")
-    return read_hardware_spec(file).hardware_for(ranks, dtype=dtype, head_dim=head_dim)
+    return _measured(file, ranks).hardware_for(ranks, dtype=dtype, head_dim=head_dim)
+
+
+def _measured(file: str, ranks: int) -> MeasuredHardware:
+    """Return the hardware of a file, or of a machine that a backend knows by this name."""
+    if Path(file).exists():
+        return read_hardware_spec(file)
+    names = machines(ranks)
+    if file.lower() in names:
+        return names[file.lower()]
+    what = f"{file} is not a hardware spec file, and no known machine"
+    raise InputError(what, got="no such file", allowed=f"a file, or {', '.join(names)}", next_step=NEXT_STEP)
 
 
 def _notes(hardware: HardwareSpec, ranks: int, *, uses_defaults: bool) -> list[str]:

@@ -355,7 +355,8 @@ def test_plan_marks_assumed_inter_node_bandwidth(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--hardware-spec", "none.json"), "none.json is not a hardware spec file"),
+        (("--hardware-spec", "none.json"), "none.json is not a hardware spec file, and no known machine"),
+        (("--hardware-spec", "h20"), "allowed: a file, or h100, h200; `burst-portable measure"),
         (("--hardware-spec", "none.json", "--tflops", "3"), "--hardware-spec and --tflops exclude each other"),
         (
             ("--hardware-spec", "none.json", "--intra-node-bandwidth", "3"),
@@ -366,6 +367,23 @@ def test_plan_marks_assumed_inter_node_bandwidth(capsys):
 def test_plan_rejects_invalid_rates(capsys, arguments, told):
     assert main(["plan", *TINY, *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_plan_uses_rates_of_known_machine(capsys, tmp_path, monkeypatch):
+    """On one rank a pass takes launch latency plus the FLOPs of whole blocks. A file of the same name comes first."""
+    sizes = ("--seq-len", "65536", "--ranks", "1", "--heads", "8")
+    for name, tflops in (("h100", 690e12), ("H200", 640e12)):
+        facts = plan(capsys, *sizes, "--hardware-spec", name)
+        flops = 4 * (65536 * 65537 // 2) * 8 * 128
+        assert facts["passes"]["forward"]["seconds"] == pytest.approx(flops / tflops, rel=0.02)
+        assert name.upper() in facts["hardware"]["source"]
+        assert (
+            "of bfloat16 and not float32"
+            in plan(capsys, *sizes, "--hardware-spec", name, "--dtype", "float32")["hardware"]["source"]
+        )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h100").write_text("{}")
+    assert main(["plan", *sizes, "--hardware-spec", "h100"]) == 2
 
 
 def test_plan_json_does_not_overwrite_hardware_spec(capsys, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from burst_portable.backends.base import (
     Facts,
     HardwareSpec,
     LinkCounters,
+    MeasuredHardware,
     Meter,
     Peaks,
 )
@@ -23,7 +24,7 @@ from burst_portable.backends.cuda.hopper.deterministic import HopperTritonKernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.library_kernels import CudaFlashKernel, CudnnKernel
-from burst_portable.backends.cuda.machines import hardware_of_machine, peaks
+from burst_portable.backends.cuda.machines import hardware_of_machine, known_machines, peaks
 from burst_portable.backends.cuda.nvml import NvlinkCounters, NvmlMeter, libraries
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
@@ -106,6 +107,9 @@ class CudaBackend(AcceleratorBackend):
         return (
             hardware_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.unavailable_reason() else None
         )
+
+    def machines(self, ranks: int) -> Mapping[str, MeasuredHardware]:
+        return known_machines(ranks, HopperKernel.traits)
 
     def meter(self, index: int) -> Meter:
         return NvmlMeter(_uuid(index))

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from burst_portable.backends.base import Curve, HardwareSpec, Peaks, sheet_peaks
+from burst_portable.backends.base import Curve, HardwareSpec, MeasuredHardware, Peaks, sheet_peaks
+from burst_portable.planning.call import KernelTraits
 
 MIB = 1 << 20
 _H100 = {
@@ -80,6 +81,17 @@ def hardware_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Hardwa
         memory_bandwidth=_MEMORY,
         source=f"{source} H200 and their links",
     )
+
+
+def known_machines(ranks: int, traits: KernelTraits) -> dict[str, MeasuredHardware]:
+    """Return the rates of the Hopper kernels on each measured GPU, by its name in lower case."""
+    found = {}
+    for device in ("H100", "H200"):
+        hardware = hardware_of_machine(device, ranks)
+        assert hardware is not None
+        about = (f"NVIDIA {device}", ranks, "hopper", "2026-11-21", "bfloat16", 128)
+        found[device.lower()] = MeasuredHardware(replace(hardware, kernel=traits), *about)
+    return found
 
 
 def _by_ranks(curves: dict[int, Curve], ranks: int) -> Curve:
