@@ -68,16 +68,14 @@ class DoubleRingStrategy(Strategy):
             ranks_per_node = node_size(call.ranks)
             reason = f"ranks_per_node={ranks_per_node} by default"
         check_divides(ranks_per_node, call.ranks)
-        first = ranks_per_node
-        if ranks_per_node < call.ranks:  # a block arrives during these steps; later, gradients return to their owner
-            share = local_first_share(call, "split", self.backward_circulates, rounds_gradients=rounds_gradients)
-            first = max(1, round(ranks_per_node * share))
+        side = self.backward_circulates
+        route, backward_route = double_ring_routes(call, ranks_per_node, side, rounds_gradients=rounds_gradients)
         return ring_plan(
             call,
             self.name,
-            side=self.backward_circulates,
-            route=DoubleRingRoute(call.ranks, ranks_per_node, first_steps=ranks_per_node),
-            backward_route=DoubleRingRoute(call.ranks, ranks_per_node, first_steps=first),
+            side=side,
+            route=route,
+            backward_route=backward_route,
             reason=reason,
             rounds_gradients=rounds_gradients,
         )
@@ -91,6 +89,18 @@ class DoubleRingStrategy(Strategy):
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
         return {"double_ring": cls(), "double_ring+kv": cls(backward_circulates="kv")}
+
+
+def double_ring_routes(
+    call: AttentionCall, ranks_per_node: int, side: Side, *, rounds_gradients: bool
+) -> tuple[DoubleRingRoute, DoubleRingRoute]:
+    """Return the routes of the forward and the backward pass. `side` is sent in the backward pass."""
+    first = ranks_per_node
+    if ranks_per_node < call.ranks:  # a block arrives during these steps; later, gradients return to their owner
+        share = local_first_share(call, "split", side, rounds_gradients=rounds_gradients)
+        first = max(1, round(ranks_per_node * share))
+    forward = DoubleRingRoute(call.ranks, ranks_per_node, first_steps=ranks_per_node)
+    return forward, DoubleRingRoute(call.ranks, ranks_per_node, first_steps=first)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ A launch takes the rows of a node, `ranks_per_node` times as many as in a ring o
 With all ranks in one node the plan is that of `ulysses`, with one rank per node that of `ring`. Each rank computes with
 complete K/V heads, so their number is a multiple of `ranks_per_node` or divides it. In the latter case, ranks of a node
 that share a K/V head get a copy each. The copies are sent between nodes too, and their gradients are summed.
+
+If heads can only be divided among part of a node, consecutive members of a ring share a node. With `ring_window`, that
+many members form an inner ring, and another ring connects the inner rings (LoongTrain's double ring). A message between
+nodes then overlaps with a round of the inner ring, instead of delaying each step.
 """
 
 from __future__ import annotations
@@ -20,17 +24,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from burst_portable.errors import UnsupportedError
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import HeadSplit, Plan, can_divide_heads, heads_per_rank
 from burst_portable.planning.routes import Side
 from burst_portable.strategies.base import Machine, Strategy, make_route, node_size, ring_plan, should_round_gradients
+from burst_portable.strategies.double_ring import double_ring_routes
 from burst_portable.strategies.options import (
     BACKWARD_CIRCULATES,
     GRADIENT_COMM_DTYPE,
     RANKS_PER_NODE,
     TRANSFER,
     GradientCommDtype,
+    Option,
     Transfer,
     option,
 )
@@ -43,8 +49,9 @@ class UspStrategy(Strategy):
     """Use Ulysses inside nodes and a ring over the nodes.
 
     Attributes:
-        ranks_per_node: Ranks per node. Default: the largest divisor of the ranks that the heads allow, is at most 8 and
-            leaves at least two nodes.
+        ranks_per_node: Ranks per node, or per part of a node, that divide heads. Default: the largest divisor of the
+            ranks that the heads allow, is at most 8 and leaves at least two nodes.
+        ring_window: Members of a ring that form an inner ring. Default: 1, no inner rings.
     """
 
     name = "usp"
@@ -54,10 +61,21 @@ class UspStrategy(Strategy):
     backward_circulates: Side = option(BACKWARD_CIRCULATES, default="kv")
     transfer: Transfer = option(TRANSFER)  # between nodes, as the next option
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
+    ring_window: int = option(
+        Option(
+            1,
+            "a number of members",
+            requires=("transfer", "ring", "blocks that come from their owners have no inner ring"),
+            help="Members of a ring that form an inner ring.",
+        )
+    )
 
     def plan(self, call: AttentionCall) -> Plan:
         ranks_per_node, reason = self._ranks_per_node(call)
         nodes = call.ranks // ranks_per_node
+        if nodes % self.ring_window:
+            allowed = f"a divisor of the {nodes} members of a ring"
+            raise InputError("ring_window does not divide the ring", got=self.ring_window, allowed=allowed)
         if ranks_per_node == 1:
             return self._ring(call, nodes, reason=reason)
         if nodes == 1:
@@ -75,15 +93,20 @@ class UspStrategy(Strategy):
         return replace(ring, call=call, heads=HeadSplit(ranks_per_node))
 
     def _ring(self, call: AttentionCall, nodes: int, *, reason: str, stride: int = 1) -> Plan:
-        """Return the plan of a ring over nodes."""
+        """Return the plan of a ring over nodes, or of inner rings and a ring over them."""
+        side, rounds_gradients = self.backward_circulates, should_round_gradients(call, self.gradient_comm_dtype)
+        route, backward_route = make_route(nodes, self.transfer), None
+        if self.ring_window > 1:
+            route, backward_route = double_ring_routes(call, self.ring_window, side, rounds_gradients=rounds_gradients)
         return ring_plan(
             call,
             self.name,
-            side=self.backward_circulates,
-            route=make_route(nodes, self.transfer),
+            side=side,
+            route=route,
+            backward_route=backward_route,
             reason=reason,
             stride=stride,
-            rounds_gradients=should_round_gradients(call, self.gradient_comm_dtype),
+            rounds_gradients=rounds_gradients,
         )
 
     @classmethod
@@ -99,10 +122,16 @@ class UspStrategy(Strategy):
             yield f"usp{part}", cls(ranks_per_node)
             yield f"usp{part}+q", cls(ranks_per_node, backward_circulates="q")
             yield f"usp{part}+fetch", cls(ranks_per_node, transfer="direct")
+            if ranks_per_node < node:
+                yield f"usp{part}+window", cls(ranks_per_node, ring_window=node // ranks_per_node)
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
-        return {"usp": cls(), "usp+fetch": cls(backward_circulates="q", transfer="direct")}
+        return {
+            "usp": cls(),
+            "usp+fetch": cls(backward_circulates="q", transfer="direct"),
+            "usp+window": cls(2, ring_window=2),
+        }
 
     def _ranks_per_node(self, call: AttentionCall) -> tuple[int, str]:
         """Return (ranks per node, the reason if it is a default). Raises the errors of `plan`."""

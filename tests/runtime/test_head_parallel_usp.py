@@ -50,6 +50,7 @@ FEW = [
         ranks=8, ranks_per_node=4, heads="wide_heads", strategy="usp+fetch", layout="document_zigzag", mask="documents"
     ),
     Nodes(ranks=8, ranks_per_node=2, heads="gqa", mask="sink_window", dtype=torch.bfloat16, softcap=5.0, batch=1),
+    Nodes(ranks=8, ranks_per_node=2, heads="gqa", strategy="usp+window", mask="documents", batch=1),
     Nodes(
         ranks=4, ranks_per_node=2, heads="12x6x5x3", strategy="usp+fetch", mask="documents", layout="whole_documents"
     ),
@@ -102,12 +103,14 @@ def test_usp_attention_matches_oracle(case, kernel):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "v_head_dim"), [("4", "4", 8), ("4", "2", 5), ("2", "1", 8), ("2", "one", 8)]
 )
-@pytest.mark.parametrize("strategy", ["usp", "usp+fetch"])
+@pytest.mark.parametrize("strategy", ["usp", "usp+fetch", "usp+window"])
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (12, 3), (12, 6)])
 def test_usp_attention_with_nodes_of_each_size(ranks, ranks_per_node, strategy, heads, kv_heads, v_head_dim, kernel):
     """Each rank has its own query heads. K/V heads are per rank, or one is shared by all ranks."""
     kv_heads = 1 if kv_heads == "one" else int(kv_heads) * ranks_per_node
     heads = f"{int(heads) * ranks_per_node}x{kv_heads}x8x{v_head_dim}"
+    if strategy == "usp+window" and ranks // ranks_per_node % 2:
+        pytest.skip("inner rings of two do not divide a ring of three")
     for layout, mask in (("zigzag", "causal"), ("striped", "window_both"), ("contiguous", "custom")):
         check(
             Nodes(ranks=ranks, ranks_per_node=ranks_per_node, strategy=strategy, heads=heads, layout=layout, mask=mask),

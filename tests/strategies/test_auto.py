@@ -47,6 +47,7 @@ def called(label: str, ranks: int, node: int) -> object:
     first, *more = label.split(", ")
     name, *how = first.split("+")
     name, _, part = name.partition(" in ")
+    words["window"] = {"ring_window": node // int(part or node)} if node else {}
     ranks_per_node = {"ranks_per_node": int(part or node)} if name in ("double_ring", "usp") else {}
     return make_strategy(
         name, **ranks_per_node, **{key: value for word in (*how, *more) for key, value in words[word].items()}
@@ -60,7 +61,13 @@ def called(label: str, ranks: int, node: int) -> object:
         (8, None, COPIES, 96, ALWAYS | MEASURED),
         (24, None, COPIES, 96, ALWAYS | {"ulysses, 2 groups", "ulysses, 4 groups"}),  # too many blocks for the memory
         (8, 4, COPIES, 96, ALWAYS | {"double_ring", "double_ring+kv", "usp", "usp+q", "usp+fetch"}),
-        (8, 4, COPIES, 6, ALWAYS | {"double_ring", "double_ring+kv", "usp in 2", "usp in 2+q", "usp in 2+fetch"}),
+        (
+            8,
+            4,
+            COPIES,
+            6,
+            ALWAYS | {"double_ring", "double_ring+kv", "usp in 2", "usp in 2+q", "usp in 2+fetch", "usp in 2+window"},
+        ),
         (8, 8, HardwareSpec(400.0, 100.0), 96, ALWAYS | {"double_ring", "double_ring+kv"}),
     ],
 )

@@ -40,6 +40,58 @@ def test_usp_plans_are_valid_for_all_node_sizes(ranks_per_node, options):
             assert (plan.head_parallel_size, plan.ring_size) == (ranks_per_node, 12 // ranks_per_node)
 
 
+@pytest.mark.parametrize("side", ["kv", "q"])
+@pytest.mark.parametrize(("ranks_per_node", "window"), [(1, 3), (2, 2), (2, 3), (3, 2), (2, 6), (3, 4)])
+def test_usp_plans_with_inner_rings_are_valid(ranks_per_node, window, side):
+    for mask in ("causal", "full", "window:9", "documents:0,7,30,96"):
+        for layout in ("zigzag", "striped", "contiguous"):
+            plan = make(
+                ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, ring_window=window,
+                backward_circulates=side,
+            )  # fmt: skip
+            assert verify(plan) == []
+            assert verify(with_rank_order(plan, KernelTraits())) == []
+
+
+def test_usp_inner_rings_send_between_nodes_one_round_ahead():
+    """Two nodes of four ranks, of which pairs divide heads: a ring has two members in each node.
+
+    Without inner rings, a message crosses nodes in every step. With them, rank 0 sends to node 1 at step 0 what that
+    node needs at step 2.
+    """
+
+    def crossing(window: int) -> list[tuple[int, int, int]]:
+        plan = make(ranks=8, ranks_per_node=2, mask="full", length=64, ring_window=window)
+        moves = [m for rank in (0, 2) for step in plan.steps("forward", rank) for m in step.sends]
+        return sorted((m.owner, m.post_step, m.wait_step) for m in moves if m.target >= 4)
+
+    assert crossing(1) == [(0, 1, 2), (2, 0, 1), (6, 2, 3)]
+    assert crossing(2) == [(0, 0, 2), (2, 0, 2)]
+
+
+@pytest.mark.parametrize("side", ["kv", "q"])
+def test_usp_inner_rings_hide_messages_between_nodes(side):
+    """28 heads, which eight ranks cannot divide, over eight nodes: the prediction is closer to computation alone."""
+    hardware = HardwareSpec(600.0, 300.0, inter_node_bandwidth=50.0, ranks_per_node=8)
+    size = {"ranks": 64, "ranks_per_node": 4, "length": 131072, "heads": 28, "kv_heads": 4}
+    plain, windowed = (make(**size, backward_circulates=side, ring_window=window) for window in (1, 2))
+    costs = [[rank_cost(plan, name, 0, hardware) for name, _ in plan.passes()] for plan in (plain, windowed)]
+    assert [c.flops for c in costs[0]] == [c.flops for c in costs[1]]
+    slower, faster = (sum(c.seconds for c in cost) for cost in costs)
+    assert faster < slower
+
+
+def test_usp_window_that_does_not_fit_raises():
+    with pytest.raises(
+        InputError, match="ring_window does not divide the ring; got 4; allowed: a divisor of the 6 mem"
+    ):
+        make(ranks_per_node=2, ring_window=4)
+    with pytest.raises(InputError, match="a divisor of the 1 members"):
+        make(ranks=6, ranks_per_node=6, ring_window=2)
+    with pytest.raises(InputError, match="have no inner ring; got ring_window=2"):
+        make_strategy("usp", ring_window=2, transfer="direct")
+
+
 def test_usp_plan_of_two_nodes_of_three():
     """Rank 4 of 6 is rank 1 of node 1; it gets the zigzag rows of ranks 3, 4 and 5, sorted."""
     plan = make(ranks=6, length=60, mask="full")
