@@ -208,7 +208,7 @@ def test_lazy_kernel_has_traits_of_loaded_kernel(monkeypatch):
         assert lazy.load().traits.supports_causal_window == known
     hopper = LazyKernel("hopper", "burst_portable.backends.cuda.hopper.kernel:HopperKernel", needs="triton")
     assert hopper.load() is hopper.load()
-    expected = KernelTraits(writes_gradients=True, writes_into=True, compiles_ahead=True)
+    expected = KernelTraits(writes_gradients=True, writes_into=True, compiles_ahead=True, target="sm_90")
     assert hopper.load().traits == expected
     reference = LazyKernel("reference", "burst_portable.kernels.reference:ReferenceKernel", needs="torch")
     assert reference.load().traits == KernelTraits()

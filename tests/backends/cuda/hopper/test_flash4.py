@@ -359,3 +359,16 @@ def test_pair_accepts_empty_batch(called):
 def test_pair_has_hardware_spec_of_hopper():
     for machine in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         assert hardware_of_machine(machine, 4, PAIR) == hardware_of_machine(machine, 4, "hopper")
+
+
+@pytest.mark.parametrize("tiles", [box(64, 64), causal(64)], ids=["box", "causal"])
+def test_call_without_memory_leaves_flash_attn_4_alone(called, tiles):
+    """A rehearsal compiles only the Hopper kernel; flash-attn-4 compiles its kernels when it is called."""
+    kernel, _ = kernel_of(USUAL, PAIR)
+    assert kernel.traits.compiles_ahead
+    q, k, v, dout = (torch.empty(1, 64, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2, 4))
+    out, lse = kernel.forward_single_call(q, k, v, tiles, USUAL)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (1, 4, 64), torch.float32)
+    gradients = kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, USUAL)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+    assert not called
