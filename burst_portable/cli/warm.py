@@ -19,6 +19,7 @@ from burst_portable.cli.output import JsonOption, console, on_stderr, table
 from burst_portable.cli.run.job import DTYPES
 from burst_portable.cli.run.models import config_of
 from burst_portable.comm.agreement import call_signature
+from burst_portable.config import from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, unknown_name
 from burst_portable.kernels.base import Kernel, Support, torch_dtype
 from burst_portable.planning.call import AttentionCall, KernelTraits
@@ -110,14 +111,14 @@ def launches_of(job: Job) -> Iterator[Callable[[], None]]:
 
     if job.target not in TARGETS:
         raise unknown_name("target", job.target, TARGETS)
-    backend = load(TARGETS[job.target].backend)
+    backend, named = load(TARGETS[job.target].backend), from_environment().kernel
     for call in calls_of(job):
         for strategy in _strategies(job, call):
             plan = planned(strategy, call)
             if plan.score_rows:
                 got = f"the strategy {plan.strategy}, which stores rows of scores with torch's operators"
                 raise UnsupportedError("this strategy has no kernels to compile", got=got)
-            kernel = kernel_for(backend, plan.forward.call, job.target)
+            kernel = kernel_for(backend, plan.forward.call, job.target, named)
             for rank in range(call.ranks):
                 for heads_first in (False, True):
                     yield partial(_launch, absent_call(plan, backend, kernel, rank), heads_first=heads_first)
@@ -158,20 +159,30 @@ def _strategies(job: Job, call: AttentionCall) -> Iterable[Strategy]:
     return AutoStrategy(ranks_per_node=job.ranks_per_node).list_candidates(call)[0].values()
 
 
-def kernel_for(backend: Backend, call: AttentionCall, target: str) -> Kernel:
+def kernel_for(backend: Backend, call: AttentionCall, target: str, named: str = "auto") -> Kernel:
     """Return the first kernel of a backend that serves a call on a target and is compiled ahead.
 
+    Args:
+        backend: The backend.
+        call: The attention, with the heads of one rank.
+        target: The target.
+        named: Name of the only kernel that may be used (`Config.kernel`), or "auto".
+
     Raises:
+        UnknownNameError: The backend has no kernel of that name.
         UnsupportedError: There is none.
     """
+    kernels = {kernel.name: kernel for kernel in kernels_of(backend)}
+    if named not in ("auto", *kernels):
+        raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
     reasons = []
-    for kernel in kernels_of(backend):
+    for kernel in kernels.values() if named == "auto" else [kernels[named]]:
         try:
             support = kernel.supports(call)
         except BackendUnavailableError as error:
             support = Support(False, str(error))
         traits = kernel.load().traits if support.ok else KernelTraits()
-        reason = support.slower or support.reason
+        reason = support.reason or (support.slower if named == "auto" else "")
         if not reason and not traits.compiles_ahead:
             reason = "it calls another package"
         if not reason and traits.target not in ("", target):

@@ -66,6 +66,16 @@ def test_kernel_for_target_is_first_that_compiles(tmp_path, target, head_dim, de
     assert kernel_for(backend, call, target).name == name
 
 
+def test_kernel_for_named_is_that_kernel(tmp_path):
+    (call, *_) = calls_of(job_of(tmp_path, TINY | {"head_dim": 128}))
+    assert kernel_for(load("cuda"), call, "sm_90", "triton").name == "triton"
+    assert kernel_for(load("cuda"), replace(call, head_dim=16, v_head_dim=16), "sm_90", "hopper").name == "hopper"
+    with pytest.raises(UnknownNameError, match="cublas"):
+        kernel_for(load("cuda"), call, "sm_90", "cublas")
+    with pytest.raises(UnsupportedError, match="not hopper: it is for sm_90"):
+        kernel_for(load("cuda"), call, "sm_80", "hopper")
+
+
 def test_kernel_for_reports_why_none_compiles(tmp_path):
     (call, *_) = calls_of(job_of(tmp_path, TINY | {"head_dim": 512}))
     with pytest.raises(UnsupportedError, match=r"for sm_80; got .*triton: head size 512 is larger.*another package"):
