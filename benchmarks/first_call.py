@@ -11,6 +11,7 @@ take the most time from the cache.
 from __future__ import annotations
 
 import argparse
+import compileall
 import cProfile
 import json
 import pstats
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+import burst_portable
 from benchmarks.report import setting
 from benchmarks.script import accelerator, count, end
 from burst_portable.cli.run.job import cores
@@ -122,6 +124,7 @@ def main() -> int:
         print(json.dumps(CHILDREN[given.child](kernel, given.head_dim, given.seq_len)))
         return 0
     accelerator()
+    compileall.compile_dir(Path(burst_portable.__file__).parent, quiet=1)  # as pip does when it installs the package
     print(f"{given.kernel}, bf16, {HEADS} heads of {given.head_dim}, {KV_HEADS} K/V heads, {given.seq_len} tokens")
     print(f"{'process':<14}{'imports s':>10}{'forward s':>10}{'backward s':>11}{'compiled':>9}")
     failed, measured = False, {}
