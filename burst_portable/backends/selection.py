@@ -333,8 +333,11 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto", *,
     Raises:
         InputError: The file of times cannot be used.
         UnknownNameError: The backend has no kernel of that name.
+        BackendUnavailableError: `supports` of a kernel returned something else than a `Support`.
         UnsupportedError: No kernel serves the call, or the named one does not, with all reasons.
     """
+    from burst_portable.kernels.checked_kernel import support_of
+
     kernels: dict[str, Kernel | LazyKernel] = {kernel.name: kernel for kernel in kernels_of(backend)}
     if not isinstance(named, str) or named not in ("auto", *kernels):
         raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
@@ -344,12 +347,12 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto", *,
         if times:
             ranked, source = read_kernel_times(times).ranked(backend.name, call)
             for name in ranked:
-                if name in kernels and kernels[name].supports(call).ok:
+                if name in kernels and support_of(kernels[name], call).ok:
                     return kernels[name].load(), f"the fastest of {len(ranked)} with {source}"
             untimed = f" ({f'{times} has no kernel that serves it' if ranked else source})"
         slower: list[Kernel | LazyKernel] = []
         for kernel in kernels.values():
-            support = kernel.supports(call)
+            support = support_of(kernel, call)
             if support.ok and not support.slower:
                 return kernel.load(), "; ".join([f"the first of the backend's that serves it{untimed}", *reasons])
             slower += [kernel] if support.ok else []
@@ -357,10 +360,10 @@ def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto", *,
         if slower:
             return slower[0].load(), "; ".join([f"no other of the backend's serves it{untimed}", *reasons])
         raise UnsupportedError(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
-    support = kernels[named].supports(call)
+    support = support_of(kernels[named], call)
     if support.ok:
         return kernels[named].load(), "named"
-    able = [other for other, kernel in kernels.items() if kernel.supports(call).ok]
+    able = [other for other, kernel in kernels.items() if support_of(kernel, call).ok]
     raise UnsupportedError(
         f"the kernel {named!r} was named and does not serve this call: {support.reason}",
         allowed=", ".join(able) or "no kernel serves it",

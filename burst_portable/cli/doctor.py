@@ -139,7 +139,9 @@ def _backend(name: str, entry_point: str) -> Facts:
 
 def _kernel(kernel: Kernel | LazyKernel, device: str) -> Facts:
     """Return which of a few typical calls a kernel supports."""
-    answers = ((case, kernel.supports(call)) for case, call in _calls(device))
+    from burst_portable.kernels.checked_kernel import support_of
+
+    answers = ((case, support_of(kernel, call)) for case, call in _calls(device))
     return {"name": kernel.name, "supports": {case: {"ok": one.ok, "reason": one.reason} for case, one in answers}}
 
 

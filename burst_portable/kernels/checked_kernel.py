@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.errors import BackendUnavailableError, shown
-from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, WrappedKernel
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, LazyKernel, Support, WrappedKernel
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
@@ -112,6 +112,23 @@ class CheckedKernel(WrappedKernel):
         what = f"the kernel {self.name!r} is broken: {method} returned {returned}"
         next_step = f"fix {kind.__module__}.{kind.__qualname__}.{method}"
         return BackendUnavailableError(what, got=got, allowed=allowed, next_step=next_step)
+
+
+def support_of(kernel: Kernel | LazyKernel, call: AttentionCall) -> Support:
+    """Return whether a kernel serves a call.
+
+    Raises:
+        BackendUnavailableError: `supports` returned something else, such as a bool.
+    """
+    found: object = kernel.supports(call)
+    if not isinstance(found, Support):
+        raise BackendUnavailableError(
+            f"the kernel {kernel.name!r} is broken: supports returned no Support",
+            got=shown(found),
+            allowed='Support(True), or Support(False, "the reason")',
+            next_step=f"fix {type(kernel).__module__}.{type(kernel).__qualname__}.supports",
+        )
+    return found
 
 
 def _wide(q: Tensor) -> tuple[torch.dtype, ...]:

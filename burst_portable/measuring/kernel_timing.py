@@ -14,6 +14,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import kernels_of
 from burst_portable.errors import BurstError, in_a_line
 from burst_portable.kernels.base import BackwardInputs, Kernel, torch_dtype
+from burst_portable.kernels.checked_kernel import support_of
 from burst_portable.layout import Segment, make_layout
 from burst_portable.mask import Mask
 from burst_portable.measuring.timing import Clock
@@ -90,7 +91,7 @@ def time_kernels(
             if names and lazy.name not in names:
                 continue
             try:
-                support = lazy.supports(call)
+                support = support_of(lazy, call)
                 if not support.ok:
                     reasons[lazy.name] = support.reason
                     continue

@@ -13,6 +13,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import kernels_of, known, supports_high_priority, unavailable_reason
 from burst_portable.errors import InputError
 from burst_portable.kernels.base import Kernel
+from burst_portable.kernels.checked_kernel import support_of
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.plans import PASSES, PassName, Plan
 from burst_portable.runtime.prepare import Request, RequestOptions, choose, describe
@@ -167,7 +168,7 @@ def _kernel(plan: Plan, backend: Backend, chosen: Kernel, why: str) -> Choice:
     others = {}
     for kernel in kernels_of(backend):
         if kernel.name != chosen.name:
-            support = kernel.supports(plan.forward.call)
+            support = support_of(kernel, plan.forward.call)
             passed_over = _passed_over(named=why.startswith("named"), timed=why.startswith("the fastest"))
             others[kernel.name] = (support.slower or passed_over) if support.ok else support.reason
     return Choice(chosen.name, why, others)

@@ -197,6 +197,14 @@ def test_failure_of_known_bug_names_its_cause(bug, hint):
     assert "(max)" not in message or message.count("error of ") == len({*re.findall(r"error of (\w+)", message)})
 
 
+def test_kernel_that_returns_no_support_is_named():
+    (result,) = check_backend(Planted(planted_bugs.SaysTrue), cases=["claims:reference-reasons"]).results
+    assert result.message.startswith(
+        "BackendUnavailableError: the kernel 'reference' is broken: supports returned no Support; got True; allowed: "
+    )
+    assert result.message.endswith("; fix tests.support.planted_bugs.SaysTrue.supports")
+
+
 def test_failure_names_the_cause_in_its_smallest_case():
     """On two ranks, merged results in base 2 look like no known bug."""
     (result,) = check_backend(Planted(planted_bugs.MergedBase2), cases=["kernels:reference:default"]).results

@@ -19,6 +19,7 @@ from burst_portable.conformance.checks.kernel_contract import plainest
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import run_case, run_kernel
 from burst_portable.kernels.base import BackwardInputs, Kernel, LazyKernel, WrappedKernel
+from burst_portable.kernels.checked_kernel import support_of
 from burst_portable.numerics import State
 
 NAME = "memory"
@@ -118,7 +119,7 @@ def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
 def _order(target: BackendUnderTest, kernel: Kernel | LazyKernel) -> Outcome:
     """Check that a kernel reads what the current stream has written, not the previous contents."""
     case = Case(ranks=1, **plainest(kernel, target.device.type))
-    support = kernel.supports(case.make_call(target.device.type))
+    support = support_of(kernel, case.make_call(target.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason)
     x, loaded = make_inputs(case), kernel.load()

@@ -19,6 +19,7 @@ from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import run_kernel, serves
 from burst_portable.errors import UnknownNameError, UnsupportedError, first_line
 from burst_portable.kernels.base import Kernel, LazyKernel
+from burst_portable.kernels.checked_kernel import support_of
 
 NAME = "claims"
 
@@ -125,8 +126,8 @@ def _reasons(target: BackendUnderTest, kernel: Kernel | LazyKernel) -> str:
     """Check that a kernel always declines with the same reason, and that requesting it raises an error with it."""
     for case in chain.from_iterable(_grid(target.coverage).values()):
         call = case.make_call(target.device.type)
-        support = kernel.supports(call)
-        if kernel.supports(call) != support:
+        support = support_of(kernel, call)
+        if support_of(kernel, call) != support:
             return f"the second call of supports returns another answer ({case.spec()})"
         if support.ok:
             continue
@@ -145,7 +146,7 @@ def _reasons(target: BackendUnderTest, kernel: Kernel | LazyKernel) -> str:
 def _runs(target: BackendUnderTest, kernel: Kernel | LazyKernel, cases: Sequence[Case]) -> str:
     """Check that each of these calls gives correct numbers if the kernel supports it."""
     for case in cases:
-        if kernel.supports(case.make_call(target.device.type)).ok:
+        if support_of(kernel, case.make_call(target.device.type)).ok:
             x, loaded = make_inputs(case), kernel.load()
             outcome = compare(case, x, run_kernel(loaded, case, x, target.device), loaded.traits.rounding)
             if not outcome.ok:

@@ -16,6 +16,7 @@ from burst_portable.conformance.checks.attention import HEAD_SIZES, compare, com
 from burst_portable.conformance.oracle import Answer, Inputs, make_inputs
 from burst_portable.conformance.running import OutOfBoundsWriteError, run_block, run_kernel, run_single_call, serves
 from burst_portable.kernels.base import Kernel, LazyKernel
+from burst_portable.kernels.checked_kernel import support_of
 from burst_portable.layout import NAMES as LAYOUTS
 
 NAME = "kernels"
@@ -73,7 +74,7 @@ def unsupported_reason(kernel: Kernel | LazyKernel, device: str) -> str:
     """Return why a kernel declines even the plainest call, or "" if it supports one of these calls."""
     if any(_serves(kernel, device, **base) for base in _plain_choices()):
         return ""
-    return kernel.supports(Case(heads="mha").make_call(device)).reason or "it gives no reason"
+    return support_of(kernel, Case(heads="mha").make_call(device)).reason or "it gives no reason"
 
 
 def fitted(case: Case, kernel: Kernel | LazyKernel, device: str) -> Case:
@@ -161,7 +162,7 @@ def _make_case_test(target: BackendUnderTest, kernel: Kernel | LazyKernel, case:
 
 def _run(target: BackendUnderTest, kernel: Kernel | LazyKernel, case: Case) -> Outcome:
     """Compare the results of every way to run the kernel."""
-    support = kernel.supports(case.make_call(target.device.type))
+    support = support_of(kernel, case.make_call(target.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason, wrong="" if support.reason else "it declines without a reason")
     x, loaded = make_inputs(case), kernel.load()
@@ -193,7 +194,7 @@ def _answers(kernel: Kernel, case: Case, x: Inputs, device: torch.device) -> Ite
 
 def _growth(target: BackendUnderTest, kernel: Kernel | LazyKernel, dtype: torch.dtype) -> Outcome:
     case = Case(dtype=dtype, deterministic=False, heads="2x1x64x64")
-    support = kernel.supports(case.make_call(target.device.type))
+    support = support_of(kernel, case.make_call(target.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason)
 
@@ -216,7 +217,7 @@ def _sum_long(
     cases = [replace(base, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
     case = next((case for case in cases if serves(kernel, case, target.device.type)), cases[0])
     call = case.make_call(target.device.type)
-    if not (support := kernel.supports(call)).ok:
+    if not (support := support_of(kernel, call)).ok:
         return Outcome(skipped=support.reason)
     x, exact = _long_block(rows, columns, case)
     errors = {}
