@@ -250,6 +250,14 @@ def test_quick_group_has_three_ranks():
     assert names[0] == "messages-3ranks"
 
 
+def test_quick_group_uses_sixteen_bit_kernel():
+    """The kernel and the transport of a vendor met in no quick test: its case was in float32."""
+    vendor = BackendUnderTest(SixteenBitVendor(), 8, "quick")
+    cases = [test.case for test in list_tests(vendor, ["group"]) if test.case]
+    assert [vendor.choose(case.make_call("cpu")).name for case in cases] == ["sixteen_bits"]
+    assert {case.dtype for case in cases} == {torch.bfloat16}
+
+
 class Labelled(planted_transports.TransportWrapper):
     """Assert that each message has a label, which errors need."""
 
