@@ -135,7 +135,8 @@ def timing_text(facts: dict[str, Any]) -> str:
     scope = (
         f"the only {unit} (with warm-up)" if facts["steps"] == 1 else f"mean over all {units} but the first (warm-up)"
     )
-    return f"{scope}; {facts['batch'] * facts['seq_len']:,} tokens per {unit}, timed on the slowest rank"
+    text = f"{scope}; {facts['batch'] * facts['seq_len']:,} tokens per {unit}, timed on the slowest rank"
+    return f"{text}; one device checks numbers and is no baseline of speed" if facts["reference_losses"] else text
 
 
 def mfu_text(facts: dict[str, Any]) -> str:
