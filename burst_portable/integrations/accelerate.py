@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
+from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize, sharded_model_of
 from burst_portable.mesh import Mesh
 
 AXIS = "cp"
@@ -56,6 +56,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         kernel: str = "auto",
     ) -> None:
         self.sequence_size, self._replicas, self.has_model = cp_size, dp_replicate_size, False
+        self._mesh: Mesh | None = None  # one for all models, which then share its connections
         self._options = {"strategy": strategy, "layout": layout, "kernel": kernel}
         for name, value in (("cp_size", cp_size), ("dp_replicate_size", dp_replicate_size)):
             if value is not None and value < 1:
@@ -66,7 +67,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the mesh, which cannot be saved with `TrainingArguments`."""
-        return self.__dict__ | {"device_mesh": None}
+        return self.__dict__ | {"device_mesh": None, "_mesh": None}
 
     @property
     def cp_enabled(self) -> bool:
@@ -152,6 +153,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
     def parallelize(self, model: PreTrainedModel, *, gather_outputs: bool | None = None) -> ShardedModel:
         """Shard the sequences of a model. Call it on all ranks, after the `Accelerator` was created.
 
+        A model that an earlier `SequenceParallelism` has sharded, as that of an earlier trainer, is sharded anew.
+
         Args:
             model: A Transformers model. Its calls take full batches: see `transformers.parallelize`.
             gather_outputs: As in `transformers.parallelize`.
@@ -162,9 +165,13 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         if self.device_mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             next_step = "create Accelerator(parallelism_config=...) or Trainer first"
             raise InputError("no accelerator has this SequenceParallelism yet", next_step=next_step)
-        mesh = Mesh.single() if dist.is_initialized() else None  # None: an error if torchrun started several processes
-        if self.device_mesh is not None and self.non_data_parallel_size > 1:
-            mesh = Mesh.from_device_mesh(self.device_mesh, AXIS)
+        if self._mesh is None and self.device_mesh is not None and self.non_data_parallel_size > 1:
+            self._mesh = Mesh.from_device_mesh(self.device_mesh, AXIS)
+        elif self._mesh is None and dist.is_initialized():
+            self._mesh = Mesh.single()  # otherwise `parallelize` raises if torchrun started several processes
         self.has_model = True
+        earlier = sharded_model_of(model) if isinstance(model, PreTrainedModel) else None
+        if earlier is not None and earlier.averaged_gradients:
+            earlier.undo()
         options = self._options | {"full_batches": True, "gather_outputs": gather_outputs}
-        return parallelize(model, mesh, averaged_gradients=True, **options)
+        return parallelize(model, self._mesh, averaged_gradients=True, **options)

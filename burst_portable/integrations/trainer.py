@@ -38,7 +38,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     def __init__(self, *arguments: Any, **named: Any) -> None:
         of_trl = next((base.__name__ for base in type(self).__mro__ if base.__module__.startswith("trl.")), None)
         if of_trl not in (None, *self.serves):
-            allowed = "SequenceSFTTrainer, SequenceDPOTrainer of burst_portable.integrations.trl"
+            allowed = "SFTTrainer, DPOTrainer and GRPOTrainer, by the classes of burst_portable.integrations.trl"
             raise UnsupportedError("this trainer of TRL on ranks that share sequences", got=of_trl, allowed=allowed)
         self.sharded: ShardedModel | None = None
         super().__init__(*arguments, **named)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from trl import DPOTrainer, SFTTrainer
+import torch.distributed as dist
+from accelerate.utils import set_seed
+from torch import Tensor
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl.trainer.utils import nanstd
 
-from burst_portable.errors import UnsupportedError
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.trainer import SequenceTrainer
 
 
@@ -35,7 +39,7 @@ class _TokenCount(SequenceTrainer):
 class SequenceSFTTrainer(_TokenCount, SFTTrainer):  # type: ignore[misc]  # TRL's names are Any, see pyproject.toml
     """TRL's `SFTTrainer` with ``SFTConfig(parallelism_config=SequenceParallelism(...))``.
 
-    Packing must give one row per batch. A router loss raises `UnsupportedError`.
+    Packing gives one row per batch. A router loss raises `UnsupportedError`.
     """
 
 
@@ -55,3 +59,87 @@ class SequenceDPOTrainer(_TokenCount, DPOTrainer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
         if self.ref_model is not None:
             self.accelerator.parallelism_config.parallelize(self.accelerator.unwrap_model(self.ref_model))
+
+
+class SequenceGRPOTrainer(SequenceTrainer, GRPOTrainer):  # type: ignore[misc]
+    """TRL's `GRPOTrainer` with ``GRPOConfig(parallelism_config=SequenceParallelism(...))``.
+
+    Each rank generates with the unsharded model, and takes the completions of the first rank of its sequence. Then the
+    sequences of prompts and completions are sharded, also in a reference model.
+
+    Raises:
+        InputError: If completions of one prompt would be on several data-parallel ranks.
+        UnsupportedError: For generation by other means than Transformers, statistics over all rows of the ranks, and
+            router losses.
+    """
+
+    serves: ClassVar[tuple[str, ...]] = ("GRPOTrainer",)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        args = self.args
+        unsupported = {
+            "use_vllm": args.use_vllm,
+            "use_transformers_continuous_batching": args.use_transformers_continuous_batching,
+            "rollout_func": self.rollout_func is not None,
+            "scale_rewards='batch'": args.scale_rewards == "batch",
+            "normalize_then_sum": args.multi_objective_aggregation != "sum_then_normalize",
+            "top_entropy_quantile": args.top_entropy_quantile < 1,
+        }
+        if found := [name for name, is_set in unsupported.items() if is_set]:
+            raise UnsupportedError("GRPO on ranks that share sequences", got=", ".join(found))
+        _check_rows(
+            "num_generations", args.per_device_train_batch_size * args.steps_per_generation, self.num_generations
+        )
+        _check_rows("num_generations_eval", args.per_device_eval_batch_size, self.num_generations_eval)
+        if self.ref_model is not None:
+            self.accelerator.parallelism_config.parallelize(self.accelerator.unwrap_model(self.ref_model))
+        set_seed(args.seed + self.accelerator.process_index // self._ranks)  # TRL gives each rank its own
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        sequences = self.args.world_size // self._ranks
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        self.args.generation_batch_size = rows * sequences  # TRL counts the rows of all ranks
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        mode, before = "train" if self.model.training else "eval", self.state.num_input_tokens_seen
+        generated = super()._generate(prompts)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._ranks
+        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        return generated
+
+    def _generate_single_turn(self, *arguments: Any, **named: Any) -> Any:
+        assert self.sharded is not None
+        with self.sharded.paused():
+            generated = [super()._generate_single_turn(*arguments, **named)]
+        mesh = self.sharded.mesh
+        if mesh.size > 1:
+            dist.broadcast_object_list(generated, mesh.global_ranks[0], group=mesh.group)
+        return generated[0]
+
+    def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
+        """Return the rewards of all ranks, ``[rows, functions]``: those of the first rank of each sequence."""
+        rewards: Tensor = super()._calculate_rewards(*arguments, **named)
+        rows = rewards.shape[0] // self.accelerator.num_processes
+        of_sequences: Tensor = rewards.unflatten(0, (-1, self._ranks, rows))
+        self._rewards = of_sequences[:, 0].flatten(0, 1)
+        return of_sequences[:, :1].expand_as(of_sequences).reshape(rewards.shape)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        found = super()._generate_and_score_completions(inputs)
+        # A standard deviation depends on how often each row is counted.
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, rewards in zip(self.reward_func_names, self._rewards.unbind(1), strict=True):
+            metrics[f"rewards/{name}/std"][-1] = nanstd(rewards).item()
+        total = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
+        total[self._rewards.isnan().all(dim=1)] = float("nan")
+        metrics["reward_std"][-1] = nanstd(total).item()
+        return found
+
+
+def _check_rows(name: str, rows: int, generations: int) -> None:
+    """Raise `InputError` if the completions of a prompt would be on several ranks of different sequences."""
+    if rows % generations:
+        what = f"the rows per sequence must be a multiple of {name}={generations}"
+        raise InputError(what, got=rows, next_step="change the batch size per device, or steps_per_generation")

@@ -11,7 +11,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 USUAL = ["packed sft", "dpo of adapters"]
-FULL = ["sft", "sft of adapters", "checkpointed sft", "dft", "dpo", "ipo with weights"]
+FULL = ["sft", "sft of adapters", "checkpointed sft", "dft", "dpo", "ipo with weights", "grpo", "grpo of adapters"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

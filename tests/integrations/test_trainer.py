@@ -116,9 +116,9 @@ def test_trainer_rejects_unsupported_settings(tmp_path: Path):
 
 def test_trainer_rejects_other_trainers_of_trl_by_name():
     """Their samplers and groups of completions count each rank as other rows."""
-    of_trl = type("GRPOTrainer", (Trainer,), {"__module__": "trl.trainer.grpo_trainer"})
+    of_trl = type("RLOOTrainer", (Trainer,), {"__module__": "trl.trainer.rloo_trainer"})
     derived = type("Mine", (SequenceTrainer, of_trl), {})
-    with pytest.raises(UnsupportedError, match=r"TRL .*got GRPOTrainer; allowed: SequenceSFTTrainer"):
+    with pytest.raises(UnsupportedError, match=r"TRL .*got RLOOTrainer; allowed: SFTTrainer"):
         derived()
 
 
@@ -137,6 +137,21 @@ def test_trainer_rejects_configuration_of_an_earlier_accelerator(tmp_path: Path)
     assert trainer.sharded.strategy == "ring"
     with pytest.raises(InputError, match="another parallelism_config"):
         SequenceTrainer(make("llama"), later)
+
+
+def test_second_trainer_takes_the_model_of_the_first(tmp_path: Path):
+    """As in fine-tuning by stages. A model that was parallelized otherwise raises an error."""
+    model = make("llama")
+    first = SequenceTrainer(model, arguments(tmp_path, SequenceParallelism(strategy="ring")))
+    second = SequenceTrainer(model, arguments(tmp_path, SequenceParallelism(strategy="burst")))
+    assert first.sharded is not None
+    assert second.sharded is not None
+    assert "undone" in repr(first.sharded)
+    assert second.sharded.strategy == "burst"
+    second.sharded.undo()
+    parallelize(model, Mesh.single())
+    with pytest.raises(InputError, match="parallelized already"):
+        SequenceTrainer(model, arguments(tmp_path, SequenceParallelism()))
 
 
 def test_trainer_shards_models_of_model_init(tmp_path: Path):

@@ -22,11 +22,11 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.accelerate import SequenceParallelism
-from burst_portable.integrations.trl import SequenceDPOTrainer, SequenceSFTTrainer
+from burst_portable.integrations.trl import SequenceDPOTrainer, SequenceGRPOTrainer, SequenceSFTTrainer
 from tests.support.forked import run_forked
 from tests.support.models import make
 from tests.support.trainer_cases import LENGTHS, LORA, forget_accelerator, weights
@@ -41,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dft": {"loss_type": "dft"},
     "dpo": {"gradient_accumulation_steps": 2},
     "ipo with weights": {"loss_type": "ipo", "use_weighting": True},
+    "grpo": {"gradient_accumulation_steps": 2, "loss_type": "grpo", "beta": 0.1},
+    "grpo of adapters": {"kind": "lora", "steps_per_generation": 2, "beta": 0.1},
 }
 
 
@@ -70,13 +72,18 @@ def pairs() -> Dataset:
     return Dataset.from_list(rows)
 
 
-def train(folder: Path, name: str, parallelism: SequenceParallelism | None) -> dict[str, Any]:
-    """Return what TRL logs in two steps and an evaluation, and the weights."""
-    forget_accelerator()
-    torch.manual_seed(0)
-    options = dict(CASES[name])
-    is_adapted, is_dpo = options.pop("kind", "") == "lora", "sft" not in name and name != "dft"
-    usual: dict[str, Any] = {
+def reward(completion_ids: list[list[int]], **others: Any) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def make_trainer(folder: Path, name: str, parallelism: SequenceParallelism | None) -> Any:
+    """Return a trainer of two steps: TRL's own without `parallelism`."""
+    options, data = dict(CASES[name]), {"processing_class": tokenizer()}
+    is_adapted, is_alone = options.pop("kind", "") == "lora", parallelism is None
+    if is_adapted:
+        data["peft_config"] = peft.LoraConfig(**LORA)
+    model = LlamaForCausalLM.from_pretrained(f"{folder} model")
+    arguments: dict[str, Any] = {
         "output_dir": str(folder),
         "parallelism_config": parallelism,
         "use_cpu": True,
@@ -92,48 +99,68 @@ def train(folder: Path, name: str, parallelism: SequenceParallelism | None) -> d
         "disable_tqdm": True,
         "activation_checkpointing": False,
         "ddp_find_unused_parameters": False,
+        **options,
     }
-    model = make("llama", torch.float32)
-    data = {"train_dataset": pairs(), "eval_dataset": pairs()} if is_dpo else {}
-    data = data or {"train_dataset": completions(), "eval_dataset": completions()}
-    data |= {"processing_class": tokenizer(), "peft_config": peft.LoraConfig(**LORA) if is_adapted else None}
-    if is_dpo:
+    if "dpo" in name or "ipo" in name:
+        data |= {"train_dataset": pairs(), "eval_dataset": pairs()}
         data |= {} if is_adapted else {"ref_model": copy.deepcopy(model)}
-        args = trl.DPOConfig(**usual | options)
-        trainer = (trl.DPOTrainer if parallelism is None else SequenceDPOTrainer)(model, args=args, **data)
-    else:
-        args = trl.SFTConfig(**usual | options)
-        trainer = (trl.SFTTrainer if parallelism is None else SequenceSFTTrainer)(model, args=args, **data)
+        return (trl.DPOTrainer if is_alone else SequenceDPOTrainer)(model, args=trl.DPOConfig(**arguments), **data)
+    if "grpo" in name:
+        prompts = pairs().select_columns("prompt")
+        data |= {"train_dataset": prompts, "eval_dataset": prompts, "reward_funcs": reward}
+        args = trl.GRPOConfig(**arguments, num_generations=2, max_completion_length=9)
+        return (trl.GRPOTrainer if is_alone else SequenceGRPOTrainer)(model, args=args, **data)
+    data |= {"train_dataset": completions(), "eval_dataset": completions()}
+    return (trl.SFTTrainer if is_alone else SequenceSFTTrainer)(model, args=trl.SFTConfig(**arguments), **data)
+
+
+def train(folder: Path, name: str, parallelism: SequenceParallelism | None) -> dict[str, Any]:
+    """Return what TRL logs in two steps and an evaluation, and the weights."""
+    forget_accelerator()
+    torch.manual_seed(0)
+    trainer = make_trainer(folder, name, parallelism)
+    set_seed(5)  # completions are sampled
     trainer.train()
     trainer.evaluate()
     entries = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
-    logged = [{k: x for k, x in e.items() if "runtime" not in k and "per_second" not in k} for e in entries]
+    timed = ("runtime", "per_second", "step_time")
+    logged = [{k: x for k, x in e.items() if not any(word in k for word in timed)} for e in entries]
     return {"logged": logged, "weights": weights(trainer.model)}
 
 
-def check_errors(folder: Path, rank: int) -> None:
+def check_errors(folder: Path) -> None:
     """Check that no trainer of TRL trains on several ranks with another loss than on one device."""
-    forget_accelerator()
-    shared = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none"}
-    shared |= {"parallelism_config": SequenceParallelism()}
     model, data = make("llama", torch.float32), {"processing_class": tokenizer()}
-    if rank < RANKS:
-        with pytest.raises(InputError, match=r"use SequenceTrainer .*or one of integrations\.trl"):
-            trl.SFTTrainer(model, args=trl.SFTConfig(**shared), train_dataset=completions(), **data)
-    args = trl.DPOConfig(**shared, precompute_ref_log_probs=True)
+
+    def arguments(config: Any, **options: Any) -> Any:
+        forget_accelerator()
+        usual = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none"}
+        usual |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+        return config(**usual, parallelism_config=SequenceParallelism(), **options)
+
+    with pytest.raises(InputError, match=r"use SequenceTrainer .*or one of integrations\.trl"):
+        trl.SFTTrainer(model, args=arguments(trl.SFTConfig), train_dataset=completions(), **data)
+    args = arguments(trl.DPOConfig, precompute_ref_log_probs=True)
     with pytest.raises(UnsupportedError, match="precompute_ref_log_probs"):
         SequenceDPOTrainer(model, args=args, train_dataset=pairs(), **data)
+    data |= {"reward_funcs": reward, "train_dataset": pairs().select_columns("prompt")}
+    with pytest.raises(InputError, match="multiple of num_generations=4; got 2"):
+        SequenceGRPOTrainer(model, args=arguments(trl.GRPOConfig, num_generations=4), **data)
+    with pytest.raises(UnsupportedError, match="got scale_rewards='batch'"):
+        SequenceGRPOTrainer(model, args=arguments(trl.GRPOConfig, num_generations=2, scale_rewards="batch"), **data)
 
 
 def main(rank: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
+    for name in names:  # GRPO loads its reference model; a rank other than 0 saves nothing
+        make("llama", torch.float32).save_pretrained(folder / f"{name} {rank} model")
     if rank < RANKS:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # required but unused: the store is a file
         store = dist.FileStore(str(folder / "store"), RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    check_errors(folder, rank)
+        check_errors(folder)
     for name in names:
         parallelism = SequenceParallelism() if rank < RANKS else None
         torch.save(train(folder / f"{name} {rank}", name, parallelism), folder / f"{name} {rank}.pt")

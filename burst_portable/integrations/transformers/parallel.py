@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -240,6 +241,17 @@ class ShardedModel:
             self.model.loss_function = loss.function
         self.model.set_attn_implementation(self._before)
 
+    @contextmanager
+    def paused(self) -> Iterator[PreTrainedModel]:
+        """Restore the model in a `with` block, for example to generate, and shard it again afterwards."""
+        was_sharded = bool(self._hooks)
+        self.undo()
+        try:
+            yield self.model
+        finally:
+            if was_sharded:
+                self._install()
+
     @property
     def shifts_labels(self) -> bool:
         """Whether a token is compared with the label of the next one: true for all models but encoders."""
@@ -466,7 +478,7 @@ class ShardedModel:
                 got=f"{rows} tokens on rank {self.mesh.rank}, no seq_len",
                 next_step="call model(**sharded.shard(batch)), or pass full_batches=True to parallelize() and call "
                 "model(**batch); for tokens that you divided yourself, pass seq_len= to the model or to parallelize(); "
-                "before generate(), call sharded.undo()",
+                "generate() within sharded.paused()",
             )
         length = rows if seq_len is None else size("seq_len", seq_len)
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
@@ -527,6 +539,12 @@ def _no_attention(module: PreTrainedModel) -> UnsupportedError:
         next_step = "omit model.set_attn_implementation() after parallelize(), or call undo() and parallelize() again"
         return UnsupportedError(what, got=used, allowed=NAME, next_step=next_step)
     return UnsupportedError(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
+
+
+def sharded_model_of(model: PreTrainedModel) -> ShardedModel | None:
+    """Return the `ShardedModel` of which this is the model, or None."""
+    found: ShardedModel | None = vars(model).get(ATTRIBUTE)
+    return None if found is None or found.model is not model else found
 
 
 def _check_free(model: PreTrainedModel) -> None:

@@ -193,6 +193,28 @@ def test_ranks_with_different_full_batches_raise_on_each_rank() -> None:
     assert all(text.count("rows of the batch") >= 2 for text in ranks_of(2, make("llama"), call))
 
 
+def test_paused_model_generates_and_is_sharded_again() -> None:
+    model = make("llama").eval()
+    prompt = tokens(batch=1, length=5)
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False), model(tokens()).logits.detach()
+
+    def call(m: Any, mesh: Mesh) -> tuple[Tensor, Tensor]:
+        sharded = m._burst_portable
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="generate"):
+            m.generate(prompt, max_new_tokens=4)
+        with torch.no_grad(), sharded.paused() as plain:
+            generated = plain.generate(prompt, max_new_tokens=4, do_sample=False)
+        logits = m(tokens()).logits.detach()
+        sharded.undo()
+        with sharded.paused():
+            pass
+        assert "undone" in repr(sharded)
+        return generated, logits
+
+    for found in ranks_of(2, model, call):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 ROUTED = {"fused_lm_head": True, "labels": tokens(), "output_router_logits": True}
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fused head": ({"fused_lm_head": True}, UnsupportedError, "fused head .*no labels"),
