@@ -18,8 +18,8 @@ from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.trainer import SequenceTrainer
 
 
-class _TokenCount(SequenceTrainer):
-    """Counts the tokens of rows that several ranks have once."""
+class _Counted(SequenceTrainer):
+    """Counts the tokens of rows that several ranks have once, and all ranks in means."""
 
     serves: ClassVar[tuple[str, ...]] = ("SFTTrainer", "DPOTrainer")
     _total_train_tokens: int  # of TRL
@@ -27,7 +27,15 @@ class _TokenCount(SequenceTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
         before, is_training = self._total_train_tokens, self.model.training
-        loss = super().compute_loss(model, inputs, *arguments, **named)
+        loader = self.accelerator.gradient_state.active_dataloader
+        rows = 0 if loader is None else loader.remainder
+        try:
+            if loader is not None:
+                loader.remainder = 0  # in the last batch, only so many ranks' counts would enter the means
+            loss = super().compute_loss(model, inputs, *arguments, **named)
+        finally:
+            if loader is not None:
+                loader.remainder = rows
         if is_training:
             mask = inputs.get("attention_mask")
             count = inputs["position_ids"].new_tensor(inputs["position_ids"].shape[1]) if mask is None else mask.sum()
@@ -36,14 +44,14 @@ class _TokenCount(SequenceTrainer):
         return loss
 
 
-class SequenceSFTTrainer(_TokenCount, SFTTrainer):  # type: ignore[misc]  # TRL's names are Any, see pyproject.toml
+class SequenceSFTTrainer(_Counted, SFTTrainer):  # type: ignore[misc]  # TRL's names are Any, see pyproject.toml
     """TRL's `SFTTrainer` with ``SFTConfig(parallelism_config=SequenceParallelism(...))``.
 
     Packing gives one row per batch. A router loss raises `UnsupportedError`.
     """
 
 
-class SequenceDPOTrainer(_TokenCount, DPOTrainer):  # type: ignore[misc]
+class SequenceDPOTrainer(_Counted, DPOTrainer):  # type: ignore[misc]
     """TRL's `DPOTrainer` with ``DPOConfig(parallelism_config=SequenceParallelism(...))``.
 
     The sequences of a reference model are sharded as well.

@@ -1,4 +1,4 @@
-"""Test TRL's trainers on ranks that share sequences. Three processes are started once: two ranks, and one device."""
+"""Test TRL's trainers on two ranks that share sequences, against one device, and on four ranks, against DDP."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FULL = ["sft", "sft of adapters", "checkpointed sft", "dft", "dpo", "ipo with we
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def trained(folder: Path, names: list[str]) -> Path:
+def trained(folder: Path, names: list[str], sequences: int = 1) -> Path:
     """Return the folder with the results of each process. The processes also check what raises an error."""
-    command = [sys.executable, "-m", "tests.support.trl_ranks", str(folder), *names]
+    command = [sys.executable, "-m", "tests.support.trl_ranks", str(folder), str(sequences), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -34,11 +34,11 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("trl"), FULL)
 
 
-def assert_same(folder: Path, name: str) -> None:
+def assert_same(folder: Path, name: str, ranks: int = 2) -> None:
     """Check the losses, metrics, counts of tokens and weights of two steps and an evaluation."""
-    *ranks, expected = (torch.load(folder / f"{name} {rank}.pt") for rank in range(3))
+    *shared, expected = (torch.load(folder / f"{name} {rank}.pt") for rank in range(ranks + 1))
     assert expected["logged"][-1]["eval_loss"] > 0
-    for found in ranks:
+    for found in shared:
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
@@ -51,3 +51,11 @@ def test_trl_equals_one_device(name: str, usual: Path) -> None:
 @pytest.mark.parametrize("name", FULL)
 def test_trl_with_options_equals_one_device(name: str, full: Path) -> None:
     assert_same(full, name)
+
+
+@pytest.mark.full
+def test_trl_with_two_sequences_equals_data_parallel(tmp_path: Path) -> None:
+    names = ["sft", "dpo", "grpo"]
+    trained(tmp_path, names, sequences=2)
+    for name in names:
+        assert_same(tmp_path, name, ranks=4)

@@ -1,8 +1,9 @@
-"""Train with TRL on two ranks that share sequences, and on one device: tests/integration/test_trl.py.
+"""Train with TRL on ranks that share sequences, and on fewer devices: tests/integration/test_trl.py.
 
-python -m tests.support.trl_ranks FOLDER [CASE]...
+python -m tests.support.trl_ranks FOLDER SEQUENCES CASE...
 
-The third process is one device. Each writes the logged numbers and the trainable weights of each case.
+Two ranks share each of the concurrent sequences. The last processes, one per sequence, train without this library:
+for one sequence on one device, for more under DDP. Each writes the logged numbers and the trainable weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.support.forked import run_forked
 from tests.support.models import make
 from tests.support.trainer_cases import LENGTHS, LORA, forget_accelerator, weights
 
-RANKS = 2
+SHARING = 2
 CASES: dict[str, dict[str, Any]] = {
     "packed sft": {"packing": True, "max_length": 45},
     "dpo of adapters": {"kind": "lora", "gradient_accumulation_steps": 2},
@@ -150,24 +151,28 @@ def check_errors(folder: Path) -> None:
         SequenceGRPOTrainer(model, args=arguments(trl.GRPOConfig, num_generations=2, scale_rewards="batch"), **data)
 
 
-def main(rank: int, folder: Path, names: list[str]) -> None:
+def main(rank: int, folder: Path, sequences: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names:  # GRPO loads its reference model; a rank other than 0 saves nothing
         make("llama", torch.float32).save_pretrained(folder / f"{name} {rank} model")
-    if rank < RANKS:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    shares = rank < SHARING * sequences
+    size, local = (SHARING * sequences, rank) if shares else (sequences, rank - SHARING * sequences)
+    if size > 1:
+        os.environ |= {"RANK": str(local), "LOCAL_RANK": str(local)}
+        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # required but unused: the store is a file
-        store = dist.FileStore(str(folder / "store"), RANKS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+        store = dist.FileStore(str(folder / f"store {shares}"), size)
+        dist.init_process_group("gloo", store=store, rank=local, world_size=size)
+    if shares:
         check_errors(folder)
     for name in names:
-        parallelism = SequenceParallelism() if rank < RANKS else None
+        parallelism = SequenceParallelism(SHARING) if shares else None
         torch.save(train(folder / f"{name} {rank}", name, parallelism), folder / f"{name} {rank}.pt")
-    if rank < RANKS:
+    if size > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_forked(RANKS + 1, main, Path(sys.argv[1]), sys.argv[2:] or list(CASES))
+    count = int(sys.argv[2])
+    run_forked((SHARING + 1) * count, main, Path(sys.argv[1]), count, sys.argv[3:])
