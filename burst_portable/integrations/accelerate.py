@@ -153,7 +153,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
     def parallelize(self, model: PreTrainedModel, *, gather_outputs: bool | None = None) -> ShardedModel:
         """Shard the sequences of a model. Call it on all ranks, after the `Accelerator` was created.
 
-        A model that an earlier `SequenceParallelism` has sharded, as that of an earlier trainer, is sharded anew.
+        A model of an earlier `SequenceParallelism`, as that of an earlier trainer, follows this one from now on.
 
         Args:
             model: A Transformers model. Its calls take full batches: see `transformers.parallelize`.

@@ -52,7 +52,7 @@ def check_cache(kwargs: dict[str, Any]) -> None:
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise UnsupportedError(
             "a sharded model has no KV cache, so it cannot generate",
-            next_step="before generate(), also with use_cache=False, call sharded.undo(), or use a copy of the model "
+            next_step="call generate(), also with use_cache=False, within sharded.paused(), or use a copy of the model "
             "that is not sharded; in other calls, leave out use_cache and past_key_values",
         )
 

@@ -478,7 +478,7 @@ class ShardedModel:
                 got=f"{rows} tokens on rank {self.mesh.rank}, no seq_len",
                 next_step="call model(**sharded.shard(batch)), or pass full_batches=True to parallelize() and call "
                 "model(**batch); for tokens that you divided yourself, pass seq_len= to the model or to parallelize(); "
-                "generate() within sharded.paused()",
+                "call generate() within sharded.paused()",
             )
         length = rows if seq_len is None else size("seq_len", seq_len)
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))

@@ -484,9 +484,9 @@ def test_dynamic_rope_error_advises_fixed_scaling():
 
 
 @pytest.mark.parametrize("arguments", [{}, {"use_cache": False}])
-def test_generate_on_two_ranks_advises_undo(arguments):
+def test_generate_on_two_ranks_advises_paused(arguments):
     with parallelize(make("llama"), mesh_without_peer()) as handle:
-        with pytest.raises((InputError, UnsupportedError), match=r"before generate.*sharded.undo") as raised:
+        with pytest.raises((InputError, UnsupportedError), match=r"call generate.*sharded.paused") as raised:
             handle.model.generate(tokens(1, 8), max_new_tokens=2, **arguments)
         assert isinstance(raised.value, InputError if arguments else UnsupportedError)
 
