@@ -22,6 +22,7 @@ from burst_portable.integrations.transformers.attention import Band, DeferredMas
 from burst_portable.layout import OF_DOCUMENTS
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.registry import OURS
 from tests.support.models import (
     LENGTH,
     MODELS,
@@ -89,12 +90,23 @@ def _granite_hybrid(layer_types):
     return transformers.GraniteMoeHybridForCausalLM(config).double().train()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "striped", "document_zigzag"])
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "document_zigzag", "dispatched"])
 @pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("burst", 2), ("ulysses", 2), ("usp", 4)])
 def test_sharded_model_with_each_strategy_and_layout(strategy: str, ranks: int, layout: str):
     model, ids = make("mistral"), tokens()
     expected = on_one_device(model, ids)
     for answer in on_ranks(ranks, model, ids, strategy=strategy, layout=layout):
+        assert_same(answer, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strategy", OURS)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3_moe"])
+def test_models_with_every_strategy_equal_one_device(kind: str, strategy: str, ranks: int):
+    model, ids = make(kind), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(ranks, model, ids, strategy=strategy):
         assert_same(answer, expected)
 
 
