@@ -390,11 +390,11 @@ class Blocks:
         """Copy these rows of the tensors of a block, or of its results, into a message. Default: all rows."""
         with self.copies():
             for view, tensor in zip(self.views(layout, buffer), tensors, strict=True):
-                if rows is None:
-                    numerics.copy(tensor, view)
-                else:
+                if rows is not None and len(rows) > 1:
                     for needed, place in _in_message(rows):
                         numerics.copy(rows_of(tensor, needed), rows_of(view, place))
+                else:
+                    numerics.copy(tensor if rows is None else rows_of(tensor, rows[0]), view)
 
 
 class _Partials:
