@@ -103,8 +103,8 @@ class Kernel(ABC):
             tiles: Visible pairs, in local indices.
             call: The settings.
             state: Earlier result of this kernel for other keys. The new result is merged into it, in place if possible,
-                and returned. Its dtypes are the accumulation dtype or wider: see `numerics.finished`. Default: rows
-                outside of every tile are 0 and -inf.
+                and returned. The merged result is in the accumulation dtype or wider: see `numerics.finished`. Default:
+                rows outside of every tile are 0 and -inf, and `out` may be in the dtype of q.
             yields_to_comm: Whether communication kernels may be waiting for multiprocessors. A kernel with persistent
                 programs should then use shorter ones. The result must not change.
         """

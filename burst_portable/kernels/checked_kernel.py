@@ -39,7 +39,8 @@ class CheckedKernel(WrappedKernel):
         yields_to_comm: bool = False,
     ) -> State:
         found = self.wrapped.attend(q, k, v, tiles, call, state=state, yields_to_comm=yields_to_comm)
-        self._check_state("attend", found, q, v, _wide(q))
+        # The first result may be the only one, so it may have the dtype of q. A merged one may not.
+        self._check_state("attend", found, q, v, (*_wide(q), q.dtype) if state is None else _wide(q))
         return found
 
     def forward_single_call(
