@@ -61,7 +61,8 @@ HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 def builds(heads: Sequence[tuple[int, int]] = HEADS, dtype: str = "bf16") -> Iterator[Build]:
     """Yield the forward in its three modes and cuts, and the backward that adds and that writes, for each head size.
 
-    A softcap is compiled for the modes that a single device uses: results in 16 bits.
+    A softcap, and the deterministic backward of heads up to 128, are compiled for the modes that a single device uses:
+    results in 16 bits.
     """
     from burst_portable.backends.cuda.hopper import forward
 
@@ -73,6 +74,8 @@ def builds(heads: Sequence[tuple[int, int]] = HEADS, dtype: str = "bf16") -> Ite
         for store in (False, True):
             yield from backward_builds(head, dtype, store=store)
         yield from backward_builds(head, dtype, store=True, cap=True)
+        if split_configs(*head) is None:
+            yield from backward_builds(head, dtype, store=True, ordered=True)
 
 
 def forward_cuts(head: tuple[int, int]) -> list[ForwardConfig]:
@@ -109,18 +112,18 @@ def forward_build(
 
 
 def backward_builds(
-    head: tuple[int, int], dtype: str = "bf16", *, store: bool = False, cap: bool = False
+    head: tuple[int, int], dtype: str = "bf16", *, store: bool = False, cap: bool = False, ordered: bool = False
 ) -> Iterator[Build]:
     """Yield the launches of a backward: one, or one for each of dQ, dK and dV if the head is large."""
     split = split_configs(*head)
     if split is None:
-        yield _backward_build(head, dtype, store, cap)
+        yield _backward_build(head, dtype, store, cap, ordered)
     else:
         for gradient, config in enumerate(split):
             yield _split_build(head, dtype, store, cap, gradient, config)
 
 
-def _backward_build(head: tuple[int, int], dtype: str, store: bool, cap: bool) -> Build:
+def _backward_build(head: tuple[int, int], dtype: str, store: bool, cap: bool, ordered: bool) -> Build:
     from burst_portable.backends.cuda.hopper import backward
 
     config, made = backward_config(*head), dtype if store else "fp32"
@@ -137,14 +140,15 @@ def _backward_build(head: tuple[int, int], dtype: str, store: bool, cap: bool) -
         "dk_out": f"*{made}",
         "dv_out": f"*{made}",
         "table": "*i32",
+        "order": "*i32",
         **dict.fromkeys(("scale", "qk_scale"), "fp32"),
     }
     constants = {
         "BM": config.BM, **_sizes(columns, values), "D": head[0], "DV": head[1], "NQ": config.NQ,
         "FOLD": int(dtype == "bf16"), "STORE": int(store), "CAP": 50.0 * cap, "EARLY": config.early,
-        "REGS": config.REGS,
+        "ORDERED": int(ordered), "REGS": config.REGS,
     }  # fmt: skip
-    name = f"backward {_named(head)} {dtype}{', stores' * store}{', softcap' * cap}"
+    name = f"backward {_named(head)} {dtype}{', stores' * store}{', softcap' * cap}{', ordered' * ordered}"
     return _build(name, backward.backward_kernel, types, constants, config.maxnreg)
 
 

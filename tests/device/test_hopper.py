@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from burst_portable.backends.cuda.driver import Ready
-from burst_portable.backends.cuda.hopper import configs
-from burst_portable.backends.cuda.hopper.deterministic import HopperTritonKernel
+from burst_portable.backends.cuda.hopper import configs, launch
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs
-from burst_portable.kernels.triton.triton_kernel import TritonKernel
 from burst_portable.numerics import empty_state
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support import hopper_cases
@@ -115,17 +113,35 @@ def test_hopper_softcap(dim, value_dim):
             compare(3 * q, k, v, tiles_of(mask, 600), softcap=3.0)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_hopper_deterministic_backward(dim):
-    kernel = HopperTritonKernel(TritonKernel()) if dim <= 128 else KERNEL
-    q, k, v = inputs(1, 3000, 8, 2, dim, dim)
-    tiles, options = tiles_of("causal", 3000), settings(scale=0.1)
-    out, lse = kernel.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+@pytest.mark.parametrize("mask", ["causal", "full", "window:300", "documents:0,700,711,1500,3000", "sink:4:500"])
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 8, 2), (80, 8, 8), (96, 4, 4), (128, 32, 8), (256, 8, 2)])
+def test_hopper_deterministic_backward(dim, heads, kv_heads, mask):
+    q, k, v = inputs(2, 3000, heads, kv_heads, dim, dim)
+    tiles, options = tiles_of(mask, 3000), settings(scale=0.1)
+    out, lse = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
     given = BackwardInputs(randn(*out.shape, seed=7), q, k, v, lse, out)
-    first, second = (kernel.backward_single_call(given, tiles, options) for _ in range(2))
-    assert all(map(torch.equal, first, second))
-    other = KERNEL.backward_single_call(given, tiles, settings(scale=0.1, deterministic=False))
-    assert all(gap(x, y.double()) < 1e-2 for x, y in zip(first, other, strict=True))
+
+    def added(deterministic=True):
+        made = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
+        KERNEL.attend_backward(given, tiles, settings(scale=0.1, deterministic=deterministic), into=made)
+        return made
+
+    first, sums = KERNEL.backward_single_call(given, tiles, options), added()
+    for _ in range(10):
+        assert all(map(torch.equal, first, KERNEL.backward_single_call(given, tiles, options)))
+        assert all(map(torch.equal, sums, added()))
+    assert all(gap(x, y.double() - 0.25) < 1e-2 for x, y in zip(first, added(deterministic=False), strict=True))
+    assert all(gap(x - 0.25, y.double()) < 1e-2 for x, y in zip(sums, first, strict=True))
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(160, 160), (192, 128), (256, 256)])
+@pytest.mark.parametrize("mask", ["causal", "window:300", "documents:0,700,711,1500,2000"])
+def test_hopper_large_heads_divided_by_query_head(dim, value_dim, mask, monkeypatch):
+    monkeypatch.setattr(launch, "SPLIT_LATE", 1e9)
+    hopper_cases.new_kernel(monkeypatch)
+    q, k, v = inputs(2, 2000, 8, 2, dim, value_dim)
+    compare(q, k, v, tiles_of(mask, 2000))
+    compare_gradients_in_place(q, k, v, randn(2, 2000, 8, value_dim, seed=7), tiles_of(mask, 2000))
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -20,7 +20,6 @@ from burst_portable.backends.base import (
     Peaks,
 )
 from burst_portable.backends.cuda.driver import leave_captures_alone
-from burst_portable.backends.cuda.hopper.deterministic import HopperTritonKernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.library_kernels import CudaFlashKernel, CudnnKernel
@@ -87,7 +86,6 @@ class CudaBackend(AcceleratorBackend):
         )
         yield HopperFlash4Kernel(flash_4)
         yield HopperKernel()
-        yield HopperTritonKernel(triton)
         yield triton
         yield triton_tf32
         yield CudnnKernel()

@@ -64,8 +64,7 @@ def hardware_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Hardwa
     kernels = _H200 if "H200" in name else _H100 if "H100" in name else {}
     if not kernels:
         return None
-    # "hopper+flash-attn-4" and "hopper+triton" also get hopper's rates. Plans predict steps, and hopper computes those
-    # of the former. The backward of the latter was not measured.
+    # "hopper+flash-attn-4" also gets hopper's rates. Plans predict steps, and hopper computes those.
     hardware = replace(kernels.get(kernel, kernels["hopper"]), block=_BLOCK)
     source = f"of {kernel if kernel in kernels else 'hopper'} on"
     if kernels is _H100:

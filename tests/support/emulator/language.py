@@ -137,6 +137,15 @@ class _Language(_OnMachine):
             return Tile(plain(args[0]) * plain(args[1]))
         if "rcp.approx" in asm:  # tanh of half of it, in base 2
             return Tile(1.0 - 2.0 / (1.0 + torch.exp2(plain(args[0]))))
+        if "ld.relaxed" in asm:
+            place, awaited = args
+            self._machine.turn(lambda: place.load() == awaited, "its turn to add")
+            return awaited
+        if "st.relaxed" in asm:
+            (place, value), me = args, self._machine.me
+            self._machine.turn(lambda: not me.stores, "its additions")
+            place.memory[place.at] = value
+            return value
         assert asm.startswith("cvt.rn."), f"an instruction that is not emulated: {asm}"
         return args[0].to(dtype)
 
@@ -148,8 +157,11 @@ class _Language(_OnMachine):
     def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
         pointer.store(value, mask)
 
-    def atomic_add(self, pointer: Pointer, value: int, sem: str) -> int:
+    def atomic_add(self, pointer: Pointer, value: Any, sem: str, mask: Any = None) -> Any:
         self._machine.turn()
+        if isinstance(value, Tile):
+            pointer.store(Tile(pointer.load(mask, 0.0).x + value.x), mask)
+            return None
         before = pointer.load()
         pointer.memory[pointer.at] = before + value
         return before

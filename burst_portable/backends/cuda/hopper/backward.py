@@ -8,8 +8,12 @@ the rows of all products, so Pᵀ and dSᵀ are register operands of dV and dK. 
     dV += Pᵀ·dO     dQ = dS·K  (one half per worker; shared memory holds dS of both)  dK += dSᵀ·Q
 
 The adder adds dQ to global float32 by TMA. At the end, the workers add dK and dV in the same way. So the steps of a
-ring, and the query heads of one K/V head, accumulate without a merge. The order of these additions varies, so this
-kernel is not deterministic. If nothing is to be added to dK and dV (STORE), they are written in 16 bits instead.
+ring, and the query heads of one K/V head, accumulate without a merge. If nothing is to be added to dK and dV (STORE),
+they are written in 16 bits instead.
+
+The order of the additions to dQ varies. If ORDERED, it is the order of the work rows, so the result is deterministic.
+In `order`, an int32 per query block is the number of the work row that adds to it next. A program waits only for
+programs of previous work rows, which start before it.
 
 An int32 table lists the query blocks of each key block (see `block_tables`). One loop visits the masked blocks and then
 the full blocks.
@@ -167,6 +171,26 @@ def _loader(
 
 
 @gluon.jit
+def _await_turn(place, number):
+    """Wait until the int32 at `place` is the number of this work row."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred other; again: ld.relaxed.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra again; }",
+        "=&r,l,r", [place, number], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _pass_turn(place, following):
+    """Write the number of the next work row to `place` once the additions of this warp are complete.
+
+    Only one thread starts additions and waits for them here. The other threads wait for it. The L2 performs additions,
+    so a complete one is before all that start later, without a fence, which would take longer than the additions.
+    """
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
+        "=&r,l,r", [place, following], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
 def _add_dq(dq_desc, dq2_desc, b, row, h, dq_sm, dq2_sm, dq_rdy, dq_emp, it, A: gl.constexpr, B: gl.constexpr):
     """Add both workers' halves of one block of dQ to global memory, then mark their buffers as empty."""
     for w in gl.static_range(2):
@@ -186,21 +210,29 @@ def _add_dq(dq_desc, dq2_desc, b, row, h, dq_sm, dq2_sm, dq_rdy, dq_emp, it, A: 
 
 @gluon.jit
 def _adder(
-    dq_desc, dq2_desc, table, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group,
-    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
+    dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, row_blocks,
+    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Add dQ of all query blocks to global memory. A separate warp does this: workers lack registers for positions."""
-    b, h, _bh, work = _work(table, heads, span, head_group)
+    b, h, bh, work = _work(table, heads, span, head_group)
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
+    following = table + gl.load(work + 7)
+    number = gl.program_id(1)
     it = 0
     for g in range(span):
         for r in range(n_runs):
             first = gl.load(runs + 2 * r)
             count = gl.load(runs + 2 * r + 1)
+            next_number = gl.load(following + r) if ORDERED else 0
+            place = order + (bh + g) * row_blocks + first // BM
             for i in range(count):
+                if ORDERED:
+                    _await_turn(place + i, number)
                 row = first + i * BM
                 _add_dq(dq_desc, dq2_desc, b, row, h + g, dq_sm, dq2_sm, dq_rdy, dq_emp, it + i, A, B)
+                if ORDERED:
+                    _pass_turn(place + i, next_number)
             it += count
 
 
@@ -436,16 +468,16 @@ def _worker(
 
 
 # No argument is specialized by value, because the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["dk_out", "dv_out", "table", "all_heads", "heads", "kv_group", "span", "head_group", "keys"])  # fmt: skip # noqa: E501
+@gluon.jit(do_not_specialize=["dk_out", "dv_out", "table", "order", "all_heads", "heads", "kv_group", "span", "head_group", "keys", "row_blocks"])  # fmt: skip # noqa: E501
 def backward_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, dq_desc, dq2_desc,
-    dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
+    dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table, order,
     scale: gl.float32, qk_scale: gl.float32,
     all_heads: gl.int32, heads: gl.int32, kv_group: gl.int32, span: gl.int32, head_group: gl.int32,
-    keys: gl.int32,
+    keys: gl.int32, row_blocks: gl.int32,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, D: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
     DV: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr,
-    EARLY: gl.constexpr, REGS: gl.constexpr,
+    EARLY: gl.constexpr, ORDERED: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     """Compute all gradients: allocate shared memory and barriers, then start the workers, the loader and the adder."""
     dtype: gl.constexpr = q_desc.dtype
@@ -509,5 +541,6 @@ def backward_kernel(
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group,
                    BM, A, B, VA, VB, NQ)),
-        (_adder, (dq_desc, dq2_desc, table, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, BM, A, B)),
+        (_adder, (dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, row_blocks,
+                  BM, A, B, ORDERED)),
     ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip

@@ -8,9 +8,10 @@ block that a band or a border cuts is masked. It has an entry with its bounds. S
 the borders of the mask, not to its area. A table is one flat list of int32::
 
     work    16 per outer block     outer start, offset of its runs, number of runs, number of full blocks,
-                                   offset of its masked entries, number of masked entries, outer stop, 0,
-                                   the 8 values of one masked entry
+                                   offset of its masked entries, number of masked entries, outer stop,
+                                   offset of the next visitors of its runs, the 8 values of one masked entry
     runs    2 per run              first inner index, number of blocks
+    next    1 per run              work row that visits these blocks next (ordered tables only)
     masked  8 per masked entry     first inner index, inner start, inner stop, outer start, outer stop, lo, hi,
                                    1 if all pairs are visible
 
@@ -23,14 +24,17 @@ then the full blocks, and does not use the entry in the work row. The runs conta
 masked ones too, except the entry in the work row.
 
 Blocks may start at any index. Inner blocks of the backward start at multiples of 4.
+
+In an ordered table, the work rows that visit an inner block add to it in the order of the table. So inner blocks start
+at multiples of their size, a run ends where the next visitor changes, and no outer block is divided.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from burst_portable.planning.tiles import Tile, Tiles
 
@@ -38,6 +42,7 @@ _WORK = 16  # int32 values per work row
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # entry of a masked block without visible pairs
 SHORT = 64  # inner blocks; an outer block that visits at most this many need not be divided
 _LONG = 4  # outer blocks; a block starts at the start of each document that is at least this long
+_NOBODY = -1  # next visitor of an inner block that no further work row visits
 _PART = 8  # inner blocks; adding the gradients of a shorter part takes more time than the division saves
 
 # Query blocks of one head that run at the same time. Each starts 1 MiB of K and V after the previous one.
@@ -58,6 +63,7 @@ class LaunchTable:
             if there is none. Dividing these blocks is faster.
         longest: Maximum number of inner blocks per work row.
         total: Sum of the inner blocks of all work rows.
+        visitors: Of an ordered table, the first work row that visits each inner block. Empty for other tables.
     """
 
     numbers: list[int]
@@ -65,6 +71,7 @@ class LaunchTable:
     long: Span | None = None
     longest: int = 0
     total: int = 0
+    visitors: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -133,6 +140,7 @@ def backward_table(
     *,
     apart: Span | None = None,
     fill: tuple[int, int] | None = None,
+    ordered: bool = False,
 ) -> LaunchTable:
     """Return the table of the backward: outer blocks of keys, inner blocks of queries.
 
@@ -147,18 +155,22 @@ def backward_table(
             is divided. Blocks without visible queries are included, because they must write 0.
         apart: [start, stop) of the keys that another launch computes, as whole blocks. No tile may contain them.
         fill: (heads, multiprocessors). Blocks are divided so that the parts of all heads end at about the same time.
+        ordered: Whether the additions to each inner block have the order of the table, so that the sum is the same in
+            each launch.
     """
     turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
     keys = max((t.q_stop for t in turned), default=0)
     spans = _spans(turned, every_block_of or keys, k_block, apart or ())
     if apart is not None:
         spans = [span for span in spans if not apart[0] <= span[0] < apart[1]]
-    collected = _collect(turned, spans, k_block, q_block, rows)
+    collected = _collect(turned, spans, k_block, q_block, rows, q_block if ordered else 4)
     usual = _longest_of(collected)
     long = [span for span, block in collected.items() if block.length > usual]
     most = _filling([block.length for block in collected.values()], *fill) if fill else usual
     if every_block_of:
         collected |= {span: _Block() for span in spans if span not in collected}
+    if ordered:
+        return _pack_ordered(collected, -(-rows // q_block), q_block, (min(long)[0], max(long)[1]) if long else None)
     blocks = []
     for span, block in collected.items():
         # Each run starts at the block's own index. Otherwise, programs that run at the same time would add to the same
@@ -226,30 +238,30 @@ def _divided(block: _Block, most: int, inner: int) -> Iterator[_Block]:
 
 
 def _collect(
-    tiles: Iterable[Tile], spans: list[Span], outer: int, inner: int, queries: int | None = None
+    tiles: Iterable[Tile], spans: list[Span], outer: int, inner: int, queries: int | None = None, align: int = 1
 ) -> dict[Span, _Block]:
     """Return the outer blocks that visit at least one inner block, by span. See `_visit`."""
     blocks: dict[Span, _Block] = {}
     starts = [start for start, _ in spans]
     for tile in tiles:
         for at in range(bisect_right(starts, tile.q_start) - 1, bisect_left(starts, tile.q_stop)):
-            _visit(blocks.setdefault(spans[at], _Block()), spans[at], tile, outer, inner, queries)
+            _visit(blocks.setdefault(spans[at], _Block()), spans[at], tile, outer, inner, queries, align)
     return {span: block for span, block in blocks.items() if block.length}
 
 
-def _visit(block: _Block, span: Span, tile: Tile, outer: int, inner: int, queries: int | None) -> None:
+def _visit(block: _Block, span: Span, tile: Tile, outer: int, inner: int, queries: int | None, align: int) -> None:
     """Add the inner blocks that an outer block visits in one tile, from the first visible inner index on.
 
     Outer blocks have `outer` rows, inner blocks `inner`. In the forward, `queries` is None, and outer indices after the
     block's stop count as visible, because they are never stored. In the backward, it is the number of inner rows.
     Padding after them counts as visible, because its row terms are -inf and P is 0. Inner blocks start at multiples of
-    4, since TMA reads float32 row terms only from multiples of 16 bytes.
+    `align`. In the backward this is at least 4, since TMA reads float32 row terms only from multiples of 16 bytes.
     """
     block.banded |= not tile.full
     top, bottom = span
     first, last = max(top, tile.q_start), min(bottom, tile.q_stop) - 1
     start, stop = max(tile.k_start, first - tile.hi), min(tile.k_stop, last - tile.lo + 1)
-    start -= start % (1 if queries is None else 4)
+    start -= start % align
     count = -(-(stop - start) // inner)
     whole_outer = first == top and last + 1 == bottom and (queries is None or bottom - top == outer)
     full_from, full_to = count, count
@@ -277,26 +289,82 @@ def _rotated(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int,
         yield run
 
 
-def _pack(blocks: Iterable[tuple[Span, _Block]], *, peel: bool, long: Span | None = None) -> LaunchTable:
-    """Return the table with its outer blocks in order of decreasing length, so that short ones are launched last."""
-    order = sorted(blocks, key=lambda item: -item[1].length)
+def _pack_ordered(collected: dict[Span, _Block], inner_blocks: int, inner: int, long: Span | None) -> LaunchTable:
+    """Return the table of a backward whose additions are ordered. Inner blocks start at multiples of `inner`.
+
+    Outer blocks have the order of their indices. So those of one document run at the same time and share the L2.
+    """
+    order = sorted(collected.items(), key=lambda item: item[0])
+    following = [_NOBODY] * inner_blocks  # the next visitor of each inner block, from the last work row to the first
+    visited: list[list[tuple[int, int, int]]] = []
+    for number in reversed(range(len(order))):
+        block = order[number][1]
+        runs = [*((entry[0], 1) for entry in block.masked), *block.runs]
+        pieces: list[tuple[int, int, int]] = []
+        for start, count in reversed(runs):
+            first = start // inner
+            pieces[:0] = [
+                (at * inner, length, next_visitor) for at, length, next_visitor in _constant(following, first, count)
+            ]
+            following[first : first + count] = [number] * count
+        visited.append(pieces)
+    return _pack(order, peel=False, long=long, visited=visited[::-1], visitors=tuple(following))
+
+
+def _constant(values: list[int], first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (index, length, value) of the longest parts of values[first : first + count] with one value."""
+    at = first
+    for value, equal in groupby(values[first : first + count]):
+        length = len(list(equal))
+        yield at, length, value
+        at += length
+
+
+def _pack(
+    blocks: Iterable[tuple[Span, _Block]],
+    *,
+    peel: bool,
+    long: Span | None = None,
+    visited: list[list[tuple[int, int, int]]] | None = None,
+    visitors: tuple[int, ...] = (),
+) -> LaunchTable:
+    """Return the table with its outer blocks in order of decreasing length, so that short ones are launched last.
+
+    Outer blocks of an ordered table keep their order.
+
+    Args:
+        blocks: The outer blocks.
+        peel: Whether the work row contains one masked entry (the forward).
+        long: See `LaunchTable`.
+        visited: For an ordered table, (first inner index, number of blocks, next visitor) of the runs of each outer
+            block, which are in order.
+        visitors: See `LaunchTable`.
+    """
+    order = sorted(blocks, key=lambda item: -item[1].length) if visited is None else list(blocks)
     work: list[int] = []
     runs: list[int] = []
+    following: list[int] = []
     masked: list[int] = []
+    walks: Sequence[Sequence[tuple[int, ...]]]
+    walks = [_walked(block, peel=peel) for _, block in order] if visited is None else visited
     runs_at = _WORK * len(order)
-    masked_at = runs_at + 2 * sum(len(block.runs) + len(block.masked) - peel for _, block in order)
-    for (start, stop), block in order:
-        at, masked_now = runs_at + len(runs), masked_at + len(masked)
-        if peel:
-            first, *rest = block.masked
-            walked = [*block.runs, *((entry[0], 1) for entry in rest)]
-        else:
-            first, rest = _HIDDEN, block.masked
-            walked = [*((entry[0], 1) for entry in rest), *block.runs]
-        work += (start, at, len(walked), block.full, masked_now, len(rest), stop, 0, *first)
-        for run in walked:
-            runs += run
+    following_at = runs_at + 2 * sum(map(len, walks))
+    masked_at = following_at + (0 if visited is None else sum(map(len, walks)))
+    for ((start, stop), block), walk in zip(order, walks, strict=True):
+        at, next_at, masked_now = runs_at + len(runs), following_at + len(following), masked_at + len(masked)
+        first, *rest = block.masked if peel else (_HIDDEN, *block.masked)
+        work += (start, at, len(walk), block.full, masked_now, len(rest), stop, next_at, *first)
+        for run in walk:
+            runs += run[:2]
+            following += run[2:]
         for entry in rest:
             masked += entry
     lengths = [block.length for _, block in order]
-    return LaunchTable(work + runs + masked, len(order), long, max(lengths, default=0), sum(lengths))
+    numbers = work + runs + following + masked
+    return LaunchTable(numbers, len(order), long, max(lengths, default=0), sum(lengths), visitors)
+
+
+def _walked(block: _Block, *, peel: bool) -> list[tuple[int, ...]]:
+    """Return (first inner index, number of blocks) of the runs of an outer block, in the order of its visits."""
+    masked = [(entry[0], 1) for entry in block.masked[peel:]]
+    return [*block.runs, *masked] if peel else [*masked, *block.runs]

@@ -157,11 +157,13 @@ class BackwardCut:
         config: Compile-time constants.
         span: Query heads that one program computes.
         keys: [start, stop) of the keys that the launch reads, and whose gradients it accumulates; None for all keys.
+        ordered: Whether the additions to dQ have the order of the table, so that the result is deterministic.
     """
 
     config: BackwardConfig
     span: int
     keys: Span | None = None
+    ordered: bool = False
 
 
 class Pass(NamedTuple):
@@ -186,9 +188,12 @@ class Pass(NamedTuple):
         """Query heads that share one K/V head."""
         return self.heads // self.kv_heads
 
-    def ends_late(self, table: LaunchTable) -> bool:
-        """Return whether the last program may end much later than the rest, if each computes all heads of a group."""
-        return table.longest * self.group * LATE * self.processors > table.total * self.all_heads
+    def ends_late(self, table: LaunchTable, late: float = LATE) -> bool:
+        """Return whether the last program may end much later than the rest, if each computes all heads of a group.
+
+        This is so if it takes more than 1/late of the mean work of a multiprocessor.
+        """
+        return table.longest * self.group * late * self.processors > table.total * self.all_heads
 
 
 def forward_cut(tiles: Tiles, about: Pass, *, every_block: bool) -> tuple[ForwardConfig, LaunchTable]:
@@ -225,21 +230,30 @@ def blocks_per_mebibyte(keys: int, dim: int) -> int:
     return (1 << 20) // (2 * 2 * keys * dim)
 
 
-def adding_cut(tiles: Tiles, about: Pass) -> tuple[BackwardCut, LaunchTable]:
-    """Return the cut and the table of the launch that adds to dK and dV."""
+def adding_cut(tiles: Tiles, about: Pass, *, ordered: bool = False) -> tuple[BackwardCut, LaunchTable]:
+    """Return the cut and the table of the launch that adds to dK and dV.
+
+    If `ordered`, one program adds to dK and dV of a block, and dQ is added in the order of the table.
+    """
     config = backward_config(about.dim, about.value_dim)
-    table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK)
+    table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK, ordered=ordered)
+    if ordered:
+        return BackwardCut(config, about.group, ordered=True), table
     return BackwardCut(config, 1 if about.ends_late(table) else about.group), table
 
 
-def writing_cuts(tiles: Tiles, about: Pass) -> list[tuple[BackwardCut, LaunchTable]]:
+def writing_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tuple[BackwardCut, LaunchTable]]:
     """Return the cuts and tables of launches that write dK and dV once.
 
     A program computes all query heads of its keys. If a few keys, such as attention sinks, are visible to very many
     queries, their programs would end late. A second launch then divides these keys among programs and accumulates their
-    gradients. An empty list means that accumulation is faster for all keys (`adding_cut`).
+    gradients. An empty list means that accumulation is faster for all keys (`adding_cut`). If `ordered`, one launch
+    computes all keys.
     """
     config = backward_config(about.dim, about.value_dim)
+    if ordered:
+        table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK, about.keys, ordered=True)
+        return [(BackwardCut(config, about.group, ordered=True), table)]
     whole = BackwardCut(config, about.group)
 
     def table_of(tiles: Tiles, apart: Span | None = None) -> LaunchTable:

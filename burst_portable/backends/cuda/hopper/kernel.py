@@ -16,6 +16,7 @@ from burst_portable.backends.cuda.driver import current_stream, on
 from burst_portable.backends.cuda.hopper.configs import (
     KEY_BLOCK,
     BackwardCut,
+    Pass,
     SplitConfig,
     forward_value_panels,
     panels,
@@ -27,6 +28,7 @@ from burst_portable.backends.cuda.hopper.launch import (
     compiled_kernels,
     forward_launch,
     sizes_of,
+    split_divides,
     split_launch,
     writing_launches,
 )
@@ -64,6 +66,7 @@ class HopperKernel(Kernel):
         keep = lru_cache(maxsize=256)
         self._forward_launch, self._adding_launch = keep(forward_launch), keep(adding_launch)
         self._writing_launches, self._split_launch = keep(writing_launches), keep(split_launch)
+        self._split_divides = keep(split_divides)
 
     def supports(self, call: AttentionCall) -> Support:
         if reason := _declined(call):
@@ -172,10 +175,6 @@ class HopperKernel(Kernel):
         q = x.q
         _check_settings(call)
         split = split_configs(q.shape[3], x.v.shape[3])
-        if call.deterministic and not split:
-            raise UnsupportedError(
-                "the hopper kernel's backward is not deterministic", next_step="use hopper+triton or triton"
-            )
         if not tiles or q.numel() == 0:
             return
         x = _with_aligned_dout(x)
@@ -183,7 +182,7 @@ class HopperKernel(Kernel):
             if split:
                 self._launch_split(split, x, tiles, call, into, store=False)
             else:
-                launch = self._adding_launch(tiles, sizes_of(q, x.k, x.v), q.device)
+                launch = self._adding_launch(tiles, sizes_of(q, x.k, x.v), q.device, call.deterministic)
                 terms = _row_terms(launch.cut.config.BM, x, call)
                 _launch_backward(launch, terms, x, call, into, store=False)
 
@@ -195,16 +194,18 @@ class HopperKernel(Kernel):
         """
         _, q, k, v, *_ = x
         split = split_configs(q.shape[3], v.shape[3])
-        if (call.deterministic and not split) or not tiles or q.numel() == 0 or k.numel() == 0:
+        if not tiles or q.numel() == 0 or k.numel() == 0:
             return super().backward_single_call(x, tiles, call)
         _check_settings(call)
         x = _with_aligned_dout(x)
         if split:
+            if self._divides(tiles, sizes_of(q, k, v), split[1], call.deterministic):
+                return super().backward_single_call(x, tiles, call)
             dq, dk, dv = (torch.empty_like(x, memory_format=_PLAIN) for x in (q, k, v))
             with on(q.device):
                 self._launch_split(split, x, tiles, call, (dq, dk, dv), store=True)
             return dq, dk, dv
-        launches = self._writing_launches(tiles, sizes_of(q, k, v), q.device)
+        launches = self._writing_launches(tiles, sizes_of(q, k, v), q.device, call.deterministic)
         if not launches:
             return super().backward_single_call(x, tiles, call)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -236,11 +237,12 @@ class HopperKernel(Kernel):
         compiled, dim, value_dim = compiled_kernels(), q.shape[3], v.shape[3]
         head, values, terms = panels(dim), panels(value_dim), _row_terms(KEY_BLOCK, x, call)
         about, device = sizes_of(q, k, v), q.device
+        whole = store or not self._divides(tiles, about, configs[1], call.deterministic)
         # The launches read the copies, if there are any, so the copies must live as long as the launches.
         q, k = (compiled.aligned_panels(name, x, 64, head)[0] for name, x in (("q", q), ("k", k)))
         v, dout = (compiled.aligned_panels(name, x, 64, values)[0] for name, x in (("v", v), ("dout", dout)))
         for gradient, (config, made) in enumerate(zip(configs, into, strict=True)):
-            launch = self._split_launch(tiles, about, device, gradient, config)
+            launch = self._split_launch(tiles, about, device, gradient, config, whole)
             fixed, streamed = ((q, dout), (k, v)) if gradient == compiled.DQ else ((k, v), (q, dout))
             inputs = (
                 *compiled.panels("q or k", fixed[0], 64, head),
@@ -264,6 +266,10 @@ class HopperKernel(Kernel):
                 {"num_warps": 4, "maxnreg": config.maxnreg},
                 current_stream(device),
             )  # fmt: skip
+
+    def _divides(self, tiles: Tiles, about: Pass, config: SplitConfig, deterministic: bool) -> bool:
+        """Return `launch.split_divides`, or False if the order of additions must be the same in each launch."""
+        return not deterministic and self._split_divides(tiles, about, config)
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """Return `numerics.row_delta`, computed by the portable kernel in one pass over the two tensors."""
@@ -297,8 +303,12 @@ def _launch_backward(
     q, q_rows = compiled.aligned_panels("q", q, config.BM, head)
     k, k_rows = compiled.aligned_panels("k", k, 64, head)
     v, v_rows = compiled.aligned_panels("v", v, 64, values)
+    row_blocks, order = 0, launch.table
+    if launch.visitors is not None:
+        row_blocks = launch.visitors.numel()
+        order = launch.visitors.repeat(q.shape[0] * q.shape[2])
     compiled.backward(
-        (q.device.index, q.dtype, dim, value_dim, store, call.softcap),
+        (q.device.index, q.dtype, dim, value_dim, store, call.softcap, launch.cut.ordered),
         launch.grid,
         (
             *q_rows, *k_rows, *v_rows, *compiled.panels("dout", dout, config.BM, values),
@@ -306,11 +316,11 @@ def _launch_backward(
             *compiled.panels("dq", dq, 64, (64, head[1])),
             *compiled.panels("dk", dk, 64, head),
             *compiled.panels("dv", dv, 64, values),
-            dk, dv, launch.table, call.scale, _score_factor(call), *launch.heads, k.shape[1],
+            dk, dv, launch.table, order, call.scale, _score_factor(call), *launch.heads, k.shape[1], row_blocks,
         ),
         (
             config.BM, *head, dim, *values, value_dim, config.NQ, _folds(q.dtype), int(store),
-            call.softcap or 0.0, config.early, config.REGS,
+            call.softcap or 0.0, config.early, int(launch.cut.ordered), config.REGS,
         ),
         {"num_warps": 4, "maxnreg": config.maxnreg},
         current_stream(q.device),
@@ -399,8 +409,6 @@ def _declined(call: AttentionCall) -> str:
         return "it needs a positive scale"
     if reason := triton_reason() or device_reason(call.device):
         return reason
-    if call.deterministic and not split_configs(call.head_dim, call.v_head_dim):
-        return "its backward adds dq in any order; with these head sizes it serves deterministic=False only"
     return ""
 
 

@@ -58,6 +58,44 @@ def test_backward_table_equals_mask(name):
     assert (seen[SEQ:] == 0).all(), "keys past the end must be hidden: their P is not finite"
 
 
+def check_order(table: LaunchTable, inner: int) -> None:
+    """Follow the visitors of each inner block: each waits for the previous one, and the last one passes to nobody."""
+    turn = list(table.visitors)
+    for number in range(table.blocks):
+        runs_at, runs = table.numbers[16 * number + 1 : 16 * number + 3]
+        next_at = table.numbers[16 * number + 7]
+        for r in range(runs):
+            start, count = table.numbers[runs_at + 2 * r : runs_at + 2 * r + 2]
+            assert start % inner == 0, "a visit touches one inner block"
+            for block in range(start // inner, start // inner + count):
+                assert turn[block] == number, (number, block)
+                turn[block] = table.numbers[next_at + r]
+    assert set(turn) <= {-1}, turn
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("every_block_of", [0, SEQ])
+def test_ordered_table_equals_mask_and_has_order(name, every_block_of):
+    table = backward_table(Tiles(CASES[name]), SEQ, 64, 128, every_block_of, ordered=True)
+    seen = count_visits(table, 128, 64, peel=False)
+    assert (seen[:SEQ, :SEQ] == dense(Tiles(CASES[name])).T).all()
+    assert (seen[SEQ:] == 0).all()
+    check_order(table, 64)
+
+
+def test_check_order_finds_wrong_next_visitor():
+    table = backward_table(Tiles(CASES["causal"]), SEQ, 64, 128, ordered=True)
+    table.numbers[table.numbers[7] + 2] += 1
+    with pytest.raises(AssertionError):
+        check_order(table, 64)
+
+
+def test_ordered_table_size_grows_with_border_not_area():
+    n = 1 << 17
+    for tile in (Tile(0, n, 0, n, 0, n - 1), Tile(0, n, 0, n, 0, 4095), Tile(0, n, 0, n, -n, n)):
+        assert len(backward_table(Tiles([tile]), n, 64, 128, n, ordered=True).numbers) <= 64 * (n // 128)
+
+
 def test_tables_mask_border_blocks_only():
     causal = Tiles([Tile(0, 1024, 0, 1024, 0, 1023)])
     table = forward_table(causal, 1024, 128, 128, every_block=False)
@@ -290,3 +328,8 @@ def test_backward_tables_equal_random_masks(size: tuple[int, int]) -> None:
             found = count_visits(table, *reversed(size), peel=False, length=LENGTH)
             assert (found[:columns, :rows] == seen.T).all(), seed
             assert not found[columns:, :rows].any(), seed
+            if size[0] % 4 == 0:
+                table = backward_table(tiles, rows, *size, every_block_of, ordered=True)
+                found = count_visits(table, *reversed(size), peel=False, length=LENGTH)
+                assert (found[:columns, :rows] == seen.T).all(), seed
+                check_order(table, size[0])

@@ -16,14 +16,12 @@ from burst_portable.backends.cuda import library_kernels
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
-from burst_portable.backends.cuda.hopper.deterministic import HopperTritonKernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.backends.selection import choose_kernel
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs, LazyKernel
-from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.runtime.prepare import plan_for_kernel
 from burst_portable.strategies.planner import plan
@@ -267,11 +265,8 @@ def test_auto_chooses_pair_if_package_is_installed(called):
     assert [kernel.name for kernel in CudaBackend().kernels()][:2] == [PAIR, "hopper"]
     assert kernel_of()[0].name == kernel_of(named=PAIR)[0].name == PAIR
     refused = replace(USUAL, deterministic=True)
-    chosen, why = kernel_of(refused, "auto")
-    assert chosen.name not in (PAIR, "hopper")
-    assert f"not {PAIR}: its backward adds dq in any order" in why
-    assert "not hopper: its backward adds dq in any order" in why
-    with pytest.raises(UnsupportedError, match="any order"):
+    assert kernel_of(refused)[0].name == "hopper"
+    with pytest.raises(UnsupportedError, match="deterministic"):
         kernel_of(refused, PAIR)
 
 
@@ -292,17 +287,6 @@ def test_auto_prefers_portable_kernels_for_small_heads(called, monkeypatch, pack
 
     assert choose_kernel(OnlyHopper(), small)[0].name == "hopper"
     assert choose_kernel(OnlyHopper(), small)[1].startswith("no other of the backend's serves it; not hopper: ")
-
-
-def test_deterministic_calls_use_hopper_forward():
-    kernel = HopperTritonKernel(ReferenceKernel())
-    assert kernel.supports(replace(USUAL, deterministic=True)).ok
-    assert "hopper serves this one alone" in kernel.supports(USUAL).reason
-    assert "hopper serves this one alone" in kernel.supports(replace(USUAL, deterministic=True, head_dim=192)).reason
-    assert kernel.supports(replace(USUAL, deterministic=True, head_dim=16, v_head_dim=16)).slower
-    assert "float32" in kernel.supports(replace(USUAL, deterministic=True, dtype="float32")).reason
-    names = [kernel.name for kernel in CudaBackend().kernels()]
-    assert names.index("hopper") < names.index(kernel.name) < names.index("triton")
 
 
 def test_auto_chooses_hopper_without_package(monkeypatch):

@@ -16,11 +16,9 @@ pytest.importorskip("triton")
 from burst_portable.backends.cuda.hopper import backward, configs, kernel, launch
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
-from burst_portable.backends.cuda.hopper.deterministic import HopperTritonKernel
 from burst_portable.backends.cuda.hopper.kernel import triton_reason
 from burst_portable.backends.cuda.hopper.launch import forward_launch, sizes_of
 from burst_portable.kernels.base import BackwardInputs
-from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.call import LEAST_SCALE
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support import hopper_cases
@@ -136,23 +134,53 @@ def test_emulated_large_heads_are_deterministic(machine):
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("single_call", [True, False])
-def test_emulated_deterministic_backward_is_portable(single_call, machine):
-    """The Hopper kernels would add to dQ in any order."""
-    q, k, v = inputs(1, 200, 2, 1, 64)
-    kernel = HopperTritonKernel(ReferenceKernel())
-    tiles, options = tiles_of("causal", 200), settings(scale=0.1)
-    out, lse = kernel.attend(q, k, v, tiles, options, out_dtype=q.dtype)
-    given = BackwardInputs(randn(1, 200, 2, 64, seed=7), q, k, v, lse, out)
-    made = [torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v)]
-    if single_call:
-        made = [x + 0.25 for x in kernel.backward_single_call(given, tiles, options)]
-    else:
-        kernel.attend_backward(given, tiles, options, into=tuple(made))
+def gradients_in_orders(mask, dim, single_call, monkeypatch, *, deterministic):
+    """Return the gradients of one call in each order of the threads and engines, and the exact ones."""
+    q, k, v = inputs(1, 300, 4, 2, dim)
+    tiles, options = tiles_of(mask, 300), settings(scale=0.1, deterministic=deterministic)
+    emulate(monkeypatch, EmulatedKernels(Machine(*ORDERS[1])))
+    out, lse = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+    given = BackwardInputs(randn(1, 300, 4, dim, seed=7), q, k, v, lse, out)
+    found = []
+    for order in ORDERS:
+        emulate(monkeypatch, EmulatedKernels(Machine(*order)))
+        made = [torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v)]
+        if single_call:
+            made = [x + 0.25 for x in KERNEL.backward_single_call(given, tiles, options)]
+        else:
+            KERNEL.attend_backward(given, tiles, options, into=tuple(made))
+        found.append(made)
     exact = tuple(torch.full_like(x, 0.25, dtype=torch.float64) for x in (q, k, v))
     dout, *rest = given[:5]
     ORACLE.attend_backward(BackwardInputs(*wide(dout, *rest), out=out.double()), tiles, options, into=exact)
-    assert all(gap(x - 0.25, y - 0.25) < 1e-2 for x, y in zip(made, exact, strict=True))
+    return found, exact
+
+
+SHORT_DOCUMENTS = "documents:" + ",".join(map(str, range(0, 301, 20)))
+"""Documents of 20 tokens: a key block visits a query block more than once."""
+
+
+@pytest.mark.parametrize("single_call", [True, False])
+@pytest.mark.parametrize(("mask", "dim"), [("causal", 64), ("full", 128), (SHORT_DOCUMENTS, 64), ("window:90", 96)])
+def test_emulated_deterministic_backward_in_any_order(mask, dim, single_call, monkeypatch):
+    found, exact = gradients_in_orders(mask, dim, single_call, monkeypatch, deterministic=True)
+    for made in found:
+        assert all(map(torch.equal, made, found[0]))
+        assert all(gap(x - 0.25, y - 0.25) < 1e-2 for x, y in zip(made, exact, strict=True))
+
+
+def test_emulated_backward_without_order_varies(monkeypatch):
+    """The orders of the machine are enough to show a missing wait of the deterministic backward."""
+    found, _ = gradients_in_orders("full", 128, False, monkeypatch, deterministic=False)
+    assert not all(torch.equal(made[0], found[0][0]) for made in found)
+
+
+@pytest.mark.parametrize("single_call", [True, False])
+def test_emulated_large_heads_divided_by_query_head(single_call, machine, monkeypatch):
+    monkeypatch.setattr(launch, "SPLIT_LATE", 1e9)
+    found, exact = gradients_in_orders("causal", 192, single_call, monkeypatch, deterministic=False)
+    for made in found:
+        assert all(gap(x - 0.25, y - 0.25) < 1e-2 for x, y in zip(made, exact, strict=True))
 
 
 @pytest.mark.parametrize("mask", MASKS)
