@@ -59,7 +59,7 @@ def test_backward_table_equals_mask(name):
 
 
 def check_order(table: LaunchTable, inner: int) -> None:
-    """Follow the visitors of each inner block: each waits for the previous one, and the last one passes to nobody."""
+    """Check that each visitor of an inner block passes it to the next one, and the last visitor to none."""
     turn = list(table.visitors)
     for number in range(table.blocks):
         runs_at, runs = table.numbers[16 * number + 1 : 16 * number + 3]
