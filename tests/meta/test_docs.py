@@ -168,7 +168,7 @@ def test_readme_training_runs_on_cpu(tmp_path):
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.parametrize("script", ["make_images", "make_diagrams"])
+@pytest.mark.parametrize("script", ["make_images", "make_diagrams", "make_strategy_images"])
 def test_pictures_match_their_scripts(script):
     command = [sys.executable, f"ci/{script}.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, check=False)
