@@ -132,6 +132,7 @@ class Mesh:
         self._transports: dict[str, Transport] = {}
         self._direct: dict[str, Transport | str] = {}
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
+        self.sharded_layouts: set[str] = set()  # names of the layouts by which tensors were sharded
         self.summed = WeakTensorKeyDictionary()  # gradients that are sums over the ranks, with their versions
 
     def __repr__(self) -> str:

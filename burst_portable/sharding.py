@@ -42,6 +42,7 @@ def local_position_ids(
     """
     mesh = as_mesh(mesh)
     layout, device = _layout(layout, size("seq_len", seq_len), mesh, mask), usable_device(device)
+    mesh.sharded_layouts.add(layout.name)
     return position_ids(layout, mesh.rank, device)
 
 

@@ -10,6 +10,7 @@ A call has three forms: `Request` (the arguments), `planning.call.AttentionCall`
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel, hardware_of
 from burst_portable.comm.agreement import CallSignature, call_signature, hashed_value
 from burst_portable.comm.base import Transport
-from burst_portable.errors import InputError, UnsupportedError, shown
+from burst_portable.errors import InputError, UnsupportedError, format_error, shown
 from burst_portable.kernels.base import Kernel, as_kernels_take
 from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.kernels.score_kernel import ScoreRowKernel
@@ -241,6 +242,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     """Return the prepared call. Raises all errors of planning, before a block is sent."""
     check_data(mesh, q, k, v)
     call = describe(q, k, v, sinks, mesh, request)
+    _warn_of_other_layout(call.layout, mesh)
     plan, backend, kernel, reason = choose(call, mesh, request)
     transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     if plan.direct and not transport.direct:
@@ -252,6 +254,19 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     prepared = prepared_call(plan, backend, kernel, transport, signature, with_lse=with_lse, reason=reason)
     compile_ahead(prepared, mesh, q, k, v, sinks)
     return prepared
+
+
+def _warn_of_other_layout(layout: Layout, mesh: Mesh) -> None:
+    """Warn on rank 0, once per mesh and layout, if tensors were sharded over this mesh, but never by this layout."""
+    known = mesh.sharded_layouts
+    if mesh.size == 1 or not known or layout.name in known:
+        return
+    if mesh.rank == 0:
+        what = "no tensor of this mesh was sharded by the layout of this attention, so its result may be wrong"
+        next_step = "pass the same layout= to shard and attention; ignore this if you divided the tokens yourself"
+        message = format_error(what, got=layout.name, allowed=", ".join(sorted(known)), next_step=next_step)
+        warnings.warn(message, stacklevel=2)
+    known.add(layout.name)
 
 
 def prepared_call(

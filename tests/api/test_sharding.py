@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -151,3 +153,27 @@ def test_sharding_rejects_invalid_dimensions(cut):
         cut(torch.zeros(()), dim=0)
     with pytest.raises(ShapeError, match="x is not a tensor"):
         cut([1, 2, 3, 4])
+
+
+def test_attention_with_layout_of_no_shard_warns_once():
+    """The warning is true: the output of the first call is wrong, and that of the call with one layout is right."""
+    q, k, v = (torch.randn(1, 37, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+
+    def largest_error(mesh, layout, again=1):
+        rows = [bp.shard(x, mesh, layout="contiguous") for x in (q, k, v)]
+        for _ in range(again):
+            out = bp.attention(*rows, mesh=mesh, seq_len=37, **layout)
+            rows = [x.float() for x in rows]  # another call to prepare
+        return (out.double() - bp.shard(plain, mesh, layout="contiguous")).abs().max().item()
+
+    with pytest.warns(
+        UserWarning, match=r"result may be wrong; got zigzag; allowed: contiguous; pass the same"
+    ) as told:
+        assert max(bp.run_threads(3, lambda mesh: largest_error(mesh, {}, again=2))) > 0.1
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert max(bp.run_threads(3, lambda mesh: largest_error(mesh, {"layout": "contiguous"}))) < 1e-12
