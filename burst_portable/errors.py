@@ -57,7 +57,7 @@ class UnsupportedError(BurstError, NotImplementedError):
 
 
 class BackendUnavailableError(BurstError, ImportError):
-    """A named backend that cannot run on this machine."""
+    """A backend that cannot run on this machine, or breaks the rules of its interface."""
 
 
 class DeviceError(BurstError, RuntimeError):

@@ -225,7 +225,8 @@ def _sum_long(
         for name in sums:
             error = oracle.relative_error(answer.quantities()[name], exact.quantities()[name])
             errors[f"{name}{how}"] = error, torch.finfo(case.dtype).eps / 2
-    wrong = f"sums over {base.length:,} tokens lose digits; accumulate in float32" if Outcome(errors).too_large else ""
+    title = f"sums over {base.length:,} tokens are wrong; if only such tests fail, accumulate in float32"
+    wrong = title if Outcome(errors).too_large else ""
     return Outcome(errors, wrong)
 
 
