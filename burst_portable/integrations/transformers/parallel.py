@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -205,6 +205,11 @@ class ShardedModel:
         state = "" if self._hooks else ", undone"
         of = f"{type(self.model).__name__}, rank {self.mesh.rank} of {self.mesh.size}"
         return f"ShardedModel({of}, strategy={self.strategy!r}, layout={self.layout!r}{state})"
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise `InputError`: calls go to the model."""
+        batch = "batch" if self.full_batches else "sharded.shard(batch)"
+        raise InputError("a ShardedModel is not called itself", next_step=f"call the model: model(**{batch})")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """Return the same object: process groups and transports cannot be copied."""

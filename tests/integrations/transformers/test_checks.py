@@ -458,6 +458,14 @@ def test_checkpointing_in_evaluation_mode_warns_once_per_model():
         assert stored_bytes() > 1.5 * few
 
 
+@pytest.mark.parametrize("full_batches", [False, True])
+def test_call_of_sharded_model_itself_advises_call_of_model(full_batches: bool):
+    with parallelize(make("llama"), Mesh.single(), full_batches=full_batches) as sharded:
+        advice = r"model\(\*\*batch\)" if full_batches else r"model\(\*\*sharded.shard\(batch\)\)"
+        with pytest.raises(InputError, match=f"call the model: {advice}"):
+            sharded(tokens(1, 8))
+
+
 def test_replaced_attention_raises_and_names_it():
     def work(mesh: Mesh) -> None:
         model = make("llama")
