@@ -34,7 +34,7 @@ def local_position_ids(
         mesh: The ranks, as in `attention`.
         seq_len: Tokens of the unsharded sequence.
         layout: A `Layout` or its name, as in `attention`.
-        mask: Mask of the attention, for layouts that depend on its documents. Other layouts ignore it.
+        mask: Mask of the attention, for layouts that depend on it. Other layouts ignore it.
         device: Device of the result. Default: torch's default device.
 
     Raises:
@@ -56,7 +56,7 @@ def shard(
         mesh: The ranks, as in `attention`.
         dim: Sequence dimension of x.
         layout: A `Layout` or its name, as in `attention`.
-        mask: Mask of the attention, for layouts that depend on its documents.
+        mask: Mask of the attention, for layouts that depend on it.
 
     Returns:
         A copy with this rank's S tokens along `dim`, in the order of the layout.
@@ -100,7 +100,7 @@ def unshard(
         seq_len: Tokens of the unsharded sequence.
         dim: Sequence dimension of x.
         layout: A `Layout` or its name, as in `attention`.
-        mask: Mask of the attention, for layouts that depend on its documents.
+        mask: Mask of the attention, for layouts that depend on it.
 
     Returns:
         A new tensor with `seq_len` tokens along `dim`.

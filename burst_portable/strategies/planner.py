@@ -142,7 +142,7 @@ def no_mask(mask: object) -> InputError:
 
 
 def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) -> Layout:
-    """Return the layout that a caller passed, for this many tokens and ranks. Only document layouts read the mask."""
+    """Return the layout that a caller passed, for this many tokens and ranks. Only `OF_MASKS` read the mask."""
     if isinstance(layout, str) and layout == "auto":
         raise InputError(
             "shard and attention need the same layout, so choose it before both",

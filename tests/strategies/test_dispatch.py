@@ -137,3 +137,17 @@ def test_transport_counts_the_bytes_of_the_plan(strategy):
             replace(CASE, strategy=strategy, ranks=ranks, mask=mask, dtype=torch.bfloat16)
         )
         assert counted == planned
+
+
+def test_functions_take_the_layout_by_name_with_the_mask():
+    mask = Mask.documents((0, 10, 37, 66))
+    full = [torch.randn(1, 66, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+
+    def work(mesh):
+        q, k, v = (bp.shard(x, mesh, layout="dispatched", mask=mask) for x in full)
+        out = bp.attention(q, k, v, mask=mask, mesh=mesh, layout="dispatched", strategy="dispatch", seq_len=66)
+        return bp.unshard(out, mesh, seq_len=66, layout="dispatched", mask=mask)
+
+    expected = bp.attention(*full, mask=mask)
+    for out in bp.run_threads(4, work):
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
