@@ -32,7 +32,7 @@ from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import find_tiles
 
-way, rows = sys.argv[1], int(sys.argv[2])
+way, rows, jobs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 kernel = HopperKernel() if way.startswith("hopper") else TritonKernel()
 device = "meta" if way.endswith("ahead") else "cpu"
 q, k, v, dout = (torch.zeros(1, rows, h, 64, dtype=torch.bfloat16, device=device) for h in (8, 2, 2, 8))
@@ -43,15 +43,15 @@ def launch():
     out, lse = kernel.forward_single_call(q, k, v, tiles, call)
     kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, call)
 
-made = compile_call("sm_90", kernel, call) if device == "meta" else compile_kernels("sm_90", launch)
+made = compile_call("sm_90", kernel, call, jobs=jobs) if device == "meta" else compile_kernels("sm_90", launch)
 print(json.dumps([(one.name, one.digest, one.cached) for one in made]))
 """
 
 
-def compiled(way, rows, folder, **changes):
+def compiled(way, rows, folder, jobs=1, **changes):
     """Return (name, key, whether the cache had it) of the kernels that a fresh process compiles or loads."""
     environment = environment_of_children(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0", **changes)
-    command = [sys.executable, "-c", SCRIPT, way, str(rows)]
+    command = [sys.executable, "-c", SCRIPT, way, str(rows), str(jobs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -85,6 +85,17 @@ def test_compile_call_refuses_what_it_cannot_compile(kernel, head, reason):
         compile_call(
             "sm_90", {"reference": ReferenceKernel, "triton": TritonKernel}[kernel](), AttentionCall.of(q, q, q)
         )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+def test_compile_call_with_threads_makes_equal_code(kernel, tmp_path):
+    """Triton's code generator has state; threads that shared it would make other code under the same key."""
+    one, four = tmp_path / "one", tmp_path / "four"
+    assert sorted(compiled(f"{kernel} ahead", 512, one)) == sorted(compiled(f"{kernel} ahead", 512, four, jobs=4))
+    binaries = [path.relative_to(one) for path in one.glob("*/*.cubin")]
+    assert len(binaries) >= 3
+    assert all((one / path).read_bytes() == (four / path).read_bytes() for path in binaries)
 
 
 @pytest.mark.full
