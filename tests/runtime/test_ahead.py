@@ -72,18 +72,23 @@ from burst_portable.runtime.ahead import _compile
 from burst_portable.strategies.planner import planned
 from burst_portable.strategies.registry import strategy_of
 
-triton.runtime.driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
-made = []
+class Driver(CompileOnlyDriver):
+    def launcher_cls(self, source, metadata):
+        launchers.append((source.fn.__name__, threading.get_ident()))
+        return super().launcher_cls(source, metadata)
+
+triton.runtime.driver.set_active(Driver(TARGETS["sm_90"]))
+made, launchers = [], []
 triton.knobs.compilation.listener = lambda *, src, **_: made.append((src.fn.__name__, threading.get_ident()))
 q, k, v, dout = (torch.zeros(1, 512, h, 64, dtype=torch.bfloat16) for h in (8, 4, 4, 8))
 call = AttentionCall.of(q, k, v, mask=Mask.causal(), deterministic=False)
 prepared = absent_call(planned(strategy_of("ring"), call), load("cpu"), TritonKernel(), 0)
 _compile(prepared, [q, k, v], gradients=True)
-ahead = len(made)
+ahead, built = len(made), dict(launchers)
 out, _, saved = prepared.executor.forward(prepared, q, k, v, None, keep=True)
 prepared.executor.backward(prepared, saved, None, dout)
 names, threads = zip(*made)
-print(json.dumps([sorted(names), len({*threads} - {threading.get_ident()}), len(made) - ahead]))
+print(json.dumps([sorted(names), len({*threads} - {threading.get_ident()}), len(made) - ahead, sorted(built)]))
 """
 
 
@@ -111,7 +116,7 @@ def test_rehearse_compiles_kernels_of_real_ranks(kernel, strategy, rows, tmp_pat
 @pytest.mark.full
 def test_compile_ahead_leaves_nothing_to_launches(tmp_path):
     """Threads compile the kernels of both passes; the launches find them in the memory of the process."""
-    names, threads, by_launches = compiled(tmp_path, script=BOTH_PASSES)
-    assert names == ["attend_kernel", "delta_kernel", "keys_kernel", "queries_kernel"]
+    names, threads, by_launches, launchers = compiled(tmp_path, script=BOTH_PASSES)
+    assert names == launchers == ["attend_kernel", "delta_kernel", "keys_kernel", "queries_kernel"]
     assert threads == 4
     assert by_launches == 0

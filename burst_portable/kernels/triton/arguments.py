@@ -106,6 +106,22 @@ _THREADS = 6
 """Threads that compile the kernels of a call, of which it has at most so many, apart from rings."""
 
 
+class _Pool(ThreadPoolExecutor):
+    """Threads that also build the launchers of kernels, which Triton 3.6 compiles in C. Gluon kernels need none."""
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        return super().submit(_with_launcher, compile_kernel)
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    from triton.runtime import driver
+
+    kernel = compile_kernel()
+    if not kernel.src.fn.is_gluon():
+        driver.active.launcher_cls(kernel.src, kernel.metadata)  # the real launch finds it in Triton's cache
+    return kernel
+
+
 def compile_side_by_side(run: Callable[[], object]) -> None:
     """Compile the kernels that `run` launches on tensors of the device "meta", for the current device.
 
@@ -114,7 +130,7 @@ def compile_side_by_side(run: Callable[[], object]) -> None:
     from triton import AsyncCompileMode, knobs
 
     if not knobs.runtime.interpret:
-        with ThreadPoolExecutor(_THREADS) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        with _Pool(_THREADS) as pool, AsyncCompileMode(pool, ignore_errors=True):
             run()
 
 
