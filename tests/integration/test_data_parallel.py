@@ -22,8 +22,8 @@ FSDP_EXAMPLE = ROOT / "examples" / "train_hugging_face_with_fsdp.py"
 RANKS = 4
 
 
-def run_ranks(module: str, folder: Path) -> None:
-    command = [sys.executable, "-m", f"tests.support.{module}", str(folder)]
+def run_ranks(module: str, folder: Path, *case: str) -> None:
+    command = [sys.executable, "-m", f"tests.support.{module}", str(folder), *case]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -75,7 +75,7 @@ def test_trainer_losses_equal_one_device(case: str, batch: int, held_out: int, a
 def assert_same(folder: Path, name: str, options: dict[str, Any]) -> None:
     """Check that every rank has the results of Transformers' Trainer on one device."""
     expected = results(folder / "alone" / name, alone=True, **options)
-    for rank in range(RANKS):
+    for rank in range(options.get("ranks", RANKS)):
         found = torch.load(folder / f"{name} {rank}.pt")
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
         torch.testing.assert_close(found["loaded"], found["resumed"], rtol=0, atol=0)
@@ -100,18 +100,11 @@ def test_loop_of_accelerate_equals_one_device(folder: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.fixture(scope="module")
-def full_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the results of each rank, for cases that are not in the usual run."""
-    made = tmp_path_factory.mktemp("trainer")
-    run_ranks("trainer_ranks", made)
-    return made
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", FULL)
-def test_trainer_with_options_equals_one_device(name: str, full_folder: Path) -> None:
-    assert_same(full_folder, name, FULL[name])
+def test_trainer_with_options_equals_one_device(name: str, tmp_path: Path) -> None:
+    run_ranks("trainer_ranks", tmp_path, name)
+    assert_same(tmp_path, name, FULL[name])
 
 
 def test_fsdp_example_equals_one_device_on_any_number_of_ranks(tmp_path: Path):

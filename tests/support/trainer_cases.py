@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import peft
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalPrediction
 
@@ -29,8 +30,9 @@ FULL: dict[str, dict[str, Any]] = {
     "adapters, two sequences": {"cp_size": 2, "kind": "lora"},
     "checkpointing": {"cp_size": 2, **CHECKPOINTING},
     "checkpointed adapters": {"cp_size": 4, "kind": "lora", **CHECKPOINTING},
-    "compiled": {"cp_size": 4, "torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "compiled": {"ranks": 2, "cp_size": 2, "torch_compile": True, "torch_compile_backend": "eager"},
     "label smoothing": {"cp_size": 2, "label_smoothing_factor": 0.1},
+    "streamed": {"cp_size": 2, "streamed": True},
     "average of ranks": {"cp_size": 4, "average_tokens_across_devices": False},
 }
 """Options of `results`, by case."""
@@ -41,6 +43,13 @@ def rows(count: int) -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(3)
     ids = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS[:count]]
     return [{"input_ids": row, "labels": [-100] * (len(row) // 3) + row[len(row) // 3 :]} for row in ids]
+
+
+class Stream(IterableDataset[Any]):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(rows(12))
 
 
 def pad(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -69,7 +78,14 @@ def forget_accelerator() -> None:
 
 
 def make_trainer(
-    folder: Path, parallelism: SequenceParallelism | None, model: Any, *, batch: int, held_out: int, **settings: Any
+    folder: Path,
+    parallelism: SequenceParallelism | None,
+    model: Any,
+    *,
+    batch: int,
+    held_out: int,
+    streamed: bool = False,
+    **settings: Any,
 ) -> Any:
     """Return a trainer of three steps of two batches. Without `parallelism`: Transformers' own."""
     forget_accelerator()
@@ -90,7 +106,7 @@ def make_trainer(
         ddp_find_unused_parameters=False,
         **settings,
     )
-    data = {"data_collator": pad, "train_dataset": rows(12), "eval_dataset": rows(held_out)}
+    data = {"data_collator": pad, "train_dataset": Stream() if streamed else rows(12), "eval_dataset": rows(held_out)}
     trainer_class = Trainer if parallelism is None else SequenceTrainer
     return trainer_class(model=model, args=args, compute_metrics=predicted_labels, **data)
 
@@ -101,12 +117,14 @@ def model_of(kind: str) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(**LORA)) if kind == "lora" else model
 
 
-def results(folder: Path, cp_size: int, *, alone: bool = False, kind: str = "llama", **settings: Any) -> Any:
+def results(
+    folder: Path, cp_size: int, *, ranks: int = RANKS, alone: bool = False, kind: str = "llama", **settings: Any
+) -> Any:
     """Return the numbers and tensors that a user of Trainer sees, by name.
 
     `alone`: On one device, with the rows of all data-parallel ranks in a batch.
     """
-    replicas = RANKS // cp_size
+    replicas = ranks // cp_size
     parallelism = None if alone else SequenceParallelism(cp_size)
     # The last batches are smaller than others, or would repeat rows.
     options = {"batch": 2 * replicas if alone else 2, "held_out": 12 if replicas > 1 else 11, **settings}

@@ -1,6 +1,6 @@
-"""Run the cases of Trainer that are not in the usual tests: the ranks of tests/integration/test_data_parallel.py.
+"""Run a case of Trainer that is not in the usual tests: the ranks of tests/integration/test_data_parallel.py.
 
-python -m tests.support.trainer_ranks FOLDER [CASE]
+python -m tests.support.trainer_ranks FOLDER CASE
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from tests.support.forked import run_forked
 from tests.support.trainer_cases import FULL, RANKS, results
 
 
-def main(rank: int, folder: Path, names: list[str]) -> None:
+def main(rank: int, folder: Path, name: str, ranks: int) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # required but unused, because the store is a file
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    for name in names:
-        torch.save(results(folder / name, **FULL[name]), folder / f"{name} {rank}.pt")
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.save(results(folder / name, **FULL[name]), folder / f"{name} {rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_forked(RANKS, main, Path(sys.argv[1]), sys.argv[2:] or list(FULL))
+    _, path, case = sys.argv
+    count = FULL[case].get("ranks", RANKS)
+    run_forked(count, main, Path(path), case, count)
