@@ -97,7 +97,7 @@ def test_dispatch_matches_oracle(case, peers):
 
 @pytest.mark.parametrize("layout", ["dispatched", "zigzag", "striped"])
 def test_dispatch_plan_covers_every_pair(layout):
-    for mask, ranks, stages in product(MASKS, (1, 2, 3, 5, 8), (1, 2, 3)):
+    for mask, ranks, stages in product(MASKS, (1, 3, 8), (1, 3)):
         assert verify(DispatchStrategy(stages).plan(Case(mask, layout, ranks=ranks).make_call())) == []
 
 

@@ -114,9 +114,9 @@ def test_bytes_are_those_of_a_ring_in_twice_as_many_messages():
 
 def test_memory_grows_with_the_square_of_the_sequence():
     """Measured: the peak beyond the shard and the results has the rows of scores, in float32."""
-    peaks = {name: max(m.peak for m in measured(4, bp.make_strategy(name))) for name in ("ring_self_attention", "ring")}
+    peak = max(m.peak for m in measured(4, "ring_self_attention"))
     scores = 4 * HEADS * LENGTH // 4 * LENGTH  # float32, on each of four ranks
-    assert 2 * scores < peaks["ring_self_attention"] < 2 * scores + 2 * peaks["ring"]
+    assert 2 * scores < peak < 2.5 * scores  # the rest is that of `ring`
 
 
 def test_scores_above_the_limit_raise():
