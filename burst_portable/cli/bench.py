@@ -18,9 +18,11 @@ from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, tokens
 from burst_portable.cli.output import JsonName, JsonOption, check_file, console, on_stderr, table, writing
 from burst_portable.config import read_launcher_env
 from burst_portable.errors import InputError, unknown_name
+from burst_portable.layout import NAMES, OF_DOCUMENTS
 from burst_portable.strategies.registry import known
 
 _QUICK = ("full", "causal", "causal_document")
+_LAYOUTS = tuple(name for name in NAMES if name not in OF_DOCUMENTS)  # those that serve every mask
 
 
 def bench(
@@ -32,6 +34,7 @@ def bench(
     masks: Annotated[str, typer.Option(help="all, or names of masks, separated by commas.")] = "all",
     strategies: Annotated[str, typer.Option(help="all, or names of strategies, separated by commas.")] = "all",
     kernels: Annotated[str, typer.Option(help="Names of local kernels, separated by commas.")] = "auto",
+    layout: Annotated[str, typer.Option(help=f"{', '.join(_LAYOUTS)}.")] = "zigzag",
     seq_len: Annotated[
         int | None,
         typer.Option(
@@ -63,6 +66,8 @@ def bench(
         if words[0] != "compare" or len(words) != 3:
             raise InputError("bench takes no such words", got=" ".join(words), allowed="compare A.json B.json")
         return _compare(Path(words[1]), Path(words[2]))
+    if layout not in _LAYOUTS:
+        raise unknown_name("layout", layout, _LAYOUTS)
     from burst_portable.cli.bench_worker import bench_local, bench_rank
     from burst_portable.cli.run.job import check_processes
 
@@ -82,7 +87,7 @@ def bench(
         length = seq_len or (512 if on_cpu else 8192 * ranks)
         sizes = (4, 2, 32, "float32") if on_cpu else (64, 8, 128, "bfloat16")
         setting = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), sizes, strict=True))
-        setting |= {"layout": "zigzag", "rounds": 3 if on_cpu else 7}
+        setting |= {"layout": layout, "rounds": 3 if on_cpu else 7}
         settings: Row = {"schema": SCHEMA, "version": __version__, "ranks": ranks, "backend": chosen.name, **setting}
         names = _names(strategies, known(), "strategy")
         mask_names = list(_QUICK) if quick and masks == "all" else _names(masks, MASKS, "mask")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,3 +90,19 @@ def test_read_rows_rejects_other_version(tmp_path):
     append_rows(path, {"schema": "burst_portable.bench/0"}, [])
     with pytest.raises(InputError, match=f"another version.*{SCHEMA}"):
         read_rows(path)
+
+
+def test_layout_of_any_mask_is_used_and_others_are_refused(capsys):
+    entries = [Entry("ring"), Entry("dispatch")]
+
+    def work(mesh):
+        setting = replace(SETTING, layout="dispatched")
+        return Benchmark(mesh, torch.device("cpu"), setting, entries).measure(
+            "causal_document", 300, "auto", ["ring", "dispatch"]
+        )
+
+    for ring, dispatch in run_threads(3, work):
+        assert ring["status"] == dispatch["status"] == "ok"
+        assert dispatch["forward_sent_bytes"] <= ring["forward_sent_bytes"]
+    assert main(["bench", "--layout", "whole_documents"]) == 2
+    assert "unknown layout; got 'whole_documents'; allowed: contiguous, dispatched, striped" in capsys.readouterr().err
