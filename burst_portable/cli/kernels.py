@@ -47,6 +47,10 @@ def kernels(
         list[str] | None,
         typer.Option(help="With --warm: strategy; repeatable. Default: all that auto compares."),
     ] = None,
+    mask: Annotated[
+        list[str] | None,
+        typer.Option(help="With --warm: mask, as for `plan`; repeatable. Default: those of the model."),
+    ] = None,
     deterministic: Annotated[bool, typer.Option(help="With --warm: compile reproducible gradients.")] = False,
     jobs: Annotated[
         int | None, typer.Option(help="With --warm: threads that compile. Default: one per core.", min=1)
@@ -74,7 +78,7 @@ def kernels(
     json_option = JsonOption(json_name)
     if warm is not None:
         return _warm(
-            warm, target, head_dim, dtype, seq_len, ranks, ranks_per_node, strategy, jobs, json_option,
+            warm, target, head_dim, dtype, seq_len, ranks, ranks_per_node, strategy, mask, jobs, json_option,
             deterministic=deterministic,
         )  # fmt: skip
     for size in head_dim or ():
@@ -112,6 +116,7 @@ def _warm(
     ranks: int,
     ranks_per_node: int | None,
     strategy: list[str] | None,
+    mask: list[str] | None,
     jobs: int | None,
     json_option: JsonOption,
     *,
@@ -127,7 +132,7 @@ def _warm(
 
     job = warm.Job(
         model, target[0] if target else warm.default_target(), dtype, seq_len, ranks, ranks_per_node,
-        tuple(strategy or ()), deterministic,
+        tuple(strategy or ()), tuple(mask or ()), deterministic,
     )  # fmt: skip
     return warm.warm(job, jobs or cores(), json_option)
 

@@ -27,7 +27,7 @@ from burst_portable.runtime.ahead import AbsentTransport, rehearse
 from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.planner import call_of_sizes, planned
+from burst_portable.strategies.planner import call_of_sizes, mask_of, planned
 from burst_portable.strategies.registry import strategy_of
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Job:
     ranks: int
     ranks_per_node: int | None
     strategies: tuple[str, ...]
+    masks: tuple[str, ...]
     deterministic: bool
 
 
@@ -125,9 +126,9 @@ def launches_of(job: Job) -> Iterator[Callable[[], None]]:
 
 
 def calls_of(job: Job) -> Iterator[AttentionCall]:
-    """Yield a call for each mask of the model's attention layers. The device is "meta".
+    """Yield a call for each mask of the job or, by default, of the model's layers. The device is "meta".
 
-    Raise `UnsupportedError` if its layers differ in size, and `InputError` if it is no model.
+    Raise `UnsupportedError` if its layers differ in size, and `InputError` for a wrong model or mask.
     """
     from burst_portable.integrations.transformers.layouts import masks_of_layers, sizes_of
 
@@ -135,7 +136,8 @@ def calls_of(job: Job) -> Iterator[AttentionCall]:
         raise unknown_name("dtype", job.dtype, DTYPES)
     folder = Path(job.model)
     config = config_of(str(folder / "config.json") if folder.is_dir() else job.model, job.seq_len)
-    for mask in dict.fromkeys(masks_of_layers(config)):
+    named = [mask_of(text, job.seq_len) for text in job.masks]
+    for mask in dict.fromkeys(named or masks_of_layers(config)):
         described = call_of_sizes(
             job.seq_len, job.ranks, **sizes_of(config), mask=mask, layout=DEFAULT_LAYOUT, batch=1,
             itemsize=getattr(torch, job.dtype).itemsize,

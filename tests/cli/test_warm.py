@@ -29,7 +29,7 @@ TINY = {
 
 def job_of(tmp_path, fields, **changes):
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    usual = Job(str(tmp_path), "gfx942", "bfloat16", 512, 2, None, ("ring",), deterministic=False)
+    usual = Job(str(tmp_path), "gfx942", "bfloat16", 512, 2, None, ("ring",), (), deterministic=False)
     return replace(usual, **changes)
 
 
@@ -39,6 +39,11 @@ def test_calls_of_model_with_windows_and_softcap(tmp_path):
     for call in calls:
         assert (call.heads, call.kv_heads, call.head_dim, call.v_head_dim) == (4, 2, 16, 16)
         assert (call.softcap, call.ranks, call.dtype, call.device) == (30.0, 2, "bfloat16", "meta")
+
+
+def test_calls_of_named_masks_replace_those_of_model(tmp_path):
+    calls = list(calls_of(job_of(tmp_path, TINY, masks=("documents:0,100,512", "causal"))))
+    assert [call.mask for call in calls] == [Mask.documents([0, 100, 512]), Mask.causal()]
 
 
 def test_calls_of_model_with_latent_attention(tmp_path):
@@ -99,6 +104,7 @@ def test_launches_of_unknown_target_raise(tmp_path):
         (["--target", "sm_90", "--dtype", "int8"], "unknown dtype; got 'int8'"),
         (["--target", "sm_90", "--strategy", "rings"], "unknown strategy; got 'rings'"),
         (["--target", "sm_90", "--ranks", "2", "--strategy", "ring_self_attention"], "has no kernels to compile; got"),
+        (["--target", "sm_90", "--mask", "causality"], "unknown mask; got 'causality'"),
         (["--target", "sm_90", "--ranks", "8", "--seq-len", "4"], "ranks"),
         ([], "the target is not known; got a machine without a GPU; name it with --target"),
     ],
