@@ -304,13 +304,9 @@ class _Dealt:
         return max(self._pairs[rank] * self._all[1], self._rows[rank] * self._all[0])
 
 
-_CHUNKS = (
-    4,
-    8,
-    16,
-    32,
-)  # chunks per rank that are tried; more balance better, but make more tiles and more rows to send
-_LEVEL = 1.01  # ratio of a rank's pairs to the mean, up to which it may be chosen for what it holds already
+_CHUNKS = (4, 8, 16, 32)
+"""Chunks per rank that are tried. More of them balance better, but make more tiles and more rows to send."""
+_EVEN = 1.01  # ratio of a rank's pairs to the mean, up to which it may be chosen for what it holds already
 _SWAPPING = 8  # ranks with the fewest pairs, with which the busiest one may swap chunks
 _LARGEST_SEARCH = 1 << 17  # chunks times ranks; above this, chunks are dealt by their pairs alone
 
@@ -320,10 +316,10 @@ def dispatched(mask: Mask, length: int, ranks: int) -> Layout:
 
     This is the dispatch of MagiAttention (github.com/SandAI-org/MagiAttention): the chunk with the most pairs goes to
     the rank with the fewest. Here, a rank with room that holds or needs the same keys already may be preferred. Then
-    chunks are exchanged to relieve the busiest rank. This is tried with several numbers of chunks, which are full
-    blocks of kernels if `length` allows it. In the chosen result, the busiest rank has at most 3 % more pairs than the
-    mean, and the largest number of rows that a rank needs of others is smallest. If none is so even, the most even one
-    is chosen.
+    chunks are exchanged to relieve the busiest rank. This is tried with several numbers of chunks, which have at least
+    the rows of a kernel's block, except in short sequences. In the chosen result, the busiest rank has at most 3 % more
+    pairs than the mean, and the largest number of rows that a rank needs of others is smallest. If none is so even, the
+    most even one is chosen.
     """
     counts = [each for each in _CHUNKS if ranks * each * _BLOCK <= length] or [max(1, min(8, length // ranks))]
     deals = []
@@ -366,7 +362,7 @@ class _Deal:
         self._pairs = [0] * ranks
         self._mean = sum(chunks.pairs) / ranks
         self._deal(each, gathers)
-        self._level()
+        self._exchange()
         self.uneven = max(self._pairs) / self._mean if self._mean else 1.0
         self.needed_rows = max(self._needed_rows(held) for held in self._held)
 
@@ -378,16 +374,15 @@ class _Deal:
         pairs, needs, ranks = self._chunks.pairs, self._chunks.needs, range(self._ranks)
         longer = sum(self._is_long(chunk) for chunk in range(len(pairs)))
         # By rank: how many more chunks of both lengths it gets. Numbers of tokens then differ by at most one.
-        room = [[0, len(range(rank, longer, self._ranks))] for rank in ranks]
-        for one in room:
-            one[False] = each - one[True]
+        longs = [len(range(rank, longer, self._ranks)) for rank in ranks]
+        room = [{True: long, False: each - long} for long in longs]
         brought = [0] * self._ranks  # chunks whose rows a rank holds or needs, as bits
         for chunk in sorted(range(len(pairs)), key=lambda chunk: (-pairs[chunk], chunk)):
             long, bits = self._is_long(chunk), needs[chunk] | 1 << chunk
             free = [rank for rank in ranks if room[rank][long]]
-            level = [r for r in free if self._pairs[r] + pairs[chunk] <= _LEVEL * self._mean] if gathers else []
-            if level:
-                rank = min(level, key=lambda r: ((bits & ~brought[r]).bit_count(), self._pairs[r], r))
+            even = [r for r in free if self._pairs[r] + pairs[chunk] <= _EVEN * self._mean] if gathers else []
+            if even:
+                rank = min(even, key=lambda r: ((bits & ~brought[r]).bit_count(), self._pairs[r], r))
             else:
                 rank = min(free, key=lambda r: (self._pairs[r], r))
             self._held[rank].append(chunk)
@@ -400,13 +395,13 @@ class _Deal:
         segments = self._chunks.segments
         return segments[chunk].count > segments[-1].count
 
-    def _level(self) -> None:
+    def _exchange(self) -> None:
         """Exchange chunks of the rank with the most pairs for smaller ones of others, while that lowers the maximum."""
         pairs = self._chunks.pairs
         for _ in pairs:
             *others, most = sorted(range(self._ranks), key=self._pairs.__getitem__)
             top = self._pairs[most]
-            if top <= _LEVEL * self._mean:
+            if top <= _EVEN * self._mean:
                 return
             swaps = [
                 (max(top - less, self._pairs[other] + less), other, given, taken)

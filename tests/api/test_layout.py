@@ -77,10 +77,11 @@ def test_dispatched_layout_of_masks_with_one_pattern():
         make_layout("dispatched", 64, 4)
 
 
-def test_dispatched_layout_deals_chunks_of_full_blocks():
-    mask = Mask.documents((0, 5000, 9000, 16384))
-    for shard in make_layout("dispatched", 16384, 4, mask).shards:
-        assert all(s.start % 128 == s.count % 128 == 0 for s in shard)
+@pytest.mark.parametrize(("length", "least"), [(16384, 128), (16399, 128), (2048, 64)])
+def test_dispatched_layout_has_few_short_chunks(length, least):
+    mask = Mask.documents((0, 500, 900, length))
+    for shard in make_layout("dispatched", length, 4, mask).shards:
+        assert min(s.count for s in shard) >= least
 
 
 def test_dispatched_layout_searches_less_for_many_ranks():
