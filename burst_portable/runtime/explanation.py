@@ -166,7 +166,7 @@ def _transport(plan: Plan, backend: Backend, mesh: Mesh) -> Choice:
 
 def _kernel(plan: Plan, backend: Backend, chosen: Kernel, why: str) -> Choice:
     others = {}
-    for kernel in kernels_of(backend):
+    for kernel in () if plan.score_rows else kernels_of(backend):  # none of them can compute such a plan
         if kernel.name != chosen.name:
             support = support_of(kernel, plan.forward.call)
             passed_over = _passed_over(named=why.startswith("named"), timed=why.startswith("the fastest"))

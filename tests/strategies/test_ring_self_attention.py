@@ -127,6 +127,13 @@ def test_scores_above_the_limit_raise():
     assert "ring_self_attention" not in bp.plan(**size, strategy="auto").strategy
 
 
+def test_explanation_names_no_other_kernel():
+    q, k, v = (torch.randn(1, 8, 2, 8) for _ in "qkv")
+    kernel = bp.explain(q, k, v, strategy="ring_self_attention").kernel
+    assert (kernel.name, kernel.others) == ("score_rows", {})
+    assert kernel.why == "the strategy stores rows of scores, which no kernel does"
+
+
 def test_named_kernel_raises():
     with pytest.raises(UnsupportedError, match="stores rows of scores, which no kernel does; got kernel='reference'"):
         bp.attention(*(torch.randn(1, 8, 2, 8) for _ in "qkv"), strategy="ring_self_attention", kernel="reference")
