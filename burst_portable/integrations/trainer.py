@@ -81,6 +81,19 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         """Number of ranks that share a sequence."""
         return int(self.accelerator.parallelism_config.non_data_parallel_size)
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of Trainer for as many processes as there are sequences.
+
+        Trainer counts the labels of each rank, and multiplies the loss by the number of ranks. That cancels out in the
+        loss of labels, but not in a router loss.
+        """
+        if num_items_in_batch is None or not self.args.average_tokens_across_devices or self._ranks == 1:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self._ranks)
+        return (found[0] / self._ranks, *found[1:]) if return_outputs else found / self._ranks
+
     # --------------------------------------------------------------------------------------------------- evaluation
 
     def prediction_step(
@@ -107,9 +120,10 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
         def gather(x: Tensor) -> Tensor:
+            is_number = x.dim() == 0  # a router loss, for example
             if processes > self._ranks:
                 x = self.accelerator.gather(x).unflatten(0, (processes, -1))[:: self._ranks].flatten(0, 1)
-            return x[:rows]
+            return x if is_number else x[:rows]
 
         return recursively_apply(gather, data, error_on_other_type=True)
 

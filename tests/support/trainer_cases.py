@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalPrediction
 
 from burst_portable.integrations.accelerate import SequenceParallelism
@@ -32,6 +32,7 @@ FULL: dict[str, dict[str, Any]] = {
     "checkpointed adapters": {"cp_size": 4, "kind": "lora", **CHECKPOINTING},
     "compiled": {"ranks": 2, "cp_size": 2, "torch_compile": True, "torch_compile_backend": "eager"},
     "label smoothing": {"cp_size": 2, "label_smoothing_factor": 0.1},
+    "experts": {"cp_size": 4, "kind": "mixtral"},
     "streamed": {"cp_size": 2, "streamed": True},
     "average of ranks": {"cp_size": 4, "average_tokens_across_devices": False},
 }
@@ -64,10 +65,16 @@ def pad(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(column) for name, column in columns.items()}
 
 
+def logits_of(prediction: Any) -> Any:
+    """Return the logits of a prediction. That of a mixture of experts has its router loss and logits as well."""
+    found = prediction.predictions
+    return next(x for x in found if x.ndim == 3) if isinstance(found, tuple) else found
+
+
 def predicted_labels(prediction: EvalPrediction) -> dict[str, float]:
     """Return the number of labels, and the mean logit at them."""
     is_label = prediction.label_ids != -100
-    picked = prediction.predictions[is_label][:, 5]
+    picked = logits_of(prediction)[is_label][:, 5]
     return {"labels": float(is_label.sum()), "logit": float(picked.mean())}
 
 
@@ -106,13 +113,20 @@ def make_trainer(
         ddp_find_unused_parameters=False,
         **settings,
     )
-    data = {"data_collator": pad, "train_dataset": Stream() if streamed else rows(12), "eval_dataset": rows(held_out)}
+    is_routed = model.config.model_type == "mixtral"  # the router loss would count padding
+    data = {
+        "data_collator": DataCollatorWithFlattening() if is_routed else pad,
+        "train_dataset": Stream() if streamed else rows(12),
+        "eval_dataset": rows(held_out),
+    }
     trainer_class = Trainer if parallelism is None else SequenceTrainer
     return trainer_class(model=model, args=args, compute_metrics=predicted_labels, **data)
 
 
 def model_of(kind: str) -> Any:
-    """Return "llama", or "lora": Llama with adapters."""
+    """Return "llama", "lora": Llama with adapters, or "mixtral" with a router loss."""
+    if kind == "mixtral":
+        return make("mixtral", torch.float32, output_router_logits=True)
     model = make("llama", torch.float32)
     return peft.get_peft_model(model, peft.LoraConfig(**LORA)) if kind == "lora" else model
 
@@ -138,7 +152,7 @@ def results(
         "evaluated": [evaluated[f"eval_{name}"] for name in ("loss", "labels", "logit")],
         "predicted loss": predicted.metrics["test_loss"],
         "labels": torch.from_numpy(predicted.label_ids),
-        "logits": torch.from_numpy(predicted.predictions)[torch.from_numpy(predicted.label_ids) != -100],
+        "logits": torch.from_numpy(logits_of(predicted))[torch.from_numpy(predicted.label_ids) != -100],
         "rows of a step": trainer.get_total_train_batch_size(trainer.args),
         "weights": weights(trainer.model),
     }
@@ -149,7 +163,7 @@ def results(
     found["resumed"] = weights(resumed.model)
     last = str(folder / "checkpoint-3")
     if isinstance(resumed.model, PreTrainedModel):
-        found["loaded"] = weights(LlamaForCausalLM.from_pretrained(last))
+        found["loaded"] = weights(AutoModelForCausalLM.from_pretrained(last))
     else:
         found["loaded"] = weights(peft.PeftModel.from_pretrained(make("llama", torch.float32), last, is_trainable=True))
     return found
