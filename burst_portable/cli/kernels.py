@@ -39,8 +39,11 @@ def kernels(
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"With --warm: {', '.join(DTYPES)}.")] = "bfloat16",
     seq_len: Annotated[
-        int, typer.Option(parser=tokens, metavar=METAVAR, help="With --warm: tokens of the full sequence.")
-    ] = 4096,
+        list[int] | None,
+        typer.Option(
+            parser=tokens, metavar=METAVAR, help="With --warm: tokens of the sequence; repeatable. Default: 4096."
+        ),
+    ] = None,
     ranks: Annotated[int, typer.Option(help="With --warm: ranks that share the sequence.", min=1)] = 1,
     ranks_per_node: RanksPerNode = None,
     strategy: Annotated[
@@ -66,8 +69,7 @@ def kernels(
 
     With --warm, compile the kernels of a model's attention into Triton's cache, forward and backward, so that a job
     compiles none. The target is the GPU of this machine, or that of --target. A job finds the kernels if it has the
-    same Triton, this version of burst_portable, and tokens per rank that are multiples of 16 if those of --seq-len
-    are.
+    same Triton, this version of burst_portable, and a --seq-len and the --ranks that were given.
 
     Examples:
 
@@ -112,7 +114,7 @@ def _warm(
     target: list[str] | None,
     head_dim: list[int] | None,
     dtype: str,
-    seq_len: int,
+    seq_len: list[int] | None,
     ranks: int,
     ranks_per_node: int | None,
     strategy: list[str] | None,
@@ -131,7 +133,7 @@ def _warm(
     from burst_portable.cli import warm
 
     job = warm.Job(
-        model, target[0] if target else warm.default_target(), dtype, seq_len, ranks, ranks_per_node,
+        model, target[0] if target else warm.default_target(), dtype, tuple(seq_len or (4096,)), ranks, ranks_per_node,
         tuple(strategy or ()), tuple(mask or ()), deterministic,
     )  # fmt: skip
     return warm.warm(job, jobs or cores(), json_option)

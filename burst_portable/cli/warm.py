@@ -47,7 +47,7 @@ class Job:
     model: str
     target: str
     dtype: str
-    seq_len: int
+    seq_lens: tuple[int, ...]
     ranks: int
     ranks_per_node: int | None
     strategies: tuple[str, ...]
@@ -126,7 +126,7 @@ def launches_of(job: Job) -> Iterator[Callable[[], None]]:
 
 
 def calls_of(job: Job) -> Iterator[AttentionCall]:
-    """Yield a call for each mask of the job or, by default, of the model's layers. The device is "meta".
+    """Yield a call for each length and mask of the job; by default, each mask of the model. The device is "meta".
 
     Raise `UnsupportedError` if its layers differ in size, and `InputError` for a wrong model or mask.
     """
@@ -135,21 +135,22 @@ def calls_of(job: Job) -> Iterator[AttentionCall]:
     if job.dtype not in DTYPES:
         raise unknown_name("dtype", job.dtype, DTYPES)
     folder = Path(job.model)
-    config = config_of(str(folder / "config.json") if folder.is_dir() else job.model, job.seq_len)
-    named = [mask_of(text, job.seq_len) for text in job.masks]
-    for mask in dict.fromkeys(named or masks_of_layers(config)):
-        described = call_of_sizes(
-            job.seq_len, job.ranks, **sizes_of(config), mask=mask, layout=DEFAULT_LAYOUT, batch=1,
-            itemsize=getattr(torch, job.dtype).itemsize,
-        )  # fmt: skip
-        yield replace(
-            described,
-            dtype=job.dtype,
-            device="meta",
-            softcap=getattr(config, "attn_logit_softcapping", None),
-            deterministic=job.deterministic,
-            sinks=config.model_type in _SINKS,
-        )
+    config = config_of(str(folder / "config.json") if folder.is_dir() else job.model, max(job.seq_lens))
+    for length in job.seq_lens:
+        named = [mask_of(text, length) for text in job.masks]
+        for mask in dict.fromkeys(named or masks_of_layers(config)):
+            described = call_of_sizes(
+                length, job.ranks, **sizes_of(config), mask=mask, layout=DEFAULT_LAYOUT, batch=1,
+                itemsize=getattr(torch, job.dtype).itemsize,
+            )  # fmt: skip
+            yield replace(
+                described,
+                dtype=job.dtype,
+                device="meta",
+                softcap=getattr(config, "attn_logit_softcapping", None),
+                deterministic=job.deterministic,
+                sinks=config.model_type in _SINKS,
+            )
 
 
 def _strategies(job: Job, call: AttentionCall) -> Iterable[Strategy]:

@@ -60,9 +60,10 @@ def rehearse(
 
 
 def compile_ahead(prepared: PreparedCall, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """Compile the kernels of both passes of a call side by side, once for all lengths of a mesh.
+    """Compile the kernels of both passes of a call side by side, once for similar lengths on a mesh.
 
-    Without gradients on one rank there is one kernel, which the launch compiles.
+    Kernels may depend on the length, and on whether it is a multiple of 16. Without gradients on one rank there is one
+    kernel, which the launch compiles.
     """
     kernel, call, plan = prepared.kernel, prepared.part, prepared.plan
     tensors = [x for x in (q, k, v, sinks) if x is not None]
@@ -72,7 +73,8 @@ def compile_ahead(prepared: PreparedCall, mesh: Mesh, q: Tensor, k: Tensor, v: T
         return
     sizes = call.heads, call.kv_heads, call.head_dim, call.v_head_dim, call.dtype
     settings = call.softcap, call.deterministic, call.sinks, prepared.with_lse, gradients
-    key = "compiled", kernel.name, q.device, sizes, settings, plan.strategy, plan.transfer("forward")
+    length = q.shape[1].bit_length(), q.shape[1] % 16 == 0
+    key = "compiled", kernel.name, q.device, sizes, length, settings, plan.strategy, plan.transfer("forward")
     mesh.cached(key, lambda: _compile(prepared, tensors, gradients=gradients))
 
 

@@ -29,7 +29,7 @@ TINY = {
 
 def job_of(tmp_path, fields, **changes):
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    usual = Job(str(tmp_path), "gfx942", "bfloat16", 512, 2, None, ("ring",), (), deterministic=False)
+    usual = Job(str(tmp_path), "gfx942", "bfloat16", (512,), 2, None, ("ring",), (), deterministic=False)
     return replace(usual, **changes)
 
 
@@ -44,6 +44,11 @@ def test_calls_of_model_with_windows_and_softcap(tmp_path):
 def test_calls_of_named_masks_replace_those_of_model(tmp_path):
     calls = list(calls_of(job_of(tmp_path, TINY, masks=("documents:0,100,512", "causal"))))
     assert [call.mask for call in calls] == [Mask.documents([0, 100, 512]), Mask.causal()]
+
+
+def test_calls_of_several_lengths(tmp_path):
+    calls = calls_of(job_of(tmp_path, TINY, masks=("causal",), seq_lens=(512, 8192)))
+    assert [call.layout.length for call in calls] == [512, 8192]
 
 
 def test_calls_of_model_with_latent_attention(tmp_path):
