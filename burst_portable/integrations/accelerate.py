@@ -22,6 +22,7 @@ from burst_portable.mesh import Mesh
 
 AXIS = "cp"
 """Name of the mesh axis. accelerate's data loaders give equal rows to ranks that differ only along it."""
+_ON_CPUS = "without accelerators, pass use_cpu=True to TrainingArguments, or cpu=True to Accelerator"
 
 
 class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerate's names are Any
@@ -132,8 +133,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
             raise InputError(
                 "the product of the sizes must be the number of processes",
                 got=f"{got}{self.dp_shard_size} for {processes} processes",
-                next_step="start with torchrun or accelerate launch; without accelerators, pass use_cpu=True to "
-                "TrainingArguments, or cpu=True to Accelerator",
+                next_step=f"start with torchrun or accelerate launch; {_ON_CPUS}",
             )
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
@@ -148,7 +148,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
             got = "FSDP version 1" if kind == DistributedType.FSDP else kind.value
             raise UnsupportedError("SequenceParallelism needs DDP or FSDP2", got=got, allowed="DDP, FSDP version 2")
         if accelerator.num_processes != self.total_size:
-            raise InputError("accelerate uses a part of the processes", got=accelerator.num_processes)
+            got, allowed = accelerator.num_processes, self.total_size
+            raise InputError("accelerate uses a part of the processes", got=got, allowed=allowed, next_step=_ON_CPUS)
 
     def parallelize(self, model: PreTrainedModel, *, gather_outputs: bool | None = None) -> ShardedModel:
         """Shard the sequences of a model. Call it on all ranks, after the `Accelerator` was created.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -112,6 +114,24 @@ def test_trainer_rejects_unsupported_settings(tmp_path: Path):
         trainer(SequenceParallelism(), torch.nn.Linear(2, 2))
     with pytest.raises(InputError, match="cp_size must be positive; got 0"):
         SequenceParallelism(cp_size=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "words"),
+    [
+        (DistributedType.NO, {}, "part of the processes; got 1; allowed: 2; without accelerators, pass use_cpu=True"),
+        (DistributedType.DEEPSPEED, {}, "needs DDP or FSDP2; got DEEPSPEED"),
+        (DistributedType.FSDP, {}, "needs DDP or FSDP2; got FSDP version 1"),
+        (DistributedType.MULTI_GPU, {"tp_size": 2}, "another model parallelism; got tp_size=2"),
+    ],
+)
+def test_configuration_rejects_accelerators(kind: DistributedType, sizes: dict[str, int], words: str):
+    config = SequenceParallelism(cp_size=2)
+    for name, value in sizes.items():
+        setattr(config, name, value)  # as Trainer does for a model that was loaded with tensor parallelism
+    accelerator: Any = SimpleNamespace(distributed_type=kind, num_processes=1, is_fsdp2=False)
+    with pytest.raises((InputError, UnsupportedError), match=words):
+        config._validate_accelerator(accelerator)
 
 
 def test_trainer_rejects_other_trainers_of_trl_by_name():
