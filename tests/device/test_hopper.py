@@ -127,7 +127,7 @@ def test_hopper_deterministic_backward(dim, heads, kv_heads, mask):
         return made
 
     first, sums = KERNEL.backward_single_call(given, tiles, options), added()
-    for _ in range(10):
+    for _ in range(50):
         assert all(map(torch.equal, first, KERNEL.backward_single_call(given, tiles, options)))
         assert all(map(torch.equal, sums, added()))
     assert all(gap(x, y.double() - 0.25) < 1e-2 for x, y in zip(first, added(deterministic=False), strict=True))
@@ -319,11 +319,9 @@ def test_hopper_large_scores():
     compare(q * 20, k, v, tiles_of("causal", 300))
 
 
-def test_hopper_rejects_deterministic_and_unaligned_calls():
+def test_hopper_rejects_unaligned_outputs():
     q = randn(1, 64, 2, 128)
     tiles = tiles_of("full", 64)
-    with pytest.raises(UnsupportedError, match="deterministic"):
-        KERNEL.attend_backward(BackwardInputs(q, q, q, q, q, out=q), tiles, settings(scale=0.1), into=(q, q, q))
     odd = randn(1, 64, 2, 129, dtype=torch.float32)[..., :128]
     with pytest.raises(UnsupportedError, match="cannot address out"):
         KERNEL.attend(q, q, q, tiles, settings(scale=0.1), state=(odd, fresh_state(q)[1]))

@@ -180,13 +180,15 @@ def _await_turn(place, number):
 
 @gluon.jit
 def _pass_turn(place, following):
-    """Write the number of the next work row to `place` once the additions of this warp are complete.
+    """Write the number of the next work row to `place` once the additions of this warp are visible on the device.
 
-    Only one thread starts additions and waits for them here. The other threads wait for it. The L2 performs additions,
-    so a complete one is before all that start later, without a fence, which would take longer than the additions.
+    Only one thread starts additions and waits for them here. The other threads wait for it. Without the fence, the
+    gradients of equal calls differed on one H200.
     """
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
+        "{ .reg .pred first; .reg .b32 lane; cp.async.bulk.wait_group 0; fence.acq_rel.gpu; "
+        "bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+        "@first st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, $2; }",
         "=&r,l,r", [place, following], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 

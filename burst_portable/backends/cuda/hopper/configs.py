@@ -188,12 +188,13 @@ class Pass(NamedTuple):
         """Query heads that share one K/V head."""
         return self.heads // self.kv_heads
 
-    def ends_late(self, table: LaunchTable, late: float = LATE) -> bool:
-        """Return whether the last program may end much later than the rest, if each computes all heads of a group.
+    def ends_late(self, table: LaunchTable) -> bool:
+        """Return whether the last program may end much later than the rest, if each computes all heads of a group."""
+        return self.longest_takes(table, LATE)
 
-        This is so if it takes more than 1/late of the mean work of a multiprocessor.
-        """
-        return table.longest * self.group * late * self.processors > table.total * self.all_heads
+    def longest_takes(self, table: LaunchTable, part: float) -> bool:
+        """Return whether the longest program takes over 1/part of a multiprocessor's mean work, computing a group."""
+        return table.longest * self.group * part * self.processors > table.total * self.all_heads
 
 
 def forward_cut(tiles: Tiles, about: Pass, *, every_block: bool) -> tuple[ForwardConfig, LaunchTable]:

@@ -336,7 +336,7 @@ def split_divides(tiles: Tiles, about: Pass, config: SplitConfig) -> bool:
     them would end late. With 4,096 tokens and 4 K/V heads of 256, the backward was 1.2 times as fast on one H100.
     """
     table = backward_table(tiles, about.rows, config.BN, KEY_BLOCK, about.keys)
-    return about.group > 1 and about.ends_late(table, SPLIT_LATE)
+    return about.group > 1 and about.longest_takes(table, SPLIT_LATE)
 
 
 def _upload(table: LaunchTable, device: torch.device) -> Tensor:
