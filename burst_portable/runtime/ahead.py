@@ -68,7 +68,7 @@ def compile_ahead(prepared: PreparedCall, mesh: Mesh, q: Tensor, k: Tensor, v: T
     kernel, call, plan = prepared.kernel, prepared.part, prepared.plan
     tensors = [x for x in (q, k, v, sinks) if x is not None]
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    real = q.device.type != "cpu" and all(type(x) in (Tensor, Parameter) and not x.is_meta for x in tensors)
+    real = all(type(x) in (Tensor, Parameter) and not x.is_meta for x in tensors)
     if not (kernel.traits.compiles_ahead and mesh.config.compile_ahead and real) or not (gradients or mesh.size > 1):
         return
     sizes = call.heads, call.kv_heads, call.head_dim, call.v_head_dim, call.dtype

@@ -133,7 +133,7 @@ def compile_kernels(
         done.append(made)
         on_kernel(made)
 
-    builds_host_code = chip.backend == "cuda" and _has_libcuda()
+    builds_host_code = chip.compiles_launchers and _has_libcuda()
     if builds_host_code:
         from triton.backends.nvidia.driver import CudaUtils  # absent from builds for ROCm
 

@@ -64,6 +64,11 @@ class Chip:
         """Return the name of the backend that runs it."""
         return {"cuda": "cuda", "hip": "rocm"}[self.target.backend]
 
+    @property
+    def compiles_launchers(self) -> bool:
+        """Return whether Triton compiles host code that launches a kernel, and this package can compile it ahead."""
+        return {"cuda": True, "hip": False}[self.target.backend]
+
 
 TARGETS = {
     "sm_80": Chip(GPUTarget("cuda", 80, 32), r"mma\.sync[.\w]*", 163 * KIB, 164 * KIB),
