@@ -85,7 +85,7 @@ def print_tables(results: list[Result], hosts: HostTimes) -> None:
 
 
 def print_matrix(results: list[Result]) -> None:
-    """Print one line a row: what `auto` took, its speed, and the best other provider by the time of both passes."""
+    """Print one line per row: the kernel that `auto` took, its speed, and the best other provider by both passes."""
     for row in dict.fromkeys(r.row for r in results):
         here = {r.provider: r for r in results if r.row == row}
         timed = {name: r for name, r in here.items() if r.tflops}

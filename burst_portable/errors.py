@@ -1,4 +1,4 @@
-"""Define every error that this library raises on purpose. docs/troubleshooting.md says what to do about each."""
+"""Define every error that this library raises on purpose. docs/troubleshooting.md describes what to do about each."""
 
 from __future__ import annotations
 

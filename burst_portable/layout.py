@@ -306,7 +306,7 @@ class _Dealt:
 
 _CHUNKS = (4, 8, 16, 32)
 """Chunks per rank that are tried. More of them balance better, but make more tiles and more rows to send."""
-_EVEN = 1.01  # ratio of a rank's pairs to the mean, up to which it may be chosen for what it holds already
+_EVEN = 1.01  # ratio of a rank's pairs to the mean, up to which it may be chosen for the rows that it holds
 _SWAPPING = 8  # ranks with the fewest pairs, with which the busiest one may swap chunks
 _LARGEST_SEARCH = 1 << 17  # chunks times ranks; above this, chunks are dealt by their pairs alone
 

@@ -38,7 +38,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the compiler says of one build."""
+    """Compiler output of one build."""
 
     name: str
     registers: int

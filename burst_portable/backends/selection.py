@@ -243,7 +243,7 @@ def hardware_of(
 
 
 def machines(ranks: int) -> dict[str, MeasuredHardware]:
-    """Return the measured rates of machines that backends know, by name. It imports all backends and torch."""
+    """Return the measured rates of machines that backends list, by name. It imports all backends and torch."""
     found: dict[str, MeasuredHardware] = {}
     for name in known():
         try:

@@ -176,7 +176,7 @@ def _hardware(
 
 
 def _measured(file: str, ranks: int) -> MeasuredHardware:
-    """Return the hardware of a file, or of a machine that a backend knows by this name."""
+    """Return the hardware of a file, or of a machine that a backend lists by this name."""
     if Path(file).exists():
         return read_hardware_spec(file)
     names = machines(ranks)

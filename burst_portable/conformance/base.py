@@ -119,7 +119,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong. A skipped test is not wrong."""
+        """Return whether nothing is wrong. A skipped test is not wrong."""
         return not self.wrong and not self.too_large
 
     @property

@@ -98,12 +98,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether at least one test ran and none failed."""
+        """Return whether at least one test ran and none failed."""
         return bool(self.results) and not self.failures and any(not r.skipped for r in self.results)
 
     @property
     def conforms(self) -> bool:
-        """Whether `ok` is true, all tests were selected, and each kernel of the backend computed in some test."""
+        """Return whether `ok` is true, all tests were selected, and each kernel of the backend computed in one."""
         return self.ok and not self.selection and not self.not_examined
 
     @property

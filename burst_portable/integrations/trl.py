@@ -31,7 +31,7 @@ class _Counted(SequenceTrainer):
         rows = 0 if loader is None else loader.remainder
         try:
             if loader is not None:
-                loader.remainder = 0  # in the last batch, only so many ranks' counts would enter the means
+                loader.remainder = 0  # a remainder would cut the counts of other ranks from the means
             loss = super().compute_loss(model, inputs, *arguments, **named)
         finally:
             if loader is not None:

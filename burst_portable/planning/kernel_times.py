@@ -77,7 +77,7 @@ class KernelTimes:
     def ranked(self, backend: str, call: AttentionCall) -> tuple[list[str], str]:
         """Return the names of the kernels, fastest first, and the source of the times.
 
-        If no row is like the call, the list is empty and the text says so.
+        If no row is like the call, the list is empty and the text states it.
         """
         rows = [row for row in self.rows if row.is_like(call)] if backend == self.backend else []
         if not rows:

@@ -261,12 +261,12 @@ class PassPlan:
 
     @property
     def name(self) -> PassName:
-        """Which pass it is. Only the backward pass sends gradients."""
+        """Return which pass it is. Only the backward pass sends gradients."""
         return "forward" if self.gradient_route is None else "backward"
 
     @property
     def trims(self) -> bool:
-        """Whether a member receives only the rows that it needs, and sends only their gradients back."""
+        """Return whether a member receives only the rows that it needs, and sends only their gradients back."""
         return self.route.trims and (self.gradient_route is None or self.gradient_route.trims)
 
     def _inputs(self, side: Side, member: int) -> Iterator[Move]:
@@ -421,20 +421,20 @@ class Plan:
 
     @property
     def direct(self) -> bool:
-        """Whether no rank forwards a message: each goes from the rank that computed it to the rank that uses it."""
+        """Return whether no rank forwards a message: each goes from the rank that computed it to its user."""
         if self.ring_size == 1 and self.heads:
             return True
         return self.forward.trims and self.backward.trims
 
     @property
     def overlaps_communication(self) -> bool:
-        """Whether messages are in flight while kernels compute."""
+        """Return whether messages are in flight while kernels compute."""
         only_exchanges = self.heads is not None and self.ring_size == 1 and self.head_groups == 1
         return self.call.ranks > 1 and not only_exchanges
 
     @property
     def saves_more(self) -> bool:
-        """Whether the backward pass needs tensors of the forward pass besides q, k, v, out and LSE of this rank."""
+        """Return whether the backward pass needs more of the forward pass than q, k, v, out and LSE of this rank."""
         return self.heads is not None or self.score_rows
 
     @property
@@ -444,7 +444,7 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """How often the steps of a pass run: for each group of heads, or for K and V if they are sent separately."""
+        """Return how often the steps run: for each group of heads, or for K and V if they are sent separately."""
         return self.head_groups * len(self.tensors)
 
     @property

@@ -51,7 +51,7 @@ class Move(NamedTuple):
 
     @property
     def is_result(self) -> bool:
-        """Whether it returns results to the owner of the block."""
+        """Return whether it returns results to the owner of the block."""
         return self.is_gradient or self.is_partial
 
     @property
@@ -153,7 +153,7 @@ class Route(Protocol):
 
     @property
     def trims(self) -> bool:
-        """Whether a message contains only the rows that its receiver needs. True if no rank forwards a block."""
+        """Return whether a message contains only the rows that its receiver needs. True if no rank forwards a block."""
 
     @property
     def local_first_share(self) -> float:

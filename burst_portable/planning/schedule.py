@@ -116,7 +116,7 @@ class Step:
 
     @property
     def joins_local(self) -> bool:
-        """Whether one launch computes with the local block and blocks that arrived. The local block is behind them."""
+        """Return whether one launch computes with blocks that arrived and, behind them, the local block."""
         return self.compute is not None and len(self.compute.blocks) > len(self.arrivals) > 0
 
     @property
@@ -126,7 +126,7 @@ class Step:
 
     @property
     def has_moves(self) -> bool:
-        """Whether the rank waits for, sends or receives a message."""
+        """Return whether the rank waits for, sends or receives a message."""
         return any(getattr(self, name) for name in _MOVES)
 
 

@@ -153,7 +153,7 @@ class Tile:
 
     @property
     def full(self) -> bool:
-        """Whether all pairs of the box are visible."""
+        """Return whether all pairs of the box are visible."""
         return self.lo <= self.q_start - self.k_stop + 1 and self.hi >= self.q_stop - 1 - self.k_start
 
     def shifted(self, rows: int, columns: int) -> Tile:

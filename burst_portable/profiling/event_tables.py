@@ -208,7 +208,7 @@ class PlanLocation(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """Whether a kernel runs here; otherwise blocks are communicated or copied."""
+        """Return whether a kernel runs here; otherwise blocks are communicated or copied."""
         return " x " in self.activity
 
     @classmethod

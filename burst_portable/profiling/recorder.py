@@ -122,7 +122,7 @@ class Recorder:
 
     @property
     def is_basic(self) -> bool:
-        """Whether only kernels and waits are recorded, and only the latest."""
+        """Return whether only kernels and waits are recorded, and only the latest."""
         return self.level == "basic"
 
     def clock(self, device: torch.device) -> HostClock:

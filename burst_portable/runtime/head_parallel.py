@@ -69,7 +69,7 @@ class Reshard:
 
     @property
     def persistent(self) -> bool:
-        """Whether received tensors stay unchanged after the pass."""
+        """Return whether received tensors stay unchanged after the pass."""
         return self.to_plan is not None or self.transport.persistent_inbox
 
     def copying(self) -> AbstractContextManager[object]:

@@ -44,7 +44,7 @@ class Machine:
 
     @property
     def hides_exchanges(self) -> bool:
-        """Whether an all-to-all is worth splitting, so that kernels overlap its parts."""
+        """Return whether an all-to-all is worth splitting, so that kernels overlap its parts."""
         return bool(self.hardware.peer_copy_bandwidth) or bool(
             self.hardware.p2p_bandwidth and self.hardware.comm_slowdown[0] < _SMALL_SLOWDOWN
         )

@@ -2,8 +2,8 @@
 
 Loaders that give each process different batches (a dispatcher, a streaming dataset) give ranks of one sequence
 different rows of equal shape. Attention would combine them without an error. Each shard therefore has a checksum of
-the undivided batch. Before the model runs, ranks compare it, the number of labels by which the loss is divided, a
-checksum of a few parameters, and the outputs that will be gathered: 32 bytes per rank and call.
+the undivided batch. Before the model runs, ranks compare it and the number of labels by which the loss is divided. They
+also compare a checksum of a few parameters, and the outputs that will be gathered: 32 bytes per rank and call.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class ShardedModel:
 
     @property
     def shifts_labels(self) -> bool:
-        """Whether a token is compared with the label of the next one: true for all models but encoders."""
+        """Return whether a token is compared with the label of the next one: true for all models but encoders."""
         return shifts_labels(loss_of(self.model))
 
     def __enter__(self) -> ShardedModel:
@@ -471,7 +471,7 @@ class ShardedModel:
 
     @property
     def _has_pending_attentions(self) -> bool:
-        """Whether other ranks expect attentions of this call that did not begin on this rank."""
+        """Return whether other ranks expect attentions of this call that did not begin on this rank."""
         return self.attended < self._attentions and not self.attending
 
     def _sequence(self, rows: int, seq_len: int | None, cu_seqlens: Any, padded: bool) -> CallSequence:

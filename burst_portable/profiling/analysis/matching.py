@@ -65,7 +65,7 @@ class Messages:
 
     @property
     def is_observed(self) -> NDArray[np.bool_]:
-        """Whether a stream or a waiting receiver observed the arrival. Other messages arrived earlier.
+        """Return whether a stream or a waiting receiver observed the arrival. Other messages arrived earlier.
 
         A receiver that began to wait before both ends had posted did wait. If it began later, the message may have
         arrived already: then the wait is as short as the overhead of the call, or the host was delayed.
