@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "examples" / "backend_package"
 def environment(tmp_path_factory):
     """Return the environment of a process in which the package is installed."""
     site = pip_install(EXAMPLE, tmp_path_factory.mktemp("example"))
-    return environment_of_children(PYTHONPATH=f"{site}:{ROOT}")
+    return environment_of_children(PYTHONPATH=f"{site}:{ROOT}", OMP_NUM_THREADS="1")
 
 
 def started(environment, *arguments):

@@ -21,7 +21,7 @@ CALL = ("--seq-len", "4096", "--ranks", "4", "--heads", "8")
 def environment(tmp_path_factory):
     """Return the environment of a process in which the package is installed."""
     site = pip_install(EXAMPLE, tmp_path_factory.mktemp("example"))
-    return environment_of_children(PYTHONPATH=f"{site}:{ROOT}")
+    return environment_of_children(PYTHONPATH=f"{site}:{ROOT}", OMP_NUM_THREADS="1")
 
 
 def run(environment, *arguments):
