@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burst_portable.backends.cuda.driver import Ready
-from burst_portable.backends.cuda.hopper import configs, launch
+from burst_portable.backends.cuda.hopper import configs
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs
@@ -137,7 +137,7 @@ def test_hopper_deterministic_backward(dim, heads, kv_heads, mask):
 @pytest.mark.parametrize(("dim", "value_dim"), [(160, 160), (192, 128), (256, 256)])
 @pytest.mark.parametrize("mask", ["causal", "window:300", "documents:0,700,711,1500,2000"])
 def test_hopper_large_heads_divided_by_query_head(dim, value_dim, mask, monkeypatch):
-    monkeypatch.setattr(launch, "SPLIT_LATE", 1e9)
+    monkeypatch.setattr(configs, "SPLIT_LATE", 1e9)
     hopper_cases.new_kernel(monkeypatch)
     q, k, v = inputs(2, 2000, 8, 2, dim, value_dim)
     compare(q, k, v, tiles_of(mask, 2000))

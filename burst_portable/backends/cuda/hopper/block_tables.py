@@ -42,7 +42,7 @@ _WORK = 16  # int32 values per work row
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # entry of a masked block without visible pairs
 SHORT = 64  # inner blocks; an outer block that visits at most this many need not be divided
 _LONG = 4  # outer blocks; a block starts at the start of each document that is at least this long
-_NOBODY = -1  # next visitor of an inner block that no further work row visits
+_NO_VISITOR = -1  # next visitor of an inner block that no further work row visits
 _PART = 8  # inner blocks; adding the gradients of a shorter part takes more time than the division saves
 
 # Query blocks of one head that run at the same time. Each starts 1 MiB of K and V after the previous one.
@@ -295,7 +295,7 @@ def _pack_ordered(collected: dict[Span, _Block], inner_blocks: int, inner: int, 
     Outer blocks have the order of their indices. So those of one document run at the same time and share the L2.
     """
     order = sorted(collected.items(), key=lambda item: item[0])
-    following = [_NOBODY] * inner_blocks  # the next visitor of each inner block, from the last work row to the first
+    following = [_NO_VISITOR] * inner_blocks  # of each inner block, from the last work row to the first
     visited: list[list[tuple[int, int, int]]] = []
     for number in reversed(range(len(order))):
         block = order[number][1]
@@ -304,14 +304,14 @@ def _pack_ordered(collected: dict[Span, _Block], inner_blocks: int, inner: int, 
         for start, count in reversed(runs):
             first = start // inner
             pieces[:0] = [
-                (at * inner, length, next_visitor) for at, length, next_visitor in _constant(following, first, count)
+                (at * inner, length, visitor) for at, length, visitor in _equal_parts(following, first, count)
             ]
             following[first : first + count] = [number] * count
         visited.append(pieces)
     return _pack(order, peel=False, long=long, visited=visited[::-1], visitors=tuple(following))
 
 
-def _constant(values: list[int], first: int, count: int) -> Iterator[tuple[int, int, int]]:
+def _equal_parts(values: list[int], first: int, count: int) -> Iterator[tuple[int, int, int]]:
     """Yield (index, length, value) of the longest parts of values[first : first + count] with one value."""
     at = first
     for value, equal in groupby(values[first : first + count]):

@@ -21,6 +21,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     forward_value_panels,
     panels,
     split_configs,
+    split_divides,
 )
 from burst_portable.backends.cuda.hopper.launch import (
     PreparedLaunch,
@@ -28,7 +29,6 @@ from burst_portable.backends.cuda.hopper.launch import (
     compiled_kernels,
     forward_launch,
     sizes_of,
-    split_divides,
     split_launch,
     writing_launches,
 )
@@ -268,7 +268,7 @@ class HopperKernel(Kernel):
             )  # fmt: skip
 
     def _divides(self, tiles: Tiles, about: Pass, config: SplitConfig, deterministic: bool) -> bool:
-        """Return `launch.split_divides`, or False if the order of additions must be the same in each launch."""
+        """Return `configs.split_divides`, or False if the order of additions must be the same in each launch."""
         return not deterministic and self._split_divides(tiles, about, config)
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ def _launch_backward(
     q, q_rows = compiled.aligned_panels("q", q, config.BM, head)
     k, k_rows = compiled.aligned_panels("k", k, 64, head)
     v, v_rows = compiled.aligned_panels("v", v, 64, values)
-    row_blocks, order = 0, launch.table
+    row_blocks, order = 0, launch.table  # not read without an order
     if launch.visitors is not None:
         row_blocks = launch.visitors.numel()
         order = launch.visitors.repeat(q.shape[0] * q.shape[2])

@@ -236,7 +236,6 @@ def compiled_kernels() -> Compiled:
     return Compiled()
 
 
-SPLIT_LATE = 1.5  # a program of the split backward may take at most 1/1.5 of the mean work of a multiprocessor
 _L2_SHARE = 8 << 20  # maximum bytes in the L2 of K and V (backward: Q and dO) of the heads that run at the same time
 
 C = TypeVar("C", ForwardConfig, BackwardCut, SplitConfig)
@@ -327,16 +326,6 @@ def split_launch(
         side = _side_by_side(heads // span, group // span, about.rows * about.dim * 4 * group)
     grid = (side, table.blocks, about.all_heads // span // side)
     return PreparedLaunch(config, _upload(table, device), grid, (about.all_heads, heads, group, span, side))
-
-
-def split_divides(tiles: Tiles, about: Pass, config: SplitConfig) -> bool:
-    """Return whether `split_backward` is faster if each query head has its own programs for dK and dV.
-
-    Their sums are then added in float32. This is so if few programs compute whole groups of heads, and the longest of
-    them would end late. With 4,096 tokens and 4 K/V heads of 256, the backward was 1.2 times as fast on one H100.
-    """
-    table = backward_table(tiles, about.rows, config.BN, KEY_BLOCK, about.keys)
-    return about.group > 1 and about.longest_takes(table, SPLIT_LATE)
 
 
 def _upload(table: LaunchTable, device: torch.device) -> Tensor:

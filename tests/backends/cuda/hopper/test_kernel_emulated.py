@@ -177,7 +177,7 @@ def test_emulated_backward_without_order_varies(monkeypatch):
 
 @pytest.mark.parametrize("single_call", [True, False])
 def test_emulated_large_heads_divided_by_query_head(single_call, machine, monkeypatch):
-    monkeypatch.setattr(launch, "SPLIT_LATE", 1e9)
+    monkeypatch.setattr(configs, "SPLIT_LATE", 1e9)
     found, exact = gradients_in_orders("causal", 192, single_call, monkeypatch, deterministic=False)
     for made in found:
         assert all(gap(x - 0.25, y - 0.25) < 1e-2 for x, y in zip(made, exact, strict=True))
