@@ -168,3 +168,26 @@ def ring_plan(
         backward=make_pass_plan(call, side, backward_route, backward_route, stride, rounds_gradients),
         reason=reason,
     )
+
+
+def kv_plan(
+    call: AttentionCall,
+    strategy: str,
+    make: Callable[..., Route],
+    local_block_order: LocalBlockOrder,
+    gradient_comm_dtype: GradientCommDtype,
+) -> Plan:
+    """Return a plan that sends K and V in both passes.
+
+    `make(local_first_share=...)` returns a route. The share of `local_block_order` is that of the backward pass.
+    """
+    rounds_gradients = should_round_gradients(call, gradient_comm_dtype)
+    share = local_first_share(call, local_block_order, "kv", rounds_gradients=rounds_gradients)
+    return ring_plan(
+        call,
+        strategy,
+        side="kv",
+        route=make(),
+        backward_route=make(local_first_share=share),
+        rounds_gradients=rounds_gradients,
+    )

@@ -31,14 +31,7 @@ from functools import partial
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.strategies.base import (
-    Machine,
-    Strategy,
-    local_first_share,
-    make_route,
-    ring_plan,
-    should_round_gradients,
-)
+from burst_portable.strategies.base import Machine, Strategy, kv_plan, make_route
 from burst_portable.strategies.options import GRADIENT_COMM_DTYPE, GradientCommDtype, Option, option
 
 
@@ -60,18 +53,9 @@ class DispatchStrategy(Strategy):
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        rounds_gradients = should_round_gradients(call, self.gradient_comm_dtype)
         blocks = max(1, -(-(call.ranks - 1) // self.stages))
         make = partial(make_route, call.ranks, "direct", 1, blocks)
-        share = local_first_share(call, "split", "kv", rounds_gradients=rounds_gradients)
-        return ring_plan(
-            call,
-            self.name,
-            side="kv",
-            route=make(),
-            backward_route=make(local_first_share=share),
-            rounds_gradients=rounds_gradients,
-        )
+        return kv_plan(call, self.name, make, "split", self.gradient_comm_dtype)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:

@@ -32,14 +32,7 @@ from functools import partial
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.strategies.base import (
-    Machine,
-    Strategy,
-    local_first_share,
-    make_route,
-    ring_plan,
-    should_round_gradients,
-)
+from burst_portable.strategies.base import Machine, Strategy, kv_plan, make_route
 from burst_portable.strategies.options import (
     BLOCKS_PER_LAUNCH,
     GRADIENT_COMM_DTYPE,
@@ -68,17 +61,8 @@ class RingStrategy(Strategy):
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        rounds_gradients = should_round_gradients(call, self.gradient_comm_dtype)
-        share = local_first_share(call, self.local_block_order, "kv", rounds_gradients=rounds_gradients)
         make = partial(make_route, call.ranks, self.transfer, self.prefetch_steps, self.blocks_per_launch)
-        return ring_plan(
-            call,
-            self.name,
-            side="kv",
-            route=make(),
-            backward_route=make(local_first_share=share),
-            rounds_gradients=rounds_gradients,
-        )
+        return kv_plan(call, self.name, make, self.local_block_order, self.gradient_comm_dtype)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
