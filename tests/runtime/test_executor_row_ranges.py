@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-import burst_portable as bp
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.oracle import find_violations
-from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
+from tests.support.attention_cases import check_on_threads, sent_and_planned
 from tests.support.row_ranges import LENGTH, MASKS, scattered
-from tests.support.thread_peers import World, run_peers
 
 
 @dataclass(frozen=True)
@@ -43,15 +40,7 @@ CASES = [
 @pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_several_ranges_of_rows_match_the_oracle(case, peers):
-    inputs = make_inputs(case)
-    exact, plain = expected(case, inputs)
-
-    def work(mesh):
-        return on_one_rank(mesh, case, inputs)
-
-    world = World(case.ranks, delay=2e-3, seed=1)
-    for answer in run_peers(world, work) if peers else bp.run_threads(case.ranks, work):
-        assert find_violations(answer, exact, plain, case.dtype) == {}
+    check_on_threads(case, peers=peers)
 
 
 def test_queries_of_the_last_case_are_sent_in_several_ranges():

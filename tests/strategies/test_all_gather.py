@@ -9,7 +9,6 @@ import torch
 
 import burst_portable as bp
 from burst_portable.conformance.cases import MASKS, Case
-from burst_portable.conformance.oracle import find_violations
 from burst_portable.errors import UnsupportedError
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
@@ -17,9 +16,8 @@ from burst_portable.planning.plans import PASSES
 from burst_portable.planning.schedule import interleave_groups
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.all_gather import AllGatherStrategy
-from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
+from tests.support.attention_cases import check_on_threads, sent_and_planned
 from tests.support.live_memory import measured
-from tests.support.thread_peers import World, run_peers
 
 HARDWARE = HardwareSpec(tflops=600.0, intra_node_bandwidth=200.0)
 CASES = [
@@ -35,15 +33,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_gather_matches_oracle(case, peers):
     """Heads are in 1, 3 or 4 groups. In the fourth case, most ranks need no message."""
-    inputs = make_inputs(case)
-    exact, plain = expected(case, inputs)
-
-    def work(mesh):
-        return on_one_rank(mesh, case, inputs)
-
-    world = World(case.ranks, delay=2e-3, seed=1)
-    for answer in run_peers(world, work) if peers else bp.run_threads(case.ranks, work):
-        assert find_violations(answer, exact, plain, case.dtype) == {}
+    check_on_threads(case, peers=peers)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])

@@ -12,15 +12,13 @@ import torch
 import burst_portable as bp
 from burst_portable.bench.masks import MASKS as BENCH_MASKS
 from burst_portable.conformance.cases import MASKS, Case
-from burst_portable.conformance.oracle import find_violations
 from burst_portable.mask import Mask, Region
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.dispatch import DispatchStrategy
-from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
-from tests.support.thread_peers import World, run_peers
+from tests.support.attention_cases import check_on_threads, sent_and_planned
 
 HARDWARE = HardwareSpec(tflops=600.0, intra_node_bandwidth=200.0)
 LENGTH = 32768
@@ -84,15 +82,7 @@ def test_dispatched_layout_balances_the_masks_of_the_benchmark(name):
 @pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dispatch_matches_oracle(case, peers):
-    inputs = make_inputs(case)
-    exact, plain = expected(case, inputs)
-
-    def work(mesh):
-        return on_one_rank(mesh, case, inputs)
-
-    world = World(case.ranks, delay=2e-3, seed=1)
-    for answer in run_peers(world, work) if peers else bp.run_threads(case.ranks, work):
-        assert find_violations(answer, exact, plain, case.dtype) == {}
+    check_on_threads(case, peers=peers)
 
 
 @pytest.mark.parametrize("layout", ["dispatched", "zigzag", "striped"])

@@ -20,9 +20,8 @@ from burst_portable.planning.routes import DirectRoute, RingRoute
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.distflash import DistFlashStrategy, EarlyRanks
 from burst_portable.strategies.registry import make_strategy
-from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
+from tests.support.attention_cases import check_on_threads, expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.plans import make_plan
-from tests.support.thread_peers import World, run_peers
 
 S = 128  # tokens per rank
 CAUSAL = Case(strategy="distflash", layout="contiguous", ranks=4, length=107, batch=1)
@@ -117,15 +116,7 @@ CASES = [
 @pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_helpers_return_results_that_match_the_oracle(case, peers):
-    inputs = make_inputs(case)
-    exact, plain = expected(case, inputs)
-
-    def work(mesh):
-        return on_one_rank(mesh, case, inputs)
-
-    world = World(case.ranks, delay=2e-3, seed=1)
-    for answer in run_peers(world, work) if peers else bp.run_threads(case.ranks, work):
-        assert find_violations(answer, exact, plain, case.dtype) == {}
+    check_on_threads(case, peers=peers)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -10,7 +10,6 @@ import torch
 
 import burst_portable as bp
 from burst_portable.conformance.cases import MASKS, Case
-from burst_portable.conformance.oracle import find_violations
 from burst_portable.errors import UnsupportedError
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
@@ -19,10 +18,9 @@ from burst_portable.planning.plans import PASSES
 from burst_portable.planning.verify import verify
 from burst_portable.profiling.ablation import ablate
 from burst_portable.strategies.ring_self_attention import RingSelfAttentionStrategy
-from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
+from tests.support.attention_cases import check_on_threads, sent_and_planned
 from tests.support.live_memory import HEADS, LENGTH, measured
 from tests.support.plans import make_plan
-from tests.support.thread_peers import World, run_peers
 
 HARDWARE = HardwareSpec(tflops=600.0, intra_node_bandwidth=200.0)
 CASE = Case(strategy="ring_self_attention", ranks=4, batch=1)
@@ -35,24 +33,11 @@ CASES = [
 ]
 
 
-def run(case: Case, *, peers: bool) -> None:
-    """Compute a case on threads, over messages or emulated peer copies, and compare it with float64."""
-    inputs = make_inputs(case)
-    exact, plain = expected(case, inputs)
-
-    def work(mesh):
-        return on_one_rank(mesh, case, inputs)
-
-    world = World(case.ranks, delay=2e-3, seed=1)
-    for answer in run_peers(world, work) if peers else bp.run_threads(case.ranks, work):
-        assert find_violations(answer, exact, plain, case.dtype) == {}
-
-
 @pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ring_self_attention_matches_oracle(case, peers):
     """Windows and documents interrupt the rings, so an owner receives gradients from several ranks at once."""
-    run(case, peers=peers)
+    check_on_threads(case, peers=peers)
 
 
 @pytest.mark.full
@@ -61,7 +46,7 @@ def test_ring_self_attention_matches_oracle(case, peers):
 def test_ring_self_attention_over_peer_copies_matches_oracle(layout, ranks):
     """Conformance has the same product over messages."""
     for mask, heads in product(MASKS, ("gqa", "wide_values")):
-        run(replace(CASE, mask=mask, layout=layout, ranks=ranks, heads=heads), peers=True)
+        check_on_threads(replace(CASE, mask=mask, layout=layout, ranks=ranks, heads=heads), peers=True)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])

@@ -15,6 +15,7 @@ from burst_portable.conformance.oracle import Answer
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES
+from tests.support.thread_peers import World, run_peers
 
 
 @dataclass(frozen=True)
@@ -115,3 +116,16 @@ def sent_and_planned(
     costs = plan_cost(plan, HardwareSpec(1.0, 1.0)).per_rank
     planned = [sum(costs[name][rank].sent for name in PASSES) for rank in range(case.ranks)]
     return [sent[rank] for rank in range(case.ranks)], planned
+
+
+def check_on_threads(case: Case, *, peers: bool) -> None:
+    """Compute a case on threads, over messages or emulated peer copies, and compare it with float64."""
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+
+    def work(mesh: bp.Mesh) -> Answer:
+        return on_one_rank(mesh, case, inputs)
+
+    world = World(case.ranks, delay=2e-3, seed=1)
+    for answer in run_peers(world, work) if peers else bp.run_threads(case.ranks, work):
+        assert oracle.find_violations(answer, exact, plain, case.dtype) == {}
