@@ -1,0 +1,65 @@
+"""Test Lightning on two ranks that share sequences, against one device, and on four ranks, against its DDP."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+FULL = ["fsdp", "own head", "checkpointed", "resumed", "manual"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def run(*command: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_same(folder: Path, names: list[str], sequences: int = 1) -> None:
+    """Check logged numbers, norms of gradients, a validation, a prediction and weights. Ranks also check errors."""
+    run("-m", "tests.support.lightning_ranks", str(folder), str(sequences), *names)
+    logged: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}  # float32
+    for name in names:
+        for rank in range(2 * sequences):
+            found = torch.load(folder / f"{name} {rank}.pt")
+            expected = torch.load(folder / f"{name} {2 * sequences + rank // 2}.pt")
+            for key, value in expected.items():
+                options = logged if key in ("logged", "validated") else {"rtol": 1e-9, "atol": 1e-11}
+                torch.testing.assert_close(found[key], value, **options)
+            assert found["logged"]["tokens"] == 172
+
+
+def test_lightning_equals_one_device(tmp_path: Path):
+    assert_same(tmp_path, ["fit"])
+
+
+@pytest.mark.full
+def test_lightning_with_options_equals_one_device(tmp_path: Path):
+    assert_same(tmp_path, FULL)
+
+
+@pytest.mark.full
+def test_lightning_with_two_sequences_equals_data_parallel(tmp_path: Path):
+    assert_same(tmp_path, ["fit", *FULL], sequences=2)
+
+
+@pytest.mark.full
+def test_lightning_example_equals_one_device():
+    def losses(devices: str) -> list[float]:
+        found = re.search(r"^losses: (.*)$", run("examples/train_with_lightning.py", "--devices", devices), re.M)
+        assert found
+        return [float(x) for x in found[1].split()]
+
+    assert losses("2") == pytest.approx(losses("1"), rel=2e-6)
