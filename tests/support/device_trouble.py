@@ -25,6 +25,7 @@ import burst_portable as bp
 from burst_portable.backends.selection import for_device
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
+from burst_portable.runtime.prepared_call import PreparedCall
 from burst_portable.strategies.registry import make_strategy
 
 DEADLINE = 5.0
@@ -105,7 +106,8 @@ def stress(rank: int, device: torch.device, config: Config, *, groups: bool = Fa
         for job, one, other in zip(jobs, calm, hurried, strict=True):
             if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
                 wrong.append(f"turn {turn}: {job}")
-    names = sorted({call.transport.name for mesh in meshes for call in mesh._calls.values()})
+    kept = (entry for mesh in meshes for entry in mesh._calls.values())
+    names = sorted({call.transport.name for call in kept if isinstance(call, PreparedCall)})
     return {"wrong": wrong, "transports": names}
 
 

@@ -140,7 +140,10 @@ def compare_yielding(q, k, v, tiles):
 
 
 def compare_unaligned(q, k, v, dout, tiles):
-    """Compare inputs that TMA cannot address: odd strides, an odd offset, one batch entry for all."""
+    """Compare inputs that TMA cannot address: odd strides, an odd offset, one batch entry for all.
+
+    Then write two results into the same tensor. A descriptor of the copies of the first call would be wrong.
+    """
 
     def odd_steps(x):
         wide = torch.full((*x.shape[:3], x.shape[3] + 1), torch.nan, device=x.device, dtype=x.dtype)
@@ -160,6 +163,16 @@ def compare_unaligned(q, k, v, dout, tiles):
         *inputs, gradient = (ways[(i + turn) % len(ways)](x) for i, x in enumerate((q, k, v, dout)))
         compare_forward(*inputs, tiles)
         compare_backward(*inputs, tiles, dout=gradient)
+        options = settings(scale=1 / math.sqrt(q.shape[-1]))
+        batch, rows, heads, _ = q.shape
+        out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(batch, heads, rows, dtype=torch.float32)
+        for _ in range(2):
+            KERNEL.attend_into(*inputs, tiles, options, out, lse)
+            expected = KERNEL.attend(*(x.contiguous() for x in inputs), tiles, options, out_dtype=q.dtype)
+            assert torch.equal(out, expected[0])
+            assert torch.equal(lse, expected[1])
+            for x in inputs:
+                x[:1].neg_()  # of `one_for_all`, all batch rows
 
 
 def gap(x, exact):

@@ -111,11 +111,14 @@ driver = cache(Driver)
 """The driver of a device, which is created once."""
 
 
+_NOTHING = nullcontext()
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context that makes a device current. It takes no time if the device is current already."""
-    if device.index is None:  # "meta"
-        return nullcontext()
-    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    if device.index is None or torch.cuda.current_device() == device.index:  # None: "meta"
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def current_stream(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ LOG2_E = math.log2(math.e)
 _LEAST = torch.finfo(torch.float32).tiny  # kernels may flush smaller scales to 0
 
 
+@cache
 def padded(size: int) -> int:
     """Return a head size padded to a power of two of at least 16, as matrix instructions need."""
     return max(16, 1 << (size - 1).bit_length())

@@ -8,6 +8,7 @@ the length of its work rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, Span, backward_table, forward_table
@@ -79,6 +80,7 @@ class SplitConfig:
 PANELS = ((64, 0), (64, 16), (64, 32), (128, 0), (128, 16), (128, 32), (128, 64), (128, 128))
 
 
+@cache
 def panels(size: int) -> tuple[int, int]:
     """Return the columns of the two panels in which shared memory holds a head of this size. The second may be 0.
 
@@ -87,6 +89,7 @@ def panels(size: int) -> tuple[int, int]:
     return next(pair for pair in PANELS if sum(pair) >= size)
 
 
+@cache
 def forward_value_panels(size: int) -> tuple[int, int]:
     """Return the panels of V and out in the forward.
 

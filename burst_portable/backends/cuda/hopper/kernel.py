@@ -28,6 +28,7 @@ from burst_portable.backends.cuda.hopper.launch import (
     adding_launch,
     compiled_kernels,
     forward_launch,
+    placed,
     sizes_of,
     split_launch,
     writing_launches,
@@ -126,15 +127,20 @@ class HopperKernel(Kernel):
         with on(q.device):
             stream = current_stream(q.device)
             head, values = panels(dim), forward_value_panels(value_dim)
-            q, q_rows = compiled.aligned_panels("q", q, 64, head)
-            k, k_rows = compiled.aligned_panels("k", k, config.BN, head)
-            v, v_rows = compiled.aligned_panels("v", v, config.BN, values)
+            places = placed(q, k, v, out)
+            described = launch.described.get(places)
+            if described is None:
+                q, q_rows = compiled.aligned_panels("q", q, 64, head)
+                k, k_rows = compiled.aligned_panels("k", k, config.BN, head)
+                v, v_rows = compiled.aligned_panels("v", v, config.BN, values)
+                described = *q_rows, *k_rows, *v_rows, *compiled.panels("out", out, 64, values)
+                if placed(q, k, v, out) == places:  # no input was copied
+                    launch.keep(places, described)
             compiled.forward(
                 (q.device.index, q.dtype, mode, dim, value_dim, config.W, call.softcap),
                 launch.grid,
                 (
-                    *q_rows, *k_rows, *v_rows, *compiled.panels("out", out, 64, values),
-                    out, lse, launch.table, compiled.counter(q.device, stream),
+                    *described, out, lse, launch.table, compiled.counter(q.device, stream),
                     _score_factor(call), rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
                     *launch.heads,
                 ),
@@ -300,9 +306,21 @@ def _launch_backward(
     config, dim, value_dim = launch.cut.config, q.shape[3], v.shape[3]
     head, values = panels(dim), panels(value_dim)
     dq, dk, dv = into
-    q, q_rows = compiled.aligned_panels("q", q, config.BM, head)
-    k, k_rows = compiled.aligned_panels("k", k, 64, head)
-    v, v_rows = compiled.aligned_panels("v", v, 64, values)
+    places = placed(q, k, v, dout, terms, dq, dk, dv)
+    described = launch.described.get(places)
+    if described is None:
+        q, q_rows = compiled.aligned_panels("q", q, config.BM, head)
+        k, k_rows = compiled.aligned_panels("k", k, 64, head)
+        v, v_rows = compiled.aligned_panels("v", v, 64, values)
+        described = (
+            *q_rows, *k_rows, *v_rows, *compiled.panels("dout", dout, config.BM, values),
+            compiled.vector(terms, config.BM),
+            *compiled.panels("dq", dq, 64, (64, head[1])),
+            *compiled.panels("dk", dk, 64, head),
+            *compiled.panels("dv", dv, 64, values),
+        )  # fmt: skip
+        if placed(q, k, v, dout, terms, dq, dk, dv) == places:  # no input was copied
+            launch.keep(places, described)
     row_blocks, order = 0, launch.table  # not read without an order
     if launch.visitors is not None:
         row_blocks = launch.visitors.numel()
@@ -311,12 +329,8 @@ def _launch_backward(
         (q.device.index, q.dtype, dim, value_dim, store, call.softcap, launch.cut.ordered),
         launch.grid,
         (
-            *q_rows, *k_rows, *v_rows, *compiled.panels("dout", dout, config.BM, values),
-            compiled.vector(terms, config.BM),
-            *compiled.panels("dq", dq, 64, (64, head[1])),
-            *compiled.panels("dk", dk, 64, head),
-            *compiled.panels("dv", dv, 64, values),
-            dk, dv, launch.table, order, call.scale, _score_factor(call), *launch.heads, k.shape[1], row_blocks,
+            *described, dk, dv, launch.table, order,
+            call.scale, _score_factor(call), *launch.heads, k.shape[1], row_blocks,
         ),
         (
             config.BM, *head, dim, *values, value_dim, config.NQ, _folds(q.dtype), int(store),

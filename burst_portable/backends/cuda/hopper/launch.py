@@ -8,7 +8,7 @@ compiled kernel is called directly, without Triton if the driver can be called (
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -34,6 +34,7 @@ from burst_portable.kernels.triton.arguments import ALWAYS, Address, compiled_ke
 from burst_portable.planning.tiles import Tile, Tiles
 
 _DESCRIPTORS = 8192  # maximum number of descriptors that are kept; a layer uses 13 per head group
+_DESCRIBED = 512  # maximum number of combinations of tensors whose descriptors a prepared launch keeps
 _COUNTERS = 1024  # counters per pool
 
 
@@ -252,6 +253,8 @@ class PreparedLaunch(Generic[C]):
         grid: Number of programs along x, y and z.
         heads: The kernel's arguments that map a program to a head, in the order of its signature.
         visitors: The first work row that visits each block of queries, if additions to dQ are ordered.
+        described: Descriptors by the addresses, strides and dtypes of the tensors of a launch. One lookup takes less
+            host time than one for each tensor.
     """
 
     cut: C
@@ -259,6 +262,18 @@ class PreparedLaunch(Generic[C]):
     grid: tuple[int, int, int]
     heads: tuple[int, ...]
     visitors: Tensor | None = None
+    described: dict[Hashable, tuple[Described, ...]] = field(default_factory=dict, compare=False)
+
+    def keep(self, key: Hashable, described: tuple[Described, ...]) -> None:
+        """Keep the descriptors of the tensors of a launch."""
+        if len(self.described) >= _DESCRIBED:
+            self.described.clear()
+        self.described[key] = described
+
+
+def placed(*tensors: Tensor) -> Hashable:
+    """Return the address, the strides and the dtype of each tensor."""
+    return tuple([part for x in tensors for part in (x.data_ptr(), x.stride(), x.dtype)])
 
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Pass:
