@@ -44,7 +44,10 @@ torch=$(sed -n '/^torch==/p' constraints.txt)
 echo "setup: $torch, the large one"
 install "$torch"
 echo "setup: the rest"
-install editables hatchling
+install editables hatchling numpy
+# Python compiles torch while pip installs.
+.venv/bin/python -c "import torch._dynamo" >/dev/null 2>&1 &
 install --no-build-isolation --editable '.[cli,transformers,dev]'
+wait
 .venv/bin/python -c "import burst_portable.cli.run.train, torch._dynamo"
 echo "setup: done"
