@@ -209,8 +209,8 @@ def compare(q, k, v, tiles, *, seed=0, softcap=None):
 
 def compare_merged_rows(dim, device, value_dim=None):
     """Check that the first step writes complete rows in 16 bits and the second merges the remaining rows."""
-    length, others, options = 500, 90, settings(scale=0.1)
-    sizes = ((length, 4, dim), (length + others, 2, dim), (length + others, 2, value_dim or dim))
+    length, others, options = 300, 90, settings(scale=0.1)
+    sizes = ((length, 2, dim), (length + others, 1, dim), (length + others, 1, value_dim or dim))
     q, k, v = (randn(2, *size, device=device, seed=i) for i, size in enumerate(sizes))
     first, second = tiles_of("window:150", length), Tiles([make_tile(140, 200, 0, others, -20, 190)])
     for merged in ((128, 256), (0, 256), (128, length)):

@@ -256,8 +256,15 @@ def test_emulated_long_boxes_start_at_different_blocks(dim, machine, monkeypatch
     compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
 
 
-@pytest.mark.parametrize(("room", "programs"), [(1, 15), (3, 8), (1 << 20, 3)])
-@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize(
+    ("machine", "room", "programs"),
+    [
+        pytest.param(order, room, programs, marks=[] if i == j else pytest.mark.full, id=f"{name}-{room}-{programs}")
+        for i, (name, order) in enumerate(zip(("late", "mixed", "early"), ORDERS, strict=True))
+        for j, (room, programs) in enumerate([(1, 15), (3, 8), (1 << 20, 3)])
+    ],
+    indirect=["machine"],
+)
 def test_emulated_yielding_programs(room, programs, machine, monkeypatch):
     use_yielding_programs(monkeypatch, room)
     q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, with key blocks of 45 rows or half as many
