@@ -6,8 +6,6 @@ Each shared gradient is summed once. If ranks pass different values, each rank r
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.nn import Parameter
 import burst_portable as bp
 from burst_portable.comm.base import Transport, WrappedTransport
 from burst_portable.errors import BurstError, InputError, MismatchError
+from tests.support.fork_server import run_program
 
 
 def parameters(*sizes: int) -> list[Parameter]:
@@ -394,7 +393,9 @@ assert run_threads(2, work) == [[2.0] * 4] * 2
 """
 
 
-def test_changed_shard_of_gradient_may_be_summed_again():
+def test_changed_shard_of_gradient_may_be_summed_again(tmp_path):
     """The version of a DTensor does not change with its shard."""
-    done = subprocess.run([sys.executable, "-c", SHARDED_GRADIENT], capture_output=True, text=True)
+    path = tmp_path / "program.py"
+    path.write_text(SHARDED_GRADIENT, encoding="utf-8")
+    done = run_program(path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import runpy
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import burst_portable as bp
 from burst_portable.errors import DtypeError, InputError, LayoutError, MismatchError, ShapeError, UnsupportedError
 from burst_portable.gradients import all_reduce_gradients
 from burst_portable.nn import SelfAttention, apply_rotary_embedding
+from tests.support.fork_server import run_program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_own_model.py"
 
@@ -285,8 +284,7 @@ def test_fsdp_example_losses_match_on_one_and_four_ranks():
     """Four ranks train on two sequences at a time; losses continue after the checkpoint."""
 
     def losses(ranks: int, *options: str) -> list[float]:
-        command = [sys.executable, "-m", "tests.support.ranks_of", str(ranks), "examples.train_with_fsdp", *options]
-        done = subprocess.run(command, cwd=EXAMPLE.parents[1], capture_output=True, text=True, timeout=100)
+        done = run_program("tests.support.ranks_of", ranks, "examples.train_with_fsdp", *options)
         assert done.returncode == 0, done.stdout + done.stderr
         return [float(loss) for loss in done.stdout.split()[1:]]
 

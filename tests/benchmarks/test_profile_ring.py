@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.known_lengths import Device, beside
 from benchmarks.profile_ring import COMPARED
+from tests.support.fork_server import run_program
 
-ROOT = Path(__file__).parents[2]
 SLACK = 0.01  # seconds by which this process may pause between two marks
 
 
@@ -58,12 +54,8 @@ def test_profile_ring_measures_known_kernel_and_copy(kernel, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["ring", "cost"])
 def test_profile_ring_runs_on_two_cpus(tmp_path, what):
-    command = [sys.executable, "-m", "tests.support.ranks_of", "2", "benchmarks.profile_ring"]
     told = ["--what", what, "--rows", "tiny", "--rounds", "2", "--steps", "2", "--out", str(tmp_path / "found.json")]
-    done = subprocess.run(
-        [*command, *told],
-        cwd=ROOT, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_program("tests.support.ranks_of", 2, "benchmarks.profile_ring", *told, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ranks"] == 2

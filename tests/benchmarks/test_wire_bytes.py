@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -21,6 +19,7 @@ from benchmarks.wire_report import Measured, Planned, planned, summary, table, u
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.errors import DeviceError
 from burst_portable.planning.plans import PASSES
+from tests.support.fork_server import run_program
 from tests.support.thread_peers import ThreadPeers, World, run_peers
 
 ROOT = Path(__file__).parents[2]
@@ -199,13 +198,9 @@ def test_prepared_raises_if_transport_is_unsuitable():
 @pytest.mark.timeout(200)
 def test_wire_bytes_over_gloo_equal_plan(tmp_path):
     """Simulated counters count the bytes given to the transport; they equal the plan on every rank."""
-    command = [sys.executable, "-m", "tests.support.ranks_of", "2", "tests.support.wire_bytes_ranks"]
     told = ["--rows", "tiny,tiny-window", "--strategies", "ring,burst+fetch,ulysses,double_ring", "--calls", "3"]
     told += ["--transports", "gloo,peer_copy", "--json", str(tmp_path / "wire.json")]
-    done = subprocess.run(
-        [*command, *told],
-        cwd=ROOT, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_program("tests.support.ranks_of", 2, "tests.support.wire_bytes_ranks", *told, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "wire.json").read_text())
     assert found["idle"]["counted"] == [[0, 0], [0, 0]]
@@ -223,10 +218,7 @@ def test_wire_bytes_over_gloo_equal_plan(tmp_path):
 
 def test_wire_bytes_without_counters_gives_reason():
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "wire_bytes.py")],
-        capture_output=True, text=True, timeout=100, env={**os.environ, **alone},
-    )  # fmt: skip
+    done = run_program(ROOT / "benchmarks" / "wire_bytes.py", environment={**os.environ, **alone})
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     why = "the backend 'cpu' does not count what crosses links between devices"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +20,7 @@ from burst_portable.errors import BurstError, CommunicationError, LayoutError, M
 from burst_portable.layout import Layout, Segment
 from burst_portable.profiling.session import profile
 from tests.support.disagreements import DISAGREEMENTS, RANKS, error_of_rank
-
-ROOT = Path(__file__).parents[2]
+from tests.support.fork_server import run_program
 
 
 def check(name: str, said: list[str]) -> None:
@@ -115,8 +111,8 @@ def test_segments_of_different_steps_raise_before_the_pass(strategy):
 @pytest.fixture(scope="module")
 def over_gloo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("disagree")
-    command = [sys.executable, "-m", "tests.support.disagreements", str(folder)]
-    assert subprocess.run(command, cwd=ROOT, timeout=90).returncode == 0
+    done = run_program("tests.support.disagreements", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +15,9 @@ from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.comm.two_levels import TwoLevelTransport
 from burst_portable.errors import CommunicationError
 from tests.support.after_errors import CALLS, GLOO, RANKS, play
+from tests.support.fork_server import run_program
 from tests.support.thread_peers import ThreadPeers, World
 
-ROOT = Path(__file__).parents[2]
 ENDED = "CommunicationError: rank 1: the last {} has not ended; its messages would mix with those of this call"
 IN_PASS, BETWEEN = ENDED.format("pass"), ENDED.format("exchange between passes")
 
@@ -123,8 +120,8 @@ def test_call_after_error_raises_over_gloo(tmp_path):
 
     In the last cases, the second call uses another mesh of the group.
     """
-    done = subprocess.run([sys.executable, "-m", "tests.support.after_errors", str(tmp_path)], cwd=ROOT, timeout=110)
-    assert done.returncode == 0
+    done = run_program("tests.support.after_errors", tmp_path, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
     for number, (before, at, _) in enumerate(GLOO):
         found = [json.loads((tmp_path / f"{number}rank{rank}.json").read_text()) for rank in range(RANKS)]
         check(found, IN_PASS if (before, at) == ("attention", 2) else BETWEEN)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.fork_server import run_program
+
 RANKS = 4
 
 
@@ -18,13 +16,7 @@ RANKS = 4
 def answers(tmp_path_factory):
     """Return the errors of every rank, by case."""
     folder = tmp_path_factory.mktemp("gloo")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.gloo_ranks", str(RANKS), str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_program("tests.support.gloo_ranks", RANKS, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 

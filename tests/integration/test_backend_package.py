@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from burst_portable.config import environment_of_children
+from tests.support.fork_server import run_program
 from tests.support.plugins import pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,22 +24,9 @@ def environment(tmp_path_factory):
     return environment_of_children(PYTHONPATH=f"{site}:{ROOT}", OMP_NUM_THREADS="1")
 
 
-def started(environment, *arguments):
-    """Start a module outside the example's folder, so that Python finds the installed package."""
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-    )
-
-
-def ended(process):
-    """Wait for the process and return its exit code and output."""
-    stdout, stderr = process.communicate()
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
 def run(environment, *arguments):
-    return ended(started(environment, *arguments))
+    """Run a module outside the example's folder, so that Python finds the installed package."""
+    return run_program(*arguments, environment=environment)
 
 
 @pytest.mark.slow
@@ -123,8 +109,8 @@ def test_report_commands_reproduce_failures(environment, tmp_path):
     assert set(failures) == {"claims", "attention"}
     commands = [shlex.split(failure["command"]) for failure in failures.values()]
     assert {program for program, *_ in commands} == {"burst-portable"}
-    again = [started(changed, "burst_portable", *arguments, "--json", "-") for _, *arguments in commands]
-    for failure, done in zip(failures.values(), map(ended, again), strict=True):
+    for failure, (_, *arguments) in zip(failures.values(), commands, strict=True):
+        done = run(changed, "burst_portable", *arguments, "--json", "-")
         assert done.returncode == 1, done.stderr
         (result,) = json.loads(done.stdout)["results"]
         assert f"{result['check']}:{result['name']}" == failure["smallest"]

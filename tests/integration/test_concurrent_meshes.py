@@ -5,25 +5,21 @@ detected.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 import burst_portable as bp
 from burst_portable.comm.local import LocalTransport, run_transports
 from tests.support.concurrent_meshes import GROUPS, RANKS, Delaying, Pool, compare, run_concurrently
-
-ROOT = Path(__file__).parents[2]
+from tests.support.fork_server import run_program
 
 
 @pytest.fixture(scope="module")
 def over_gloo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run_concurrently")
-    command = [sys.executable, "-m", "tests.support.concurrent_meshes", str(folder)]
-    assert subprocess.run(command, cwd=ROOT, timeout=110).returncode == 0
+    done = run_program("tests.support.concurrent_meshes", folder, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pydoc_data.topics
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.fork_server import run_program
 from tests.support.trainer_cases import FULL, USUAL, accelerate_loop, results, resumed_alone
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +22,7 @@ RANKS = 4
 
 
 def run_ranks(module: str, folder: Path, *case: str) -> None:
-    command = [sys.executable, "-m", f"tests.support.{module}", str(folder), *case]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = run_program(f"tests.support.{module}", folder, *case, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -111,10 +109,8 @@ def test_fsdp_example_equals_one_device_on_any_number_of_ranks(tmp_path: Path):
     """One device has the model's own loss. With chunks of 100 rows, the last one of each rank is shorter."""
 
     def losses(ranks: int) -> list[float]:
-        module = "examples.train_hugging_face_with_fsdp"
-        command = [sys.executable, "-m", "tests.support.ranks_of", str(ranks), module, "--loss-rows", "100"]
-        command += ["--save", str(tmp_path / str(ranks))]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        options = ["--loss-rows", "100", "--save", tmp_path / str(ranks)]
+        done = run_program("tests.support.ranks_of", ranks, "examples.train_hugging_face_with_fsdp", *options)
         assert done.returncode == 0, done.stdout + done.stderr
         return [float(loss) for loss in done.stdout.split()[1:]]
 

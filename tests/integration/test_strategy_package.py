@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from burst_portable.config import environment_of_children
+from tests.support.fork_server import run_program
 from tests.support.plugins import pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +25,7 @@ def environment(tmp_path_factory):
 
 def run(environment, *arguments):
     """Run a module from the repository's folder, so that the installed package is found and not the example's."""
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    return run_program(*arguments, environment=environment)
 
 
 def test_plan_lists_and_plans_the_strategy(environment):

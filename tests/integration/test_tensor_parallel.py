@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import pydoc_data.topics
 import runpy
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from tests.support.fork_server import run_program
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_with_tensor_parallelism.py"
@@ -36,8 +36,7 @@ def losses_on_one_device() -> list[float]:
 
 def check(ranks: int, *options: str) -> None:
     """Run the example over ranks and compare its losses with those of one device."""
-    command = [sys.executable, "-m", "tests.support.ranks_of", str(ranks), "examples.train_with_tensor_parallelism"]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = run_program("tests.support.ranks_of", ranks, "examples.train_with_tensor_parallelism", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [float(loss) for loss in done.stdout.split()[1:]] == pytest.approx(losses_on_one_device(), rel=1e-5)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.support.fork_server import run_program
+
 USUAL = ["packed sft", "dpo of adapters"]
 FULL = ["sft", "sft of adapters", "checkpointed sft", "dft", "dpo", "ipo with weights", "grpo", "grpo of adapters"]
 
@@ -18,8 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 def trained(folder: Path, names: list[str], sequences: int = 1) -> Path:
     """Return the folder with the results of each process. The processes also check what raises an error."""
-    command = [sys.executable, "-m", "tests.support.trl_ranks", str(folder), str(sequences), *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = run_program("tests.support.trl_ranks", folder, sequences, *names, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -26,6 +26,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_portable.cli import main
+from tests.support.fork_server import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -117,20 +118,20 @@ def readme_script(name: str) -> str:
     return script
 
 
-def run_as_rank_0(script: str) -> str:
+def run_as_rank_0(script: str, folder: Path) -> str:
     """Return what a script prints in a process that looks like the only one that torchrun has started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **group}, capture_output=True, text=True, check=False
-    )
+    path = folder / "script.py"
+    path.write_text(script, encoding="utf-8")
+    done = run_program(path, environment={**os.environ, **group})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_readme_example_equals_plain_attention():
+def test_readme_example_equals_plain_attention(tmp_path):
     script = (
         readme_script("example.py")
         + """
@@ -142,7 +143,7 @@ print(*((a - bp.shard(b.transpose(1, 2), mesh)).abs().max().item() < 1e-4 for a,
 dist.destroy_process_group()
 """
     )
-    assert run_as_rank_0(script) == "rank 0: (1, 4096, 8, 64)\nTrue True True True\n"
+    assert run_as_rank_0(script, tmp_path) == "rank 0: (1, 4096, 8, 64)\nTrue True True True\n"
 
 
 @pytest.mark.slow
@@ -163,7 +164,7 @@ def test_readme_training_runs_on_cpu(tmp_path):
     ):
         assert of_gpus in script
         script = script.replace(of_gpus, of_cpus)
-    losses = [float(line) for line in run_as_rank_0(script + "dist.destroy_process_group()\n").split()]
+    losses = [float(line) for line in run_as_rank_0(script + "dist.destroy_process_group()\n", tmp_path).split()]
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 1
 

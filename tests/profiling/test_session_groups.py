@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import burst_portable as bp
 from burst_portable.profiling.report import Report
+from tests.support.fork_server import run_program
 from tests.support.profiled_groups_ranks import RANKS
 from tests.support.recorded_calls import one_step
 from tests.support.synthetic_records import ring
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Run four processes in two groups and return the results of each process."""
     folder = tmp_path_factory.mktemp("groups")
-    command = [sys.executable, "-m", "tests.support.profiled_groups_ranks", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = run_program("tests.support.profiled_groups_ranks", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import accelerate.big_modeling
@@ -17,6 +16,7 @@ from burst_portable.config import environment_of_children
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.batch_check import checksum
+from tests.support.fork_server import run_program
 from tests.support.models import make, tokens
 
 
@@ -85,10 +85,12 @@ assert parallelize(make("llama"), bp.Mesh.single()).mesh.size == 1
 """
 
 
-def test_parallelize_before_process_group_raises() -> None:
+def test_parallelize_before_process_group_raises(tmp_path: Path) -> None:
     """Under torchrun each process would be a mesh of one rank, which is data parallelism."""
     environment = environment_of_children(WORLD_SIZE="2", RANK="0")
-    done = subprocess.run([sys.executable, "-c", BEFORE_THE_GROUP], env=environment, capture_output=True, text=True)
+    path = tmp_path / "program.py"
+    path.write_text(BEFORE_THE_GROUP, encoding="utf-8")
+    done = run_program(path, environment=environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -226,8 +228,7 @@ def test_router_loss_in_direct_forward_call_raises() -> None:
 @pytest.mark.parametrize("parameters", ["original", "flat"])
 def test_shards_of_fsdp1_are_not_taken_for_different_parameters(parameters: str) -> None:
     """Each rank has another part of a flat parameter, which once counted as a model that had drifted apart."""
-    command = [sys.executable, "-m", "tests.support.fsdp1_ranks", parameters]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_program("tests.support.fsdp1_ranks", parameters)
     assert done.returncode == 0, done.stderr[-2000:]
     model, ids = make("llama").float(), tokens(1, 32)
     optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
