@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.fork_server import run_program
 from tests.support.migration_ranks import EXAMPLES, check_example, diffs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +25,5 @@ def test_new_half_for_one_device_runs():
 
 @pytest.mark.slow
 def test_new_halves_run_and_equal_one_device():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["-m", "tests.support.migration_ranks", str(FOLDER)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = run_program("tests.support.ranks_of", 4, "tests.support.migration_ranks", FOLDER)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""Run the new half of every diff of docs/migration, on ranks that torchrun has started, and check what it computes.
+"""Run the new half of every diff of docs/migration, on ranks that are started as by torchrun, and check what it computes.
 
 Each function below makes the names that a diff uses, and returns them with a check of the names afterwards.
 """
@@ -203,15 +203,12 @@ def check_example(folder: Path, name: str, number: int) -> None:
     assert check(run(new, what, names)), what
 
 
-def main(folder: Path) -> None:
+def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name, examples in EXAMPLES.items():
         for number, make in enumerate(examples):
             if make is not one_device_call:
-                check_example(folder, name, number)
+                check_example(Path(sys.argv[1]), name, number)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return 0
