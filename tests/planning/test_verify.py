@@ -17,11 +17,18 @@ from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 from tests.support.plans import make_plan
 
+RANKS = (1, 3, 8)
 
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in turn", "every"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", NAMES)
-def test_verify_accepts_all_strategies(strategy, layout):
-    for mask, ranks in itertools.product(MASKS.values(), (1, 3, 8)):
+def test_verify_accepts_all_strategies(strategy, layout, every):
+    """Verify each mask on every number of ranks, or on one of them in turn: each of them meets each other value."""
+    turn = list(STRATEGIES).index(strategy) + NAMES.index(layout)
+    for (number, mask), ranks in itertools.product(enumerate(MASKS.values(), turn), RANKS):
+        if not every and ranks != RANKS[number % 3]:
+            continue
         try:
             plan = make_plan(mask, layout, STRATEGIES[strategy], ranks, LENGTH, 48, 48)
         except LayoutError:

@@ -1,4 +1,4 @@
-"""Run the new half of every diff of docs/migration, on ranks that are started as by torchrun, and check what it computes.
+"""Run the new half of every diff of docs/migration, on ranks that start as by torchrun, and check what it computes.
 
 Each function below makes the names that a diff uses, and returns them with a check of the names afterwards.
 """
