@@ -48,6 +48,8 @@ install editables hatchling numpy
 # Python compiles torch while pip installs.
 .venv/bin/python -c "import torch._dynamo" >/dev/null 2>&1 &
 install --no-build-isolation --editable '.[cli,transformers,dev]'
+# torchtitan asks for an older datasets, tensorboard and wandb, which its models do not import.
+install --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 wait
 .venv/bin/python -c "import burst_portable.cli.run.train, torch._dynamo"
 echo "setup: done"

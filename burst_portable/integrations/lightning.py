@@ -130,7 +130,7 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
     # ------------------------------------------------------------------------------ values of one rank per sequence
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over sequences, of which all ranks have equal values, unless there is another group."""
+        """Return the sum or mean over sequences, unless there is another group. Ranks of one have equal values."""
         return super().reduce(tensor, self._sequences(group), reduce_op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> Any:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.support.fork_server import run_program
+
 FULL = ["fsdp", "own head", "checkpointed", "resumed", "manual"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def run(*command: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment
-    )
+def run(program: str, *arguments: object) -> str:
+    done = run_program(program, *arguments, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def assert_same(folder: Path, names: list[str], sequences: int = 1) -> None:
     """Check logged numbers, norms of gradients, a validation, a prediction and weights. Ranks also check errors."""
-    run("-m", "tests.support.lightning_ranks", str(folder), str(sequences), *names)
+    run("tests.support.lightning_ranks", folder, sequences, *names)
     logged: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}  # float32
     for name in names:
         for rank in range(2 * sequences):
