@@ -13,12 +13,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = ["tests.support.forked", "transformers.models.llama.modeling_llama"]
+
+
+def server_context() -> ForkServerContext:
+    """Return the context of processes that are forked from the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 def run_program(
@@ -32,12 +40,10 @@ def run_program(
         environment: All environment variables. Default: those of this process.
         timeout: Seconds after which the process is killed; its exit code is -9 then.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
     command = [str(program), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "stdout"), Path(folder, "stderr")
-        process = context.Process(target=_run, args=(command, dict(environment or os.environ), files))
+        process = server_context().Process(target=_run, args=(command, dict(environment or os.environ), files))
         process.start()
         process.join(timeout)
         if process.exitcode is None:

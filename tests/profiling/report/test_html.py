@@ -139,14 +139,20 @@ def kernels_of(ranks: int) -> Report:
     return Report.of([one.records() for one in makers])
 
 
+@pytest.fixture(scope="module")
+def page_of_a_thousand(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("thousand") / "profile.html"
+    kernels_of(1024).write_html(path)
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pixels", [1, 3])
-def test_page_draws_visible_ranks_of_a_thousand(browser, tmp_path, pixels):
+def test_page_draws_visible_ranks_of_a_thousand(browser, page_of_a_thousand, pixels):
     """Browsers draw no canvas above 16,384 pixels."""
     ranks, row, half, labels = 1024, 61, 450, 70
-    kernels_of(ranks).write_html(tmp_path / "profile.html")
     events = []
-    opened = open_page(browser, tmp_path / "profile.html", events, height=2 * half, pixels=pixels)
+    opened = open_page(browser, page_of_a_thousand, events, height=2 * half, pixels=pixels)
     box, tip = "document.querySelector('.timeline').getBoundingClientRect()", opened.locator("#tip")
     left, width, high = opened.evaluate(f"[{box}.left, {box}.width, {box}.height]")
     assert high > ranks * row
