@@ -28,7 +28,6 @@ from torch import Tensor
 from benchmarks.providers import PROVIDERS, Absent, Calls, Task, checked_heads, make_task, the_call_of_users
 from benchmarks.report import HostTimes, Result, print_matrix, print_tables, write
 from benchmarks.script import end, names, share
-from burst_portable.errors import BurstError
 
 ERROR_LIMIT = 1.2e-2  # relative, against float32 on the same bf16 inputs; plain bf16 attention loses 2e-3 to 4e-3
 LSE_LIMIT = 1e-4
@@ -208,7 +207,7 @@ def prepare(task: Task, providers: list[str], expected: dict[str, Tensor]) -> tu
         except Absent as reason:
             result.reason = str(reason)
             continue
-        except (BurstError, RuntimeError) as error:  # a row without this provider is worth more than no rows
+        except Exception as error:  # noqa: BLE001  packages have errors of their own; the other providers still run
             result.reason = f"FAILED: {type(error).__name__}: {str(error)[:300]}"
             continue
         result.seconds_to_start = round(time.time() - started, 1)
@@ -288,7 +287,7 @@ def compile_row(name: str, row: Row, providers: list[str]) -> None:
     """Run each provider once, so that its kernels are in the caches on disk; results are neither checked nor timed."""
     task = task_of(name, row)
     for provider in providers:
-        with suppress(Absent, BurstError, RuntimeError):  # the run that measures reports them
+        with suppress(Exception):  # the run that measures reports it
             PROVIDERS[provider](task)[1]()
     torch.accelerator.synchronize()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from burst_portable.backends.cuda import library_kernels
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.selection import choose_kernel
-from burst_portable.kernels.base import BackwardInputs
+from burst_portable.kernels.base import BackwardInputs, LazyKernel
 from tests.support.calls import kernel_call
 from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
 from tests.support.hopper_cases import gap, tiles_of
@@ -49,6 +50,19 @@ def test_flash4_causal(kernel, length, heads, dim, dtype):
     compare_whole(kernel, *inputs(length, length, heads, dim, "cuda", dtype), causal(length))
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_flash4_serves_head_size_only_if_right(dim, heads):
+    """Of each head size that the package claims, all results must be right; `auto` may use it."""
+    package = LazyKernel("flash-attn-4", f"{library_kernels.__name__}:Flash4Kernel", needs="flash_attn")
+    call = kernel_call(torch.bfloat16, "cuda", *heads, dim, dim, deterministic=False)
+    support = package.supports(call)
+    assert support.ok == (dim % 32 == 0), support.reason
+    if support.ok:
+        for length in (129, 700):
+            compare_whole(package.load(), *inputs(length, length, heads, dim, "cuda"), causal(length))
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("rows", "columns"), [(333, 1111), (1111, 333), (1, 500), (500, 1)])
 def test_flash4_boxes(kernel, rows, columns, dim):
@@ -63,12 +77,12 @@ def test_flash4_other_masks(kernel, mask, dim):
 
 @pytest.mark.parametrize("left", [0, 1, 63, 200, None], ids=lambda left: "all but one" if left is None else str(left))
 @pytest.mark.parametrize("length", [129, 600, 1000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_flash4_windows(kernel, length, left, dtype):
-    """Equal K/V and query heads: flash-attn-4 computes the gradients."""
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (128, torch.float16), (32, torch.bfloat16)])
+def test_flash4_windows(kernel, length, left, dim, dtype):
+    """Equal K/V and query heads: flash-attn-4 computes the gradients, and with heads of 32 the forward too."""
     left = length - 2 if left is None else left
     assert kernel._flash.load().traits.supports_causal_window
-    compare_whole(kernel, *inputs(length, length, (4, 4), 128, "cuda", dtype), tiles_of(f"window:{left}", length))
+    compare_whole(kernel, *inputs(length, length, (4, 4), dim, "cuda", dtype), tiles_of(f"window:{left}", length))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])

@@ -97,6 +97,8 @@ def flash_4_package(
 ) -> list[str]:
     """Install an emulated flash-attn-4 with the interface of 4.0.0b36, and return the list of its calls.
 
+    As in 4.0.0b36, dQ is wrong for head sizes that are no multiples of 32.
+
     installed: The version that it reports; None if it is on the path but not installed. obeys: Whether it applies
     windows.
     """
@@ -114,7 +116,8 @@ def flash_4_package(
         window = window_size_left, window_size_right
         called.append("backward" if window == NO_WINDOW else f"backward {window}")
         assert softcap == 0.0
-        return attend_backward(dout, q, k, v, out, lse, causal, softmax_scale, window if obeys else NO_WINDOW)
+        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, causal, softmax_scale, window if obeys else NO_WINDOW)
+        return dq if q.shape[-1] % 32 == 0 else dq.flip(1), dk, dv
 
     def version(package: str) -> str:
         if package != "flash-attn-4" or installed is None:

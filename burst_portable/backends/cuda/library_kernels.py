@@ -29,6 +29,15 @@ from burst_portable.planning.tiles import Tiles
 _CUDNN_FROM = 90000
 _FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
 """Devices for which flash-attn-4 has a forward and a backward with heads of 128."""
+_LARGEST = {(9, 0): 256}
+"""Largest head size for which results on a device were compared with float32, if it is not 128."""
+_MULTIPLE = 32
+"""Of which the head sizes of flash-attn-4 are multiples.
+
+With heads of 16, 80 and 112, dQ of version 4.0.0b36 was wrong by more than its own size, and so were dK and dV with
+fewer K/V heads than query heads. Sizes of 32, 64, 96, 128, 160, 192 and 256, and 192 with values of 128, were right
+(benchmarks/attention.py, one H100, 2026-11-25).
+"""
 _UNEQUAL = ((192, 128),)
 """Sizes of heads and values that differ and that it supports: those of multi-head latent attention."""
 _WINDOWS_FROM = "4.0.0b36"
@@ -127,7 +136,10 @@ class Flash4Kernel(AcceleratorKernel):
         if self._interface is None:
             return Support(False, "the package flash_attn that is installed is not flash-attn-4")
         # Its backward of unequal sizes has one K/V head per query head.
-        reason = declined(call, 128, unequal=_UNEQUAL if call.heads == call.kv_heads else ())
+        largest = min((_LARGEST.get(one, 128) for one in capabilities()), default=128)
+        reason = declined(call, largest, unequal=_UNEQUAL if call.heads == call.kv_heads else ())
+        if not reason and call.head_dim % _MULTIPLE:
+            reason = f"its gradients were wrong with heads of {call.head_dim}; they must be multiples of {_MULTIPLE}"
         if not reason and (unsupported := sorted(set(capabilities()).difference(_FLASH_4))):
             reason = f"it has no backward for sm_{unsupported[0][0]}{unsupported[0][1]}"
         return Support(not reason, reason)

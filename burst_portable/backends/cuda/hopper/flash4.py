@@ -19,39 +19,44 @@ from burst_portable.numerics import State
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
 
-FORWARD, BACKWARD = (64, 80, 96), (64, 80, 112, 128, 192)
-"""Head sizes for which flash-attn-4 was faster on one H100. Values have the same size, but 128 for heads of 192.
+FORWARD = ((32, 32), (64, 64), (96, 96), (160, 160), (192, 192))
+BACKWARD = ((32, 32), (64, 64), (128, 128), (192, 128), (192, 192))
+"""Sizes of heads and values for which flash-attn-4 was faster on one H100.
 
-Its speed divided by ours, with 16,384 tokens, a causal mask and 16 heads
-(benchmarks/results/large-heads-h100-2026-11-24.json)::
+Its speed divided by ours, with 16,384 tokens, a causal mask and 16 heads (benchmarks/attention.py, 2026-11-25)::
 
-    head size    64      80      96      112     128     192/128
-    forward      1.06    1.16    1.14    0.87    0.96    1.00
-    backward     1.05    1.03    1.01    1.09    1.04    1.09
+    sizes        32      64      96      128     160     192     192/128    256
+    forward      1.37    1.08    1.14    0.98    1.00    1.15    1.02       1.01
+    backward     1.31    1.06    1.05    1.05    0.91    1.14    1.06       0.68
 
-With heads of 96 and 8 K/V heads for 32 query heads, it was 0.98 backward.
+With heads of 160 and 4 K/V heads for 16 query heads, its forward was 1.11 of ours.
 """
-LONG, LONG_HEADS = 16384, (128,)
-"""Number of queries and keys from which its forward was faster for these head sizes too.
+OWN_HEADS_BACKWARD = ((96, 96),)
+"""Sizes for which its backward was faster only if K and V have as many heads as Q.
+
+With heads of 96, it was 1.04 of ours with 16 heads. With 8 K/V heads for 32 query heads, it was 0.98 (2026-11-24).
+"""
+LONG, LONG_HEADS = 16384, ((128, 128),)
+"""Number of queries and keys from which its forward was faster for heads and values of these sizes too.
 
 The exception is a causal mask with as many K/V heads as query heads. The speed of ours divided by its speed, in 109 to
 221 rounds (benchmarks/attention.py, 2026-11-23), was 0.985 and 0.979 in squares of 16,384 and 32,768 tokens without a
 mask. In a causal square of 32,768 tokens it was 0.980 with 8 K/V heads for 32 query heads, but 1.012 with 16 for 16.
 """
-LEAST = 5e10
+LEAST = 2e10
 """Minimum of pairs times query heads times head size for which flash-attn-4 is called.
 
-Below it, its host time is longer than its device time. The minimum host time per call on one H100
-(benchmarks/attention.py, 2026-11-23) was 51 us for ours and 107 us for flash-attn-4 forward, 89 us and 193 us backward.
-In a causal square of 4,096 tokens with 32 heads of 128 (3.4e10), ours was 1.3 % faster backward. Without a mask
-(6.9e10), it was 5 % slower.
+Below it, its host time is longer than its device time: on one H100, a forward took 107 to 180 us of the host, and a
+call of this size 130 us of the device. In a causal square of 4,096 tokens with 16 heads of 160 (2.1e10), its forward
+was 1.17 of ours, and in a full one with 16 heads of 128 (3.4e10), its backward was 1.05 (benchmarks/attention.py,
+2026-11-25).
 """
-WINDOW_BACKWARD = (128,)
-"""Head sizes for which its backward with a causal window was faster on one H100, if K and V have as many heads as Q.
+WINDOW_FORWARD, WINDOW_BACKWARD = ((32, 32),), ((32, 32), (128, 128))
+"""Sizes for which it was faster with a causal window, if K and V have as many heads as Q.
 
-Both were measured alternately with 16,384 tokens and window:1024. With 32 heads, ours reached 412 TFLOP/s and
-flash-attn-4 435. With 8 K/V heads for 32 query heads, ours reached 424 and flash-attn-4 358. The forward of ours was
-faster: 500 against 482. Heads of 64 were not measured.
+With 16,384 tokens and window:1024, its forward was 1.19 of ours with heads of 32, and 0.97 with heads of 128; its
+backward was 1.31 and 1.07. With 8 K/V heads for 32 query heads of 128, its backward was 0.86 of ours. Windows with
+heads of 64 and 96 were not measured.
 """
 
 
@@ -84,7 +89,7 @@ class HopperFlash4Kernel(HopperKernel):
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Return out in the dtype of q."""
-        if _allowed(q, tiles, call) and _faster_forward(q, k, tiles):
+        if _allowed(q, tiles, call) and self._faster_forward(q, k, v, tiles):
             if q.is_meta:  # flash-attn-4 compiles its kernels itself
                 out = q.new_empty(*q.shape[:3], v.shape[3])
                 return out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -93,20 +98,33 @@ class HopperFlash4Kernel(HopperKernel):
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         """Return gradients in 16 bits if flash-attn-4 computes them."""
-        if _allowed(x.q, tiles, call) and self._faster_backward(x.q, x.k, tiles):
+        if _allowed(x.q, tiles, call) and self._faster_backward(x.q, x.k, x.v, tiles):
             if x.q.is_meta:
                 return torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
             return self._flash.load().backward_single_call(x, tiles, call)
         return super().backward_single_call(x, tiles, call)
 
-    def _faster_backward(self, q: Tensor, k: Tensor, tiles: Tiles) -> bool:
-        if causal_window(tiles, q.shape[1], k.shape[1]) is None:
-            return q.shape[3] in BACKWARD and _single_call(q, k, tiles) is not None
-        return (
-            q.shape[3] in WINDOW_BACKWARD
-            and q.shape[2] == k.shape[2]
-            and self._flash.load().traits.supports_causal_window
-        )
+    def _faster_forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> bool:
+        sizes = q.shape[3], v.shape[3]
+        long = sizes in LONG_HEADS and min(q.shape[1], k.shape[1]) >= LONG
+        if not long and sizes not in FORWARD:  # each of WINDOW_FORWARD is in FORWARD
+            return False
+        if causal_window(tiles, q.shape[1], k.shape[1]) is not None:
+            return sizes in WINDOW_FORWARD and self._computes_window(q, k)
+        part = _single_call(q, k, tiles)
+        if part is None:
+            return False
+        return sizes in FORWARD or not part.causal or q.shape[2] != k.shape[2]
+
+    def _faster_backward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> bool:
+        sizes, own_heads = (q.shape[3], v.shape[3]), q.shape[2] == k.shape[2]
+        if causal_window(tiles, q.shape[1], k.shape[1]) is not None:
+            return sizes in WINDOW_BACKWARD and self._computes_window(q, k)
+        faster = sizes in BACKWARD or (own_heads and sizes in OWN_HEADS_BACKWARD)
+        return faster and _single_call(q, k, tiles) is not None
+
+    def _computes_window(self, q: Tensor, k: Tensor) -> bool:
+        return q.shape[2] == k.shape[2] and self._flash.load().traits.supports_causal_window
 
 
 def _allowed(q: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
@@ -114,16 +132,6 @@ def _allowed(q: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
     batch, _, heads, dim = q.shape
     enough = tiles.num_pairs * batch * heads * dim >= LEAST and q.numel() > 0
     return enough and not call.deterministic and call.softcap is None and call.positive_scale
-
-
-def _faster_forward(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
-    long = q.shape[3] in LONG_HEADS and min(q.shape[1], k.shape[1]) >= LONG
-    if q.shape[3] not in FORWARD and not long:
-        return False
-    part = _single_call(q, k, tiles)
-    if part is None:
-        return False
-    return q.shape[3] in FORWARD or not part.causal or q.shape[2] != k.shape[2]
 
 
 def _single_call(q: Tensor, k: Tensor, tiles: Tiles) -> CausalSquare | None:
