@@ -20,6 +20,7 @@ Command: TypeAlias = str | Callable[..., int | None]
 # packages inside their functions, so that `plan` does not wait for torch.
 COMMANDS: Mapping[str, Command] = {
     "run": "burst_portable.cli.run.command:run",
+    "init": "burst_portable.cli.init:init",
     "plan": "burst_portable.cli.plan:plan",
     "profile": "burst_portable.cli.profile:profile",
     "compare": "burst_portable.cli.profile:compare",

@@ -50,6 +50,11 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         if config.dispatch_batches:
             next_step = "accelerator_config={'dispatch_batches': False}"
             raise UnsupportedError("dispatch_batches gives the ranks of a sequence other rows", next_step=next_step)
+        if self.args.n_gpu > 1:
+            next_step = "start with torchrun or accelerate launch, or set CUDA_VISIBLE_DEVICES"
+            raise InputError(
+                "Trainer would use DataParallel in one process", got=f"{self.args.n_gpu} devices", next_step=next_step
+            )
         config.dispatch_batches = False  # the default, None, is True for a dataset without a length
         super().create_accelerator_and_postprocess()
         parallelism = self.accelerator.parallelism_config

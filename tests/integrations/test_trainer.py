@@ -110,6 +110,10 @@ def test_trainer_rejects_unsupported_settings(tmp_path: Path):
         trainer(SequenceParallelism(cp_size=2))
     with pytest.raises(UnsupportedError, match="dispatch_batches"):
         trainer(SequenceParallelism(), accelerator_config={"dispatch_batches": True})
+    several = arguments(tmp_path, SequenceParallelism())
+    several._n_gpu = 2  # as on a machine with two GPUs
+    with pytest.raises(InputError, match="DataParallel in one process; got 2 devices; start with torchrun"):
+        SequenceTrainer(make("llama"), several)
     with pytest.raises(InputError, match="model of Transformers; got Linear"):
         trainer(SequenceParallelism(), torch.nn.Linear(2, 2))
     with pytest.raises(InputError, match="cp_size must be positive; got 0"):
