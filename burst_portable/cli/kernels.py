@@ -35,7 +35,7 @@ def kernels(
     ] = None,
     warm: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Model folder or config.json whose kernels are compiled. Default: none."),
+        typer.Option(metavar="MODEL", help="Model, as for `run`, whose kernels are compiled. Default: none."),
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"With --warm: {', '.join(DTYPES)}.")] = "bfloat16",
     seq_len: Annotated[

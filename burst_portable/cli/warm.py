@@ -17,7 +17,7 @@ from burst_portable.backends.selection import kernels_of, load
 from burst_portable.cli.flags import DEFAULT_LAYOUT
 from burst_portable.cli.output import JsonOption, console, on_stderr, table
 from burst_portable.cli.run.job import DTYPES
-from burst_portable.cli.run.models import config_of
+from burst_portable.cli.run.models import config_of, local_model
 from burst_portable.comm.agreement import call_signature
 from burst_portable.config import from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, unknown_name
@@ -134,8 +134,8 @@ def calls_of(job: Job) -> Iterator[AttentionCall]:
 
     if job.dtype not in DTYPES:
         raise unknown_name("dtype", job.dtype, DTYPES)
-    folder = Path(job.model)
-    config = config_of(str(folder / "config.json") if folder.is_dir() else job.model, max(job.seq_lens))
+    model = local_model(job.model)
+    config = config_of(str(Path(model) / "config.json") if Path(model).is_dir() else model, max(job.seq_lens))
     for length in job.seq_lens:
         named = [mask_of(text, length) for text in job.masks]
         for mask in dict.fromkeys(named or masks_of_layers(config)):

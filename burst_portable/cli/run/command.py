@@ -29,7 +29,7 @@ _RANKS = 2
 def run(
     model: Annotated[
         str,
-        typer.Option(help="tiny, a JSON config file, or a checkpoint folder with config.json and *.safetensors."),
+        typer.Option(help="tiny, a config.json, a folder with one, or the Hub ID of a downloaded model."),
     ] = "tiny",
     text: Annotated[
         str | None, typer.Option(help="Text file of any kind. Default: English text that is part of Python.")
@@ -93,7 +93,7 @@ def run(
     Examples:
 
     burst-portable run --ranks 2 --check
-    burst-portable run --model CHECKPOINT_DIR --text FILE --eval
+    burst-portable run --model FOLDER_OR_HUB_ID --text FILE --eval
     torchrun --nproc-per-node 8 -m burst_portable run --model CONFIG.json --seq-len 128k
     --dtype bfloat16 --gradient-checkpointing
     """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from torch import Tensor
 from burst_portable.errors import InputError, in_a_line, shown
 from burst_portable.integrations.transformers.layouts import check_one_size
 
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LARGEST_TEXT = 1 << 30  # bytes: every rank has it in memory
 
 
@@ -106,6 +110,33 @@ def checkpoint_of(name: str) -> Path | None:
     return Path(name) if name not in ("", TINY) and Path(name).is_dir() else None
 
 
+def local_model(name: str) -> str:
+    """Return a model's name; for a Hub ID, the folder of its copy in the cache of huggingface_hub.
+
+    An existing file or folder of this name comes first. Nothing is downloaded.
+
+    Raises:
+        InputError: If the copy has no weights.
+    """
+    if name == TINY or not _HUB_ID.fullmatch(name) or os.path.exists(name):
+        return name
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(name, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return name  # `config_of` raises an error
+    if not _has_weights(Path(folder)):
+        next_step = f"run `hf download {name}`"
+        raise InputError(f"the copy of {name} is incomplete", got=f"no *.safetensors in {folder}", next_step=next_step)
+    return folder
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
 def config_of(name: str, seq_len: int) -> Any:
     """Return the transformers config of a model.
 
@@ -130,7 +161,7 @@ def build(
 ) -> tuple[Any, list[str]]:
     """Return a model on a device, and notes about its weights. Parameters have float32 for a 16-bit `dtype`.
 
-    The weights are those of the checkpoint, or random ones that are drawn on the device from the seed.
+    The weights are those of the checkpoint. Without any, they are drawn on the device from the seed.
 
     Raises:
         InputError: If a checkpoint cannot be loaded, or lacks weights.
@@ -139,11 +170,12 @@ def build(
 
     # AdamW's small updates vanish in 16 bits, and its epsilon in float16.
     dtype, checkpoint = torch.promote_types(dtype, torch.float32), checkpoint_of(name)
-    if checkpoint is None:
+    if checkpoint is None or not _has_weights(checkpoint):
         torch.manual_seed(seed)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=plain_attention(config)).to(dtype)
-        return _with_experts(model, dtype), []
+        notes = [] if checkpoint is None else [f"{name} has no weights; they are random"]
+        return _with_experts(model, dtype), notes
     try:
         model, information = AutoModelForCausalLM.from_pretrained(
             checkpoint,
@@ -274,7 +306,7 @@ def _config_file(name: str) -> Path:
     """Return the existing config file of a model. Raises OSError, and `InputError` if it is not a model."""
     path = Path(name)
     if name and path.is_dir():
-        if not any(path.glob("*.safetensors")):
+        if not _has_weights(path) and any(file.suffix in _PICKLED for file in path.iterdir()):
             raise InputError(
                 f"the checkpoint {name} has no weights that are safe to load",
                 allowed="*.safetensors",
@@ -282,11 +314,12 @@ def _config_file(name: str) -> Path:
             )
         path = path / "config.json"
     if not name or not path.is_file():
+        command = f"run `hf download {name}`, or " if _HUB_ID.fullmatch(name) and "/" in name else ""
         raise InputError(
             "no such model",
             got=repr(name),
-            allowed=f"{TINY}, a JSON config file, or a folder with config.json and *.safetensors",
-            next_step="models are not downloaded; for one of the Hugging Face Hub, download it and pass its folder",
+            allowed=f"{TINY}, a JSON config file, a folder with config.json, or the Hub ID of a downloaded model",
+            next_step=f"models are not downloaded; {command}download it and pass its folder",
         )
     return path
 

@@ -17,6 +17,7 @@ from burst_portable.cli.run.models import (
     checkpoint_of,
     config_of,
     enable_gradient_checkpointing,
+    local_model,
     outline,
     silence_transformers,
     tokens_of,
@@ -96,13 +97,14 @@ def prepare(job: Job, steps: int | None, *, local: bool) -> Prepared:
     kernels = ("auto", *(kernel.name for kernel in backend.kernels()))
     if settings.kernel not in kernels:
         raise unknown_name("kernel in BURST_KERNEL", settings.kernel, kernels)
+    name, job = job.model, replace(job, model=local_model(job.model))
     config, checkpoint = config_of(job.model, job.seq_len), checkpoint_of(job.model)
     sketch = _check_model(config, job)
     tokens, text = tokens_of(job.text, checkpoint)
     check_tokens(tokens, job.seq_len, config.vocab_size)
     hardware = hardware_of_run(backend, job.ranks, settings.hardware_spec, job.dtype, sizes_of(config)["head_dim"])
     plan = _plan(config, job, make_named_strategy(job.strategy, job.ranks_per_node, job.options, hardware))
-    model = _model_facts(job.model, config, sketch)
+    model = _model_facts(name, config, sketch)
     flops = model_flops(config, sketch, seq_len=job.seq_len, batch=job.batch, scoring=job.scoring)
     if steps is None:
         steps = math.ceil(tokens.numel() // job.seq_len / job.batch) if job.scoring else STEPS

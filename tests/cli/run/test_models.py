@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from burst_portable.cli.run.models import batches, build, config_of, enable_gradient_checkpointing
+from burst_portable.cli.run.models import batches, build, config_of, enable_gradient_checkpointing, local_model
 from burst_portable.errors import InputError
 from tests.support.models import SIZES, make, tokens
 
@@ -51,6 +53,44 @@ def test_complete_checkpoint_loads(checkpoint):
     expected = load_file(checkpoint / "model.safetensors")
     assert notes == []
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in expected.items())
+
+
+@pytest.fixture
+def cached(checkpoint: Path, monkeypatch, tmp_path: Path) -> Path:
+    """Return the folder of a copy as huggingface_hub stores it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--some--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(checkpoint, folder / "snapshots" / ("a" * 40))
+    return folder / "snapshots" / ("a" * 40)
+
+
+def test_hub_id_is_found_in_the_cache(checkpoint: Path, cached: Path, monkeypatch):
+    folder = local_model("some/model")
+    assert Path(folder) == cached
+    model, _ = loaded(folder)
+    expected = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in expected.items())
+    with pytest.raises(InputError, match=r"no such model; got 'other/model'; .*run `hf download other/model`, or"):
+        config_of(local_model("other/model"), 16)
+    (cached / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"copy of some/model is incomplete; got no \*.*run `hf download some/model`"):
+        local_model("some/model")
+    monkeypatch.chdir(cached.parents[2])
+    Path("some/model").mkdir(parents=True)
+    assert local_model("some/model") == "some/model"  # a folder comes first
+
+
+def test_folder_without_weights_has_random_ones_and_a_note(checkpoint: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    model, notes = loaded(str(tmp_path))
+    again, _ = loaded(str(tmp_path))
+    assert notes == [f"{tmp_path} has no weights; they are random"]
+    assert torch.equal(model.lm_head.weight, again.lm_head.weight)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(InputError, match="no weights that are safe to load"):
+        loaded(str(tmp_path))
 
 
 def test_checkpoint_with_missing_weights_raises(checkpoint, tmp_path):
