@@ -77,12 +77,21 @@ def test_flash4_other_masks(kernel, mask, dim):
 
 @pytest.mark.parametrize("left", [0, 1, 63, 200, None], ids=lambda left: "all but one" if left is None else str(left))
 @pytest.mark.parametrize("length", [129, 600, 1000])
-@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (128, torch.float16), (32, torch.bfloat16)])
-def test_flash4_windows(kernel, length, left, dim, dtype):
-    """Equal K/V and query heads: flash-attn-4 computes the gradients, and with heads of 32 the forward too."""
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "dtype"),
+    [
+        (128, 128, torch.bfloat16),
+        (128, 128, torch.float16),
+        *((dim, dim, torch.bfloat16) for dim in (32, 64, 96, 192)),
+        (192, 128, torch.bfloat16),
+    ],
+)
+def test_flash4_windows(kernel, length, left, dim, v_dim, dtype):
+    """Equal K/V and query heads: flash-attn-4 computes the gradients, and with heads of 32 and 192 the forward too."""
     left = length - 2 if left is None else left
     assert kernel._flash.load().traits.supports_causal_window
-    compare_whole(kernel, *inputs(length, length, (4, 4), dim, "cuda", dtype), tiles_of(f"window:{left}", length))
+    tensors = inputs(length, length, (4, 4), dim, "cuda", dtype, v_dim=v_dim)
+    compare_whole(kernel, *tensors, tiles_of(f"window:{left}", length))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])

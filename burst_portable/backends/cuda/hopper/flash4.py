@@ -26,15 +26,15 @@ BACKWARD = ((32, 32), (64, 64), (128, 128), (192, 128), (192, 192))
 Its speed divided by ours, with 16,384 tokens, a causal mask and 16 heads (benchmarks/attention.py, 2026-11-25)::
 
     sizes        32      64      96      128     160     192     192/128    256
-    forward      1.37    1.08    1.14    0.98    1.00    1.15    1.02       1.01
-    backward     1.31    1.06    1.05    1.05    0.91    1.14    1.06       0.68
+    forward      1.37    1.09    1.11    0.98    1.01    1.14    1.02       0.97
+    backward     1.33    1.05    1.03    1.05    0.93    1.05    1.07       0.68
 
-With heads of 160 and 4 K/V heads for 16 query heads, its forward was 1.11 of ours.
+With heads of 160 and 4,096 tokens, its forward was 1.17 of ours.
 """
 OWN_HEADS_BACKWARD = ((96, 96),)
 """Sizes for which its backward was faster only if K and V have as many heads as Q.
 
-With heads of 96, it was 1.04 of ours with 16 heads. With 8 K/V heads for 32 query heads, it was 0.98 (2026-11-24).
+With 8 K/V heads for 32 query heads of 96, it was 0.98 of ours (one H100, 2026-11-24).
 """
 LONG, LONG_HEADS = 16384, ((128, 128),)
 """Number of queries and keys from which its forward was faster for heads and values of these sizes too.
@@ -43,20 +43,24 @@ The exception is a causal mask with as many K/V heads as query heads. The speed 
 221 rounds (benchmarks/attention.py, 2026-11-23), was 0.985 and 0.979 in squares of 16,384 and 32,768 tokens without a
 mask. In a causal square of 32,768 tokens it was 0.980 with 8 K/V heads for 32 query heads, but 1.012 with 16 for 16.
 """
-LEAST = 2e10
-"""Minimum of pairs times query heads times head size for which flash-attn-4 is called.
+LEAST = 1.5e10
+"""Minimum of pairs times query heads times head size for which flash-attn-4 is called. Heads below 64 count as 64.
 
-Below it, its host time is longer than its device time: on one H100, a forward took 107 to 180 us of the host, and a
-call of this size 130 us of the device. In a causal square of 4,096 tokens with 16 heads of 160 (2.1e10), its forward
-was 1.17 of ours, and in a full one with 16 heads of 128 (3.4e10), its backward was 1.05 (benchmarks/attention.py,
-2026-11-25).
+Below it, its host time is longer than its device time: on one H100, a forward took 107 to 180 us of the host. A window
+of 1,024 in 16,384 tokens with 16 heads of 32 (1.7e10 as counted here) took 170 us of the device, and a causal square of
+4,096 tokens with 16 heads of 160 (2.1e10) 150 us (benchmarks/attention.py, 2026-11-25).
 """
-WINDOW_FORWARD, WINDOW_BACKWARD = ((32, 32),), ((32, 32), (128, 128))
+WINDOW_FORWARD = ((32, 32), (192, 192))
+WINDOW_BACKWARD = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192))
 """Sizes for which it was faster with a causal window, if K and V have as many heads as Q.
 
-With 16,384 tokens and window:1024, its forward was 1.19 of ours with heads of 32, and 0.97 with heads of 128; its
-backward was 1.31 and 1.07. With 8 K/V heads for 32 query heads of 128, its backward was 0.86 of ours. Windows with
-heads of 64 and 96 were not measured.
+Its speed divided by ours, with 16,384 tokens, window:1024 and 16 heads (benchmarks/attention.py, 2026-11-25)::
+
+    sizes        32      64      96      128     160     192     192/128    256
+    forward      1.19    1.01    0.99    0.99    1.02    1.05    0.94       0.96
+    backward     1.31    1.05    1.06    1.05    1.00    1.11    1.07       0.77
+
+With 8 K/V heads for 32 query heads of 128, its backward was 0.86 of ours.
 """
 
 
@@ -130,7 +134,7 @@ class HopperFlash4Kernel(HopperKernel):
 def _allowed(q: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
     """Return whether the call is large enough, is not deterministic, and has no softcap and a positive scale."""
     batch, _, heads, dim = q.shape
-    enough = tiles.num_pairs * batch * heads * dim >= LEAST and q.numel() > 0
+    enough = tiles.num_pairs * batch * heads * max(dim, 64) >= LEAST and q.numel() > 0
     return enough and not call.deterministic and call.softcap is None and call.positive_scale
 
 

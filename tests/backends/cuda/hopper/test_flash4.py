@@ -169,8 +169,9 @@ def test_small_work_uses_own_kernel(called, monkeypatch, case, more, asked):
 
 
 def test_least_work_threshold_equals_measurement():
-    """Measured: causal squares of 4,096 tokens with 16 heads of 64 and 160 are below and above it."""
-    assert 4096 * 4097 // 2 * 16 * 64 < LEAST < 4096 * 4097 // 2 * 16 * 160
+    """Measured: causal squares of 4,096 tokens with 16 heads of 96 and 160 are below and above it."""
+    assert 4096 * 4097 // 2 * 16 * 96 < LEAST < 4096 * 4097 // 2 * 16 * 160
+    assert LEAST < 16384 * 1025 * 16 * 64, "a window of 1,024 with heads of 32"
 
 
 @pytest.mark.parametrize("left", [0, 1, 30, 88])
@@ -179,10 +180,12 @@ def test_package_computes_gradients_of_causal_window(called, left):
     assert called == [f"backward ({left}, 0)"]
 
 
+@pytest.mark.parametrize(("dim", "v_dim"), [(32, 32), (192, 192), (64, 64), (96, 96), (192, 128)])
 @pytest.mark.parametrize("left", [1, 30])
-def test_package_computes_windows_with_heads_of_32(called, left):
-    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 32, "cpu"), tiles_of(f"window:{left}", 90))
-    assert called == [f"forward ({left}, 0)", f"backward ({left}, 0)"]
+def test_package_computes_windows_of_other_head_sizes(called, left, dim, v_dim):
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), dim, "cpu", v_dim=v_dim), tiles_of(f"window:{left}", 90))
+    passes = ("forward", "backward") if (dim, v_dim) in ((32, 32), (192, 192)) else ("backward",)
+    assert called == [f"{name} ({left}, 0)" for name in passes]
 
 
 @pytest.mark.parametrize("left", [89, 90, 1000])
@@ -250,7 +253,7 @@ def test_other_tiles_use_own_kernel(called, dim, case):
     assert called == []
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(32, (2, 1)), (64, (2, 2)), (64, (2, 1)), (128, (2, 1)), (128, (4, 2))])
+@pytest.mark.parametrize(("dim", "heads"), [(32, (2, 1)), (64, (2, 1)), (160, (2, 2)), (128, (2, 1)), (128, (4, 2))])
 def test_windows_with_other_heads_use_own_kernel(called, dim, heads):
     compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("window:30", 90))
     assert called == []
