@@ -207,7 +207,7 @@ def prepare(task: Task, providers: list[str], expected: dict[str, Tensor]) -> tu
         except Absent as reason:
             result.reason = str(reason)
             continue
-        except Exception as error:  # noqa: BLE001  packages have errors of their own; the other providers still run
+        except Exception as error:  # noqa: BLE001  a package may raise anything; the next provider still runs
             result.reason = f"FAILED: {type(error).__name__}: {str(error)[:300]}"
             continue
         result.seconds_to_start = round(time.time() - started, 1)

@@ -20,14 +20,13 @@ RESULTS = Path(__file__).parent / "results"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 Names = dict[str, str]
-Panel = tuple[str, str, Names, Names]
-"""A file, one of its runs, its rows by their label, and its entries (providers or contestants) by their label."""
+Panel = tuple[str, Names, Names]
+"""A file, some of its rows by their label, and some of its entries (providers or contestants) by their label."""
 
-_KERNELS, _TWO = "local-kernels-h100-2026-11-23", "strategies-h200x2-2026-11-23"
+_KERNELS, _TWO = "local-kernels-h100-2026-11-25", "strategies-h100x2-2026-11-25"
 SPEED_PANELS: tuple[Panel, ...] = (
     (
         _KERNELS,
-        "all masks",
         {
             "causal-16k": "causal",
             "full-16k": "no mask",
@@ -38,7 +37,6 @@ SPEED_PANELS: tuple[Panel, ...] = (
     ),
     (
         _KERNELS,
-        "all masks",
         {"documents": "16 documents", "window": "window of 1,024", "prefix": "prefix-LM, half of it the prefix"},
         {
             "hopper-whole": "Hopper kernels (ours)",
@@ -49,12 +47,10 @@ SPEED_PANELS: tuple[Panel, ...] = (
     ),
     (
         _KERNELS,
-        "portable",
         {"causal-16k": "portable kernels, causal", "documents": "portable kernels, 16 documents"},
         {
             "triton-whole": "portable (ours)",
             "flex": "FlexAttention",
-            "flex-max": "the same, max-autotune",
         },
     ),
 )
@@ -64,17 +60,17 @@ _ZIGZAG = {"ring-flash-attn zigzag": "ring-flash-attn, zigzag"}
 _LLAMA3 = {"ring-flash-attn llama3 at once": "ring-flash-attn, llama3"}
 _ALONE = {"plain call": "one kernel call, nothing sent"}
 RANK_PANELS: tuple[Panel, ...] = (
-    (_TWO, "fair", {"32k": "32,768 tokens, 32 heads"}, {**_AUTO, **_ZIGZAG, **_ALONE}),
-    (_TWO, "fair-long", {"128k": "131,072 tokens, 32 heads"}, {**_AUTO, **_ZIGZAG, **_ALONE}),
     (
         _TWO,
-        "one-group",
-        {"128k-gqa": "131,072 tokens, 32 query and 8 K/V heads"},
+        {
+            "32k": "32,768 tokens, 32 heads",
+            "128k": "131,072 tokens, 32 heads",
+            "128k-gqa": "131,072 tokens, 32 query and 8 K/V heads",
+        },
         {**_AUTO, **_ZIGZAG, **_ALONE},
     ),
     (
         _TWO,
-        "at-once",
         {
             "128k-documents": "131,072 tokens, 112 documents",
             "128k-window": "131,072 tokens, window of 4,096",
@@ -133,9 +129,9 @@ def draw_file(data: dict[str, Any]) -> str:
 def draw_panels(panels: tuple[Panel, ...], title: str, unit: str) -> str:
     """Draw chosen rows and entries. An entry that could not serve a row has no bar."""
     bars = []
-    for file, run, rows, names in panels:
-        results = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["results"]
-        here = [one for one in results if one["run"] == run]
+    for file, rows, names in panels:
+        here = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["results"]
+        here = [one for one in here if one.get("run", "peer copies") == "peer copies"]
         tflops = {(one["row"], one.get("provider") or one["contestant"]): one["tflops"] for one in here}
         for row, label in rows.items():
             served = {key: name for key, name in names.items() if tflops[row, key]}
@@ -183,7 +179,7 @@ def pictures() -> dict[Path, str]:
     kernels = draw_panels(
         SPEED_PANELS, "One H100, bf16, 16,384 tokens, head size 128, unless named", "TFLOP/s of visible pairs"
     )
-    ranks = draw_panels(RANK_PANELS, "Two H200, bf16, causal, the same local kernel for all", "TFLOP/s per GPU")
+    ranks = draw_panels(RANK_PANELS, "Two H100, bf16, causal, the same local kernel for all", "TFLOP/s per GPU")
     return {IMAGES / "speed.svg": kernels, IMAGES / "ranks.svg": ranks}
 
 

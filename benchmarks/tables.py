@@ -23,11 +23,9 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent / "README.md"
 PASSES = ("forward", "backward")
 
-HEAD, RULE = "| mask and size | ours | best other, forward | best other, backward | ratio |", "| --- " * 5 + "|"
-
 Result = dict[str, Any]
 
-KERNEL_FILE = "local-kernels-h100-2026-11-23"
+KERNEL_FILE = "local-kernels-h100-2026-11-25"
 KERNEL_ROWS = {
     "causal-16k": "causal 16k",
     "causal-16k-gqa": "causal 16k, 8 K/V heads",
@@ -48,15 +46,7 @@ KERNEL_ROWS = {
     "striped": "1 step of a striped ring",
 }
 OTHER_KERNELS = {"flash-attn-4": "flash-attn-4", "cudnn": "cuDNN", "flex-flash": "flex-flash", "flex": "flex"}
-CLOSE_ROWS = ("full-16k", "full-4k", "window", "sink")
-"""Rows of a run that tried several block sizes; the names below are those of today, of either pass."""
-CLOSE = {
-    "forward": "triton-whole, forward 64x64, queries 64x64",
-    "backward": "triton-whole, forward 128x128, queries 128x64",
-}
-OTHER_PORTABLE = {"flex": "default", "flex-max": "max-autotune"}
-
-STRATEGY_FILES = {2: "strategies-h200x2-2026-11-23", 4: "strategies-h200x4-2026-11-22"}
+STRATEGY_FILE = "strategies-h100x2-2026-11-25"
 STRATEGY_ROWS = {
     "32k": "causal 32k",
     "32k-gqa": "causal 32k, 8 K/V",
@@ -67,31 +57,6 @@ STRATEGY_ROWS = {
     "128k-documents": "documents 128k, 8 K/V",
     "128k-window": "window 128k, 8 K/V",
 }
-STRATEGY_CASES = {
-    2: (
-        ("fair", "32k", "hopper"),
-        ("priced", "32k-gqa", "hopper"),
-        ("fair", "32k-full", "hopper"),
-        ("fair-long", "128k", "hopper"),
-        ("one-group", "128k-gqa", "hopper"),
-        ("fair-long", "128k-few", "hopper"),
-        ("at-once", "128k-documents", "hopper"),
-        ("at-once", "128k-window", "hopper"),
-        ("ordered", "32k", "hopper+flash-attn-4"),
-        ("ordered", "32k-full", "hopper+flash-attn-4"),
-        ("ordered", "128k-gqa", "hopper+flash-attn-4"),
-        ("fa4-32k", "32k", "flash-attn-4"),
-        ("fair-others", "32k-gqa", "flash-attn-4"),
-        ("fair-others", "128k-gqa", "flash-attn-4"),
-        ("fair-others", "32k-gqa", "cudnn"),
-        ("priced-cudnn", "128k-gqa", "cudnn"),
-        ("fair-nccl", "32k", "hopper"),
-        ("fair-nccl", "32k-gqa", "hopper"),
-        ("fair-nccl", "128k-gqa", "hopper"),
-    ),
-    4: tuple(("engines", row, "hopper") for row in ("32k", "32k-gqa", "32k-full", "128k", "128k-gqa")),
-}
-"""Run, row and local kernel of each line. A run is one start of the benchmark; only its own numbers are compared."""
 OTHER_STRATEGIES = {
     "ulysses by the book": "Ulysses",
     "ring-flash-attn zigzag": "zigzag",
@@ -99,14 +64,20 @@ OTHER_STRATEGIES = {
     "ring-flash-attn llama3 at once": "llama3",
     "context_parallel": "torch",
 }
-CHOICES = {"ring+fetch, all together, own divided": "ring", "ring+fetch": "ring", "ring+fetch, own last": "ring"}
-CHOICES |= {"ulysses": "ulysses, 1"} | {f"ulysses, {n} groups": f"ulysses, {n}" for n in (2, 4)}
 
 
 def load(name: str) -> list[Result]:
     """Return the results of one file."""
     results: list[Result] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]
     return results
+
+
+def by_row(name: str) -> dict[str, dict[str, Result]]:
+    """Return the results of one file by row and provider."""
+    rows: dict[str, dict[str, Result]] = {}
+    for one in load(name):
+        rows.setdefault(one["row"], {})[one["provider"]] = one
+    return rows
 
 
 def speed(one: Result) -> str:
@@ -132,45 +103,34 @@ def total(one: Result) -> float:
 
 def kernels() -> list[str]:
     """Compare the Hopper kernels with the fastest other one of each pass."""
-    lines = [HEAD, RULE]
-    results = load(KERNEL_FILE)
-    for row, label in KERNEL_ROWS.items():
-        runs = [one["run"] for one in results if one["row"] == row and one["provider"] == "hopper-whole"]
-        run = "long rows" if "long rows" in runs else runs[0]
-        here = {one["provider"]: one for one in results if (one["run"], one["row"]) == (run, row) and one["tflops"]}
+    lines = ["| mask and size | ours | best other, forward | best other, backward | ratio |", "| --- " * 5 + "|"]
+    for row, here in by_row(KERNEL_FILE).items():
         ours, cells, ratios = here["hopper-whole"], [], []
         for name in PASSES:
-            others = [key for key in OTHER_KERNELS if key in here]
+            others = [key for key in OTHER_KERNELS if key in here and here[key]["tflops"]]
             best = min(others, key=lambda key: ratio(ours, here[key], name))
             cells.append(f"{int(here[best]['tflops'][name])}, {OTHER_KERNELS[best]}")
             ratios.append(cut(ratio(ours, here[best], name), 2))
-        lines.append(f"| {label} | {speed(ours)} | {cells[0]} | {cells[1]} | {' / '.join(ratios)} |")
+        lines.append(f"| {KERNEL_ROWS[row]} | {speed(ours)} | {cells[0]} | {cells[1]} | {' / '.join(ratios)} |")
     return lines
 
 
 def portable() -> list[str]:
-    """Compare the portable kernels with FlexAttention, compiled both ways."""
-    lines, results = [HEAD, RULE], load(KERNEL_FILE)
-    for row, label in KERNEL_ROWS.items():
-        run = "portable, close rows" if row in CLOSE_ROWS else "portable"
-        here = {one["provider"]: one for one in results if one["run"].startswith(run) and one["row"] == row}
-        speeds, cells, ratios = [], [], []
-        for name in PASSES:
-            ours = here[CLOSE[name] if row in CLOSE_ROWS else "triton-whole"]
-            best = min(OTHER_PORTABLE, key=lambda key: ratio(ours, here[key], name))
-            speeds.append(str(int(ours["tflops"][name])))
-            cells.append(f"{int(here[best]['tflops'][name])}, {OTHER_PORTABLE[best]}")
-            ratios.append(cut(ratio(ours, here[best], name), 2))
-        lines.append(f"| {label} | {' / '.join(speeds)} | {cells[0]} | {cells[1]} | {' / '.join(ratios)} |")
+    """Compare the portable kernels with FlexAttention."""
+    lines = ["| mask and size | ours | FlexAttention | ratio |", "| --- " * 4 + "|"]
+    for row, here in by_row(KERNEL_FILE).items():
+        ours, flex = here["triton-whole"], here["flex"]
+        ratios = " / ".join(cut(ratio(ours, flex, name), 2) for name in PASSES)
+        lines.append(f"| {KERNEL_ROWS[row]} | {speed(ours)} | {speed(flex)} | {ratios} |")
     return lines
 
 
-def strategies(ranks: int) -> list[str]:
+def strategies() -> list[str]:
     """Compare `auto` with the fastest other implementation on the same local kernel."""
     head = "| mask and size | kernel | `auto` | its choice | best other | ratio | of one call |"
-    lines, results = [head, "| --- " * 7 + "|"], load(STRATEGY_FILES[ranks])
-    for run, row, kernel in STRATEGY_CASES[ranks]:
-        here = [one for one in results if (one["run"], one["row"], one["kernel"]) == (run, row, kernel)]
+    lines, results = [head, "| --- " * 7 + "|"], load(STRATEGY_FILE)
+    for run, row in dict.fromkeys((one["run"], one["row"]) for one in results):
+        here = [one for one in results if (one["run"], one["row"]) == (run, row)]
         by_name = {one["contestant"]: one for one in here if one["tflops"]}
         ours = next(one for name, one in by_name.items() if name.startswith("auto "))
         best = min((by_name[name] for name in OTHER_STRATEGIES if name in by_name), key=total)
@@ -179,8 +139,8 @@ def strategies(ranks: int) -> list[str]:
         gain = cut(statistics.median(theirs / mine for mine, theirs in both), 3)
         plain = by_name.get("plain call")
         share = cut(total(plain) / total(ours), 2) if plain else "-"
-        used = kernel.replace("flash-attn-4", "fa4") + (" NCCL" if ours["contestant"] == "auto nccl" else "")
-        chosen = CHOICES.get(ours["chose"], ours["chose"])
+        used = ours["kernel"] + (" NCCL" if ours["contestant"] == "auto nccl" else "")
+        chosen = ours["chose"].partition("+")[0].partition(",")[0]
         other = f"{speed(best)}, {OTHER_STRATEGIES[best['contestant']]}"
         lines.append(f"| {STRATEGY_ROWS[row]} | {used} | {speed(ours)} | {chosen} | {other} | {gain} | {share} |")
     return lines
@@ -207,32 +167,31 @@ def bench() -> list[str]:
     return lines
 
 
-HEAD_FILE = "head-sizes-h200-2026-11-25"
+HEAD_FILE = "head-sizes-h100-2026-11-25"
 HEAD_SIZES = {**{f"d{n}": str(n) for n in (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)}, "mla": "192, values 128"}
-HEAD_OTHERS = ("cudnn", "flash", "flex")
+HEAD_OTHERS = ("cudnn", "flash", "flex", "flash-attn-4")
 
 
 def heads() -> list[str]:
-    """Compare `auto` with what torch has, and masks and deterministic gradients with our own causal calls."""
-    labels = ("head size", "kernel", "causal", "full", "4 K/V heads", "softcap", "documents", "window", "deterministic")
-    lines, rows = [f"| {' | '.join(labels)} |", "| --- " * len(labels) + "|"], dict[str, dict[str, Result]]()
-    for one in load(HEAD_FILE):
-        rows.setdefault(one["row"], {})[one["provider"]] = one
+    """Compare `auto` with the fastest other attention, and masks and deterministic gradients with causal calls."""
+    labels = ("head size", "causal", "full", "4 K/V heads", "softcap", "documents", "window", "deterministic")
+    lines, rows = [f"| {' | '.join(labels)} |", "| --- " * len(labels) + "|"], by_row(HEAD_FILE)
     for size, label in HEAD_SIZES.items():
         causal, cells = rows[f"{size}-causal-16k"], []
-        for mask in ("causal", "full", "gqa", "softcap"):
-            least = min(beside_torch(rows[f"{size}-{mask}-{length}"]) for length in ("4k", "16k", "32k"))
-            cells.append(f"{speed(rows[f'{size}-{mask}-16k']['auto'])}, {cut(least, 2)}")
-        for mask in ("documents", "window"):
-            cells.append(cut(rate(rows[f"{size}-{mask}-16k"]["auto"]) / rate(causal["auto"]), 2))
-        spent = [float(causal[name]["milliseconds"]["backward"]) for name in ("auto", "auto-deterministic")]
-        lines.append(f"| {label} | {causal['auto']['kernel']} | {' | '.join([*cells, cut(spent[0] / spent[1], 2)])} |")
+        for mask in ("causal", "full", "gqa", "softcap", "documents", "window"):
+            here = rows.get(f"{size}-{mask}-16k")
+            if here is None:
+                cells.append("-")
+                continue
+            ours = here["auto"]
+            least = min((here[name].get("time_beside_auto", 9.0) for name in HEAD_OTHERS if name in here), default=9.0)
+            share = cut(rate(ours) / rate(causal["auto"]), 2)
+            first = share if mask in ("documents", "window") else speed(ours)
+            cells.append(f"{first}, {cut(least, 2) if least < 9.0 else '-'}")
+        slow, usual = causal["auto-deterministic"], causal["hopper-whole" if size != "d16" else "auto"]
+        share = cut(float(usual["milliseconds"]["backward"]) / float(slow["milliseconds"]["backward"]), 2)
+        lines.append(f"| {label} | {' | '.join([*cells, share])} |")
     return lines
-
-
-def beside_torch(row: dict[str, Result]) -> float:
-    """Return how many times as fast `auto` is as the fastest attention of torch, both passes, by rounds."""
-    return min(float(row[name]["time_beside_auto"]) for name in HEAD_OTHERS if name in row)
 
 
 def rate(one: Result) -> float:
@@ -240,17 +199,16 @@ def rate(one: Result) -> float:
     return sum(float(one["tflops"][name] * one["milliseconds"][name]) for name in PASSES) / total(one)
 
 
-FIRST_CALL_FILE = "first-call-2026-11-25"
-FIRST_CALLS = {"cold": "cold", "cached": "cached", "after ahead": "compiled ahead", "torch": "torch"}
+FIRST_CALL_FILE = "first-call-h100-2026-11-25"
+FIRST_CALLS = {"cold": "cold", "in turn": "cold, in turn", "cached": "cached", "after ahead": "compiled ahead"}
 
 
 def first_call() -> list[str]:
     """Compare the first call of a process with and without compiled kernels, in seconds of both passes."""
-    lines = [f"| kernel, head size | GPU | {' | '.join(FIRST_CALLS.values())} |", "| --- " * 6 + "|"]
+    lines = [f"| kernel, head size | {' | '.join(FIRST_CALLS.values())} |", "| --- " * 5 + "|"]
     for one in load(FIRST_CALL_FILE):
         seconds = [" / ".join(f"{one['rows'][row][name]:.2f}" for name in PASSES) for row in FIRST_CALLS]
-        gpu = one["setting"]["device"].split()[1]
-        lines.append(f"| {one['kernel']}, {one['head_dim']} | {gpu} | {' | '.join(seconds)} |")
+        lines.append(f"| {one['kernel']}, {one['head_dim']} | {' | '.join(seconds)} |")
     return lines
 
 
@@ -259,8 +217,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "heads": heads,
     "first-call": first_call,
     "portable": portable,
-    "strategies-2": lambda: strategies(2),
-    "strategies-4": lambda: strategies(4),
+    "strategies": strategies,
     "bench": bench,
 }
 

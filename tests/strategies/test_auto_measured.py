@@ -18,7 +18,7 @@ from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
 from tests.support.plans import plan
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parent / "measured"
 LABELS = {"ahead": "fetch, all ahead", "together": "fetch, all together"}
 LABELS |= {f"{how}+{own}": f"{label}, own {own}" for how, label in LABELS.items() for own in ("last", "divided")}
 FILES = {2: "strategies-h200x2-2026-11-23.json", 4: "strategies-h200x4-2026-11-22.json"}

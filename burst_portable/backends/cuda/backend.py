@@ -64,10 +64,10 @@ class CudaBackend(AcceleratorBackend):
         return ""
 
     def make_kernels(self) -> Iterable[Kernel | LazyKernel]:
-        # Our kernels come first. On one H100, torch's own were faster on no row of benchmarks/README.md by more than
-        # 3 %. hopper computes any mask in one launch that merges in its epilogue; library kernels need a call per box
-        # and causal square. Only flash-attn-4 was faster, on boxes, causal squares and some windows. On other devices
-        # nothing was measured against triton, so library kernels must be named.
+        # Our kernels come first. On one H100, those of torch were faster on no row of benchmarks/README.md. hopper
+        # computes any mask in one launch that merges in its epilogue. Library kernels need a call per box and causal
+        # square. Only flash-attn-4 was faster, on boxes, causal squares and some windows. On other devices nothing was
+        # measured against triton, so library kernels must be named.
         flash_4 = LazyKernel(
             "flash-attn-4",
             "burst_portable.backends.cuda.library_kernels:Flash4Kernel",

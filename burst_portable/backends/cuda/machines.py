@@ -29,7 +29,7 @@ _H200 = {
     # (benchmarks/ring.py, 2026-11-22).
     "cudnn": HardwareSpec(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long_kv_efficiency=(1 << 17, 0.9)),
 }
-# On two GPUs: benchmarks/results/strategies-h200x2-2026-11-23.json, runs fair and fair-long.
+# On two GPUs: tests/strategies/measured/strategies-h200x2-2026-11-23.json, runs fair and fair-long.
 _MULTI_LAUNCH_EFFICIENCY_OF_TWO = 0.99
 # From each rank to the next one, by number of ranks. Four ranks: mean of two runs.
 _NCCL: dict[int, Curve] = {
