@@ -25,6 +25,7 @@ from burst_portable.cli.run.models import (
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.integrations.transformers.checks import check_model, check_positions
+from burst_portable.integrations.transformers.global_positions import can_watch_positions
 from burst_portable.integrations.transformers.layouts import masks_of_layers, sizes_of
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import Plan
@@ -135,7 +136,7 @@ def _check_model(config: Any, job: Job) -> Any:
     """Return the model without its weights. Raises `BurstError` if it is not supported."""
     sketch = outline(config)
     check_model(sketch)
-    check_positions(config, job.seq_len)
+    check_positions(config, job.seq_len, watched=can_watch_positions(sketch))
     if not job.scoring:
         _check_dropout(config)
     if job.gradient_checkpointing:

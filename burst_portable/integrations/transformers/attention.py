@@ -22,11 +22,16 @@ from burst_portable.api import attention
 from burst_portable.errors import InputError, ShapeError, UnsupportedError
 from burst_portable.layout import Layout
 from burst_portable.mask import UNBOUNDED, Mask
+from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import broadcast_error
+from burst_portable.sharding import local_position_ids
 from burst_portable.utils.torch_modes import never_compiled
 
 ATTRIBUTE = "_burst_portable"
 """Attribute of each module of a parallelized model with its `ModelState`: models on two meshes have one each."""
+
+SCALES_BY_ROW = "_burst_scales_by_row"
+"""Attribute of each attention module whose queries `attend` scales (see `global_positions`)."""
 
 # Arguments that do not change the attention: the mask already contains them (windows, positions), or they are for other
 # layers (the loss, the router). Any other argument is an error.
@@ -81,6 +86,8 @@ def attend(
     except Exception as error:
         broadcast_error(state.mesh, error, query)
         raise
+    if hasattr(module, SCALES_BY_ROW) and not module.use_rope:
+        query = _scaled_by_row(module, query, state.mesh, sequence)
     out = attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -97,6 +104,14 @@ def attend(
     )
     state.attended, state.attending = state.attended + 1, False
     return out, None
+
+
+def _scaled_by_row(module: Any, query: Tensor, mesh: Mesh, sequence: CallSequence) -> Tensor:
+    """Return queries ``[B, Hq, S, D]`` scaled by their row in the unsharded sequence, as Llama 4 does it by its own."""
+    rows = local_position_ids(mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=query.device)
+    steps = torch.floor((rows.float() + 1.0) / float(module.floor_scale))
+    scale = torch.log1p(steps) * float(module.attn_scale) + 1.0
+    return (query * scale.view(-1, 1)).to(query.dtype)
 
 
 def _sequence(state: Any, mask: Any) -> CallSequence:

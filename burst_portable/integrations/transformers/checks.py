@@ -196,8 +196,17 @@ def check_layerdrop(model: Any) -> None:
         )
 
 
-def check_positions(config: Any, seq_len: int) -> None:
-    """Raise `UnsupportedError` if the model uses positions in a way that gives other results on a shard."""
+LENGTH_ROPE = ("dynamic", "longrope")
+"""Types of RoPE whose frequencies depend on the largest position id."""
+
+
+def check_positions(config: Any, seq_len: int, *, watched: bool = False) -> None:
+    """Raise `UnsupportedError` if the model uses positions in a way that gives other results on a shard.
+
+    `watched`: Whether `global_positions` found the modules that do so, and changed them.
+    """
+    if watched:
+        return
     _check_rope(config, seq_len)
     scale = getattr(config, "floor_scale", None)
     # Llama 4 scales queries by their row number in layers without RoPE. The factor is 1 below `floor_scale`.
@@ -214,7 +223,7 @@ def _check_rope(config: Any, seq_len: int) -> None:
     """Raise `UnsupportedError` if RoPE frequencies depend on the largest position id, which differs between ranks."""
     for parameters in _rope_parameters(config):
         kind = parameters.get("rope_type", "default")
-        if kind not in ("dynamic", "longrope"):
+        if kind not in LENGTH_ROPE:
             continue
         longest = getattr(config, "max_position_embeddings", None)
         trained = parameters.get("original_max_position_embeddings") or longest or 0

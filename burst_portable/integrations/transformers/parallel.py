@@ -39,6 +39,7 @@ from burst_portable.integrations.transformers.checks import (
     takes,
 )
 from burst_portable.integrations.transformers.full_batches import Outputs, batch_of, full_output, requested_outputs
+from burst_portable.integrations.transformers.global_positions import restore_positions, watch_positions
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.left_padding import move_left_padding, roll_rows
 from burst_portable.integrations.transformers.loss import (
@@ -226,6 +227,9 @@ class ShardedModel:
             if isinstance(module, PreTrainedModel) and "position_ids" in parameters_of(module):
                 self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        hooks, scaled = watch_positions(self.model)
+        self._hooks += hooks
+        self._watches_positions = bool(hooks or scaled)
 
     def _watch_loss(self, model: PreTrainedModel) -> None:
         """Install the sharded loss, also if the model's loss function was replaced since."""
@@ -242,6 +246,7 @@ class ShardedModel:
         for module in self.model.modules():
             if hasattr(module, ATTRIBUTE):
                 delattr(module, ATTRIBUTE)
+        restore_positions(self.model)
         if loss := sharded_loss(self.model):
             self.model.loss_function = loss.function
         self.model.set_attn_implementation(self._before)
@@ -415,7 +420,7 @@ class ShardedModel:
             raise _wrong_tokens(tokens)
         check_cache(kwargs)
         sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
-        check_positions(module.config, sequence.seq_len)
+        check_positions(module.config, sequence.seq_len, watched=self._watches_positions)
         self._warn_about_length(module.config, sequence)
         self._warn_about_activations()
         check_arguments(kwargs)
