@@ -48,7 +48,7 @@ def measure(
         typer.Option(
             parser=tokens,
             metavar=flags.METAVAR,
-            help=f"Tokens per rank of the longer kernel call; {flags.LENGTH} Default: 16384; 512 on CPUs.",
+            help=f"Tokens of the longer kernel call; {flags.LENGTH} Default: 16384; 512 on CPUs.",
         ),
     ] = None,
     ranks_per_node: Annotated[

@@ -38,9 +38,7 @@ def time_kernels(
     head_dim: Annotated[
         list[int] | None, typer.Option(help="Elements per head; repeatable. Default: 64 and 128.")
     ] = None,
-    v_head_dim: Annotated[
-        int | None, typer.Option(help="Elements per head of the values. Default: --head-dim.")
-    ] = None,
+    v_head_dim: Annotated[int | None, typer.Option(help="Elements per value head. Default: as --head-dim.")] = None,
     seq_len: Annotated[
         list[int] | None,
         typer.Option(

@@ -84,7 +84,7 @@ class SequenceAttention(GQAttention):  # type: ignore[misc]  # torchtitan's name
     def forward(
         self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:  # torchtitan's names
-        if attention_masks is not None:  # torchtitan makes none for an inner attention that it does not know
+        if attention_masks is not None:  # torchtitan makes none for an inner attention of another package
             raise UnsupportedError("a mask other than documents", got=type(attention_masks).__name__)
         rows = self.inner_attention.rows_of(positions)
         return super().forward(x_BLD, rows, positions)  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ class ScoreRowKernel(ReferenceKernel):
     name = "score_rows"
 
     def scores(self, q: Tensor, k: Tensor, tiles: Tiles, call: AttentionCall) -> Tensor:
-        """Return the scaled, capped scores of q and a block of keys; -inf where no tile has the pair."""
+        """Return the scaled, capped scores of q and a block of keys; -inf for pairs that no tile contains."""
         scores = self.product(_heads(q), k) * call.scale
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)

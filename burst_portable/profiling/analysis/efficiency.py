@@ -2,7 +2,7 @@
 
 The ceiling of kernels is min(peak FLOP/s, FLOPs per byte x memory bandwidth). FLOPs, and the least bytes that kernels
 read and write, come from the plan. Peaks come from the backend: a vendor's data sheet, or a measurement on this
-machine. If the backend knows none, there is no ceiling.
+machine. If the backend has none, there is no ceiling.
 """
 
 from __future__ import annotations
