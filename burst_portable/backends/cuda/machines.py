@@ -5,6 +5,9 @@ extra time of 4,096 tokens over that rate. Kernels on H200: between the rate of 
 32,768 and 131,072 tokens (benchmarks/ring.py, 2026-11-21).
 
 Links: GB/s per rank, ten messages back to back, the slowest rank; NVLink through switches, NCCL 2.28.9, torch 2.11.0.
+They were measured on H200. H100 has the same NVLink, and its peer copies between two ranks were measured too
+(benchmarks/ring.py, 2026-11-25). With these numbers, `auto` chooses Ulysses for the five masks of
+benchmarks/results/bench-h100x2-2026-11-25.json on which it was the fastest.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ _PEER_COPY: dict[int, Curve] = {
     4: ((8 * MIB, 234.0), (64 * MIB, 343.0), (256 * MIB, 380.0)),
     8: ((8 * MIB, 318.0), (64 * MIB, 377.0), (256 * MIB, 388.0)),
 }
+_PEER_COPY_H100 = {**_PEER_COPY, 2: ((8 * MIB, 206.0), (64 * MIB, 356.0), (256 * MIB, 378.0))}
 # NCCL's all-to-all on eight H200. It occupies more multiprocessors than point-to-point messages.
 _NCCL_ALL_TO_ALL: Curve = ((8 * MIB, 122.0), (64 * MIB, 262.0), (256 * MIB, 305.0))
 # (forward, backward) share of the transfer time by which NCCL delays a pass of a ring on four H200. The forward kernel
@@ -56,7 +60,8 @@ _NCCL_SLOWDOWN_HIGH_PRIORITY = {
     "cudnn": (0.96, 0.92),
 }
 _BLOCK = 128  # rows and columns of a block, approximately, in our kernels, cuDNN and flash attention
-_MEMORY = 3500.0  # GB/s of torch's elementwise operators; the memory has a peak of 4800
+_MEMORY = 3500.0  # GB/s of torch's elementwise operators on an H200; the memory has a peak of 4800
+_MEMORY_H100 = _MEMORY * 3350 / 4800  # by the peaks, not measured
 
 
 def hardware_of_machine(name: str, ranks: int, kernel: str = "hopper") -> HardwareSpec | None:
@@ -66,19 +71,18 @@ def hardware_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Hardwa
         return None
     # "hopper+flash-attn-4" also gets hopper's rates. Plans predict steps, and hopper computes those.
     hardware = replace(kernels.get(kernel, kernels["hopper"]), block=_BLOCK)
-    source = f"of {kernel if kernel in kernels else 'hopper'} on"
-    if kernels is _H100:
-        return replace(hardware, source=f"{source} one H100")
+    of = f"of {kernel if kernel in kernels else 'hopper'} on"
+    is_h100 = kernels is _H100
     return replace(
         hardware,
         multi_launch_efficiency=_MULTI_LAUNCH_EFFICIENCY_OF_TWO if ranks == 2 else hardware.multi_launch_efficiency,
         p2p_bandwidth=_by_ranks(_NCCL, ranks),
         all_to_all_bandwidth=_NCCL_ALL_TO_ALL if ranks > 2 else (),
-        peer_copy_bandwidth=_by_ranks(_PEER_COPY, ranks),
+        peer_copy_bandwidth=_by_ranks(_PEER_COPY_H100 if is_h100 else _PEER_COPY, ranks),
         comm_slowdown=_NCCL_SLOWDOWN,
         comm_slowdown_high_priority=_NCCL_SLOWDOWN_HIGH_PRIORITY.get(kernel or "hopper"),
-        memory_bandwidth=_MEMORY,
-        source=f"{source} H200 and their links",
+        memory_bandwidth=_MEMORY_H100 if is_h100 else _MEMORY,
+        source=f"{of} H100 and links as of H200" if is_h100 else f"{of} H200 and their links",
     )
 
 
