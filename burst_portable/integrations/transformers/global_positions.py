@@ -25,7 +25,7 @@ _SCALE = ("attn_scale", "floor_scale", "use_rope")
 
 
 def watch_positions(model: nn.Module) -> tuple[list[Any], int]:
-    """Change the modules that depend on positions of other ranks.
+    """Adapt the modules that depend on positions of other ranks.
 
     Returns:
         The hooks of RoPE modules, and the number of attention modules that scale queries by their row.
