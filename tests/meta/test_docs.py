@@ -4,8 +4,10 @@
 - `output`: compared exactly with the output of the python block before it.
 - `console`: the lines `$ burst-portable ...` are run. The lines below must occur in the output, in order. `...`
   replaces omitted lines, and the width of spaces does not count.
+- `py`: a part of a program, run on two ranks with the names of tests/support/page_ranks.py.
 - `diff`: its new half is run by test_migration.py.
-- Other fences are not run.
+- `sh`: programs and options are checked by test_shell_blocks.py.
+- `text` and `toml`: not run.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_portable.cli import main
 from tests.support.fork_server import run_program
+from tests.support.page_ranks import EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -34,7 +37,7 @@ FOLDERS = ("docs", "backends", "benchmarks", "examples", "profiling")  # all fol
 EVERY_PAGE = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 # [text](target), [name]: target, src="target"; not of other hosts
 LINK = re.compile(r"""(?:\]\(|^\[[^\]]+\]: +|(?:src|srcset)=")(?!https?://)([^)\s"]+)""", re.MULTILINE)
-LANGUAGES = {"python", "output", "console", "text", "sh", "toml", "diff"}
+LANGUAGES = {"python", "py", "output", "console", "text", "sh", "toml", "diff"}
 
 
 def name_of(page: Path) -> str:
@@ -109,6 +112,19 @@ def test_page_links_and_anchors_exist(page):
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
 def test_page_code_fences_have_known_languages(page):
     assert {block.language for block in blocks(page)} <= LANGUAGES
+
+
+def test_every_py_block_has_an_example():
+    counts = {name_of(page): sum(block.language == "py" for block in blocks(page)) for page in EVERY_PAGE}
+    assert {name: count for name, count in counts.items() if count} == {
+        f"docs/{name}": len(examples) for name, examples in EXAMPLES.items()
+    }
+
+
+@pytest.mark.slow
+def test_page_py_blocks_run_on_two_ranks(tmp_path):
+    done = run_program("tests.support.ranks_of", 2, "tests.support.page_ranks", tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def readme_script(name: str) -> str:
