@@ -70,7 +70,7 @@ def training(*, shard: bool) -> Names:
 
 
 def plain_call(_: Path) -> Example:
-    """Take this rank's tokens before there is a process group, because the block makes it."""
+    """Select this rank's tokens without a process group, because the block makes it."""
     q, k, v = tensors()
     layout = bp.make_layout("zigzag", q.shape[1], int(os.environ["WORLD_SIZE"]))
     local = [x[:, layout.positions(int(os.environ["RANK"]))] for x in (q, k, v)]
