@@ -7,6 +7,7 @@ current stream: recording it takes microseconds and waits for nothing.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,21 @@ from burst_portable.utils.threads import Background
 
 _ANCHORS = 5  # at each end of a session: the one with the shortest wait is kept
 _BASE_EVERY = 512  # marks: elapsed times are 32-bit milliseconds, exact to a microsecond only for a few seconds
+
+
+def read_core_wait(folder: str = "/proc/self/task") -> int | None:
+    """Return the nanoseconds in which threads of this process could run and had no core; None if it is unknown.
+
+    Linux counts them for each thread, in the second number of `schedstat`.
+    """
+    total = None
+    for thread in os.listdir(folder) if os.path.isdir(folder) else ():
+        try:
+            with open(f"{folder}/{thread}/schedstat", "rb", buffering=0) as file:
+                total = (total or 0) + int(file.read(64).split()[1])
+        except OSError:
+            continue  # the thread has just ended, or the system does not count
+    return total
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,8 @@ class RankRecords:
         calls: (train step, attention call, number of the plan).
         kernel_trace: Kernels that the vendor's tracer recorded; None below level "kernels".
         train_steps: (train step, start, end) of each training step, from mark to mark.
+        core_waits: (train step, nanoseconds) that all threads of the process waited for a core; see
+            `clocks.read_core_wait`. Empty if it is unknown, or if kernels run on a device.
     """
 
     rank: int
@@ -143,6 +145,7 @@ class RankRecords:
     facts: Mapping[str, Any] = field(default_factory=dict)
     kernel_trace: KernelTrace | None = None
     train_steps: Sequence[Sequence[int]] = ()
+    core_waits: Sequence[Sequence[int]] = ()
 
     def table(self, kind: str) -> Table:
         """Return the rows of one kind; an empty table if none were recorded."""

@@ -23,7 +23,7 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.planning.schedule import Compute
 from burst_portable.planning.tiles import BlockPairs
-from burst_portable.profiling.clocks import HostClock, Sensors, make_clock
+from burst_portable.profiling.clocks import HostClock, Sensors, make_clock, read_core_wait
 from burst_portable.profiling.event_tables import COLUMNS, NEVER, TIMES, PlanLocation, RankRecords, Table
 from burst_portable.runtime.prepared_call import Observer, Posting, PreparedCall, Sent
 from burst_portable.strategies.planner import planned
@@ -107,6 +107,8 @@ class Recorder:
         self._since: Any = time.perf_counter_ns() if since is None else since  # start of the current training step
         kept = BASIC_KEPT if self.is_basic else None
         self.train_steps: deque[tuple[Any, ...]] = deque(maxlen=kept)
+        self.core_waits: deque[tuple[int, int]] = deque(maxlen=kept)
+        self._core_wait = read_core_wait()  # nanoseconds at the start of the current training step
         self.rows: dict[str, deque[tuple[Any, ...]]] = {kind: deque(maxlen=kept) for kind in COLUMNS}
         self.train_step, self.attention_call = 0, 0
         self.kernels = self.waiting = 0  # nanoseconds, if marks are times of the host
@@ -164,6 +166,7 @@ class Recorder:
     def next_train_step(self) -> None:
         """Assign all later calls to the next training step."""
         since = self._since
+        self._add_core_wait()
         self.begin_step()
         if self.calls:
             self.train_steps.append((self.train_step, since, self._since))
@@ -171,10 +174,18 @@ class Recorder:
 
     def begin_step(self) -> None:
         """Start the training step now, on the device's clock. Earlier time belongs to no step."""
+        self._core_wait = read_core_wait() if self.device_type == "cpu" else None
         self._since = self._clocks[self._device].mark() if self._device else time.perf_counter_ns()
+
+    def _add_core_wait(self) -> None:
+        """Add the time that this process has waited for a core since the last call, or since the step began."""
+        before, self._core_wait = self._core_wait, read_core_wait() if self.device_type == "cpu" else None
+        if before is not None and self._core_wait is not None:
+            self.core_waits.append((self.train_step, max(0, self._core_wait - before)))
 
     def records(self) -> RankRecords:
         """Return all records in nanoseconds. On a device with streams, wait for the last mark."""
+        self._add_core_wait()
         clock = self._clocks[self._device] if self._device else None
         drift = clock.end() if clock else None
         for kind, rows in self.rows.items():
@@ -203,6 +214,7 @@ class Recorder:
                 "peaks": [asdict(backend.peaks(dtype)) for dtype in dtypes],
             },
             train_steps=list(self.train_steps),
+            core_waits=list(self.core_waits),
         )
 
     def _read(self, row: tuple[Any, ...], times: list[int]) -> tuple[int, ...]:

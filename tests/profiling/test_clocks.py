@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burst_portable.profiling import clocks
-from burst_portable.profiling.clocks import DeviceClock, HostClock, make_clock
+from burst_portable.profiling.clocks import DeviceClock, HostClock, make_clock, read_core_wait
 
 
 class FakeEvent:
@@ -29,6 +29,16 @@ class FakeEvent:
 
     def elapsed_time(self, later: FakeEvent) -> float:
         return float(np.float32((later.time - self.time) / 1e6))
+
+
+def test_core_wait_is_the_sum_over_threads(tmp_path):
+    for thread, counts in (("1", "900 70 3"), ("2", "5 30 1")):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(f"{counts}\n", encoding="ascii")
+    (tmp_path / "3").mkdir()  # a thread that has just ended
+    assert read_core_wait(str(tmp_path)) == 100
+    assert read_core_wait(str(tmp_path / "3")) is None, "the system does not count"
+    assert read_core_wait(str(tmp_path / "none")) is None
 
 
 def clock_of_fakes(monkeypatch) -> DeviceClock:

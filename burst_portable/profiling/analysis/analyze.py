@@ -100,7 +100,9 @@ EVIDENCE = {
     "posted to the arrival, as a watching stream or the waiting receiver observed it; otherwise only an upper bound is "
     "known",
     "wait_ns": "events: both ends of each message on one clock, followed to the activity of the late rank",
-    "lost_ns, share, usual_share, spread, measured, measured_ns": "events: differences of the times above",
+    "lost_ns, share, usual_share, spread, standard_error, measured, measured_ns": "events: differences of the times "
+    "above",
+    "core_wait_ns": "events: the scheduler's count of time in which threads of the process could run and had no core",
     "overlapped, isolated, ratio": "events: kernels during communication against the same kernels in isolation; at "
     "level kernels, by the trace",
     "uncertainty_ns, offsets_ns": "events: the clocks of several hosts, aligned on messages",
@@ -274,11 +276,12 @@ def _steps_of(one: RankRecords, first: int, last: int = NEVER) -> RankRecords:
         return (steps >= first) & (steps <= last) if last != NEVER else steps >= first
 
     tables = {kind: table.select(within(table["train_step"])) for kind, table in one.tables.items()}
-    calls, train_steps = ([row for row in rows if within(row[0])] for rows in (one.calls, one.train_steps))
+    by_step = one.calls, one.train_steps, one.core_waits
+    calls, train_steps, core_waits = ([row for row in rows if within(row[0])] for rows in by_step)
     trace = one.kernel_trace and replace(
         one.kernel_trace, rows=one.kernel_trace.rows[within(one.kernel_trace.rows[:, 0])]
     )
-    return replace(one, tables=tables, calls=calls, train_steps=train_steps, kernel_trace=trace)
+    return replace(one, tables=tables, calls=calls, train_steps=train_steps, core_waits=core_waits, kernel_trace=trace)
 
 
 def _timeline(one: RankRecords, messages: Messages) -> Timeline:
@@ -309,6 +312,7 @@ def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
         **with_unit(parts),
         "idle_between_kernels_ns": inside,
         "idle_outside_attention_ns": parts["idle"] - inside,
+        "core_wait_ns": sum(ns for _, ns in one.core_waits) if one.core_waits else None,
         "window_ns": [int(x) for x in timeline.window],
         "passes": by_pass,
         "sent_bytes": int(sent.sum() + collective["bytes"].sum()),

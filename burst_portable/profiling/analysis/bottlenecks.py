@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from statistics import mean, median
+from math import sqrt
+from statistics import mean, median, stdev
 from typing import Any
 
 from burst_portable.planning.plans import PASSES
@@ -100,6 +101,8 @@ def _message_size(report: Report) -> str:
 
 
 _REPORTED = 0.05  # of the time: the summary names no smaller bottleneck as the cause
+_RECURRENT = 5.0  # standard errors: a rank or link that loses more than this does so in most steps
+_MIN_STEPS = 4  # from which a standard error is computed
 _LISTED = 3  # bottlenecks that the summary lists if it names none
 _MUCH_IDLE = 0.2  # of all ranks' time: more idle time outside of attention is reported, though not as a bottleneck
 _WAITED_FOR = 0.25  # of a slow rank's excess: if other ranks waited at least this share, all of the excess counts
@@ -129,11 +132,13 @@ def whole_time(report: Report) -> float:
 
 
 def add_usual_shares(bottlenecks: list[Bottleneck], by_step: Sequence[tuple[float, list[Bottleneck]]]) -> None:
-    """Add `usual_share` and `spread` to each bottleneck. `by_step` has the time and the bottlenecks of each step.
+    """Add `usual_share`, `spread` and `standard_error` to each bottleneck.
+
+    `by_step` has the time and the bottlenecks of each step.
 
     The usual share is the mean share of a step, without the step of the largest. It is smaller than `share` if one step
     lost most of the time, or each step another rank. The spread is the median difference of a step from the median
-    step, as a share, if none had this bottleneck.
+    step, as a share, if none had this bottleneck. The standard error is that of the mean share of a step.
     """
     for one in bottlenecks:
         kinds = ("late rank", "late ranks") if one["kind"] == "late ranks" else (one["kind"],)
@@ -145,16 +150,18 @@ def add_usual_shares(bottlenecks: list[Bottleneck], by_step: Sequence[tuple[floa
         middle = median(times) if times else 0
         one["usual_share"] = min(one["share"], mean(sorted(shares)[:-1])) if len(shares) > 2 else one["share"]
         one["spread"] = median(abs(time - middle) for time in times) / middle if middle else 0.0
+        one["standard_error"] = stdev(shares) / sqrt(len(shares)) if len(shares) >= _MIN_STEPS else one["share"]
 
 
 def summarize(report: Report) -> Bottleneck:
     """Return the largest significant bottleneck with its text as sentences; if there is none, list the largest.
 
-    A bottleneck is significant if it usually takes `_REPORTED` of a step, and more than steps differ by without it.
+    A bottleneck is significant if it usually takes `_REPORTED` of a step, and more than steps differ by without it. If
+    ranks waited longer for a core, it must also be a rank's or link's, and recur in most steps.
     """
-    bottlenecks = report["bottlenecks"]
+    bottlenecks, core_wait = report["bottlenecks"], _core_wait(report)
     outside = _share(report, "idle_outside_attention_ns")
-    worst = next((one for one in bottlenecks if one["usual_share"] >= max(_REPORTED, one["spread"])), None)
+    worst = next((one for one in bottlenecks if _is_significant(one, core_wait)), None)
     if worst:
         text = f"{worst['text']}: {time_text(worst['lost_ns'])} lost, {percent(worst['share'])} of the time."
         if outside > max(_MUCH_IDLE, worst["share"]):
@@ -170,11 +177,33 @@ def summarize(report: Report) -> Bottleneck:
         f"{percent(_share(report, 'idle_between_kernels_ns'))} idle between kernels, "
         f"{percent(outside)} idle outside of attention."
     )
+    if core_wait > _REPORTED:
+        text += f" The threads of a rank waited {percent(core_wait)} of the time for a core."
+        return {**_bottleneck("none", 0, text, _SHARED_CORES, ""), "share": 0.0}
     recommendation = (
         "profile a full step with torch.profiler: this profile does not record the rest of the model, the optimizer "
         "and the program; some idle time is expected, and more if processes share cores"
     )
     return {**_bottleneck("none", 0, text, recommendation if outside > _MUCH_IDLE else "", ""), "share": 0.0}
+
+
+_SHARED_CORES = (
+    "the ranks share their cores with other threads, which delays kernels, messages and checks: use fewer ranks or "
+    "threads, or end other processes, before you search for a cause"
+)
+
+
+def _is_significant(one: Bottleneck, core_wait: float) -> bool:
+    usual: float = one["usual_share"]
+    if usual < max(_REPORTED, one["spread"]):
+        return False
+    return usual > core_wait or bool(one["rank"] >= 0 and usual >= _RECURRENT * one["standard_error"])
+
+
+def _core_wait(report: Report) -> float:
+    """Return the mean time that a rank's threads waited for a core, as a share of the time; 0 if unknown."""
+    waits, span = [rank["core_wait_ns"] or 0 for rank in report["ranks"]], whole_time(report)
+    return mean(waits) / span if span else 0.0
 
 
 def _name(one: Bottleneck) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import json
+import subprocess
+import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,30 +55,80 @@ def test_loss_in_a_single_step_does_not_stand_out(late):
     assert (report["summary"]["kind"], report["bottlenecks"][0]["kind"]) == (kind, "late rank")
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(4), *(pytest.param(range(4, 100)[i::3], marks=pytest.mark.full) for i in range(3))]
+)
+def test_shared_cores_raise_no_alarm(seeds):
+    for seed in seeds:
+        summary = analyze(training_run(seed, RANKS[seed % 4], shared_cores=True))["summary"]
+        assert summary["kind"] == "none", (seed, summary["text"])
+        assert "The threads of a rank waited " in summary["text"]
+        assert "share their cores" in summary["recommendation"]
+
+
+def test_shared_cores_raise_alarms_without_core_waits():
+    """Without the scheduler's count, the check that calls agree is named: it takes up to 20 % of each step."""
+    runs = [training_run(seed, 2, shared_cores=True) for seed in range(4)]
+    kinds = [analyze([replace(one, core_waits=()) for one in run])["summary"]["kind"] for run in runs]
+    assert kinds.count("agreement") >= 2, kinds
+
+
+@pytest.mark.parametrize("seeds", [range(2, 4), pytest.param(range(4, 12), marks=pytest.mark.full)])
+@pytest.mark.parametrize("fault", ["late rank", "slow link", "slow rank"])
+def test_fault_on_shared_cores_is_named(fault, seeds):
+    """The fault takes four times as long as a step on a quiet machine, half of the time or more."""
+    for seed in seeds:
+        summary = analyze(training_run(seed, RANKS[seed % 4], fault=fault, share=0.8, shared_cores=True))["summary"]
+        assert (summary["kind"], summary["rank"]) == (fault, 1), (seed, summary["text"])
+
+
+def test_core_wait_is_counted_without_skipped_steps():
+    makers = Maker(0), Maker(1)
+    for one in makers:
+        for step in range(3):
+            one.collective(0, 1000 * step, 1000 * step + 10)
+            one.compute(0, 1000 * step + 10, 1000 * step + 1000)
+            one.mark(1000 * step, 1000 * step + 1000, core_wait=10**step)
+    report = analyze([one.records() for one in makers], skip=1)
+    assert [rank["core_wait_ns"] for rank in report["ranks"]] == [110_000, 110_000]
+
+
 @pytest.mark.full
 @pytest.mark.alone
-def test_real_runs_without_fault_raise_no_alarm():
-    """Two threads. A run in which other processes took a core from a rank is a run with a fault, and does not count."""
-
-    def work(mesh: bp.Mesh) -> tuple[dict | None, float]:
+def test_real_threads_without_fault_raise_no_alarm():
+    def work(mesh: bp.Mesh) -> dict | None:
         q, k, v = (torch.randn(1, 1024, 4, 32, requires_grad=True) for _ in range(3))
         bp.attention(q, k, v, mesh=mesh, strategy="ring").sum().backward()
-        began = time.thread_time()
         with bp.profile(mesh=mesh) as session:
             for _ in range(8):
                 bp.attention(q, k, v, mesh=mesh, strategy="ring").sum().backward()
                 time.sleep(0.02)
                 session.mark()
-        took = time.thread_time() - began
         report = session.report()
-        return report and report.data, took
+        return report and report.data
 
-    counted = 0
     for _ in range(20):
-        results = bp.run_threads(2, work)
-        data = results[0][0]
-        if all(r["compute_ns"] * 1e-9 < 1.03 * took for r, (_, took) in zip(data["ranks"], results, strict=True)):
-            counted += 1
-            assert data["summary"]["kind"] == "none", data["summary"]["text"]
-    if not counted:
-        pytest.skip("other processes took the cores in all runs")
+        data = bp.run_threads(2, work)[0]
+        assert data["summary"]["kind"] == "none", data["summary"]["text"]
+
+
+@pytest.mark.full
+@pytest.mark.alone
+@pytest.mark.parametrize("neighbors", [0, 1])
+@pytest.mark.parametrize("seq_len", ["256", "1024"])
+def test_real_demo_without_fault_raises_no_alarm(seq_len, neighbors, tmp_path):
+    """Two processes train as in README's demo, also with another process on their cores."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(neighbors)]
+    arguments = ["run", "--model", "tiny", "--ranks", "2", "--seq-len", seq_len, "--steps", "10", "--profile"]
+    try:
+        for _ in range(10):
+            command = [sys.executable, "-m", "burst_portable", *arguments, "--report", str(tmp_path)]
+            subprocess.run(command, check=True, capture_output=True)
+            summary = json.loads((tmp_path / "profile.json").read_text(encoding="utf-8"))["summary"]
+            assert summary["kind"] == "none", summary["text"]
+            page = html.unescape((tmp_path / "profile.html").read_text(encoding="utf-8"))
+            assert summary["text"] in page.replace("\u00a0", " ")
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
