@@ -105,7 +105,7 @@ def show(report: Report, *, stderr: bool = False) -> None:
 
 
 def _verdict(report: Report) -> str:
-    """Return the result in words. Only a run of all tests conforms, and what it left out is in parentheses."""
+    """Return the result as text. Only a run of all tests conforms; tests that it omitted are in parentheses."""
     if not report.ok:
         return "[bold red]does not conform[/]"
     if report.conforms:

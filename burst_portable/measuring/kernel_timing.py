@@ -57,7 +57,7 @@ class DeviceClock(Clock):
 
 
 def documents(length: int) -> Mask:
-    """Return the mask of causal documents that stands for all masks that are neither full nor causal."""
+    """Return the mask of causal documents that represents all masks that are neither full nor causal."""
     count = max(1, min(DOCUMENTS, length // 8))
     cuts = sorted(random.Random(0).sample(range(1, length), count - 1))
     return Mask.documents([0, *cuts, length])

@@ -108,7 +108,7 @@ def test_check_backend_rejects_invalid_process_count(processes):
 
 LISTENING = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs deaf to Ctrl-C
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore Ctrl-C
 from burst_portable.cli import main
 sys.argv = ["burst-portable", "conform", "--backend", "cpu", "--processes", "2"]
 sys.exit(main())

@@ -2,7 +2,7 @@
 
 python -m tests.support.torchtitan_ranks FOLDER
 
-torchtitan knows no CPUs: here its name of the device is replaced. Each rank compares the loss and all gradients with
+torchtitan supports no CPUs: here its name of the device is replaced. Each rank compares the loss and all gradients with
 those of a model on one device, whose attention is torch's with a dense mask.
 """
 
@@ -172,7 +172,7 @@ def results(
 
 
 def check_errors(rank: int, mesh: Mesh) -> None:
-    """Check that rows of other ranks, an unknown order, and what has no equivalent raise an error."""
+    """Check that rows of other ranks, an unknown order, and options without an equivalent raise an error."""
 
     def rows_of(positions: list[int], layout: str = "auto") -> Any:
         return Documents(mesh, layout).rows(torch.tensor([positions]))

@@ -84,7 +84,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Difference]:
-    """Return what differs besides times: sizes, strategy, layout, level, device, backend, kernel."""
+    """Return the differences other than times: sizes, strategy, layout, level, device, backend, kernel."""
     old, new = _about(before), _about(after)
     return [Difference(name, old[name], new[name]) for name in old if old[name] != new[name]]
 

@@ -1,4 +1,4 @@
-"""Define a transport over another communication library, which sends only device buffers. gloo stands for it here.
+"""Define a transport over another communication library, which sends only device buffers. gloo takes its place here.
 
 `TheirBackend` does not need it: `TorchDistTransport` supports gloo.
 """
