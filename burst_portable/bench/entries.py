@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,15 +55,57 @@ class Task:
     """q, k, v and dO, [1, S, H, D]."""
 
 
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An entry that is ready to run a row on this rank.
+
+    Attributes:
+        forward: Compute `out` from the leaves.
+        leaves: q, k and v of this rank, in the shape that the implementation takes.
+        dout: Gradient of `out`.
+        shard: Return this rank's tokens of an unsharded tensor [1, S, H, D].
+        to_bshd: Return a view [1, S, H, D] of a result.
+    """
+
+    forward: Callable[[], Tensor]
+    leaves: tuple[Tensor, ...]
+    dout: Tensor
+    shard: Callable[[Tensor], Tensor]
+    to_bshd: Callable[[Tensor], Tensor] = _unchanged
+
+    def run(self) -> tuple[Tensor, ...]:
+        """Run both passes once. Return out, dq, dk and dv of this rank, [1, S, H, D]."""
+        out = self.forward()
+        return tuple(map(self.to_bshd, (out.detach(), *torch.autograd.grad(out, self.leaves, self.dout))))
+
+
+class Sent(NamedTuple):
+    """What this rank sent in a pass."""
+
+    bytes: int
+    messages: int
+
+
 class Entry:
-    """A strategy of the registry in a benchmark. Subclasses run other implementations."""
+    """A strategy of the registry in a benchmark. Subclasses run other implementations.
+
+    Attributes:
+        errors: Exceptions after which the other entries of the row are still measured.
+    """
+
+    errors: tuple[type[Exception], ...] = (BurstError, ImportError)
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def prepare(self, task: Task, mesh: Mesh) -> tuple[Callable[[], Tensor], tuple[Tensor, ...], Tensor]:
-        """Return the forward call, its leaves (q, k, v) and dO. Raise a `BurstError` if it cannot serve the row."""
-        q, k, v, dout = (shard(x, mesh, layout=task.layout) for x in task.tensors)
+    def prepare(self, task: Task, mesh: Mesh) -> Prepared:
+        """Return the calls of a row. Raise a `BurstError` if the entry cannot serve it."""
+        layout = task.layout
+        q, k, v, dout = (shard(x, mesh, layout=layout) for x in task.tensors)
         leaves = tuple(x.requires_grad_() for x in (q, k, v))
 
         def forward() -> Tensor:
@@ -71,7 +114,26 @@ class Entry:
                 seq_len=task.layout.length, deterministic=False,
             )  # fmt: skip
 
-        return forward, leaves, dout
+        return Prepared(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout))
+
+    def count(self, prepared: Prepared, task: Task, mesh: Mesh) -> list[Sent]:
+        """Return what this rank sends in each pass, over the plain transport."""
+        counting = CountingTransport(mesh.transport(prepared.dout.device.type))
+        config = Config(timeout=mesh.config.timeout, transport=counting.name)
+        counted = Mesh(
+            mesh.rank, mesh.size, lambda _: counting, group=mesh.group, backend=mesh.backend, config=config
+        )  # fmt: skip
+        return sent_by_passes(self.prepare(task, counted), lambda: Sent(counting.sent, counting.messages))
+
+
+def sent_by_passes(prepared: Prepared, total: Callable[[], Sent]) -> list[Sent]:
+    """Run both passes, and return what each has added to the total."""
+    totals = [total()]
+    out = prepared.forward()
+    totals.append(total())
+    torch.autograd.grad(out, prepared.leaves, prepared.dout)
+    totals.append(total())
+    return [Sent(new.bytes - old.bytes, new.messages - old.messages) for old, new in pairwise(totals)]
 
 
 class CountingTransport(WrappedTransport):
@@ -143,24 +205,40 @@ class Benchmark:
         )
         expected = oracle(task, self._setting.head_dim**-0.5)
         rows: list[Row] = []
-        timed: list[tuple[Row, Callable[[], Tensor], Callable[[], object]]] = []
+        timed: list[tuple[Row, Prepared]] = []
         for entry in self._entries:
-            if entry.name not in only:
-                continue
-            row: Row = {"mask": mask_name, "seq_len": length, "kernel": kernel, "entry": entry.name}
-            rows.append(row)
-            try:
-                forward, leaves, dout = entry.prepare(task, self._mesh)
-                row.update(self._check(task, expected, forward, leaves, dout))
-                if row["status"] == "ok":
-                    row.update(self._count(entry, task))
-                    timed.append((row, forward, _backward(forward, leaves, dout)))
-            except CommunicationError:
-                raise  # ranks have lost each other
-            except (BurstError, ImportError) as error:
-                row.update(status="refused", reason=in_a_line(error))
+            if entry.name in only:
+                row: Row = {"mask": mask_name, "seq_len": length, "kernel": kernel, "entry": entry.name}
+                rows.append(row)
+                prepared = self._examine(entry, task, expected, row)
+                if prepared is not None:
+                    timed.append((row, prepared))
         self._time(mask.num_pairs(length), timed)
         return rows
+
+    def _examine(self, entry: Entry, task: Task, expected: Results, row: Row) -> Prepared | None:
+        """Run an entry once, and add its status to the row. Return its calls if it is right on all ranks."""
+        reason, status = "", "refused"
+        prepared: Prepared | None = None
+        found: tuple[Tensor, ...] = ()
+        peak: int | None = None
+        try:
+            prepared = entry.prepare(task, self._mesh)
+            found, peak = self._run(prepared)
+        except CommunicationError:
+            raise  # ranks have lost each other
+        except entry.errors as error:
+            reason = str(error) if isinstance(error, BurstError) else in_a_line(error)
+            status = "refused" if isinstance(error, BurstError | ImportError) else "failed"
+        if self._clock.slowest(float(bool(reason))):
+            row.update(status=status, reason=reason or "failed on another rank")
+            return None
+        assert prepared is not None, "it has no reason"
+        row.update(self._check(prepared, found, expected, peak))
+        if row["status"] == "ok":
+            row.update(self._sent(entry.count(prepared, task, self._mesh)))
+            return prepared
+        return None
 
     def _inputs(self, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         s, generator = self._setting, torch.Generator(self._device).manual_seed(length)
@@ -171,20 +249,22 @@ class Benchmark:
         )  # fmt: skip
         return q, k, v, dout
 
-    def _check(
-        self, task: Task, expected: Results, forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], dout: Tensor
-    ) -> Row:
-        """Run both passes once. Return the status, the worst errors of all ranks, and the peak memory beyond inputs."""
-        if self._streams:
-            torch.accelerator.reset_peak_memory_stats()
-            before = torch.accelerator.memory_allocated()
-        out = forward()
-        found = (out.detach(), *torch.autograd.grad(out, leaves, dout))
-        peak = torch.accelerator.max_memory_allocated() - before if self._streams else None
-        norm_limit, max_limit = _LIMITS[dout.dtype.itemsize < 4]
+    def _run(self, prepared: Prepared) -> tuple[tuple[Tensor, ...], int | None]:
+        """Run both passes once. Return this rank's results and the peak memory beyond the inputs, if it is known."""
+        if not self._streams:
+            return prepared.run(), None
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        found = prepared.run()
+        self._clock.settle()
+        return found, torch.accelerator.max_memory_allocated() - before
+
+    def _check(self, prepared: Prepared, found: tuple[Tensor, ...], expected: Results, peak: int | None) -> Row:
+        """Return the status, the worst errors of all ranks, and the largest peak memory."""
+        norm_limit, max_limit = _LIMITS[prepared.dout.dtype.itemsize < 4]
         errors, wrong = {}, []
         for name, result, right in zip(NAMES, found, expected, strict=True):
-            mine = shard(right, self._mesh, layout=task.layout)
+            mine = prepared.shard(right)
             gap = result[:, :, -mine.shape[2] :].double() - mine
             for label, one, whole, limit in (
                 (name, gap.norm(), mine.norm(), norm_limit),
@@ -198,35 +278,25 @@ class Benchmark:
         status: Row = {"status": "wrong", "reason": "; ".join(wrong)} if wrong else {"status": "ok"}
         return {**status, "errors": errors, "peak_bytes": peak_bytes}
 
-    def _count(self, entry: Entry, task: Task) -> Row:
-        """Return the largest number of bytes and messages that a rank sends in each pass, over the plain transport."""
-        counting = CountingTransport(self._transport)
-        config = Config(timeout=self._mesh.config.timeout, transport=self._transport.name)
-        mesh = Mesh(
-            self._mesh.rank, self._mesh.size, lambda _: counting, group=self._mesh.group,
-            backend=self._mesh.backend, config=config,
-        )  # fmt: skip
-        forward, leaves, dout = entry.prepare(task, mesh)
-        out = forward()
-        sent = [(counting.sent, counting.messages)]
-        torch.autograd.grad(out, leaves, dout)
-        sent.append((counting.sent - sent[0][0], counting.messages - sent[0][1]))
+    def _sent(self, passes: Sequence[Sent]) -> Row:
+        """Return the largest number of bytes and messages that a rank sends in each pass."""
         return {
             f"{name}_{what}": int(self._clock.slowest(value))
-            for name, values in zip(("forward", "backward"), sent, strict=True)
-            for what, value in zip(("sent_bytes", "messages"), values, strict=True)
+            for name, sent in zip(("forward", "backward"), passes, strict=True)
+            for what, value in zip(("sent_bytes", "messages"), sent, strict=True)
         }
 
-    def _time(self, pairs: int, timed: list[tuple[Row, Callable[[], Tensor], Callable[[], object]]]) -> None:
+    def _time(self, pairs: int, timed: list[tuple[Row, Prepared]]) -> None:
         """Time all entries in each round, in a random order that is the same on all ranks."""
+        calls = [(one.forward, _backward(one.forward, one.leaves, one.dout)) for _, one in timed]
         order = random.Random(pairs)
         seconds: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(timed))}
         for _ in range(self._setting.rounds):
             for i in order.sample(range(len(timed)), len(timed)):
-                _, forward, backward = timed[i]
+                forward, backward = calls[i]
                 seconds[i].append((self._clock.time(forward, 1), self._clock.time(backward, 1)))
         flops = 4 * pairs * self._setting.heads * self._setting.head_dim / self._mesh.size
-        for i, (row, _, _) in enumerate(timed):
+        for i, (row, _) in enumerate(timed):
             for name, values, factor in zip(
                 ("forward", "backward"), zip(*seconds[i], strict=True), (1, 2.5), strict=True
             ):

@@ -11,6 +11,7 @@ from rich.progress import Progress
 
 from burst_portable import __version__
 from burst_portable.bench.masks import MASKS
+from burst_portable.bench.names import PEERS, available_peers
 from burst_portable.bench.results import COLUMNS, SCHEMA, Row, append_rows, cells, markdown, read_rows, row_key
 from burst_portable.bench.results import compare as compare_rows
 from burst_portable.cli import flags
@@ -21,6 +22,7 @@ from burst_portable.errors import InputError, unknown_name
 from burst_portable.layout import NAMES, OF_DOCUMENTS
 from burst_portable.strategies.registry import known
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _QUICK = ("full", "causal", "causal_document")
 _LAYOUTS = tuple(name for name in NAMES if name not in OF_DOCUMENTS)  # those that serve every mask
 
@@ -32,8 +34,13 @@ def bench(
     ranks: Annotated[int | None, typer.Option(help="Local processes. Default: one per device; 2 on CPUs.")] = None,
     backend: flags.BackendName = "auto",
     masks: Annotated[str, typer.Option(help="all, or names of masks, separated by commas.")] = "all",
-    strategies: Annotated[str, typer.Option(help="all, or names of strategies, separated by commas.")] = "all",
+    strategies: Annotated[
+        str, typer.Option(help=f"all, ours, or names, separated by commas; also {', '.join(PEERS)}.")
+    ] = "all",
     kernels: Annotated[str, typer.Option(help="Names of local kernels, separated by commas.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(_DTYPES)}. Default: bfloat16; float32 on CPUs.")
+    ] = None,
     layout: Annotated[str, typer.Option(help=f"{', '.join(_LAYOUTS)}.")] = "zigzag",
     seq_len: Annotated[
         int | None,
@@ -53,6 +60,7 @@ def bench(
 ) -> int:  # fmt: skip
     """Compare strategies on this machine: speed, bytes and memory over fourteen masks.
 
+    Installed implementations of other libraries are compared too, with the same local kernel if they use flash_attn.
     Results are first compared with float64 on one K/V head; a wrong entry has no speed. All entries of a mask are timed
     in each round, in random order, and the slowest rank counts. TFLOP/s are per rank, by the visible pairs.
 
@@ -68,6 +76,8 @@ def bench(
         return _compare(Path(words[1]), Path(words[2]))
     if layout not in _LAYOUTS:
         raise unknown_name("layout", layout, _LAYOUTS)
+    if dtype is not None and dtype not in _DTYPES:
+        raise unknown_name("dtype", dtype, _DTYPES)
     from burst_portable.cli.bench_worker import bench_local, bench_rank
     from burst_portable.cli.run.job import check_processes
 
@@ -85,11 +95,11 @@ def bench(
         if on_cpu and launcher is None:
             check_processes(ranks)
         length = seq_len or (512 if on_cpu else 8192 * ranks)
-        sizes = (4, 2, 32, "float32") if on_cpu else (64, 8, 128, "bfloat16")
+        sizes = (4, 2, 32, dtype or "float32") if on_cpu else (64, 8, 128, dtype or "bfloat16")
         setting = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), sizes, strict=True))
         setting |= {"layout": layout, "rounds": 3 if on_cpu else 7}
         settings: Row = {"schema": SCHEMA, "version": __version__, "ranks": ranks, "backend": chosen.name, **setting}
-        names = _names(strategies, known(), "strategy")
+        names = _strategies(strategies, on_cpu=on_cpu)
         mask_names = list(_QUICK) if quick and masks == "all" else _names(masks, MASKS, "mask")
         rows = _resumed(resume, settings)
         done = {row_key(row) for row in rows}
@@ -125,13 +135,20 @@ def bench(
         if markdown_file is not None:
             with writing(markdown_file):
                 markdown_file.write_text(markdown(rows), encoding="utf-8")
-    return int(any(row["status"] == "wrong" for row in rows))
+    return int(any(row["status"] == "wrong" for row in rows if row["entry"] not in PEERS))
 
 
 def _device_count(device_type: str) -> int:
     import torch
 
     return int(torch.get_device_module(device_type).device_count())
+
+
+def _strategies(text: str, *, on_cpu: bool) -> list[str]:
+    """Return the names of entries: ours, and with "all" those of other libraries that can run here."""
+    if text in ("all", "ours"):
+        return [*known(), *(available_peers(on_cpu=on_cpu) if text == "all" else ())]
+    return _names(text, [*known(), *PEERS], "strategy")
 
 
 def _names(text: str, allowed: Iterable[str], what: str) -> list[str]:

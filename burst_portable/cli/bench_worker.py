@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from burst_portable.bench.names import PEERS
 from burst_portable.bench.results import Row
 from burst_portable.cli.run.job import RankJob
 from burst_portable.cli.run.spawn import run_processes
@@ -21,6 +22,7 @@ from burst_portable.config import LauncherEnv
 if TYPE_CHECKING:
     import torch
 
+    from burst_portable.bench.entries import Entry
     from burst_portable.mesh import Mesh
 
 OnRows = Callable[[list[Row]], None]
@@ -52,12 +54,22 @@ def bench_rank(job: BenchJob, launcher: LauncherEnv, on_rows: OnRows) -> None:
 
 
 def _bench(job: BenchJob, mesh: Mesh, device: torch.device, on_rows: OnRows) -> None:
-    from burst_portable.bench.entries import Benchmark, Entry, Setting
+    from burst_portable.bench.entries import Benchmark, Setting
 
     names = dict.fromkeys(name for *_, entries in job.work for name in entries)
-    benchmark = Benchmark(mesh, device, Setting(**job.setting), [Entry(name) for name in names])
-    for mask, length, kernel, entries in job.work:
-        on_rows(benchmark.measure(mask, length, kernel, entries))
+    benchmark = Benchmark(mesh, device, Setting(**job.setting), list(map(_make_entry, names)))
+    for mask, length, kernel, only in job.work:
+        on_rows(benchmark.measure(mask, length, kernel, only))
+
+
+def _make_entry(name: str) -> Entry:
+    if name not in PEERS:
+        from burst_portable.bench.entries import Entry
+
+        return Entry(name)
+    from burst_portable.bench.peers import make_peer  # imports much of torch
+
+    return make_peer(name)
 
 
 def _local_rank(path: Path, rank: int) -> None:

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import burst_portable as bp
-from benchmarks.other_rings import LLAMA3_AT_ONCE, OTHERS, Local, plain, varlen_tiles
+from benchmarks.other_rings import LLAMA3_AT_ONCE, OTHERS, plain
 from benchmarks.ranks import Links
 from benchmarks.ring import Entry, _dense, errors, expected
 from benchmarks.ring_report import Measured, compared
 from benchmarks.ring_rows import Row
 from benchmarks.rings import Task, ours
+from burst_portable.bench.flash_attn_stand_in import LocalKernel
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +72,7 @@ def test_ring_benchmark_runs_on_cpus(tmp_path):
     assert [by_name[name]["layout"] for name in ("ring+fetch gloo", "ulysses by the book")] == ["zigzag", "contiguous"]
     assert re.search(r"auto gloo beside ulysses by the book: [+-][\d.]+%, faster in \d of \d rounds", found.stdout)
     assert by_name["ring+fetch gloo"]["chose"] == ""
-    assert "cudnn or flash" in by_name["context_parallel"]["reason"]
+    assert "no operator for CPUs" in by_name["context_parallel"]["reason"]
     assert by_name["ring+fetch gloo, nothing sent"]["milliseconds"]
     assert (tmp_path / "ring-test.svg").read_text().startswith("<svg")
 
@@ -110,24 +111,6 @@ def test_contestant_without_messages_gives_equal_results(strategy):
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("left", [-1, 0, 3, 100])
-def test_varlen_tiles_match_flash_attn_cu_seqlens(causal, left):
-    """By its documentation, query i is aligned to key i + keys - queries, and sees `left` keys before that one."""
-    cu_q, cu_k, seen = (0, 4, 5, 12), (0, 9, 10, 17), torch.zeros(12, 17, dtype=torch.bool)
-    for tile in varlen_tiles(cu_q, cu_k, causal, left):
-        for row in range(tile.q_start, tile.q_stop):
-            for column in range(tile.k_start, tile.k_stop):
-                seen[row, column] |= tile.lo <= row - column <= tile.hi
-    for row in range(12):
-        which = sum(row >= stop for stop in cu_q[1:])
-        rows, keys = cu_q[which + 1] - cu_q[which], cu_k[which + 1] - cu_k[which]
-        at = row - cu_q[which] + keys - rows
-        for column in range(17):
-            key, right = column - cu_k[which], at if causal else keys
-            assert seen[row, column] == (0 <= key < keys and key <= right and (left < 0 or key >= at - left))
-
-
 @pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
 def test_local_kernel_has_interface_of_other_packages(kernel):
     """The plain call and the kernel given to other packages agree, also if LSE has a wider dtype."""
@@ -136,7 +119,7 @@ def test_local_kernel_has_interface_of_other_packages(kernel):
     right = _dense(mask, q, k, v, dout)
     task = Task(Links(None, 0, 1, q.device, 10.0), 48, mask, bp.make_layout("zigzag", 48, 1), q, k, v, dout, kernel)
     forward, backward = plain(task)  # its results equal those of the plain call
-    local = Local(kernel, q, k)
+    local = LocalKernel(kernel, q, k)
     out, lse = local.forward(q, k, v, True, task.scale)
     found = (forward(), *backward()), (out, *local.backward(dout, q, k, v, out, lse, True, task.scale))
     for parts in found:
@@ -161,6 +144,7 @@ def test_errors_checks_heads_of_last_rank(wrong, seen):
 
 
 LLAMA3 = """
+from pathlib import Path
 import torch
 from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
@@ -176,7 +160,7 @@ def llama3_flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, heads_k_
         rows = q[:, head * of_each : (head + heads_k_stride) * of_each]
         found.append(_flash_attn_varlen_forward(rows, k[:, here], v[:, here], cu_q, cu_k, max_q, max_k, 0.0,
                                                 q.shape[-1] ** -0.5, causal, *window_size, None, False)[0])
-    llama3_flash_attn_varlen_func.calls = len(found)
+    Path(__file__).parents[1].joinpath("calls").write_text(str(len(found)))
     return torch.cat(found, 1) + 0 * q
 """
 
@@ -194,4 +178,4 @@ def test_llama3_calls_kernel_per_head_or_once(name, calls, tmp_path, monkeypatch
     task = Task(Links(None, 0, 1, q.device, 10.0), 48, mask, layout, q, k, v, dout, "reference")
     forward, _ = OTHERS[name].prepare(task)
     torch.testing.assert_close(forward().float(), _dense(mask, q, k, v, dout)["out"], rtol=2e-2, atol=2e-2)
-    assert sys.modules["ring_flash_attn.llama3_flash_attn_varlen"].llama3_flash_attn_varlen_func.calls == calls
+    assert (tmp_path / "calls").read_text() == str(calls)

@@ -24,7 +24,8 @@ def ring(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     args = tuple(x.to_local() if isinstance(x, DTensor) else x for x in args)
     options = {"dropout_p": 0.0, "scale": kwargs.get("scale")}
     if operator is FORWARD:
-        q, k, v, _, causal = args
+        q, k, v, *rest = args  # dropout and is_causal, unless they have their defaults
+        causal = bool(rest) and rest[1]
         results = torchs._templated_ring_attention(
             mesh.get_group(), 2, FORWARD, q, k, v, is_causal=causal, **options
         )  # fmt: skip
