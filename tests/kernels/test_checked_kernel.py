@@ -101,9 +101,10 @@ def test_inherited_backward_single_call_names_attend_backward():
 
 def attend(mesh, strategy="ring", kernel="reference"):
     """Return out and the gradients of a ragged sequence."""
-    torch.manual_seed(mesh.rank)
+    generator = torch.Generator().manual_seed(mesh.rank)  # ranks are threads, which share torch's own
     rows = bp.local_position_ids(mesh, seq_len=27, layout="zigzag").numel()
-    q, k, v = (torch.randn(1, rows, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    shapes = ((1, rows, heads, 8) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes)
     out = bp.attention(q, k, v, mesh=mesh, seq_len=27, strategy=strategy, kernel=kernel)
     return out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))
 
