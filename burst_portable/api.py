@@ -63,6 +63,9 @@ def attention(
     sinks: Tensor | None = None,
     kernel: str = "auto",
     deterministic: bool | None = None,
+    dropout_p: float = 0,  # an int: torch.compile makes default floats inputs of its graph
+    dropout_seed: int | None = None,
+    first_head: int = 0,
     return_lse: bool = False,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -92,6 +95,13 @@ def attention(
         kernel: Name of a kernel of the backend. "auto" selects one.
         deterministic: Whether gradients must be bitwise reproducible, which excludes the fastest kernels. Default:
             follow `torch.use_deterministic_algorithms`.
+        dropout_p: Probability with which a weight of the softmax becomes 0; others are divided by ``1 - dropout_p``. A
+            weight is dropped by its global position, so the result does not depend on strategy, layout and ranks.
+            LSE does not depend on it. Default: no dropout.
+        dropout_seed: Seed of dropout, below 2**63 and equal on all ranks. Default: drawn from torch's default generator
+            on the CPU, which must have the same state on all ranks.
+        first_head: Index of the first query head among those of the model, if tensor parallelism divides them. Only
+            dropout depends on it.
         return_lse: Whether to return the LSE too, of shape ``[B, Hq, S]`` in float32 (float64 for float64). It has no
             gradient.
 
@@ -107,7 +117,9 @@ def attention(
     """
     if unknown:
         raise _unknown_argument(*next(iter(unknown.items())))
-    request = Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse)
+    request = Request(
+        mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse, dropout_p, first_head
+    )
     if torch.compiler.is_compiling():
         # The import registers operators of torch.
         from burst_portable.runtime.graph_ops import as_text, attention_in_graph, can_trace
@@ -116,9 +128,9 @@ def attention(
         if can_trace(mesh, request):
             result: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, request)
             return result
-        return _between_graphs(q, k, v, sinks, mesh, request)
+        return _between_graphs(q, k, v, sinks, mesh, request, dropout_seed)
     mesh = as_mesh(mesh)
-    prepared, q, k, v = prepare(q, k, v, sinks, mesh, request)
+    prepared, q, k, v = prepare(q, k, v, sinks, mesh, request, dropout_seed)
     out, lse = run(prepared, mesh, q, k, v, sinks)
     return out if lse is None or not return_lse else (out, lse)
 
@@ -132,7 +144,7 @@ _ADVICE = {
     "pass mask=Mask.documents(cu_seqlens)": ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
     "leave it out; mask=Mask.documents(cu_seqlens) is enough": ("max_seqlen_q", "max_seqlen_k"),
     "leave it out; k and v may have fewer heads than q": ("enable_gqa",),
-    "leave it out; attention has no dropout": ("dropout_p", "dropout"),
+    "pass dropout_p=": ("dropout", "attn_dropout", "attention_dropout"),
     "pass sinks=": ("s_aux", "learnable_sink"),
     "pass softcap=": ("logits_soft_cap",),
     "pass return_lse=True for the LSE": ("return_attn_probs",),
@@ -153,11 +165,11 @@ def _unknown_argument(name: str, value: object) -> UnknownArgumentError:
 
 
 def _uncompiled(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: MeshLike, request: Request
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: MeshLike, request: Request, dropout_seed: int | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the result of `attention`, outside of a graph."""
     mesh = as_mesh(mesh)
-    prepared, q, k, v = prepare(q, k, v, sinks, mesh, request)
+    prepared, q, k, v = prepare(q, k, v, sinks, mesh, request, dropout_seed)
     out, lse = run(prepared, mesh, q, k, v, sinks)
     return out if lse is None or not request.return_lse else (out, lse)
 
@@ -165,8 +177,8 @@ def _uncompiled(
 _between_graphs = outside_graphs(
     _uncompiled,
     "burst_portable runs attention outside of graphs if its mask lists positions, strategy or layout is not a string, "
-    "mesh is not a Mesh, a number is in a tensor or an array, torch.func transforms the function, or torch.export "
-    "traces the graph (without gradients, use strict=False)",
+    "it has dropout, mesh is not a Mesh, a number is in a tensor or an array, torch.func transforms the function, or "
+    "torch.export traces the graph (without gradients, use strict=False)",
 )
 
 

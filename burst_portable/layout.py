@@ -129,6 +129,17 @@ class Layout:
         return Layout(f"sorted {self.name}", self.length, tuple(map(merged, shards)))
 
 
+def cut(segments: Iterable[Segment], start: int, stop: int) -> tuple[Segment, ...]:
+    """Return rows [start, stop) of a block with these segments, as segments."""
+    found, before = [], 0
+    for s in segments:
+        first, past = max(start - before, 0), min(stop - before, s.count)
+        if first < past:
+            found.append(Segment(s.start + first * s.step, past - first, s.step))
+        before += s.count
+    return tuple(found)
+
+
 def merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """Return the segments without empty ones. Neighbors are joined if one continues the other."""
     found: list[Segment] = []

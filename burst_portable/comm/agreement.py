@@ -1,7 +1,8 @@
 """Check that all ranks make the same call, before a pass sends its first block.
 
-Each rank shares 16 bytes (a hash of everything that must be equal) and the number of passes that it has begun. If these
-differ, ranks exchange the facts themselves, and every rank raises an error that names both sides. No block is sent.
+Each rank shares 16 bytes (a hash of everything that must be equal), the number of passes that it has begun, and the
+seed of dropout. If these differ, ranks exchange the facts themselves, and every rank raises an error that names both
+sides. No block is sent.
 
 Transports of host memory compare in every pass. Otherwise the host would have to wait for the device, so ranks compare
 only when a call is new, through the store of their group. If a rank later makes a different call, the flags of peer
@@ -15,6 +16,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from struct import pack, unpack_from
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,9 @@ from burst_portable.errors import (
 )
 
 _FACTS_SIZE = 4096  # bytes
+_DIGEST = 16  # bytes
+_NUMBERS = ("passes begun", "backward of the pass", "dropout seed")
+"""Numbers that ranks compare with each digest."""
 _SHOWN = 300  # characters of a fact in an error
 _REMEMBERED = 1 << 14  # signatures that a transport need not compare again
 _ERROR_TIMEOUT = 10.0  # seconds that a rank with an error waits for the other ranks to receive it
@@ -41,6 +46,7 @@ HINTS = {  # next step if ranks differ in a fact that the caller did not set
     "rows of the batch": "load the same rows on all ranks of a sequence (divide data only over data-parallel ranks)",
     "number of labels": "pass the number that handle.shard returned, or the labels of all ranks of the sequence",
     "requested outputs": "call the same module with the same arguments and gather_outputs on all ranks of a sequence",
+    "dropout seed": "seed torch alike on all ranks (torch.manual_seed), or pass the same dropout_seed=",
     "rows that cross nodes": "name one kernel= for all ranks",
     "values of the parameters": "seed ranks alike or load one checkpoint; call all_reduce_gradients before each step",
 }
@@ -80,23 +86,29 @@ class CallSignature(NamedTuple):
 
 def hashed_value(name: str, value: object) -> HashedValue:
     """Return a fact with the hash of the repr of a value, which must be equal on all ranks."""
-    return HashedValue(name[:_SHOWN], hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest())
+    return HashedValue(name[:_SHOWN], hashlib.blake2b(repr(value).encode(), digest_size=_DIGEST).hexdigest())
 
 
 def call_signature(facts: Facts) -> CallSignature:
     """Return the signature of a call. Only the digest of a `HashedValue` counts: equal masks may differ in name."""
     compared = {key: fact.digest if isinstance(fact, HashedValue) else fact for key, fact in facts.items()}
     text = json.dumps(compared, sort_keys=True)
-    return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
+    return CallSignature(hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest(), facts)
 
 
 def agree(
-    transport: Transport, signature: CallSignature, *, forward_pass: int = 0, timeout: float | None = None
+    transport: Transport,
+    signature: CallSignature,
+    *,
+    forward_pass: int = 0,
+    seed: int = 0,
+    timeout: float | None = None,
 ) -> None:
     """Count a pass, and return when all ranks have the same signature. Every rank must call this.
 
     For a backward pass, `forward_pass` is the number of its forward pass on the transport: ranks that run backward
-    passes in different orders would exchange blocks of different calls. Default timeout: that of the transport.
+    passes in different orders would exchange blocks of different calls. `seed` is that of dropout; it is compared, but
+    a call with another seed is not new. Default timeout: that of the transport.
 
     Raises:
         MismatchError: The signatures differ; raised on every rank.
@@ -110,7 +122,7 @@ def agree(
     if signature.digest in transport.agreed:
         return
     label = f"checking that ranks agree on pass {transport.state.passes} ({signature.title})"
-    _compare(transport, signature, label, forward_pass=forward_pass, timeout=timeout)
+    _compare(transport, signature, label, (transport.state.passes, forward_pass, seed), timeout)
     if not transport.host:
         if len(transport.agreed) >= _REMEMBERED:  # on all ranks at the same time: they agreed on the same calls
             transport.agreed.clear()
@@ -132,17 +144,20 @@ def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -
     transport.check_in_sync()
     try:
         signature = call_signature({"pass": call, **(facts or {})})
-        _compare(transport, signature, f"checking that all ranks call {call}")
+        _compare(transport, signature, f"checking that all ranks call {call}", (transport.state.passes, 0, 0))
     except (CommunicationTimeoutError, PeerLostError) as error:
         raise type(error)(f"{error}; every rank of the mesh must call {call}") from error
 
 
 def _compare(
-    transport: Transport, signature: CallSignature, label: str, *, forward_pass: int = 0, timeout: float | None = None
+    transport: Transport,
+    signature: CallSignature,
+    label: str,
+    numbers: tuple[int, ...],
+    timeout: float | None = None,
 ) -> None:
-    """Raise `MismatchError` on every rank if the signatures differ."""
-    counts = transport.state.passes.to_bytes(8, "little") + forward_pass.to_bytes(8, "little")
-    digests = transport.share(signature.digest + counts, label, timeout)
+    """Raise `MismatchError` on every rank if the signatures differ, or the `numbers` of `_NUMBERS`."""
+    digests = transport.share(signature.digest + pack("<3Q", *numbers), label, timeout)
     if all(digest == digests[0] for digest in digests):
         return
     packed = json.dumps(signature.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
@@ -208,8 +223,8 @@ def _difference(texts: Sequence[str], digests: Sequence[bytes]) -> str:
     if len({f.get("tokens") for f in facts}) > 1:  # then positions and routes differ too, even under equal names
         names = [name for name in names if name not in _FOLLOWS_TOKENS or len({_shown(f.get(name)) for f in facts}) > 1]
     sides = [_sides(name, [f.get(name, "-") for f in facts]) for name in names]
-    for name, start in (("passes begun", 16), ("backward of the pass", 24)):
-        sides.append(_sides(name, [str(int.from_bytes(one[start : start + 8], "little")) for one in digests]))
+    numbers = zip(*(unpack_from("<3Q", one, _DIGEST) for one in digests), strict=True)
+    sides += [_sides(name, list(map(str, values))) for name, values in zip(_NUMBERS, numbers, strict=True)]
     return "; ".join(filter(None, sides)) or "facts that were too long to show"
 
 

@@ -19,7 +19,7 @@ from burst_portable.errors import InputError, UnsupportedError, shown, unknown_n
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
-from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import OURS, known, load
 
@@ -104,6 +104,10 @@ SCALES = (None, 0.05, -0.2)
 """None is 1 / sqrt(head size). A kernel must use any other scale; it may not support negative ones."""
 
 
+SEED = 0x1234_5678_9ABC_DEF0
+"""Seed of dropout."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention to test, by the names of its choices."""
@@ -122,9 +126,10 @@ class Case:
     values: str = "usual"
     memory: str = "rows"
     scale: float | None = None  # of scores; None is 1 / sqrt(head size)
+    dropout: float = 0.0  # probability
 
     def __str__(self) -> str:
-        extra = "-softcap" * (self.softcap is not None) + "-sinks" * self.sinks
+        extra = "-softcap" * (self.softcap is not None) + "-sinks" * self.sinks + "-dropout" * bool(self.dropout)
         return f"{self.mask}-{self.layout}-{self.strategy}-{self.ranks}ranks-{self.heads}-{_text(self.dtype)}{extra}"
 
     def spec(self) -> str:
@@ -160,6 +165,11 @@ class Case:
         """Factor of the scores."""
         return self.sizes[2] ** -0.5 if self.scale is None else self.scale
 
+    @property
+    def dropout_settings(self) -> Dropout | None:
+        """Dropout with a seed of more than 32 bits, for heads of which another rank has the first."""
+        return Dropout(self.dropout, first_head=3, seed=SEED) if self.dropout else None
+
     def make_mask(self) -> Mask:
         return mask_of(self.mask, self.length)
 
@@ -187,6 +197,7 @@ class Case:
             softcap=self.softcap,
             deterministic=self.deterministic,
             sinks=self.sinks,
+            dropout=self.dropout_settings,
         )
 
     def possible(self) -> bool:
@@ -288,6 +299,7 @@ _READERS: Mapping[str, Callable[[str], object]] = {
     "values": _one_of("kind of values", VALUES),
     "memory": _one_of("memory layout", MEMORY),
     "scale": _number("scale", "a finite number, such as 0.05", math.isfinite),
+    "dropout": _number("dropout", "a probability below 1, such as 0.3", lambda value: 0 <= value < 1),
 }
 
 
@@ -305,6 +317,7 @@ AXES: Axes = {
     "dtype": tuple(DTYPES.values()),
     "softcap": (None, 5.0),
     "sinks": (False, True),
+    "dropout": (0.0, 0.3),
 }
 
 

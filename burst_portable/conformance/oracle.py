@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from burst_portable.conformance.cases import Case
 from burst_portable.mask import Mask
 from burst_portable.numerics import accumulation_dtype
+from burst_portable.planning.call import Dropout
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,29 @@ def dense_mask(mask: Mask, q_length: int, k_length: int | None = None) -> Tensor
     return seen.bool()
 
 
+def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Return Philox4x32-10 of counters and a key, as uint64 of shape ``[..., 4]`` (Random123, SC 2011)."""
+    x, mask = counter.astype(np.uint64), np.uint64(0xFFFFFFFF)
+    low, high = key
+    for _ in range(10):
+        left, right = x[..., 0] * np.uint64(0xD2511F53), x[..., 2] * np.uint64(0xCD9E8D57)
+        words = right >> np.uint64(32), right & mask, left >> np.uint64(32), left & mask
+        x = np.stack(
+            (words[0] ^ x[..., 1] ^ np.uint64(low), words[1], words[2] ^ x[..., 3] ^ np.uint64(high), words[3]), -1
+        )
+        low, high = (low + 0x9E3779B9) % 2**32, (high + 0xBB67AE85) % 2**32
+    return x
+
+
+def dropout_factors(dropout: Dropout, batch: int, heads: int, q_length: int, k_length: int) -> Tensor:
+    """Return the factors of dropout, 0 or 1 / (1 - p), as float64 ``[B, Hq, Sq, Sk]``: see `kernels.dropout`."""
+    index, head, row, column = np.indices((batch, heads, q_length, k_length))
+    counter = np.stack((column // 4, row, head + dropout.first_head, index), -1)
+    words = philox(counter, (dropout.seed % 2**32, dropout.seed // 2**32))
+    kept = np.take_along_axis(words, (column % 4)[..., None], -1)[..., 0] >= dropout.p * 2**32
+    return torch.from_numpy(kept / (1 - dropout.p))
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -61,6 +87,7 @@ def attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Answer:
     """Return out, LSE and all gradients for an upstream gradient `dout`; `mask` is bool ``[Sq, Sk]``.
@@ -80,8 +107,10 @@ def attention(
         columns.append(leaves[-1].view(1, -1, 1, 1).expand(*scores.shape[:3], 1))
     every = torch.cat(columns, dim=-1)
     seen = (every > -torch.inf).any(-1, keepdim=True)
-    p = torch.softmax(torch.where(seen, every, 0.0), dim=-1) * seen
-    out = torch.einsum("bhij,bjhd->bihd", p[..., : k.shape[1]], values)
+    p = (torch.softmax(torch.where(seen, every, 0.0), dim=-1) * seen)[..., : k.shape[1]]
+    if dropout is not None:
+        p = p * dropout_factors(dropout, *p.shape).to(dtype)
+    out = torch.einsum("bhij,bjhd->bihd", p, values)
     lse = torch.logsumexp(every.detach().double(), dim=-1)
     return Answer(out.detach(), lse, *torch.autograd.grad(out, leaves, dout.to(dtype)))
 
@@ -142,9 +171,11 @@ def make_block_inputs(rows: int, columns: int, sizes: tuple[int, int, int, int],
 def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
     """Return the oracle's answer in float64, and that of plain attention in the case's dtype."""
     seen = dense_mask(case.make_strategy().computes(case.make_mask()), case.length)
+    settings: dict[str, Any] = {
+        "scale": case.factor, "softcap": case.softcap, "sinks": x.sinks, "dropout": case.dropout_settings
+    }  # fmt: skip
     exact, plain = (
-        attention(x.q, x.k, x.v, x.dout, seen, scale=case.factor, softcap=case.softcap, sinks=x.sinks, dtype=dtype)
-        for dtype in (torch.float64, case.dtype)
+        attention(x.q, x.k, x.v, x.dout, seen, dtype=dtype, **settings) for dtype in (torch.float64, case.dtype)
     )
     return exact, plain
 

@@ -52,6 +52,7 @@ _SIMPLER: dict[str, tuple[object, ...]] = {
     "softcap": (None,),
     "sinks": (False,),
     "scale": (None,),
+    "dropout": (0.0,),
     "deterministic": (True,),
     "batch": (1,),
 }

@@ -129,6 +129,8 @@ def support_of(kernel: Kernel | LazyKernel, call: AttentionCall) -> Support:
             allowed='Support(True), or Support(False, "the reason")',
             next_step=f"fix {type(kernel).__module__}.{type(kernel).__qualname__}.supports",
         )
+    if found.ok and call.dropout is not None and not kernel.load().traits.supports_dropout:
+        return Support(False, "it does not drop weights by global position")
     return found
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support, torch_dtype
+from burst_portable.kernels.dropout import positions_of, weight_factors
 from burst_portable.numerics import State, anchored, empty_state, merge_into, row_delta, running_dtype
-from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
 
 SCORES = 1 << 22
@@ -24,6 +25,7 @@ class ReferenceKernel(Kernel):
     """Compute attention in plain torch, one chunk of rows at a time."""
 
     name = "reference"
+    traits = KernelTraits(supports_dropout=True)
 
     def supports(self, call: AttentionCall) -> Support:
         dtype = torch_dtype(call)
@@ -49,6 +51,8 @@ class ReferenceKernel(Kernel):
             scores, _ = _scores(_grouped(q[:, rows], groups), _heads_first(k[:, columns], q.dtype), chunk, call)
             lse = torch.logsumexp(scores, -1)
             p = torch.exp(scores - anchored(lse).unsqueeze(-1))
+            if call.dropout is not None:
+                p = p * _factors(q, groups, tiles, chunk, call)
             out = _ungrouped(_matmul(p, _heads_first(v[:, columns], q.dtype)))
             merge_into((state[0][:, rows], state[1][:, :, rows]), out, lse.flatten(1, 2))
         return state
@@ -68,10 +72,14 @@ class ReferenceKernel(Kernel):
             row_lse = lse[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
             row_delta_ = delta[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
             p = torch.exp(scores - anchored(row_lse))
-            ds = p * (_matmul(dout_rows, v_columns.transpose(-1, -2)) - row_delta_) * slope * call.scale
+            dp, dropped = _matmul(dout_rows, v_columns.transpose(-1, -2)), p
+            if call.dropout is not None:
+                factors = _factors(q, groups, tiles, chunk, call)
+                dp, dropped = dp * factors, p * factors
+            ds = p * (dp - row_delta_) * slope * call.scale
             dq[:, rows] += _ungrouped(_matmul(ds, k_columns))
             dk[:, columns] += _summed(ds, q_rows)
-            dv[:, columns] += _summed(p, dout_rows)
+            dv[:, columns] += _summed(dropped, dout_rows)
 
 
 # Below, G is the number of K/V heads and g that of query heads per K/V head: queries and scores are
@@ -108,6 +116,16 @@ def _matmul(x: Tensor, y: Tensor) -> Tensor:
     """Multiply [B, G, g, S, A] by [B, G, A, C], giving [B, G, g, S, C], with one product per K/V head."""
     product: Tensor = (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
     return product
+
+
+def _factors(q: Tensor, groups: int, tiles: Tiles, chunk: Tile, call: AttentionCall) -> Tensor:
+    """Return the factors of dropout for the weights [B, G, g, rows, columns] of a chunk of a tile."""
+    assert call.dropout is not None, "the caller has checked"
+    rows, columns = positions_of(tiles, q.device)
+    rows, columns = rows[chunk.q_start : chunk.q_stop], columns[chunk.k_start : chunk.k_stop]
+    factors = weight_factors(call.dropout, rows, columns, q.shape[0], q.shape[2]).to(running_dtype(q.dtype))
+    grouped: Tensor = factors.unflatten(1, (groups, -1))
+    return grouped
 
 
 def _summed(x: Tensor, y: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burst_portable.kernels.dropout import positions_of, weight_factors
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.planning.call import AttentionCall
@@ -26,6 +27,14 @@ class ScoreRowKernel(ReferenceKernel):
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         return scores.masked_fill(~_visible(tiles, q.shape[1], k.shape[1], q.device), -torch.inf)
+
+    def dropped(self, weights: Tensor, tiles: Tiles, call: AttentionCall) -> Tensor:
+        """Return weights, or their gradients, times the factors of dropout."""
+        if call.dropout is None:
+            return weights
+        rows, columns = positions_of(tiles, weights.device)
+        batch, heads, *_ = weights.shape
+        return weights * weight_factors(call.dropout, rows, columns, batch, heads).to(weights.dtype)
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         """Return x yᵀ of x ``[B, Hq, rows, D]`` and a block y ``[B, columns, Hkv, D]``: ``[B, Hq, rows, columns]``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
@@ -37,6 +37,7 @@ class KernelTraits:
         writes_into: It has `attend_into`.
         compiles_ahead: It compiles its kernels for tensors of torch's device "meta" (`kernels.triton.compile_only`).
         target: The only target of its kernels, such as "sm_90"; "" for all that its compiler has.
+        supports_dropout: It drops weights by global position: see `kernels.dropout`.
         rounding: Relative error to which it rounds factors that have a wider dtype: 2**-10 with TF32. The conformance
             suite allows for it.
     """
@@ -49,7 +50,22 @@ class KernelTraits:
     writes_into: bool = False
     compiles_ahead: bool = False
     target: str = ""
+    supports_dropout: bool = False
     rounding: float = 0.0
+
+
+class Dropout(NamedTuple):
+    """Dropout of attention weights: see `kernels.dropout`.
+
+    Attributes:
+        p: Probability with which a weight is dropped, above 0 and below 1.
+        first_head: Index of the first query head of the call among all heads of the model.
+        seed: Seed of the call, below 2**63. It is 0 in plans, which do not depend on it.
+    """
+
+    p: float
+    first_head: int = 0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +91,7 @@ class AttentionCall:
         deterministic: Whether gradients must be bitwise equal in every run.
         sinks: Whether each query head has a sink logit.
         kv_layout: Tokens of k and v that each rank holds; None if it equals `layout`.
+        dropout: Dropout of attention weights; None for none.
     """
 
     mask: Mask
@@ -92,6 +109,7 @@ class AttentionCall:
     deterministic: bool = True
     sinks: bool = False
     kv_layout: Layout | None = None
+    dropout: Dropout | None = None
 
     def __post_init__(self) -> None:
         if self.kv_layout is not None and self.kv_layout == self.layout:
@@ -111,6 +129,7 @@ class AttentionCall:
         deterministic: bool = True,
         sinks: bool = False,
         device: str | None = None,
+        dropout: Dropout | None = None,
     ) -> AttentionCall:
         """Return the call for these tensors; only their shapes, dtype and device are read.
 
@@ -125,6 +144,7 @@ class AttentionCall:
             deterministic: Whether gradients must be bitwise equal in every run.
             sinks: Whether each query head has a sink logit.
             device: torch's device type. Default: that of q.
+            dropout: Dropout of attention weights. Default: none.
         """
         kv_layout = None
         if layout is None:
@@ -146,6 +166,7 @@ class AttentionCall:
             deterministic=deterministic,
             sinks=sinks,
             kv_layout=kv_layout,
+            dropout=dropout,
         )
 
     @property

@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Literal, cast
 
 from burst_portable.errors import InputError
-from burst_portable.layout import Layout
+from burst_portable.layout import Layout, cut
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.routes import BlockDependencies, Helpers, Move, Route, Rows, Side, count_rows
@@ -38,7 +38,7 @@ from burst_portable.planning.schedule import (
     rename_members,
     split_compute,
 )
-from burst_portable.planning.tiles import BlockPairs, Tiles
+from burst_portable.planning.tiles import BlockPairs, Positions, Tiles
 from burst_portable.utils.cache import Cache
 
 HeadRange = tuple[int, int]
@@ -233,7 +233,18 @@ class PassPlan:
             blocks.append(BlockTiles(tiles, *shift))
             offset += count_rows(rows)
         q_owners, k_owners = ((member,), owners) if side == "kv" else (owners, (member,))
-        return Compute(q_owners, k_owners, tuple(blocks))
+        positions = None
+        if self.call.dropout is not None:
+            positions = self._positions(side, q_owners, member), self._positions(side, k_owners, member, keys=True)
+        return Compute(q_owners, k_owners, tuple(blocks), positions)
+
+    def _positions(self, side: Side, owners: tuple[int, ...], member: int, *, keys: bool = False) -> Positions:
+        """Return the positions of the queries or the keys of a computation: of this member's block or received rows."""
+        layout = self.call.k_layout if keys else self.call.layout
+        if keys != (side == "kv"):
+            return Positions(layout.shards[member])
+        received = ((layout.shards[owner], rows) for owner in owners for rows in self._rows(side, owner, member))
+        return Positions(segment for shard, (start, stop) in received for segment in cut(shard, start, stop))
 
     def _tiles(self, side: Side, owner: int, member: int) -> Tiles:
         return self._pairs.tiles(member, owner) if side == "kv" else self._pairs.tiles(owner, member)

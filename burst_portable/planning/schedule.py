@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from burst_portable.planning.routes import Move, Side
-from burst_portable.planning.tiles import Tiles, covered
+from burst_portable.planning.tiles import Positions, Tiles, covered
 
 
 class BlockTiles(NamedTuple):
@@ -26,12 +26,14 @@ class Compute:
     """One kernel launch: the local block of one side with one or several blocks of the other.
 
     Several blocks are contiguous in memory, in the order of the owners here; the local block is the last. If heads are
-    divided, a block has the rows of all ranks that divide them, for one group of this rank's heads.
+    divided, a block has the rows of all ranks that divide them, for one group of this rank's heads. `positions`: see
+    `Tiles`.
     """
 
     q_owners: tuple[int, ...]
     k_owners: tuple[int, ...]
     blocks: tuple[BlockTiles, ...]
+    positions: tuple[Positions, Positions] | None = None
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -51,7 +53,12 @@ class Compute:
     def tiles(self) -> Tiles:
         """The tiles of all pairs of blocks. Rows and columns count from the first block of each side."""
         return Tiles(
-            tile.shifted(row, column) if row or column else tile for tiles, row, column in self.blocks for tile in tiles
+            (
+                tile.shifted(row, column) if row or column else tile
+                for tiles, row, column in self.blocks
+                for tile in tiles
+            ),
+            self.positions,
         )
 
     # The properties below do not use `tiles`: for most plans only the cost is estimated, and shifting tiles would
@@ -153,7 +160,7 @@ def rename_members(step: Step, stride: int, offset: int) -> Step:
     c = step.compute
     return Step(
         step.index,
-        compute=c and Compute(ranks(c.q_owners), ranks(c.k_owners), c.blocks),
+        compute=c and replace(c, q_owners=ranks(c.q_owners), k_owners=ranks(c.k_owners)),
         released=ranks(step.released),
         **{name: rename(getattr(step, name)) for name in _MOVES},
     )

@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from burst_portable.errors import LayoutError, ShapeError, shown
-from burst_portable.layout import Segment
+from burst_portable.layout import Segment, cut
 from burst_portable.mask import Mask, Region, band_area, first_overlap
 from burst_portable.utils.cache import Cache
 from burst_portable.utils.values import as_int
@@ -200,15 +200,33 @@ class Tile:
         return blocks * block * block
 
 
-class Tiles(tuple[Tile, ...]):
-    """The disjoint tiles of one pair of blocks. Properties of all tiles, and their hash, are computed once."""
+class Positions(tuple[Segment, ...]):
+    """The global positions of the rows of a block, in their order in memory. The hash is computed once."""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # kernels cache tensors of positions by it
+        return tuple.__hash__(self)
+
+
+class Tiles(tuple[Tile, ...]):
+    """The disjoint tiles of one pair of blocks. Properties of all tiles, and their hash, are computed once.
+
+    Attributes:
+        positions: Global positions of the rows and of the columns of the launch, in a plan with dropout; else None.
+            Equal tiles may have different positions.
+    """
+
+    positions: tuple[Positions, Positions] | None
     _visited: dict[tuple[int, int], int]
     _in_rows: dict[tuple[int, int], Tiles]
     _ranges: dict[tuple[bool, int], tuple[tuple[int, int], ...]]
 
-    def __new__(cls, tiles: Iterable[Tile] = ()) -> Tiles:
+    def __new__(cls, tiles: Iterable[Tile] = (), positions: tuple[Positions, Positions] | None = None) -> Tiles:
         self = super().__new__(cls, tiles)
+        self.positions = positions
         self._visited, self._in_rows, self._ranges = {}, {}, {}
         return self
 
@@ -287,7 +305,8 @@ class Tiles(tuple[Tile, ...]):
         """Return the parts of the tiles in rows [start, stop), with row indices counted from `start`. Cached."""
         if (found := self._in_rows.get((start, stop))) is None:
             parts = (tile.clipped(start, stop, tile.k_start, tile.k_stop) for tile in self)
-            found = self._in_rows[start, stop] = Tiles(part.shifted(-start, 0) for part in parts if part)
+            positions = self.positions and (Positions(cut(self.positions[0], start, stop)), self.positions[1])
+            found = self._in_rows[start, stop] = Tiles((part.shifted(-start, 0) for part in parts if part), positions)
         return found
 
     def visited(self, block: int, down: int = 0) -> int:
@@ -355,12 +374,13 @@ def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
 
 
 def find_tiles(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> Tiles:
-    """Return the fused tiles of a block of queries and a block of keys.
+    """Return the fused tiles of a block of queries and a block of keys, with their positions.
 
     Raises:
         LayoutError: Segments have different steps, so that their band is no band of local indices.
     """
-    return BlockPairs(mask, (queries,), (keys,)).tiles(0, 0)
+    tiles = BlockPairs(mask, (queries,), (keys,)).tiles(0, 0)
+    return Tiles(tiles, (Positions(queries), Positions(keys)))
 
 
 class BlockPairs:

@@ -72,7 +72,7 @@ def compile_ahead(prepared: PreparedCall, mesh: Mesh, q: Tensor, k: Tensor, v: T
     if not (kernel.traits.compiles_ahead and mesh.config.compile_ahead and real) or not (gradients or mesh.size > 1):
         return
     sizes = call.heads, call.kv_heads, call.head_dim, call.v_head_dim, call.dtype
-    settings = call.softcap, call.deterministic, call.sinks, prepared.with_lse, gradients
+    settings = call.softcap, call.dropout is None, call.deterministic, call.sinks, prepared.with_lse, gradients
     length = q.shape[1].bit_length(), q.shape[1] % 16 == 0
     key = "compiled", kernel.name, q.device, sizes, length, settings, plan.strategy, plan.transfer("forward")
     mesh.cached(key, lambda: _compile(prepared, tensors, gradients=gradients))

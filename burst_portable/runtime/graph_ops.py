@@ -92,11 +92,13 @@ def can_trace(mesh: Any, request: Request) -> bool:
     """Return whether a call can be part of the graph that is being traced.
 
     There may be a new layout object or a new mask of positions for each batch of documents, and each would need a new
-    graph. Numbers are read during tracing, when tensors have no data.
+    graph. So would each seed of dropout. Numbers are read during tracing, when tensors have no data.
     """
-    mask, strategy, layout, seq_len, scale, softcap, kernel, _, _ = request
+    mask, strategy, layout, seq_len, scale, softcap, kernel, _, _, dropout_p, _ = request
     return (
-        all(isinstance(x, str) for x in (mask, strategy, layout, kernel))
+        isinstance(dropout_p, int | float)
+        and dropout_p == 0.0
+        and all(isinstance(x, str) for x in (mask, strategy, layout, kernel))
         and (mesh is None or isinstance(mesh, Mesh))
         and (seq_len is None or (isinstance(seq_len, int) and not isinstance(seq_len, bool)))
         and all(x is None or isinstance(x, int | float) for x in (scale, softcap))

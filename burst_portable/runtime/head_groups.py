@@ -64,18 +64,24 @@ def _heads(prepared: PreparedCall, group: int) -> tuple[slice, slice]:
     return slice(group * heads, (group + 1) * heads), slice(group * kv_heads, (group + 1) * kv_heads)
 
 
+def _calls(prepared: PreparedCall) -> list[PreparedCall]:
+    """Return the call of each group of heads."""
+    return [prepared.from_head(group * prepared.part.heads) for group in range(prepared.plan.head_groups)]
+
+
 def _forward_groups(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Iterator[State]:
     """Yield (out, LSE) of each group of heads in turn."""
     parts = []
     for group in range(prepared.plan.head_groups):
         some, keys = _heads(prepared, group)
         parts.append((q[:, :, some], k[:, :, keys], v[:, :, keys], None if sinks is None else sinks[some]))
+    calls = _calls(prepared)
     if prepared.forward.single:  # no messages
-        yield from (forward_rows(prepared, *part) for part in parts)
+        yield from (forward_rows(call, *part) for call, part in zip(calls, parts, strict=True))
         return
 
     def begin(group: int) -> ForwardSteps:  # sinks are merged before out is rounded
-        return ForwardSteps(prepared, *parts[group][:3], may_round=sinks is None, group=group)
+        return ForwardSteps(calls[group], *parts[group][:3], may_round=sinks is None, group=group)
 
     for (*_, group_sinks), state in zip(parts, _run_groups(prepared, prepared.forward, begin), strict=True):
         if group_sinks is not None:
@@ -98,10 +104,13 @@ def _backward_groups(prepared: PreparedCall, x: BackwardInputs) -> Iterator[Grad
             None if x.delta is None else x.delta[:, some].contiguous(),
         )
 
+    calls = _calls(prepared)
     if prepared.backward.single:
-        yield from (backward_rows(prepared, inputs(group)) for group in range(prepared.plan.head_groups))
+        yield from (backward_rows(call, inputs(group)) for group, call in enumerate(calls))
     else:
-        yield from _run_groups(prepared, prepared.backward, lambda group: BackwardSteps(prepared, inputs(group), group))
+        yield from _run_groups(
+            prepared, prepared.backward, lambda group: BackwardSteps(calls[group], inputs(group), group)
+        )
 
 
 class _GroupSteps(Protocol[Result]):

@@ -382,8 +382,10 @@ class HeadExecutor(Executor):
         results: list[ToSequence] = []
         blocks = _with_shared(exchange.wait() for exchange in exchanges)
         for group, exchange, (queries, keys, values) in zip(groups, exchanges, blocks, strict=True):
-            group_sinks = None if sinks is None else sinks[_group_heads(prepared, group)]
-            group_out, group_lse = forward_rows(prepared, queries, keys, values, group_sinks)
+            heads = _group_heads(prepared, group)
+            group_sinks = None if sinks is None else sinks[heads]
+            call = prepared.from_head(heads.start)
+            group_out, group_lse = forward_rows(call, queries, keys, values, group_sinks)
             group_out = group_out.to(q.dtype)
             parts: list[tuple[Tensor, Tensor, HeadRange]] = [(group_out, out, group.q_heads)]
             if lse is not None:
@@ -419,7 +421,9 @@ class HeadExecutor(Executor):
         groups_saved = (saved[i : i + _SAVED] for i in range(0, len(saved), _SAVED))
         for group, exchange, (q, k, v, out, lse) in zip(groups, exchanges, groups_saved, strict=True):
             (group_dout,) = exchange.wait()
-            group_dq, *group_dkv = backward_rows(prepared, BackwardInputs(group_dout, q, k, v, lse, out))
+            heads = _group_heads(prepared, group)
+            inputs = BackwardInputs(group_dout, q, k, v, lse, out)
+            group_dq, *group_dkv = backward_rows(prepared.from_head(heads.start), inputs)
             if not group.brings_kv:
                 group_dkv = [a.to(accumulation_dtype(a.dtype)) + b for a, b in zip(dkv, group_dkv, strict=True)]
             dkv = group_dkv
@@ -429,7 +433,6 @@ class HeadExecutor(Executor):
             results.append(reshard.to_sequence(parts, exclusive=group is groups[-1]))
             exchange.wait_sent()
             if sinks is not None and dsinks is not None:
-                heads = _group_heads(prepared, group)
                 dsinks[heads] = numerics.sinks_gradient(sinks[heads], lse, numerics.row_delta(group_dout, out))
         for result in results:
             result.wait()

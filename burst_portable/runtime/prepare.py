@@ -31,7 +31,7 @@ from burst_portable.kernels.score_kernel import ScoreRowKernel
 from burst_portable.layout import Layout, contiguous
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
-from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.messages import Inboxes, inboxes
 from burst_portable.planning.plans import Plan, with_rank_order
 from burst_portable.runtime.ahead import compile_ahead
@@ -51,7 +51,9 @@ from burst_portable.runtime.validation import (
     check_tensor,
     check_tensors,
     checked_device,
+    checked_dropout,
     checked_scale,
+    checked_seed,
     checked_softcap,
     global_length,
     unsaveable,
@@ -75,6 +77,8 @@ class RequestOptions(TypedDict, total=False):
     softcap: float | None
     kernel: str
     deterministic: bool | None
+    dropout_p: float
+    first_head: int
 
 
 class AttentionOptions(RequestOptions, total=False):
@@ -82,10 +86,11 @@ class AttentionOptions(RequestOptions, total=False):
 
     mesh: MeshLike
     sinks: Tensor | None
+    dropout_seed: int | None
 
 
 class Request(NamedTuple):
-    """The keywords of `attention` except its mesh and tensors.
+    """The keywords of `attention` except its mesh, its tensors and the seed of dropout.
 
     Part of the key under which a mesh caches a prepared call. A cached call neither parses a mask nor makes a layout.
     """
@@ -99,6 +104,8 @@ class Request(NamedTuple):
     kernel: str = "auto"
     deterministic: bool | None = None
     return_lse: bool = False
+    dropout_p: float = 0.0
+    first_head: int = 0
 
     def checked(self) -> Request:
         """Return the request with numbers as ints or floats: 1, 1.0 and True are equal as keys.
@@ -106,7 +113,7 @@ class Request(NamedTuple):
         Raises:
             InputError: A number, a name or a flag has the wrong type.
         """
-        mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse = self
+        mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse, dropout_p, first_head = self
         if seq_len is not None:
             seq_len = size("seq_len", seq_len)
         if scale is not None:
@@ -118,7 +125,11 @@ class Request(NamedTuple):
         deterministic = _deterministic(deterministic)
         if not isinstance(return_lse, bool):
             raise InputError("return_lse must be a bool", got=shown(return_lse), allowed="True or False")
-        return Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse)
+        if dropout_p != 0.0 or first_head != 0:
+            dropout_p, first_head = checked_dropout(dropout_p, first_head)
+        return Request(
+            mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse, dropout_p, first_head
+        )
 
 
 def _deterministic(given: bool | None) -> bool:
@@ -135,7 +146,13 @@ def _deterministic(given: bool | None) -> bool:
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    mesh: Mesh,
+    request: Request,
+    dropout_seed: int | None = None,
 ) -> tuple[PreparedCall, Tensor, Tensor, Tensor]:
     """Return the prepared call, and q, k and v as its kernel takes them.
 
@@ -148,6 +165,10 @@ def prepare(
         q, k, v = cast_for_autocast(q, k, v)
         key = _key(request, q, k, v, sinks)
         prepared = mesh.cached(key, lambda: _prepare(q, k, v, sinks, mesh, request), first=with_checked_results)
+        if prepared.part.dropout is not None:
+            prepared = prepared.with_seed(checked_seed(dropout_seed))
+        elif dropout_seed is not None:
+            checked_seed(dropout_seed)
         if type(q) is not Tensor or q.stride(-1) != 1 or q.is_neg():
             q = as_kernels_take(q)
         if type(k) is not Tensor or k.stride(-1) != 1 or k.is_neg():
@@ -196,6 +217,7 @@ def describe(
     mask = mask_of(request.mask, length)
     layout = layout_of(request.layout, length, mesh.size, mask)
     check_rows(layout, q.shape[1], mesh)
+    dropout = Dropout(request.dropout_p, request.first_head) if request.dropout_p else None
     return AttentionCall.of(
         q,
         k,
@@ -207,6 +229,7 @@ def describe(
         deterministic=bool(request.deterministic),
         sinks=sinks is not None,
         device=device,
+        dropout=dropout,
     )
 
 
@@ -385,6 +408,7 @@ def _call_signature(
             "scale": repr(p.scale),
             "softcap": repr(p.softcap),
             "sinks": "yes" if p.sinks else "no",
+            "dropout": repr(p.dropout and p.dropout[:2]),
             "LSE sent": "yes" if plan.heads and with_lse else "no",
         }
     )

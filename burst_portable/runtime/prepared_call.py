@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -102,6 +102,18 @@ class PreparedCall:
     with_lse: bool = True  # whether the caller requests LSE, which a head-parallel plan then sends back
     reason: str = ""  # why this kernel was chosen
     observer: Observer = NO_OBSERVER  # the profiler, if one is installed
+
+    def with_seed(self, seed: int) -> PreparedCall:
+        """Return the call with this seed of dropout."""
+        assert self.part.dropout is not None, "the caller has checked"
+        return replace(self, part=replace(self.part, dropout=self.part.dropout._replace(seed=seed)))
+
+    def from_head(self, head: int) -> PreparedCall:
+        """Return the call of some of the heads, from `head` on. Only dropout depends on it."""
+        dropout = self.part.dropout
+        if dropout is None or not head:
+            return self
+        return replace(self, part=replace(self.part, dropout=dropout._replace(first_head=dropout.first_head + head)))
 
 
 class Executor(ABC):

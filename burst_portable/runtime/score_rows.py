@@ -44,7 +44,7 @@ class ScoreRowExecutor(Executor):
             weights[..., columns] = kernel.scores(q, block, tiles, call)
 
         def with_values(block: Tensor, columns: slice, tiles: Tiles) -> None:
-            out.add_(kernel.weighted(weights[..., columns], block))
+            out.add_(kernel.weighted(kernel.dropped(weights[..., columns], tiles, call), block))
 
         _circulate(prepared, _K, k, q, with_keys)
         lse = torch.logsumexp(weights, -1)
@@ -69,8 +69,8 @@ class ScoreRowExecutor(Executor):
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
 
         def with_values(block: Tensor, columns: slice, tiles: Tiles, dv_sum: Tensor) -> None:
-            scores[..., columns] = kernel.product(douts, block)
-            dv_sum += kernel.summed(weights[..., columns], douts, v.shape[2])
+            scores[..., columns] = kernel.dropped(kernel.product(douts, block), tiles, call)
+            dv_sum += kernel.summed(kernel.dropped(weights[..., columns], tiles, call), douts, v.shape[2])
 
         def with_keys(block: Tensor, columns: slice, tiles: Tiles, dk_sum: Tensor) -> None:
             dq.add_(kernel.weighted(scores[..., columns], block))

@@ -27,10 +27,12 @@ from burst_portable.errors import (
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.strategies.planner import LARGEST_HEAD, check_heads
-from burst_portable.utils.values import as_float
+from burst_portable.utils.values import as_float, as_int
 
 _PACKED = "packed sequences are a batch of one, x.unsqueeze(0), with mask=Mask.documents(cu_seqlens)"
 _HEADS_FIRST = "if they are [batch, heads, rows, head size], as torch's attention takes them: x.transpose(1, 2)"
+_MOST_HEADS = 1 << 31
+_MOST_SEEDS = 1 << 62
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -213,6 +215,30 @@ def checked_softcap(softcap: float | None) -> float | None:
     number = as_number("softcap", softcap)
     if not (math.isfinite(number) and number > 0):
         raise InputError("softcap must be positive", got=softcap, next_step="pass None for no softcap")
+    return number
+
+
+def checked_dropout(p: Any, first_head: Any) -> tuple[float, int]:
+    """Return the probability of dropout, and the index of the first query head in the model."""
+    number, head = as_number("dropout_p", p), as_int(first_head)
+    if not 0.0 <= number < 1.0:
+        raise InputError("dropout_p is no probability of dropout", got=shown(p), allowed="at least 0 and below 1")
+    if head is None or not 0 <= head < _MOST_HEADS:
+        allowed = "the number of query heads on the ranks before this one, if tensor parallelism divides heads"
+        raise InputError("first_head is no index of a head", got=shown(first_head), allowed=allowed)
+    return number, head
+
+
+def checked_seed(seed: Any) -> int:
+    """Return the seed of dropout. Default: a number from torch's default generator on the CPU.
+
+    This never waits for a device. Activation checkpoints restore the generator, so that a recomputation draws the same.
+    """
+    if seed is None:
+        return int(torch.randint(_MOST_SEEDS, (), dtype=torch.int64, device="cpu"))
+    number = as_int(seed)
+    if number is None or number < 0:
+        raise InputError("dropout_seed is no seed", got=shown(seed), allowed="an int of at least 0 and below 2**63")
     return number
 
 

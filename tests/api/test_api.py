@@ -484,7 +484,7 @@ def test_partial_attention_rejects_invalid_tiles(tile, message):
         ({"softmax_scale": 0.5}, "pass scale="),
         ({"window_size": (4, 0)}, 'mask="window:LEFT:RIGHT"'),
         ({"cu_seqlens": torch.tensor([0, 4])}, r"mask=Mask\.documents\(cu_seqlens\)"),
-        ({"dropout_p": 0.1}, "has no dropout"),
+        ({"attention_dropout": 0.1}, "pass dropout_p="),
         ({"soft_cap": 1.0}, "did you mean 'softcap'"),
         ({"alibi_slopes": None}, "allowed: mask, mesh, strategy"),
     ],

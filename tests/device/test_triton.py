@@ -12,7 +12,7 @@ from burst_portable.kernels.base import BackwardInputs
 from burst_portable.layout import Segment
 from burst_portable.planning.tiles import find_tiles
 from tests.support.calls import kernel_call, settings
-from tests.support.triton_cases import SHAPES, Case, cases, check, inputs, layouts, masks
+from tests.support.triton_cases import SHAPES, WITH_DROPOUT, Case, cases, check, inputs, layouts, masks
 from tests.support.triton_checks import CHECKS
 
 pytest.importorskip("triton")
@@ -62,7 +62,11 @@ HEADS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*LONG, *HEADS], ids=str)
+DROPOUT = [replace(case, dtype=dtype) for case in WITH_DROPOUT for dtype in (torch.float32, torch.bfloat16)]
+DROPOUT += [replace(case, dropout=0.1) for case in LONG[::5]]
+
+
+@pytest.mark.parametrize("case", [*LONG, *HEADS, *DROPOUT], ids=str)
 def test_triton_long_cases(kernel, device: str, case: Case) -> None:
     check(kernel, case, device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,6 +39,14 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     return Inputs(normal(heads, d), normal(kv_heads, d), normal(kv_heads, dv), normal(heads, dv), sinks)
 
 
+def dropout_options(case: Case) -> dict[str, Any]:
+    """Return the arguments of `attention` for the dropout of a case."""
+    settings = case.dropout_settings
+    if settings is None:
+        return {}
+    return {"dropout_p": settings.p, "dropout_seed": settings.seed, "first_head": settings.first_head}
+
+
 def on_one_rank(
     mesh: bp.Mesh,
     case: Case,
@@ -64,6 +73,7 @@ def on_one_rank(
         sinks=sinks,
         kernel=kernel,
         return_lse=True,
+        **dropout_options(case),
     )
     used = out if use is None else use(out)
     used.backward(bp.shard(x.dout, mesh, layout=where))
@@ -83,9 +93,9 @@ def on_one_rank(
 def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
     """Return the oracle's answer in float64, and plain attention's in the dtype of the case."""
     seen = oracle.dense_mask(case.make_mask(), case.length)
-    scale = case.sizes[2] ** -0.5
+    settings = {"softcap": case.softcap, "sinks": x.sinks, "dropout": case.dropout_settings}
     exact, plain = (
-        oracle.attention(x.q, x.k, x.v, x.dout, seen, scale=scale, softcap=case.softcap, sinks=x.sinks, dtype=dtype)
+        oracle.attention(x.q, x.k, x.v, x.dout, seen, scale=case.sizes[2] ** -0.5, dtype=dtype, **settings)
         for dtype in (torch.float64, case.dtype)
     )
     return exact, plain

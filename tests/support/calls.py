@@ -6,13 +6,16 @@ import torch
 
 from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
-from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.call import AttentionCall, Dropout
 
 
-def settings(scale: float = 1.0, softcap: float | None = None, deterministic: bool = True) -> AttentionCall:
+def settings(
+    scale: float = 1.0, softcap: float | None = None, deterministic: bool = True, dropout: Dropout | None = None
+) -> AttentionCall:
     """Return a call with these settings. A kernel reads sizes from its tensors, so here they are all 1."""
     layout = make_layout("contiguous", 1, 1)
-    return AttentionCall(Mask.full(), layout, 1, 1, 1, 1, scale=scale, softcap=softcap, deterministic=deterministic)
+    given = {"scale": scale, "softcap": softcap, "deterministic": deterministic, "dropout": dropout}
+    return AttentionCall(Mask.full(), layout, 1, 1, 1, 1, **given)
 
 
 def kernel_call(

@@ -53,6 +53,8 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "scale": ({"scale": 0.5}, "scale: 0.35"),
     "softcap": ({"softcap": 5.0}, "softcap: None"),
     "sinks": ({"sinks": True}, "sinks: no on rank 0, 2 but yes on rank 1"),
+    "dropout": ({"dropout_p": 0.25, "dropout_seed": 2}, "dropout: (0.5, 0) on rank 0, 2 but (0.25, 0) on rank 1"),
+    "dropout_seed": ({"dropout_p": 0.5, "dropout_seed": 3}, "dropout seed: 2 on rank 0, 2 but 3 on rank 1"),
     "length": ({"rows": 9, "seq_len": 27}, "tokens: 24 on rank 0, 2 but 27 on rank 1"),
     "rows": ({"rows": 9, "seq_len": 24}, "rank 1 holds a different number of rows"),
     "boundaries": (
@@ -64,7 +66,12 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "one_call_more": ({"twice": True}, "pass"),
 }
 
-COMMON = {"boundaries": {"mask": bp.Mask.documents((0, 8, 24))}, "gradients": {"dtype": torch.bfloat16}}
+COMMON = {
+    "boundaries": {"mask": bp.Mask.documents((0, 8, 24))},
+    "gradients": {"dtype": torch.bfloat16},
+    "dropout": {"dropout_p": 0.5, "dropout_seed": 2},
+    "dropout_seed": {"dropout_p": 0.5, "dropout_seed": 2},
+}
 """What all the others do, where it is not the usual."""
 
 

@@ -19,9 +19,10 @@ from burst_portable.backends.selection import load
 from burst_portable.comm.base import Transport
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Kernel, LazyKernel, Support
+from burst_portable.layout import Segment
 from burst_portable.numerics import Compensated, State, merge_rows, per_row
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.tiles import Tile, Tiles, make_tile
+from burst_portable.planning.tiles import Positions, Tile, Tiles, make_tile
 from tests.support.planted_transports import TransportWrapper
 
 
@@ -64,6 +65,21 @@ class OwnScale(KernelWrapper):
 
     def attend_backward(self, x, tiles, call, *, into):
         super().attend_backward(x, tiles, replace(call, scale=x.q.shape[-1] ** -0.5), into=into)
+
+
+class LocalColumns(KernelWrapper):
+    """Drop weights by the index of a key in its block, not by its position in the sequence."""
+
+    traits = KernelTraits(supports_dropout=True)
+
+    def _local(self, tiles: Tiles, columns: int) -> Tiles:
+        return Tiles(tiles, tiles.positions and (tiles.positions[0], Positions([Segment(0, columns)])))
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        return super().attend(q, k, v, self._local(tiles, k.shape[1]), call, state=state)
+
+    def attend_backward(self, x, tiles, call, *, into):
+        super().attend_backward(x, self._local(tiles, x.k.shape[1]), call, into=into)
 
 
 class OtherTiles(KernelWrapper):

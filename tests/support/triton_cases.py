@@ -13,10 +13,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from burst_portable.conformance.oracle import dropout_factors
 from burst_portable.kernels.base import BackwardInputs, Kernel
 from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask
 from burst_portable.numerics import finished, per_row, row_delta
+from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.tiles import find_tiles
 from tests.support.calls import settings
 
@@ -44,11 +46,18 @@ class Case:
     scale: float = 0.25
     poison: bool = True
     deltas: bool = False
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         default = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
         odd = [f"{n}={getattr(self, n)}" for n in default if n != "mask" and getattr(self, n) != default[n]]
         return "-".join([self.mask, *odd]).replace("torch.", "")
+
+    @property
+    def settings(self) -> AttentionCall:
+        """The settings, as a kernel gets them."""
+        dropout = Dropout(self.dropout, first_head=5, seed=0xFEDC_BA98_7654_3210 >> 1) if self.dropout else None
+        return settings(self.scale, self.softcap, dropout=dropout)
 
     @cached_property
     def parsed(self) -> Mask:
@@ -97,6 +106,14 @@ SHAPES = [
 ]
 
 
+WITH_DROPOUT = [
+    Case("causal", length=37, batch=2, dropout=0.3),
+    Case("window:9", length=41, layout="striped", ranks=2, dropout=0.2, deltas=True),
+    Case("documents:0,7,30,53", layout="document_zigzag", ranks=2, head_dim=24, v_head_dim=40, dropout=0.1),
+    Case("full", length=33, softcap=1.5, scale=-0.3, dropout=0.5),
+]
+
+
 def cases(length: int, dtype: torch.dtype, heads: int = 2, **changes: object) -> list[Case]:
     """Return all cases: masks by layouts (with `heads` query heads per K/V head), and shapes."""
     table = [
@@ -133,6 +150,8 @@ def dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Te
     seen = keep.any(-1)
     lse = torch.logsumexp(s.masked_fill(~seen[:, None], 0.0), -1).masked_fill(~seen, -torch.inf)
     p = torch.softmax(s.masked_fill(~seen[:, None], 0.0), -1).masked_fill(~seen[:, None], 0.0)
+    if (dropout := case.settings.dropout) is not None:
+        p = p * dropout_factors(dropout, *p.shape).to(q.device)
     out = torch.einsum("bhqk,bkhd->bqhd", p, values)
     gradients = torch.autograd.grad(out, leaves, dout.double())
     return out.detach(), lse.detach(), *gradients
@@ -154,7 +173,7 @@ def with_nan_margins(x: Tensor, poison: bool) -> Tensor:
 def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tuple[Tensor, ...]:
     """Return (out, lse, dq, dk, dv) of the sequence: queries of each rank against keys of each rank."""
     q, k, v = full[1:]
-    options = settings(case.scale, case.softcap)
+    options = case.settings
     where = [torch.tensor(layout.positions(r), device=q.device) for r in range(layout.ranks)]
     blocks = [[with_nan_margins(x[:, at], case.poison) for x in full] for at in where]
     sums = [[torch.zeros_like(x, dtype=torch.float32) for x in block[1:]] for block in blocks]
@@ -189,7 +208,7 @@ def single_call(kernel: Kernel, case: Case, full: list[Tensor]) -> tuple[Tensor,
     """Return the results of a single call, in the dtype of the inputs except for LSE."""
     dout, q, k, v = (with_nan_margins(x, case.poison) for x in full)
     every = (Segment(0, case.length),)
-    tiles, options = find_tiles(case.parsed, every, every), settings(case.scale, case.softcap)
+    tiles, options = find_tiles(case.parsed, every, every), case.settings
     out, lse = kernel.forward_single_call(q, k, v, tiles, options)
     made = kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, options)
     assert {x.dtype for x in (out, *made)} == {case.dtype}

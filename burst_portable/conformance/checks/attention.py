@@ -157,6 +157,7 @@ _QUICK_CASES = (
     Case("block_causal", "striped", "ulysses", 3, "mqa", sinks=True),
     Case("share_question", "zigzag", "ring", 4, "wide_heads"),
     Case("custom", "striped", "burst", 3, "gqa"),
+    Case("causal", "striped", "usp", 4, "gqa", dropout=0.3),
 )
 _PRODUCT = ("mask", "layout", "strategy", "ranks", "heads")
 

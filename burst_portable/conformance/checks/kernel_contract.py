@@ -30,6 +30,7 @@ AXES: Axes = {
     "deterministic": (True, False),
     "memory": MEMORY,
     "scale": SCALES,
+    "dropout": (0.0, 0.3),
 }
 
 
@@ -103,6 +104,7 @@ def cases(coverage: str, axes: Axes) -> Iterator[Case]:
         yield Case("full", "striped", ranks=3, heads="wide_values", softcap=5.0)
         yield Case("causal", "contiguous", ranks=3, length=48)  # equal shapes: stale data of a block would fit the next
         yield Case("causal", "zigzag", ranks=2, heads="mha", dtype=torch.bfloat16, deterministic=False)
+        yield Case("documents", "striped", ranks=2, dropout=0.3)
         yield Case("causal", "contiguous", ranks=1)
         yield from (Case("causal", "contiguous", scale=scale) for scale in SCALES[1:])
         return

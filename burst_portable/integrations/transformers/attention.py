@@ -81,7 +81,9 @@ def attend(
     state.attending = True
     try:
         sequence = _sequence(state, attention_mask)
-        _check(sequence, attention_mask.band, dropout, query, key, others)
+        _check(sequence, attention_mask.band, query, key, others)
+        if dropout:
+            _check_heads(state.model, query)
         mask = _mask_of(attention_mask.band, sequence.seq_len, sequence.cu_seqlens)
     except Exception as error:
         broadcast_error(state.mesh, error, query)
@@ -101,6 +103,7 @@ def attend(
         softcap=softcap,
         sinks=s_aux,
         kernel=state.kernel,
+        dropout_p=dropout,
     )
     state.attended, state.attending = state.attended + 1, False
     return out, None
@@ -131,16 +134,11 @@ def _sequence(state: Any, mask: Any) -> CallSequence:
     return mask.sequence
 
 
-def _check(
-    sequence: CallSequence, band: Band, dropout: float, query: Tensor, key: Tensor, others: dict[str, Any]
-) -> None:
+def _check(sequence: CallSequence, band: Band, query: Tensor, key: Tensor, others: dict[str, Any]) -> None:
     """Raise `UnsupportedError` for arguments that would make the result differ from one device's."""
     if sequence.padded and band.lo < 0:
         next_step = "pass sequences without padding, or packed documents (see ShardedModel.shard)"
         raise UnsupportedError("padding with a mask that sees later tokens", got=band, next_step=next_step)
-    if dropout:
-        next_step = "set attention_dropout=0"
-        raise UnsupportedError("attention dropout is not supported", got=dropout, allowed=0, next_step=next_step)
     if query.shape[2] != key.shape[2]:
         what = "queries and keys have different lengths, as with a cache or cross attention"
         raise UnsupportedError(what, got=f"{query.shape[2]} and {key.shape[2]}")
@@ -148,6 +146,14 @@ def _check(
     if unknown:
         what = "unknown arguments of the attention, which may change its result"
         raise UnsupportedError(what, got=", ".join(sorted(unknown)))
+
+
+def _check_heads(model: Any, query: Tensor) -> None:
+    """Raise `UnsupportedError` for dropout if tensor parallelism divides heads: each part would drop the same ones."""
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", None)  # not all models have it
+    if isinstance(heads, int) and query.shape[1] < heads:
+        what, got = "attention dropout with tensor parallelism", f"{query.shape[1]} of {heads} heads"
+        raise UnsupportedError(what, got=got, next_step="set attention_dropout=0")
 
 
 _PLACEHOLDER = torch.zeros(1, 1, dtype=torch.int64)

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.dropout import positions_of, threshold
 from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.tiles import Tiles
 
 # a·b + c in one instruction: Triton's default. Triton 3.9 warns that the default changes in 3.10.
 ALWAYS = {"enable_fp_fusion": True}
@@ -44,6 +46,26 @@ def score_numbers(call: AttentionCall) -> tuple[float, float, float]:
     if call.softcap is None:
         return scale * LOG2_E, 0.0, 0.0
     return 1.0, 2.0 * scale / call.softcap * LOG2_E, call.softcap * LOG2_E
+
+
+DROPOUT_PARAMETERS = ("q_at", "k_at", "first_head", "seed_low", "seed_high", "drop_below", "keep_scale")
+"""Parameters of the portable kernels: positions of queries and keys, then numbers.
+
+All are None without dropout. Triton then compiles the code that it would compile for kernels without them.
+"""
+DROPOUT_NUMBERS = DROPOUT_PARAMETERS[2:6]
+"""Those for which Triton must not compile other code if they are 1, or multiples of 16."""
+_NO_DROPOUT = (None,) * len(DROPOUT_PARAMETERS)
+
+
+def dropout_arguments(tiles: Tiles, call: AttentionCall, device: torch.device) -> tuple[Tensor | float | None, ...]:
+    """Return the arguments for `DROPOUT_PARAMETERS`. Words are signed, so that all have Triton's type i32."""
+    if call.dropout is None:
+        return _NO_DROPOUT
+    p, first_head, seed = call.dropout
+    words = seed & 0xFFFFFFFF, seed >> 32, threshold(p)
+    numbers = (word - (word >> 31 << 32) for word in words)
+    return *positions_of(tiles, device), first_head, *numbers, 1.0 / (1.0 - p)
 
 
 class Address:

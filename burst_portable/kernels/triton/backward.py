@@ -19,16 +19,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from burst_portable.kernels.triton.arguments import DROPOUT_NUMBERS
 from burst_portable.kernels.triton.common import (
     capped,
     head_of,
     load_numbers,
+    load_positions,
     load_rows,
     place,
     row_bounds,
     seen,
     step_start,
     stretch,
+    weight_factors,
     widened,
 )
 from burst_portable.kernels.triton.tuning import ONLY_DK, ONLY_DV
@@ -55,7 +58,7 @@ def _weights(s, lse, scale, inner, outer, CAP: tl.constexpr):
 @triton.jit
 def _walk_queries(
     keys, values, dk, dv, rows, entry, queries, douts, lse, delta, batch, head, scale, inner, outer,
-    q_row, dout_row, lse_row, delta_row,
+    q_row, dout_row, lse_row, delta_row, q_at, mine_at, dropout,
     C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, TMA_NUMBERS: tl.constexpr, MASKED: tl.constexpr,
     PART: tl.constexpr,
@@ -80,11 +83,18 @@ def _walk_queries(
             keep = seen(lower, upper, columns, nominal)
             p = tl.where(keep, p, 0.0)
         dout = load_rows(douts, batch, head, j, stop, dout_row, C, DV, PADDED_DV, TMA, MASKED)
+        factors = None
+        if dropout is not None:
+            columns_at = load_positions(q_at, j, stop, C, MASKED)
+            factors = weight_factors(columns_at[None, :], mine_at[:, None], dropout)
         if PART != _ONLY_DK:
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dropped = p if dropout is None else p * factors
+            dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=PRECISION)
         if PART != _ONLY_DV:
             row_delta = load_numbers(delta, batch, head, j, stop, delta_row, C, TMA_NUMBERS, MASKED)
             dp = tl.dot(values, tl.trans(dout), input_precision=PRECISION)
+            if dropout is not None:
+                dp *= factors
             ds = p * (dp - row_delta[None, :]) * slope
             if MASKED:
                 ds = tl.where(keep, ds, 0.0)  # 0 times a value outside the tile may be NaN
@@ -95,6 +105,7 @@ def _walk_queries(
 @triton.jit
 def _walk_keys(
     query, dout, row_lse, row_delta, dq, rows, entry, k, v, batch, head, scale, inner, outer, k_row, v_row,
+    k_at, mine_at, dropout,
     C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -111,6 +122,9 @@ def _walk_keys(
             tl.dot(query, tl.trans(keys), input_precision=PRECISION), row_lse[:, None], scale, inner, outer, CAP
         )
         dp = tl.dot(dout, tl.trans(values), input_precision=PRECISION)
+        if dropout is not None:
+            columns_at = load_positions(k_at, j, stop, C, MASKED)
+            dp *= weight_factors(mine_at[:, None], columns_at[None, :], dropout)
         ds = p * (dp - row_delta[:, None]) * slope
         if MASKED:
             ds = tl.where(seen(lower, upper, j + tl.arange(0, C), nominal), ds, 0.0)
@@ -129,9 +143,12 @@ def _put_rows(target, value, rows, stop, row_stride, SIZE: tl.constexpr, PADDED:
     tl.store(address, value.to(target.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["k_rows", "blocks", "heads", "group"])  # avoids one compilation per length
+@triton.jit(
+    do_not_specialize=["k_rows", "blocks", "heads", "group", *DROPOUT_NUMBERS]
+)  # avoids one compilation per length
 def keys_kernel(
     q, k, v, dout, lse, delta, dk, dv, table, scale, inner, outer, gradient_scale,
+    q_at, k_at, first_head, seed_low, seed_high, drop_below, keep_scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
@@ -154,6 +171,7 @@ def keys_kernel(
     keys = load_rows(keys, batch, head, start, k_rows, widened(k_row, WIDE), R, D, PADDED_D, False, True)
     if PART != _ONLY_DV:
         values = load_rows(values, batch, head, start, k_rows, widened(v_row, WIDE), R, DV, PADDED_DV, False, True)
+    mine_at = None if k_at is None else load_positions(k_at, start, k_rows, R, True)
     sum_dk = tl.zeros([R, PADDED_D if PART != _ONLY_DV else 1], tl.float32)
     sum_dv = tl.zeros([R, PADDED_DV if PART != _ONLY_DK else 1], tl.float32)
     for reader in range(head * group, head * group + group):
@@ -161,15 +179,18 @@ def keys_kernel(
         douts = head_of(dout, batch, reader, dout_batch, dout_head, TMA)
         reader_lse = head_of(lse, batch, reader, lse_batch, lse_head, TMA_NUMBERS)
         reader_delta = head_of(delta, batch, reader, delta_batch, delta_head, TMA_NUMBERS)
+        dropout = None
+        if q_at is not None:
+            dropout = (batch, first_head + reader, seed_low, seed_high, drop_below, keep_scale)
         for entry in range(tl.load(block + 1), tl.load(block + 2), 12):
             sum_dk, sum_dv = _walk_queries(
                 keys, values, sum_dk, sum_dv, rows, table + entry, queries, douts, reader_lse, reader_delta,
-                batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row,
+                batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row, q_at, mine_at, dropout,
                 C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, False, PART,
             )  # fmt: skip
             sum_dk, sum_dv = _walk_queries(
                 keys, values, sum_dk, sum_dv, rows, table + entry, queries, douts, reader_lse, reader_delta,
-                batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row,
+                batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row, q_at, mine_at, dropout,
                 C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, True, PART,
             )  # fmt: skip
     if not ADD:  # a second load: frees the registers of addresses during the loop
@@ -182,9 +203,12 @@ def keys_kernel(
         _put_rows(dv, sum_dv, rows, k_rows, dv_row, DV, PADDED_DV, ADD)
 
 
-@triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # avoids one compilation per length
+@triton.jit(
+    do_not_specialize=["q_rows", "blocks", "heads", "group", *DROPOUT_NUMBERS]
+)  # avoids one compilation per length
 def queries_kernel(
     q, k, v, dout, lse, delta, dq, table, scale, inner, outer, gradient_scale,
+    q_at, k_at, first_head, seed_low, seed_high, drop_below, keep_scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dq_batch, dq_row, dq_head,
     q_rows, blocks, heads, group,
@@ -209,16 +233,20 @@ def queries_kernel(
     row_delta = head_of(delta, batch, head, delta_batch, delta_head, False) + wide * delta_row
     row_lse = _base_two(tl.load(row_lse, mask=rows < q_rows, other=float("-inf")))
     row_delta = tl.load(row_delta, mask=rows < q_rows, other=0.0)
+    mine_at, dropout = None, None
+    if q_at is not None:
+        mine_at = load_positions(q_at, start, q_rows, R, True)
+        dropout = (batch, first_head + head, seed_low, seed_high, drop_below, keep_scale)
     sum_dq = tl.zeros([R, PADDED_D], tl.float32)
     for entry in range(tl.load(block + 1), tl.load(block + 2), 12):
         sum_dq = _walk_keys(
             query, mine, row_lse, row_delta, sum_dq, rows, table + entry, keys, values, batch, shared,
-            scale, inner, outer, k_row, v_row,
+            scale, inner, outer, k_row, v_row, k_at, mine_at, dropout,
             C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, False,
         )  # fmt: skip
         sum_dq = _walk_keys(
             query, mine, row_lse, row_delta, sum_dq, rows, table + entry, keys, values, batch, shared,
-            scale, inner, outer, k_row, v_row,
+            scale, inner, outer, k_row, v_row, k_at, mine_at, dropout,
             C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, True,
         )  # fmt: skip
     dq = head_of(dq, batch, head, dq_batch, dq_head, False)

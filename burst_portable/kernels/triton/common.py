@@ -1,4 +1,4 @@
-"""Define loads, scores and masks for the forward and the backward kernels.
+"""Define loads, scores, masks and dropout for the forward and the backward kernels.
 
 Shapes: R rows of the program's block ("own" rows), C columns of one step, P a head size padded to a power of two.
 """
@@ -140,3 +140,29 @@ def capped(s, inner):
     square = x * x
     near = x + x * square * (-0.33333333333 + square * (0.13333333333 - square * 0.05396825397))
     return tl.where(square < 0.04, near, 1.0 - 2.0 / (1.0 + tl.math.exp2(twice)))
+
+
+@triton.jit
+def weight_factors(queries, keys, dropout):
+    """Return the factors of dropout, 0 or 1 / (1 - p), for positions whose shapes broadcast: see `kernels.dropout`.
+
+    `dropout` is (batch, head, seed_low, seed_high, drop_below, keep_scale) of this program; None without dropout.
+    """
+    batch, head, seed_low, seed_high, drop_below, keep_scale = dropout
+    first, second, third, fourth = tl.philox_impl(
+        (keys >> 2).to(tl.uint32), queries.to(tl.uint32), head.to(tl.uint32), batch.to(tl.uint32),
+        seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True),
+    )  # fmt: skip
+    number = keys & 3
+    word = tl.where(number < 2, tl.where(number == 0, first, second), tl.where(number == 2, third, fourth))
+    return tl.where(word >= drop_below.to(tl.uint32, bitcast=True), keep_scale, 0.0)
+
+
+@triton.jit
+def load_positions(source, first, stop, COUNT: tl.constexpr, CLIP: tl.constexpr):
+    """Load COUNT global positions from `first` on; those from `stop` on are 0 if CLIP."""
+    index = first + tl.arange(0, COUNT)
+    if CLIP:
+        return tl.load(source + index, mask=index < stop, other=0)
+    else:
+        return tl.load(source + index)

@@ -13,15 +13,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from burst_portable.kernels.triton.arguments import DROPOUT_NUMBERS
 from burst_portable.kernels.triton.common import (
     capped,
     head_of,
+    load_positions,
     load_rows,
     place,
     row_bounds,
     seen,
     step_start,
     stretch,
+    weight_factors,
     widened,
 )
 
@@ -47,7 +50,7 @@ def _weights(s, top, scale, keep, inner, outer, MASKED: tl.constexpr, CAP: tl.co
 
 @triton.jit
 def _walk(
-    q, k, v, acc, top, total, rows, entry, batch, head, scale, inner, outer, k_row, v_row,
+    q, k, v, acc, top, total, rows, entry, batch, head, scale, inner, outer, k_row, v_row, k_at, mine_at, dropout,
     C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     CAP: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -64,6 +67,9 @@ def _walk(
         p, top, fade = _weights(s, top, scale, keep, inner, outer, MASKED, CAP, PRESCALE)
         total = total * fade + tl.sum(p, 1)
         acc = acc * fade[:, None]
+        if dropout is not None:
+            columns_at = load_positions(k_at, j, stop, C, MASKED)
+            p *= weight_factors(mine_at[:, None], columns_at[None, :], dropout)
         values = load_rows(v, batch, head, j, stop, v_row, C, DV, PADDED_DV, TMA, MASKED)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
     return acc, top, total
@@ -146,9 +152,12 @@ def _store_double(
     tl.store(lse, merged, mask=inside)
 
 
-@triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # avoids one compilation per length
+@triton.jit(
+    do_not_specialize=["q_rows", "blocks", "heads", "group", *DROPOUT_NUMBERS]
+)  # avoids one compilation per length
 def attend_kernel(
     q, k, v, out, lse, table, scale, inner, outer,
+    q_at, k_at, first_head, seed_low, seed_high, drop_below, keep_scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head, lse_row,
     q_rows, blocks, heads, group,
@@ -170,15 +179,21 @@ def attend_kernel(
     out = head_of(out, batch, head, out_batch, out_head, False)
     lse = head_of(lse, batch, head, lse_batch, lse_head, False)
     inside = rows < q_rows
+    mine_at, dropout = None, None
+    if q_at is not None:
+        mine_at = load_positions(q_at, start, q_rows, R, True)
+        dropout = (batch, first_head + head, seed_low, seed_high, drop_below, keep_scale)
     resumes: tl.constexpr = MERGE and not DOUBLE
     acc, top, total = _resume(out, lse, rows, inside, out_row, lse_row, DV, PADDED_DV, resumes, R)
     for entry in range(tl.load(block + 1), tl.load(block + 2), 12):
         acc, top, total = _walk(
             mine, keys, values, acc, top, total, rows, table + entry, batch, shared, scale, inner, outer, k_row, v_row,
+            k_at, mine_at, dropout,
             C, D, DV, PADDED_D, PADDED_DV, CAP, PRESCALE, PRECISION, TMA, False,
         )  # fmt: skip
         acc, top, total = _walk(
             mine, keys, values, acc, top, total, rows, table + entry, batch, shared, scale, inner, outer, k_row, v_row,
+            k_at, mine_at, dropout,
             C, D, DV, PADDED_D, PADDED_DV, CAP, PRESCALE, PRECISION, TMA, True,
         )  # fmt: skip
     if out.dtype.element_ty.primitive_bitwidth == 16:  # a second load: frees the registers of Q's addresses

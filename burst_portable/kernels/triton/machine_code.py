@@ -27,7 +27,7 @@ from triton.compiler.compiler import make_backend
 
 from burst_portable.errors import format_error, unknown_name
 from burst_portable.kernels.triton import backward, forward
-from burst_portable.kernels.triton.arguments import ALWAYS, padded
+from burst_portable.kernels.triton.arguments import ALWAYS, DROPOUT_PARAMETERS, padded
 from burst_portable.kernels.triton.tuning import BOTH, HALF, ONLY_DK, ONLY_DV, Blocks, Tuning, choose, mean_size
 
 
@@ -263,6 +263,7 @@ def _source(kernel: str, head: int, value: int, blocks: Blocks) -> ASTSource:
         "ADD": not kernel.startswith(_WHOLE),
         "PART": _PARTS.get(kernel.removeprefix(_WHOLE)),
     }
+    every |= dict.fromkeys(DROPOUT_PARAMETERS)  # no dropout
     names = [parameter.name for parameter in function.params]
     constants = {name: every[name] for name in names if name in every}
     types = {n: "constexpr" if n in constants else _type_of(n, kernel, head, value, blocks) for n in names}

@@ -220,7 +220,7 @@ def test_lazy_kernel_has_traits_of_loaded_kernel(monkeypatch):
     expected = KernelTraits(writes_gradients=True, writes_into=True, compiles_ahead=True, target="sm_90")
     assert hopper.load().traits == expected
     reference = LazyKernel("reference", "burst_portable.kernels.reference:ReferenceKernel", needs="torch")
-    assert reference.load().traits == KernelTraits()
+    assert reference.load().traits == KernelTraits(supports_dropout=True)
 
 
 REASONS = [

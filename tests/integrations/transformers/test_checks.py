@@ -217,10 +217,12 @@ def test_mask_of_ones_is_not_padding():
         torch.testing.assert_close(with_mask, model(**inputs).logits, rtol=0, atol=0)
 
 
-def test_attention_dropout_in_training_raises():
+def test_attention_dropout_with_divided_heads_raises():
+    """Parts of the heads would drop the same weights. A config of more heads looks like tensor parallelism."""
     model = make("llama", attention_dropout=0.1)
     with parallelize(model, Mesh.single()) as handle:
-        with pytest.raises(UnsupportedError, match="dropout"):
+        model.config.num_attention_heads *= 2
+        with pytest.raises(UnsupportedError, match="attention dropout with tensor parallelism"):
             model(**handle.shard(tokens(1, 8)))
         model.eval()
         assert model(**handle.shard(tokens(1, 8))).loss > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.triton_cases import Case, cases
+from tests.support.triton_cases import WITH_DROPOUT, Case, cases
 from tests.support.triton_checks import CHECKS
 from tests.support.triton_interpreter import Ask, as_request
 
@@ -36,6 +36,15 @@ def test_interpreted_kernel_float16(ask: Ask, case: Case) -> None:
 def test_interpreted_kernel_with_descriptors(ask: Ask, case: Case) -> None:
     """The loads are those of hardware descriptors, as far as the interpreter supports them."""
     ask({**as_request(case), "loads": "descriptors"})
+
+
+LOADS = [("pointers", case) for case in WITH_DROPOUT]
+LOADS += [("descriptors", WITH_DROPOUT[1]), ("separate", WITH_DROPOUT[2])]
+
+
+@pytest.mark.parametrize(("loads", "case"), LOADS, ids=str)
+def test_interpreted_kernel_with_dropout(ask: Ask, loads: str, case: Case) -> None:
+    ask({**as_request(case), "loads": loads})
 
 
 # Each mask meets each pair of sizes, and each of them each dtype.
