@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from burst_portable.errors import InputError, in_a_line
+from burst_portable.planning.plans import PASSES
 from burst_portable.utils.text import bytes_text
 
 SCHEMA = "burst_portable.bench/1"
 Row = dict[str, Any]
-COLUMNS = ("mask", "tokens", "kernel", "strategy", "forward", "backward", "sent", "peak memory")
+COLUMNS = (
+    "mask", "tokens", "kernel", "strategy", "TFLOP/s, forward", "backward", "sent, forward", "backward", "peak memory"
+)  # fmt: skip
+"""Speeds are per rank, by the visible pairs and the slowest rank; bytes are the largest of a rank."""
 
 
 def row_key(row: Row) -> tuple[str, int, str, str]:
@@ -56,16 +60,27 @@ def cells(row: Row) -> list[str]:
     """Return the cells of `COLUMNS`. A wrong or refused entry has no speed."""
     first = [row["mask"], f"{row['seq_len']:,}", row["kernel"], row["entry"]]
     if row["status"] != "ok":
-        return [*first, "WRONG" if row["status"] == "wrong" else row["status"], row["reason"], "", ""]
+        return [*first, "WRONG" if row["status"] == "wrong" else row["status"], *[""] * (len(COLUMNS) - 5)]
     peak = "-" if row["peak_bytes"] is None else bytes_text(row["peak_bytes"])
-    sent = bytes_text(row["forward_sent_bytes"] + row["backward_sent_bytes"])
-    return [*first, *(f"{row[f'{name}_tflops']:.3g} TFLOP/s" for name in ("forward", "backward")), sent, peak]
+    speeds = (f"{row[f'{name}_tflops']:.3g}" for name in PASSES)
+    return [*first, *speeds, *(bytes_text(row[f"{name}_sent_bytes"]) for name in PASSES), peak]
+
+
+def reasons(rows: Sequence[Row]) -> dict[str, str]:
+    """Return why entries have no speed: "entry, status: reason", and the masks."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            found.setdefault(f"{row['entry']}, {row['status']}: {row['reason']}", []).append(row["mask"])
+    return {text: ", ".join(dict.fromkeys(masks)) for text, masks in found.items()}
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table."""
+    """Return the rows as a Markdown table, and why entries have no speed as a list."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *map(cells, rows)]
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+    made = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+    listed = "".join(f"- {text} ({masks})\n" for text, masks in reasons(rows).items())
+    return f"{made}\n{listed}" if listed else made
 
 
 def compare(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, ...]]:
@@ -76,7 +91,7 @@ def compare(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, ...]
             continue
         label = " ".join(map(str, row_key(new)))
         if one["status"] == new["status"] == "ok":
-            ratios = (one[f"{name}_seconds"] / new[f"{name}_seconds"] for name in ("forward", "backward"))
+            ratios = (one[f"{name}_seconds"] / new[f"{name}_seconds"] for name in PASSES)
             found.append((label, *(f"{ratio:.3f}" for ratio in ratios)))
         else:
             found.append((label, one["status"], new["status"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -10,26 +11,39 @@ import typer
 from rich.progress import Progress
 
 from burst_portable import __version__
+from burst_portable.bench.chart import draw
 from burst_portable.bench.masks import MASKS
-from burst_portable.bench.names import PEERS, available_peers
-from burst_portable.bench.results import COLUMNS, SCHEMA, Row, append_rows, cells, markdown, read_rows, row_key
+from burst_portable.bench.names import PEERS, available_peers, versions
+from burst_portable.bench.results import COLUMNS, SCHEMA, Row, append_rows, cells, markdown, read_rows, reasons, row_key
 from burst_portable.bench.results import compare as compare_rows
 from burst_portable.cli import flags
 from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, tokens
-from burst_portable.cli.output import JsonName, JsonOption, check_file, console, on_stderr, table, writing
+from burst_portable.cli.output import (
+    JsonName,
+    JsonOption,
+    check_file,
+    check_files,
+    console,
+    labelled,
+    on_stderr,
+    table,
+    writing,
+)
 from burst_portable.config import read_launcher_env
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.layout import NAMES, OF_DOCUMENTS
 from burst_portable.strategies.registry import known
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_PACKAGES = ("torch", "triton", "ring-flash-attn", "yunchang", "magi-attention", "flash-attn-4")
 _QUICK = ("full", "causal", "causal_document")
 _LAYOUTS = tuple(name for name in NAMES if name not in OF_DOCUMENTS)  # those that serve every mask
 
 
 def bench(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[compare A B]", help="Compare two files. Default: measure.")
+        list[str] | None,
+        typer.Argument(metavar="[compare A B | draw A]", help="Compare or draw files. Default: measure."),
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Local processes. Default: one per device; 2 on CPUs.")] = None,
     backend: flags.BackendName = "auto",
@@ -57,6 +71,9 @@ def bench(
     markdown_file: Annotated[
         Path | None, typer.Option("--markdown", help="Write a Markdown table. Default: none.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Write an SVG picture of all speeds. Default: none.")
+    ] = None,
 ) -> int:  # fmt: skip
     """Compare strategies on this machine: speed, bytes and memory over fourteen masks.
 
@@ -69,11 +86,10 @@ def bench(
     burst-portable bench --quick
     torchrun --nproc-per-node 2 -m burst_portable bench --resume rows.jsonl --json out.json
     burst-portable bench compare A.json B.json
+    burst-portable bench draw A.json --picture A.svg
     """
     if words:
-        if words[0] != "compare" or len(words) != 3:
-            raise InputError("bench takes no such words", got=" ".join(words), allowed="compare A.json B.json")
-        return _compare(Path(words[1]), Path(words[2]))
+        return _of_files(words, picture)
     if layout not in _LAYOUTS:
         raise unknown_name("layout", layout, _LAYOUTS)
     if dtype is not None and dtype not in _DTYPES:
@@ -85,8 +101,8 @@ def bench(
     is_first = launcher is None or launcher.rank == 0
     with add_rank_to_errors(launcher):
         json_option = JsonOption(json_name, writes=is_first, sources=[resume])
-        if markdown_file is not None and is_first:
-            check_file(markdown_file, "--markdown")
+        if is_first:
+            check_files({"--markdown": markdown_file, "--picture": picture}, sources=[resume])
         ranks = number_of_ranks(ranks, launcher)
         chosen, _ = flags.choose_backend(backend, 1 if launcher or ranks is None else ranks)
         device_type, on_cpu = chosen.capabilities.device_type, not chosen.capabilities.streams
@@ -99,6 +115,7 @@ def bench(
         setting = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), sizes, strict=True))
         setting |= {"layout": layout, "rounds": 3 if on_cpu else 7}
         settings: Row = {"schema": SCHEMA, "version": __version__, "ranks": ranks, "backend": chosen.name, **setting}
+        settings |= {"device": _device_name(device_type, on_cpu=on_cpu), "versions": versions(_PACKAGES)}
         names = _strategies(strategies, on_cpu=on_cpu)
         mask_names = list(_QUICK) if quick and masks == "all" else _names(masks, MASKS, "mask")
         rows = _resumed(resume, settings)
@@ -130,12 +147,26 @@ def bench(
         made = table(*COLUMNS, left=("kernel", "strategy"))
         for row in rows:
             made.add_row(*cells(row))
-        console(stderr=json_option.stdout).print(made)
+        output = console(stderr=json_option.stdout)
+        output.print(made)
+        for text, masks_of_reason in reasons(rows).items():
+            output.print(labelled("not", f"{text} ({masks_of_reason})"))
         json_option.write({"settings": settings, "rows": rows})
         if markdown_file is not None:
             with writing(markdown_file):
                 markdown_file.write_text(markdown(rows), encoding="utf-8")
+        if picture is not None:
+            with writing(picture):
+                picture.write_text(draw(settings, rows), encoding="utf-8")
     return int(any(row["status"] == "wrong" for row in rows if row["entry"] not in PEERS))
+
+
+def _device_name(device_type: str, *, on_cpu: bool) -> str:
+    if on_cpu:
+        return platform.processor() or platform.machine()
+    import torch
+
+    return str(torch.get_device_module(device_type).get_device_name())
 
 
 def _device_count(device_type: str) -> int:
@@ -172,6 +203,22 @@ def _resumed(path: Path | None, settings: Row) -> list[Row]:
             next_step="name another file",
         )  # fmt: skip
     return rows
+
+
+def _of_files(words: list[str], picture: Path | None) -> int:
+    """Compare or draw files that earlier calls wrote."""
+    if words[0] == "compare" and len(words) == 3:
+        return _compare(Path(words[1]), Path(words[2]))
+    if words[0] != "draw" or len(words) != 2:
+        allowed = "compare A.json B.json, or draw A.json --picture A.svg"
+        raise InputError("bench takes no such words", got=" ".join(words), allowed=allowed)
+    if picture is None:
+        raise InputError("bench draw has no file to write", allowed="--picture FILE.svg")
+    settings, rows = read_rows(Path(words[1]))
+    check_file(picture, "--picture", sources=[words[1]])
+    with writing(picture):
+        picture.write_text(draw(settings, rows), encoding="utf-8")
+    return 0
 
 
 def _compare(before: Path, after: Path) -> int:

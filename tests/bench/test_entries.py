@@ -11,7 +11,7 @@ import torch
 from burst_portable import run_threads
 from burst_portable.bench.entries import Benchmark, Entry, Setting, Task, oracle
 from burst_portable.bench.masks import MASKS
-from burst_portable.bench.results import SCHEMA, append_rows, compare, read_rows
+from burst_portable.bench.results import SCHEMA, append_rows, compare, markdown, read_rows
 from burst_portable.cli import main
 from burst_portable.conformance import oracle as dense
 from burst_portable.errors import InputError
@@ -106,3 +106,14 @@ def test_layout_of_any_mask_is_used_and_others_are_refused(capsys):
         assert dispatch["forward_sent_bytes"] <= ring["forward_sent_bytes"]
     assert main(["bench", "--layout", "whole_documents"]) == 2
     assert "unknown layout; got 'whole_documents'; allowed: contiguous, dispatched, striped" in capsys.readouterr().err
+
+
+def test_markdown_groups_reasons_by_entry():
+    base = {"seq_len": 8, "kernel": "auto", "entry": "usp", "status": "refused", "reason": "heads | ranks"}
+    rows = [{**base, "mask": mask} for mask in ("full", "causal")]
+    timed = {"forward_tflops": 1.5, "backward_tflops": 0.25, "forward_sent_bytes": 2048, "backward_sent_bytes": 0}
+    rows.append({**base, "mask": "full", "entry": "ring", "status": "ok", "peak_bytes": 1 << 20, **timed})
+    text = markdown(rows)
+    assert "| causal | 8 | auto | usp | refused |  |  |  |  |\n" in text
+    assert "| full | 8 | auto | ring | 1.5 | 0.25 | 2 KiB | 0 B | 1 MiB |\n" in text
+    assert text.endswith("\n\n- usp, refused: heads | ranks (full, causal)\n")

@@ -1,0 +1,142 @@
+"""Draw the rows of a benchmark as SVG: bars in groups by mask, one color per entry, a panel per pass.
+
+It is readable at half its width. A gap is an entry that did not support the mask; a wrong one has a cross.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from burst_portable.bench.results import Row
+from burst_portable.planning.plans import PASSES
+
+_WIDTH, _LEFT, _RIGHT = 1280, 88, 12
+_PANEL, _GAP, _LINE = 250, 46, 24  # heights: a panel, above it, and of a line of text
+_FONT, _SMALL = 19, 17
+# Of Okabe and Ito, which most color-blind people can distinguish, then darker and lighter ones.
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#000000", "#7F7F7F", "#6A3D9A",
+           "#B2DF8A", "#8C510A", "#1B9E77", "#FB9A99")  # fmt: skip
+
+
+def draw(settings: Row, rows: Sequence[Row]) -> str:
+    """Return the picture of a benchmark's rows."""
+    kernels, lengths = len({row["kernel"] for row in rows}), len({row["seq_len"] for row in rows})
+
+    def series(row: Row) -> str:
+        return f"{row['entry']}, {row['kernel']}" if kernels > 1 else str(row["entry"])
+
+    def group(row: Row) -> str:
+        return f"{row['mask']}_{row['seq_len']:,}" if lengths > 1 else str(row["mask"])
+
+    named: dict[tuple[str, str], Row] = {(group(row), series(row)): row for row in rows}
+    groups = list(dict.fromkeys(map(group, rows)))
+    timed = dict.fromkeys(series(row) for row in rows if row["status"] != "refused")
+    colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(timed)}
+    parts, top = _legend(colors)
+    for one in PASSES:
+        parts += _panel(one, named, groups, colors, top + _GAP)
+        top += _GAP + _PANEL
+    lines = max(len(name.split("_")) for name in groups)
+    for i, name in enumerate(groups):
+        x = _LEFT + (i + 0.5) * _group_width(groups)
+        parts += [
+            _text(x, top + _LINE * (n + 1), word, "middle", size=_SMALL) for n, word in enumerate(name.split("_"))
+        ]
+    top += _LINE * (lines + 1)
+    for line in _caption(settings, rows):
+        top += _LINE
+        parts.append(_text(_LEFT, top, line))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top + 14}" width="{_WIDTH}" '
+        f'height="{top + 14}" font-family="Helvetica, Arial, sans-serif" font-size="{_FONT}">\n'
+        f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _legend(colors: dict[str, str]) -> tuple[list[str], int]:
+    """Return the lines of the legend, and where they end."""
+    parts, x, y = [], _LEFT, _LINE
+    for name, color in colors.items():
+        width = 34 + len(name) * _FONT * 0.56
+        if x + width > _WIDTH - _RIGHT:
+            x, y = _LEFT, y + _LINE + 4
+        parts += [f'<rect x="{x:.0f}" y="{y - 14}" width="16" height="16" fill="{color}"/>', _text(x + 22, y, name)]
+        x += int(width) + 12
+    return parts, y
+
+
+def _panel(
+    name: str, named: dict[tuple[str, str], Row], groups: list[str], colors: dict[str, str], top: int
+) -> list[str]:
+    """Return the axis and the bars of a pass."""
+    largest = max((row.get(f"{name}_tflops", 0.0) for row in named.values()), default=0.0) or 1.0
+    tick = _tick(largest)
+    unit, factor = ("TFLOP/s", 1) if largest >= 1 else ("GFLOP/s", 1000)
+    high = math.ceil(largest / tick) * tick
+    bottom, parts = top + _PANEL, []
+    for i in range(round(high / tick) + 1):
+        y = bottom - _PANEL * i * tick / high
+        parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="{"#ddd" if i else "black"}"/>')
+        parts.append(_text(_LEFT - 8, y + 6, f"{i * tick * factor:g}", "end"))
+    parts.append(_text(_LEFT, top - 12, f"{name}, {unit} per rank", weight="bold"))
+    width = _group_width(groups)
+    bar = width * 0.86 / max(1, len(colors))
+    for i, group in enumerate(groups):
+        for j, (entry, color) in enumerate(colors.items()):
+            row = named.get((group, entry))
+            if row is None or row["status"] == "refused":
+                continue
+            x = _LEFT + width * (i + 0.07) + bar * j
+            if row["status"] == "ok":
+                height = _PANEL * row[f"{name}_tflops"] / high
+                title = escape(f"{entry}, {group}: {row[f'{name}_tflops'] * factor:.3g} {unit}")
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{bottom - height:.1f}" width="{bar * 0.92:.1f}" height="{height:.1f}" '
+                    f'fill="{color}"><title>{title}</title></rect>'
+                )
+            else:
+                parts.append(_text(x + bar / 2, bottom - 4, "x", "middle", color="#c00000", weight="bold"))
+    return parts
+
+
+def _group_width(groups: Sequence[str]) -> float:
+    return (_WIDTH - _LEFT - _RIGHT) / max(1, len(groups))
+
+
+def _tick(largest: float) -> float:
+    """Return the distance of three to five lines: 1, 2 or 5 times a power of ten."""
+    power: float = 10.0 ** math.floor(math.log10(largest))
+    return next(step * power for step in (0.2, 0.5, 1.0, 2.0) if largest / (step * power) <= 5.0)
+
+
+def _caption(settings: Row, rows: Sequence[Row]) -> list[str]:
+    """Return what was measured, on what, and with which versions."""
+    lengths = sorted({row["seq_len"] for row in rows})
+    tokens = " and ".join(f"{length:,}" for length in lengths)
+    marks = "".join(
+        text for status, text in (("refused", " No bar: mask not supported."), ("wrong", " x: wrong or failed."))
+        if any(row["status"] == status or (status == "wrong" and row["status"] == "failed") for row in rows)
+    )  # fmt: skip
+    versions = {"burst-portable": settings["version"], **settings.get("versions", {})}
+    versions |= {name: settings[name] for name in ("torch", "triton") if name in settings}
+    return [
+        f"By visible pairs; the slowest rank counts; median of {settings['rounds']} rounds.{marks}",
+        f"{settings['ranks']} ranks on {settings.get('device', settings['backend'])}; {tokens} tokens, "
+        f"{settings['heads']} query and {settings['kv_heads']} K/V heads, head size {settings['head_dim']}, "
+        f"{settings['dtype']}; {settings['layout']} layout",
+        "; ".join([*(f"{name} {value}" for name, value in versions.items()), *filter(None, [settings.get("date")])]),
+    ]
+
+
+def _text(
+    x: float, y: float, text: Any, anchor: str = "start", *,
+    color: str = "black", weight: str = "normal", size: int = _FONT,
+) -> str:  # fmt: skip
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}" '
+        f'font-weight="{weight}" font-size="{size}">'
+        f"{escape(str(text))}</text>"
+    )

@@ -1,0 +1,63 @@
+"""Test the picture of a benchmark."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from burst_portable.bench.chart import draw
+from burst_portable.cli import main
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "benchmarks" / "results" / "bench-h100x2-2026-11-25.json"
+SETTINGS = {"version": "1", "ranks": 2, "backend": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "rounds": 3,
+            "dtype": "float32", "layout": "zigzag", "device": "a & b", "versions": {"torch": "9"}}  # fmt: skip
+
+
+def row(entry, status="ok", mask="causal", speed=0.004):
+    base = {"mask": mask, "seq_len": 64, "kernel": "auto", "entry": entry, "status": status}
+    return base if status != "ok" else {**base, "forward_tflops": speed, "backward_tflops": speed / 2}
+
+
+def test_draw_has_proportional_bars_and_none_for_wrong_entries():
+    rows = [row("ring"), row("burst", speed=0.001), row("yunchang", "wrong"), row("usp", "refused")]
+    image = draw(SETTINGS, rows)
+    ElementTree.fromstring(image)
+    bars = {
+        title: float(height) for height, title in re.findall(r'height="([\d.]+)" fill="#\w+"><title>([^<]+)', image)
+    }
+    assert list(bars) == ["ring, causal: 4 GFLOP/s", "burst, causal: 1 GFLOP/s", "ring, causal: 2 GFLOP/s",
+                          "burst, causal: 0.5 GFLOP/s"]  # fmt: skip
+    assert bars["ring, causal: 4 GFLOP/s"] == pytest.approx(4 * bars["burst, causal: 1 GFLOP/s"], rel=0.01)
+    assert image.count(">x</text>") == 2
+    assert ">usp</text>" not in image
+    assert "2 ranks on a &amp; b; 64 tokens, 4 query and 2 K/V heads, head size 8, float32; zigzag layout" in image
+    assert "burst-portable 1; torch 9" in image
+    assert "No bar: mask not supported. x: wrong or failed." in image
+
+
+def test_picture_of_docs_has_numbers_of_its_file(tmp_path):
+    assert main(["bench", "draw", str(MEASURED), "--picture", str(tmp_path / "made.svg")]) == 0
+    drawn = (ROOT / "docs" / "images" / "bench.svg").read_text()
+    assert (tmp_path / "made.svg").read_text() == drawn
+    best = max(one["forward_tflops"] for one in json.loads(MEASURED.read_text())["rows"] if one["status"] == "ok")
+    assert f"{best:.3g} TFLOP/s</title>" in drawn
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["draw", str(MEASURED)], "--picture FILE.svg"),
+        (["draw"], "draw A.json --picture A.svg"),
+        (["draw", "README.md", "--picture", "x.svg"], "README.md is no file of a benchmark"),
+        (["compare", str(MEASURED)], "compare A.json B.json"),
+    ],
+)
+def test_bench_refuses_wrong_words_in_a_line(words, error, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["bench", *words]) == 2
+    assert error in capsys.readouterr().err
