@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from burst_portable.errors import DtypeError, InputError, UnsupportedError
 from burst_portable.gradients import all_reduce
@@ -83,6 +85,23 @@ def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather
     names = [name for name, x in flags.items() if x and name != "return_dict"]
     words = ["labels"] * has_labels + ["gather_outputs"] * gather + [FUSED] * is_fused + names
     return Outputs(gather, f"{type(module).__name__} with {', '.join(words) or 'no outputs'}")
+
+
+def check_averaging(mesh: Mesh, *, averaged: bool) -> None:
+    """Raise `InputError` if a running DDP averages gradients over the mesh, and `averaged_gradients` is False.
+
+    Each rank has its part of the gradients, so their average is one device's gradient divided by the number of ranks.
+    """
+    if averaged or mesh.size == 1 or not torch.is_grad_enabled():
+        return
+    running = DistributedDataParallel._get_active_ddp_module()
+    if running is None or not set(mesh.global_ranks) <= set(dist.get_process_group_ranks(running.process_group)):
+        return
+    raise InputError(
+        "DDP averages the gradients of full batches over the ranks of the sequence, which must be summed",
+        got="averaged_gradients=False",
+        next_step="pass averaged_gradients=True to parallelize",
+    )
 
 
 def batch_of(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:

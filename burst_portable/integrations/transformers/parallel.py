@@ -38,7 +38,13 @@ from burst_portable.integrations.transformers.checks import (
     parameters_of,
     takes,
 )
-from burst_portable.integrations.transformers.full_batches import Outputs, batch_of, full_output, requested_outputs
+from burst_portable.integrations.transformers.full_batches import (
+    Outputs,
+    batch_of,
+    check_averaging,
+    full_output,
+    requested_outputs,
+)
 from burst_portable.integrations.transformers.global_positions import restore_positions, watch_positions
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.left_padding import move_left_padding, roll_rows
@@ -389,6 +395,7 @@ class ShardedModel:
     def _divide(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's arguments of a call with a full batch."""
         check_cache(kwargs)
+        check_averaging(self.mesh, averaged=self.averaged_gradients)
         labels = kwargs.get("labels")
         self._outputs = requested_outputs(module, self.model, kwargs, gather=self.gather_outputs)
         kwargs = dict(kwargs)

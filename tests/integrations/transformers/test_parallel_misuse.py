@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from burst_portable import Mesh, run_threads
+from burst_portable.comm.local import LocalTransport
 from burst_portable.config import environment_of_children
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce_gradients, parallelize
@@ -239,3 +241,51 @@ def test_shards_of_fsdp1_are_not_taken_for_different_parameters(parameters: str)
         optimizer.zero_grad()
         expected.append(loss.item())
     assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_ddp_that_averages_parts_of_gradients_raises(tmp_path: Path) -> None:
+    """With full batches, DDP would train with gradients that are too small by the number of ranks."""
+    done = run_program("tests.support.ddp_ranks", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2000:]
+    model, ids = make("llama"), tokens(1, 32)
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    right, message, wrong = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert right == pytest.approx(expected)
+    assert "pass averaged_gradients=True" in message
+    assert wrong == pytest.approx(expected / 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exchanges"), [("host", {"share": 6, "all_gather": 1}), ("device", {"all_gather": 2})]
+)
+def test_checks_add_one_exchange_per_training_step(kind: str, exchanges: dict[str, int], monkeypatch) -> None:
+    """The gradients take an all-gather. Over a host transport, so many checks: a call, 4 passes and the gradients.
+
+    Over a device transport, ranks compare repeated calls once, and each batch in 32 bytes that no host waits for.
+    """
+    whole, ids, found = make("llama"), tokens(1, 32), Counter()
+
+    def counted(name: str) -> Any:
+        original = getattr(LocalTransport, name)
+
+        def call(self: LocalTransport, *args: Any, **kwargs: Any) -> Any:
+            found[name] += self.rank == 0
+            return original(self, *args, **kwargs)
+
+        return call
+
+    for name in ("share", "all_gather"):
+        monkeypatch.setattr(LocalTransport, name, counted(name))
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        for _ in range(3):
+            if mesh.rank == 0:
+                found.clear()
+            model(**handle.shard(ids)).loss.backward()
+            all_reduce_gradients(model.parameters(), mesh)
+
+    run_threads(2, work)
+    assert +found == exchanges
