@@ -10,7 +10,7 @@ from rich.text import Text
 
 from burst_portable import __version__
 from burst_portable.cli.output import labelled, table
-from burst_portable.cli.plan_facts import Facts, call_facts, hardware_facts, sampled_ranks
+from burst_portable.cli.plan_facts import Facts, call_facts, hardware_facts, memory_facts, sampled_ranks
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
@@ -21,7 +21,7 @@ from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"
 """The value of `--strategy` for a comparison."""
-SCHEMA = "burst_portable.plans/3"
+SCHEMA = "burst_portable.plans/4"
 
 
 def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Facts:
@@ -69,6 +69,7 @@ def _costs(plan: Plan, hardware: HardwareSpec, ranks: tuple[int, ...]) -> Facts:
             "sent_bytes": max(one.sent for one in cost.per_rank[name]),
             "launches": max(one.launches for one in cost.per_rank[name]),
             "imbalance": cost.imbalance(name),
+            "memory": memory_facts(plan, name, cost.per_rank[name], ranks),
             "seconds": max(one.seconds for one in cost.per_rank[name]),
         }
         for name in PASSES
@@ -78,8 +79,19 @@ def _costs(plan: Plan, hardware: HardwareSpec, ranks: tuple[int, ...]) -> Facts:
 
 def show_comparison(console: Console, facts: Facts) -> None:
     """Print a row for each strategy, the choice of `auto`, and why other strategies do not support the call."""
-    columns = ("strategy", "sent, forward", "backward", "launches", "imbalance", "forward", "backward", "total")
-    rows = table(*columns, left=("strategy",), title="by predicted time; bytes and launches are the largest of a rank")
+    columns = (
+        "strategy",
+        "sent, forward",
+        "backward",
+        "launches",
+        "imbalance",
+        "memory",
+        "forward",
+        "backward",
+        "total",
+    )
+    title = "by predicted time; bytes, launches and memory are the largest of a rank"
+    rows = table(*columns, left=("strategy",), title=title)
     for one in facts["strategies"]:
         forward, backward = (one["passes"][name] for name in PASSES)
         rows.add_row(
@@ -88,6 +100,7 @@ def show_comparison(console: Console, facts: Facts) -> None:
             bytes_text(backward["sent_bytes"]),
             f"{forward['launches']} + {backward['launches']}",
             f"{forward['imbalance']:.3f}",
+            bytes_text(max(sum(one["memory"].values()) for one in (forward, backward))),
             *(seconds_text(seconds) for seconds in (forward["seconds"], backward["seconds"], one["seconds"])),
         )
     console.print(rows, "")

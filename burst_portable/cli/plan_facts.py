@@ -8,10 +8,10 @@ from typing import Any
 
 from burst_portable import __version__
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import PlanCost, plan_cost
+from burst_portable.planning.cost import PassCost, PlanCost, plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import message_sizes
-from burst_portable.planning.plans import PassName, PassPlan, Plan, heads_per_rank
+from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, heads_per_rank
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
@@ -42,7 +42,7 @@ def plan_facts(plan: Plan, hardware: HardwareSpec, rank: int) -> Facts:
         "head_parallel_size": plan.head_parallel_size,
         "hardware": hardware_facts(hardware),
         "sampled_ranks": list(sampled),
-        "passes": {name: _pass(plan, name, part, cost, sampled, hardware) for name, part in plan.passes()},
+        "passes": {name: _pass(plan, name, cost, sampled, hardware) for name in PASSES},
         "seconds": cost.seconds,
         "steps": {
             "rank": rank,
@@ -112,9 +112,7 @@ def call_facts(problem: AttentionCall) -> Facts:
     }
 
 
-def _pass(
-    plan: Plan, name: PassName, pass_plan: PassPlan, cost: PlanCost, ranks: Sequence[int], hardware: HardwareSpec
-) -> Facts:
+def _pass(plan: Plan, name: PassName, cost: PlanCost, ranks: Sequence[int], hardware: HardwareSpec) -> Facts:
     costs = cost.per_rank[name]
     seconds = max(c.seconds for c in costs)
     flops = [c.flops for c in costs]
@@ -133,11 +131,7 @@ def _pass(
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
         "max_message_bytes": _largest_message(plan, name, ranks) if plan.ring_size > 1 or not plan.heads else None,
-        "memory": {
-            "shard": _shard(plan, name, pass_plan, ranks),
-            "in_flight": max(c.blocks_held for c in costs),
-            "scores": max(c.scores for c in costs),
-        },
+        "memory": memory_facts(plan, name, costs, ranks),
         "seconds": seconds,
         "compute_seconds": max(flops) / per_second,
         "efficiency": sum(flops) / len(flops) / per_second / seconds if seconds else 1.0,
@@ -145,11 +139,20 @@ def _pass(
     }
 
 
-def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
+def memory_facts(plan: Plan, name: PassName, costs: Sequence[PassCost], ranks: Sequence[int]) -> dict[str, int]:
+    """Return the bytes of local tensors, of remote blocks and of scores; each is the largest of a rank."""
+    return {
+        "shard": _shard(plan, name, ranks),
+        "in_flight": max(c.blocks_held for c in costs),
+        "scores": max(c.scores for c in costs),
+    }
+
+
+def _shard(plan: Plan, name: PassName, ranks: Sequence[int]) -> int:
     """Return the bytes of local tensors of the rank that has most, after heads are resharded."""
     size = plan.head_parallel_size
     heads, kv_heads = heads_per_rank(plan.call, size)
-    all_groups = replace(pass_plan.call, heads=heads, kv_heads=kv_heads)  # the pass plan has one head group
+    all_groups = replace(plan.pass_plan(name).call, heads=heads, kv_heads=kv_heads)  # the pass plan has one head group
     return max(_shard_bytes(all_groups, name, member) for member in {rank // size for rank in ranks})
 
 

@@ -17,7 +17,7 @@ def facts_of(capsys, *arguments):
 
 def test_plan_all_lists_strategies_by_predicted_time(capsys):
     facts = facts_of(capsys)
-    assert facts["schema"] == "burst_portable.plans/3"
+    assert facts["schema"] == "burst_portable.plans/4"
     served = facts["strategies"]
     assert {one["strategy"] for one in served} == {*classes()} - {"auto"}
     assert [one["seconds"] for one in served] == sorted(one["seconds"] for one in served)
@@ -30,6 +30,7 @@ def test_plan_all_lists_strategies_by_predicted_time(capsys):
         most = alone["passes"][name]["max"]
         assert (costs["sent_bytes"], costs["launches"]) == (most["sent_bytes"], most["launches"])
         assert costs["imbalance"] == alone["passes"][name]["imbalance"]
+        assert costs["memory"] == alone["passes"][name]["memory"]
     assert ring["seconds"] == alone["seconds"]
 
 
@@ -61,3 +62,15 @@ def test_plan_all_accepts_layout_and_nodes(capsys):
 def test_plan_all_rejects_options_of_one_strategy(capsys):
     assert main([*CALL, "--transfer", "direct"]) == 2
     assert "excludes options of a strategy; got --transfer direct" in capsys.readouterr().err
+
+
+def test_plan_all_shows_memory_of_larger_pass(capsys):
+    """Backward, a rank has q, k, v, out and dO in 16 bits, and dQ, dK, dV, LSE and delta in float32."""
+    facts = facts_of(capsys)
+    for one in facts["strategies"]:
+        backward = one["passes"]["backward"]["memory"]
+        if one["strategy"] not in ("ulysses", "usp"):
+            assert backward["shard"] == 512 * 8 * (128 * (5 * 2 + 3 * 4) + 2 * 4)
+        assert (backward["scores"] > 0) == (one["strategy"] == "ring_self_attention")
+    assert main(CALL) == 0
+    assert "launches imbalance memory forward" in " ".join(capsys.readouterr().out.split())
