@@ -127,6 +127,13 @@ def test_page_py_blocks_run_on_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.parametrize(("name", "most"), [("README.md", 149), ("CHANGELOG.md", 39)])
+def test_first_pages_are_short(name, most):
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= most
+    assert max(map(len, lines)) <= 100
+
+
 def readme_script(name: str) -> str:
     """Return the script of the README that its first line calls `name`."""
     first = f"# torchrun --nproc-per-node \\d+ {name}\n"
