@@ -40,6 +40,13 @@ _QUICK = ("full", "causal", "causal_document")
 _LAYOUTS = tuple(name for name in NAMES if name not in OF_DOCUMENTS)  # those that serve every mask
 
 
+def _lengths(text: str) -> str:
+    """Check numbers of tokens that are separated by commas."""
+    for one in text.split(","):
+        tokens(one)
+    return text
+
+
 def bench(
     words: Annotated[
         list[str] | None,
@@ -57,10 +64,10 @@ def bench(
     ] = None,
     layout: Annotated[str, typer.Option(help=f"{', '.join(_LAYOUTS)}.")] = "zigzag",
     seq_len: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            parser=tokens, metavar=flags.METAVAR,
-            help=f"Tokens of the full sequence; {flags.LENGTH} Default: 8192 per rank; 512 on CPUs.",
+            parser=_lengths, metavar=flags.METAVAR,
+            help=f"Tokens of the sequence, or several with commas; {flags.LENGTH} Default: 8192 per rank; 512 on CPUs.",
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help=f"Measure only the masks {', '.join(_QUICK)}.")] = False,
@@ -110,7 +117,9 @@ def bench(
             ranks = 2 if on_cpu else _device_count(device_type)
         if on_cpu and launcher is None:
             check_processes(ranks)
-        length = seq_len or (512 if on_cpu else 8192 * ranks)
+        lengths = [tokens(one) for one in seq_len.split(",")] if seq_len else [512 if on_cpu else 8192 * ranks]
+        if min(lengths) < ranks:
+            raise InputError("a sequence is too short", got=f"--seq-len {seq_len}", allowed=f"at least {ranks} tokens")
         sizes = (4, 2, 32, dtype or "float32") if on_cpu else (64, 8, 128, dtype or "bfloat16")
         setting = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), sizes, strict=True))
         setting |= {"layout": layout, "rounds": 3 if on_cpu else 7}
@@ -123,6 +132,7 @@ def bench(
         work = [
             (mask, length, one, left)
             for mask in mask_names
+            for length in lengths
             for one in kernels.split(",")
             if (left := [name for name in names if (mask, length, one, name) not in done])
         ]

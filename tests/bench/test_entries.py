@@ -61,20 +61,23 @@ def test_measure_shows_wrong_and_refused_entries_without_speed():
 
 def test_bench_resumes_after_interruption(tmp_path, capfd):
     rows = tmp_path / "rows.jsonl"
-    arguments = ["bench", "--strategies", "ring,ulysses", "--seq-len", "64", "--resume", str(rows), "--json"]
+    arguments = ["bench", "--strategies", "ring,ulysses", "--seq-len", "33,64", "--resume", str(rows), "--json"]
     assert main([*arguments, "--masks", "causal"]) == 0
     capfd.readouterr()
     first = rows.read_text()
     rows.write_text(first + '{"mask": "ful')  # the interrupted write of a row
     assert main([*arguments, "--masks", "causal,full"]) == 0
     found = json.loads(capfd.readouterr().out)["rows"]
-    assert [(row["mask"], row["entry"], row["status"]) for row in found] == [
-        (mask, entry, "ok") for mask in ("causal", "full") for entry in ("ring", "ulysses")
+    assert [(row["mask"], row["seq_len"], row["entry"], row["status"]) for row in found] == [
+        (mask, length, entry, "ok")
+        for mask in ("causal", "full")
+        for length in (33, 64)
+        for entry in ("ring", "ulysses")
     ]
     assert rows.read_text().startswith(first)
     assert read_rows(rows)[1] == found
     assert main(["bench", "compare", str(rows), str(rows)]) == 0
-    assert capfd.readouterr().out.count("1.000") == 8
+    assert capfd.readouterr().out.count("1.000") == 16
 
 
 def test_compare_reports_ratios_and_statuses():
@@ -117,3 +120,21 @@ def test_markdown_groups_reasons_by_entry():
     assert "| causal | 8 | auto | usp | refused |  |  |  |  |\n" in text
     assert "| full | 8 | auto | ring | 1.5 | 0.25 | 2 KiB | 0 B | 1 MiB |\n" in text
     assert text.endswith("\n\n- usp, refused: heads | ranks (full, causal)\n")
+
+
+def test_entry_that_cannot_divide_heads_has_reason():
+    """Three ranks cannot divide four heads; the ring is measured."""
+
+    def work(mesh):
+        entries = [Entry("ulysses"), Entry("ring")]
+        return Benchmark(mesh, torch.device("cpu"), SETTING, entries).measure("full", 31, "auto", ["ulysses", "ring"])
+
+    for ulysses, ring in run_threads(3, work):
+        assert (ulysses["status"], ring["status"]) == ("refused", "ok")
+        assert "cannot divide these heads" in ulysses["reason"]
+
+
+@pytest.mark.parametrize("lengths", ["64,1", "0", "64,x"])
+def test_bench_rejects_lengths(lengths, capsys):
+    assert main(["bench", "--seq-len", lengths]) == 2
+    assert "--seq-len" in capsys.readouterr().err
