@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from burst_portable.backends.selection import for_device
 from burst_portable.bench.entries import Entry, Prepared, Sent, Task, sent_by_passes
 from burst_portable.bench.flash_attn_stand_in import FlashAttn
 from burst_portable.bench.magi import MagiCall
@@ -301,7 +302,8 @@ class ContextParallel(Peer):
 
     def bind(self, shards: Shards) -> Calls:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        if shards.q.device.type == "cpu" and on_cpu not in _attention.custom_ops:
+        streams = for_device(shards.q.device.type).capabilities.streams
+        if not streams and on_cpu not in _attention.custom_ops:
             raise UnsupportedError("torch's context_parallel supports no operator for CPUs")
         causal, kernels = shards.is_causal, _operators(shards)
         leaves = tuple(x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (shards.q, shards.k, shards.v))

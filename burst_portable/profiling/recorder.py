@@ -174,12 +174,18 @@ class Recorder:
 
     def begin_step(self) -> None:
         """Start the training step now, on the device's clock. Earlier time belongs to no step."""
-        self._core_wait = read_core_wait() if self.device_type == "cpu" else None
+        self._core_wait = self._read_core_wait()
         self._since = self._clocks[self._device].mark() if self._device else time.perf_counter_ns()
+
+    def _read_core_wait(self) -> int | None:
+        """Return nanoseconds that this process has waited for a core; None if work runs on streams of a device."""
+        if self._device is None or self._backend_for(self._device.type).capabilities.streams:
+            return None
+        return read_core_wait()
 
     def _add_core_wait(self) -> None:
         """Add the time that this process has waited for a core since the last call, or since the step began."""
-        before, self._core_wait = self._core_wait, read_core_wait() if self.device_type == "cpu" else None
+        before, self._core_wait = self._core_wait, self._read_core_wait()
         if before is not None and self._core_wait is not None:
             self.core_waits.append((self.train_step, max(0, self._core_wait - before)))
 

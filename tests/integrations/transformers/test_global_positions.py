@@ -18,7 +18,7 @@ from transformers import (
 
 from burst_portable import Mesh, run_threads, unshard
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations.transformers import all_reduce_gradients, global_positions, parallelize
+from burst_portable.integrations.transformers import all_reduce_gradients, global_positions, parallel, parallelize
 from tests.support.models import (
     SIZES,
     assert_same,
@@ -82,8 +82,10 @@ def test_rope_of_a_shard_alone_is_wrong(kind, monkeypatch):
     """The frequencies of rank 0 would be those of a sequence that ends with its shard."""
     model, ids = KINDS[kind](), tokens()
     expected = on_one_device(model, ids)
-    monkeypatch.setattr(global_positions, "_add_last", lambda module, args, kwargs: None)
-    monkeypatch.setattr(global_positions, "_drop_last", lambda module, args, output: None)
+    monkeypatch.setattr(global_positions, "depends_on_length", lambda module: False)
+    with pytest.raises(UnsupportedError, match="RoPE of type"):
+        on_ranks(2, model, ids, layout="contiguous")
+    monkeypatch.setattr(parallel, "check_positions", lambda *_, **__: None)
     answer = on_ranks(2, model, ids, layout="contiguous")[0]
     with pytest.raises(AssertionError):
         assert_same(answer, expected)
