@@ -43,7 +43,7 @@ def one_round(level: str | None) -> tuple[float, int]:
     return took / RANKS / CALLS, rows // (RANKS * CALLS)
 
 
-def asking() -> float:
+def check_time() -> float:
     """Return the seconds of the check whether a profiler is installed: the cost of a call without one."""
     count = 1_000_000
     began = time.process_time()
@@ -67,9 +67,9 @@ def main() -> None:
     off = [took for took, _ in seen[None]]
     found = {
         "ranks": RANKS, "rounds": arguments.rounds, "torch": torch.__version__, "python": platform.python_version(),
-        "asking_seconds": asking(), "off_seconds": median(off), "levels": {},
+        "check_seconds": check_time(), "off_seconds": median(off), "levels": {},
     }  # fmt: skip
-    print(f"check whether a profiler is installed: {found['asking_seconds'] * 1e9:.0f} ns per call")
+    print(f"check whether a profiler is installed: {found['check_seconds'] * 1e9:.0f} ns per call")
     print(f"off      {median(off) * 1e6:8.1f} µs per call and rank")
     for level in LEVELS[1:]:
         more = [took - without for (took, _), without in zip(seen[level], off, strict=True)]

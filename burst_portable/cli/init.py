@@ -31,7 +31,7 @@ class Script(NamedTuple):
 
 SCRIPTS = {
     "trainer": Script("Transformers' Trainer", "accelerate", "transformers"),
-    "loop": Script("a loop of its own, with FSDP2", "transformers", "transformers"),
+    "loop": Script("a training loop without a framework, with FSDP2", "transformers", "transformers"),
     "lightning": Script("Lightning", "lightning", "lightning"),
     "torchtitan": Script("torchtitan, on GPUs", "torchtitan", "torchtitan"),
 }
