@@ -18,7 +18,7 @@ _PANEL, _GAP, _LINE = 250, 46, 24  # heights: a panel, above it, and of a line o
 _FONT, _SMALL = 19, 17
 # Of Okabe and Ito, which most color-blind people can distinguish, then darker and lighter ones.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#000000", "#7F7F7F", "#6A3D9A",
-           "#B2DF8A", "#8C510A", "#1B9E77", "#FB9A99")  # fmt: skip
+           "#B2DF8A", "#8C510A", "#882255", "#FB9A99")  # fmt: skip
 
 
 def draw(settings: Row, rows: Sequence[Row]) -> str:
