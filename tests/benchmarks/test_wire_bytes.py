@@ -195,6 +195,7 @@ def test_prepared_raises_if_transport_is_unsuitable():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_wire_bytes_over_gloo_equal_plan(tmp_path):
     """Simulated counters count the bytes given to the transport; they equal the plan on every rank."""

@@ -159,7 +159,7 @@ def test_run_joins_torchrun(tmp_path: Path):
     "again",
     [
         pytest.param(None, id="once"),
-        pytest.param(0.01, id="at once again"),
+        pytest.param(0.01, id="at once again", marks=pytest.mark.full),
         pytest.param(0.1, id="soon again", marks=pytest.mark.full),
     ],
 )
