@@ -135,7 +135,7 @@ class HopperKernel(Kernel):
                 v, v_rows = compiled.aligned_panels("v", v, config.BN, values)
                 described = *q_rows, *k_rows, *v_rows, *compiled.panels("out", out, 64, values)
                 if placed(q, k, v, out) == places:  # no input was copied
-                    launch.keep(places, described)
+                    launch.described.keep(places, described)
             compiled.forward(
                 (q.device.index, q.dtype, mode, dim, value_dim, config.W, call.softcap),
                 launch.grid,
@@ -320,7 +320,7 @@ def _launch_backward(
             *compiled.panels("dv", dv, 64, values),
         )  # fmt: skip
         if placed(q, k, v, dout, terms, dq, dk, dv) == places:  # no input was copied
-            launch.keep(places, described)
+            launch.described.keep(places, described)
     row_blocks, order = 0, launch.table  # not read without an order
     if launch.visitors is not None:
         row_blocks = launch.visitors.numel()

@@ -32,6 +32,7 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import align_rows
 from burst_portable.kernels.triton.arguments import ALWAYS, Address, compiled_kernel, name_compile_errors
 from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.utils.cache import Cache
 
 _DESCRIPTORS = 8192  # maximum number of descriptors that are kept; a layer uses 13 per head group
 _DESCRIBED = 512  # maximum number of combinations of tensors whose descriptors a prepared launch keeps
@@ -117,8 +118,8 @@ class Descriptors:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         self._make = TensorDescriptor
-        self._kept: dict[Hashable, Described] = {}
-        self._units: dict[Hashable, tuple[int, ...]] = {}
+        self._kept: Cache[Hashable, Described] = Cache(_DESCRIPTORS)
+        self._units: Cache[Hashable, tuple[int, ...]] = Cache(_DESCRIPTORS)
         self._layouts = {
             (swizzle, size): gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
             for size in (2, 4)
@@ -160,9 +161,7 @@ class Descriptors:
         key = (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, unit)
         found = self._units.get(key)
         if found is None:
-            if len(self._units) >= _DESCRIPTORS:
-                self._units.clear()
-            found = self._units[key] = tuple(s // unit for s in tma_strides(name, x)[:3])
+            found = self._units.keep(key, tuple(s // unit for s in tma_strides(name, x)[:3]))
         return found
 
     def _keep(self, key: Hashable, x: Tensor, block: list[int], layout: Any, strides: list[int]) -> Described:
@@ -175,10 +174,7 @@ class Descriptors:
             encoded = driver.tensor_map(x.data_ptr(), x.dtype, shape, strides, box, swizzle)
             packed = pack_described(encoded, shape, strides)
         triton = self._make(Address(x), shape, strides, block, layout)
-        if len(self._kept) >= _DESCRIPTORS:
-            self._kept.clear()
-        made = self._kept[key] = Described(triton, box, swizzle, packed)
-        return made
+        return self._kept.keep(key, Described(triton, box, swizzle, packed))
 
 
 def tma_strides(name: str, x: Tensor) -> list[int]:
@@ -262,13 +258,7 @@ class PreparedLaunch(Generic[C]):
     grid: tuple[int, int, int]
     heads: tuple[int, ...]
     visitors: Tensor | None = None
-    described: dict[Hashable, tuple[Described, ...]] = field(default_factory=dict, compare=False)
-
-    def keep(self, key: Hashable, described: tuple[Described, ...]) -> None:
-        """Keep the descriptors of the tensors of a launch."""
-        if len(self.described) >= _DESCRIBED:
-            self.described.clear()
-        self.described[key] = described
+    described: Cache[Hashable, tuple[Described, ...]] = field(default_factory=lambda: Cache(_DESCRIBED), compare=False)
 
 
 def placed(*tensors: Tensor) -> Hashable:
