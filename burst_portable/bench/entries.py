@@ -84,7 +84,7 @@ class Prepared:
 
 
 class Sent(NamedTuple):
-    """What this rank sent in a pass."""
+    """Bytes and messages that this rank sent in a pass."""
 
     bytes: int
     messages: int

@@ -66,7 +66,7 @@ class Shards:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the mask is causal, not full. Other masks raise `UnsupportedError`."""
+        """Return whether the mask is causal, not full. Other masks raise `UnsupportedError`."""
         if self.mask.name not in ("full", "causal"):
             raise UnsupportedError("it supports only full and causal masks")
         return self.mask.name == "causal"

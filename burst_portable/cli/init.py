@@ -1,4 +1,8 @@
-"""Define `burst-portable init`, which writes a training script for one of several frameworks."""
+"""Define `burst-portable init`, which writes a training script for one of several frameworks.
+
+A script is copied whole to where a user edits it, so it imports nothing from the other ones. What several scripts do,
+each has: a test compares them.
+"""
 
 from __future__ import annotations
 

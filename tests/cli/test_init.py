@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -30,6 +31,17 @@ def test_init_prints_json(capsys, tmp_path: Path):
     assert facts["schema"] == "burst_portable.init/1"
     assert facts["commands"][0] == "torchrun --nproc-per-node 2 mine.py"
     assert (tmp_path / "mine.py").read_text() == text_of("loop", "mine.py")
+
+
+def test_functions_of_several_scripts_are_equal():
+    """Each script is complete, so `read_rows` and `load` occur in three of them."""
+    found: dict[str, set[str]] = {}
+    for framework in SCRIPTS:
+        for node in ast.parse(text_of(framework, "x.py")).body:
+            if isinstance(node, ast.FunctionDef) and node.name != "main":
+                found.setdefault(node.name, set()).add(ast.unparse(node))
+    assert {"read_rows", "load"} <= set(found)
+    assert [name for name, texts in found.items() if len(texts) > 1] == []
 
 
 @pytest.mark.parametrize(
