@@ -51,6 +51,7 @@ def test_flash_attention_kwargs_of_collator_change_nothing(examples: list[dict[s
         return tuple(sharded.shard(collator(examples)) for collator in (named, DataCollatorWithFlattening()))
 
     for found, expected in run_threads(2, work):
+        del found["attention_mask"], expected["attention_mask"]  # no tensors
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -4,6 +4,9 @@ Loaders that give each process different batches (a dispatcher, a streaming data
 different rows of equal shape. Attention would combine them without an error. Each shard therefore has a checksum of
 the undivided batch. Before the model runs, ranks compare it and the number of labels by which the loss is divided. They
 also compare a checksum of a few parameters, and the outputs that will be gathered: 32 bytes per rank and call.
+
+A shard also has the checksums of its tokens and labels. Their change since then is added to the checksum of the batch,
+so that ranks find a shard that was changed afterwards, without an additional exchange.
 """
 
 from __future__ import annotations
@@ -40,6 +43,30 @@ def checksum(*tensors: Tensor | None) -> Tensor:
     lengths = [-1 if x is None else x.numel() for x in tensors]  # which argument has which values
     constant = reduce(lambda total, length: (total * _GOLDEN + length + 2) % 2**63, lengths, 0)
     return ((values + 1) * _weights(values.numel(), device)).sum() + constant
+
+
+def shard_checksum(batch: Tensor, ids: Tensor, labels: Tensor | None) -> Tensor:
+    """Return the checksums of an undivided batch, and of the tokens and labels of a shard of it: int64, ``[3]``."""
+    return torch.stack([batch, checksum(ids), torch.zeros_like(batch) if labels is None else checksum(labels)])
+
+
+def checksum_of_call(recorded: Tensor, ids: Tensor | None, labels: Tensor | None, device: torch.device) -> Tensor:
+    """Return the checksum of the undivided batch ``[]``, changed if this rank's tokens or labels have changed.
+
+    Args:
+        recorded: The result of `shard_checksum`, or of `checksum` for tokens that nothing could change.
+        ids: Tokens of the call. None: it has none, for example because it has their embeddings.
+        labels: Labels of the call. None: it computes no loss.
+        device: Device of the result.
+    """
+    recorded = recorded.to(device, non_blocking=True)
+    if not recorded.dim():
+        return recorded
+    total = recorded[0]
+    for x, before in ((ids, recorded[1]), (labels, recorded[2])):
+        if x is not None:
+            total = total + (checksum(x) - before)
+    return total
 
 
 @lru_cache(maxsize=4)
@@ -98,7 +125,7 @@ class BatchCheck:
         """Compare this rank's batch and parameters with those of the other ranks. All ranks of the mesh must call this.
 
         Args:
-            batch: The result of `checksum`. None for a batch that was not divided by `shard`.
+            batch: The result of `checksum_of_call`. None for a batch that was not divided by `shard`.
             labels: Number of labels by which the model divides its loss, as a number or a tensor. None: it does not.
             parameters: Parameters of the model.
             mesh: The ranks of the sequence.

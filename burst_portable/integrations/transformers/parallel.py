@@ -22,7 +22,13 @@ from burst_portable.integrations.transformers.attention import (
     create_mask,
     has_padding,
 )
-from burst_portable.integrations.transformers.batch_check import KEY, BatchCheck, checksum
+from burst_portable.integrations.transformers.batch_check import (
+    KEY,
+    BatchCheck,
+    checksum,
+    checksum_of_call,
+    shard_checksum,
+)
 from burst_portable.integrations.transformers.checks import (
     PositionCheck,
     check_arguments,
@@ -56,6 +62,7 @@ from burst_portable.integrations.transformers.loss import (
     shifts_labels,
     with_router_loss,
 )
+from burst_portable.integrations.transformers.shard_mark import ShardMark
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
@@ -307,7 +314,8 @@ class ShardedModel:
 
         Returns:
             input_ids, position_ids, labels and, if labels are shifted, shift_labels, each ``[B, S]``;
-            num_items_in_batch, seq_len, cu_seqlens, batch_checksum; and padded, if there is padding.
+            num_items_in_batch, seq_len, cu_seqlens; and padded, if there is padding. With several ranks also
+            batch_checksum, and an attention_mask for which models that are not parallelized raise an error.
 
         Raises:
             InputError: If arguments contradict each other, after `undo`, or with `full_batches`.
@@ -323,7 +331,11 @@ class ShardedModel:
         batch = (
             _batch_arguments(input_ids, given) if isinstance(input_ids, Mapping) else {"input_ids": input_ids} | given
         )
-        return self._shard(**batch)
+        inputs = self._shard(**batch)
+        if self.mesh.size == 1:
+            return inputs
+        tokens = inputs["input_ids"], inputs.get("shift_labels", inputs.get("labels"))
+        return inputs | {KEY: shard_checksum(inputs[KEY], *tokens), "attention_mask": ShardMark()}
 
     def _shard(self, input_ids: Any, labels: Any, cu_seqlens: Any, attention_mask: Any) -> dict[str, Any]:
         """Return the result of `shard`, after checking the types of its arguments."""
@@ -430,6 +442,8 @@ class ShardedModel:
         check_positions(module.config, sequence.seq_len, watched=self._watches_positions)
         self._warn_about_length(module.config, sequence)
         self._warn_about_activations()
+        if isinstance(kwargs.get("attention_mask"), ShardMark):
+            kwargs["attention_mask"] = None
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
         check_router(module.config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
@@ -448,6 +462,9 @@ class ShardedModel:
             self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
+            if batch_checksum is not None:
+                labels = kwargs.get("shift_labels", kwargs.get("labels"))
+                batch_checksum = checksum_of_call(batch_checksum, kwargs.get("input_ids"), labels, tokens.device)
             count = kwargs.get("num_items_in_batch")
             outputs = self._outputs.text if self._outputs else ""
             self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device, outputs)

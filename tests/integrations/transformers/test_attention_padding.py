@@ -98,5 +98,5 @@ def test_shard_accepts_padded_batch():
     batch = {"input_ids": tokens(len(HELD)), "attention_mask": MASK}
     batch["labels"] = labelled(batch["input_ids"])
     parts = run_threads(3, lambda mesh: parallelize(make("llama"), mesh).shard(batch))
-    assert all(part["padded"] and "attention_mask" not in part for part in parts)
+    assert all(part["padded"] and not isinstance(part["attention_mask"], torch.Tensor) for part in parts)
     assert sum(int((part["shift_labels"] != -100).sum()) for part in parts) == int((HELD - 1).sum())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from burst_portable import Mesh, run_threads
 from burst_portable.comm.local import LocalTransport
 from burst_portable.config import environment_of_children
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
-from burst_portable.integrations.transformers import all_reduce_gradients, parallelize
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.batch_check import checksum
 from tests.support.fork_server import run_program
 from tests.support.models import make, tokens
@@ -66,6 +68,32 @@ def test_rows_sharded_by_caller_need_seq_len() -> None:
             model(input_ids=ids[:, rows])
 
     run_threads(2, work)
+
+
+@pytest.mark.parametrize("called", ["undone", "paused", "other model"])
+def test_shard_in_model_that_is_not_parallelized_raises(called: str) -> None:
+    """It would take the shard for the full sequence, and its attention would miss the other ranks' tokens."""
+    whole, ids = make("llama"), tokens(1, 32)
+    loss = whole(input_ids=ids, labels=ids).loss.item()
+
+    def work(mesh: Mesh) -> float:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        inputs = pickle.loads(pickle.dumps(handle.shard(ids)))  # as from a worker of a data loader
+        with handle.paused() if called == "paused" else nullcontext():
+            if called == "undone":
+                handle.undo()
+            other = whole if called == "other model" else model
+            with pytest.raises(InputError, match=r"this shard reached a model that is not parallelized.* before undo"):
+                other(**inputs)
+            with pytest.raises(InputError, match="not parallelized"):
+                other.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=2)
+            wrong: float = other(**inputs | {"attention_mask": None}).loss.item()
+        assert not hasattr(inputs["attention_mask"], "to")  # accelerate moves what has it
+        return wrong
+
+    wrong = sum(run_threads(2, work))
+    assert abs(wrong - loss) > 1e-4 * loss
 
 
 BEFORE_THE_GROUP = """
@@ -139,6 +167,32 @@ def test_different_rows_raise_on_all_ranks(kind: str, changed: str) -> None:
                 model(**handle.shard(batch))
 
     run_threads(2, work)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("changed", ["input_ids", "shift_labels"])
+def test_shard_changed_on_one_rank_raises(kind: str, changed: str) -> None:
+    """The loss would be that of a batch that no rank has. Removing the checksum allows it."""
+    whole, ids = make("llama"), tokens(1, 32)
+    loss = whole(input_ids=ids, labels=ids).loss.item()
+
+    def work(mesh: Mesh) -> float:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        wrong = handle.shard(ids)
+        if mesh.rank:
+            wrong[changed] = handle.shard(ids.flip(1))[changed]
+        if kind == "host":
+            with pytest.raises(MismatchError, match=r"rows of the batch.* change them before shard\(\)"):
+                model(**wrong)
+        else:
+            model(**wrong)
+            with pytest.raises(MismatchError, match="rows of the batch of the last call"):
+                model(**handle.shard(ids))
+        del wrong["batch_checksum"]
+        return all_reduce(model(**wrong).loss.detach(), mesh).item()
+
+    assert abs(run_threads(2, work)[0] - loss) > 1e-4 * loss
 
 
 def test_checksum_depends_on_values_order_and_arguments() -> None:
