@@ -41,7 +41,6 @@ from benchmarks.known_lengths import Found, apart_of, overlap
 from benchmarks.ranks import Clock, join, leave
 from benchmarks.ring import STRATEGIES
 from benchmarks.ring_rows import ROWS
-from benchmarks.rings import strategy_named
 from benchmarks.script import count, current_device, end, file, names
 from burst_portable.backends.selection import for_device
 from burst_portable.profiling.analysis.analyze import analyze
@@ -188,7 +187,7 @@ def main() -> int:
         found |= {"device": _name(device), "runs": overlap(device)}
         return _told(found, arguments.out)
     links = join(120.0)
-    mesh, clock, strategy = bp.Mesh.from_group(links.group), Clock(links), strategy_named(arguments.strategy)
+    mesh, clock, strategy = bp.Mesh.from_group(links.group), Clock(links), arguments.strategy
     found |= {"device": _name(links.device), "ranks": links.size}
     if arguments.what == "ring":
         runs = [ring(row, mesh, links.device, strategy, arguments.steps) for row in arguments.rows]

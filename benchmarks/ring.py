@@ -52,23 +52,31 @@ STRATEGIES = (
     "auto",
     "ring",
     "burst",
-    "ring+fetch",
-    "burst+fetch",
-    "ring+ahead",
-    "burst+ahead",
-    "ring+together",
-    "burst+together",
-    "ring+ahead+last",
-    "ring+together+last",
-    "ring+together+divided",
-    "ring+ahead+last+narrow",
+    "ring(transfer=direct)",
+    "burst(transfer=direct)",
+    "ring(transfer=direct, prefetch_steps=64)",
+    "burst(transfer=direct, prefetch_steps=64)",
+    "ring(transfer=direct, prefetch_steps=64, blocks_per_launch=64)",
+    "burst(transfer=direct, prefetch_steps=64, blocks_per_launch=64)",
+    "ring(transfer=direct, prefetch_steps=64, local_block_order=last)",
+    "ring(transfer=direct, prefetch_steps=64, blocks_per_launch=64, local_block_order=last)",
+    "ring(transfer=direct, prefetch_steps=64, blocks_per_launch=64, local_block_order=split)",
+    "ring(transfer=direct, prefetch_steps=64, local_block_order=last, gradient_comm_dtype=input)",
     "ulysses",
-    "ulysses+2",
-    "ulysses+4",
+    "ulysses(head_groups=2)",
+    "ulysses(head_groups=4)",
     "double_ring",
 )
 CONTESTANTS = (*STRATEGIES, *OTHERS)
-QUICK_STRATEGIES = ("auto", "ring+ahead", "ring+together", "ulysses", "ulysses+2", "ulysses+4", "ring")
+QUICK_STRATEGIES = (
+    "auto",
+    "ring(transfer=direct, prefetch_steps=64)",
+    "ring(transfer=direct, prefetch_steps=64, blocks_per_launch=64)",
+    "ulysses",
+    "ulysses(head_groups=2)",
+    "ulysses(head_groups=4)",
+    "ring",
+)
 
 
 # ----------------------------------------------------------------------------------------- correctness

@@ -86,7 +86,7 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
         found = task.links.transports.get(transport, "not asked for")
         if isinstance(found, str):
             raise Absent(f"no {transport}: {found}")
-        chosen = strategy_named(strategy)
+        chosen = "auto" if strategy == "auto" else make_strategy(strategy)
         still = Still(found)
         mesh = task.links.mesh(found if sent else still)
         leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
@@ -109,25 +109,6 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
 
     name = f"{strategy} {transport}{'' if sent else ', nothing sent'}"
     return Contestant(name, prepare, "auto" if strategy == "auto" else "", transport)
-
-
-def strategy_named(text: str) -> Any:
-    """Return the strategy of a label: "ring+fetch" has transfer="direct", "ulysses+2" two head groups."""
-    name, _, how = text.partition("+")
-    options: dict[str, dict[str, Any]] = {
-        "": {},
-        "fetch": {"transfer": "direct"},
-        "ahead": {"transfer": "direct", "prefetch_steps": 64},
-    }
-    options["together"] = {"transfer": "direct", "prefetch_steps": 64, "blocks_per_launch": 64}
-    for own in ("last", "divided"):
-        options |= {
-            f"{one}+{own}": {**options[one], "local_block_order": "split" if own == "divided" else own}
-            for one in ("ahead", "together")
-        }
-    options["ahead+last+narrow"] = {**options["ahead+last"], "gradient_comm_dtype": "input"}
-    chosen = {"head_groups": int(how)} if how.isdecimal() else options[how]
-    return "auto" if name == "auto" else make_strategy(name, **chosen)
 
 
 class Still(Transport):

@@ -12,6 +12,7 @@ import torch
 
 from burst_portable.cli.process import guard_output
 from burst_portable.errors import BackendUnavailableError, BurstError, CommunicationError
+from burst_portable.utils.text import split_list
 
 
 def count(text: str) -> int:
@@ -34,7 +35,7 @@ def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[
     """Return a parser of names from a list, separated by `separator`."""
 
     def listed(text: str) -> list[str]:
-        found = text.split(separator)
+        found = split_list(text, separator)
         if unknown := [name for name in found if name not in known]:
             raise ArgumentTypeError(f"unknown: {', '.join(unknown)}; known are {f'{separator} '.join(known)}")
         return found

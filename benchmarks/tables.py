@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.script import end
+from burst_portable.strategies.registry import strategy_name
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent / "README.md"
@@ -140,7 +141,7 @@ def strategies() -> list[str]:
         plain = by_name.get("plain call")
         share = cut(total(plain) / total(ours), 2) if plain else "-"
         used = ours["kernel"] + (" NCCL" if ours["contestant"] == "auto nccl" else "")
-        chosen = ours["chose"].partition("+")[0].partition(",")[0]
+        chosen = strategy_name(ours["chose"])
         other = f"{speed(best)}, {OTHER_STRATEGIES[best['contestant']]}"
         lines.append(f"| {STRATEGY_ROWS[row]} | {used} | {speed(ours)} | {chosen} | {other} | {gain} | {share} |")
     return lines

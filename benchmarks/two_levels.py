@@ -50,25 +50,20 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.registry import strategy_of
 
 PASSES = ("forward", "backward")
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "double_ring": {"backward_circulates": "kv"},
-    "double_ring, Q travels": {"backward_circulates": "q"},
-    "usp": {},
-    "usp, Q travels": {"backward_circulates": "q"},
-    "ring": {},
-    "ring, fetched": {"transfer": "direct"},
-    "ring, all ahead": {"transfer": "direct", "prefetch_steps": 64},
-}
-QUICK = ("double_ring", "ring", "ring, fetched")
+STRATEGIES = (
+    "double_ring(backward_circulates=kv)",
+    "double_ring",
+    "usp",
+    "usp(backward_circulates=q)",
+    "ring",
+    "ring(transfer=direct)",
+    "ring(transfer=direct, prefetch_steps=64)",
+)
+QUICK = ("double_ring(backward_circulates=kv)", "ring", "ring(transfer=direct)")
 SIMULATED = ((262144, 64), (1048576, 64), (1048576, 1024), (8388608, 1024))  # tokens, ranks
-
-
-def strategy_named(name: str, node: int) -> Strategy:
-    kind = name.partition(",")[0]
-    return make_strategy(kind, **STRATEGIES[name], ranks_per_node=node if kind in ("double_ring", "usp") else None)
 
 
 # ------------------------------------------------------------------------------------------ the slow link
@@ -221,7 +216,7 @@ class Run:
         transport, link_bandwidth = self.transports.get(link, (None, None))
         result = Measured(name, link, link_bandwidth)
         self.results.append(result)
-        strategy = strategy_named(name, self.arguments.ranks_per_node)
+        strategy = strategy_of(name, self.arguments.ranks_per_node)
         # With everything sent once, what came is kept, and nothing moves any more.
         still = Still(next(iter(self.transports.values()))[0]) if transport is None else None
         mesh = self.links.mesh(transport or still)  # type: ignore[arg-type]
@@ -342,7 +337,7 @@ def simulate(arguments: argparse.Namespace) -> None:
             for length, ranks in SIMULATED:
                 print(f"  {length:,} tokens, {ranks:,} GPUs: milliseconds forward, backward")
                 for name in STRATEGIES:
-                    times = simulated(strategy_named(name, 8), length, ranks, (32, 8), 128, hardware)
+                    times = simulated(strategy_of(name, 8), length, ranks, (32, 8), 128, hardware)
                     facts = {
                         "tokens": length,
                         "ranks": ranks,
@@ -378,8 +373,8 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true", help="Predict clusters from plans, without ranks.")
     parser.add_argument("--row", default="128k-gqa", choices=ROWS, help="Row. Default: 128k-gqa.")
     parser.add_argument("--kernel", default="auto", help="Local kernel. Default: auto.")
-    choices = f"Strategies, separated by ';': {'; '.join(STRATEGIES)}."
-    parser.add_argument("--strategies", type=names(STRATEGIES, ";"), default=";".join(QUICK), help=choices)
+    choices = f"Strategies, separated by commas: {', '.join(STRATEGIES)}."
+    parser.add_argument("--strategies", type=names(STRATEGIES), default=",".join(QUICK), help=choices)
     parser.add_argument("--calls", type=count, default=2, help="Calls in a row. Default: 2.")
     parser.add_argument("--seconds", type=float, default=5.0, help="Least seconds of measuring. Default: 5.")
     parser.add_argument("--limit", type=float, default=60.0, help="Seconds after which a part counts as hung.")

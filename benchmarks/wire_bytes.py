@@ -1,7 +1,7 @@
 """Compare bytes on the links between devices, counted by the devices, with the bytes of the plan.
 
     torchrun --nproc-per-node 4 benchmarks/wire_bytes.py --json wire.json
-    torchrun --nproc-per-node 8 benchmarks/wire_bytes.py --rows 32k-gqa --strategies ring+fetch --calls 50
+    torchrun --nproc-per-node 8 benchmarks/wire_bytes.py --rows 32k-gqa --strategies ring,ulysses --calls 50
 
 Each strategy runs on each row over each transport that serves it: several calls forward, then backward. Counters are
 read when no rank has anything under way. Ranks meet through the store of the process group, so only the calls use the
@@ -34,7 +34,7 @@ from benchmarks.ranks import Clock, Guard, Links, connect, join, leave
 from benchmarks.report import setting
 from benchmarks.ring import STRATEGIES
 from benchmarks.ring_rows import ROWS, Row
-from benchmarks.rings import Calls, Task, ours, strategy_named
+from benchmarks.rings import Calls, Task, ours
 from benchmarks.script import count, end, file, names
 from benchmarks.wire_report import Measured, Ways, planned, summary, table
 from burst_portable.backends.base import LinkCounters
@@ -42,9 +42,10 @@ from burst_portable.backends.selection import for_device, open_or_reason
 from burst_portable.comm.base import Transport
 from burst_portable.errors import BackendUnavailableError, BurstError, DeviceError
 from burst_portable.planning.plans import PASSES, Plan
+from burst_portable.strategies.registry import make_strategy
 
 QUICK_ROWS = ("32k-gqa", "128k-documents", "128k-window")
-QUICK = ("ring", "ring+fetch", "burst+fetch", "ulysses", "double_ring")
+QUICK = ("ring", "ring(transfer=direct)", "burst(transfer=direct)", "ulysses", "double_ring")
 NAMED = tuple(name for name in STRATEGIES if name != "auto")
 IDLE = 1.0  # seconds
 _PAUSE, _AT_REST = 0.05, 1.0  # seconds between two readings that must be alike; and until they are, at most
@@ -106,7 +107,7 @@ def prepared(links: Links, row: Row, strategy: str, transport: str, kernel: str 
     heads, kv_heads = row.heads
     plan = bp.plan(
         seq_len=row.length, ranks=links.size, heads=heads, kv_heads=kv_heads, head_dim=row.head, mask=mask,
-        strategy=strategy_named(strategy), layout=layout,
+        strategy=make_strategy(strategy), layout=layout,
     )  # fmt: skip
     found = links.transports[transport]
     if isinstance(found, Transport) and found.direct and not plan.direct:

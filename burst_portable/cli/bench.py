@@ -32,7 +32,8 @@ from burst_portable.cli.output import (
 from burst_portable.config import read_launcher_env
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.layout import NAMES, OF_DOCUMENTS
-from burst_portable.strategies.registry import known
+from burst_portable.strategies.registry import known, make_strategy, strategy_name
+from burst_portable.utils.text import split_list
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PACKAGES = ("torch", "triton", "ring-flash-attn", "yunchang", "magi-attention", "flash-attn-4")
@@ -189,7 +190,13 @@ def _strategies(text: str, *, on_cpu: bool) -> list[str]:
     """Return the names of entries: ours, and with "all" those of other libraries that can run here."""
     if text in ("all", "ours"):
         return [*known(), *(available_peers(on_cpu=on_cpu) if text == "all" else ())]
-    return _names(text, [*known(), *PEERS], "strategy")
+    chosen = split_list(text)
+    for one in chosen:
+        if strategy_name(one) in known():
+            make_strategy(one)
+        elif one not in PEERS:
+            raise unknown_name("strategy", one, [*known(), *PEERS])
+    return chosen
 
 
 def _names(text: str, allowed: Iterable[str], what: str) -> list[str]:

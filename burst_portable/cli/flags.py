@@ -18,7 +18,7 @@ from burst_portable.errors import BackendUnavailableError, BurstError, InputErro
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import Option, options_of
-from burst_portable.strategies.registry import classes, has_option, known, load, make_strategy
+from burst_portable.strategies.registry import classes, has_option, known, load, make_strategy, strategy_name
 
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LENGTH = "128k and 1m are 131072 and 1048576."
 """Help of an option whose value `tokens` parses."""
 METAVAR = "TOKENS"
-STRATEGY = f"{', '.join(known())} (the least predicted time)."
+STRATEGY = f"{', '.join(known())} (the least predicted time); options follow as NAME(OPTION=VALUE, ...)."
 DEFAULT_LAYOUT = "zigzag"
 """Default of `--layout`, and of `layout` in the public functions."""
 _FACTORS = {"k": 1 << 10, "K": 1 << 10, "m": 1 << 20, "M": 1 << 20}
@@ -133,22 +133,29 @@ def with_strategy_flags(command: Command) -> Command:
 def make_named_strategy(
     name: str, ranks_per_node: int | None, options: Mapping[str, object], hardware: HardwareSpec
 ) -> Strategy:
-    """Return the strategy of a command line. `options`: values of other flags of strategies, by option.
+    """Return the strategy of a command line.
+
+    Args:
+        name: Name or label of the strategy.
+        ranks_per_node: Value of that flag, or None.
+        options: Values of the flags of strategies, by option.
+        hardware: Speeds with which `auto` predicts times.
 
     Raises:
         UnknownNameError: If there is no strategy of this name.
         InputError: If the strategy does not have one of the options.
     """
     values = {**options, **({} if ranks_per_node is None else {"ranks_per_node": ranks_per_node})}
+    base = strategy_name(name)
     for option, value in values.items():
-        if name in known() and not has_option(name, option):
+        if base in known() and not has_option(base, option):
             having = " or ".join(one for one in classes() if has_option(one, option))
             next_step = f"omit it, or use --strategy {having}"
-            raise InputError(f"the strategy {name!r} has no {flag(option)}", got=shown(value), next_step=next_step)
-    if name in known():
-        declared = dict(options_of(load(name)))
+            raise InputError(f"the strategy {base!r} has no {flag(option)}", got=shown(value), next_step=next_step)
+    if base in known():
+        declared = dict(options_of(load(base)))
         values = {option: _convert(value, declared[option]) for option, value in values.items()}
-    return make_strategy(name, **values, hardware=hardware if name == "auto" else None)
+    return make_strategy(name, **values, hardware=hardware if base == "auto" else None)
 
 
 def _convert(value: object, declared: Option) -> object:

@@ -19,7 +19,7 @@ from burst_portable.errors import InputError, unknown_name
 from burst_portable.planning.hardware import NEXT_STEP, HardwareSpec, MeasuredHardware, read_hardware_spec
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.planner import plan as make_plan
-from burst_portable.strategies.registry import has_option, known
+from burst_portable.strategies.registry import has_option, known, strategy_name
 from burst_portable.utils.values import check_divides
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -124,7 +124,7 @@ def plan(
         got = ", ".join(f"{flag(name)} {value}" for name, value in options.items())
         raise InputError("--strategy all excludes options of a strategy", got=got, next_step="name one strategy")
     name = "auto" if compare else strategy
-    has_nodes = name in known() and has_option(name, "ranks_per_node")
+    has_nodes = strategy_name(name) in known() and has_option(name, "ranks_per_node")
     planner = make_named_strategy(name, ranks_per_node if has_nodes else None, options, hardware)
     with console(stderr=True).status("planning"):  # a thousand ranks take seconds
         made = make_plan(

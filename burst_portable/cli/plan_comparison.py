@@ -21,7 +21,7 @@ from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"
 """The value of `--strategy` for a comparison."""
-SCHEMA = "burst_portable.plans/4"
+SCHEMA = "burst_portable.plans/5"
 
 
 def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Facts:

@@ -16,7 +16,7 @@ from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 
-SCHEMA = "burst_portable.plan/4"
+SCHEMA = "burst_portable.plan/5"
 ALL_RANKS = 64
 """Costs are computed for all ranks up to this number, and for a sample above: all would need ranks² blocks."""
 
@@ -35,7 +35,7 @@ def plan_facts(plan: Plan, hardware: HardwareSpec, rank: int) -> Facts:
         "schema": SCHEMA,
         "version": __version__,
         "problem": call_facts(plan.call),
-        "strategy": plan.strategy,
+        "strategy": plan.label,
         "reason": plan.reason,
         "reshard": "heads" if plan.heads else None,
         "head_groups": plan.head_groups,

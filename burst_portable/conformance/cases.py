@@ -21,7 +21,8 @@ from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
 from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import OURS, known, load
+from burst_portable.strategies.registry import OURS, known, load, make_strategy, strategy_name
+from burst_portable.utils.text import split_list
 
 LENGTH = 53
 """Not a multiple of any tested number of ranks: every shard is ragged."""
@@ -62,9 +63,7 @@ def mask_of(name: str, length: int) -> Mask:
     return Mask(tuple(regions), mask.name)
 
 
-STRATEGIES: Mapping[str, Strategy] = {
-    label: strategy for name in OURS for label, strategy in load(name).trials().items()
-}
+STRATEGIES: Mapping[str, Strategy] = {one.label: one for name in OURS for one in load(name).trials()}
 """Configurations of the built-in strategies by label. `strategy_trials` returns those of another package."""
 
 
@@ -76,11 +75,11 @@ def strategy_trials(name: str) -> Mapping[str, Strategy]:
         InputError: If `name` is the label of one configuration.
         UnknownNameError: If there is no such strategy. Other errors are those of `registry.load`.
     """
-    base, plus, _ = name.partition("+")
-    if plus and base in known():
-        step = f"--strategy {base} tests all of them, --case attention:strategy={name} this one"
+    base = strategy_name(name)
+    if base != name and base in known():
+        step = f"--strategy {base} tests all configurations, --case 'attention:strategy={name}' this one"
         raise InputError("this is the label of one configuration, not a strategy", got=shown(name), next_step=step)
-    return load(name).trials()
+    return {one.label: one for one in load(name).trials()}
 
 
 HEADS = {
@@ -145,7 +144,7 @@ class Case:
             InputError: If a name or a value is unknown, or the choices cannot be combined.
         """
         given: Choices = {}
-        for part in text.split(",") if text not in ("", "default") else ():
+        for part in split_list(text) if text not in ("", "default") else ():
             name, _, value = part.partition("=")
             if name not in _READERS:
                 raise unknown_name("choice of a case", name, _READERS)
@@ -209,21 +208,16 @@ class Case:
         except (InputError, UnsupportedError):
             return False
         except Exception:
-            if self.strategy in STRATEGIES:
+            if strategy_name(self.strategy) in OURS:
                 raise
             # An error in another package's strategy: the case runs, and its failure is reported.
         return True
 
 
+@lru_cache(maxsize=256)
 def _strategy(label: str) -> Strategy:
-    """Return the strategy of a label. Raise `UnknownNameError` if there is none."""
-    if label in STRATEGIES:
-        return STRATEGIES[label]
-    registered, name = known(), label.partition("+")[0]
-    found = strategy_trials(name) if name in registered and name not in OURS else {}
-    if label not in found:
-        raise unknown_name("strategy", label, {**STRATEGIES, **found, **registered})
-    return found[label]
+    """Return the strategy of a label."""
+    return make_strategy(label)
 
 
 def _text(value: object) -> str:

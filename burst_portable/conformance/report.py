@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from burst_portable.errors import InputError, in_a_line
 from burst_portable.utils.files import parse_json
 
-SCHEMA = "burst_portable.conformance/2"
+SCHEMA = "burst_portable.conformance/3"
 
 NOT_STATED = "not stated"
 """The level of a report if neither the backend's probe nor the caller states one."""

@@ -395,6 +395,7 @@ class Plan:
         score_rows: Whether K and V are sent one after the other, and a rank stores its rows of scores in between: see
             `runtime.score_rows`. The steps of a pass then run twice.
         reason: Why `auto` chose the strategy, or which option the strategy chose itself; "" if neither applies.
+        label: The strategy with its options, as `Strategy.label` writes it. Default: `strategy`.
     """
 
     call: AttentionCall
@@ -405,18 +406,22 @@ class Plan:
     head_groups: int = 1
     score_rows: bool = False
     reason: str = ""
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", self.label or self.strategy)
 
     def __repr__(self) -> str:
         p = self.call
         size = f"ranks={p.ranks}, tokens={p.layout.length}"
-        return f"Plan({self.strategy!r}, {size}, mask={p.mask!s}, layout={p.layout.name})"
+        return f"Plan({self.label!r}, {size}, mask={p.mask!s}, layout={p.layout.name})"
 
     def __str__(self) -> str:
         """Describe the plan in a few lines. `burst-portable plan` also prints steps and costs."""
         p = self.call
         values = f" (values {p.v_head_dim})" if p.v_head_dim != p.head_dim else ""
         lines = [
-            f"{self.strategy} over {p.ranks:,} rank{'' if p.ranks == 1 else 's'}, layout {p.layout.name}, "
+            f"{self.label} over {p.ranks:,} rank{'' if p.ranks == 1 else 's'}, layout {p.layout.name}, "
             f"{p.layout.length:,} tokens, batch {p.batch}, {p.heads} query and {p.kv_heads} K/V heads of "
             f"{p.head_dim}{values}, {p.itemsize} bytes a number",
             f"mask      {p.mask}: {p.num_pairs:,} pairs per head",

@@ -27,7 +27,7 @@ from burst_portable.profiling.clocks import HostClock, Sensors, make_clock, read
 from burst_portable.profiling.event_tables import COLUMNS, NEVER, TIMES, PlanLocation, RankRecords, Table
 from burst_portable.runtime.prepared_call import Observer, Posting, PreparedCall, Sent
 from burst_portable.strategies.planner import planned
-from burst_portable.strategies.registry import classes, collect_reason
+from burst_portable.strategies.registry import classes, collect_reason, make_strategy
 
 _MAX_REGIONS = 1 << 11  # ranks times regions of the mask: above this, trying layouts takes too long
 _MAX_SEGMENTS = 1 << 17  # ranks times segments of all keys: half a second
@@ -36,12 +36,12 @@ _MAX_SEGMENTS = 1 << 17  # ranks times segments of all keys: half a second
 def strategies(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[str, Any]]:
     """Return other strategies: bytes sent and predicted seconds of this rank in both passes, and what circulates."""
     found = {}
-    suggested = [one.trials()[label] for one in classes().values() for label in one.suggested]
+    suggested = [make_strategy(label) for one in classes().values() for label in one.suggested]
     for strategy in suggested:
         with collect_reason(strategy.name, "", {}):
             other = planned(strategy, plan.call)
             costs = [rank_cost(other, one, rank, hardware) for one in PASSES]
-            found[strategy.as_code()] = {
+            found[strategy.label] = {
                 "sent_bytes": sum(c.sent for c in costs),
                 "seconds": sum(c.seconds for c in costs),
                 "circulates": {one: pass_plan.circulates for one, pass_plan in other.passes()},
@@ -252,7 +252,7 @@ class PlanFacts:
         hardware, source = self._hardware_and_source(backend, file, high_priority)
         costs = {name: rank_cost(plan, name, self.rank, hardware) for name in PASSES}
         return {
-            "strategy": plan.strategy,
+            "strategy": plan.label,
             "reason": plan.reason,
             "ranks": p.ranks,
             "head_parallel_size": plan.head_parallel_size,

@@ -115,7 +115,7 @@ def explain(
     held = f"rank {rank} of {layout.ranks} holds {layout.count(rank)} of {layout.length} tokens"
     return Explanation(
         backend=_backend(backend, mesh, call.device),
-        strategy=Choice(plan.strategy, "; ".join(why), {}),
+        strategy=Choice(plan.label, "; ".join(why), {}),
         layout=f"{layout.name}: {held}",
         mask=f"{mask}: {plan.call.num_pairs} pairs per head" + (f"; {masked} fully masked tokens" if masked else ""),
         moves={name: _traffic(plan, name) for name in PASSES},

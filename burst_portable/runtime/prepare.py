@@ -362,14 +362,15 @@ def _strategy(
     "auto" predicts with the hardware spec file of the settings, or with speeds measured on devices of this name.
     `kernel` chooses the kernel for all heads; it is called only if `auto` compares plans.
     """
-    if not isinstance(strategy, str) or strategy != "auto":  # an array would be compared element by element
-        return strategy_of(strategy, mesh.ranks_per_node)
+    chosen = strategy_of(strategy, mesh.ranks_per_node)
+    if not (isinstance(strategy, str) and isinstance(chosen, AutoStrategy)):
+        return chosen
     high_priority = mesh.size > 1 and mesh.transport(call.device).high_priority
     file = mesh.config.hardware_spec
     hardware = hardware_of(backend, mesh.size, kernel(), file, call.dtype, call.head_dim, high_priority=high_priority)
     if hardware.peer_copy_bandwidth and not mesh.may_be_direct(call.device):
         hardware = replace(hardware, peer_copy_bandwidth=())
-    return AutoStrategy(ranks_per_node=mesh.ranks_per_node, hardware=hardware)
+    return replace(chosen, hardware=hardware)
 
 
 def _call_signature(

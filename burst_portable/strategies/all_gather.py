@@ -22,7 +22,7 @@ Differs from Llama 3: K and V are sent in groups of heads, and rows that the mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError
@@ -81,15 +81,15 @@ class AllGatherStrategy(Strategy):
         return max(n for n in divisors(call.kv_heads) if n <= _DEFAULT_GROUPS)
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
         if machine.can_hold_all(call):
-            yield "all_gather", cls()
-            yield "all_gather, 1 group", cls(1)
-            yield from ((f"all_gather, {n} groups", cls(n)) for n in (2, 8) if call.kv_heads % n == 0)
+            yield cls()
+            yield from (cls(n) for n in (1, 2, 8) if call.kv_heads % n == 0)
 
     @classmethod
-    def trials(cls) -> Mapping[str, Strategy]:
-        return {"all_gather": cls(), "all_gather+one": cls(head_groups=1)}
+    def trials(cls) -> Iterator[Strategy]:
+        yield cls()
+        yield cls(head_groups=1)
 
 
 @dataclass(frozen=True)

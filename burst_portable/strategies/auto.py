@@ -62,7 +62,7 @@ class AutoStrategy(Strategy):
         """Do nothing: every call has a candidate that serves it."""
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
         """Yield nothing: `auto` is no candidate of itself."""
         yield from ()
 

@@ -6,8 +6,8 @@ A strategy is one file, which also declares its options, its candidates for `aut
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 from burst_portable.mask import Mask
@@ -16,7 +16,7 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan, make_pass_plan
 from burst_portable.planning.routes import DirectRoute, RingRoute, Route, Side
-from burst_portable.strategies.options import GradientCommDtype, LocalBlockOrder, Transfer, check_options
+from burst_portable.strategies.options import GradientCommDtype, LocalBlockOrder, Transfer, check_options, options_of
 from burst_portable.utils.values import divisors
 
 _MOST_RANKS_AT_ONCE = 16  # with more ranks, the blocks of all would fill the memory
@@ -59,7 +59,7 @@ class Strategy(ABC):
         title: One line that describes it.
         exact: Whether it computes the given mask. If not, `computes` returns the mask that it computes, and `auto`
             never chooses it.
-        suggested: Labels of `trials` that a profile may recommend.
+        suggested: Labels of those of `trials` that a profile may recommend.
     """
 
     name: ClassVar[str]
@@ -83,28 +83,29 @@ class Strategy(ABC):
         """Raise the error that `plan` would raise for this call."""
         self.plan(call)
 
-    @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
-        """Yield (label, strategy) for each configuration that `auto` compares. Those that cannot plan are left out.
+    @property
+    def label(self) -> str:
+        """Name and options that differ from their defaults: ``ring``, or ``ring(transfer=direct, prefetch_steps=8)``.
 
-        A label is the name, or the name followed by "+", "," or " " and words for the options.
+        `registry.make_strategy` reads it back.
         """
-        yield cls.name, cls()
+        given = ((name, getattr(self, name), declared.default) for name, declared in options_of(self))
+        changed = ", ".join(f"{name}={value}" for name, value, default in given if value != default)
+        return f"{self.name}({changed})" if changed else self.name
 
     @classmethod
-    def trials(cls) -> Mapping[str, Strategy]:
-        """Return the configurations that the conformance tests run, by label: `NAME`, or `NAME+WORD`."""
-        return {cls.name: cls()}
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
+        """Yield each configuration that `auto` compares. Those that cannot plan are left out."""
+        yield cls()
+
+    @classmethod
+    def trials(cls) -> Iterator[Strategy]:
+        """Yield the configurations that the conformance tests run."""
+        yield cls()
 
     def computes(self, mask: Mask) -> Mask:
         """Return the mask that is computed for `mask`; another one only if the strategy is not `exact`."""
         return mask
-
-    def as_code(self) -> str:
-        """Return Python code for this strategy: ``strategy='ring'``, or ``RingStrategy(transfer='direct')``."""
-        given = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
-        changed = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
-        return f"{type(self).__name__}({changed})" if changed else f"strategy={self.name!r}"
 
 
 def node_size(ranks: int, fits: Callable[[int], bool] = lambda ranks_per_node: True) -> int:

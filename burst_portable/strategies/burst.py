@@ -15,7 +15,7 @@ lists the files that run these loops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from burst_portable.planning.call import AttentionCall
@@ -38,7 +38,7 @@ class BurstStrategy(Strategy):
 
     name = "burst"
     title = "K and V circulate; backward, Q, dO, LSE and delta circulate, and dQ follows them"
-    suggested = ("burst", "burst+fetch")
+    suggested = ("burst", "burst(transfer=direct)")
 
     transfer: Transfer = option(TRANSFER)
     prefetch_steps: int = option(PREFETCH_STEPS)
@@ -51,18 +51,16 @@ class BurstStrategy(Strategy):
         return ring_plan(call, self.name, side="q", route=route, rounds_gradients=rounds_gradients)
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
-        yield "burst", cls()
-        yield "burst+fetch", cls("direct")
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
+        yield cls()
+        yield cls("direct")
         if machine.can_hold_all(call):
             n = call.ranks
-            yield "burst+fetch, all ahead", cls("direct", prefetch_steps=n)
-            yield "burst+fetch, all together", cls("direct", prefetch_steps=n, blocks_per_launch=n)
+            yield cls("direct", prefetch_steps=n)
+            yield cls("direct", prefetch_steps=n, blocks_per_launch=n)
 
     @classmethod
-    def trials(cls) -> Mapping[str, Strategy]:
-        return {
-            "burst": cls(),
-            "burst+fetch": cls("direct"),
-            "burst+together": cls("direct", prefetch_steps=64, blocks_per_launch=64),
-        }
+    def trials(cls) -> Iterator[Strategy]:
+        yield cls()
+        yield cls("direct")
+        yield cls("direct", prefetch_steps=64, blocks_per_launch=64)

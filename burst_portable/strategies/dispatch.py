@@ -25,7 +25,7 @@ MagiAttention has three parts. Each is a separate part here too:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,10 +58,11 @@ class DispatchStrategy(Strategy):
         return kv_plan(call, self.name, make, "split", self.gradient_comm_dtype)
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
         if machine.can_hold_all(call):
-            yield "dispatch", cls()
+            yield cls()
 
     @classmethod
-    def trials(cls) -> Mapping[str, Strategy]:
-        return {"dispatch": cls(), "dispatch+one": cls(stages=1)}
+    def trials(cls) -> Iterator[Strategy]:
+        yield cls()
+        yield cls(stages=1)

@@ -26,13 +26,13 @@ or causal ones over a zigzag layout), no rank helps, and the plan is that of `ri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan, make_pass_plan
 from burst_portable.planning.tiles import BlockPairs
-from burst_portable.strategies.base import Machine, Strategy, make_route, should_round_gradients
+from burst_portable.strategies.base import Strategy, make_route, should_round_gradients
 from burst_portable.strategies.options import GRADIENT_COMM_DTYPE, PREFETCH_STEPS, GradientCommDtype, option
 
 
@@ -58,12 +58,9 @@ class DistFlashStrategy(Strategy):
         )
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
-        yield "distflash", cls()
-
-    @classmethod
-    def trials(cls) -> Mapping[str, Strategy]:
-        return {"distflash": cls(), "distflash+ahead": cls(prefetch_steps=64)}
+    def trials(cls) -> Iterator[Strategy]:
+        yield cls()
+        yield cls(prefetch_steps=64)
 
 
 @dataclass(frozen=True)

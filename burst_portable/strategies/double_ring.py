@@ -21,7 +21,7 @@ This holds no more blocks: the rest of the round begins at the blocks' owners ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from burst_portable.planning.call import AttentionCall
@@ -81,14 +81,15 @@ class DoubleRingStrategy(Strategy):
         )
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
         if machine.ranks_per_node is not None and machine.ranks_per_node > 1:
-            yield "double_ring", cls(machine.ranks_per_node)
-            yield "double_ring+kv", cls(machine.ranks_per_node, backward_circulates="kv")
+            yield cls(machine.ranks_per_node)
+            yield cls(machine.ranks_per_node, backward_circulates="kv")
 
     @classmethod
-    def trials(cls) -> Mapping[str, Strategy]:
-        return {"double_ring": cls(), "double_ring+kv": cls(backward_circulates="kv")}
+    def trials(cls) -> Iterator[Strategy]:
+        yield cls()
+        yield cls(backward_circulates="kv")
 
 
 def double_ring_routes(

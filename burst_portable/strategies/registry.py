@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -23,7 +23,7 @@ from burst_portable.errors import InputError, UnsupportedError, in_a_line, shown
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.options import RESERVED_FLAGS, options_of
+from burst_portable.strategies.options import RESERVED_FLAGS, Option, options_of
 
 GROUP = "burst_portable.strategies"
 _OURS = {
@@ -94,25 +94,64 @@ def _loaded() -> tuple[dict[str, type[Strategy]], dict[str, str]]:
 def make_strategy(name: str, /, **options: object) -> Strategy:
     """Return the strategy of a name with these options. An option that is None has its default.
 
+    Args:
+        name: Name of a strategy, or the label of one, such as ``ring(transfer=direct, prefetch_steps=8)``. Its options
+            are set as if they were in `options`.
+        options: Options of the strategy.
+
     Raises:
         UnknownNameError: No strategy has this name.
-        InputError: The strategy has no such option, or the option cannot have this value.
+        InputError: The text is no label, the strategy has no such option, or the option cannot have this value.
     """
-    base = re.split("[+, ]", name, maxsplit=1)[0] if isinstance(name, str) else name
-    if base != name and base in known():  # a label of `candidates` or `trials`
-        raise InputError(
-            "a strategy's options are not part of its name",
-            got=shown(name),
-            next_step=f'make_strategy("{base}", option=...), or --strategy {base} and the flags of its options',
-        )
-    cls = load(name)
+    base, written = _parsed(name) if isinstance(name, str) else (name, {})
+    cls = load(base)
+    declared = dict(options_of(cls))
     given = {key: value for key, value in options.items() if value is not None}
-    allowed = {one.name for one in fields(cls)}
+    for key, text in written.items():
+        value = _value(text, declared.get(key))
+        if key in given and given[key] != value:
+            raise InputError(f"{key} is given twice", got=f"{value} in {name!r}, and {shown(given[key])}")
+        given[key] = value
+    name, allowed = base, {one.name for one in fields(cls)}
     if extra := sorted(set(given) - allowed):
         raise InputError(
             f"the strategy {name!r} has no option {extra[0]!r}", allowed=", ".join(sorted(allowed)) or "none"
         )
     return cls(**given)
+
+
+def strategy_name(label: str) -> str:
+    """Return the name in a label: "ring(transfer=direct)" -> "ring"."""
+    return label.partition("(")[0]
+
+
+@lru_cache(maxsize=256)
+def _parsed(label: str) -> tuple[str, Mapping[str, str]]:
+    """Return the name and the options of a label. A text without parentheses is a name.
+
+    Raises:
+        InputError: The text begins with the name of a strategy, but is no label.
+    """
+    found = re.fullmatch(r"(\w+)\((.+)\)", label)
+    pairs = [part.partition("=") for part in found[2].split(",")] if found else []
+    options = {key.strip(): value.strip() for key, _, value in pairs}
+    if found and len(options) == len(pairs) and all("" not in (key, *values) for key, *values in pairs):
+        return found[1], options
+    name = re.split(r"\W", label, maxsplit=1)[0]
+    if name != label and name in known():
+        raise InputError(
+            "the options of a strategy are malformed", got=shown(label), allowed=f"{name}(OPTION=VALUE, OPTION=VALUE)"
+        )
+    return label, {}
+
+
+def _value(text: str, declared: Option | None) -> object:
+    """Return the value of an option in a label. The option's own check reports a wrong one."""
+    if declared is None or declared.choices:
+        return text
+    if text == "None":
+        return None
+    return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else text
 
 
 @contextmanager
@@ -132,21 +171,23 @@ def collect_reason(name: str, label: str, reasons: dict[str, str]) -> Iterator[N
         reasons[label] = f"it is broken: {in_a_line(error)}"
 
 
-def has_option(name: str, option: str) -> bool:
-    """Return whether the strategy of this name has this option."""
-    return any(one.name == option for one in fields(load(name)))
+def has_option(label: str, option: str) -> bool:
+    """Return whether the strategy of this name or label has this option."""
+    return any(one.name == option for one in fields(load(strategy_name(label))))
 
 
 def strategy_of(strategy: Strategy | str, ranks_per_node: int | None = None) -> Strategy:
-    """Return the strategy that a caller passed as a name or an object.
+    """Return the strategy that a caller passed as a name, a label or an object.
 
     Args:
-        strategy: A name, or an instance. It must be hashable, because plans are cached by it.
-        ranks_per_node: Value of that option for a strategy that is passed by name. Default: the strategy's default.
+        strategy: A name, a label, or an instance. It must be hashable, because plans are cached by it.
+        ranks_per_node: Value of that option for a strategy that is passed by name or by a label without it. Default:
+            the strategy's default.
     """
     if isinstance(strategy, str):
-        with_nodes = ranks_per_node is not None and strategy in known() and has_option(strategy, "ranks_per_node")
-        return make_strategy(strategy, ranks_per_node=ranks_per_node if with_nodes else None)
+        unset = ranks_per_node is not None and "ranks_per_node" not in _parsed(strategy)[1]
+        applies = unset and strategy_name(strategy) in known() and has_option(strategy, "ranks_per_node")
+        return make_strategy(strategy, ranks_per_node=ranks_per_node if applies else None)
     if not isinstance(strategy, Strategy):
         raise unknown_name("strategy", strategy, known())
     try:
@@ -218,7 +259,7 @@ def _wrong_trials(strategy: type[Strategy]) -> str:
     refused: dict[str, str] = {}
     trials: Mapping[str, Strategy] = {}
     with collect_reason("", "trials", refused):
-        trials = by_label(strategy, strategy.trials().items(), "trial")
+        trials = by_label(strategy, strategy.trials(), "trial")
     if refused:
         return f"its trials: {refused['trials']}"
     if absent := [label for label in strategy.suggested if label not in trials]:
@@ -244,25 +285,19 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
         raise UnsupportedError(
             f"{what}: its plan has another name", got=shown(plan.strategy), next_step="pass `self.name` to the plan"
         )
-    return plan
+    return plan if strategy.name == "auto" else replace(plan, label=strategy.label)
 
 
-def by_label(strategy: type[Strategy], found: Iterable[tuple[str, Strategy]], what: str) -> dict[str, Strategy]:
+def by_label(strategy: type[Strategy], found: Iterable[Strategy], what: str) -> dict[str, Strategy]:
     """Return the `candidates` or `trials` of a strategy by label. `what` names them in error messages.
 
     Raises:
-        UnsupportedError: A label does not begin with the strategy's name, or a value is no strategy.
+        UnsupportedError: One of them is not of this strategy.
     """
     labeled = {}
-    for label, one in found:
-        name = strategy.name
-        if not isinstance(label, str) or not (label == name or label.startswith((f"{name}+", f"{name},", f"{name} "))):
-            raise UnsupportedError(
-                f"a {what} of the strategy {name!r} has a label that does not begin with its name",
-                got=shown(label),
-                allowed=f"{name!r}, or {name!r} followed by '+', ',' or ' ' and words",
-            )
-        if not isinstance(one, Strategy):
-            raise UnsupportedError(f"the {what} {label!r} is no Strategy", got=shown(one))
-        labeled[label] = one
+    for one in found:
+        if not isinstance(one, strategy):
+            what = f"a {what} of the strategy {strategy.name!r} is not of its class"
+            raise UnsupportedError(what, got=shown(one), allowed=f"instances of {strategy.__name__}")
+        labeled[one.label] = one
     return labeled

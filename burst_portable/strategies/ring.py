@@ -26,7 +26,7 @@ With a mask, a rank receives only blocks that it needs; the tiles of a block are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,7 +52,7 @@ class RingStrategy(Strategy):
 
     name = "ring"
     title = "K and V circulate; backward, dK and dV follow them"
-    suggested = ("ring", "ring+fetch")
+    suggested = ("ring", "ring(transfer=direct)")
 
     transfer: Transfer = option(TRANSFER)
     prefetch_steps: int = option(PREFETCH_STEPS)
@@ -65,26 +65,24 @@ class RingStrategy(Strategy):
         return kv_plan(call, self.name, make, self.local_block_order, self.gradient_comm_dtype)
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
-        yield "ring", cls()
-        yield "ring+fetch", cls(transfer="direct")
-        yield "ring+fetch, own last", cls(transfer="direct", local_block_order="last")
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
+        yield cls()
+        yield cls("direct")
+        yield cls("direct", local_block_order="last")
         if machine.can_hold_all(call):
             prefetch = partial(cls, "direct", prefetch_steps=call.ranks)
             one_launch = partial(prefetch, blocks_per_launch=call.ranks)
-            yield "ring+fetch, all ahead", prefetch()
-            yield "ring+fetch, all ahead, own last", prefetch(local_block_order="last")
-            yield "ring+fetch, all together", one_launch()
-            yield "ring+fetch, all together, own last", one_launch(local_block_order="last")
-            yield "ring+fetch, all together, own divided", one_launch(local_block_order="split")
+            yield prefetch()
+            yield prefetch(local_block_order="last")
+            yield one_launch()
+            yield one_launch(local_block_order="last")
+            yield one_launch(local_block_order="split")
 
     @classmethod
-    def trials(cls) -> Mapping[str, Strategy]:
-        return {
-            "ring": cls(),
-            "ring+fetch": cls("direct"),
-            "ring+ahead": cls("direct", prefetch_steps=64),
-            "ring+together": cls("direct", blocks_per_launch=2),
-            "ring+last": cls("direct", prefetch_steps=64, local_block_order="last"),
-            "ring+divided": cls("direct", prefetch_steps=64, blocks_per_launch=64, local_block_order="split"),
-        }
+    def trials(cls) -> Iterator[Strategy]:
+        yield cls()
+        yield cls("direct")
+        yield cls("direct", prefetch_steps=64)
+        yield cls("direct", blocks_per_launch=2)
+        yield cls("direct", prefetch_steps=64, local_block_order="last")
+        yield cls("direct", prefetch_steps=64, blocks_per_launch=64, local_block_order="split")

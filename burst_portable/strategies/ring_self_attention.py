@@ -69,6 +69,6 @@ class RingSelfAttentionStrategy(Strategy):
         return replace(ring_plan(call, self.name, side="kv", route=RingRoute(call.ranks)), score_rows=True)
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
         """Yield nothing: `ring` sends the same bytes and stores no scores."""
         yield from ()

@@ -13,7 +13,7 @@ group by group, while the next group arrives and the previous one is sent back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError
@@ -91,12 +91,13 @@ class UlyssesStrategy(Strategy):
         )
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
-        yield "ulysses", cls()
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
+        yield cls()
         if machine.hides_exchanges and can_divide_heads(call, call.ranks):
             heads = heads_per_rank(call, call.ranks)
-            yield from ((f"ulysses, {n} groups", cls(n)) for n in (2, 4) if can_group_heads(*heads, n))
+            yield from (cls(n) for n in (2, 4) if can_group_heads(*heads, n))
 
     @classmethod
-    def trials(cls) -> Mapping[str, Strategy]:
-        return {"ulysses": cls(), "ulysses+groups": cls(head_groups=2)}
+    def trials(cls) -> Iterator[Strategy]:
+        yield cls()
+        yield cls(head_groups=2)

@@ -14,14 +14,14 @@ With all ranks in one node the plan is that of `ulysses`, with one rank per node
 complete K/V heads, so their number is a multiple of `ranks_per_node` or divides it. In the latter case, ranks of a node
 that share a K/V head get a copy each. The copies are sent between nodes too, and their gradients are summed.
 
-If heads can only be divided among part of a node, consecutive members of a ring share a node. With `ring_window`, that
-many members form an inner ring, and another ring connects the inner rings (LoongTrain's double ring). A message between
-nodes then overlaps with a round of the inner ring, instead of delaying each step.
+If heads can only be divided among part of a node, consecutive members of a ring share a node. With `inner_ring_size`,
+that many members form an inner ring, and another ring connects the inner rings (LoongTrain's double ring). A message
+between nodes then overlaps with a round of the inner ring, instead of delaying each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import InputError, UnsupportedError
@@ -51,7 +51,7 @@ class UspStrategy(Strategy):
     Attributes:
         ranks_per_node: Ranks per node, or per part of a node, that divide heads. Default: the largest divisor of the
             ranks that the heads allow, is at most 8 and leaves at least two nodes.
-        ring_window: Members of a ring that form an inner ring. Default: 1, no inner rings.
+        inner_ring_size: Members of a ring that form an inner ring. Default: 1, no inner rings.
     """
 
     name = "usp"
@@ -61,7 +61,7 @@ class UspStrategy(Strategy):
     backward_circulates: Side = option(BACKWARD_CIRCULATES, default="kv")
     transfer: Transfer = option(TRANSFER)  # between nodes, as the next option
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
-    ring_window: int = option(
+    inner_ring_size: int = option(
         Option(
             1,
             "a number of members",
@@ -73,9 +73,9 @@ class UspStrategy(Strategy):
     def plan(self, call: AttentionCall) -> Plan:
         ranks_per_node, reason = self._ranks_per_node(call)
         nodes = call.ranks // ranks_per_node
-        if nodes % self.ring_window:
+        if nodes % self.inner_ring_size:
             allowed = f"a divisor of the {nodes} members of a ring"
-            raise InputError("ring_window does not divide the ring", got=self.ring_window, allowed=allowed)
+            raise InputError("inner_ring_size does not divide the ring", got=self.inner_ring_size, allowed=allowed)
         if ranks_per_node == 1:
             return self._ring(call, nodes, reason=reason)
         if nodes == 1:
@@ -94,10 +94,11 @@ class UspStrategy(Strategy):
 
     def _ring(self, call: AttentionCall, nodes: int, *, reason: str, stride: int = 1) -> Plan:
         """Return the plan of a ring over nodes, or of inner rings and a ring over them."""
-        side, rounds_gradients = self.backward_circulates, should_round_gradients(call, self.gradient_comm_dtype)
+        side, inner = self.backward_circulates, self.inner_ring_size
+        rounds_gradients = should_round_gradients(call, self.gradient_comm_dtype)
         route, backward_route = make_route(nodes, self.transfer), None
-        if self.ring_window > 1:
-            route, backward_route = double_ring_routes(call, self.ring_window, side, rounds_gradients=rounds_gradients)
+        if inner > 1:
+            route, backward_route = double_ring_routes(call, inner, side, rounds_gradients=rounds_gradients)
         return ring_plan(
             call,
             self.name,
@@ -110,7 +111,7 @@ class UspStrategy(Strategy):
         )
 
     @classmethod
-    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
         """Yield Ulysses inside nodes, or inside the largest parts of nodes that the heads allow."""
         node = machine.ranks_per_node
         if node is None or node == 1:
@@ -118,20 +119,17 @@ class UspStrategy(Strategy):
         fitting = [i for i in divisors(node) if i > 1 and can_divide_heads(call, i)]
         ranks_per_node = max(fitting, default=node)  # its plan raises an error with the reason
         if ranks_per_node < call.ranks and call.ranks % ranks_per_node == 0:
-            part = "" if ranks_per_node == node else f" in {ranks_per_node}"
-            yield f"usp{part}", cls(ranks_per_node)
-            yield f"usp{part}+q", cls(ranks_per_node, backward_circulates="q")
-            yield f"usp{part}+fetch", cls(ranks_per_node, transfer="direct")
+            yield cls(ranks_per_node)
+            yield cls(ranks_per_node, backward_circulates="q")
+            yield cls(ranks_per_node, transfer="direct")
             if ranks_per_node < node:
-                yield f"usp{part}+window", cls(ranks_per_node, ring_window=node // ranks_per_node)
+                yield cls(ranks_per_node, inner_ring_size=node // ranks_per_node)
 
     @classmethod
-    def trials(cls) -> Mapping[str, Strategy]:
-        return {
-            "usp": cls(),
-            "usp+fetch": cls(backward_circulates="q", transfer="direct"),
-            "usp+window": cls(2, ring_window=2),
-        }
+    def trials(cls) -> Iterator[Strategy]:
+        yield cls()
+        yield cls(backward_circulates="q", transfer="direct")
+        yield cls(2, inner_ring_size=2)
 
     def _ranks_per_node(self, call: AttentionCall) -> tuple[int, str]:
         """Return (ranks per node, the reason if it is a default). Raises the errors of `plan`."""

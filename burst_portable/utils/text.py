@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -42,6 +43,11 @@ def time_text(nanoseconds: float) -> str:
         if abs(value) >= _ROUNDS_UP:
             return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f} {name}"
     return f"{nanoseconds:.0f} ns"
+
+
+def split_list(text: str, separator: str = ",") -> list[str]:
+    """Split a list whose parts may have separators in parentheses: "a(x=1, y=2),b" -> ["a(x=1, y=2)", "b"]."""
+    return re.split(rf"{re.escape(separator)}(?![^()]*\))", text)
 
 
 def percent(share: float) -> str:

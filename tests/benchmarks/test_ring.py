@@ -47,7 +47,7 @@ def test_compared_pairs_results_of_one_round():
 def test_ring_benchmark_runs_on_cpus(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     told = ["--rows", "tiny,tiny-documents", "--kernels", "auto", "--transports", "gloo,peer_copy", "--seconds", "0.01"]
-    chosen = "auto,ring+fetch,ulysses by the book,context_parallel"
+    chosen = "auto,ring(transfer=direct),ulysses by the book,context_parallel"
     told += ["--contestants", chosen, "--out", str(tmp_path), "--label", "test"]
     found = subprocess.run(
         [*command, str(ROOT / "benchmarks" / "ring.py"), *told],
@@ -61,7 +61,7 @@ def test_ring_benchmark_runs_on_cpus(tmp_path):
     assert max(packed["ulysses by the book"]["errors"].values()) < 1e-2
     assert packed["ulysses by the book"]["milliseconds"]
     by_name = {one["contestant"]: one for one in written if one["row"] == "tiny"}
-    for name in ("auto gloo", "ring+fetch gloo", "ulysses by the book"):
+    for name in ("auto gloo", "ring(transfer=direct) gloo", "ulysses by the book"):
         assert by_name[name]["reason"] == ""
         assert max(by_name[name]["errors"].values()) < 1e-2
         assert by_name[name]["milliseconds"].keys() == {"forward", "backward", "forward, cold", "backward, cold"}
@@ -69,11 +69,12 @@ def test_ring_benchmark_runs_on_cpus(tmp_path):
     assert auto["why"].startswith(f"chose {auto['chose']} by predicted time")
     assert f"tiny, auto: auto gloo chose {auto['chose']}, layout {auto['layout']}\n" in found.stdout
     assert f"[{auto['chose']}; {auto['layout']}]\n" in found.stdout
-    assert [by_name[name]["layout"] for name in ("ring+fetch gloo", "ulysses by the book")] == ["zigzag", "contiguous"]
+    assert by_name["ring(transfer=direct) gloo"]["layout"] == "zigzag"
+    assert by_name["ulysses by the book"]["layout"] == "contiguous"
     assert re.search(r"auto gloo beside ulysses by the book: [+-][\d.]+%, faster in \d of \d rounds", found.stdout)
-    assert by_name["ring+fetch gloo"]["chose"] == ""
+    assert by_name["ring(transfer=direct) gloo"]["chose"] == ""
     assert "no operator for CPUs" in by_name["context_parallel"]["reason"]
-    assert by_name["ring+fetch gloo, nothing sent"]["milliseconds"]
+    assert by_name["ring(transfer=direct) gloo, nothing sent"]["milliseconds"]
     assert (tmp_path / "ring-test.svg").read_text().startswith("<svg")
 
 
@@ -89,7 +90,10 @@ def test_settle_gives_auto_the_layout_that_it_chooses():
     assert bp.run_threads(2, work) == [["contiguous", "zigzag", "zigzag", "contiguous"]] * 2
 
 
-@pytest.mark.parametrize("strategy", ["ring+together+last", "ulysses"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ring(transfer=direct, prefetch_steps=64, blocks_per_launch=64, local_block_order=last)", "ulysses"],
+)
 def test_contestant_without_messages_gives_equal_results(strategy):
     """No message is sent, and results equal those with messages."""
     q, k, v, dout = (torch.randn(1, 64, heads, 16) for heads in (4, 2, 2, 4))

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_levels import simulated, speeds, strategy_named
+from benchmarks.two_levels import simulated, speeds
 from burst_portable.planning.hardware import HardwareSpec
+from burst_portable.strategies.registry import strategy_of
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 64 * 2 * 4 * 16 * 2  # bytes of K and V per rank
@@ -71,6 +72,6 @@ def test_simulated_round_hides_slow_link():
     times = {}
     for name in ("double_ring", "ring"):
         for link, hardware in (("none", plain), ("slow", replace(plain, ranks_per_node=4, inter_node_bandwidth=10.0))):
-            times[name, link] = simulated(strategy_named(name, 4), 131072, 8, (32, 8), 128, hardware)["forward"]
+            times[name, link] = simulated(strategy_of(name, 4), 131072, 8, (32, 8), 128, hardware)["forward"]
     assert times["double_ring", "slow"] == pytest.approx(times["double_ring", "none"], rel=1e-3)
     assert times["ring", "slow"] > 1.5 * times["ring", "none"]

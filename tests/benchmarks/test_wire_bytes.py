@@ -108,6 +108,7 @@ def test_during_reads_counters_that_never_settle():
 
 
 FULL = Row(2048, (2, 2), 64, mask="full", layout="contiguous")
+STRATEGIES = ("ring(transfer=direct)", "burst(transfer=direct, prefetch_steps=64, blocks_per_launch=64)", "ulysses")
 FEW = {
     "full": FULL,
     "causal": Row(256, (4, 2), 16),
@@ -145,7 +146,7 @@ def count_bytes(row: Row, strategy: str, ranks: int, peers: type[ThreadPeers] = 
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [*product(FEW, ("ring+fetch", "burst+together", "ulysses")), *product(("window", "documents"), ("ulysses+2",))],
+    [*product(FEW, STRATEGIES), *product(("window", "documents"), ("ulysses(head_groups=2)",))],
 )
 def test_counted_bytes_equal_plan(name, strategy):
     for crossed, plans in count_bytes(FEW[name], strategy, 2):
@@ -162,7 +163,7 @@ class Twice(ThreadPeers):
         super().copy(leaving, exclusive=exclusive)
 
 
-@pytest.mark.parametrize("strategy", ["ring+fetch", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring(transfer=direct)", "ulysses"])
 def test_unexplained_detects_messages_sent_twice(strategy):
     for crossed, plans in count_bytes(FULL, strategy, 2, Twice):
         assert crossed == [(4 * one.sent, 4 * one.received) for one in plans]
@@ -175,7 +176,9 @@ def test_unexplained_detects_messages_sent_twice(strategy):
 def test_unexplained_detects_plan_of_another_mask():
     """The plan of a full mask does not explain the bytes of a window, nor the reverse."""
     window = Row(2048, (2, 2), 64, mask="window:256", layout="contiguous")
-    (full, full_plan), (less, less_plan) = (count_bytes(row, "ring+fetch", 2, calls=1)[0] for row in (FULL, window))
+    (full, full_plan), (less, less_plan) = (
+        count_bytes(row, "ring(transfer=direct)", 2, calls=1)[0] for row in (FULL, window)
+    )
     assert Measured("", "", "", "", 1, full, full_plan).unexplained() == {}
     assert Measured("", "", "", "", 1, less, less_plan).unexplained() == {}
     assert len(Measured("", "", "", "", 1, less, full_plan).unexplained()) == 4
@@ -199,8 +202,8 @@ def test_prepared_raises_if_transport_is_unsuitable():
 @pytest.mark.timeout(200)
 def test_wire_bytes_over_gloo_equal_plan(tmp_path):
     """Simulated counters count the bytes given to the transport; they equal the plan on every rank."""
-    told = ["--rows", "tiny,tiny-window", "--strategies", "ring,burst+fetch,ulysses,double_ring", "--calls", "3"]
-    told += ["--transports", "gloo,peer_copy", "--json", str(tmp_path / "wire.json")]
+    told = ["--rows", "tiny,tiny-window", "--strategies", "ring,burst(transfer=direct),ulysses,double_ring"]
+    told += ["--calls", "3", "--transports", "gloo,peer_copy", "--json", str(tmp_path / "wire.json")]
     done = run_program("tests.support.ranks_of", 2, "tests.support.wire_bytes_ranks", *told, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "wire.json").read_text())

@@ -29,7 +29,7 @@ def refused(capsys, *arguments: str, code: int = 2, commands=None) -> str:
     ("arguments", "said"),
     [
         (("--strategy", "rng"), ["unknown strategy", "'rng'", "double_ring", "did you mean 'ring'"]),
-        (("--strategy", "ring+fetch"), ["not part of its name", "--strategy ring and the flags of its options"]),
+        (("--strategy", "ring+direct"), ["options of a strategy are malformed", "ring(OPTION=VALUE, OPTION=VALUE)"]),
         (("--layout", "zigzig"), ["unknown layout", "contiguous", "did you mean 'zigzag'"]),
         (("--mask", "casual"), ["unknown mask", "sink", "did you mean 'causal'"]),
         (("--dtype", "float23"), ["unknown dtype", "bfloat16", "did you mean 'float"]),

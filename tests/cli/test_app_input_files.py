@@ -218,7 +218,7 @@ def test_read_json_rejects_infinite_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 200_000, "{}", '{"schema": "burst_portable.conformance/2"}', "\x00"], ids=lambda t: t[:9]
+    "text", ["[" * 200_000, "{}", '{"schema": "burst_portable.conformance/3"}', "\x00"], ids=lambda t: t[:9]
 )
 def test_conformance_report_rejects_invalid_json(text):
     with pytest.raises(InputError, match="not a conformance report"):

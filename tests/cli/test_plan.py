@@ -200,7 +200,7 @@ def test_plan_json_file_leaves_tables_on_stdout(capsys, tmp_path):
     assert main(["plan", *TINY, "--json", str(file)]) == 0
     out = capsys.readouterr().out
     facts = json.loads(file.read_text())
-    assert facts["schema"] == "burst_portable.plan/4"
+    assert facts["schema"] == "burst_portable.plan/5"
     assert "score matrix" in out
     assert "predicted efficiency" in out
 

@@ -17,7 +17,7 @@ def facts_of(capsys, *arguments):
 
 def test_plan_all_lists_strategies_by_predicted_time(capsys):
     facts = facts_of(capsys)
-    assert facts["schema"] == "burst_portable.plans/4"
+    assert facts["schema"] == "burst_portable.plans/5"
     served = facts["strategies"]
     assert {one["strategy"] for one in served} == {*classes()} - {"auto"}
     assert [one["seconds"] for one in served] == sorted(one["seconds"] for one in served)
@@ -54,9 +54,12 @@ def test_plan_all_lists_strategies_that_need_node_size(capsys):
 def test_plan_all_accepts_layout_and_nodes(capsys):
     facts = facts_of(capsys, "--ranks-per-node", "4", "--layout", "auto", "--mask", "window:200")
     assert facts["problem"]["layout"] == "contiguous"
-    assert {"usp+q", "double_ring+kv"} <= {one["label"] for one in facts["strategies"]}
+    assert {
+        "usp(ranks_per_node=4, backward_circulates=q)",
+        "double_ring(ranks_per_node=4, backward_circulates=kv)",
+    } <= {one["label"] for one in facts["strategies"]}
     assert main([*CALL, "--ranks-per-node", "4", "--layout", "auto", "--mask", "window:200"]) == 0
-    assert "layout contiguous by predicted time; chose ring+fetch" in capsys.readouterr().out
+    assert "layout contiguous by predicted time; chose ring(transfer=direct)" in capsys.readouterr().out
 
 
 def test_plan_all_rejects_options_of_one_strategy(capsys):
@@ -74,3 +77,14 @@ def test_plan_all_shows_memory_of_larger_pass(capsys):
         assert (backward["scores"] > 0) == (one["strategy"] == "ring_self_attention")
     assert main(CALL) == 0
     assert "launches imbalance memory forward" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_labels_work_as_strategies(capsys):
+    """`--strategy all` prints labels; each makes the same plan if it is typed back."""
+    for one in facts_of(capsys, "--ranks-per-node", "4")["strategies"]:
+        if "(" in one["label"]:
+            assert main([*CALL[:-1], one["label"], "--ranks-per-node", "4", "--json"]) == 0
+            alone = json.loads(capsys.readouterr().out)
+            assert (alone["strategy"], alone["seconds"]) == (one["label"], one["seconds"])
+    assert main([*CALL[:-1], "usp(ranks_per_node=2)", "--ranks-per-node", "4"]) == 2
+    assert "ranks_per_node is given twice" in capsys.readouterr().err

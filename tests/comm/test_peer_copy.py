@@ -39,21 +39,24 @@ from burst_portable.runtime.head_parallel import can_send_strided
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.thread_peers import ThreadPeers, World, run_peers
 
+LOCAL_LAST = "ring(transfer=direct, prefetch_steps=64, local_block_order=last)"
+BURST_ONE_LAUNCH = "burst(transfer=direct, prefetch_steps=64, blocks_per_launch=64)"
+RING_TWO_BLOCKS = "ring(transfer=direct, blocks_per_launch=2)"
 CASES = [
-    Case(mask="causal", strategy="ring+fetch", ranks=3, batch=2),
-    Case(mask="documents", layout="document_zigzag", strategy="burst+fetch", ranks=4, heads="mha"),
-    Case(mask="window", layout="contiguous", strategy="ring+fetch", ranks=4, dtype=torch.bfloat16),
+    Case(mask="causal", strategy="ring(transfer=direct)", ranks=3, batch=2),
+    Case(mask="documents", layout="document_zigzag", strategy="burst(transfer=direct)", ranks=4, heads="mha"),
+    Case(mask="window", layout="contiguous", strategy="ring(transfer=direct)", ranks=4, dtype=torch.bfloat16),
     Case(mask="causal", strategy="ulysses", ranks=3, heads="gqa", sinks=True),
     Case(mask="causal", strategy="ulysses", ranks=4, heads="mqa"),
     Case(mask="causal", layout="contiguous", strategy="ulysses", ranks=4, heads="mha", batch=1, length=64),
     Case(mask="custom", layout="striped", strategy="ring", ranks=3),
-    Case(mask="causal", strategy="ring+together", ranks=4, batch=2),
-    Case(mask="causal", strategy="ring+last", ranks=4, heads="mha"),
-    Case(mask="documents", strategy="burst+together", ranks=4, dtype=torch.bfloat16),
-    Case(mask="documents", layout="whole_documents", strategy="ring+last", ranks=3),  # one document is split
+    Case(mask="causal", strategy=RING_TWO_BLOCKS, ranks=4, batch=2),
+    Case(mask="causal", strategy=LOCAL_LAST, ranks=4, heads="mha"),
+    Case(mask="documents", strategy=BURST_ONE_LAUNCH, ranks=4, dtype=torch.bfloat16),
+    Case(mask="documents", layout="whole_documents", strategy=LOCAL_LAST, ranks=3),  # one document is split
     # Several gradients are returned at once. These sizes leave gaps between messages in the inbox.
-    Case(mask="full", strategy="ring+together", ranks=4, heads="4x1x8x8", batch=1, length=21),
-    Case(mask="full", strategy="burst+together", ranks=4, heads="4x1x8x8", batch=1, length=21),
+    Case(mask="full", strategy=RING_TWO_BLOCKS, ranks=4, heads="4x1x8x8", batch=1, length=21),
+    Case(mask="full", strategy=BURST_ONE_LAUNCH, ranks=4, heads="4x1x8x8", batch=1, length=21),
     Case(mask="window_both", strategy="ring", ranks=4, heads="4x1x8x8", batch=1, length=31),
 ]
 
@@ -69,7 +72,7 @@ def test_peer_copy_attention_matches_oracle(case):
 @pytest.mark.parametrize("seed", range(3))
 def test_late_ranks_do_not_change_results(seed):
     """Passes of changing sizes with random delays are bitwise equal to passes without delay."""
-    cases = [CASES[0], Case(mask="causal", strategy="burst+fetch", ranks=3), CASES[3], CASES[0]]
+    cases = [CASES[0], Case(mask="causal", strategy="burst(transfer=direct)", ranks=3), CASES[3], CASES[0]]
 
     def work(mesh):
         return [on_one_rank(mesh, case, make_inputs(case)).quantities() for case in cases]
@@ -269,7 +272,7 @@ def test_flags_identify_peers(size):
     assert all(peer_of(flag, size) == peer for flag, peer in found)
 
 
-@pytest.mark.parametrize("strategy", ["ring+fetch", "burst+fetch"])
+@pytest.mark.parametrize("strategy", ["ring(transfer=direct)", "burst(transfer=direct)"])
 def test_peer_copies_send_bytes_of_plan(strategy):
     case = Case(mask="window", layout="contiguous", strategy=strategy, ranks=4)
     world = World(4)

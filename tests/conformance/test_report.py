@@ -16,7 +16,7 @@ from burst_portable.errors import InputError
 
 def test_report_json_round_trip(failed):
     facts = json.loads(failed.to_json())
-    assert facts["schema"] == "burst_portable.conformance/2"
+    assert facts["schema"] == "burst_portable.conformance/3"
     assert facts["ok"] is False
     assert facts["counts"]["failed"] == len(failed.failures)
     back = Report.from_json(failed.to_json())

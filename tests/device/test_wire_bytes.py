@@ -70,9 +70,9 @@ def test_wire_bytes_equal_plan(facts, row, strategy, which):
 
 def test_skipped_messages_are_not_on_the_wire(facts):
     """Under a window, rank 0 receives no block and the last rank sends none."""
-    window = facts["cases"]["window", "ring+fetch", "forward"]
+    window = facts["cases"]["window", "ring(transfer=direct)", "forward"]
     assert window.plan[0].received == window.plan[-1].sent == 0
-    full = facts["cases"]["full", "ring+fetch", "forward"]
+    full = facts["cases"]["full", "ring(transfer=direct)", "forward"]
     assert all(one.sent > 2 * less.sent for one, less in zip(full.plan, window.plan, strict=True))
 
 
@@ -90,5 +90,5 @@ def test_wire_bytes_detect_messages_sent_twice(facts, which):
 
 @pytest.mark.parametrize(("row", "other"), [("full", "window"), ("window", "documents"), ("documents", "full")])
 def test_wire_bytes_detect_plan_of_another_mask(facts, row, other):
-    one, wrong = (facts["cases"][name, "ring+fetch", "forward"] for name in (row, other))
+    one, wrong = (facts["cases"][name, "ring(transfer=direct)", "forward"] for name in (row, other))
     assert Measured(**{**vars(one), "plan": wrong.plan}).unexplained() != {}

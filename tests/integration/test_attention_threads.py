@@ -134,7 +134,10 @@ class Narrow(Case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("strategy", ["ring", "ring+together", "burst", "double_ring+kv", "usp"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ring", "ring(transfer=direct, blocks_per_launch=2)", "burst", "double_ring(backward_circulates=kv)", "usp"],
+)
 def test_gradients_sent_in_input_dtype_are_accurate(strategy, dtype):
     """Only gradients that were sent are rounded; float32 inputs change nothing."""
     wide, narrow = (kind(strategy=strategy, ranks=4, dtype=dtype, layout="striped") for kind in (Case, Narrow))
@@ -168,7 +171,7 @@ class Unused(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses+groups"])
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses(head_groups=2)"])
 def test_rank_with_unused_result_runs_backward(strategy):
     """The other ranks wait for its blocks."""
     case = Case(ranks=2, strategy=strategy, mask="full", heads="8x4x20x12")

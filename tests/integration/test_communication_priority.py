@@ -129,7 +129,7 @@ def test_auto_uses_head_groups_if_messages_have_priority(first):
     hardware = replace(hardware, peer_copy_bandwidth=())  # without peer copies, over NCCL
     strategy = AutoStrategy(hardware=hardware.with_high_priority() if first else hardware)
     plan = bp.plan(seq_len=32768, ranks=2, heads=32, mask="causal", strategy=strategy)
-    assert ("ulysses, 2 groups" in plan.reason) is first
+    assert ("ulysses(head_groups=2)" in plan.reason) is first
     assert (plan.head_groups > 1) is first
 
 

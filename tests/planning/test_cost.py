@@ -73,7 +73,10 @@ def test_double_ring_overlaps_inter_node_transfers():
     }
     assert seconds["double_ring"] < 0.8 * seconds["ring"] < seconds["burst"]
     reason = plan(AutoStrategy(ranks_per_node=8, hardware=replace(hardware, ranks_per_node=0)), **usual).reason
-    assert reason.startswith("chose double_ring+kv by predicted time, assumed 50 GB/s between nodes of 8")
+    assert reason.startswith(
+        "chose double_ring(ranks_per_node=8, backward_circulates=kv) by predicted time, "
+        "assumed 50 GB/s between nodes of 8"
+    )
 
 
 def test_forward_and_backward_have_separate_rates():

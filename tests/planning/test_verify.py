@@ -35,7 +35,7 @@ def test_verify_accepts_all_strategies(strategy, layout, every):
             assert layout in OF_DOCUMENTS
             continue
         except InputError:
-            assert (strategy, ranks % 2) == ("usp+window", 1), "its nodes have two ranks"
+            assert (strategy, ranks % 2) == ("usp(ranks_per_node=2, inner_ring_size=2)", 1), "its nodes have two ranks"
             continue
         assert verify(plan) == [], (str(mask), ranks)
         assert verify(plan, ranks=sorted({0, ranks // 2})) == [], (str(mask), ranks)

@@ -20,7 +20,7 @@ from burst_portable.strategies.planner import planned
 from burst_portable.strategies.registry import classes
 
 RANKS, LENGTH, HEADS, KV_HEADS, HEAD, VALUES = 4, 203, 8, 4, 16, 8
-TRIALS = {label: one for strategy in classes().values() for label, one in strategy.trials().items()}
+TRIALS = {one.label: one for strategy in classes().values() for one in strategy.trials()}
 USUAL = ("burst", "ulysses", "usp")
 
 

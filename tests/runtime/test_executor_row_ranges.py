@@ -28,10 +28,10 @@ class Scattered(Case):
 
 CASE = Scattered(ranks=4, length=LENGTH, batch=1)
 CASES = [
-    replace(CASE, strategy="ring+fetch"),
-    replace(CASE, strategy="ring+together", number=1, dtype=torch.bfloat16),
-    replace(CASE, strategy="burst+fetch", number=2, heads="wide_values", batch=2),
-    replace(CASE, strategy="burst+together", ranks=3),
+    replace(CASE, strategy="ring(transfer=direct)"),
+    replace(CASE, strategy="ring(transfer=direct, blocks_per_launch=2)", number=1, dtype=torch.bfloat16),
+    replace(CASE, strategy="burst(transfer=direct)", number=2, heads="wide_values", batch=2),
+    replace(CASE, strategy="burst(transfer=direct, prefetch_steps=64, blocks_per_launch=64)", ranks=3),
     replace(CASE, strategy="all_gather", heads="mqa", sinks=True),
     replace(CASE, strategy="distflash", number=3, heads="mha", scatters=False, layout="contiguous"),
 ]
@@ -50,7 +50,7 @@ def test_queries_of_the_last_case_are_sent_in_several_ranges():
     assert any(m.is_partial for m in moves if len(m.rows) > 1)
 
 
-@pytest.mark.parametrize("strategy", ["ring+fetch", "burst+fetch", "all_gather"])
+@pytest.mark.parametrize("strategy", ["ring(transfer=direct)", "burst(transfer=direct)", "all_gather"])
 def test_transport_counts_the_bytes_of_several_ranges(strategy):
     sent, planned = sent_and_planned(replace(CASE, strategy=strategy, dtype=torch.bfloat16))
     assert sent == planned

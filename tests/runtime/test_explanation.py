@@ -29,7 +29,7 @@ def test_explain_describes_what_runs(strategy, options):
         assert not mesh._calls
         bp.attention(*qkv(), mesh=mesh, strategy=strategy, **options)
         (call,) = mesh._calls.values()
-        assert told.strategy.name == call.plan.strategy
+        assert told.strategy.name == call.plan.label
         assert told.kernel.name == call.kernel.name
         assert (told.transport.name, told.transport.why) == (call.transport.name, "the only one")
         assert told.layout.startswith(f"{call.plan.call.layout.name}: rank {mesh.rank} of 2 holds 16 of 32")

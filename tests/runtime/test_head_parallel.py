@@ -32,15 +32,14 @@ from tests.support.attention_cases import expected, make_inputs, on_one_rank, se
 from tests.support.seams import calls_with
 from tests.support.thread_peers import World, run_peers
 
+TWO_GROUPS = "ulysses(head_groups=2)"
 CASES = [
     Case(strategy="ulysses", ranks=3, heads="gqa"),
-    Case(strategy="ulysses+groups", ranks=3, heads="gqa", layout="striped", mask="window"),
-    Case(
-        strategy="ulysses+groups", ranks=2, heads="mqa", mask="custom", sinks=True
-    ),  # both groups read the one K/V head
-    Case(strategy="ulysses+groups", ranks=6, heads="wide_values", layout="contiguous", dtype=torch.bfloat16),
-    Case(strategy="ulysses+groups", ranks=3, heads="mha", batch=1, mask="documents", layout="document_zigzag"),
-    Case(strategy="ulysses+groups", ranks=2, heads="mha", mask="fully_masked_rows", dtype=torch.float64),
+    Case(strategy=TWO_GROUPS, ranks=3, heads="gqa", layout="striped", mask="window"),
+    Case(strategy=TWO_GROUPS, ranks=2, heads="mqa", mask="custom", sinks=True),  # both groups read the one K/V head
+    Case(strategy=TWO_GROUPS, ranks=6, heads="wide_values", layout="contiguous", dtype=torch.bfloat16),
+    Case(strategy=TWO_GROUPS, ranks=3, heads="mha", batch=1, mask="documents", layout="document_zigzag"),
+    Case(strategy=TWO_GROUPS, ranks=2, heads="mha", mask="fully_masked_rows", dtype=torch.float64),
 ]
 
 
@@ -60,7 +59,7 @@ def test_ulysses_attention_matches_oracle(case, kernel, peers):
 
 
 @pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
-@pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
+@pytest.mark.parametrize("strategy", ["ulysses", TWO_GROUPS])
 def test_square_kernel_gets_causal_squares(monkeypatch, strategy, peers):
     """Each kernel call is one causal square, although ranks hold two segments each."""
     case, seen = Case(strategy=strategy, ranks=3, heads="gqa", layout="zigzag"), []
@@ -80,7 +79,7 @@ def test_square_kernel_gets_causal_squares(monkeypatch, strategy, peers):
 @pytest.mark.parametrize("seed", range(2))
 def test_late_ranks_do_not_change_results(seed):
     """Groups and passes overtake each other on the copy stream; results stay bitwise equal."""
-    cases = [Case(strategy="ulysses+groups", ranks=3, heads="gqa"), Case(strategy="ulysses", ranks=3, heads="mqa")]
+    cases = [Case(strategy=TWO_GROUPS, ranks=3, heads="gqa"), Case(strategy="ulysses", ranks=3, heads="mqa")]
 
     def work(mesh):
         return [on_one_rank(mesh, case, make_inputs(case), "reference").quantities() for case in (*cases, cases[0])]
@@ -94,7 +93,7 @@ def test_late_ranks_do_not_change_results(seed):
 @pytest.mark.parametrize(("groups", "heads"), [(1, "4x4x20x12"), (2, "8x4x20x12"), (2, "4x1x20x12")])
 def test_ulysses_sends_one_message_per_group_and_rank(groups, heads):
     """Q, K and V are interleaved per row, with gaps for some sizes, in as many bytes as planned."""
-    case = Case(strategy="ulysses+groups" if groups > 1 else "ulysses", ranks=2, heads=heads, dtype=torch.bfloat16)
+    case = Case(strategy=TWO_GROUPS if groups > 1 else "ulysses", ranks=2, heads=heads, dtype=torch.bfloat16)
     inputs, sizes = make_inputs(case), []
     exact, plain = expected(case, inputs)
 
@@ -182,7 +181,7 @@ def test_head_groups_reject_invalid_counts():
         bp.plan(seq_len=64, ranks=2, heads=12, kv_heads=6, strategy=bp.make_strategy("ulysses", head_groups=2))
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
+@pytest.mark.parametrize("strategy", ["ulysses", TWO_GROUPS])
 @pytest.mark.parametrize("heads", ["gqa", "mqa", "wide_values"])
 def test_ulysses_sends_bytes_of_plan(strategy, heads):
     """LSE is sent only if requested; K and V once, however many groups read them."""
@@ -193,7 +192,7 @@ def test_ulysses_sends_bytes_of_plan(strategy, heads):
 
 def test_ulysses_without_gradients_equals_with_gradients():
     """LSE is returned if requested, and nothing is saved."""
-    case = Case(strategy="ulysses+groups", ranks=3)
+    case = Case(strategy=TWO_GROUPS, ranks=3)
     x, where = make_inputs(case), case.make_layout()
 
     def work(mesh):

@@ -27,6 +27,9 @@ from tests.support.attention_cases import expected, make_inputs, on_one_rank, se
 from tests.support.live_memory import KV_BYTES, RESULT_BYTES, measured
 from tests.support.thread_peers import World, run_peers
 
+DIRECT = "usp(backward_circulates=q, transfer=direct)"
+INNER_RINGS = "usp(ranks_per_node=2, inner_ring_size=2)"
+
 
 @dataclass(frozen=True)
 class Nodes(Case):
@@ -45,15 +48,11 @@ class Nodes(Case):
 FEW = [
     Nodes(ranks=4, ranks_per_node=2, heads="gqa"),
     Nodes(ranks=6, ranks_per_node=3, heads="wide_values", layout="striped", mask="window", sinks=True),
-    Nodes(ranks=6, ranks_per_node=2, heads="mqa", strategy="usp+fetch", layout="contiguous", mask="custom", sinks=True),
-    Nodes(
-        ranks=8, ranks_per_node=4, heads="wide_heads", strategy="usp+fetch", layout="document_zigzag", mask="documents"
-    ),
+    Nodes(ranks=6, ranks_per_node=2, heads="mqa", strategy=DIRECT, layout="contiguous", mask="custom", sinks=True),
+    Nodes(ranks=8, ranks_per_node=4, heads="wide_heads", strategy=DIRECT, layout="document_zigzag", mask="documents"),
     Nodes(ranks=8, ranks_per_node=2, heads="gqa", mask="sink_window", dtype=torch.bfloat16, softcap=5.0, batch=1),
-    Nodes(ranks=8, ranks_per_node=2, heads="gqa", strategy="usp+window", mask="documents", batch=1),
-    Nodes(
-        ranks=4, ranks_per_node=2, heads="12x6x5x3", strategy="usp+fetch", mask="documents", layout="whole_documents"
-    ),
+    Nodes(ranks=8, ranks_per_node=2, heads="gqa", strategy=INNER_RINGS, mask="documents", batch=1),
+    Nodes(ranks=4, ranks_per_node=2, heads="12x6x5x3", strategy=DIRECT, mask="documents", layout="whole_documents"),
 ]
 
 
@@ -68,7 +67,7 @@ def check(case: Case, kernel: str) -> None:
     ("strategy", "why"),
     [
         ("usp", "rows that cross nodes: .* 'reference' takes on rank 0, 1 but .*'cpu_flash'.*; name one kernel="),
-        ("usp+fetch", ""),  # uses natural order with any kernel
+        (DIRECT, ""),  # uses natural order with any kernel
         ("ulysses", ""),  # each rank separately
     ],
 )
@@ -103,13 +102,13 @@ def test_usp_attention_matches_oracle(case, kernel):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "v_head_dim"), [("4", "4", 8), ("4", "2", 5), ("2", "1", 8), ("2", "one", 8)]
 )
-@pytest.mark.parametrize("strategy", ["usp", "usp+fetch", "usp+window"])
+@pytest.mark.parametrize("strategy", ["usp", DIRECT, INNER_RINGS])
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (12, 3), (12, 6)])
 def test_usp_attention_with_nodes_of_each_size(ranks, ranks_per_node, strategy, heads, kv_heads, v_head_dim, kernel):
     """Each rank has its own query heads. K/V heads are per rank, or one is shared by all ranks."""
     kv_heads = 1 if kv_heads == "one" else int(kv_heads) * ranks_per_node
     heads = f"{int(heads) * ranks_per_node}x{kv_heads}x8x{v_head_dim}"
-    if strategy == "usp+window" and ranks // ranks_per_node % 2:
+    if strategy == INNER_RINGS and ranks // ranks_per_node % 2:
         pytest.skip("inner rings of two do not divide a ring of three")
     for layout, mask in (("zigzag", "causal"), ("striped", "window_both"), ("contiguous", "custom")):
         check(
@@ -132,7 +131,7 @@ def test_usp_limits_equal_ring_and_ulysses(ranks_per_node, other):
         assert all(torch.equal(one[name], another[name]) for name in one)
 
 
-@pytest.mark.parametrize("strategy", ["usp", "usp+fetch"])
+@pytest.mark.parametrize("strategy", ["usp", DIRECT])
 @pytest.mark.parametrize("heads", ["gqa", "12x1x8x8", "wide_values"])
 def test_usp_sends_bytes_of_plan(strategy, heads):
     """Messages between nodes connect equal ranks of nodes; resharded rows stay in the node."""
@@ -164,7 +163,7 @@ def test_usp_attention_with_peer_copies(case):
 
     for answer in run_peers(World(case.ranks), lambda mesh: on_one_rank(mesh, case, inputs)):
         assert find_violations(answer, exact, plain, case.dtype) == {}
-    assert plan_of(case).direct == (case.strategy == "usp+fetch")
+    assert plan_of(case).direct == (case.strategy == DIRECT)
 
 
 @pytest.mark.parametrize("seed", range(2))

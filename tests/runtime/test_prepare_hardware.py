@@ -67,7 +67,7 @@ def test_auto_chooses_by_hardware_spec(files):
     for name in files:
         assert first[name][0] == second[name][0]
     assert first["fast"][0].name == "ulysses"
-    assert first["slow"][0].name == "ring"
+    assert first["slow"][0].name == "ring(transfer=direct)"
     assert f"at rates measured on fast machine ({files['fast']}, 2026-11-22) (ulysses" in first["fast"][0].why
     other = first["other"][0].why
     unlike = "the kernel beads and not cpu_flash, of bfloat16 and not float32, with heads of 128 and not 16"

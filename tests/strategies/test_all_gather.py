@@ -25,7 +25,7 @@ CASES = [
     Case(strategy="all_gather", ranks=3, dtype=torch.float64, mask="custom", sinks=True),
     Case(strategy="all_gather", ranks=3, heads="wide_values", dtype=torch.bfloat16, mask="full", softcap=5.0),
     Case(strategy="all_gather", ranks=4, heads="mha", mask="documents", layout="whole_documents", batch=1),
-    Case(strategy="all_gather+one", ranks=4, heads="mha", mask="fully_masked_rows", layout="contiguous"),
+    Case(strategy="all_gather(head_groups=1)", ranks=4, heads="mha", mask="fully_masked_rows", layout="contiguous"),
 ]
 
 
@@ -65,7 +65,7 @@ def test_all_gather_bytes_and_launches_are_closed_forms(groups):
         )
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "all_gather+one"])
+@pytest.mark.parametrize("strategy", ["all_gather", "all_gather(head_groups=1)"])
 def test_all_gather_sends_planned_bytes(strategy):
     for ranks, layout in ((3, "zigzag"), (4, "striped")):
         sent, planned = sent_and_planned(Case(strategy=strategy, ranks=ranks, layout=layout, dtype=torch.bfloat16))

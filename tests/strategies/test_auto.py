@@ -14,12 +14,20 @@ from burst_portable.strategies.auto import AutoStrategy, sampled_ranks
 from burst_portable.strategies.registry import make_strategy
 
 COPIES = HardwareSpec(tflops=400.0, intra_node_bandwidth=100.0, peer_copy_bandwidth=((1, 100.0),))
-ALWAYS = {"ring", "burst", "ring+fetch", "ring+fetch, own last", "burst+fetch", "ulysses"}
-MEASURED = {
-    "ring+fetch, all ahead", "ring+fetch, all ahead, own last", "ring+fetch, all together",
-    "ring+fetch, all together, own last", "ring+fetch, all together, own divided", "burst+fetch, all ahead",
-    "burst+fetch, all together", "ulysses, 2 groups", "ulysses, 4 groups",
+ALWAYS = {
+    "ring", "burst", "ring(transfer=direct)", "ring(transfer=direct, local_block_order=last)",
+    "burst(transfer=direct)", "ulysses",
 }  # fmt: skip
+GROUPS = {"ulysses(head_groups=2)", "ulysses(head_groups=4)"}
+EIGHT_AHEAD = {
+    "ring(transfer=direct, prefetch_steps=8)",
+    "ring(transfer=direct, prefetch_steps=8, local_block_order=last)",
+    "ring(transfer=direct, prefetch_steps=8, blocks_per_launch=8)",
+    "ring(transfer=direct, prefetch_steps=8, blocks_per_launch=8, local_block_order=last)",
+    "ring(transfer=direct, prefetch_steps=8, blocks_per_launch=8, local_block_order=split)",
+    "burst(transfer=direct, prefetch_steps=8)",
+    "burst(transfer=direct, prefetch_steps=8, blocks_per_launch=8)",
+}
 TABLED = {"ring", "burst", "double_ring", "ulysses", "usp"}  # tests of further strategies are in their own files
 
 
@@ -31,54 +39,35 @@ def problem(
     return AttentionCall(mask, where, heads, kv_heads, 64, 64)
 
 
-def called(label: str, ranks: int, node: int) -> object:
-    """Return the strategy of a label, from its words."""
-    words = {
-        "fetch": {"transfer": "direct"},
-        "all ahead": {"prefetch_steps": ranks},
-        "all together": {"prefetch_steps": ranks, "blocks_per_launch": ranks},
-        "own last": {"local_block_order": "last"},
-        "own divided": {"local_block_order": "split"},
-        "2 groups": {"head_groups": 2},
-        "4 groups": {"head_groups": 4},
-        "kv": {"backward_circulates": "kv"},
-        "q": {"backward_circulates": "q"},
-    }
-    first, *more = label.split(", ")
-    name, *how = first.split("+")
-    name, _, part = name.partition(" in ")
-    words["window"] = {"ring_window": node // int(part or node)} if node else {}
-    ranks_per_node = {"ranks_per_node": int(part or node)} if name in ("double_ring", "usp") else {}
-    return make_strategy(
-        name, **ranks_per_node, **{key: value for word in (*how, *more) for key, value in words[word].items()}
-    )
+def two_rings(ranks_per_node: int) -> set[str]:
+    """Return the labels of the double ring in nodes of this many ranks."""
+    double_ring = f"double_ring(ranks_per_node={ranks_per_node}"
+    return {f"{double_ring})", f"{double_ring}, backward_circulates=kv)"}
+
+
+def usp(ranks_per_node: int) -> set[str]:
+    """Return the labels of usp in nodes, or parts of nodes, of this many ranks."""
+    name = f"usp(ranks_per_node={ranks_per_node}"
+    return {f"{name})", f"{name}, backward_circulates=q)", f"{name}, transfer=direct)"}
 
 
 @pytest.mark.parametrize(
     ("ranks", "ranks_per_node", "hardware", "heads", "expected"),
     [
         (8, None, HardwareSpec(400.0, 100.0), 96, ALWAYS),
-        (8, None, COPIES, 96, ALWAYS | MEASURED),
-        (24, None, COPIES, 96, ALWAYS | {"ulysses, 2 groups", "ulysses, 4 groups"}),  # too many blocks for the memory
-        (8, 4, COPIES, 96, ALWAYS | {"double_ring", "double_ring+kv", "usp", "usp+q", "usp+fetch"}),
-        (
-            8,
-            4,
-            COPIES,
-            6,
-            ALWAYS | {"double_ring", "double_ring+kv", "usp in 2", "usp in 2+q", "usp in 2+fetch", "usp in 2+window"},
-        ),
-        (8, 8, HardwareSpec(400.0, 100.0), 96, ALWAYS | {"double_ring", "double_ring+kv"}),
+        (8, None, COPIES, 96, ALWAYS | GROUPS | EIGHT_AHEAD),
+        (24, None, COPIES, 96, ALWAYS | GROUPS),  # too many blocks for the memory
+        (8, 4, COPIES, 96, ALWAYS | two_rings(4) | usp(4)),
+        (8, 4, COPIES, 6, ALWAYS | two_rings(4) | usp(2) | {"usp(ranks_per_node=2, inner_ring_size=2)"}),
+        (8, 8, HardwareSpec(400.0, 100.0), 96, ALWAYS | two_rings(8)),
     ],
 )
-def test_auto_candidates_have_matching_labels(ranks, ranks_per_node, hardware, heads, expected):
+def test_auto_candidates_can_be_made_from_labels(ranks, ranks_per_node, hardware, heads, expected):
     candidates, _ = AutoStrategy(ranks_per_node=ranks_per_node, hardware=hardware).list_candidates(
         problem(ranks, heads, heads)
     )
-    known = {label: strategy for label, strategy in candidates.items() if strategy.name in TABLED}
-    assert known.keys() == expected
-    for label, strategy in known.items():
-        assert strategy == called(label, ranks, ranks_per_node or 0), label
+    assert {label for label, strategy in candidates.items() if strategy.name in TABLED} == expected
+    assert {label: make_strategy(label) for label in candidates} == candidates
 
 
 def test_auto_breaks_ties_by_bytes_sent():
@@ -120,4 +109,4 @@ def test_auto_circulates_the_smaller_side():
 
 def test_auto_fetches_blocks_for_narrow_window():
     made = bp.plan(seq_len=7 * 4096, ranks=7, heads=8, kv_heads=2, mask=Mask.window(64))
-    assert "fetch" in made.reason.split(" by ")[0]
+    assert "transfer=direct" in made.label

@@ -20,20 +20,15 @@ from burst_portable.strategies.registry import make_strategy
 from tests.support.plans import plan
 
 RESULTS = Path(__file__).parent / "measured"
-LABELS = {"ahead": "fetch, all ahead", "together": "fetch, all together"}
-LABELS |= {f"{how}+{own}": f"{label}, own {own}" for how, label in LABELS.items() for own in ("last", "divided")}
 FILES = {2: "strategies-h200x2-2026-11-23.json", 4: "strategies-h200x4-2026-11-22.json"}
 
 
-def as_auto_says(one):
+def as_auto_says(one, ranks):
     """Return the label that `auto` uses for a contestant's strategy, and its transport."""
-    name, _, transport = one["contestant"].rpartition(" ")
-    base, _, how = name.partition("+")
-    if name == "auto":
+    label, _, transport = one["contestant"].rpartition(" ")
+    if label == "auto":
         return one["chose"], transport
-    if base == "ulysses":
-        return f"{base}, {how} groups" if how else base, transport
-    return f"{base}+{LABELS.get(how, how)}" if how else base, transport
+    return label.replace("=64", f"={ranks}"), transport  # 64 blocks are those of all ranks
 
 
 def results_of(ranks, run):
@@ -49,7 +44,7 @@ def measured(ranks, runs):
     found = defaultdict(lambda: defaultdict(list))
     for run in runs:
         for one in results_of(ranks, run):
-            label, transport = as_auto_says(one)
+            label, transport = as_auto_says(one, ranks)
             priced = transport == "nccl" or (transport == "peer_copy" and label not in ("ring", "burst"))
             if priced and one["milliseconds"]:
                 total = one["milliseconds"]["forward"] + one["milliseconds"]["backward"]
@@ -103,7 +98,7 @@ def test_fastest_predicted_strategy_is_fastest_measured(runs, case):
 def test_auto_rejects_head_groups_with_small_gain(run):
     """On two H200 more groups were predicted 0.9 % faster, and measured equal or slower."""
     results = results_of(2, run)
-    took = {as_auto_says(r)[0]: sum(r["milliseconds"][p] for p in ("forward", "backward")) for r in results}
+    took = {as_auto_says(r, 2)[0]: sum(r["milliseconds"][p] for p in ("forward", "backward")) for r in results}
     row, hardware = (
         ROWS[results[0]["row"]],
         replace(hardware_of_machine("NVIDIA H200", 2), kernel=KernelTraits(writes_gradients=True)),
@@ -112,7 +107,7 @@ def test_auto_rejects_head_groups_with_small_gain(run):
         seq_len=row.length, ranks=2, heads=row.heads[0], kv_heads=row.heads[1], strategy=AutoStrategy(hardware=hardware)
     )
     chosen, _, why = made.reason.removeprefix("chose ").partition(" by predicted time")
-    assert why.startswith(", since ulysses, 4 groups would save under 0.5 %,")
+    assert why.startswith(", since ulysses(head_groups=4) would save under 0.5 %,")
     assert took[chosen] < 1.002 * min(took.values())
 
 
@@ -171,19 +166,20 @@ def test_auto_choices_on_h200():
     hardware = replace(hardware_of_machine("NVIDIA H200", 8), kernel=KernelTraits(writes_gradients=True))
     reason = plan(AutoStrategy(hardware=hardware)).reason
     assert reason.startswith(
-        "chose ulysses by predicted time, since ulysses, 2 groups would save under 0.5 %, at rates of hopper on H200"
+        "chose ulysses by predicted time, since ulysses(head_groups=2) would save under 0.5 %, "
+        "at rates of hopper on H200"
     )
-    assert "all ahead" in reason
+    assert "prefetch_steps=" in reason
     without = plan(AutoStrategy(hardware=replace(hardware, peer_copy_bandwidth=()))).reason
-    assert "all ahead" in without
-    assert "ulysses, 4 groups" in reason
-    assert "ulysses, " not in without
+    assert "prefetch_steps=" in without
+    assert "ulysses(head_groups=4)" in reason
+    assert "ulysses(" not in without
     nodes = plan(AutoStrategy(ranks_per_node=4, hardware=hardware)).reason  # peer copies work within a node only
-    assert "ulysses, " not in nodes
+    assert "ulysses(" not in nodes
     assert "double_ring" in nodes
     # too many ranks to hold all blocks
-    assert "all ahead" not in plan(AutoStrategy(hardware=hardware), ranks=32, seq_len=4096).reason
+    assert "prefetch_steps=" not in plan(AutoStrategy(hardware=hardware), ranks=32, seq_len=4096).reason
     window = plan(AutoStrategy(hardware=hardware), seq_len=131072, mask="window:4096", layout="contiguous").reason
-    assert window.startswith("chose ring+fetch")
+    assert window.startswith("chose ring(transfer=direct")
     few_heads = plan(AutoStrategy(hardware=hardware), seq_len=524288, heads=12, kv_heads=3).reason
     assert "not ulysses: " in few_heads

@@ -27,7 +27,7 @@ CASES = [
     replace(CASE, ranks=2, mask="documents", heads="wide_values", dtype=torch.bfloat16, sinks=True),
     replace(CASE, ranks=3, mask="custom", heads="mqa", dtype=torch.float64, softcap=5.0),
     replace(CASE, mask="share_question", heads="mha", batch=2),
-    replace(CASE, mask="window_both", strategy="dispatch+one"),
+    replace(CASE, mask="window_both", strategy="dispatch(stages=1)"),
     replace(CASE, mask="fully_masked_rows"),
 ]
 
@@ -120,7 +120,7 @@ def test_group_cast_of_a_sparse_mask_sends_each_needed_row_once():
     assert max(len(m.rows) for m in moves) > 1
 
 
-@pytest.mark.parametrize("strategy", ["dispatch", "dispatch+one"])
+@pytest.mark.parametrize("strategy", ["dispatch", "dispatch(stages=1)"])
 def test_transport_counts_the_bytes_of_the_plan(strategy):
     for ranks, mask in ((2, "documents"), (3, "custom"), (4, "share_question")):
         counted, planned = sent_and_planned(

@@ -105,7 +105,7 @@ class WithMask(Case):
 
 CASES = [
     replace(CAUSAL, ranks=2),
-    replace(CAUSAL, ranks=3, heads="wide_values", sinks=True, strategy="distflash+ahead"),
+    replace(CAUSAL, ranks=3, heads="wide_values", sinks=True, strategy="distflash(prefetch_steps=64)"),
     CAUSAL,
     replace(CAUSAL, ranks=5, dtype=torch.bfloat16, heads="mqa", batch=2),
     replace(CAUSAL, ranks=4, mask="prefix", length=53),

@@ -36,15 +36,16 @@ class Theirs(RingStrategy):
     name = "theirs"
     title = "a ring of another package"
     exact = EXACT
-    suggested = ("theirs+fetch",)
+    suggested = ("theirs(transfer=direct)",)
 
     @classmethod
     def candidates(cls, call, machine):
-        yield "theirs", cls()
+        yield cls()
 
     @classmethod
     def trials(cls):
-        return {"theirs": cls(), "theirs+fetch": cls("direct")}
+        yield cls()
+        yield cls("direct")
 
 class NoDataclass(Strategy):
     name = "theirs"
@@ -126,32 +127,32 @@ class FaultyCandidates(Base):
 
     @classmethod
     def candidates(cls, call, machine):
-        yield "theirs", cls()
+        yield cls()
         raise IndexError("none")
 
 @dataclass(frozen=True)
-class OurLabel(Base):
-    name, title = "theirs", "a candidate of our label"
+class OurCandidate(Base):
+    name, title = "theirs", "a candidate of our class"
 
     @classmethod
     def candidates(cls, call, machine):
-        yield "ring", cls()
+        yield RingStrategy()
 
 @dataclass(frozen=True)
-class NearLabel(OurLabel):
-    name, title = "theirs", "a candidate of a label that only looks like its own"
+class LabelCandidate(Base):
+    name, title = "theirs", "a label instead of a candidate"
 
     @classmethod
     def candidates(cls, call, machine):
-        yield "theirs_too", cls()
+        yield "theirs"
 
 @dataclass(frozen=True)
 class OurTrial(Base):
-    name, title = "theirs", "a trial of our label"
+    name, title = "theirs", "a trial of our class"
 
     @classmethod
     def trials(cls):
-        return {"ring+fetch": cls()}
+        yield RingStrategy()
 
 @dataclass(frozen=True)
 class FaultyTrials(Base):
@@ -159,11 +160,11 @@ class FaultyTrials(Base):
 
     @classmethod
     def trials(cls):
-        return {"theirs": cls(1)}
+        yield cls(1)
 
 @dataclass(frozen=True)
 class Suggesting(Base):
-    name, title, suggested = "theirs", "suggests what it does not try", ("theirs+far",)
+    name, title, suggested = "theirs", "suggests what it does not try", ("theirs(far=1)",)
 
 @dataclass(frozen=True)
 class PlainField(Base):
@@ -219,7 +220,7 @@ def test_load_imports_built_in_strategies_by_name():
 def test_strategy_of_another_package_is_available(package):
     package({"theirs": "their_strategies:Theirs"})
     assert "theirs" in known()
-    assert make_strategy("theirs", transfer="direct").as_code() == "Theirs(transfer='direct')"
+    assert make_strategy("theirs", transfer="direct").label == "theirs(transfer=direct)"
     plan = bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs")
     assert plan.strategy == "theirs"
     assert "theirs " in bp.plan(seq_len=64, ranks=4, heads=4).reason  # `auto` has compared it
@@ -243,10 +244,10 @@ def test_auto_never_chooses_inexact_strategy(package):
         ("burst_portable.strategies.ring:RingStrategy", "its name is 'ring'"),
         (
             "their_strategies:OurTrial",
-            "a trial of the strategy 'theirs' has a label that does not begin with its name; got 'ring",
+            r"a trial of the strategy 'theirs' is not of its class; got RingStrategy\(",
         ),
         ("their_strategies:FaultyTrials", "its trials: it is broken: TypeError"),
-        ("their_strategies:Suggesting", "suggests 'theirs.far', which is not one of its trials: theirs"),
+        ("their_strategies:Suggesting", "suggests 'theirs.far=1.', which is not one of its trials: theirs"),
         ("their_strategies:PlainField", "its field 'far' is no option"),
         ("their_strategies:TakenFlag", "its option 'batch' has the name of a flag of the commands"),
     ],
@@ -269,8 +270,8 @@ def test_load_rejects_invalid_strategies(package, target, message):
         ("BadRoute", "the route Unhashable cannot be hashed; make it a frozen dataclass"),
         ("LazyRoute", "it is broken: AttributeError"),
         ("FaultyCandidates", "it is broken: IndexError: none"),
-        ("OurLabel", "a candidate of the strategy 'theirs' has a label that does not begin with its name; got 'ring'"),
-        ("NearLabel", "has a label that does not begin with its name; got 'theirs_too'"),
+        ("OurCandidate", "a candidate of the strategy 'theirs' is not of its class; got RingStrategy("),
+        ("LabelCandidate", "is not of its class; got 'theirs'; allowed: instances of LabelCandidate"),
     ],
 )
 def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, target, reason):
@@ -326,6 +327,7 @@ def test_package_cannot_replace_built_in_strategy(package):
 def test_strategy_of_passes_ranks_per_node_only_if_supported():
     assert strategy_of("double_ring", 2).ranks_per_node == 2
     assert strategy_of("ring", 2) == RingStrategy()
+    assert strategy_of("double_ring(ranks_per_node=4)", 2).ranks_per_node == 4
     with pytest.raises(UnknownNameError, match="unknown strategy"):
         strategy_of(object())
 
@@ -350,9 +352,9 @@ def test_conform_names_reason_if_strategy_serves_no_case(package):
 
 def test_conform_distinguishes_trial_from_strategy():
     with pytest.raises(
-        InputError, match=r"label of one configuration.*--strategy ring tests all.*strategy=ring\+fetch"
+        InputError, match=r"label of one configuration.*--strategy ring tests all.*strategy=ring\(transfer=direct\)"
     ):
-        check_backend("cpu", strategy="ring+fetch", coverage="quick")
+        check_backend("cpu", strategy="ring(transfer=direct)", coverage="quick")
 
 
 def test_flag_accepts_word_or_integer(package):

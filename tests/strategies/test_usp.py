@@ -46,7 +46,7 @@ def test_usp_plans_with_inner_rings_are_valid(ranks_per_node, window, side):
     for mask in ("causal", "full", "window:9", "documents:0,7,30,96"):
         for layout in ("zigzag", "striped", "contiguous"):
             plan = make(
-                ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, ring_window=window,
+                ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, inner_ring_size=window,
                 backward_circulates=side,
             )  # fmt: skip
             assert verify(plan) == []
@@ -61,7 +61,7 @@ def test_usp_inner_rings_send_between_nodes_one_round_ahead():
     """
 
     def crossing(window: int) -> list[tuple[int, int, int]]:
-        plan = make(ranks=8, ranks_per_node=2, mask="full", length=64, ring_window=window)
+        plan = make(ranks=8, ranks_per_node=2, mask="full", length=64, inner_ring_size=window)
         moves = [m for rank in (0, 2) for step in plan.steps("forward", rank) for m in step.sends]
         return sorted((m.owner, m.post_step, m.wait_step) for m in moves if m.target >= 4)
 
@@ -74,7 +74,7 @@ def test_usp_inner_rings_hide_messages_between_nodes(side):
     """28 heads, which eight ranks cannot divide, over eight nodes: the prediction is closer to computation alone."""
     hardware = HardwareSpec(600.0, 300.0, inter_node_bandwidth=50.0, ranks_per_node=8)
     size = {"ranks": 64, "ranks_per_node": 4, "length": 131072, "heads": 28, "kv_heads": 4}
-    plain, windowed = (make(**size, backward_circulates=side, ring_window=window) for window in (1, 2))
+    plain, windowed = (make(**size, backward_circulates=side, inner_ring_size=window) for window in (1, 2))
     costs = [[rank_cost(plan, name, 0, hardware) for name, _ in plan.passes()] for plan in (plain, windowed)]
     assert [c.flops for c in costs[0]] == [c.flops for c in costs[1]]
     slower, faster = (sum(c.seconds for c in cost) for cost in costs)
@@ -83,13 +83,13 @@ def test_usp_inner_rings_hide_messages_between_nodes(side):
 
 def test_usp_window_that_does_not_fit_raises():
     with pytest.raises(
-        InputError, match="ring_window does not divide the ring; got 4; allowed: a divisor of the 6 mem"
+        InputError, match="inner_ring_size does not divide the ring; got 4; allowed: a divisor of the 6 mem"
     ):
-        make(ranks_per_node=2, ring_window=4)
+        make(ranks_per_node=2, inner_ring_size=4)
     with pytest.raises(InputError, match="a divisor of the 1 members"):
-        make(ranks=6, ranks_per_node=6, ring_window=2)
-    with pytest.raises(InputError, match="have no inner ring; got ring_window=2"):
-        make_strategy("usp", ring_window=2, transfer="direct")
+        make(ranks=6, ranks_per_node=6, inner_ring_size=2)
+    with pytest.raises(InputError, match="have no inner ring; got inner_ring_size=2"):
+        make_strategy("usp", inner_ring_size=2, transfer="direct")
 
 
 def test_usp_plan_of_two_nodes_of_three():
@@ -114,7 +114,7 @@ def test_usp_with_one_node_or_one_rank_per_node(ranks, ranks_per_node, as_in, mo
     ours = make(ranks=ranks, ranks_per_node=ranks_per_node, transfer=moves)
     strategy = make_strategy("ring", transfer=moves) if as_in == "ring" else as_in
     other = bp.plan(seq_len=96, ranks=ranks, heads=12, kv_heads=6, head_dim=64, strategy=strategy)
-    assert replace(ours, strategy=as_in) == other
+    assert replace(ours, strategy=as_in, label=other.label) == other
 
 
 class TestPlantedMistakes:
@@ -298,10 +298,10 @@ def test_auto_chooses_usp_for_many_ranks():
     usual = {"seq_len": 65536, "ranks": 64, "heads": 32, "kv_heads": 8}
     made = bp.plan(**usual, strategy=AutoStrategy(ranks_per_node=8, hardware=hardware))
     assert made.reason.startswith("chose usp"), made.reason
-    assert (made.strategy, made.head_parallel_size) == ("usp", 8)
-    assert "usp " not in bp.plan(**usual, strategy=AutoStrategy(hardware=hardware)).reason.partition("; ")[0]
+    assert (make_strategy(made.label).ranks_per_node, made.head_parallel_size) == (8, 8)
+    assert "usp(" not in bp.plan(**usual, strategy=AutoStrategy(hardware=hardware)).reason.partition("; ")[0]
     parts = bp.plan(**usual | {"heads": 28, "kv_heads": 4}, strategy=AutoStrategy(ranks_per_node=8, hardware=hardware))
-    assert "usp in 4 " in parts.reason
+    assert "usp(ranks_per_node=4) " in parts.reason
     odd = bp.plan(**usual | {"heads": 7, "kv_heads": 7}, strategy=AutoStrategy(ranks_per_node=8, hardware=hardware))
     assert (
         "usp cannot divide these heads among the ranks of a node; got 7 query and 7 K/V heads, ranks_per_node=8"

@@ -38,7 +38,7 @@ GROUPS = {  # two models over the same ranks, two separate pairs, and two groups
     "first_three": (0, 1, 2),
     "last_three": (1, 2, 3),
 }
-_CHOICES = (("ring", "causal"), ("burst", "documents"), ("ulysses", "window"), ("burst+fetch", "prefix"))
+_CHOICES = (("ring", "causal"), ("burst", "documents"), ("ulysses", "window"), ("burst(transfer=direct)", "prefix"))
 _LONGEST = 0.003  # seconds of the longest delay
 
 

@@ -32,7 +32,7 @@ ROWS = {
     "window": Row(LENGTH, (8, 8), mask="window:2048", layout="contiguous"),
     "documents": Row(LENGTH, (8, 8), mask=f"documents:{CUTS}", layout="contiguous"),
 }
-STRATEGIES = ("ring+fetch", "burst+fetch", "ulysses")
+STRATEGIES = ("ring(transfer=direct)", "burst(transfer=direct)", "ulysses")
 
 
 def measure_case(wire: Wire, links: Links, name: str, strategy: str, transport: str) -> list[Measured]:
@@ -61,7 +61,7 @@ def measure_all(links: Links, wire: Wire, name: str) -> dict[str, Any]:
         once(*what, **how)
 
     memory.copy = twice
-    said["twice"] = [asdict(one) for one in measure_case(wire, links, "full", "ring+fetch", name)]
+    said["twice"] = [asdict(one) for one in measure_case(wire, links, "full", "ring(transfer=direct)", name)]
     memory.copy = once
     return said
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text, time_text
+from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text, split_list, time_text
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,10 @@ from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text,
 )
 def test_numbers_have_three_digits_and_a_unit(told, text):
     assert told == text
+
+
+def test_split_list_keeps_parentheses_together():
+    assert split_list("auto,ring(a=1, b=2),ulysses") == ["auto", "ring(a=1, b=2)", "ulysses"]
+    assert split_list("ring(a=1, b=2)") == ["ring(a=1, b=2)"]
+    assert split_list("a,,b") == ["a", "", "b"]
+    assert split_list("ring(a=1,b") == ["ring(a=1", "b"]

@@ -16,7 +16,7 @@ from burst_portable.cli.plan_facts import plan_facts
 from burst_portable.cli.run.setup import Prepared, mfu
 from burst_portable.cli.run.train import Gradients, Outcome
 
-SCHEMA = "burst_portable.run/3"
+SCHEMA = "burst_portable.run/4"
 Facts = dict[str, Any]
 
 # Tolerances are about ten times the largest measured difference from one device: tiny model, 2 and 3 ranks, 256 to
@@ -119,7 +119,7 @@ def _job_facts(prepared: Prepared) -> Facts:
         "backend": job.backend,
         "backend_reason": prepared.backend_reason,
         "world_size": job.ranks,
-        "strategy": plan.strategy,
+        "strategy": plan.label,
         "strategy_requested": job.strategy,
         "transfer": {name: part.route.name for name, part in plan.passes()} if plan.ring_size > 1 else None,
         "layout": job.layout,

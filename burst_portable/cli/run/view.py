@@ -50,7 +50,7 @@ class View:
             indent=2,
         )
         self._line("text", prepared.text, indent=2)
-        settings = f"{plan.strategy}: {_describe_communication(plan)}; layout {job.layout}, mask {plan.call.mask}"
+        settings = f"{plan.label}: {_describe_communication(plan)}; layout {job.layout}, mask {plan.call.mask}"
         self._line("plan", settings, indent=2)
         if plan.reason:
             self._line("", plan.reason, indent=2, style="dim")

@@ -26,7 +26,7 @@ NAME = "memory"
 _BUSY = 1 << 25  # bytes of a copy that keeps a stream busy
 _CASES = (
     Case(mask="custom", ranks=4, strategy="burst", layout="striped"),
-    Case(mask="documents", ranks=3, strategy="ring+fetch"),
+    Case(mask="documents", ranks=3, strategy="ring(transfer=direct)"),
     Case(mask="causal", ranks=4, strategy="double_ring"),
     Case(mask="causal", ranks=2, strategy="ulysses", heads="mqa"),
     Case(mask="causal", ranks=4, strategy="usp"),

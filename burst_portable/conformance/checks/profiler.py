@@ -29,7 +29,7 @@ _MARGIN = 5_000_000  # nanoseconds by which a device's clock may differ from the
 _CASES = (
     Case(mask="custom", ranks=3, strategy="burst", layout="striped"),
     Case(mask="causal", ranks=4, strategy="double_ring"),
-    Case(mask="documents", ranks=3, strategy="ring+fetch"),
+    Case(mask="documents", ranks=3, strategy="ring(transfer=direct)"),
     Case(mask="causal", ranks=2, strategy="ulysses", heads="mqa"),
     Case(mask="causal", ranks=4, strategy="usp"),
 )

@@ -44,7 +44,7 @@ TRANSPORT = Check(
 
 _GROUP_CASES = (
     Case(mask="custom", layout="striped", strategy="burst", ranks=2, sinks=True),
-    Case(mask="documents", layout="document_zigzag", strategy="ring+fetch", ranks=3, dtype=torch.bfloat16),
+    Case(mask="documents", layout="document_zigzag", strategy="ring(transfer=direct)", ranks=3, dtype=torch.bfloat16),
     Case(mask="causal", strategy="ulysses", ranks=4, heads="mha"),
     Case(mask="sink_window", strategy="double_ring", ranks=4),
     Case(mask="causal", strategy="usp", ranks=4),

@@ -188,7 +188,7 @@ def training_text(data: dict[str, Any]) -> str:
     )
 
 
-SCHEMA = "burst_portable.profile/3"
+SCHEMA = "burst_portable.profile/4"
 _MAX_PARTS = 128  # steps of ranks whose bottlenecks are found separately; of more steps, several at once
 
 

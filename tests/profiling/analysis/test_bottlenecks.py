@@ -146,11 +146,11 @@ def test_link_speed_uses_fitting_unit():
 def test_verdict_recommends_circulating_smaller_side():
     as_many = bp.plan(strategy="ring", heads=8, kv_heads=8, **SIZES)
     advice = verdict(exposed(as_many), "communication", 300)
-    assert advice.startswith("try BurstStrategy(transfer='direct'), which sends 0.")
+    assert advice.startswith("try burst(transfer=direct), which sends 0.")
     assert "(Q and dO circulate backward)" in advice
     few = bp.plan(strategy="burst", heads=8, kv_heads=1, **SIZES)
     advice = verdict(exposed(few), "communication", 300)
-    assert advice.startswith("try RingStrategy(transfer='direct'), which sends 0.")
+    assert advice.startswith("try ring(transfer=direct), which sends 0.")
     assert "(K and V circulate backward)" in advice
 
 

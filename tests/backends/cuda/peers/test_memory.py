@@ -26,7 +26,9 @@ def machine(monkeypatch):
     return two_gpus(monkeypatch)
 
 
-@pytest.mark.parametrize("strategy", ["ring+fetch", "burst+fetch", "ulysses", "ulysses+groups"])
+@pytest.mark.parametrize(
+    "strategy", ["ring(transfer=direct)", "burst(transfer=direct)", "ulysses", "ulysses(head_groups=2)"]
+)
 def test_peer_copies_attention_matches_reference(machine, strategy):
     attention_is_right(machine, strategy)
     assert len(machine.allocated) == 2, "what the trial took is enough for this one"
@@ -52,7 +54,7 @@ def test_peer_copies_without_remote_flags_copy_flags(machine, monkeypatch):
 
     monkeypatch.setattr(Driver, "set_flags", only_its_own)
     monkeypatch.setattr(torch, "zeros", zeros)
-    attention_is_right(machine, "ring+fetch")
+    attention_is_right(machine, "ring(transfer=direct)")
     assert len(machine.allocated) == 4, "two trials"
 
 

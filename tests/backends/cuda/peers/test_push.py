@@ -54,7 +54,7 @@ def pushes(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses(head_groups=2)"])
 def test_push_kernel_moves_exchanges(machine, pushes, monkeypatch, strategy):
     """Send all messages of an exchange, local parts included, in one launch; copy engines move none.
 
