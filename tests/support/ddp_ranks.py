@@ -1,18 +1,21 @@
-"""Train a sharded model on full batches under DDP on two ranks, and write results of rank 0 as JSON to a folder.
+"""Train a sharded model on full batches under DDP and FSDP2 on two ranks, and write results of rank 0 as JSON.
 
-The norm of the gradients with `averaged_gradients`, the text of the error without, and, with the check replaced, the
-norm that such a call would train with.
+For each: the norm of the gradients with `averaged_gradients`, the text of the error without, and, with the check
+replaced, the norm that such a call would train with. For FSDP2 with a divisor of 1, the norm without the argument.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from burst_portable import Mesh
@@ -32,22 +35,31 @@ def train(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     ids = tokens(1, 32)
 
-    def norm(*, averaged: bool) -> float:
+    def norm(wrap: Callable[[Any], Any], *, averaged: bool) -> float:
         model = make("llama")
         parallelize(model, Mesh.from_group(config=Config(timeout=60)), full_batches=True, averaged_gradients=averaged)
-        wrapped: Any = DistributedDataParallel(model)
+        wrapped: Any = wrap(model)
         with torch.no_grad():
             wrapped(input_ids=ids, labels=ids)  # an evaluation has no gradients
         wrapped(input_ids=ids, labels=ids).loss.backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+        gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+        return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
 
-    found: list[Any] = [norm(averaged=True)]
-    try:
-        norm(averaged=False)
-    except InputError as error:
-        found.append(str(error))
-    parallel.check_averaging = lambda mesh, *, averaged: None
-    found.append(norm(averaged=False))
+    def summing(model: Any) -> Any:
+        fully_shard(model).set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        return model
+
+    ways: tuple[Callable[[Any], Any], ...] = (DistributedDataParallel, fully_shard)
+    found: list[Any] = [norm(wrap, averaged=True) for wrap in ways]
+    for wrap in ways:
+        try:
+            norm(wrap, averaged=False)
+        except InputError as error:
+            found.append(str(error))
+    found.append(norm(summing, averaged=False))
+    parallel.check_averaging = lambda model, mesh, *, averaged: None
+    found += [norm(wrap, averaged=False) for wrap in ways]
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()

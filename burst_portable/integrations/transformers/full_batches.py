@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from burst_portable.errors import DtypeError, InputError, UnsupportedError
@@ -87,21 +88,34 @@ def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather
     return Outputs(gather, f"{type(module).__name__} with {', '.join(words) or 'no outputs'}")
 
 
-def check_averaging(mesh: Mesh, *, averaged: bool) -> None:
-    """Raise `InputError` if a running DDP averages gradients over the mesh, and `averaged_gradients` is False.
+def check_averaging(model: torch.nn.Module, mesh: Mesh, *, averaged: bool) -> None:
+    """Raise `InputError` if DDP or FSDP2 averages gradients over the mesh, and `averaged_gradients` is False.
 
     Each rank has its part of the gradients, so their average is one device's gradient divided by the number of ranks.
     """
     if averaged or mesh.size == 1 or not torch.is_grad_enabled():
         return
-    running = DistributedDataParallel._get_active_ddp_module()
-    if running is None or not set(mesh.global_ranks) <= set(dist.get_process_group_ranks(running.process_group)):
-        return
-    raise InputError(
-        "DDP averages the gradients of full batches over the ranks of the sequence, which must be summed",
-        got="averaged_gradients=False",
-        next_step="pass averaged_gradients=True to parallelize",
-    )
+    if set(mesh.global_ranks) <= _averaging_ranks(model):
+        raise InputError(
+            "DDP or FSDP2 averages the gradients of full batches over the ranks of the sequence, which must be summed",
+            got="averaged_gradients=False",
+            next_step="pass averaged_gradients=True to parallelize",
+        )
+
+
+def _averaging_ranks(model: torch.nn.Module) -> set[int]:
+    """Return the global ranks over which the running DDP, or FSDP2 in a part of the model, averages gradients."""
+    if (running := DistributedDataParallel._get_active_ddp_module()) is not None:
+        return set(dist.get_process_group_ranks(running.process_group))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # FSDP2 replaces parameters during a call, so that they no longer show their mesh.
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # older releases of torch have one group
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None and group.gradient_divide_factor is None:
+                    return set(group.mesh_info.mesh.mesh.flatten().tolist())
+    return set()
 
 
 def batch_of(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:

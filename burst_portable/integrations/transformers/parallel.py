@@ -407,7 +407,7 @@ class ShardedModel:
     def _divide(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's arguments of a call with a full batch."""
         check_cache(kwargs)
-        check_averaging(self.mesh, averaged=self.averaged_gradients)
+        check_averaging(self.model, self.mesh, averaged=self.averaged_gradients)
         labels = kwargs.get("labels")
         self._outputs = requested_outputs(module, self.model, kwargs, gather=self.gather_outputs)
         kwargs = dict(kwargs)

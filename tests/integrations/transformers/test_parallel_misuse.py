@@ -297,17 +297,18 @@ def test_shards_of_fsdp1_are_not_taken_for_different_parameters(parameters: str)
     assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(expected, rel=1e-4)
 
 
-def test_ddp_that_averages_parts_of_gradients_raises(tmp_path: Path) -> None:
-    """With full batches, DDP would train with gradients that are too small by the number of ranks."""
+def test_averages_of_parts_of_gradients_raise(tmp_path: Path) -> None:
+    """With full batches, DDP and FSDP2 would train with gradients that are too small by the number of ranks."""
     done = run_program("tests.support.ddp_ranks", str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     model, ids = make("llama"), tokens(1, 32)
     model(input_ids=ids, labels=ids).loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
-    right, message, wrong = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert right == pytest.approx(expected)
-    assert "pass averaged_gradients=True" in message
-    assert wrong == pytest.approx(expected / 2)
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    right, messages, summed, wrong = found[:2], found[2:4], found[4], found[5:]
+    assert [*right, summed] == pytest.approx([expected] * 3)
+    assert all("pass averaged_gradients=True" in message for message in messages)
+    assert wrong == pytest.approx([expected / 2] * 2)
 
 
 @pytest.mark.parametrize(
