@@ -19,7 +19,7 @@ from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.accelerate import SequenceParallelism
 from burst_portable.integrations.trainer import SequenceTrainer
 from burst_portable.integrations.transformers import parallelize
-from burst_portable.integrations.transformers.parallel import documents_of
+from burst_portable.integrations.transformers.packed_rows import documents_of
 from tests.support.models import make
 from tests.support.trainer_cases import forget_accelerator, pad, rows
 
@@ -84,11 +84,14 @@ def test_shard_rejects_invalid_batches(batch: dict[str, Any], error: type[Except
 
 
 def test_documents_of_reads_position_ids():
-    assert documents_of(torch.arange(5).unsqueeze(0)) == (0, 5)
-    assert documents_of(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (0, 2, 3, 6)
+    assert documents_of(torch.arange(5).unsqueeze(0)) == ((0, 5),)
+    assert documents_of(torch.tensor([[0, 1, 0, 0, 1, 2]])) == ((0, 2, 3, 6),)
     packed = torch.tensor([[0, 1, 0]])
     with torch.device("meta"):  # any default device
-        assert documents_of(packed) == (0, 2, 3)
+        assert documents_of(packed) == ((0, 2, 3),)
+    rows = torch.tensor([[0, 1, 0], [0, 1, 2]])
+    assert documents_of(rows) == ((0, 2, 3), (0, 3))
+    assert documents_of(rows[1:].expand(2, 3)) == ((0, 3),)
 
 
 def arguments(folder: Path, parallelism: Any = None, **settings: Any) -> TrainingArguments:

@@ -40,11 +40,13 @@ class Outputs(NamedTuple):
     """The outputs of a call: whether those of all tokens are gathered, and a text that is equal on ranks that agree.
 
     `padding`: Tokens of padding at the beginning of each row ``[B]``, which were moved to its end. None: none.
+    `joined_rows`: Number of rows that the call has as one. None: rows are not joined.
     """
 
     gather: bool
     text: str
     padding: Tensor | None = None
+    joined_rows: int | None = None
 
 
 def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather: bool | None) -> Outputs:
@@ -150,6 +152,8 @@ def full_output(output: Any, mesh: Mesh, layout: Layout, requested: Outputs, sca
 
     def full(x: Tensor) -> Tensor:
         x = _gathered(x, mesh, layout, scale)
+        if requested.joined_rows is not None:
+            x = x.squeeze(0).unflatten(0, (requested.joined_rows, -1))
         return x if requested.padding is None else roll_rows(x, -requested.padding)
 
     total: Any = _Sum.apply

@@ -62,6 +62,12 @@ from burst_portable.integrations.transformers.loss import (
     shifts_labels,
     with_router_loss,
 )
+from burst_portable.integrations.transformers.packed_rows import (
+    checked_documents,
+    documents_of,
+    join_rows,
+    remove_packing,
+)
 from burst_portable.integrations.transformers.shard_mark import ShardMark
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
@@ -242,7 +248,7 @@ class ShardedModel:
                 self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
         hooks, scaled = watch_positions(self.model)
         self._hooks += hooks
-        self._watches_positions = bool(hooks or scaled)
+        self._watches_positions, self._scales_by_row = bool(hooks or scaled), bool(scaled)
 
     def _watch_loss(self, model: PreTrainedModel) -> None:
         """Install the sharded loss, also if the model's loss function was replaced since."""
@@ -308,14 +314,15 @@ class ShardedModel:
             labels: Shape ``[B, N]``, as for the model on one device; -100 for tokens without a label. Default:
                 `input_ids`, or no labels for models that do not shift them (encoders).
             cu_seqlens: Cumulative lengths of packed documents, starting with 0 and equal for all rows of the batch: a
-                sequence of ints, an array or a tensor.
+                sequence of ints, an array or a tensor. Or a sequence of them, one for each row. If they differ, as
+                those of position ids may, the rows are joined to one of ``B * N`` tokens.
             attention_mask: Shape ``[B, N]``, 0 for padding, which must be at the end of its row and have the label
                 -100. Outputs of padding are undefined.
 
         Returns:
-            input_ids, position_ids, labels and, if labels are shifted, shift_labels, each ``[B, S]``;
-            num_items_in_batch, seq_len, cu_seqlens; and padded, if there is padding. With several ranks also
-            batch_checksum, and an attention_mask for which models that are not parallelized raise an error.
+            input_ids, position_ids, labels and, if labels are shifted, shift_labels, each ``[B, S]``, or ``[1, S]`` for
+            joined rows. Also num_items_in_batch, seq_len, cu_seqlens; and padded, if there is padding. With several
+            ranks also batch_checksum, and an attention_mask that only parallelized models take.
 
         Raises:
             InputError: If arguments contradict each other, after `undo`, or with `full_batches`.
@@ -342,18 +349,26 @@ class ShardedModel:
         for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
             if x is not None or name == "input_ids":
                 check_tensor(name, x)
-        cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
+        documents = checked_documents(cu_seqlens)
         if input_ids.dim() != 2:
             next_step = "add the batch dimension: input_ids.unsqueeze(0)" if input_ids.dim() == 1 else None
             raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape), next_step=next_step)
         if not input_ids.numel():
             raise ShapeError("the batch has no tokens", got=tuple(input_ids.shape), allowed="at least one token")
+        padded = has_padding(attention_mask, input_ids, labels)
+        cu_seqlens = documents[0] if documents else None
+        if len(documents) > 1:
+            if self._scales_by_row:
+                what = "documents that differ between rows, in a model that scales queries by their row number"
+                raise UnsupportedError(what, next_step="pass one row per batch")
+            rows = join_rows(input_ids, labels, attention_mask, documents)
+            input_ids, labels, attention_mask, cu_seqlens = rows
         layout = self._layouts.of(input_ids.shape[1], cu_seqlens)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
         if self.mesh.size > 1:
             offsets = None if cu_seqlens is None else _on_device(cu_seqlens, input_ids.device)
             inputs[KEY] = checksum(input_ids, labels, attention_mask, offsets)
-        if has_padding(attention_mask, input_ids, labels):
+        if padded:
             inputs["padded"] = True
         batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=layout)
         self._position_check.remember(batch["position_ids"], input_ids.shape[1], cu_seqlens)
@@ -419,6 +434,10 @@ class ShardedModel:
             embeddings = None if embeddings is None else roll_rows(embeddings, padding)
         given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
         inputs = self._shard(**_batch_arguments(batch, given))
+        rows, length = batch["input_ids"].shape
+        if inputs["seq_len"] != length:
+            self._outputs = self._outputs._replace(joined_rows=rows)
+            embeddings = None if embeddings is None else embeddings.flatten(0, 1).unsqueeze(0)
         if labels is None:
             inputs = {name: x for name, x in inputs.items() if name not in _OF_LOSS}
         elif kwargs.get("num_items_in_batch") is not None:
@@ -596,9 +615,9 @@ def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict
         raise InputError("the batch has no input_ids", got=", ".join(map(shown, batch)) or "an empty batch")
     batch = dict(batch)
     if (position_ids := batch.pop("position_ids", None)) is not None:
-        cu_seqlens = documents_of(position_ids)
-        _remove_packing(batch, cu_seqlens)
-        batch |= {"cu_seqlens": cu_seqlens} if len(cu_seqlens) > 2 else {}
+        documents = documents_of(position_ids)
+        remove_packing(batch, documents)
+        batch |= {"cu_seqlens": documents} if max(map(len, documents)) > 2 else {}
     allowed = ("input_ids", *given)
     if unknown := sorted(set(batch) - set(allowed)):
         what, got = "shard() cannot divide every tensor of this batch", ", ".join(map(shown, unknown))
@@ -607,34 +626,3 @@ def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     if twice := [name for name, value in given.items() if value is not None and name in batch]:
         raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
     return {**given, **batch}
-
-
-def _remove_packing(batch: dict[str, Any], cu_seqlens: tuple[int, ...]) -> None:
-    """Remove other descriptions of the documents from a batch, after checking that they match the position ids.
-
-    `DataCollatorWithFlattening` adds them with return_flash_attn_kwargs and return_seq_idx.
-    """
-    lengths = [b - a for a, b in pairwise(cu_seqlens)]
-    expected: dict[str, Any] = {name: list(cu_seqlens) for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")}
-    expected |= dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
-    expected["seq_idx"] = [[i for i, length in enumerate(lengths) for _ in range(length)]]
-    for name, value in expected.items():
-        given = batch.pop(name, None)
-        given = given.tolist() if isinstance(given, Tensor) else list(given) if isinstance(given, tuple) else given
-        if given not in (None, value):
-            raise InputError(
-                f"{name} and position_ids describe different documents", got=shown(given), allowed=shown(value)
-            )
-
-
-def documents_of(position_ids: Tensor) -> tuple[int, ...]:
-    """Return the cumulative lengths of packed documents from position ids ``[1, N]``, which count up from 0 in each."""
-    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[0] == 0:
-        got = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else type(position_ids).__name__
-        raise UnsupportedError("position_ids of a batch must be [batch, tokens]", got=got)
-    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-    cu_seqlens = (*starts, position_ids.shape[1])
-    counted = torch.cat([torch.arange(b - a, device="cpu") for a, b in pairwise(cu_seqlens)]) if starts else None
-    if counted is None or not torch.equal(position_ids.cpu(), counted.expand(position_ids.shape)):
-        raise UnsupportedError("position_ids must count up from 0 in each document, equally in each row")
-    return cu_seqlens
