@@ -2,7 +2,8 @@
 
     python ci/make_models.py [MODEL_TYPE ...]
 
-`model_trials` tries each of them; all take half a minute. With names, the script prints their rows and writes nothing.
+`model_trials` tries language models, and `image_trials` those with images; all take two minutes. With names, the script
+prints their rows and writes nothing.
 Exit codes: 1 if a model differs from one device, 2 for a name that Transformers does not list.
 """
 
@@ -14,8 +15,17 @@ from pathlib import Path
 
 import torch
 import transformers
+from image_models import FAMILIES, class_of
+from image_trials import try_images
 from model_trials import LENGTH, RANKS, Trial, allowed, try_model
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from burst_portable.errors import UnsupportedError
+from burst_portable.integrations.transformers import check_model
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "tried_models.md"
 
@@ -37,7 +47,32 @@ Transformers' own attention.
 - **Not supported** models raise `UnsupportedError` with a longer reason than here
   ([limits](hugging_face.md#limits)).
 - **Not tried** models could not be made small enough; the reason is the error of the attempt.
+
+[Vision-language models](#vision-language-models-equal-to-one-device) follow at the end.
 """
+IMAGES = """## Vision-language models: equal to one device
+
+Each was tried on {ranks} ranks with full batches of two rows and three images, which have different
+sizes if the model allows it. The same batch was tried with padding at either end, and one without
+an image. Gradients of vision towers were compared too.
+
+| family | class | tolerance | reference |
+| --- | --- | --- | --- |"""
+REFUSED_IMAGES = """
+## Vision-language models: not supported
+
+Models with their default configs. Other configs, for example with another text model, may be
+supported.
+
+| model type | class | reason |
+| --- | --- | --- |"""
+UNTRIED_IMAGES = """
+## Vision-language models: not tried
+
+No small models were made of these.
+
+| model type | class |
+| --- | --- |"""
 OWN_LOSS = "own loss"
 
 
@@ -104,6 +139,44 @@ def page(trials: dict[tuple[str, str], Trial]) -> str:
     return "\n".join(parts)
 
 
+def image_row(name: str, trial: Trial) -> str:
+    """Return the row of a family of vision-language models."""
+    return row(name, class_of(name).__name__, trial).removesuffix("|  |") + "|"
+
+
+def images_page(trials: dict[str, Trial]) -> str:
+    """Return the part of the page about vision-language models."""
+    rows = [image_row(name, trial) for name, trial in trials.items()]
+    refused, untried = [], []
+    for kind, class_name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
+        if kind in {FAMILIES[name].kind for name in trials}:
+            continue
+        reason = refusal(class_name)
+        if reason is None:
+            untried.append(f"| {kind} | {class_name} |")
+        else:
+            refused.append(f"| {kind} | {class_name} | {reason} |")
+    head = IMAGES.format(ranks=" and ".join(map(str, RANKS)))
+    return "\n".join([head, *rows, REFUSED_IMAGES, *refused, UNTRIED_IMAGES, *untried, ""])
+
+
+def refusal(class_name: str) -> str | None:
+    """Return why the default model of a class is not supported; None if it may be, or it cannot be made."""
+    model_class = getattr(transformers, class_name)
+    try:
+        with torch.device("meta"):
+            model = model_class(model_class.config_class())
+    except Exception:  # noqa: BLE001  # a model may raise anything
+        return None
+    try:
+        check_model(model, full_batches=True)
+    except UnsupportedError as error:
+        reason = str(error).partition("; got ")[2]
+        text, _, detail = reason.partition(" is not supported: ")
+        return short(detail) + f" ({text.rpartition(' ')[2]})" if detail else short(reason)
+    return None
+
+
 def try_named(kind: str, class_name: str) -> Trial:
     """Try one model by name, without the warnings of Transformers."""
     transformers.logging.set_verbosity_error()
@@ -122,7 +195,9 @@ def main(kinds: list[str]) -> int:
     if kinds:
         print("\n".join(row(*model, trial) + f" {trial.verdict} {trial.apart:.1e}" for model, trial in trials.items()))
     else:
-        TARGET.write_text(page(trials), encoding="utf-8")
+        images = {name: try_images(name) for name in FAMILIES}
+        TARGET.write_text(page(trials) + images_page(images), encoding="utf-8")
+        trials |= {(name, class_of(name).__name__): trial for name, trial in images.items()}
     return int(any(trial.verdict == "different" for trial in trials.values()))
 
 

@@ -168,7 +168,7 @@ def _compare(model: PreTrainedModel, own_loss: bool = False) -> Trial:
             return Trial("refused", str(answers))
         if isinstance(answers, Exception):
             return Trial("different", f"raises {_told(answers)}")
-        worst = max(worst, *(_apart(answer, expected) for answer in answers))
+        worst = max(worst, *(apart(answer, expected) for answer in answers))
     return Trial("equal" if worst <= allowed(plain) else "different", "", worst, plain)
 
 
@@ -223,7 +223,7 @@ def _on_one_device(model: PreTrainedModel, plain: str, ids: Tensor, labels: Tens
     out = alone(input_ids=ids) if own_loss else alone(input_ids=ids, labels=labels)
     loss = _loss(out.logits, labels) if own_loss else out.loss
     loss.backward()
-    return Answer(out.logits.detach(), loss.item(), _gradients(alone))
+    return Answer(out.logits.detach(), loss.item(), gradients(alone))
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -253,14 +253,14 @@ def _on_a_rank(model: PreTrainedModel, mesh: Mesh, ids: Tensor, labels: Tensor, 
     all_reduce_gradients(model.parameters(), mesh)
     whole = all_reduce(loss.detach().reshape(1), mesh).item()
     logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=handle.layout)
-    return Answer(logits, whole, _gradients(model))
+    return Answer(logits, whole, gradients(model))
 
 
-def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _apart(answer: Answer, expected: Answer) -> float:
+def apart(answer: Answer, expected: Answer) -> float:
     logits = (answer.logits - expected.logits).abs().max() / expected.logits.abs().max()
     worst = max(logits.item(), abs(answer.loss - expected.loss) / abs(expected.loss))
     whole = torch.cat([g.reshape(-1) for g in expected.gradients.values()]).norm()

@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "tried_models.md").read_text(encoding="utf-8")
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT / "ci")
     yield importlib.import_module("make_models")
-    for name in ("make_models", "model_trials"):
+    for name in ("make_models", "model_trials", "image_models", "image_trials"):
         sys.modules.pop(name)
 
 
@@ -39,6 +39,15 @@ def test_tried_model_rows_are_current(kind: str, class_name: str, verdict: str, 
     trial = script.try_named(kind, class_name)
     assert trial.verdict == verdict
     assert script.row(kind, class_name, trial) in PAGE.splitlines()
+
+
+def test_tried_image_rows_are_current(script: Any):
+    trial = script.try_images("qwen2_5_vl")
+    assert trial.verdict == "equal"
+    assert script.image_row("qwen2_5_vl", trial) in PAGE.splitlines()
+    assert all(f"| {name} | {script.class_of(name).__name__} |" in PAGE for name in script.FAMILIES)
+    listed = script.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+    assert all(f"| {kind} | {class_name} |" in PAGE for kind, class_name in listed)
 
 
 def test_tried_models_page_names_transformers_version(script: Any):

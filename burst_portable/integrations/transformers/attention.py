@@ -8,9 +8,10 @@ their code and converted to `Mask`; other functions raise an error, so that no p
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
+from itertools import product
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from transformers import masking_utils
 from burst_portable.api import attention
 from burst_portable.errors import InputError, ShapeError, UnsupportedError
 from burst_portable.layout import Layout
-from burst_portable.mask import UNBOUNDED, Mask
+from burst_portable.mask import UNBOUNDED, Mask, Region
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.sharding import local_position_ids
@@ -52,6 +53,7 @@ class CallSequence(NamedTuple):
     layout: Layout
     cu_seqlens: tuple[int, ...] | None = None  # of packed documents
     padded: bool = False  # whether rows end with padding
+    lengths: tuple[int, ...] | None = None  # tokens of each row without its padding, if images attend to later tokens
 
 
 @never_compiled("plans, transports and hooks are not graphs")
@@ -84,27 +86,26 @@ def attend(
         _check(sequence, attention_mask.band, query, key, others)
         if dropout:
             _check_heads(state.model, query)
-        mask = _mask_of(attention_mask.band, sequence.seq_len, sequence.cu_seqlens)
+        masks = masks_of(attention_mask.band, sequence, query.shape[0])
     except Exception as error:
         broadcast_error(state.mesh, error, query)
         raise
     if hasattr(module, SCALES_BY_ROW) and not module.use_rope:
         query = _scaled_by_row(module, query, state.mesh, sequence)
-    out = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        mask=mask,
-        mesh=state.mesh,
-        strategy=state.strategy,
-        layout=sequence.layout,
-        seq_len=sequence.seq_len,
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        kernel=state.kernel,
-        dropout_p=dropout,
-    )
+    parts = [x.transpose(1, 2).chunk(len(masks)) for x in (query, key, value)]
+    options = {
+        "mesh": state.mesh,
+        "strategy": state.strategy,
+        "layout": sequence.layout,
+        "seq_len": sequence.seq_len,
+        "scale": scaling,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "kernel": state.kernel,
+        "dropout_p": dropout,
+    }
+    rows = [attention(*part, mask=mask, **options) for *part, mask in zip(*parts, masks, strict=True)]
+    out = rows[0] if len(rows) == 1 else torch.cat(rows)
     state.attended, state.attending = state.attended + 1, False
     return out, None
 
@@ -159,15 +160,30 @@ def _check_heads(model: Any, query: Tensor) -> None:
 _PLACEHOLDER = torch.zeros(1, 1, dtype=torch.int64)
 
 
+Run = tuple[int, int, int]
+"""Tokens [start, stop) of a row that belong to a group, for example to one image."""
+
+
 @dataclass(frozen=True)
 class Band:
-    """lo <= q - k <= hi, within chunks of `chunk` tokens: the general form of the supported masks of Transformers."""
+    """lo <= q - k <= hi, within chunks of `chunk` tokens: the general form of the supported masks of Transformers.
+
+    `blocks`: For each row of the batch, the runs of groups whose tokens also see each other if q - k <= `blocks_hi`.
+    """
 
     lo: int = -UNBOUNDED
     hi: int = UNBOUNDED
     chunk: int | None = None
+    blocks: tuple[tuple[Run, ...], ...] | None = None
+    blocks_hi: int = UNBOUNDED
 
     def __and__(self, other: Band) -> Band:
+        if self.blocks is None and other.blocks is not None:
+            return other & self
+        if self.blocks is not None:
+            if other.blocks is not None or other.lo > -UNBOUNDED or other.chunk is not None:
+                raise UnsupportedError("tokens that see each other, within a second mask", got=other)
+            return replace(self, hi=min(self.hi, other.hi), blocks_hi=min(self.blocks_hi, other.hi))
         chunks = {c for c in (self.chunk, other.chunk) if c is not None}
         if len(chunks) > 1:
             raise UnsupportedError("a mask with two chunk sizes", got=sorted(chunks))
@@ -188,6 +204,10 @@ class DeferredMask:
     def __repr__(self) -> str:
         return f"DeferredMask({self.band})"
 
+    def prepared(self, tokens: int) -> PreparedMask:
+        """Return this mask as an argument of the text model, if the model around it creates masks."""
+        return PreparedMask(self.band, tokens)
+
     def __getitem__(self, index: Any) -> DeferredMask:
         """Return this object for all rows and columns (Gemma 4 slices its mask). Raise `UnsupportedError` for less."""
         parts = index if isinstance(index, tuple) else (index,)
@@ -202,6 +222,23 @@ class DeferredMask:
         raise UnsupportedError("the model computes with its mask, which is not a tensor here", got=f"mask.{name}")
 
 
+class PreparedMask(DeferredMask):
+    """Mask that a text model gets as an argument and passes to Transformers' mask functions, which return it.
+
+    They read the shape of a mask of padding, so it has one, ``[1, S]``.
+    """
+
+    ndim = 2
+
+    def __init__(self, band: Band, tokens: int) -> None:
+        super().__init__(band)
+        self.shape = (1, tokens)
+
+    def to(self, *_: Any, **__: Any) -> PreparedMask:
+        """Return this object."""
+        return self
+
+
 @never_compiled("plans, transports and hooks are not graphs")
 def create_mask(
     batch_size: int,
@@ -210,10 +247,12 @@ def create_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | DeferredMask | None = None,
     **_: Any,
 ) -> DeferredMask:
     """Return the placeholder for a mask. Transformers' `AttentionMaskInterface` calls this function."""
+    if isinstance(attention_mask, DeferredMask):
+        return attention_mask
     if attention_mask is not None and not bool(attention_mask.all()):  # some models pass a mask of ones
         next_step = "pass the mask to handle.shard, or pack documents (see ShardedModel.shard)"
         raise UnsupportedError("a padding mask reached a sharded attention", next_step=next_step)
@@ -255,6 +294,9 @@ def _makers() -> dict[Any, Callable[[Mapping[str, Any]], Band]]:
         (m.packed_sequence_mask_function(_PLACEHOLDER), lambda v: Band()),
     ]
     # Newer than the oldest supported release.
+    if hasattr(m, "blockwise_overlay"):
+        blockwise = m.blockwise_overlay(_PLACEHOLDER).__code__
+        samples.append((m.or_masks(causal), lambda v: _with_blocks(v["mask_functions"], blockwise)))
     if hasattr(m, "sliding_window_bidirectional_overlay"):
         both_ways = m.sliding_window_bidirectional_overlay(1)
         samples.append((both_ways, lambda v: Band(-int(v["sliding_window"]), int(v["sliding_window"]))))
@@ -264,11 +306,65 @@ def _makers() -> dict[Any, Callable[[Mapping[str, Any]], Band]]:
     return {sample.__code__: read for sample, read in samples}
 
 
+def _with_blocks(functions: Sequence[Callable[..., Any]], blockwise: Any) -> Band:
+    """Return the band of a causal mask or a mask of groups, whose code is `blockwise`: images that see themselves."""
+    groups = [x for x in functions if getattr(x, "__code__", None) is blockwise]
+    bands = [read_mask(x) for x in functions if getattr(x, "__code__", None) is not blockwise]
+    if len(groups) != 1 or len(bands) != 1 or bands[0].lo != 0 or bands[0].chunk is not None or bands[0].blocks:
+        raise UnsupportedError("an unknown union of masks", got=bands, allowed="a causal mask and one of groups")
+    ids = inspect.getclosurevars(groups[0]).nonlocals["block_sequence_ids"]
+    return replace(bands[0], blocks=tuple(_runs(row) for row in ids))
+
+
+def _runs(groups: Tensor) -> tuple[Run, ...]:
+    """Return the runs of equal numbers of at least 0 in group numbers ``[N]``."""
+    values, counts = torch.unique_consecutive(groups, return_counts=True)
+    ends = counts.cumsum(0)
+    listed = torch.stack([ends - counts, ends, values]).T.tolist()
+    return tuple((start, stop, group) for start, stop, group in listed if group >= 0)
+
+
+def masks_of(band: Band, sequence: CallSequence, batch: int) -> list[Mask]:
+    """Return the mask of all rows of a batch, or one mask for each row if they differ."""
+    if band.blocks is None:
+        return [_mask_of(band, sequence.seq_len, sequence.cu_seqlens)]
+    lengths = sequence.lengths or (sequence.seq_len,)
+    rows = [
+        tuple((start, min(stop, length), group) for start, stop, group in runs if start < length)
+        for runs, length in zip(_repeated(band.blocks, batch), _repeated(lengths, batch), strict=True)
+    ]
+    bands = [replace(band, blocks=(runs,)) for runs in (rows if len(set(rows)) > 1 else rows[:1])]
+    return [_mask_of(row, sequence.seq_len, sequence.cu_seqlens) for row in bands]
+
+
+def _repeated(rows: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
+    return rows * batch if len(rows) == 1 else rows
+
+
+def _block_regions(band: Band) -> list[Region]:
+    """Return the pairs of tokens of one group that the causal band of a row does not have."""
+    regions = []
+    for runs in band.blocks or ():
+        for (q_start, q_stop, q_group), (k_start, k_stop, k_group) in product(runs, runs):
+            if q_group != k_group:
+                continue
+            box = (q_start, q_stop, k_start, k_stop)
+            if k_start > q_start or (k_start == q_start and q_stop - q_start > 1):
+                regions.append(Region(*box, hi=-1))
+            if q_start >= k_start and q_stop - 1 - k_start > band.hi < band.blocks_hi:
+                regions.append(Region(*box, lo=band.hi + 1, hi=band.blocks_hi))
+    return regions
+
+
 @lru_cache(maxsize=256)
 def _mask_of(band: Band, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> Mask:
     """Return the mask of a band over a sequence. Equal arguments return the same object, by which plans are cached."""
     lo, hi = band.lo, band.hi
     causal, open_left = lo == 0, hi >= UNBOUNDED
+    if regions := _block_regions(band):
+        if cu_seqlens is not None:
+            raise UnsupportedError("packed documents with images that see themselves are not supported")
+        return Mask((Region(0, UNBOUNDED, 0, UNBOUNDED, lo=lo, hi=hi), *regions), f"causal with {len(regions)} blocks")
     if band.chunk is not None:
         if cu_seqlens is not None:
             raise UnsupportedError(

@@ -111,8 +111,12 @@ LONGER_CONTEXT = (
 """What to do if a sequence is longer than the positions of a model."""
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, *, full_batches: bool = False) -> None:
     """Raise an error if a model cannot be sharded.
+
+    Args:
+        model: The model.
+        full_batches: Whether calls take full batches, which models of several parts need.
 
     Raises:
         InputError: If it is not a Transformers model.
@@ -126,16 +130,16 @@ def check_model(model: Any) -> None:
             if isinstance(model, Mesh | ProcessGroup | DeviceMesh)
             else "pass the model before it is wrapped (DDP, PEFT, torch.compile)",
         )
-    if reason := _unsupported_reason(model):
+    if reason := _unsupported_reason(model, full_batches=full_batches):
         raise UnsupportedError(f"{type(model).__name__} cannot be sharded", got=reason)
 
 
-def _unsupported_reason(model: PreTrainedModel) -> str | None:
+def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -> str | None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder and a decoder, with cross attention to another sequence"
     if config.sub_configs or config.get_text_config() is not config:
-        return f"a model of several parts ({', '.join(config.sub_configs)}); pass its language model"
+        return _unsupported_part(model, full_batches=full_batches)
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = layer_types - LAYER_TYPES
     # Models with a recurrent state (Mamba, RWKV, hybrids) have this flag: their scan would restart on every shard.
@@ -156,6 +160,26 @@ def _unsupported_reason(model: PreTrainedModel) -> str | None:
     if not _has_tokenwise_head(model):
         return "a head or a pooler that reads single tokens, which only one rank has"
     return None
+
+
+def _unsupported_part(model: PreTrainedModel, *, full_batches: bool) -> str | None:
+    """Return why a model of several parts, for example a vision-language model, is not supported."""
+    parts = f"a model of several parts ({', '.join(model.config.sub_configs)})"
+    text = text_model_of(model)
+    if text is model or not model.can_generate() or model.base_model is model:
+        return f"{parts}; pass its language model"
+    if reason := _unsupported_reason(text):
+        return f"{parts}, of which {type(text).__name__} is not supported: {reason}"
+    return None if full_batches else f"{parts}; pass full_batches=True, or its language model"
+
+
+def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the text model within a model of several parts, or the model itself if it has no such part."""
+    config = model.config.get_text_config()
+    if config is model.config:
+        return model
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model)
+    return next((part for part in parts if part.config is config), model)
 
 
 def _has_tokenwise_head(model: PreTrainedModel) -> bool:

@@ -205,6 +205,8 @@ def with_router_loss(model: Any, output: Any, mesh: Mesh) -> Any:
     top_k: Any = getattr(model, "num_experts_per_tok", None)
     # The second name is JetMoe's.
     weight: Any = getattr(model, "router_aux_loss_coef", getattr(model, "aux_loss_coef", None))
+    if (text := getattr(getattr(model, "config", None), "text_config", None)) is not None:  # of a model with images
+        top_k, weight = (getattr(text, name, None) for name in ("num_experts_per_tok", "router_aux_loss_coef"))
     try:
         _check_known(model, found, logits, top_k, weight)
     except UnsupportedError as error:

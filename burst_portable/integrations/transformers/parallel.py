@@ -43,6 +43,7 @@ from burst_portable.integrations.transformers.checks import (
     longer_than_trained,
     parameters_of,
     takes,
+    text_model_of,
 )
 from burst_portable.integrations.transformers.full_batches import (
     Outputs,
@@ -69,6 +70,13 @@ from burst_portable.integrations.transformers.packed_rows import (
     remove_packing,
 )
 from burst_portable.integrations.transformers.shard_mark import ShardMark
+from burst_portable.integrations.transformers.text_model import (
+    checksum_of,
+    divide,
+    lengths_of,
+    rolled,
+    take_undivided,
+)
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
@@ -141,7 +149,7 @@ def parallelize(
         kernel: Name of a kernel. "auto" selects one for each call.
         full_batches: Whether every rank calls ``model(**batch)`` with the same full batch, which is divided in the
             forward pass. The value of the loss is then one device's, and its backward pass computes this rank's part
-            of the gradients. Default: the caller divides batches by `ShardedModel.shard`.
+            of the gradients. Default: the caller divides batches by `ShardedModel.shard`. Models with images need it.
         gather_outputs: Whether a call with `full_batches` returns the logits and hidden states of all tokens on every
             rank. Otherwise it returns losses only. Default: in calls without labels.
         averaged_gradients: Whether DDP, FSDP2 or a framework averages gradients over the ranks of the mesh, and no one
@@ -157,7 +165,7 @@ def parallelize(
         UnknownNameError: If a name is unknown.
         UnsupportedError: If the model cannot be sharded; the message contains the reason.
     """
-    check_model(model)
+    check_model(model, full_batches=full_batches)
     _check_free(model)
     if isinstance(strategy, str):
         make_strategy(strategy)
@@ -203,7 +211,8 @@ class ShardedModel:
         gather_outputs: bool | None = None,
         averaged_gradients: bool = False,
     ) -> None:
-        self._layouts = Layouts(layout, model, mesh, strategy, kernel)
+        self._text = text_model_of(model)  # the model itself, or the part whose sequence is sharded
+        self._layouts = Layouts(layout, self._text, mesh, strategy, kernel)
         self.model, self.mesh, self.strategy, self.layout = model, mesh, strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
         self.full_batches, self.gather_outputs = full_batches, gather_outputs
@@ -215,8 +224,8 @@ class ShardedModel:
         self._batch, self._position_check = BatchCheck(), PositionCheck()
         self._warned_about_length, self._warned_about_activations = False, False
         # Attentions of the last successful call.
-        self._attentions: int = getattr(model.config, "num_hidden_layers", 0)
-        self._before = model.config._attn_implementation
+        self._attentions: int = getattr(self._text.config, "num_hidden_layers", 0)
+        self._before = self._text.config._attn_implementation
         self._hooks: list[Any] = []
         self._drops_layers = drops_layers(model)
         self._install()
@@ -238,17 +247,27 @@ class ShardedModel:
     def _install(self) -> None:
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, create_mask)
-        self.model.set_attn_implementation(NAME)
+        self._text.set_attn_implementation(NAME)
         self._watch_loss(self.model)
-        for module in self.model.modules():
+        for module in self._text.modules():
             setattr(module, ATTRIBUTE, self)
-            # Callers that compute a loss themselves call the inner model directly.
-            if isinstance(module, PreTrainedModel) and "position_ids" in parameters_of(module):
-                self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
-        hooks, scaled = watch_positions(self.model)
+        for module in self._called_models():
+            setattr(module, ATTRIBUTE, self)
+            self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        if self._has_parts:
+            self._hooks.append(self._text.register_forward_pre_hook(self._enter_text, with_kwargs=True))
+        hooks, scaled = watch_positions(self._text)
         self._hooks += hooks
         self._watches_positions, self._scales_by_row = bool(hooks or scaled), bool(scaled)
+
+    def _called_models(self) -> list[PreTrainedModel]:
+        """Return the models that may be called. Callers that compute a loss themselves call the inner model."""
+        models = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
+        if self._has_parts:
+            around = (model for model in models if model is not self._text)
+            return [model for model in around if any(part is self._text for part in model.modules())]
+        return [model for model in models if "position_ids" in parameters_of(model)]
 
     def _watch_loss(self, model: PreTrainedModel) -> None:
         """Install the sharded loss, also if the model's loss function was replaced since."""
@@ -265,10 +284,10 @@ class ShardedModel:
         for module in self.model.modules():
             if hasattr(module, ATTRIBUTE):
                 delattr(module, ATTRIBUTE)
-        restore_positions(self.model)
+        restore_positions(self._text)
         if loss := sharded_loss(self.model):
             self.model.loss_function = loss.function
-        self.model.set_attn_implementation(self._before)
+        self._text.set_attn_implementation(self._before)
 
     @contextmanager
     def paused(self) -> Iterator[PreTrainedModel]:
@@ -280,6 +299,11 @@ class ShardedModel:
         finally:
             if was_sharded:
                 self._install()
+
+    @property
+    def _has_parts(self) -> bool:
+        """Return whether the model has a text model among several parts, which divides its rows itself."""
+        return self._text is not self.model
 
     @property
     def shifts_labels(self) -> bool:
@@ -408,30 +432,55 @@ class ShardedModel:
             # The previous call ended without its hook, for example by Ctrl-C, so this rank skips its remaining part.
             self.mesh.transport(next(self.model.parameters()).device.type).mark_out_of_sync()
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
+        undivided: dict[str, Any] = {}
         try:
             if self.full_batches:
-                kwargs = self._divide(module, kwargs)
-            sequence = self._prepare(module, kwargs)
+                kwargs, undivided = self._divide(module, kwargs)
+            lengths = kwargs.pop("lengths", None)
+            sequence = self._prepare(module, kwargs)._replace(lengths=lengths)
         except Exception as error:
             # Otherwise the other ranks would match this rank's next call with the current one.
             broadcast_error(self.mesh, error, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             raise
         self.call, self._running, self.attended, self.attending = sequence, RunningCall(module), 0, False
-        return (), kwargs
+        return (), kwargs | undivided
 
-    def _divide(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's arguments of a call with a full batch."""
+    @never_compiled("plans, transports and hooks are not graphs")
+    def _enter_text(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Divide the arguments of the text model within a model of several parts (pre-hook)."""
+        if self.call is None or self._running is None or not self._running.contains(module):
+            what, got = "the text model ran outside the model that was parallelized", type(module).__name__
+            raise InputError(what, got=got, next_step=f"call the {type(self.model).__name__}")
+        kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
+        if self._watches_positions and kwargs.get("position_ids") is not None:
+            what = "RoPE that depends on the longest position, with position_ids"
+            raise UnsupportedError(what, got=type(module).__name__, next_step="leave out position_ids")
+        device = next(x.device for x in kwargs.values() if isinstance(x, Tensor))
+        positions = self._positions(self.call, device).unsqueeze(0)
+        divided = divide(kwargs, module, positions, self.mesh, self.call.layout)
+        return (), divided | ({"use_cache": False} if takes(module, "use_cache") else {})
+
+    def _divide(self, module: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return this rank's arguments of a call with a full batch, and those that replace them in the end.
+
+        The latter are the undivided arguments of a model of several parts. They include the rows, without padding mask:
+        padding is at the end.
+        """
         check_cache(kwargs)
         check_averaging(self.model, self.mesh, averaged=self.averaged_gradients)
         labels = kwargs.get("labels")
         self._outputs = requested_outputs(module, self.model, kwargs, gather=self.gather_outputs)
         kwargs = dict(kwargs)
+        undivided = take_undivided(kwargs) if self._has_parts else {}
         batch, embeddings = batch_of(kwargs)
         if not isinstance(batch.get("input_ids"), Tensor):
             raise _wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
-        if (padding := move_left_padding(batch, module.config)) is not None:
+        if (padding := move_left_padding(batch, module.config.get_text_config())) is not None:
             self._outputs = self._outputs._replace(padding=padding)
             embeddings = None if embeddings is None else roll_rows(embeddings, padding)
+            undivided = rolled(undivided, padding, batch["input_ids"].shape[1])
         given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
         inputs = self._shard(**_batch_arguments(batch, given))
         rows, length = batch["input_ids"].shape
@@ -442,11 +491,19 @@ class ShardedModel:
             inputs = {name: x for name, x in inputs.items() if name not in _OF_LOSS}
         elif kwargs.get("num_items_in_batch") is not None:
             del inputs["num_items_in_batch"]
-        if embeddings is not None:
+        if self._has_parts:
+            if KEY in inputs:
+                inputs[KEY] = inputs[KEY] + checksum_of(undivided, inputs[KEY].device)
+            if "padded" in inputs:
+                inputs["lengths"] = lengths_of(batch["attention_mask"])
+            full = {"input_ids": batch["input_ids"]} if embeddings is None else {"inputs_embeds": embeddings}
+            kwargs.pop("inputs_embeds", None)
+            undivided = {"position_ids": None, "input_ids": None, **undivided, **full}
+        elif embeddings is not None:
             del inputs["input_ids"]
             layout = self._layouts.of(inputs["seq_len"], inputs["cu_seqlens"])
             kwargs["inputs_embeds"] = shard(embeddings, self.mesh, layout=layout)
-        return kwargs | inputs
+        return kwargs | inputs, undivided
 
     def _prepare(self, module: Any, kwargs: dict[str, Any]) -> CallSequence:
         """Return the sequence of a call, and change its arguments to those of a shard. Raise for unsupported ones."""
@@ -458,14 +515,15 @@ class ShardedModel:
             raise _wrong_tokens(tokens)
         check_cache(kwargs)
         sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
-        check_positions(module.config, sequence.seq_len, watched=self._watches_positions)
-        self._warn_about_length(module.config, sequence)
+        config = module.config.get_text_config()
+        check_positions(config, sequence.seq_len, watched=self._watches_positions)
+        self._warn_about_length(config, sequence)
         self._warn_about_activations()
         if isinstance(kwargs.get("attention_mask"), ShardMark):
             kwargs["attention_mask"] = None
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
-        check_router(module.config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
+        check_router(config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
         given = kwargs.get("position_ids")
         if not self._position_check.is_known(given, sequence.seq_len, sequence.cu_seqlens):
             kwargs["position_ids"] = checked_positions(given, self._positions(sequence, tokens.device), tokens)
@@ -505,7 +563,7 @@ class ShardedModel:
             return None
         self._attentions = self.attended
         if not self.attended:
-            raise _no_attention(module)
+            raise _no_attention(self._text if self._has_parts else module)
         if loss := sharded_loss(module):
             loss.check_called(module)
         if outputs is not None:
