@@ -101,7 +101,8 @@ def all_reduce_gradients(
 
     Raises:
         InputError: If `parameters` are not tensors, are sharded over these ranks (FSDP has reduced their gradients
-            already), or have sparse gradients. If the gradients are sums already, because of a second call.
+            already), or have sparse gradients. If the gradients are sums already, because of a second call, or belong
+            to a model that was parallelized with averaged_gradients=True.
         MismatchError: If ranks have different parameters, or make another call; on every rank, if the transport can
             compare them. The first call also compares the values of parameters. Gradients are unchanged then.
         CommunicationError: If the communication fails otherwise.
@@ -128,9 +129,16 @@ def all_reduce_gradients(
 def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:
     """Return the parameters by dtype and device. Those without a gradient get zeros, and are added to `missing`."""
     groups: Groups = {}
+    averaged = {id(parameter) for module in mesh.averaged for parameter in module.parameters()}
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
+        if id(parameter) in averaged:
+            raise InputError(
+                "these gradients are multiplied by the number of ranks, so that their average is one device's gradient",
+                got="all_reduce_gradients after parallelize(averaged_gradients=True)",
+                next_step="leave out averaged_gradients=True, or do not call all_reduce_gradients under DDP and FSDP2",
+            )
         _check_unsharded(parameter, mesh)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -134,6 +135,7 @@ class Mesh:
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
         self.sharded_layouts: set[str] = set()  # names of the layouts by which tensors were sharded
         self.summed = WeakTensorKeyDictionary()  # gradients that are sums over the ranks, with their versions
+        self.averaged: WeakSet[Any] = WeakSet()  # modules whose gradients are multiplied by the ranks, to be averaged
 
     def __repr__(self) -> str:
         node = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ MODELS: dict[str, Any] = {
     # Softcap, and layers that alternate between a window and full attention.
     "gemma2": lambda **o: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=9, **o)),
 }
+_SEEDED = Lock()  # ranks that are threads share torch's generator
 LENGTH = 47  # not divisible by 2, 3, 4 or 6
 
 
@@ -74,9 +76,10 @@ class Answer:
 
 
 def make(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    """Return a model in training mode."""
-    torch.manual_seed(0)
-    return MODELS[kind](**options).to(dtype).train()
+    """Return a model in training mode, with equal weights in every call."""
+    with _SEEDED:
+        torch.manual_seed(0)
+        return MODELS[kind](**options).to(dtype).train()
 
 
 def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:

@@ -3,7 +3,8 @@
 Loaders that give each process different batches (a dispatcher, a streaming dataset) give ranks of one sequence
 different rows of equal shape. Attention would combine them without an error. Each shard therefore has a checksum of
 the undivided batch. Before the model runs, ranks compare it and the number of labels by which the loss is divided. They
-also compare a checksum of a few parameters, and the outputs that will be gathered: 32 bytes per rank and call.
+also compare a checksum of the parameters (of all in the first call, then of a few), and the outputs that will be
+gathered: 32 bytes per rank and call.
 
 A shard also has the checksums of its tokens and labels. Their change since then is added to the checksum of the batch,
 so that ranks find a shard that was changed afterwards, without an additional exchange.
@@ -28,6 +29,7 @@ from burst_portable.mesh import Mesh
 KEY = "batch_checksum"
 """Name of the checksum among the arguments that `ShardedModel.shard` returns."""
 _FACTS = "rows of the batch", "number of labels", "values of the parameters", "requested outputs"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _SAMPLED, _SAMPLED_VALUES = 4, 1 << 16
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as int64
 _CALL = "call of the model"
@@ -82,13 +84,30 @@ def parameter_checksum(parameters: Iterable[Tensor], device: torch.device) -> Te
     If a training loop does not add the ranks' gradients, all parameters differ between ranks after the first step, so
     a few small ones show it. Parameters that FSDP shards do not count: each rank has another part of them.
     """
-    plain = [p for p in parameters if p.requires_grad and p.device == device and not _is_sharded(p)]
+    plain = [p for p in _plain(parameters, device) if p.requires_grad]
     smallest = nsmallest(_SAMPLED, plain, key=Tensor.numel)
     if not smallest:
         return torch.zeros((), dtype=torch.int64, device=device)
     bits = [p.detach().reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8) for p in smallest]
     values = torch.cat(bits).to(torch.int64)
     return (values * _weights(values.numel(), device)).sum()
+
+
+def checksum_of_all(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a checksum of all parameters on a device, by their bits. It reads them once, and copies none.
+
+    Ranks with different seeds or checkpoints may have equal small parameters, for example new norms.
+    """
+    plain = [p.detach() for p in _plain(parameters, device) if p.dtype.itemsize in _INTEGERS]
+    if not plain:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    sums = torch.stack([p.view(_INTEGERS[p.dtype.itemsize]).sum(dtype=torch.int64) for p in plain])
+    return (sums * _weights(len(plain), device)).sum()
+
+
+def _plain(parameters: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the parameters on a device that are not sharded."""
+    return [p for p in parameters if p.device == device and not _is_sharded(p) and p.layout is torch.strided]
 
 
 def _is_sharded(parameter: Tensor) -> bool:
@@ -112,6 +131,7 @@ class BatchCheck:
 
     def __init__(self) -> None:
         self._differs: tuple[Tensor, torch.Event | None] | None = None
+        self._is_first = True
 
     def compare(
         self,
@@ -123,6 +143,8 @@ class BatchCheck:
         outputs: str = "",
     ) -> None:
         """Compare this rank's batch and parameters with those of the other ranks. All ranks of the mesh must call this.
+
+        The first call compares all parameters, later ones a few.
 
         Args:
             batch: The result of `checksum_of_call`. None for a batch that was not divided by `shard`.
@@ -141,13 +163,16 @@ class BatchCheck:
         self.confirm()
         given = [_number(x, device) for x in (batch, labels)]
         of_outputs = _number(zlib.crc32(outputs.encode()), device)
-        mine = torch.stack([*given, parameter_checksum(parameters, device), of_outputs])
+        of_parameters = (checksum_of_all if self._is_first else parameter_checksum)(parameters, device)
+        mine = torch.stack([*given, of_parameters, of_outputs])
         if transport.host:
             batch_sum, count, parameter_sum, _ = mine.tolist()
             checksums = [f"checksum {x % 2**64:016x}" for x in (batch_sum, parameter_sum)]
             texts = checksums[0], str(count), checksums[1], outputs
             agree(transport, call_signature({"pass": _CALL, **dict(zip(_FACTS, texts, strict=True))}))
+            self._is_first = False  # not after an error, which a rank may have raised before it called this
             return
+        self._is_first = False
         gathered = mine.new_empty(mesh.size, len(_FACTS))
         with transport.between_passes():
             parts = [part.reshape(-1).view(torch.uint8) for part in gathered]

@@ -260,6 +260,8 @@ class ShardedModel:
         hooks, scaled = watch_positions(self._text)
         self._hooks += hooks
         self._watches_positions, self._scales_by_row = bool(hooks or scaled), bool(scaled)
+        if self.averaged_gradients and self.mesh.size > 1:
+            self.mesh.averaged.add(self.model)
 
     def _called_models(self) -> list[PreTrainedModel]:
         """Return the models that may be called. Callers that compute a loss themselves call the inner model."""
@@ -281,6 +283,7 @@ class ShardedModel:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.mesh.averaged.discard(self.model)
         for module in self.model.modules():
             if hasattr(module, ATTRIBUTE):
                 delattr(module, ATTRIBUTE)

@@ -230,10 +230,10 @@ def test_attention_dropout_with_divided_heads_raises():
 
 def test_layerdrop_in_training_raises():
     """Ranks would drop different layers, and attention would mix layers without an error."""
-    config = OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5)
+    whole = OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5))
 
     def work(mesh: Mesh) -> None:
-        model = OPTForCausalLM(config)
+        model = copy.deepcopy(whole)
         with parallelize(model, mesh) as handle:
             with pytest.raises(UnsupportedError, match=r"layerdrop=0\.5; allowed: 0; set layerdrop=0"):
                 model.train()(**handle.shard(tokens(1, 8)))

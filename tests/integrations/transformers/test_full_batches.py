@@ -11,7 +11,13 @@ from torch import Tensor
 
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import DtypeError, InputError, MismatchError, UnsupportedError
-from burst_portable.integrations.transformers import all_reduce_gradients, full_batches, parallel, parallelize
+from burst_portable.integrations.transformers import (
+    all_reduce,
+    all_reduce_gradients,
+    full_batches,
+    parallel,
+    parallelize,
+)
 from burst_portable.sharding import shard_batch
 from tests.support.models import LENGTH, gradients_of, make, tokens
 
@@ -117,8 +123,7 @@ def test_averaged_gradients_equal_one_device(has_labels: bool) -> None:
         loss *= 4
         loss.backward()
         if mesh is not None:
-            all_reduce_gradients(m.parameters(), mesh)
-            return {name: gradient / mesh.size for name, gradient in gradients_of(m).items()}
+            return {name: all_reduce(gradient, mesh) / mesh.size for name, gradient in gradients_of(m).items()}
         return gradients_of(m)
 
     expected = averaged(copy.deepcopy(model))

@@ -232,6 +232,47 @@ def test_training_without_all_reduce_gradients_raises(kind: str, summed: bool) -
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
+def test_evaluation_of_different_models_raises(kind: str) -> None:
+    """Ranks with different seeds have equal norms, and would evaluate a mixture of their models."""
+    whole, ids = [make("llama"), make("llama")], tokens(1, 32)
+    with torch.no_grad():
+        loss = whole[0](input_ids=ids, labels=ids).loss.item()
+        whole[1].model.layers[1].mlp.up_proj.weight.mul_(-1.5)
+
+    @torch.no_grad()
+    def work(mesh: Mesh) -> float:
+        model, wrong = whole[mesh.rank], torch.zeros(())
+        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        if kind == "device":
+            wrong = all_reduce(model(**handle.shard(ids)).loss, mesh)
+        with pytest.raises(MismatchError, match="values of the parameters"):
+            model(**handle.shard(ids))
+        return wrong.item()
+
+    assert abs(run_threads(2, work)[0] - loss) > 1e-4 * loss  # of the call that the device compares afterwards
+
+
+def test_sum_of_gradients_for_an_average_raises() -> None:
+    """Gradients that DDP would average are multiplied by the ranks, so their sum is too large."""
+    whole, ids = make("llama"), tokens(1, 32)
+    whole(input_ids=ids, labels=ids).loss.backward()
+    expected = whole.lm_head.weight.grad.clone()
+    whole.zero_grad()
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh, full_batches=True, averaged_gradients=True)
+        model(input_ids=ids, labels=ids).loss.backward()
+        with pytest.raises(InputError, match=r"multiplied by the number of ranks.* leave out averaged_gradients"):
+            all_reduce_gradients(model.parameters(), mesh)
+        handle.undo()
+        all_reduce_gradients(model.parameters(), mesh)
+        torch.testing.assert_close(model.lm_head.weight.grad, 2 * expected, rtol=1e-6, atol=1e-9)
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
 def test_different_numbers_of_labels_raise(kind: str) -> None:
     """A count of a rank's own labels gives a loss that is no mean over the sequence."""
     whole, ids = make("llama"), tokens(1, 32)
