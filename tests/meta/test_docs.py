@@ -4,14 +4,17 @@
 - `output`: compared exactly with the output of the python block before it.
 - `console`: the lines `$ burst-portable ...` are run. The lines below must occur in the output, in order. `...`
   replaces omitted lines, and the width of spaces does not count.
-- `py`: a part of a program, run on two ranks with the names of tests/support/page_ranks.py.
-- `diff`: its new half is run by test_migration.py.
+- `py`: a part of a program, run on two ranks with the names of tests/support/page_ranks.py. If it needs a device or a
+  package of the reader, its imports, names and calls are checked instead.
+- `diff`: run or checked by test_migration.py.
 - `sh`: programs and options are checked by test_shell_blocks.py.
-- `text` and `toml`: not run.
+- `toml`: parsed; it registers an entry point of a group that the library reads.
+- `text`: no code, so it is not run.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -20,6 +23,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +31,13 @@ from typing import NamedTuple
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from burst_portable.backends.selection import GROUP as BACKENDS
 from burst_portable.cli import main
+from burst_portable.strategies.registry import GROUP as STRATEGIES
+from tests.support.code_names import Named
 from tests.support.fork_server import run_program
-from tests.support.page_ranks import EXAMPLES
+from tests.support.other_libraries import stand_ins
+from tests.support.page_ranks import EXAMPLES, fences
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -119,6 +127,35 @@ def test_every_py_block_has_an_example():
     assert {name: count for name, count in counts.items() if count} == {
         f"docs/{name}": len(examples) for name, examples in EXAMPLES.items()
     }
+
+
+def named_blocks():
+    return [
+        pytest.param(example, code, id=f"{page}-{number}")
+        for page, examples in EXAMPLES.items()
+        for number, (example, code) in enumerate(zip(examples, fences(page, "py"), strict=True))
+        if isinstance(example, Named)
+    ]
+
+
+@pytest.mark.parametrize(("example", "code"), named_blocks())
+def test_py_block_has_existing_names_and_calls(example, code):
+    assert example.problems(code, stand_ins()) == []
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
+def test_text_blocks_contain_no_python(page):
+    """A block of Python that is marked `text` would escape the tests."""
+    for block in blocks(page):
+        if block.language == "text":
+            with pytest.raises(SyntaxError):
+                ast.parse(block.text.replace(", ...", ""))
+
+
+def test_toml_blocks_register_known_groups():
+    groups = {BACKENDS, STRATEGIES}
+    found = [block.text for page in EVERY_PAGE for block in blocks(page) if block.language == "toml"]
+    assert {group for text in found for group in tomllib.loads(text)["project"]["entry-points"]} == groups
 
 
 @pytest.mark.slow

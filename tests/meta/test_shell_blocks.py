@@ -1,33 +1,44 @@
 """Check each command in the `sh` blocks of the pages, without running it.
 
 - burst-portable: its options are parsed, with their values.
+- torchrun: torch's own parser takes its options. srun: the program that it starts is checked.
 - python, torchrun, sh: the module or file exists, and a module of this repository has the options.
-- make, pip: the target or extra exists.
+- make, pip, docker: the target, extra or file exists.
+- Other programs of a shell, an operating system or a cluster are in `OTHERS`. Any further program is an error.
 
 `burst-portable` in backticks names commands and options that exist.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import tomllib
 from functools import cache
+from itertools import groupby
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from burst_portable.cli import app
 from tests.meta.test_docs import EVERY_PAGE, ROOT, blocks, name_of, prose
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+OTHERS = {"source", ".", "export", "scontrol", "head", "python3.12"}
 WRITTEN = {"train.py", "train_trainer.py"}  # by `burst-portable init`, or by the reader
 
 
 def commands(text: str) -> list[list[str]]:
     """Return the words of each command of a block. Comments are left out, and lines that end with \\ are joined."""
-    lines = text.replace("\\\n", " ").splitlines()
-    parts = [part for line in lines for part in re.split(r" && | \| |; ", line)]
-    return [words for part in parts if (words := shlex.split(part, comments=True))]
+    found: list[list[str]] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+        reader.whitespace_split = True
+        for is_operator, words in groupby(reader, lambda word: set(word) <= set("();<>|&")):
+            found += [] if is_operator else [list(words)]
+    return found
 
 
 def parse(arguments: list[str]) -> None:
@@ -55,9 +66,15 @@ def source_of(module: str) -> str:
 
 def problem(words: list[str]) -> str:
     """Return what is wrong with a command, or an empty string."""
-    while re.fullmatch(r"\w+=.*", words[0]):  # a variable of the environment
+    while words and re.fullmatch(r"\w+=.*", words[0]):  # a variable of the environment
         words = words[1:]
+    if not words:
+        return ""
     program, arguments = words[0], words[1:]
+    if program == "srun":
+        return problem(arguments)
+    if program == "torchrun" and (text := problem_of_torchrun(arguments)):
+        return text
     if "burst_portable" in arguments and arguments[arguments.index("burst_portable") - 1] == "-m":
         program, arguments = "burst-portable", arguments[arguments.index("burst_portable") + 1 :]
     if program == "burst-portable":
@@ -76,9 +93,21 @@ def problem(words: list[str]) -> str:
             wanted = re.fullmatch(r"(?:\.|burst-portable)\[([\w,-]+)\]", word)
             if wanted and not set(wanted[1].split(",")) <= set(EXTRAS):
                 return f"no extra {wanted[1]}"
+    elif program == "docker":
+        file = arguments[arguments.index("-f") + 1]
+        return "" if (ROOT / file).is_file() else f"no file {file}"
     elif program in ("python", "torchrun", "sh"):
         return problem_of_script(arguments)
+    elif program not in OTHERS:
+        return f"unknown program {program}"
     return ""
+
+
+def problem_of_torchrun(arguments: list[str]) -> str:
+    """Return what torch's parser of torchrun says against the arguments, or an empty string."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        get_args_parser().parse_args(arguments)
+    return printed.getvalue()
 
 
 def problem_of_script(arguments: list[str]) -> str:
@@ -127,6 +156,10 @@ def test_commands_in_prose_and_their_options_exist():
         ("burst-portable run --ranks two", "valid integer"),
         ("burst-portable trian", "trian"),
         ("torchrun --nproc-per-node 2 -m burst_portable run --stepz 3", "--stepz"),
+        ("torchrun --nproc-per-node 2 --nnodez 2 -m burst_portable run", "--nnodez"),
+        ("srun torchrun --nnodes 2 -m burst_portable run --stepz 3", "--stepz"),
+        ("mpirunn -n 2 burst-portable run", "unknown program mpirunn"),
+        ("docker build -f backends/none/Containerfile .", "backends/none/Containerfile"),
         ("python -m benchmarks.attention --rowz full", "--rowz"),
         ("BURST_TIMEOUT=5 python examples/none.py", "examples/none.py"),
         ("make setup && make tset", "target"),

@@ -1,11 +1,12 @@
-"""Run the new half of every diff of docs/migration, on ranks that start as by torchrun, and check what it computes.
+"""Run the diffs of docs/migration, on ranks that start as by torchrun, and check what they compute.
 
-Each function below makes the names that a diff uses, and returns them with a check of the names afterwards.
+Each function below makes the names that a diff uses, and returns them with a check of the names afterwards. Every new
+half runs. The old halves of `OLD` run too; `test_migration.py` checks the names and calls of all.
 """
 
 from __future__ import annotations
 
-import ast
+import builtins
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -21,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import burst_portable as bp
 from burst_portable.integrations.transformers import parallelize
+from tests.support.other_libraries import stand_ins, with_flash_attn
 
 Names = dict[str, Any]
 Example = tuple[Names, Callable[[Names], bool]]
@@ -181,9 +183,51 @@ EXAMPLES: dict[str, list[Callable[[], Example]]] = {
 """By page: one entry for each of its diffs."""
 
 
+def packed_call_of_flash_attn() -> Example:
+    names, _ = packed_call()
+    q, k, v, ends = (names[name] for name in ("q", "k", "v", "cu_seqlens"))
+    parts = [reference(*(x[None, a:b] for x in (q, k, v)), is_causal=True) for a, b in pairwise(ends.tolist())]
+    return {**names, "max_seqlen": 30}, lambda names: close(names["out"], torch.cat(parts, dim=1)[0])
+
+
+def context_parallel_call_of_torch() -> Example:
+    """Return a call of which only the shape is checked: context_parallel has no operator for CPUs."""
+    names, _ = context_parallel_call()
+    return names, lambda names: names["full_out"].shape == names["q"].shape
+
+
+def usp_call_of_yunchang() -> Example:
+    """Return the call whose results are in the rows of the package's own layout."""
+    names, _ = usp_call()
+    expected = reference(names["q"], names["k"], names["v"], is_causal=True)
+    place = {"world_size": names["world_size"], "rd": names["ring"], "ud": names["ulysses"]}
+    return names, lambda names: close(names["out"], names["extract"](expected, names["rank"], **place))
+
+
+OLD: dict[tuple[str, int], Callable[[], Example]] = {
+    ("flash_attn", 0): one_device_call,
+    ("flash_attn", 1): packed_call_of_flash_attn,
+    ("ring_flash_attn", 0): local_call(zigzag),
+    ("context_parallel", 0): context_parallel_call_of_torch,
+    ("yunchang", 0): usp_call_of_yunchang,
+}
+"""By page and number: the names of the old halves that run."""
+
+
 def run(code: str, what: str, names: Names) -> Names:
     exec(compile(code, what, "exec"), names)
     return names
+
+
+def with_stand_ins(names: Names) -> Names:
+    """Return the names, and an import that finds stand-ins for absent libraries. Other code imports as before."""
+    modules = stand_ins()
+    modules["ring_flash_attn"] = with_flash_attn("ring_flash_attn", "zigzag_ring_flash_attn")
+
+    def find(name: str, *rest: Any) -> Any:
+        return modules[name] if name in modules else builtins.__import__(name, *rest)
+
+    return {**names, "__builtins__": {**vars(builtins), "__import__": find}}
 
 
 def diffs(page: Path) -> Iterator[str]:
@@ -192,14 +236,13 @@ def diffs(page: Path) -> Iterator[str]:
 
 
 def check_example(folder: Path, name: str, number: int) -> None:
-    """Parse the old half of a diff, run the new one, and check what it computes."""
+    """Run the new half of a diff, and the old one if it is in `OLD`; check what each computes."""
     what = f"diff {number} of {name}.md"
     old, new = halves(list(diffs(folder / f"{name}.md"))[number])
-    ast.parse(old, what)
-    make = EXAMPLES[name][number]
-    if make is context_parallel_call:  # torch is here: the old half runs, too
-        run(old, f"old half of {what}", make()[0])
-    names, check = make()
+    if (name, number) in OLD:
+        names, check = OLD[name, number]()
+        assert check(run(old, f"old half of {what}", with_stand_ins(names))), f"old half of {what}"
+    names, check = EXAMPLES[name][number]()
     assert check(run(new, what, names)), what
 
 

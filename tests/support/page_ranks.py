@@ -1,6 +1,8 @@
 """Run the `py` blocks of docs/ on ranks that start as by torchrun, and check what they compute.
 
-Each function below makes the names that a block uses, and returns them with a check of the names afterwards.
+Each function below makes the names that a block uses, and returns them with a check of the names afterwards. A block
+that needs a device, a package or a program of the reader has a `Named` instead: `test_docs.py` checks its imports, its
+names and its calls.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import burst_portable as bp
 from burst_portable.integrations.transformers import parallelize
+from tests.support.code_names import Named
 from tests.support.migration_ranks import Example, Names, close, llama, reference, run, tensors, zigzag
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -154,26 +157,56 @@ def ablated_step(_: Path) -> Example:
     return names, check
 
 
-EXAMPLES: dict[str, list[Callable[[Path], Example]]] = {
+HIGH_PRIORITY = Named("import torch.distributed as dist")
+TENSOR_PARALLEL = Named(
+    "import burst_portable as bp\n"
+    "from burst_portable.integrations.transformers import parallelize\n"
+    "from torch.distributed.device_mesh import init_device_mesh\n"
+    "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
+    "device data sequence tensor model",
+)
+EXAMPLES: dict[str, list[Callable[[Path], Example] | Named]] = {
+    "backends.md": [HIGH_PRIORITY],
+    "conformance.md": [Named()],
+    "frameworks.md": [
+        Named(names="model loader"),
+        Named(
+            "import lightning.pytorch as pl\n"
+            "from burst_portable.integrations.lightning import SequenceFSDPStrategy\n"
+            "from torch.distributed.fsdp import FSDPModule, fully_shard"
+        ),
+        Named(names="model dataset config"),
+    ],
+    "several_nodes.md": [Named("import burst_portable as bp\nimport torch.distributed as dist"), HIGH_PRIORITY],
+    "troubleshooting.md": [Named("import os\nimport torch.distributed as dist", "number")],
+    "writing_a_backend.md": [
+        Named("import torch", "acme_module make_process_group"),
+        Named(),
+        Named("import burst_portable as bp"),
+    ],
     "quickstart.md": [plain_call],
     "hugging_face.md": [
         loss_in_chunks,
         accumulated_step,
         accumulated_step_with_fsdp,
         data_parallel_step,
+        TENSOR_PARALLEL,
         full_weights,
         resumed_states,
+        Named("from trl import SFTConfig", "model dataset tokenizer"),
         longer_context,
     ],
     "profiling.md": [ablated_step],
 }
-"""By page: one entry for each of its `py` blocks."""
+"""By page: one entry for each of its `py` blocks, which runs if the entry is a function."""
 
 
 def main() -> int:
     torch.set_num_threads(1)
     for page, examples in EXAMPLES.items():
         for number, (make, code) in enumerate(zip(examples, fences(page, "py"), strict=True)):
+            if isinstance(make, Named):
+                continue
             names, check = make(Path(sys.argv[1]))
             assert check(run(code, f"py block {number} of {page}", names)), (page, number)
     dist.destroy_process_group()
