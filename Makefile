@@ -30,6 +30,8 @@ $(STAMP): pyproject.toml constraints.txt ci/setup.sh
 	@touch $@
 
 demo: $(STAMP)
+	@echo "Trains a small Llama for 10 steps of 4,096 tokens, on two ranks and again on one device to compare."
+	@echo "This takes about a minute on two CPU cores, longer if other programs use them."
 	@.venv/bin/burst-portable run --model tiny --ranks 2 --seq-len 4096 --steps 10 --check --profile --report report/ $(ARGS)
 
 # Tests that measure time run by themselves, all others in two processes; with options, one pytest runs what they say.

@@ -32,7 +32,8 @@ class TheirBackend(Backend):
         """Return whether this machine can run the backend, or the reason why not. Never raises."""
         if not torch.distributed.is_gloo_available():
             return Probe(False, "this torch is built without gloo")
-        return Probe(True, facts={"threads": torch.get_num_threads()})
+        # Its device is the CPU, so what runs there is evidence of the device itself.
+        return Probe(True, facts={"threads": torch.get_num_threads(), "evidence_level": "device"})
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the preferred kernel first. The reference kernel serves the calls that it declines."""
