@@ -13,6 +13,7 @@ from typing import Any
 import accelerate.big_modeling
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_portable import Mesh, run_threads
 from burst_portable.comm.local import LocalTransport
@@ -385,3 +386,36 @@ def test_checks_add_one_exchange_per_training_step(kind: str, exchanges: dict[st
 
     run_threads(2, work)
     assert +found == exchanges
+
+
+class _Reads(TorchDispatchMode):
+    """Record the operators whose result the host reads, for which it would wait on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "_unique2", "masked_select"):
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, (0, 20, 32)])
+def test_checks_of_a_step_read_no_values(cu_seqlens: Any) -> None:
+    """Over a device transport, from the batch to the gradients: Transformers reads position ids, once per call."""
+    whole, ids = make("llama"), tokens(1, 32)
+    with _Reads() as plain:
+        whole(input_ids=ids, labels=ids, position_ids=torch.arange(32)[None], use_cache=False).loss.backward()
+    assert len(plain.found) == 1
+    whole.zero_grad()
+
+    def work(mesh: Mesh) -> list[str]:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, _device_like(mesh))
+        with _Reads() as mode:
+            for _ in range(2):
+                model(**handle.shard(ids, cu_seqlens=cu_seqlens)).loss.backward()
+        return mode.found
+
+    assert run_threads(2, work) == [2 * plain.found] * 2
