@@ -38,6 +38,10 @@ TOWER: dict[str, Any] = {
 }
 
 
+BATCHES: tuple[dict[str, Any], ...] = ({}, {"padding": "right"}, {"padding": "left"}, {"with_images": False})
+"""Options of `batch` with which a family is tried."""
+
+
 @dataclass
 class Images:
     """Two images of the first row of a batch, and one of the second.
@@ -67,6 +71,7 @@ class Family:
         reference: Attention of the text model on one device.
         counts_tokens: Whether positions count from the first token of a row that begins with padding. RoPE in float32
             rounds differently at other positions, and Gemma 4 does not scale scores.
+        batches: Options of batches that the family supports.
     """
 
     kind: str
@@ -76,6 +81,7 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     reference: str = "sdpa"
     counts_tokens: bool = False
+    batches: tuple[dict[str, Any], ...] = BATCHES
 
 
 def _noise(*shape: int) -> Tensor:
@@ -143,6 +149,36 @@ FAMILIES: dict[str, Family] = {
         {"projector_patch_to_query_dict": {16: 4}},
     ),
     "aya_vision": Family("aya_vision", TEXT | {"model_type": "cohere"}, _SIGLIP, _squares()),
+    "blip-2": Family(
+        "blip-2",
+        {
+            "model_type": "opt",
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 128,
+            "dropout": 0.0,
+        },
+        TOWER | {"attention_dropout": 0.0},
+        _squares(),
+        {
+            "qformer_config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "encoder_hidden_size": 16,
+                "vocab_size": 64,
+                "hidden_dropout_prob": 0.0,
+                "attention_probs_dropout_prob": 0.0,
+            },
+            "num_query_tokens": 4,
+        },
+        batches=BATCHES[:2],
+    ),
     "cohere2_vision": Family(
         "cohere2_vision",
         TEXT | {"model_type": "cohere2"} | _WINDOWED,
@@ -203,12 +239,51 @@ FAMILIES: dict[str, Family] = {
     ),
     "idefics3": Family("idefics3", _LLAMA, TOWER, _by_row),
     "internvl": Family("internvl", _QWEN, TOWER | {"image_size": [16, 16], "patch_size": [4, 4]}, _squares()),
-    "janus": Family("janus", _LLAMA, TOWER | {"image_size": 8, "projection_dim": 32}, _squares(8)),
+    "janus": Family(
+        "janus",
+        _LLAMA,
+        TOWER | {"image_size": 8, "projection_dim": 32},
+        _squares(8),
+        {
+            "vq_config": {
+                "embed_dim": 8,
+                "num_embeddings": 16,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "projection_dim": 32,
+                "image_token_embed_dim": 32,
+            }
+        },
+    ),
     "lighton_ocr": Family(
         "lighton_ocr",
         TEXT | {"model_type": "qwen3"},
         TOWER | {"model_type": "pixtral", "image_size": 32, "head_dim": 8},
         _sizes,
+    ),
+    "llama4": Family(
+        "llama4",
+        TEXT
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 11,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "floor_scale": 4,
+            "attn_temperature_tuning": True,
+        },
+        TOWER
+        | {
+            "intermediate_size": 64,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+            "pixel_shuffle_ratio": 0.5,
+        },
+        _squares(),
+        batches=BATCHES[:2] + BATCHES[3:],
     ),
     "llava": Family("llava", _LLAMA, _CLIP, _squares(8)),
     "llava_next": Family("llava_next", _LLAMA, _CLIP, _parts, _PINPOINTS),

@@ -14,14 +14,12 @@ from burst_portable import Mesh, run_threads
 from burst_portable.integrations.transformers import all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.checks import text_model_of
 
-BATCHES: tuple[dict[str, Any], ...] = ({}, {"padding": "left"}, {"padding": "right"}, {"with_images": False})
-
 
 def try_images(name: str) -> Trial:
-    """Compare a family on all numbers of ranks and batches."""
+    """Compare a family on all numbers of ranks and on its batches."""
     model, plain = make(name), FAMILIES[name].reference
     worst = 0.0
-    for options in BATCHES:
+    for options in FAMILIES[name].batches:
         inputs = batch(name, model, **options)
         worst = max(worst, *(compare(model, inputs, ranks, plain) for ranks in RANKS))
     return Trial("equal" if worst <= allowed(plain) else "different", "", worst, plain)

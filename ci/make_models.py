@@ -56,8 +56,8 @@ Each was tried on {ranks} ranks with full batches of two rows and three images, 
 sizes if the model allows it. The same batch was tried with padding at either end, and one without
 an image. Gradients of vision towers were compared too.
 
-| family | class | tolerance | reference |
-| --- | --- | --- | --- |"""
+| family | class | tolerance | reference | note |
+| --- | --- | --- | --- | --- |"""
 REFUSED_IMAGES = """
 ## Vision-language models: not supported
 
@@ -141,7 +141,10 @@ def page(trials: dict[tuple[str, str], Trial]) -> str:
 
 def image_row(name: str, trial: Trial) -> str:
     """Return the row of a family of vision-language models."""
-    return row(name, class_of(name).__name__, trial).removesuffix("|  |") + "|"
+    notes = {"left": "no padding at the beginning", None: "images in every batch"}
+    tried = [options.get("padding") for options in FAMILIES[name].batches if options]
+    note = ", ".join(text for padding, text in notes.items() if padding not in tried)
+    return row(name, class_of(name).__name__, trial).removesuffix("|  |") + f"| {note} |"
 
 
 def images_page(trials: dict[str, Trial]) -> str:

@@ -153,7 +153,7 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
         return "a forward without position_ids, which every shard needs"
     if getattr(config, "trigram_input", False) or any(_mixes_tokens(m) for m in model.modules()):
         return "tokens that interact outside attention, in a convolution or in embeddings of neighbors"
-    if any(m.padding_idx is not None for name, m in model.named_modules() if _is_position_table(name, m)):
+    if any("position" in name and getattr(m, "padding_idx", None) is not None for name, m in model.named_modules()):
         return "positions that start at its padding token, as in RoBERTa"
     if getattr(config, "output_attentions", False):
         return "output_attentions, but attention weights are never computed"
@@ -166,11 +166,18 @@ def _unsupported_part(model: PreTrainedModel, *, full_batches: bool) -> str | No
     """Return why a model of several parts, for example a vision-language model, is not supported."""
     parts = f"a model of several parts ({', '.join(model.config.sub_configs)})"
     text = text_model_of(model)
-    if text is model or not model.can_generate() or model.base_model is model:
+    if text is model or not has_head(model):
         return f"{parts}; pass its language model"
     if reason := _unsupported_reason(text):
         return f"{parts}, of which {type(text).__name__} is not supported: {reason}"
     return None if full_batches else f"{parts}; pass full_batches=True, or its language model"
+
+
+def has_head(model: Any) -> bool:
+    """Return whether a model computes logits and a loss. Some models of several parts have no base model (Llama 4)."""
+    if text_model_of(model) is not model:
+        return bool(model.can_generate())
+    return model.base_model is not model
 
 
 def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -198,10 +205,6 @@ def _pools_tokens(model: nn.Module) -> bool:
 
 def _mixes_tokens(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
-
-
-def _is_position_table(name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) and "position" in name
 
 
 def drops_layers(model: nn.Module) -> bool:

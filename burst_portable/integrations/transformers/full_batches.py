@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from burst_portable.errors import DtypeError, InputError, UnsupportedError
 from burst_portable.gradients import all_reduce
 from burst_portable.integrations.transformers.batch_check import KEY
+from burst_portable.integrations.transformers.checks import has_head
 from burst_portable.integrations.transformers.left_padding import roll_rows
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
@@ -75,7 +76,7 @@ def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather
         raise UnsupportedError("TRL's fused head on full batches needs labels, and has no router loss", got=got)
     gather = not has_labels if gather is None else gather
     # Every rank would compute the full gradients of a head outside this call, and their sum would be too large.
-    if torch.is_grad_enabled() and (module is not model or module.base_model is module):
+    if torch.is_grad_enabled() and (module is not model or not has_head(module)):
         raise UnsupportedError(
             "a model without a head would be trained by full_batches=True",
             got=type(module).__name__,

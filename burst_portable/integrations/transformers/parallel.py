@@ -39,6 +39,7 @@ from burst_portable.integrations.transformers.checks import (
     check_positions,
     checked_positions,
     drops_layers,
+    has_head,
     keeps_activations,
     longer_than_trained,
     parameters_of,
@@ -273,7 +274,7 @@ class ShardedModel:
 
     def _watch_loss(self, model: PreTrainedModel) -> None:
         """Install the sharded loss, also if the model's loss function was replaced since."""
-        if self.mesh.size > 1 and model.base_model is not model and sharded_loss(model) is None:
+        if self.mesh.size > 1 and has_head(model) and sharded_loss(model) is None:
             model.loss_function = ShardedLoss(loss_of(model))
 
     def undo(self) -> None:
