@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _OPERATION = struct.Struct("=I4xQI4xI20x")  # CUstreamBatchMemOpParams: operation, address, value, flags; 48 bytes
 # CUDA_MEMCPY2D, of the source and of the target: x, y, kind, host, address, array, pitch; then width and height.
 _LINES = struct.Struct("=16xI12xQ8xQ16xI12xQ8xQQQ")
+_POINTER = struct.Struct("=Q")
 
 
 class Driver:
@@ -160,7 +161,7 @@ class _Extra(ctypes.Structure):
 
     _fields_ = (
         ("buffer", ctypes.c_void_p),
-        ("packed", ctypes.c_char_p),
+        ("packed", ctypes.c_void_p),
         ("size", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
         ("end", ctypes.c_void_p),
@@ -272,19 +273,37 @@ def kernel_driver() -> KernelDriver | None:
 
 
 class Bound:
-    """A launch with fixed parameters."""
+    """A launch with fixed parameters, except the address of one tensor if it has a renewed argument (see `ready`).
 
-    __slots__ = ("_address", "_count", "_driver", "_extra", "_what")
+    It keeps no tensor alive. Two threads must not launch the same one with a renewed argument at the same time. They do
+    not if another parameter is the address of a result, into which one call writes at a time.
+    """
+
+    __slots__ = ("_address", "_count", "_driver", "_extra", "_packed", "_renewed", "_what")
 
     def __init__(
-        self, driver: KernelDriver, function: int, grid: tuple[int, int, int], threads: int, shared: int, packed: bytes
+        self,
+        driver: KernelDriver,
+        function: int,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared: int,
+        packed: bytes,
+        renewed: int | None = None,
     ) -> None:
-        self._driver, self._count = driver, ctypes.c_size_t(len(packed))
-        self._extra = _Extra(_BUFFER, packed, _SIZE, ctypes.addressof(self._count), None)  # keeps `packed`
+        """Keep the parameters. `renewed`: Offset in `packed` of the address that each launch sets."""
+        self._driver, self._renewed = driver, renewed
+        self._packed, self._count = ctypes.create_string_buffer(packed, len(packed)), ctypes.c_size_t(len(packed))
+        parameters, count = ctypes.addressof(self._packed), ctypes.addressof(self._count)
+        self._extra = _Extra(_BUFFER, parameters, _SIZE, count, None)
         self._address = ctypes.addressof(self._extra)
         self._what = (function, *grid, threads, 1, 1, shared)
 
-    def __call__(self, stream: int) -> None:
+    def __call__(self, stream: int, renewed: Tensor | None = None) -> None:
+        """Launch. `renewed`: The tensor of the renewed argument, which must be given if there is one."""
+        if self._renewed is not None:
+            assert renewed is not None, "an old address would be used again"
+            _POINTER.pack_into(self._packed, self._renewed, renewed.data_ptr())
         self._driver.launch(self._what, stream, self._address)
 
 
@@ -292,31 +311,49 @@ class Ready:
     """A compiled kernel whose parameters this module packs."""
 
     def __init__(
-        self, driver: KernelDriver, function: int, metadata: Any, form: struct.Struct, args: Sequence[Any]
+        self,
+        driver: KernelDriver,
+        function: int,
+        metadata: Any,
+        packing: Packing,
+        args: Sequence[Any],
+        renewed: int | None = None,
     ) -> None:
-        self._driver, self._function, self._form = driver, function, form
+        """Keep what does not depend on the tensors. `renewed`: Index in `args` of the renewed argument."""
+        self._driver, self._function, self._form = driver, function, packing.form
         self._threads: int = 32 * metadata.num_warps
         self._shared: int = metadata.shared
         self._described = [i for i, a in enumerate(args) if isinstance(a, Described)]
         self._tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        self._renewed = None if renewed is None else packing.offsets[renewed]
 
     def bound(self, grid: tuple[int, int, int], args: Sequence[Any]) -> Bound:
         """Return a launch with these numbers, addresses and packed descriptions."""
         packed = self._form.pack(*args, 0, 0)
-        return Bound(self._driver, self._function, grid, self._threads, self._shared, packed)
+        return Bound(self._driver, self._function, grid, self._threads, self._shared, packed, self._renewed)
 
-    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
-        """Launch with arguments of the types for which the kernel was compiled, without constants."""
+    def __call__(
+        self, grid: tuple[int, int, int], args: Sequence[Any], stream: int, renewed: Tensor | None = None
+    ) -> Bound:
+        """Launch with arguments of the types for which the kernel was compiled, without constants.
+
+        Return the launch. It may be repeated for tensors with the same addresses, shapes, strides and dtypes.
+        """
         values = list(args)
         for i in self._described:
             values[i] = values[i].packed
         for i in self._tensors:
             values[i] = values[i].data_ptr()
-        self.bound(grid, values)(stream)
+        bound = self.bound(grid, values)
+        bound(stream, renewed)
+        return bound
 
 
-def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any]) -> Ready | None:
-    """Load a kernel that Triton compiled for these arguments; None if this module cannot pack its parameters."""
+def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any], renewed: Tensor | None = None) -> Ready | None:
+    """Load a kernel that Triton compiled for these arguments; None if this module cannot pack its parameters.
+
+    `renewed`: The one of `args` that is another tensor in each launch. Default: none.
+    """
     metadata = kernel.metadata
     if driver is None or metadata.num_ctas != 1 or metadata.launch_pdl or metadata.launch_cooperative_grid:
         return None
@@ -327,13 +364,23 @@ def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any]) -> Read
     if [(tuple(m["block_size"]), m["swizzle"]) for m in maps] != [(d.box, _SWIZZLES[d.swizzle]) for d in described]:
         return None
     function = driver.load(kernel)
-    form = packing(args, driver.parameters(function))
-    return None if form is None else Ready(driver, function, metadata, form, args)
+    packed = packing(args, driver.parameters(function))
+    if packed is None:
+        return None
+    index = None if renewed is None else next(i for i, a in enumerate(args) if a is renewed)
+    return Ready(driver, function, metadata, packed, args, index)
 
 
-def packing(args: Sequence[Any], parameters: Sequence[tuple[int, int]]) -> struct.Struct | None:
-    """Return the layout of a launch's buffer, with Triton's two last pointers; None if the parameters do not fit."""
-    form, at, rest = "=", 0, list(parameters)
+class Packing(NamedTuple):
+    """Layout of the buffer of a launch's parameters."""
+
+    form: struct.Struct  # of all arguments, and of Triton's two last pointers
+    offsets: tuple[int, ...]  # of each argument, in bytes
+
+
+def packing(args: Sequence[Any], parameters: Sequence[tuple[int, int]]) -> Packing | None:
+    """Return the layout of a launch's buffer; None if the parameters do not fit the arguments."""
+    form, at, rest, offsets = "=", 0, list(parameters), []
     for arg in (*args, None, None):
         if not rest:
             return None
@@ -342,9 +389,10 @@ def packing(args: Sequence[Any], parameters: Sequence[tuple[int, int]]) -> struc
         if start < at or rest[: len(parts)] != [(start + offset, each) for offset, each in parts]:
             return None
         form += f"{start - at}x{letter}"
+        offsets.append(start)
         at = start + struct.calcsize("=" + letter)
         del rest[: len(parts)]
-    return None if rest else struct.Struct(form)
+    return None if rest else Packing(struct.Struct(form), tuple(offsets))
 
 
 def _parts(arg: Any, size: int) -> tuple[str, list[tuple[int, int]]]:

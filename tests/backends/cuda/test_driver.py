@@ -59,7 +59,7 @@ def test_packing_places_arguments_at_kernel_offsets(args, parameters):
     values = [
         a.packed if isinstance(a, Described) else a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args
     ]
-    packed = form.pack(*values, 0, 0)
+    packed = form.form.pack(*values, 0, 0)
     read = {4: "=i", 8: "=q"}
     numbers = []
     for offset, size in parameters:
@@ -118,7 +118,7 @@ def test_ready_launch_passes_grid_threads_and_arguments(compiled, args, paramete
     assert len(packed) == sum(parameters[-1])
     values = [a.packed if isinstance(a, Described) else a for a in args]
     values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in values]
-    assert packed == packing(args, parameters).pack(*values, 0, 0)
+    assert packed == packing(args, parameters).form.pack(*values, 0, 0)
 
 
 def test_ready_returns_none_if_triton_must_launch(compiled, args, parameters):

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda.driver import current_stream, on
+from burst_portable.backends.cuda.driver import Bound, current_stream, on
 from burst_portable.backends.cuda.hopper.configs import (
     KEY_BLOCK,
     BackwardCut,
@@ -118,30 +118,28 @@ class HopperKernel(Kernel):
         yields_to_comm: bool,
     ) -> None:
         """Write out and LSE of all rows if `fresh`, else merge into the rows that are in tiles."""
-        rows, dim, value_dim = q.shape[1], q.shape[3], v.shape[3]
-        _check_last_stride("lse", lse)
-        launch = self._forward_launch(tiles, sizes_of(q, k, v), q.device, fresh, yields_to_comm)
-        config = launch.cut
+        launch, device = self._forward_launch(tiles, sizes_of(q, k, v), q.device, fresh, yields_to_comm), q.device
         compiled = compiled_kernels()
-        mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
-        with on(q.device):
-            stream = current_stream(q.device)
+        with on(device):
+            stream = current_stream(device)
+            counter, places = compiled.counter(device, stream), placed(call, q, k, v, out, lse)
+            if bound := launch.bound.get(places):
+                bound[0](stream, counter)
+                return
+            _check_last_stride("lse", lse)
+            rows, dim, value_dim, config = q.shape[1], q.shape[3], v.shape[3], launch.cut
+            wide = out.dtype == torch.float32
+            mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if wide else compiled.OUT_16
             head, values = panels(dim), forward_value_panels(value_dim)
-            places = placed(q, k, v, out)
-            described = launch.described.get(places)
-            if described is None:
-                q, q_rows = compiled.aligned_panels("q", q, 64, head)
-                k, k_rows = compiled.aligned_panels("k", k, config.BN, head)
-                v, v_rows = compiled.aligned_panels("v", v, config.BN, values)
-                described = *q_rows, *k_rows, *v_rows, *compiled.panels("out", out, 64, values)
-                if placed(q, k, v, out) == places:  # no input was copied
-                    launch.described.keep(places, described)
-            compiled.forward(
-                (q.device.index, q.dtype, mode, dim, value_dim, config.W, call.softcap),
+            q, q_rows = compiled.aligned_panels("q", q, 64, head)
+            k, k_rows = compiled.aligned_panels("k", k, config.BN, head)
+            v, v_rows = compiled.aligned_panels("v", v, config.BN, values)
+            made = compiled.forward(
+                (device.index, q.dtype, mode, dim, value_dim, config.W, call.softcap),
                 launch.grid,
                 (
-                    *described, out, lse, launch.table, compiled.counter(q.device, stream),
-                    _score_factor(call), rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
+                    *q_rows, *k_rows, *v_rows, *compiled.panels("out", out, 64, values), out, lse, launch.table,
+                    counter, _score_factor(call), rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
                     *launch.heads,
                 ),
                 (
@@ -150,7 +148,10 @@ class HopperKernel(Kernel):
                 ),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
                 stream,
+                counter,
             )  # fmt: skip
+            if made is not None and placed(call, q, k, v, out, lse) == places:  # no input was copied
+                launch.bound.keep(places, (made,))
 
     def forward_single_call(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
@@ -183,14 +184,13 @@ class HopperKernel(Kernel):
         split = split_configs(q.shape[3], x.v.shape[3])
         if not tiles or q.numel() == 0:
             return
-        x = _with_aligned_dout(x)
         with on(q.device):
             if split:
                 self._launch_split(split, x, tiles, call, into, store=False)
             else:
                 launch = self._adding_launch(tiles, sizes_of(q, x.k, x.v), q.device, call.deterministic)
-                terms = _row_terms(launch.cut.config.BM, x, call)
-                _launch_backward(launch, terms, x, call, into, store=False)
+                terms = _empty_terms(launch.cut.config.BM, q)
+                _launch_backward(launch, terms, x, call, into, store=False, writes_terms=True)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         """Return dQ in float32, and dK and dV in the dtype of k.
@@ -203,7 +203,6 @@ class HopperKernel(Kernel):
         if not tiles or q.numel() == 0 or k.numel() == 0:
             return super().backward_single_call(x, tiles, call)
         _check_settings(call)
-        x = _with_aligned_dout(x)
         if split:
             if self._divides(tiles, sizes_of(q, k, v), split[1], call.deterministic):
                 return super().backward_single_call(x, tiles, call)
@@ -214,11 +213,11 @@ class HopperKernel(Kernel):
         launches = self._writing_launches(tiles, sizes_of(q, k, v), q.device, call.deterministic)
         if not launches:
             return super().backward_single_call(x, tiles, call)
-        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN)
+        dq = torch.empty_like(q, dtype=torch.float32, memory_format=_PLAIN)
+        dk, dv = torch.empty_like(k, memory_format=_PLAIN), torch.empty_like(v, memory_format=_PLAIN)
+        terms = _empty_terms(launches[0].cut.config.BM, q)
         with on(q.device):
-            terms = _row_terms(launches[0].cut.config.BM, x, call, cleared=dq)
-            _launch_backward(launches[0], terms, x, call, (dq, dk, dv), store=True)
+            _launch_backward(launches[0], terms, x, call, (dq, dk, dv), store=True, writes_terms=True)
             for launch in launches[1:]:
                 assert launch.cut.keys is not None, "all keys have been written"
                 keys = slice(*launch.cut.keys)
@@ -239,9 +238,11 @@ class HopperKernel(Kernel):
         store: bool,
     ) -> None:
         """Compute dQ, dK and dV with one launch each. If `store`, write 16-bit gradients, else add to float32 ones."""
+        x = _with_aligned_dout(x)
         dout, q, k, v, *_ = x
         compiled, dim, value_dim = compiled_kernels(), q.shape[3], v.shape[3]
-        head, values, terms = panels(dim), panels(value_dim), _row_terms(KEY_BLOCK, x, call)
+        head, values, terms = panels(dim), panels(value_dim), _empty_terms(KEY_BLOCK, q)
+        _write_terms(terms, x, call)
         about, device = sizes_of(q, k, v), q.device
         whole = store or not self._divides(tiles, about, configs[1], call.deterministic)
         # The launches read the copies, if there are any, so the copies must live as long as the launches.
@@ -296,49 +297,58 @@ def _launch_backward(
     into: Gradients,
     *,
     store: bool,
+    writes_terms: bool = False,
 ) -> None:
     """Launch the kernel that computes all gradients, on the current device.
 
-    It adds to dq. It writes dk and dv if `store`, and adds to them otherwise. If `store`, they must be contiguous.
+    It adds to dq. It writes dk and dv if `store`, and adds to them otherwise. If `store`, they must be contiguous. If
+    `writes_terms`, another launch writes the row terms before and, if `store`, sets dq to 0.
     """
+    dout, q, k, v, lse, out, delta = x
+    dq, dk, dv = into
+    stream, order = current_stream(q.device), None
+    if launch.visitors is not None:
+        order = launch.visitors.repeat(q.shape[0] * q.shape[2])
+    inputs = dout, q, k, v, lse, *(() if out is None else (out,)), *(() if delta is None else (delta,))
+    places = out is None, placed(call, *inputs, terms, dq, dk, dv)
+    if bound := launch.bound.get(places):
+        *before, gradients = bound
+        for one in before:
+            one(stream)
+        gradients(stream, order)
+        return
     compiled = compiled_kernels()
-    dout, q, k, v, *_ = x
+    aligned = _with_aligned_dout(x)
+    written = _write_terms(terms, aligned, call, cleared=dq if store else None) if writes_terms else None
     config, dim, value_dim = launch.cut.config, q.shape[3], v.shape[3]
     head, values = panels(dim), panels(value_dim)
-    dq, dk, dv = into
-    places = placed(q, k, v, dout, terms, dq, dk, dv)
-    described = launch.described.get(places)
-    if described is None:
-        q, q_rows = compiled.aligned_panels("q", q, config.BM, head)
-        k, k_rows = compiled.aligned_panels("k", k, 64, head)
-        v, v_rows = compiled.aligned_panels("v", v, 64, values)
-        described = (
-            *q_rows, *k_rows, *v_rows, *compiled.panels("dout", dout, config.BM, values),
+    aligned_q, q_rows = compiled.aligned_panels("q", q, config.BM, head)
+    aligned_k, k_rows = compiled.aligned_panels("k", k, 64, head)
+    aligned_v, v_rows = compiled.aligned_panels("v", v, 64, values)
+    copied = aligned.dout is not dout or aligned_q is not q or aligned_k is not k or aligned_v is not v
+    made = compiled.backward(
+        (q.device.index, q.dtype, dim, value_dim, store, call.softcap, launch.cut.ordered),
+        launch.grid,
+        (
+            *q_rows, *k_rows, *v_rows, *compiled.panels("dout", aligned.dout, config.BM, values),
             compiled.vector(terms, config.BM),
             *compiled.panels("dq", dq, 64, (64, head[1])),
             *compiled.panels("dk", dk, 64, head),
             *compiled.panels("dv", dv, 64, values),
-        )  # fmt: skip
-        if placed(q, k, v, dout, terms, dq, dk, dv) == places:  # no input was copied
-            launch.described.keep(places, described)
-    row_blocks, order = 0, launch.table  # not read without an order
-    if launch.visitors is not None:
-        row_blocks = launch.visitors.numel()
-        order = launch.visitors.repeat(q.shape[0] * q.shape[2])
-    compiled.backward(
-        (q.device.index, q.dtype, dim, value_dim, store, call.softcap, launch.cut.ordered),
-        launch.grid,
-        (
-            *described, dk, dv, launch.table, order,
-            call.scale, _score_factor(call), *launch.heads, k.shape[1], row_blocks,
+            dk, dv, launch.table, launch.table if order is None else order,  # not read without an order
+            call.scale, _score_factor(call), *launch.heads, k.shape[1],
+            0 if launch.visitors is None else launch.visitors.numel(),
         ),
         (
             config.BM, *head, dim, *values, value_dim, config.NQ, _folds(q.dtype), int(store),
             call.softcap or 0.0, config.early, int(launch.cut.ordered), config.REGS,
         ),
         {"num_warps": 4, "maxnreg": config.maxnreg},
-        current_stream(q.device),
+        stream,
+        order,
     )  # fmt: skip
+    if made is not None and not copied and (written is not None or not writes_terms):
+        launch.bound.keep(places, (made,) if written is None else (written, made))
 
 
 def _score_factor(call: AttentionCall) -> float:
@@ -356,21 +366,32 @@ def _with_aligned_dout(x: BackwardInputs) -> BackwardInputs:
     return x if dout is x.dout else x._replace(dout=dout)
 
 
-def _row_terms(block: int, x: BackwardInputs, call: AttentionCall, *, cleared: Tensor | None = None) -> Tensor:
-    """Return the row terms [2·B·H, padded rows] in float32: shift - lse / scale of each head, then -delta of each head.
+def _empty_terms(block: int, q: Tensor) -> Tensor:
+    """Return memory for the row terms of q [B, Sq, H, D]: [2·B·H, padded rows] in float32.
 
-    Padded rows get -inf and 0. The last block may start at the last row, so the padding covers a whole `block`. With a
-    softcap, scores are multiples of the cap, so the cap replaces the scale. The same launch sets `cleared`, contiguous
-    float32 [B, Sq, Hq, D], to 0.
+    The last block may start at the last row, so the padding covers a whole `block`.
+    """
+    batch, rows, heads, _ = q.shape
+    return torch.empty(2 * batch * heads, -(-(rows + block) // 64) * 64, dtype=torch.float32, device=q.device)
+
+
+def _write_terms(
+    made: Tensor, x: BackwardInputs, call: AttentionCall, *, cleared: Tensor | None = None
+) -> Bound | None:
+    """Write the row terms into `made`: shift - lse / scale of each head, then -delta of each head.
+
+    Padded rows get -inf and 0. With a softcap, scores are multiples of the cap, so the cap replaces the scale. The same
+    launch sets `cleared`, contiguous float32 [B, Sq, Hq, D], to 0.
+
+    Returns:
+        The launch, as `Launcher.__call__`; None if it reads a copy of a tensor.
     """
     compiled = compiled_kernels()
     dout, q, _, _, lse, out, delta = x
-    dim = q.shape[3]
+    dim, padded = q.shape[3], made.shape[1]
     batch, rows, heads, value_dim = dout.shape
-    padded = -(-(rows + block) // 64) * 64
     scale = call.scale if call.softcap is None else call.softcap
     shift = math.log(call.scale) / scale if _folds(dout.dtype) else 0.0
-    made = torch.empty(2 * batch * heads, padded, dtype=torch.float32, device=dout.device)
     _check_last_stride("lse", lse)
     if out is not None and out.element_size() not in (2, 4):
         delta, out = row_delta(dout, out), None
@@ -382,7 +403,7 @@ def _row_terms(block: int, x: BackwardInputs, call: AttentionCall, *, cleared: T
         source, terms = align_rows(out), lse
     out_strides, dout_strides = compiled.strides("out", source, 4), compiled.strides("dout", dout, 8)
     clear = cleared is not None
-    compiled.prepare(
+    written = compiled.prepare(
         (dout.device.index, dout.dtype, source.dtype, out is None, dim, value_dim, clear),
         (padded // 64 * batch * heads, 1, 1),
         (
@@ -394,7 +415,8 @@ def _row_terms(block: int, x: BackwardInputs, call: AttentionCall, *, cleared: T
         {"num_warps": 4},
         current_stream(dout.device),
     )  # fmt: skip
-    return made
+    is_copy = terms is not x.delta if x.out is None else source is not x.out
+    return None if is_copy else written
 
 
 def _check_settings(call: AttentionCall) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda.driver import Described, kernel_driver, pack_described, ready
+from burst_portable.backends.cuda.driver import Bound, Described, kernel_driver, pack_described, ready
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table
 from burst_portable.backends.cuda.hopper.configs import (
     KEY_BLOCK,
@@ -31,11 +31,12 @@ from burst_portable.backends.cuda.hopper.configs import (
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import align_rows
 from burst_portable.kernels.triton.arguments import ALWAYS, Address, compiled_kernel, name_compile_errors
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.utils.cache import Cache
 
 _DESCRIPTORS = 8192  # maximum number of descriptors that are kept; a layer uses 13 per head group
-_DESCRIBED = 512  # maximum number of combinations of tensors whose descriptors a prepared launch keeps
+_BOUND = 512  # maximum number of combinations of tensors for which a prepared launch is bound; 2 to 3 KB each
 _COUNTERS = 1024  # counters per pool
 
 
@@ -47,7 +48,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._launches: dict[Hashable, Callable[[tuple[int, int, int], Sequence[Any], int], None]] = {}
+        self._launches: dict[Hashable, Callable[..., Bound | None]] = {}
 
     def __call__(
         self,
@@ -57,7 +58,8 @@ class Launcher:
         constants: Sequence[Any],
         options: dict[str, int],
         stream: int,
-    ) -> None:
+        renewed: Tensor | None = None,
+    ) -> Bound | None:
         """Launch the kernel on the current device.
 
         Args:
@@ -67,25 +69,29 @@ class Launcher:
             constants: Compile-time constants, which follow `args` in the signature.
             options: Launch options of Triton.
             stream: Current stream of the device.
+            renewed: The one of `args` that is another tensor in each launch, if there is one: each key has one or none.
+
+        Returns:
+            The launch, for tensors with the same addresses, shapes, strides and dtypes; None if Triton launched it.
         """
         launch = self._launches.get(key)
         if launch is not None:
-            launch(grid, args, stream)
-            return
+            return launch(grid, args, stream, renewed)
         configuration, next_step = f"{key}, {tuple(constants)}, {options}", "name another kernel, such as 'triton'"
         every = (*_for_triton(args), *constants)
         compiled = compiled_kernel(self._kernel, every, {**options, **ALWAYS}, "sm_90", configuration, next_step)
         if compiled is None:
             self._launches[key] = _launch_nothing
-            return
+            return None
 
-        def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
+        def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int, _: Tensor | None) -> None:
             compiled[grid](*_for_triton(args), *constants, stream=stream)
 
-        launch = ready(kernel_driver(), compiled, args) or by_triton
+        launch = ready(kernel_driver(), compiled, args, renewed) or by_triton
         with name_compile_errors(self._kernel, "sm_90", configuration, next_step):  # Triton may compile a launcher
-            launch(grid, args, stream)
+            bound = launch(grid, args, stream, renewed)
         self._launches[key] = launch
+        return bound
 
 
 def _launch_nothing(*_: object) -> None:
@@ -249,8 +255,9 @@ class PreparedLaunch(Generic[C]):
         grid: Number of programs along x, y and z.
         heads: The kernel's arguments that map a program to a head, in the order of its signature.
         visitors: The first work row that visits each block of queries, if additions to dQ are ordered.
-        described: Descriptors by the addresses, strides and dtypes of the tensors of a launch. One lookup takes less
-            host time than one for each tensor.
+        bound: The launch itself and those that belong to it, with packed parameters, by everything that `placed`
+            returns. Their other parameters depend on the tiles and the sizes, by which kernels find a prepared launch.
+            `table` must live as long as they do.
     """
 
     cut: C
@@ -258,12 +265,12 @@ class PreparedLaunch(Generic[C]):
     grid: tuple[int, int, int]
     heads: tuple[int, ...]
     visitors: Tensor | None = None
-    described: Cache[Hashable, tuple[Described, ...]] = field(default_factory=lambda: Cache(_DESCRIBED), compare=False)
+    bound: Cache[Hashable, tuple[Bound, ...]] = field(default_factory=lambda: Cache(_BOUND), compare=False)
 
 
-def placed(*tensors: Tensor) -> Hashable:
-    """Return the address, the strides and the dtype of each tensor."""
-    return tuple([part for x in tensors for part in (x.data_ptr(), x.stride(), x.dtype)])
+def placed(call: AttentionCall, *tensors: Tensor) -> Hashable:
+    """Return the numbers of a call, and the address, the strides and the dtype of each tensor of its launches."""
+    return call.scale, call.softcap, *[part for x in tensors for part in (x.data_ptr(), x.stride(), x.dtype)]
 
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Pass:

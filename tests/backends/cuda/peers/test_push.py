@@ -211,7 +211,7 @@ def test_push_launch_is_packed_as_ptx_declares():
     at_once = push.AT_ONCE
     messages = [(1 << 40 | i << 4, 1 << 41 | i << 4, *(16 * (8 * i + n) for n in range(4))) for i in range(at_once - 1)]
     grid, numbers = push._launch(messages)
-    packed = packing(numbers, places[1:]).pack(*numbers, 0, 0)
+    packed = packing(numbers, places[1:]).form.pack(*numbers, 0, 0)
     read = [int.from_bytes(packed[start : start + size], "little") for start, size in places[1:]]
     sent = [n for source, target, *counts in messages for n in (source, target, *(c // 16 for c in counts))]
     assert read == [*sent, *[0] * 6, 0, 0]

@@ -1,0 +1,310 @@
+"""Test that a launch which is repeated from its addresses equals one whose parameters are packed anew."""
+
+import ctypes
+import functools
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from burst_portable.backends.cuda import driver as cuda_driver
+from burst_portable.backends.cuda.driver import MAP, Described
+from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper import launch
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel, triton_reason
+from burst_portable.backends.cuda.hopper.launch import Compiled
+from burst_portable.kernels.base import BackwardInputs
+from burst_portable.planning.tiles import Tiles, make_tile
+from tests.support.calls import settings
+
+if triton_reason():
+    pytest.skip(triton_reason(), allow_module_level=True)
+
+ROWS, HEADS, DIM = 24, 2, 64
+COUNTERS = torch.zeros(4, dtype=torch.int32).split(1)  # by stream
+
+
+class RecordingDriver:
+    """Record the parameters of launches. The tensor maps contain everything from which they are made."""
+
+    def __init__(self):
+        self.launches, self.args, self.maps = [], (), 0
+
+    def load(self, kernel):
+        return 77
+
+    def parameters(self, function):
+        """Return parameters for the arguments that `ready` got: pointers and integers take 8 bytes."""
+        found, at = [], 0
+        for arg in (*self.args, None, None):
+            rank = len(arg.box) if isinstance(arg, Described) else 0
+            sizes = [MAP, *[4] * rank, *[8] * rank] if rank else [4 if isinstance(arg, float) else 8]
+            for size in sizes:
+                at = -(-at // min(size, 64)) * min(size, 64)
+                found.append((at, size))
+                at += size
+        return found
+
+    def tensor_map(self, *about):
+        self.maps += 1
+        return repr(about).encode().ljust(MAP)
+
+    def launch(self, what, stream, extra):
+        _, packed, _, count, _ = (ctypes.c_uint64 * 5).from_address(extra)
+        self.launches.append((what, stream, ctypes.string_at(packed, ctypes.c_size_t.from_address(count).value)))
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Launch with a driver that records, and with an allocator that gives equal requests the same memory."""
+    driver = RecordingDriver()
+    metadata = SimpleNamespace(
+        num_ctas=1, launch_pdl=False, launch_cooperative_grid=False, global_scratch_size=0, profile_scratch_size=0,
+        num_warps=4, shared=0,
+    )  # fmt: skip
+
+    def ready(_, kernel, args, renewed=None):
+        driver.args = args
+        maps = [a for a in args if isinstance(a, Described)]
+        swizzles = {0: 0, 32: 1, 64: 2, 128: 3}
+        metadata.tensordesc_meta = [{"block_size": m.box, "swizzle": swizzles[m.swizzle]} for m in maps]
+        return cuda_driver.ready(driver, SimpleNamespace(metadata=metadata), args, renewed)
+
+    monkeypatch.setattr(launch, "kernel_driver", lambda: driver)
+    monkeypatch.setattr(launch, "compiled_kernel", lambda kernel, *_: kernel)
+    monkeypatch.setattr(launch, "ready", ready)
+    kernels = Compiled()
+    kernels.counter = lambda device, stream: COUNTERS[stream]
+    monkeypatch.setattr(hopper_kernel, "compiled_kernels", lambda: kernels)
+    monkeypatch.setattr(hopper_kernel, "on", lambda device: nullcontext())
+    monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 0)
+    monkeypatch.setattr(torch, "empty", functools.cache(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", like)
+    monkeypatch.setattr(torch, "tensor", lambda numbers, dtype: table(tuple(numbers), dtype))
+    monkeypatch.setattr(torch.Tensor, "repeat", functools.cache(torch.Tensor.repeat))
+    return driver
+
+
+def like(x, *, dtype=None, memory_format):
+    """Return the same memory for all tensors of a shape and an element size: here nothing is computed."""
+    dtype = dtype or x.dtype
+    same_size = torch.float32 if dtype.itemsize == 4 else torch.bfloat16
+    return memory("like", same_size, tuple(x.shape)).view(dtype)
+
+
+_new_tensor = torch.tensor
+
+
+@functools.cache
+def table(numbers, dtype):
+    """Return the same tensor for the same numbers, so that two kernels have their tables at one address."""
+    return _new_tensor(numbers, dtype=dtype)
+
+
+def causal(rows):
+    return Tiles([make_tile(0, rows, 0, rows, 0, rows)])
+
+
+def base_inputs(**changes):
+    """Return the inputs of both passes. Equal calls return tensors at the same addresses."""
+    rows = torch.bfloat16, (1, ROWS, HEADS, DIM)
+    made = {name: memory(name, *rows) for name in ("q", "k", "v", "out", "dout")}
+    made |= {name: memory(name, torch.float32, rows[1]) for name in ("dq", "dk", "dv")}
+    made |= {name: memory(name, torch.float32, (1, HEADS, ROWS)) for name in ("lse", "delta")}
+    return SimpleNamespace(**{**made, "scale": 0.125, "softcap": None, "deterministic": False, **changes})
+
+
+@functools.cache
+def memory(name, dtype, shape, copy=0):
+    """Return a tensor that lives until the tests end."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+def forward(kernel, x):
+    call = settings(scale=x.scale, softcap=x.softcap)
+    kernel.attend_into(x.q, x.k, x.v, causal(x.q.shape[1]), call, x.out, x.lse)
+
+
+def backward(kernel, x):
+    call = settings(scale=x.scale, softcap=x.softcap, deterministic=x.deterministic)
+    inputs = BackwardInputs(x.dout, x.q, x.k, x.v, x.lse, x.out)
+    kernel.attend_backward(inputs, causal(x.q.shape[1]), call, into=(x.dq, x.dk, x.dv))
+
+
+def backward_with_delta(kernel, x):
+    call = settings(scale=x.scale, softcap=x.softcap, deterministic=x.deterministic)
+    inputs = BackwardInputs(x.dout, x.q, x.k, x.v, x.lse, None, x.delta)
+    kernel.attend_backward(inputs, causal(x.q.shape[1]), call, into=(x.dq, x.dk, x.dv))
+
+
+def single_backward(kernel, x):
+    call = settings(scale=x.scale, softcap=x.softcap, deterministic=x.deterministic)
+    kernel.backward_single_call(BackwardInputs(x.dout, x.q, x.k, x.v, x.lse, x.out), causal(x.q.shape[1]), call)
+
+
+def other_strides(x):
+    """Return a tensor at the same address with the same shape and other strides."""
+    _, rows, _, dim = x.shape
+    return x.as_strided(x.shape, (x.numel(), dim, rows * dim, 1))
+
+
+def moved(name):
+    """Return a tensor like that of the name at another address."""
+    like = getattr(base_inputs(), name)
+    return memory(name, like.dtype, tuple(like.shape), copy=1)
+
+
+def changed(name, change):
+    return {name: change(getattr(base_inputs(), name))}
+
+
+def as_float16(*names):
+    return {name: getattr(base_inputs(), name).view(torch.float16) for name in names}
+
+
+def first_rows(*names):
+    """Return the first 16 rows of each tensor, at the same address with the same strides."""
+    made = base_inputs()
+    return {n: getattr(made, n)[:, :16] if getattr(made, n).dim() == 4 else getattr(made, n)[..., :16] for n in names}
+
+
+BOTH = {
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 30.0},
+    "q at another address": {"q": moved("q")},
+    "k at another address": {"k": moved("k")},
+    "v at another address": {"v": moved("v")},
+    "lse at another address": {"lse": moved("lse")},
+    "strides of q": changed("q", other_strides),
+    "strides of k": changed("k", other_strides),
+    "strides of v": changed("v", other_strides),
+    "strides of out": changed("out", other_strides),
+    "dtype": as_float16("q", "k", "v", "out", "dout"),
+    "rows": first_rows("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "delta"),
+}
+BACKWARD = BOTH | {
+    "dout at another address": {"dout": moved("dout")},
+    "strides of dout": changed("dout", other_strides),
+    "deterministic": {"deterministic": True},
+}
+ADDING = BACKWARD | {f"{name} at another address": {name: moved(name)} for name in ("dq", "dk", "dv")}
+DELTA = {"delta at another address": {"delta": moved("delta")}}
+CASES = [(forward, BOTH), (backward, ADDING), (backward_with_delta, DELTA), (single_backward, BACKWARD)]
+EVERY = [pytest.param(run, c, id=f"{run.__name__}-{name}") for run, cases in CASES for name, c in cases.items()]
+
+
+def launches(driver, run, kernel, x):
+    """Return the launches of a call: what is launched, the stream, and the packed parameters."""
+    driver.launches.clear()
+    run(kernel, x)
+    return list(driver.launches)
+
+
+def differs(driver, run, change):
+    """Return whether a kernel that knows a call launches something else for a changed call than a new kernel."""
+    kernel = HopperKernel()
+    for _ in range(2):
+        run(kernel, base_inputs())
+    return launches(driver, run, kernel, base_inputs(**change)) != launches(
+        driver, run, HopperKernel(), base_inputs(**change)
+    )
+
+
+@pytest.mark.parametrize(("run", "change"), EVERY)
+def test_launch_after_similar_one_is_packed_anew(driver, run, change):
+    assert not differs(driver, run, change)
+    assert launches(driver, run, HopperKernel(), base_inputs(**change)) != launches(
+        driver, run, HopperKernel(), base_inputs()
+    ), "the change is visible in the parameters"
+
+
+@pytest.mark.parametrize("run", [forward, backward, backward_with_delta, single_backward])
+def test_equal_launch_is_repeated_without_packing(driver, run, monkeypatch):
+    kernel = HopperKernel()
+    first = launches(driver, run, kernel, base_inputs())
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_driver.Ready, "__call__", None)
+        assert launches(driver, run, kernel, base_inputs()) == first
+        patch.setattr(hopper_kernel, "placed", lambda *_: ("new",))
+        with pytest.raises(TypeError):  # the planted bug: a key that is never found
+            run(kernel, base_inputs())
+
+
+def without_strides(call, *tensors):
+    return call.scale, call.softcap, *[part for x in tensors for part in (x.data_ptr(), x.dtype)]
+
+
+def without_dtype(call, *tensors):
+    return call.scale, call.softcap, *[part for x in tensors for part in (x.data_ptr(), x.stride())]
+
+
+def without_address(call, *tensors):
+    return call.scale, call.softcap, *[part for x in tensors for part in (x.stride(), x.dtype)]
+
+
+def without_numbers(_, *tensors):
+    return tuple(part for x in tensors for part in (x.data_ptr(), x.stride(), x.dtype))
+
+
+@pytest.mark.parametrize("run", [forward, backward, single_backward])
+@pytest.mark.parametrize(
+    ("placed", "case"),
+    [
+        (without_strides, "strides of q"),
+        (without_dtype, "dtype"),
+        (without_address, "lse at another address"),
+        (without_numbers, "scale"),
+    ],
+)
+def test_planted_incomplete_key_repeats_stale_launch(driver, monkeypatch, run, placed, case):
+    monkeypatch.setattr(hopper_kernel, "placed", placed)
+    assert differs(driver, run, BOTH[case])
+
+
+def test_repeated_launch_gets_counter_of_its_stream(driver, monkeypatch):
+    kernel = HopperKernel()
+    plain = [launches(driver, forward, kernel, base_inputs())[0] for _ in range(2)][1]
+    monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 3)
+    (repeated,) = launches(driver, forward, kernel, base_inputs())
+    (packed,) = launches(driver, forward, HopperKernel(), base_inputs())
+    assert repeated == packed
+    assert (plain[1], repeated[1]) == (0, 3)
+    before, after = (COUNTERS[i].data_ptr().to_bytes(8, "little") for i in (0, 3))
+    assert plain[2].replace(before, after) == repeated[2] != plain[2]
+
+
+def test_repeated_deterministic_launch_gets_new_order(driver, monkeypatch):
+    """The kernel changes the order in memory: an old one, or that of another call, would make it wait forever."""
+    kernel, x, orders = HopperKernel(), base_inputs(deterministic=True), []
+
+    def repeat(visitors, count):
+        orders.append(torch.cat([visitors] * count))
+        return orders[-1]
+
+    monkeypatch.setattr(torch.Tensor, "repeat", repeat)
+    first, second = (launches(driver, backward, kernel, x)[-1] for _ in range(2))
+    before, after = (order.data_ptr().to_bytes(8, "little") for order in orders)
+    assert first[2].replace(before, after) == second[2] != first[2]
+
+
+@pytest.mark.parametrize(("run", "name"), [(forward, "q"), (forward, "k"), (forward, "v"), (backward, "dout")])
+def test_launch_of_copied_input_is_not_repeated(driver, monkeypatch, run, name):
+    odd = torch.zeros(1, ROWS, HEADS, DIM + 4, dtype=torch.bfloat16)[..., :DIM]
+    kernel, copies = HopperKernel(), []
+    for _ in range(2):  # a repeated launch would read the first copy, which is freed
+        monkeypatch.setattr(torch.Tensor, "clone", lambda x, **_: copies.append(x.contiguous()) or copies[-1])
+        last = launches(driver, run, kernel, base_inputs(**{name: odd}))[-1]
+    assert len(copies) == 2
+    assert f"({copies[1].data_ptr()}, ".encode() in last[2]
+
+
+def test_launches_of_two_devices_are_kept_apart(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "to", lambda table, device: (device, table))
+    q = memory("q", torch.bfloat16, (1, ROWS, HEADS, DIM))
+    sizes = launch.sizes_of(q, q, q)
+    kept = functools.lru_cache(launch.forward_launch)
+    one, other, again = (kept(causal(ROWS), sizes, torch.device("cuda", i), True, False) for i in (0, 1, 0))
+    assert one is again
+    assert one.bound is not other.bound
+    assert (one.table[0].index, other.table[0].index) == (0, 1)
