@@ -34,11 +34,11 @@ class Maker:
     def message(
         self, step: int, peer: int, *, sends: bool, posted: float, start: float, end: float, size: int = 1000,
         owner: int = 0, backward: int = 0, issued: int | None = None, arrived: float | None = None,
-        left: float | None = None,
+        left: float | None = None, result: bool = False,
     ) -> None:  # fmt: skip
         place = self.train_step, self.attention_call, backward, step
         issued = max(0, step - 1) if issued is None else issued
-        what = issued, int(sends), peer, owner, 0, size
+        what = issued, int(sends), peer, owner, int(result), size
         there = NEVER if arrived is None else _ns(arrived)
         posting = _ns(posted), _ns(posted if left is None else left)
         self._rows["message"].append((*place, *what, *posting, there, _ns(start), _ns(end)))

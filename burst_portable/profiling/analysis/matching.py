@@ -37,6 +37,7 @@ class Messages:
         send: Rows of the sender's message table.
         receive: Rows of the receiver's message table.
         overhead: Nanoseconds of a typical wait of the receiver for a message that has arrived; see `_wait_overhead`.
+        available: The time when the device of the sender had the data of the message; see `_Sender`.
     """
 
     source: Column
@@ -44,6 +45,7 @@ class Messages:
     send: Table
     receive: Table
     overhead: Column
+    available: Column
 
     def __len__(self) -> int:
         return len(self.source)
@@ -53,9 +55,11 @@ class Messages:
         """The time when both ends had posted: the earliest start of the transfer.
 
         A host's messages may move while it posts others. A device starts them after the host has posted all of them.
+        A host also posts messages of blocks that are still on their way: these start when the sender's device has them.
         """
         begun, ended = (np.maximum(self.send[when], self.receive[when]) for when in ("posted", "left"))
-        return np.where(self.receive["arrived"] == NEVER, begun, ended)
+        arrived = self.receive["arrived"]
+        return np.where(arrived == NEVER, begun, np.maximum(ended, np.minimum(self.available, arrived)))
 
     def transfers(self) -> NDArray[np.int64]:
         """Return `ready` and the arrival of each message, ``[n, 2]``: observed by a stream, or the end of its wait."""
@@ -91,13 +95,58 @@ def match(records: Sequence[RankRecords]) -> Messages:
             else:
                 received.append((key, row, overhead))
     pairs = [(key, sent[key].pop(0), row, overhead) for key, row, overhead in received if sent[key]]
+    senders = {one.rank: _Sender.of(one) for one in records}
     return Messages(
         np.array([key[0] for key, *_ in pairs], dtype=np.int64),
         np.array([key[1] for key, *_ in pairs], dtype=np.int64),
         Table.of("message", [row for _, row, _, _ in pairs]),
         Table.of("message", [row for _, _, row, _ in pairs]),
         np.array([overhead for *_, overhead in pairs], dtype=np.int64),
+        np.array([senders[key[0]].available(key[2:]) for key, *_ in pairs], dtype=np.int64),
     )
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """When the device of a rank has the data of its messages.
+
+    Attributes:
+        arrived: Arrival of each received block, by (train step, attention call, backward, owner, result).
+        computed: End of the last kernel that used the tokens of an owner, by (train step, attention call, backward,
+            owner). The kernel adds to results of these tokens.
+        reached: By (train step, attention call, backward): end of the last kernel that began before those of the pass.
+            A device runs the kernels of a pass, and sends its own blocks, after those of earlier passes.
+    """
+
+    arrived: dict[tuple[int, ...], int]
+    computed: dict[tuple[int, ...], int]
+    reached: dict[tuple[int, ...], int]
+
+    @classmethod
+    def of(cls, one: RankRecords) -> _Sender:
+        messages, kernels = one.table("message"), one.table("compute")
+        there = messages.select((messages["sends"] == 0) & (messages["arrived"] != NEVER))
+        arrived: dict[tuple[int, ...], int] = {}
+        for (_, _, *key), when in zip(_keys(there, one.rank), there["arrived"].tolist(), strict=True):
+            arrived[tuple(key)] = max(when, arrived.get(tuple(key), 0))
+        computed: dict[tuple[int, ...], int] = {}
+        reached: dict[tuple[int, ...], int] = {}
+        last = 0
+        columns = (*(kernels[name] for name in ("train_step", "attention_call", "backward")),
+                   *(kernels[name] for name in ("q_owner", "k_owner", "start", "end")))  # fmt: skip
+        rows = np.stack(columns, axis=1)
+        for *place, q_owner, k_owner, _, end in rows[np.argsort(kernels["start"], kind="stable")].tolist():
+            reached.setdefault(tuple(place), last)
+            for owner in {q_owner, k_owner}:
+                computed[*place, owner] = max(end, computed.get((*place, owner), 0))
+            last = max(last, end)
+        return cls(arrived, computed, reached)
+
+    def available(self, key: tuple[int, ...]) -> int:
+        """Return when the data of a message was there, by (train step, attention call, backward, owner, result)."""
+        *place, owner, result = key
+        there = max(self.arrived.get(key, 0), self.reached.get(tuple(place), 0))
+        return max(there, self.computed.get((*place, owner), 0)) if result else there
 
 
 def _wait_overhead(table: Table) -> int:

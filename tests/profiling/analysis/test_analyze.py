@@ -83,6 +83,42 @@ def test_forwarded_delay_is_attributed_to_its_origin():
     assert causes["link", 1, 2] == {"1": 1_000, "2": 20_000}
 
 
+@pytest.mark.parametrize("result", [False, True])
+def test_posted_forward_starts_when_its_block_arrives(result):
+    """Hosts post all messages at 10 µs. The first link is slow; the second transfers as soon as rank 1 has the data."""
+    zero, one, two = Maker(0), Maker(1), Maker(2)
+    zero.compute(0, 0, 100)
+    zero.message(0, 1, sends=True, posted=10, start=11, end=12, issued=0, result=result)
+    one.compute(0, 0, 100)
+    one.message(1, 0, sends=False, posted=10, start=100, end=500, arrived=500, result=result)
+    one.compute(8, 500, 590)
+    one.message(1, 2, sends=True, posted=10, start=11, end=12, result=result)
+    two.compute(0, 0, 100)
+    arrived = 600 if result else 520
+    two.message(2, 1, sends=False, posted=10, start=100, end=arrived, arrived=arrived, result=result)
+    report = analyze([m.records() for m in (zero, one, two)])
+    took = {(link["source"], link["target"]): link["transfer_ns"] for link in report["links"]}
+    assert took == {(0, 1): 400_000 if result else 490_000, (1, 2): 10_000 if result else 20_000}
+    causes = {(c["kind"], c["rank"], c["peer"]): c["wait_ns"] for c in report["causes"]}
+    assert causes["link", 0, 1]["2"] == 400_000, "the wait of rank 2 is followed to the slow link"
+    assert causes["link", 1, 2] == {"2": took[1, 2]}
+
+
+def test_device_sends_after_kernels_of_earlier_passes():
+    """The host of rank 0 posted at 10 µs, while its device ran another call until 300 µs."""
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 0, 300)
+    one.compute(0, 0, 50)
+    zero.attention_call = one.attention_call = 1
+    zero.message(0, 1, sends=True, posted=10, start=400, end=401, issued=0)
+    zero.compute(0, 300, 400)
+    one.message(1, 0, sends=False, posted=10, start=50, end=320, arrived=320)
+    report = analyze([zero.records(), one.records()])
+    assert [link["transfer_ns"] for link in report["links"]] == [20_000]
+    causes = {(c["kind"], c["rank"]): c["wait_ns"] for c in report["causes"]}
+    assert causes["compute", 0] == {"1": 250_000}
+
+
 def test_collective_waits_for_its_last_rank():
     makers = [Maker(rank) for rank in range(3)]
     for maker, begins in zip(makers, (0, 100, 30), strict=True):

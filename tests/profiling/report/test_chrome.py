@@ -52,9 +52,9 @@ def test_overlapping_transfers_get_separate_chrome_tracks(tmp_path):
         other = 1 - one.rank
         one.compute(0, 0, 300)
         for owner, posted, left, arrived in ((5, 0, 2, 150), (6, 50, 52, 220), (7, 149, 150, 160)):
-            both = {"posted": posted, "left": left, "owner": owner}
-            one.message(1, other, sends=True, start=300, end=301, **both)
-            one.message(1, other, sends=False, start=300, end=301, arrived=arrived, **both)
+            both = {"posted": posted, "left": left, "start": 300, "end": 301}
+            one.message(1, other, sends=True, owner=owner + 10 * one.rank, **both)
+            one.message(1, other, sends=False, owner=owner + 10 * other, arrived=arrived, **both)
     Report.of([one.records() for one in makers]).write_chrome(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0}
