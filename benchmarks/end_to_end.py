@@ -7,6 +7,9 @@ The model is a Llama with the sizes of an 8B model, random weights and --layers 
 All contestants train the same parameters with a learning rate of 0, so every step has the same loss. Losses and
 gradients are compared before times are taken. Steps run in turns, and the slowest rank counts. On CPUs, use
 --shape tiny --seq-len 512 --dtype float32.
+
+With --fsdp, FSDP2 shards the weights over all GPUs and computes in --dtype, and each contestant has its own model. Then
+a contestant "tensor_N" also shards heads and features over N GPUs, and the sequence over the others.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if not __package__:  # started as a script by torchrun
@@ -41,16 +46,20 @@ from burst_portable.cli.run.models import build, enable_gradient_checkpointing, 
 from burst_portable.cli.run.outcome import TOLERANCES
 from burst_portable.cli.run.setup import mfu, model_flops
 from burst_portable.cli.run.train import Sharded, StepHistory, Trainer
+from burst_portable.errors import InputError
+from burst_portable.gradients import all_reduce
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of
 from burst_portable.strategies.registry import OURS as STRATEGIES
 
 NAME = "context_parallel"
+TENSOR = "tensor_"
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 ROTATIONS = ("allgather", "alltoall")
 CONTESTANTS = (
     *("burst_portable", *(f"burst_portable {name}" for name in STRATEGIES)),
+    *(f"burst_portable {name} {TENSOR}{ranks}" for ranks in (2, 4) for name in STRATEGIES),
     *(" ".join((NAME, *how)) for how in ((), *product(BACKENDS), *product(BACKENDS, ROTATIONS))),
 )
 SHAPES: dict[str, dict[str, Any]] = {
@@ -80,12 +89,13 @@ def config_of_shape(shape: str, layers: int, seq_len: int) -> Any:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A copy of the model with the same parameters, what shards its batches, and the context of its steps."""
+    """A model with the same parameters, what shards its batches, the context of its steps, and its optimizer."""
 
     name: str
     model: Any
     sharded: Sharded
     around: Callable[[Tensor], AbstractContextManager[None]] = lambda ids: nullcontext()
+    optimizer: torch.optim.Optimizer | None = None  # None: that of all contestants
 
 
 def ours(model: Any, mesh: bp.Mesh, strategy: str, kernel: str) -> Contestant:
@@ -93,11 +103,30 @@ def ours(model: Any, mesh: bp.Mesh, strategy: str, kernel: str) -> Contestant:
     return Contestant(f"burst_portable {strategy}", model, Sharded(handle, mesh))
 
 
+def shard_heads(model: Any, axis: DeviceMesh) -> None:
+    """Shard a Llama's weights over an axis by the plan that transformers has for it."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    gathered = ColwiseParallel(output_layouts=Replicate())
+    styles = {"colwise": ColwiseParallel(), "rowwise": RowwiseParallel(), "colwise_gather_output": gathered}
+    styles["embedding_rowwise"] = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(model, axis, {name: styles[style] for name, style in model.tp_plan.items()})
+
+
+def shard_weights(model: Any, axis: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard weights, gradients and optimizer states over an axis by FSDP2."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(dtype, torch.float32)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=axis, mp_policy=policy)
+
+
 class ContextParallel:
     """torch's context_parallel, with the interface of the training loop. It shards tokens, labels and positions."""
 
     def __init__(self, model: Any, device: torch.device, backend: str, rotate: str) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -135,6 +164,13 @@ def theirs(model: Any, mesh: bp.Mesh, device: torch.device, backend: str, rotate
     return Contestant(f"{NAME} {backend} {rotate}", model, Sharded(handle, mesh), handle.around)
 
 
+def full_gradient(parameter: Tensor) -> Tensor:
+    """Return a copy of a parameter's gradient, gathered if it is sharded."""
+    gradient = parameter.grad
+    assert gradient is not None, "the backward pass has run"
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+
+
 # --------------------------------------------------------------------------------------------- measuring
 
 
@@ -166,14 +202,18 @@ class Run:
         self.dtype = getattr(torch, arguments.dtype)
         backend = for_device(self.links.device.type)
         self.peak, self.reading = backend.peaks(arguments.dtype), backend.capabilities.streams
-        config = config_of_shape(arguments.shape, arguments.layers, arguments.seq_len)
+        config = self.config = config_of_shape(arguments.shape, arguments.layers, arguments.seq_len)
+        if arguments.vocab_size:
+            config.vocab_size = arguments.vocab_size
         self.flops = model_flops(config, outline(config), seq_len=arguments.seq_len, batch=1, scoring=False)
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(0, config.vocab_size, (1, arguments.seq_len), generator=generator)
         self.ids = self.ids.to(self.links.device)
-        self.model, _ = build("", config, self.dtype, 0, self.links.device)
-        self.model.train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        if arguments.fsdp:  # each contestant has a model of its own
+            self.model = outline(config)
+        else:
+            self.model = self.built()
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         self.right: dict[str, Tensor] = {}
         self.results: list[Trained] = []
 
@@ -191,6 +231,11 @@ class Run:
         if self.links.rank == 0:
             self.write()
             self.print_table()
+
+    def built(self) -> Any:
+        """Return the model with the weights that all contestants have."""
+        model, _ = build("", copy.deepcopy(self.config), self.dtype, 0, self.links.device)
+        return model.train()
 
     @property
     def parameters(self) -> int:
@@ -212,7 +257,7 @@ class Run:
         try:
             contestant = self.contestant(name, result)
             self.step(contestant, result)
-            self.check(result)
+            self.check(contestant, result)
         except FAILURES as error:  # one contestant without the other is worth more than nothing
             result.reason = f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         timer.cancel()
@@ -223,22 +268,44 @@ class Run:
         return None if result.reason else (contestant, result)
 
     def contestant(self, name: str, result: Trained) -> Contestant:
-        # Separate modules and config; all contestants share the parameters.
-        model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        kind, _, how = name.partition(" ")
+        how, _, ranks = how.partition(TENSOR)
+        how, tensor = how.strip(), int(ranks or 1)
+        if tensor > 1 and not self.arguments.fsdp:
+            raise InputError(f"{name} needs --fsdp")
+        size = self.links.size
+        grid = init_device_mesh(self.links.device.type, (size // tensor, tensor), mesh_dim_names=("sequence", "tensor"))
+        if self.arguments.fsdp:
+            model = self.built()
+        else:  # separate modules and config; all contestants share the parameters
+            model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
         if self.arguments.recompute:
             enable_gradient_checkpointing(model)
-        kind, _, how = name.partition(" ")
+        if tensor > 1:
+            shard_heads(model, grid["tensor"])
         if kind == NAME:
             backend, _, rotate = (how or "cudnn").partition(" ")
-            return theirs(model, self.mesh, self.links.device, backend, rotate or "allgather")
-        strategy = how or "auto"
+            made = theirs(model, self.mesh, self.links.device, backend, rotate or "allgather")
+        else:
+            mesh = self.mesh if tensor == 1 else bp.Mesh.from_device_mesh(grid, "sequence")
+            result.plan = self.planned(mesh, model, how or "auto", tensor)
+            made = ours(model, mesh, how or "auto", self.arguments.kernel)
+        if not self.arguments.fsdp:
+            return made
+        shard_weights(model, grid["sequence"], self.dtype)
+        # Weights that are sharded over one axis and over two cannot be in one list of an operation.
+        return replace(made, optimizer=torch.optim.AdamW(model.parameters(), lr=0.0, foreach=tensor == 1))
+
+    def planned(self, mesh: bp.Mesh, model: Any, strategy: str, tensor: int) -> str:
+        """Return the strategy and the layout of a model whose heads are sharded over `tensor` ranks."""
+        sizes = sizes_of(model.config)
+        sizes |= {name: sizes[name] // tensor for name in ("heads", "kv_heads")}
         plan = bp.plan_for_mesh(
-            self.mesh, seq_len=self.arguments.seq_len, **sizes_of(model.config), strategy=strategy,
+            mesh, seq_len=self.arguments.seq_len, **sizes, strategy=strategy,
             dtype=self.dtype, device=self.links.device, kernel=self.arguments.kernel,
         )  # fmt: skip
         chosen = plan.reason.rpartition("chose ")[2].partition(" by predicted time")[0] if strategy == "auto" else ""
-        result.plan = f"{chosen or plan.strategy}; {plan.layout.name}"
-        return ours(model, self.mesh, strategy, self.arguments.kernel)
+        return f"{chosen or plan.strategy}; {plan.layout.name}"
 
     def step(self, contestant: Contestant, result: Trained) -> float:
         """Run one step and return its seconds."""
@@ -249,7 +316,10 @@ class Run:
 
         def work() -> None:
             with contestant.around(self.ids):
-                trainer.train_step(self.optimizer, self.ids, course)
+                if contestant.optimizer is None:
+                    trainer.train_step(self.optimizer, self.ids, course)
+                else:
+                    course.losses.append(self.step_with_fsdp(contestant, contestant.optimizer))
 
         seconds = self.clock.time(work, 1)
         result.losses += course.losses
@@ -257,12 +327,21 @@ class Run:
             result.peak_memory_bytes = max(result.peak_memory_bytes, device.max_memory_allocated())
         return seconds
 
-    def check(self, result: Trained) -> None:
+    def step_with_fsdp(self, contestant: Contestant, optimizer: torch.optim.Optimizer) -> float:
+        """Train one step and return the mean loss. FSDP2 averages the gradients of a sequence's ranks."""
+        optimizer.zero_grad(set_to_none=True)
+        handle, mesh = contestant.sharded.handle, contestant.sharded.mesh
+        loss = contestant.model(**handle.shard(self.ids)).loss
+        (loss * mesh.size).backward()
+        optimizer.step()
+        return all_reduce(loss.detach().double().reshape(1), mesh).item()
+
+    def check(self, contestant: Contestant, result: Trained) -> None:
         """Compare the loss, and the gradients of the first and last layer, with the first contestant's."""
         kept = ("layers.0.", f"layers.{self.arguments.layers - 1}.", "model.norm.")
         gradients = {
-            name: p.grad.clone()
-            for name, p in self.model.named_parameters()
+            name: full_gradient(p)
+            for name, p in contestant.model.named_parameters()
             if any(part in name for part in kept) and p.numel() <= CHECKED
         }
         if not self.right:
@@ -294,7 +373,8 @@ class Run:
             "setting": {**setting(), "ranks": self.links.size},
             "model": {
                 "shape": a.shape, "layers": a.layers, "parameters": self.parameters, "seq_len": a.seq_len,
-                "dtype": a.dtype, "recompute": a.recompute, "model_flops_per_step": self.flops,
+                "vocab_size": self.config.vocab_size, "dtype": a.dtype, "recompute": a.recompute, "fsdp": a.fsdp,
+                "model_flops_per_step": self.flops,
             },
             "peak": asdict(self.peak),
             "results": [asdict(result) for result in self.results],
@@ -312,7 +392,8 @@ class Run:
         how = "layers recomputed" if model["recompute"] else "activations kept"
         size = f"{model['layers']} layers, {model['parameters'] / 1e9:.3g} B parameters, {model['seq_len']} tokens"
         needed = f"{model['model_flops_per_step'] / 1e12:.4g} TFLOP per step"
-        print(f"{model['shape']}, {size}, {model['dtype']}, {how}; {needed}")
+        weights = "FSDP2" if model["fsdp"] else "weights on each rank"
+        print(f"{model['shape']}, {size}, {model['dtype']}, {how}, {weights}; {needed}")
         most = f"{peak.flops / 1e12:.4g} TFLOP/s" if peak.flops else "unknown"
         print(f"peak of {peak.device}: {most} ({peak.source})")
         print(f"{'contestant':34} {'s/step':>9} {'tokens/s':>9} {'MFU':>7} {'GiB':>6}  loss")
@@ -337,10 +418,12 @@ def main(given: list[str] | None = None) -> None:
         type=names(CONTESTANTS),
         default=f"burst_portable,{NAME}",
         help="The first is the reference of losses and gradients. "
-        f"burst_portable [STRATEGY], {NAME} [cudnn or flash] [allgather or alltoall]",
+        f"burst_portable [STRATEGY] [{TENSOR}N with --fsdp], {NAME} [cudnn or flash] [allgather or alltoall]",
     )
     parser.add_argument("--kernel", default="auto", help="Our local kernel. Default: auto.")
     parser.add_argument("--keep", dest="recompute", action="store_false", help="keep activations")
+    parser.add_argument("--fsdp", action="store_true", help="Shard weights by FSDP2, in bf16 if --dtype is bfloat16.")
+    parser.add_argument("--vocab-size", type=count, help="Tokens of the vocabulary. Default: that of --shape.")
     parser.add_argument("--rounds", type=count, default=1, help="Rounds of two steps per contestant. Default: 1.")
     parser.add_argument("--budget", type=float, default=60.0, help="Seconds after which no step begins.")
     parser.add_argument("--limit", type=float, default=60.0, help="Seconds after which a first step counts as hung.")

@@ -1,0 +1,179 @@
+"""Profile one attention with four planted faults, and compare the bottleneck that the profile names with the fault.
+
+    torchrun --nproc-per-node 4 benchmarks/planted_faults.py
+    torchrun --nproc-per-node 2 benchmarks/planted_faults.py --seq-len 2048 --heads 4 --head-dim 32
+
+Each fault runs for some steps of `ring`, after some without a fault:
+
+    late rank      rank 1 sleeps before each step
+    slow rank      rank 1 runs matrix products next to its kernels
+    slow link      rank 0 copies other data to the device of rank 1 all the time
+    uneven plan    the layout is contiguous under a causal mask
+
+The work of a slow rank and the copies of a slow link end at about the same time as the step.
+
+Prints a line per fault and writes JSON. The exit code is 1 if a fault is not named, or if a cause is named without a
+fault. On CPUs, slow ranks and links are left out: ranks share cores and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+if not __package__:  # started as a script by torchrun
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import burst_portable as bp
+from benchmarks.ranks import join, leave
+from benchmarks.report import setting
+from benchmarks.script import count, end, file
+from burst_portable.profiling.analysis.analyze import analyze
+from burst_portable.strategies.registry import make_strategy
+
+DELAY = 0.5  # of a step, which the late rank sleeps
+MULTIPLIED = 2e-4  # seconds of a matrix product of the slow rank
+COPIED = 1 << 28  # bytes per copy of the slow link
+COPY_SPEED = 300e9  # bytes per second
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a fault changes, and the kind, rank and peer that a profile must name. -1: none."""
+
+    name: str
+    kind: str
+    rank: int = -1
+    peer: int = -1
+    layout: str = "zigzag"
+
+
+FAULTS = (
+    Fault("none", "none"),
+    Fault("late rank", "late rank", 1),
+    Fault("slow rank", "slow rank", 1),
+    Fault("slow link", "slow link", 0, 1),
+    Fault("uneven plan", "uneven plan", -1, -1, "contiguous"),
+)
+ON_DEVICES = ("slow rank", "slow link")
+
+
+def step_of(arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device, layout: str) -> Callable[[], None]:
+    """Return forward and backward of one causal attention."""
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    placed = bp.make_layout(layout, arguments.seq_len, mesh.size)
+    shape = (1, placed.count(mesh.rank), arguments.heads, arguments.head_dim)
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    strategy = make_strategy("ring")
+
+    def step() -> None:
+        out = bp.attention(*leaves, mask="causal", mesh=mesh, layout=placed, strategy=strategy)
+        torch.autograd.grad(out, leaves, dout)
+
+    return step
+
+
+@contextmanager
+def planted(fault: Fault, rank: int, device: torch.device, seconds: float) -> Iterator[Callable[[], None]]:
+    """Yield what a rank does before each step."""
+    nothing: Callable[[], None] = lambda: None  # noqa: E731
+    if fault.name == "late rank" and rank == fault.rank:
+        yield lambda: time.sleep(DELAY * seconds)
+    elif fault.name == "slow rank" and rank == fault.rank:
+        other, x = torch.Stream(device), torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+
+        def multiply() -> None:
+            with other:
+                for _ in range(max(1, round(seconds / 2 / MULTIPLIED))):
+                    torch.mm(x, x)
+
+        yield multiply
+    elif fault.name == "slow link" and rank == fault.rank:
+        there = torch.device(device.type, fault.peer)
+        source = torch.empty(COPIED, dtype=torch.uint8, device=device)
+        target = torch.empty(COPIED, dtype=torch.uint8, device=there)
+        other = torch.Stream(device)
+
+        def copy() -> None:
+            with other:
+                for _ in range(max(1, round(seconds / (COPIED / COPY_SPEED)))):
+                    target.copy_(source, non_blocking=True)
+
+        yield copy
+    else:
+        yield nothing
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device) -> dict[str, Any] | None:
+    """Profile some steps with a fault. Returns the results on rank 0."""
+    step = step_of(arguments, mesh, device, fault.layout)
+    for _ in range(3):
+        step()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    dist.barrier()
+    started = time.perf_counter()
+    step()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    usual = time.perf_counter() - started
+    with planted(fault, mesh.rank, device, usual) as before, bp.profile("standard", mesh=mesh) as session:
+        for _ in range(arguments.steps):
+            before()
+            step()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            session.mark()
+    gathered = session.gather()
+    if gathered is None:
+        return None
+    found = analyze(gathered)
+    summary = found["summary"]
+    named = [summary["kind"], summary["rank"], summary.get("peer", -1)]
+    wanted = [fault.kind, fault.rank, fault.peer]
+    right = named[0] == wanted[0] and (fault.rank < 0 or named[1] == wanted[1]) and fault.peer in (-1, named[2])
+    most = [{key: one[key] for key in ("kind", "rank", "peer", "share")} for one in found["bottlenecks"][:3]]
+    return {"fault": fault.name, "right": right, "named": named, "text": summary["text"], "largest": most}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-len", type=count, default=65536, help="Tokens of the sequence. Default: 65536.")
+    parser.add_argument("--heads", type=count, default=32, help="Query heads, and K/V heads. Default: 32.")
+    parser.add_argument("--head-dim", type=count, default=128, help="Size of a head. Default: 128.")
+    parser.add_argument("--steps", type=count, default=8, help="Steps with each fault. Default: 8.")
+    parser.add_argument("--out", type=file, help="Write the results to this JSON file.")
+    arguments = parser.parse_args()
+    links = join(120.0)
+    mesh = bp.Mesh.from_group(links.group)
+    faults = [fault for fault in FAULTS if links.device.type != "cpu" or fault.name not in ON_DEVICES]
+    found = [run(fault, arguments, mesh, links.device) for fault in faults]
+    results = [one for one in found if one is not None]
+    code = 0
+    if links.rank == 0:
+        for one in results:
+            print(f"{one['fault']:12} {'named' if one['right'] else 'NOT NAMED'}: {one['text'][:150]}")
+            code |= not one["right"]
+        if arguments.out is not None:
+            facts = {"setting": {**setting(), "ranks": links.size}, "results": results}
+            arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    dist.barrier()
+    leave()
+    return int(code)
+
+
+if __name__ == "__main__":
+    end(main)
