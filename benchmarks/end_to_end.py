@@ -9,7 +9,7 @@ gradients are compared before times are taken. Steps run in turns, and the slowe
 --shape tiny --seq-len 512 --dtype float32.
 
 With --fsdp, FSDP2 shards the weights over all GPUs and computes in --dtype, and each contestant has its own model. Then
-a contestant "tensor_N" also shards heads and features over N GPUs, and the sequence over the others.
+a contestant "tensor_N" also shards heads and features over N GPUs, and the sequence over groups of N GPUs.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Run:
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(0, config.vocab_size, (1, arguments.seq_len), generator=generator)
         self.ids = self.ids.to(self.links.device)
-        if arguments.fsdp:  # each contestant has a model of its own
+        if arguments.fsdp:  # each contestant has a separate model
             self.model = outline(config)
         else:
             self.model = self.built()

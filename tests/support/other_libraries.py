@@ -1,7 +1,7 @@
 """Stand in for libraries that the pages name and this environment lacks: their functions, with their parameters.
 
-Those of flash_attn compute. The others only have signatures, copied from flash_attn 2.8.3, DeepSpeed 0.19.8,
-Transformer Engine 2.20 and Megatron Core 0.16: code of a page is checked against them, and not run.
+Functions of flash_attn 2.8.3 compute. Those of DeepSpeed 0.19.8, Transformer Engine 2.20 and Megatron Core 0.16 only
+have signatures: code of a page is checked against them, and not run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test that a launch which is repeated from its addresses equals one whose parameters are packed anew."""
+"""Test that a launch which is repeated from its addresses equals one whose parameters are packed again."""
 
 import ctypes
 import functools
