@@ -13,11 +13,11 @@ from typing import Any
 from burst_portable.bench.results import Row
 from burst_portable.planning.plans import PASSES
 
-_WIDTH, _LEFT, _RIGHT = 1280, 88, 12
-_PANEL, _GAP, _LINE = 250, 46, 24  # heights: a panel, above it, and of a line of text
-_FONT, _SMALL = 19, 17
+WIDTH, _LEFT, _RIGHT = 1280, 88, 12
+_PANEL, _GAP, LINE = 250, 46, 24  # heights: a panel, above it, and of a line of text
+_FONT, SMALL = 19, 17
 # Of Okabe and Ito, which most color-blind people can distinguish, then darker and lighter ones.
-_COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#000000", "#7F7F7F", "#6A3D9A",
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#000000", "#7F7F7F", "#6A3D9A",
            "#B2DF8A", "#8C510A", "#882255", "#FB9A99")  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def draw(settings: Row, rows: Sequence[Row]) -> str:
     named: dict[tuple[str, str], Row] = {(group(row), series(row)): row for row in rows}
     groups = list(dict.fromkeys(map(group, rows)))
     timed = dict.fromkeys(series(row) for row in rows if row["status"] != "refused")
-    colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(timed)}
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(timed)}
     parts, top = _legend(colors)
     for one in PASSES:
         parts += _panel(one, named, groups, colors, top + _GAP)
@@ -43,27 +43,26 @@ def draw(settings: Row, rows: Sequence[Row]) -> str:
     for i, name in enumerate(groups):
         x = _LEFT + (i + 0.5) * _group_width(groups)
         parts += [
-            _text(x, top + _LINE * (n + 1), word, "middle", size=_SMALL) for n, word in enumerate(name.split("_"))
+            text_element(x, top + LINE * (n + 1), word, "middle", size=SMALL) for n, word in enumerate(name.split("_"))
         ]
-    top += _LINE * (lines + 1)
+    top += LINE * (lines + 1)
     for line in _caption(settings, rows):
-        top += _LINE
-        parts.append(_text(_LEFT, top, line))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top + 14}" width="{_WIDTH}" '
-        f'height="{top + 14}" font-family="Helvetica, Arial, sans-serif" font-size="{_FONT}">\n'
-        f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+        top += LINE
+        parts.append(text_element(_LEFT, top, line))
+    return page(parts, top + 14)
 
 
 def _legend(colors: dict[str, str]) -> tuple[list[str], int]:
     """Return the lines of the legend, and where they end."""
-    parts, x, y = [], _LEFT, _LINE
+    parts, x, y = [], _LEFT, LINE
     for name, color in colors.items():
         width = 34 + len(name) * _FONT * 0.56
-        if x + width > _WIDTH - _RIGHT:
-            x, y = _LEFT, y + _LINE + 4
-        parts += [f'<rect x="{x:.0f}" y="{y - 14}" width="16" height="16" fill="{color}"/>', _text(x + 22, y, name)]
+        if x + width > WIDTH - _RIGHT:
+            x, y = _LEFT, y + LINE + 4
+        parts += [
+            f'<rect x="{x:.0f}" y="{y - 14}" width="16" height="16" fill="{color}"/>',
+            text_element(x + 22, y, name),
+        ]
         x += int(width) + 12
     return parts, y
 
@@ -79,9 +78,9 @@ def _panel(
     bottom, parts = top + _PANEL, []
     for i in range(round(high / tick) + 1):
         y = bottom - _PANEL * i * tick / high
-        parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="{"#ddd" if i else "black"}"/>')
-        parts.append(_text(_LEFT - 8, y + 6, f"{i * tick * factor:g}", "end"))
-    parts.append(_text(_LEFT, top - 12, f"{name}, {unit} per rank", weight="bold"))
+        parts.append(f'<path d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}" stroke="{"#ddd" if i else "black"}"/>')
+        parts.append(text_element(_LEFT - 8, y + 6, f"{i * tick * factor:g}", "end"))
+    parts.append(text_element(_LEFT, top - 12, f"{name}, {unit} per rank", weight="bold"))
     width = _group_width(groups)
     bar = width * 0.86 / max(1, len(colors))
     for i, group in enumerate(groups):
@@ -98,12 +97,12 @@ def _panel(
                     f'fill="{color}"><title>{title}</title></rect>'
                 )
             else:
-                parts.append(_text(x + bar / 2, bottom - 4, "x", "middle", color="#c00000", weight="bold"))
+                parts.append(text_element(x + bar / 2, bottom - 4, "x", "middle", color="#c00000", weight="bold"))
     return parts
 
 
 def _group_width(groups: Sequence[str]) -> float:
-    return (_WIDTH - _LEFT - _RIGHT) / max(1, len(groups))
+    return (WIDTH - _LEFT - _RIGHT) / max(1, len(groups))
 
 
 def _tick(largest: float) -> float:
@@ -131,10 +130,20 @@ def _caption(settings: Row, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _text(
+def page(parts: Sequence[str], height: int) -> str:
+    """Return an SVG file of these elements: `WIDTH` pixels wide, on white."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="{_FONT}">\n'
+        f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def text_element(
     x: float, y: float, text: Any, anchor: str = "start", *,
     color: str = "black", weight: str = "normal", size: int = _FONT,
 ) -> str:  # fmt: skip
+    """Return a line of text, whose `anchor` (start, middle or end) is at `x`, in pixels."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}" '
         f'font-weight="{weight}" font-size="{size}">'

@@ -11,7 +11,7 @@ import typer
 from burst_portable.backends.selection import machines
 from burst_portable.cli import flags
 from burst_portable.cli.flags import flag, make_named_strategy, with_strategy_flags
-from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr
+from burst_portable.cli.output import JsonName, JsonOption, check_file, console, on_stderr, writing
 from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_comparison
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, checked_ranks, plan_facts, verification_facts
 from burst_portable.config import from_environment
@@ -83,6 +83,9 @@ def plan(
         bool,
         typer.Option("--check-all", help="Verify the plan for every rank; takes minutes for 1,024 ranks."),
     ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help=f"Write an SVG picture of --strategy {ALL}. Default: none.")
+    ] = None,
     json_name: JsonName = None,
 ) -> int:
     """Print the steps and the cost of a distributed attention, and verify the plan. Requires no device.
@@ -95,7 +98,7 @@ def plan(
 
     burst-portable plan --seq-len 131072 --ranks 8
     burst-portable plan --seq-len 8192 --ranks 4 --mask documents:0,3000,8192 --json plan.json
-    burst-portable plan --seq-len 131072 --ranks 8 --strategy all
+    burst-portable plan --seq-len 131072 --ranks 8 --strategy all --picture plans.svg
     """
     json_option = JsonOption(json_name, sources=(hardware_file,))
     if check_all and not check:
@@ -120,6 +123,12 @@ def plan(
         )
     hardware = hardware.with_nodes(ranks_per_node or 0, inter_node_bandwidth)
     compare = strategy == ALL
+    if picture is not None:
+        if not compare:
+            raise InputError(
+                "only a comparison has a picture", got=f"--strategy {strategy}", allowed=f"--strategy {ALL}"
+            )
+        check_file(picture, "--picture", sources=(hardware_file,))
     if compare and options:
         got = ", ".join(f"{flag(name)} {value}" for name, value in options.items())
         raise InputError("--strategy all excludes options of a strategy", got=got, next_step="name one strategy")
@@ -150,6 +159,11 @@ def plan(
     if compare:
         show_comparison(out, facts)
         json_option.write(facts)
+        if picture is not None:
+            from burst_portable.cli.plan_chart import draw_comparison
+
+            with writing(picture):
+                picture.write_text(draw_comparison(facts), encoding="utf-8")
         return 0
     from burst_portable.cli.plan_view import show, show_check
 

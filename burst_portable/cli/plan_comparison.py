@@ -108,10 +108,15 @@ def show_comparison(console: Console, facts: Facts) -> None:
     for name, title in {one["strategy"]: one["title"] for one in facts["strategies"]}.items():
         titles.add_row(Text(name), Text(title))
     console.print(titles, "")
-    parts = facts["chosen"].split("; ")  # without the times, which the table has
-    chosen = [part.partition(" (")[0] for part in parts if not part.startswith("not ")]
-    console.print(labelled("auto", "; ".join(chosen[: 1 + chosen[0].startswith("layout ")])))
+    console.print(labelled("auto", choice_text(facts)))
     if names := facts["not_compared"]:
         console.print(labelled("", f"considers {', '.join(names)} only with --ranks-per-node"))
     for label, reason in facts["unsupported"].items():
         console.print(labelled("not", f"{label}: {reason}"))
+
+
+def choice_text(facts: Facts) -> str:
+    """Return what `auto` chose and by what, without the times, which the table has."""
+    parts = (part for part in facts["chosen"].split("; ") if not part.startswith("not "))
+    chosen = [part.partition(" (")[0] for part in parts]
+    return "; ".join(chosen[: 1 + chosen[0].startswith("layout ")])

@@ -28,7 +28,7 @@ RESERVED_FLAGS = frozenset((
     "ablate", "backend", "batch", "check", "check_all", "deep", "dtype", "eval",
     "gradient_checkpointing", "hardware_file", "hardware_spec", "head_dim", "heads", "help", "inter_node_bandwidth",
     "intra_node_bandwidth", "json", "json_name", "kv_heads", "layout", "lr", "mask", "model", "no_check", "options",
-    "profile", "rank", "ranks", "ranks_per_node", "report", "scoring", "seed", "seq_len", "show_steps",
+    "picture", "profile", "rank", "ranks", "ranks_per_node", "report", "scoring", "seed", "seq_len", "show_steps",
     "steps", "strategy", "text", "tflops", "v_head_dim",
 ))  # fmt: skip
 """Names that an option with a flag cannot have, because `plan` or `run` has a parameter or flag of that name."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from xml.etree import ElementTree
+
+import pytest
 
 from burst_portable.cli import main
 from burst_portable.strategies.registry import classes
@@ -88,3 +92,37 @@ def test_plan_labels_work_as_strategies(capsys):
             assert (alone["strategy"], alone["seconds"]) == (one["label"], one["seconds"])
     assert main([*CALL[:-1], "usp(ranks_per_node=2)", "--ranks-per-node", "4"]) == 2
     assert "ranks_per_node is given twice" in capsys.readouterr().err
+
+
+def test_plan_all_picture_has_bars_of_the_table(capsys, tmp_path):
+    """Each bar is as long as its share of the largest value of its column, and has its number."""
+    facts = facts_of(capsys, "--heads", "6", "--ranks-per-node", "4", "--picture", str(tmp_path / "a.svg"))
+    image = (tmp_path / "a.svg").read_text()
+    texts = [one.text for one in ElementTree.fromstring(image).iter() if one.tag.endswith("text")]
+    bars = re.findall(r'width="([\d.]+)" height="16" fill="#\w+"><title>([^<]+): [^<]+<', image)
+    served = facts["strategies"]
+    costs = {
+        "predicted time": lambda one: [one["passes"][name]["seconds"] for name in ("forward", "backward")],
+        "bytes sent": lambda one: [one["passes"][name]["sent_bytes"] for name in ("forward", "backward")],
+        "launches": lambda one: [one["passes"][name]["launches"] for name in ("forward", "backward")],
+        "memory": lambda one: [max(sum(each["memory"].values()) for each in one["passes"].values())],
+        "imbalance": lambda one: [one["passes"]["forward"]["imbalance"]],
+    }
+    for title, values in costs.items():
+        longest = max(sum(values(one)) for one in served)
+        for one in served:
+            found = [float(width) for width, name in bars if name == f"{one['label']}, {title}"]
+            shares = [value / longest for value in values(one)]
+            full = max(sum(float(w) for w, name in bars if name == f"{x['label']}, {title}") for x in served)
+            assert found == pytest.approx([share * full for share in shares], abs=0.2)
+        assert title in texts
+    assert {one["label"] for one in served} <= set(texts)
+    assert any(text.startswith(f"auto: chose {served[0]['label']} by predicted time") for text in texts)
+    assert "No row, call not supported: ulysses" in texts
+
+
+def test_plan_rejects_picture_of_one_strategy(capsys, tmp_path):
+    assert main([*CALL[:-1], "ring", "--picture", str(tmp_path / "a.svg")]) == 2
+    assert "only a comparison has a picture; got --strategy ring; allowed: --strategy all" in capsys.readouterr().err
+    assert main([*CALL, "--picture", str(tmp_path / "none" / "a.svg")]) == 2
+    assert not (tmp_path / "a.svg").exists()
