@@ -13,7 +13,12 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import as_kernels_take
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.prepared_call import PreparedCall, installed
-from burst_portable.utils.torch_modes import disable_autocast, disable_selective_checkpointing, on_device
+from burst_portable.utils.torch_modes import (
+    apply_untransformed,
+    disable_autocast,
+    disable_caller_modes,
+    on_device,
+)
 
 
 def run(
@@ -24,11 +29,10 @@ def run(
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
-    with disable_autocast(q.device), disable_selective_checkpointing():
+    with disable_caller_modes(q.device):
         begin(prepared, q.device)
         if needs_grad:
-            # torch has no types for it
-            result: tuple[Tensor, Tensor | None] = Attention.apply(q, k, v, sinks, prepared)  # type: ignore[no-untyped-call]
+            result: tuple[Tensor, Tensor | None] = apply_untransformed(Attention, q, k, v, sinks, prepared)
             return result
         out, lse, _ = prepared.executor.forward(prepared, q, k, v, sinks, keep=False)
         if prepared.transport.size > 1:

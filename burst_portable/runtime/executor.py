@@ -94,7 +94,8 @@ def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
     compute = prepared.backward.single
     if compute is not None:
         with prepared.observer.computes(compute, x.q, backward=True):
-            return prepared.kernel.backward_single_call(x._replace(delta=None), compute.tiles, prepared.part)
+            x = x if x.delta is None else x._replace(delta=None)
+            return prepared.kernel.backward_single_call(x, compute.tiles, prepared.part)
     if prepared.backward_takes_out:
         x = x._replace(delta=None)
     else:

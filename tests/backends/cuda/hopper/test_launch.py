@@ -212,7 +212,7 @@ def differs(driver, run, change):
 
 
 @pytest.mark.parametrize(("run", "change"), EVERY)
-def test_launch_after_similar_one_is_packed_anew(driver, run, change):
+def test_launch_after_similar_one_is_packed_again(driver, run, change):
     assert not differs(driver, run, change)
     assert launches(driver, run, HopperKernel(), base_inputs(**change)) != launches(
         driver, run, HopperKernel(), base_inputs()
