@@ -23,16 +23,18 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0
 
 def draw(settings: Row, rows: Sequence[Row]) -> str:
     """Return the picture of a benchmark's rows."""
-    kernels, lengths = len({row["kernel"] for row in rows}), len({row["seq_len"] for row in rows})
+    kernels, lengths, sizes = (len({row[name] for row in rows}) for name in ("kernel", "seq_len", "ranks"))
 
     def series(row: Row) -> str:
         return f"{row['entry']}, {row['kernel']}" if kernels > 1 else str(row["entry"])
 
     def group(row: Row) -> str:
-        return f"{row['mask']}_{row['seq_len']:,}" if lengths > 1 else str(row["mask"])
+        length = f"_{row['seq_len']:,}" if lengths > 1 else ""
+        return f"{row['mask']}{length}" + (f"_{row['ranks']} ranks" if sizes > 1 else "")
 
     named: dict[tuple[str, str], Row] = {(group(row), series(row)): row for row in rows}
-    groups = list(dict.fromkeys(map(group, rows)))
+    masks = list(dict.fromkeys(row["mask"] for row in rows))
+    groups = list(dict.fromkeys(map(group, sorted(rows, key=lambda row: masks.index(row["mask"])))))
     timed = dict.fromkeys(series(row) for row in rows if row["status"] != "refused")
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(timed)}
     parts, top = _legend(colors)
@@ -113,8 +115,9 @@ def _tick(largest: float) -> float:
 
 def _caption(settings: Row, rows: Sequence[Row]) -> list[str]:
     """Return what was measured, on what, and with which versions."""
-    lengths = sorted({row["seq_len"] for row in rows})
-    tokens = " and ".join(f"{length:,}" for length in lengths)
+    tokens, ranks = (
+        " and ".join(f"{one:,}" for one in sorted({row[name] for row in rows})) for name in ("seq_len", "ranks")
+    )
     marks = "".join(
         text for status, text in (("refused", " No bar: mask not supported."), ("wrong", " x: wrong or failed."))
         if any(row["status"] == status or (status == "wrong" and row["status"] == "failed") for row in rows)
@@ -123,7 +126,7 @@ def _caption(settings: Row, rows: Sequence[Row]) -> list[str]:
     versions |= {name: settings[name] for name in ("torch", "triton") if name in settings}
     return [
         f"By visible pairs; the slowest rank counts; median of {settings['rounds']} rounds.{marks}",
-        f"{settings['ranks']} ranks on {settings.get('device', settings['backend'])}; {tokens} tokens, "
+        f"{ranks} ranks on {settings.get('device', settings['backend'])}; {tokens} tokens, "
         f"{settings['heads']} query and {settings['kv_heads']} K/V heads, head size {settings['head_dim']}, "
         f"{settings['dtype']}; {settings['layout']} layout",
         "; ".join([*(f"{name} {value}" for name, value in versions.items()), *filter(None, [settings.get("date")])]),

@@ -208,7 +208,8 @@ class Benchmark:
         timed: list[tuple[Row, Prepared]] = []
         for entry in self._entries:
             if entry.name in only:
-                row: Row = {"mask": mask_name, "seq_len": length, "kernel": kernel, "entry": entry.name}
+                where = {"mask": mask_name, "seq_len": length, "ranks": self._mesh.size, "kernel": kernel}
+                row: Row = {**where, "entry": entry.name}
                 rows.append(row)
                 prepared = self._examine(entry, task, expected, row)
                 if prepared is not None:

@@ -11,21 +11,25 @@ from burst_portable.errors import InputError, in_a_line
 from burst_portable.planning.plans import PASSES
 from burst_portable.utils.text import bytes_text
 
-SCHEMA = "burst_portable.bench/1"
+SCHEMA = "burst_portable.bench/2"
+_RANKS_IN_SETTINGS = "burst_portable.bench/1"  # the earlier version, in which all rows had the ranks of the settings
 Row = dict[str, Any]
 COLUMNS = (
-    "mask", "tokens", "kernel", "strategy", "TFLOP/s, forward", "backward", "sent, forward", "backward", "peak memory"
+    "mask", "tokens", "ranks", "kernel", "strategy", "TFLOP/s, forward", "backward", "sent, forward", "backward",
+    "peak memory",
 )  # fmt: skip
 """Speeds are per rank, by the visible pairs and the slowest rank; bytes are the largest of a rank."""
 
 
-def row_key(row: Row) -> tuple[str, int, str, str]:
-    """Return what identifies a row: mask, sequence length, kernel and entry."""
-    return row["mask"], row["seq_len"], row["kernel"], row["entry"]
+def row_key(row: Row) -> tuple[str, int, int, str, str]:
+    """Return what identifies a row: mask, sequence length, ranks, kernel and entry."""
+    return row["mask"], row["seq_len"], row["ranks"], row["kernel"], row["entry"]
 
 
 def read_rows(path: Path) -> tuple[Row, list[Row]]:
     """Return the settings and the rows of a file. A last line that is incomplete is ignored.
+
+    In files of the earlier version, the settings have the ranks of all rows.
 
     Raises:
         InputError: If it cannot be read, or has another schema.
@@ -36,11 +40,15 @@ def read_rows(path: Path) -> tuple[Row, list[Row]]:
         lines = [json.loads(line) for line in text.split("\n")[:-1] if line] if whole is None else []
         settings, rows = (whole["settings"], whole["rows"]) if whole else (lines[0], lines[1:])
         schema = settings["schema"]
-        for row in rows:
+        if schema == _RANKS_IN_SETTINGS:
+            ranks = settings["ranks"]
+            settings = {name: value for name, value in settings.items() if name != "ranks"} | {"schema": SCHEMA}
+            rows = [{"ranks": ranks, **row} for row in rows]
+        for row in rows if settings["schema"] == SCHEMA else ():
             row_key(row)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path} is no file of a benchmark", got=in_a_line(error)) from error
-    if schema != SCHEMA:
+    if settings["schema"] != SCHEMA:
         raise InputError(f"{path} is of another version", got=schema, allowed=SCHEMA)
     return settings, rows
 
@@ -58,9 +66,9 @@ def append_rows(path: Path, settings: Row, rows: Sequence[Row]) -> None:
 
 def cells(row: Row) -> list[str]:
     """Return the cells of `COLUMNS`. A wrong or refused entry has no speed."""
-    first = [row["mask"], f"{row['seq_len']:,}", row["kernel"], row["entry"]]
+    first = [row["mask"], f"{row['seq_len']:,}", str(row["ranks"]), row["kernel"], row["entry"]]
     if row["status"] != "ok":
-        return [*first, "WRONG" if row["status"] == "wrong" else row["status"], *[""] * (len(COLUMNS) - 5)]
+        return [*first, "WRONG" if row["status"] == "wrong" else row["status"], *[""] * (len(COLUMNS) - len(first) - 1)]
     peak = "-" if row["peak_bytes"] is None else bytes_text(row["peak_bytes"])
     speeds = (f"{row[f'{name}_tflops']:.3g}" for name in PASSES)
     return [*first, *speeds, *(bytes_text(row[f"{name}_sent_bytes"]) for name in PASSES), peak]
@@ -89,7 +97,7 @@ def compare(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, ...]
     for new in after:
         if (one := old.get(row_key(new))) is None:
             continue
-        label = " ".join(map(str, row_key(new)))
+        label = f"{new['mask']}, {new['seq_len']:,} tokens, {new['ranks']} ranks, {new['kernel']}, {new['entry']}"
         if one["status"] == new["status"] == "ok":
             ratios = (one[f"{name}_seconds"] / new[f"{name}_seconds"] for name in PASSES)
             found.append((label, *(f"{ratio:.3f}" for ratio in ratios)))

@@ -29,8 +29,8 @@ from burst_portable.cli.output import (
     table,
     writing,
 )
-from burst_portable.config import read_launcher_env
-from burst_portable.errors import InputError, unknown_name
+from burst_portable.config import LauncherEnv, read_launcher_env
+from burst_portable.errors import InputError, format_error, shown, unknown_name
 from burst_portable.layout import NAMES, OF_DOCUMENTS
 from burst_portable.strategies.registry import known, make_strategy, strategy_name
 from burst_portable.utils.text import split_list
@@ -48,12 +48,27 @@ def _lengths(text: str) -> str:
     return text
 
 
+def _counts(text: str) -> str:
+    """Check numbers of ranks that are separated by commas."""
+    for one in text.split(","):
+        if not (one.isascii() and one.isdigit() and int(one[:9]) > 0 and len(one) < 9):
+            got, allowed = shown(one), "numbers from 1, separated by commas"
+            raise typer.BadParameter(format_error("not a number of ranks", got=got, allowed=allowed))
+    return text
+
+
 def bench(
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[compare A B | draw A]", help="Compare or draw files. Default: measure."),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Local processes. Default: one per device; 2 on CPUs.")] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            parser=_counts, metavar="N,...",
+            help="Local processes, or several numbers with commas. Default: one per device; 2 on CPUs.",
+        ),
+    ] = None,
     backend: flags.BackendName = "auto",
     masks: Annotated[str, typer.Option(help="all, or names of masks, separated by commas.")] = "all",
     strategies: Annotated[
@@ -92,6 +107,7 @@ def bench(
     Examples:
 
     burst-portable bench --quick
+    burst-portable bench --ranks 2,4 --seq-len 512,2048
     torchrun --nproc-per-node 2 -m burst_portable bench --resume rows.jsonl --json out.json
     burst-portable bench compare A.json B.json
     burst-portable bench draw A.json --picture A.svg
@@ -102,7 +118,7 @@ def bench(
         raise unknown_name("layout", layout, _LAYOUTS)
     if dtype is not None and dtype not in _DTYPES:
         raise unknown_name("dtype", dtype, _DTYPES)
-    from burst_portable.cli.bench_worker import bench_local, bench_rank
+    from burst_portable.cli.bench_worker import BenchJob, bench_local, bench_rank
     from burst_portable.cli.run.job import check_processes
 
     launcher = read_launcher_env()
@@ -111,39 +127,42 @@ def bench(
         json_option = JsonOption(json_name, writes=is_first, sources=[resume])
         if is_first:
             check_files({"--markdown": markdown_file, "--picture": picture}, sources=[resume])
-        ranks = number_of_ranks(ranks, launcher)
-        chosen, _ = flags.choose_backend(backend, 1 if launcher or ranks is None else ranks)
+        sizes_of_mesh = _numbers_of_ranks(ranks, launcher)
+        chosen, _ = flags.choose_backend(backend, 1 if launcher else max(sizes_of_mesh, default=1))
         device_type, on_cpu = chosen.capabilities.device_type, not chosen.capabilities.streams
-        if ranks is None:
-            ranks = 2 if on_cpu else _device_count(device_type)
+        sizes_of_mesh = sizes_of_mesh or [2 if on_cpu else _device_count(device_type)]
         if on_cpu and launcher is None:
-            check_processes(ranks)
-        lengths = [tokens(one) for one in seq_len.split(",")] if seq_len else [512 if on_cpu else 8192 * ranks]
-        if min(lengths) < ranks:
-            raise InputError("a sequence is too short", got=f"--seq-len {seq_len}", allowed=f"at least {ranks} tokens")
+            check_processes(max(sizes_of_mesh))
+        lengths = [tokens(one) for one in seq_len.split(",")] if seq_len else []
+        if lengths and min(lengths) < max(sizes_of_mesh):
+            allowed = f"at least {max(sizes_of_mesh)} tokens"
+            raise InputError("a sequence is too short", got=f"--seq-len {seq_len}", allowed=allowed)
         sizes = (4, 2, 32, dtype or "float32") if on_cpu else (64, 8, 128, dtype or "bfloat16")
         setting = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), sizes, strict=True))
         setting |= {"layout": layout, "rounds": 3 if on_cpu else 7}
-        settings: Row = {"schema": SCHEMA, "version": __version__, "ranks": ranks, "backend": chosen.name, **setting}
+        settings: Row = {"schema": SCHEMA, "version": __version__, "backend": chosen.name, **setting}
         settings |= {"device": _device_name(device_type, on_cpu=on_cpu), "versions": versions(_PACKAGES)}
         names = _strategies(strategies, on_cpu=on_cpu)
         mask_names = list(_QUICK) if quick and masks == "all" else _names(masks, MASKS, "mask")
         rows = _resumed(resume, settings)
         done = {row_key(row) for row in rows}
-        work = [
-            (mask, length, one, left)
-            for mask in mask_names
-            for length in lengths
-            for one in kernels.split(",")
-            if (left := [name for name in names if (mask, length, one, name) not in done])
-        ]
-        from burst_portable.cli.bench_worker import BenchJob
-
-        job = BenchJob(
-            ranks=ranks, ranks_per_node=None, backend=chosen.name, device_type=device_type, setting=setting, work=work
-        )
+        jobs = []
+        for size in sizes_of_mesh:
+            work = [
+                (mask, length, one, left)
+                for mask in mask_names
+                for length in lengths or [512 if on_cpu else 8192 * size]
+                for one in kernels.split(",")
+                if (left := [name for name in names if (mask, length, size, one, name) not in done])
+            ]
+            jobs.append(
+                BenchJob(
+                    ranks=size, ranks_per_node=None, backend=chosen.name, device_type=device_type, setting=setting,
+                    work=work,
+                )
+            )  # fmt: skip
         with Progress(**on_stderr(quiet=not is_first)) as bar:
-            progress = bar.add_task("measuring", total=len(work))
+            progress = bar.add_task("measuring", total=sum(len(job.work) for job in jobs))
 
             def on_rows(found: list[Row]) -> None:
                 rows.extend(found)
@@ -152,8 +171,9 @@ def bench(
                     with writing(resume):
                         append_rows(resume, settings, found)
 
-            if work:
-                bench_local(job, on_rows) if launcher is None else bench_rank(job, launcher, on_rows)
+            for job in jobs:
+                if job.work:
+                    bench_local(job, on_rows) if launcher is None else bench_rank(job, launcher, on_rows)
     if is_first:
         made = table(*COLUMNS, left=("kernel", "strategy"))
         for row in rows:
@@ -170,6 +190,16 @@ def bench(
             with writing(picture):
                 picture.write_text(draw(settings, rows), encoding="utf-8")
     return int(any(row["status"] == "wrong" for row in rows if row["entry"] not in PEERS))
+
+
+def _numbers_of_ranks(text: str | None, launcher: LauncherEnv | None) -> list[int]:
+    """Return the numbers of ranks of `--ranks` or of the launcher; none if neither is given."""
+    given = list(dict.fromkeys(map(int, text.split(",")))) if text else []
+    if launcher is not None and len(given) > 1:
+        allowed = f"{launcher.world_size}, or no --ranks"
+        raise InputError("a launcher starts one number of ranks", got=f"--ranks {text}", allowed=allowed)
+    found = number_of_ranks(given[0] if given else None, launcher)
+    return given or ([] if found is None else [found])
 
 
 def _device_name(device_type: str, *, on_cpu: bool) -> str:

@@ -16,7 +16,7 @@ from burst_portable.cli.plan_facts import Facts
 from burst_portable.planning.plans import PASSES
 from burst_portable.utils.text import bytes_text, seconds_text
 
-_EDGE, _GAP, _NUMBER = 12, 14, 84  # pixels: beside the picture, between columns, and of the number after a bar
+_EDGE, _GAP, _NUMBER = 12, 14, 84  # pixels: of the margin, between columns, and of the number after a bar
 _BAR, _ROW = 16, 52  # heights: of a bar, and of a strategy with its label above the bars
 
 

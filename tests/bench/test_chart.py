@@ -14,12 +14,12 @@ from burst_portable.cli import main
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "results" / "bench-h100x2-2026-11-25.json"
-SETTINGS = {"version": "1", "ranks": 2, "backend": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "rounds": 3,
+SETTINGS = {"version": "1", "backend": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "rounds": 3,
             "dtype": "float32", "layout": "zigzag", "device": "a & b", "versions": {"torch": "9"}}  # fmt: skip
 
 
 def row(entry, status="ok", mask="causal", speed=0.004):
-    base = {"mask": mask, "seq_len": 64, "kernel": "auto", "entry": entry, "status": status}
+    base = {"mask": mask, "seq_len": 64, "ranks": 2, "kernel": "auto", "entry": entry, "status": status}
     return base if status != "ok" else {**base, "forward_tflops": speed, "backward_tflops": speed / 2}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -80,12 +81,64 @@ def test_bench_resumes_after_interruption(tmp_path, capfd):
     assert capfd.readouterr().out.count("1.000") == 16
 
 
-def test_compare_reports_ratios_and_statuses():
+def local_threads(job, on_rows):
+    """Do the work of `bench_local` in threads."""
+    entries = [Entry(name) for name in ("ring", "ulysses")]
+
+    def work(mesh):
+        benchmark = Benchmark(mesh, torch.device("cpu"), SETTING, entries)
+        return [benchmark.measure(*one) for one in job.work]
+
+    for rows in run_threads(job.ranks, work)[0]:
+        on_rows(rows)
+
+
+def test_bench_measures_several_numbers_of_ranks(tmp_path, capsys, monkeypatch):
+    """A file that has the rows of two ranks gets those of three; tables and pictures show both."""
+    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", local_threads)
+    file, picture = tmp_path / "rows.jsonl", tmp_path / "a.svg"
+    arguments = ["bench", "--strategies", "ring,ulysses", "--seq-len", "64", "--masks", "full,causal"]
+    arguments += ["--resume", str(file)]
+    assert main([*arguments, "--ranks", "2"]) == 0
+    first = file.read_text()
+    assert main([*arguments, "--ranks", "2,3", "--picture", str(picture)]) == 0
+    assert file.read_text().startswith(first)
+    found = read_rows(file)[1]
+    assert [(row["mask"], row["ranks"], row["entry"], row["status"]) for row in found] == [
+        (mask, ranks, entry, "ok" if (ranks, entry) != (3, "ulysses") else "refused")
+        for ranks in (2, 3)
+        for mask in ("full", "causal")
+        for entry in ("ring", "ulysses")
+    ]
+    assert {row["forward_messages"] for row in found if row["entry"] == "ring"} == {1, 2}
+    out = capsys.readouterr().out
+    assert out.count("ulysses, refused: ") == 1
+    assert [line.split()[:5] for line in out.splitlines() if line.startswith("causal")][-2:] == [
+        ["causal", "64", "3", "auto", "ring"],
+        ["causal", "64", "3", "auto", "ulysses"],
+    ]
+    labels = [text for text in re.findall(r'font-size="17">([^<]+)<', picture.read_text()) if text != "x"]
+    assert labels == ["full", "2 ranks", "full", "3 ranks", "causal", "2 ranks", "causal", "3 ranks"]
+    assert "2 and 3 ranks on" in picture.read_text()
+
+
+def test_read_rows_takes_ranks_of_earlier_settings(tmp_path):
+    """Rows of the first version have the ranks of its settings. Later rows may follow."""
     row = {"mask": "full", "seq_len": 8, "kernel": "auto", "entry": "ring", "status": "ok"}
+    earlier = {"schema": "burst_portable.bench/1", "backend": "cpu", "ranks": 4}
+    append_rows(tmp_path / "a", earlier, [row, {**row, "ranks": 2}])
+    settings, rows = read_rows(tmp_path / "a")
+    assert settings == {"schema": SCHEMA, "backend": "cpu"}
+    assert [one["ranks"] for one in rows] == [4, 2]
+
+
+def test_compare_reports_ratios_and_statuses():
+    row = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
     old = {**row, "forward_seconds": 2.0, "backward_seconds": 3.0}
     new = {**row, "forward_seconds": 1.0, "backward_seconds": 6.0}
-    assert compare([old], [new]) == [("full 8 auto ring", "2.000", "0.500")]
-    assert compare([old], [{**row, "status": "wrong"}]) == [("full 8 auto ring", "ok", "wrong")]
+    assert compare([old], [new]) == [("full, 8 tokens, 2 ranks, auto, ring", "2.000", "0.500")]
+    assert compare([{**old, "ranks": 4}], [new]) == []
+    assert compare([old], [{**row, "status": "wrong"}]) == [("full, 8 tokens, 2 ranks, auto, ring", "ok", "wrong")]
 
 
 def test_read_rows_rejects_other_version(tmp_path):
@@ -112,13 +165,13 @@ def test_layout_of_any_mask_is_used_and_others_are_refused(capsys):
 
 
 def test_markdown_groups_reasons_by_entry():
-    base = {"seq_len": 8, "kernel": "auto", "entry": "usp", "status": "refused", "reason": "heads | ranks"}
+    base = {"seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "usp", "status": "refused", "reason": "heads | ranks"}
     rows = [{**base, "mask": mask} for mask in ("full", "causal")]
     timed = {"forward_tflops": 1.5, "backward_tflops": 0.25, "forward_sent_bytes": 2048, "backward_sent_bytes": 0}
     rows.append({**base, "mask": "full", "entry": "ring", "status": "ok", "peak_bytes": 1 << 20, **timed})
     text = markdown(rows)
-    assert "| causal | 8 | auto | usp | refused |  |  |  |  |\n" in text
-    assert "| full | 8 | auto | ring | 1.5 | 0.25 | 2 KiB | 0 B | 1 MiB |\n" in text
+    assert "| causal | 8 | 2 | auto | usp | refused |  |  |  |  |\n" in text
+    assert "| full | 8 | 2 | auto | ring | 1.5 | 0.25 | 2 KiB | 0 B | 1 MiB |\n" in text
     assert text.endswith("\n\n- usp, refused: heads | ranks (full, causal)\n")
 
 
@@ -138,3 +191,17 @@ def test_entry_that_cannot_divide_heads_has_reason():
 def test_bench_rejects_lengths(lengths, capsys):
     assert main(["bench", "--seq-len", lengths]) == 2
     assert "--seq-len" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["2,0", "two", "2,", "-1"])
+def test_bench_rejects_numbers_of_ranks(ranks, capsys):
+    assert main(["bench", "--ranks", ranks]) == 2
+    assert "not a number of ranks" in capsys.readouterr().err
+
+
+def test_bench_rejects_several_sizes_under_launcher(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"),
+                        ("MASTER_PORT", "29500")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "--ranks", "2,4"]) == 2
+    assert "a launcher starts one number of ranks; got --ranks 2,4; allowed: 2, or no" in capsys.readouterr().err
