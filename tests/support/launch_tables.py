@@ -23,14 +23,15 @@ def count_visits(table: LaunchTable, outer: int, inner: int, *, peel: bool, leng
     for w in range(table.blocks):
         row = table.numbers[16 * w : 16 * w + 16]
         top, runs_at, runs, full, masked_at, masked, stop = row[:7]
+        early = 0 if peel else row[8]
         block = slice(top, stop if peel else top + outer)
         pairs = [table.numbers[runs_at + 2 * r : runs_at + 2 * r + 2] for r in range(runs)]
         visited = [start + i * inner for start, count in pairs for i in range(count)]
         assert len(visited) == full + masked
-        for start in visited[:full] if peel else visited[masked:]:
+        for start in visited[early : early + full]:
             seen[block, start : start + inner] += 1
         entries = [table.numbers[masked_at + 8 * i : masked_at + 8 * i + 8] for i in range(masked)]
-        assert [entry[0] for entry in entries] == (visited[full:] if peel else visited[:masked])
+        assert [entry[0] for entry in entries] == visited[:early] + visited[early + full :]
         for start, in_start, in_stop, out_start, out_stop, lo, hi, _ in entries + [row[8:]] * peel:
             o, i = np.arange(block.start, block.stop)[:, None], start + np.arange(inner)[None, :]
             shown = (i >= in_start) & (i < in_stop) & (o >= out_start) & (o < out_stop)

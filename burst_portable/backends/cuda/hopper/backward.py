@@ -16,7 +16,7 @@ In `order`, an int32 per query block is the number of the work row that adds to 
 programs of previous work rows, which start before it.
 
 An int32 table lists the query blocks of each key block (see `block_tables`). One loop visits the masked blocks and then
-the full blocks.
+the full blocks. If ORDERED, some masked blocks may follow the full blocks.
 
 Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` computes the row terms
 [2·B·Hq, Sq + padding]: -LSE of all heads, then -delta of all heads.
@@ -171,6 +171,13 @@ def _loader(
 
 
 @gluon.jit
+def _read_turn(place):
+    """Start reading the number of the work row that adds next. Its use waits for it."""
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
 def _await_turn(place, number):
     """Wait until the int32 at `place` is the number of this work row."""
     gl.inline_asm_elementwise(
@@ -228,9 +235,13 @@ def _adder(
             count = gl.load(runs + 2 * r + 1)
             next_number = gl.load(following + r) if ORDERED else 0
             place = order + (bh + g) * row_blocks + first // BM
+            turn = _read_turn(place) if ORDERED else 0
             for i in range(count):
                 if ORDERED:
-                    _await_turn(place + i, number)
+                    if turn != number:
+                        _await_turn(place + i, number)
+                    # Reading takes about as long as half a block, so it starts one block ahead.
+                    turn = _read_turn(place + min(i + 1, count - 1))
                 row = first + i * BM
                 _add_dq(dq_desc, dq2_desc, b, row, h + g, dq_sm, dq2_sm, dq_rdy, dq_emp, it + i, A, B)
                 if ORDERED:
@@ -290,9 +301,9 @@ def _summed(p, rows, rows2, x, x2, B: gl.constexpr):
 def _step(
     WG: gl.constexpr, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
     q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, i, dk, dk2, dv, dv2,
-    masked, n_masked, col0, scale, qk_scale,
+    masked, n_early, full, col0, scale, qk_scale,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
-    NQ: gl.constexpr, FOLD: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
+    NQ: gl.constexpr, FOLD: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Compute one query block: add to dK and dV in registers, and pass this worker's half of dQ to the adder."""
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -323,9 +334,13 @@ def _step(
     if CAP > 0:
         s = capped(s, qk_scale)
     p = gl.exp2(s * factor + terms)
-    if i < n_masked:
+    if i < n_early:
         first, last = _bounds(masked + 8 * i, col0, sl)
         p = hide(p, first, last, 0.0)
+    if ORDERED:  # noqa: SIM102 apart, so that the other kernels are compiled without the condition
+        if i >= n_early + full:
+            first, last = _bounds(masked + 8 * (i - full), col0, sl)
+            p = hide(p, first, last, 0.0)
     p16 = gl.convert_layout(p.to(q_sm.dtype), gl.DotOperandLayout(0, vl, 2))
     if CAP > 0:  # from here on, p is P times the slope of the cap
         p = p * (1.0 - s * s)
@@ -411,14 +426,15 @@ def _worker(
     scale, qk_scale, heads, kv_group, span, head_group, keys,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, D: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
     DV: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of 64 keys: visit all query blocks of all `span` heads, then add or write the sums."""
     b, h, _bh, work = _work(table, heads, span, head_group)
     col0 = gl.load(work) + 64 * WG
     masked = table + gl.load(work + 4)
-    n_masked = gl.load(work + 5)
-    n = gl.load(work + 3) + n_masked
+    full = gl.load(work + 3)
+    n = full + gl.load(work + 5)
+    n_early = gl.load(work + 8)
     dk = gl.zeros([64, A], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16]))
     dv = gl.zeros([64, VA], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VA, 16]))
     dk2 = 0
@@ -433,7 +449,8 @@ def _worker(
         dk, dk2, dv, dv2 = _step(
             WG, q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
             q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, i, dk, dk2, dv, dv2,
-            masked, n_masked, col0, scale, qk_scale, BM, A, B, VA, VB, NQ, FOLD, CAP, EARLY)  # fmt: skip
+            masked, n_early, full, col0, scale, qk_scale,
+            BM, A, B, VA, VB, NQ, FOLD, CAP, EARLY, ORDERED)  # fmt: skip
         i += 1
         if i == n:  # the next head
             i = 0
@@ -533,12 +550,12 @@ def backward_kernel(
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
                    scale, qk_scale, heads, kv_group, span, head_group, keys,
-                   BM, A, B, D, VA, VB, DV, NQ, FOLD, STORE, CAP, EARLY)),
+                   BM, A, B, D, VA, VB, DV, NQ, FOLD, STORE, CAP, EARLY, ORDERED)),
         (_worker, (1, dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
                    scale, qk_scale, heads, kv_group, span, head_group, keys,
-                   BM, A, B, D, VA, VB, DV, NQ, FOLD, STORE, CAP, EARLY)),
+                   BM, A, B, D, VA, VB, DV, NQ, FOLD, STORE, CAP, EARLY, ORDERED)),
         (_loader, (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, table,
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group,

@@ -241,9 +241,11 @@ def adding_cut(tiles: Tiles, about: Pass, *, ordered: bool = False) -> tuple[Bac
     If `ordered`, one program adds to dK and dV of a block, and dQ is added in the order of the table.
     """
     config = backward_config(about.dim, about.value_dim)
-    table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK, ordered=ordered)
     if ordered:
+        fill = (about.heads, about.processors)
+        table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK, fill=fill, ordered=True)
         return BackwardCut(config, about.group, ordered=True), table
+    table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK)
     return BackwardCut(config, 1 if about.ends_late(table) else about.group), table
 
 
@@ -257,7 +259,8 @@ def writing_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tu
     """
     config = backward_config(about.dim, about.value_dim)
     if ordered:
-        table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK, about.keys, ordered=True)
+        fill = (about.heads, about.processors)
+        table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK, about.keys, fill=fill, ordered=True)
         return [(BackwardCut(config, about.group, ordered=True), table)]
     whole = BackwardCut(config, about.group)
 

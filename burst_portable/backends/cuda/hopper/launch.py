@@ -311,9 +311,8 @@ def writing_launches(
 def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.device) -> PreparedLaunch[BackwardCut]:
     """Return the launch for one cut of the backward and its table."""
     heads, group, span = about.heads, about.group, cut.span
-    # Ordered programs of one head wait for each other, so programs of all heads run at the same time.
     room = about.rows * about.dim * 4 * group
-    side_by_side = heads // span if cut.ordered else _side_by_side(heads // span, group // span, room)
+    side_by_side = heads // span if table.waits else _side_by_side(heads // span, group // span, room)
     grid = (side_by_side, table.blocks, about.all_heads // span // side_by_side)
     told = (about.all_heads, heads, group, span, side_by_side)
     visitors = torch.tensor(table.visitors, dtype=torch.int32).to(device) if cut.ordered else None

@@ -90,6 +90,37 @@ def test_check_order_finds_wrong_next_visitor():
         check_order(table, 64)
 
 
+def ordered_rows(mask: str, length: int, heads: int = 16) -> tuple[list[int], bool, list[bool]]:
+    """Return the key block of each work row, `waits`, and whether each row begins where no earlier row has been."""
+    shard = (Segment(0, length),)
+    tiles = find_tiles(Mask.parse(mask, length), shard, shard)
+    (_, table), *_ = writing_cuts(tiles, a_pass(length, heads), ordered=True)
+    rows = [table.numbers[16 * n : 16 * n + 8] for n in range(table.blocks)]
+    begins = [table.visitors[table.numbers[row[1]] // 64] == number for number, row in enumerate(rows)]
+    return [row[0] // 128 for row in rows], table.waits, begins
+
+
+@pytest.mark.parametrize("mask", ["window:1024", "documents:0,1024,2048,6144,8192"])
+def test_ordered_rows_begin_where_no_other_has_been(mask):
+    keys, waits, begins = ordered_rows(mask, 8192)
+    assert all(begins)
+    assert not waits
+    assert keys[0] == (47 if mask.startswith("documents") else 63), "the longest document first, its last keys first"
+
+
+@pytest.mark.parametrize("mask", ["causal", "sink:64:1024"])
+def test_ordered_rows_of_long_groups_have_increasing_keys(mask):
+    keys, waits, begins = ordered_rows(mask, 16384)
+    assert keys == sorted(keys)
+    assert waits
+    assert not all(begins)
+
+
+def test_ordered_rows_that_begin_together_wait():
+    _, waits, _ = ordered_rows("full", 2048)
+    assert waits
+
+
 def test_ordered_table_size_grows_with_border_not_area():
     n = 1 << 17
     for tile in (Tile(0, n, 0, n, 0, n - 1), Tile(0, n, 0, n, 0, 4095), Tile(0, n, 0, n, -n, n)):
