@@ -10,7 +10,7 @@ USUAL := not full and not device
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test full lint types layers docs conform-ascend clean
+.PHONY: help setup demo test test-alone test-others full lint types layers docs conform-ascend clean
 
 help:
 	@echo "make setup   .venv, which the others make too; . .venv/bin/activate puts burst-portable on the path"
@@ -34,18 +34,24 @@ demo: $(STAMP)
 	@echo "This takes about a minute on two CPU cores, longer if other programs use them."
 	@.venv/bin/burst-portable run --model tiny --ranks 2 --seq-len 4096 --steps 10 --check --profile --report report/ $(ARGS)
 
-# Tests that measure time run by themselves, all others in two processes; with options, one pytest runs what they say.
+# Tests that measure time run by themselves, all others in two processes. With options, one pytest runs what they say.
 # To look for the first in all files would take ten seconds, in which the second core has nothing to do.
 # By default xdist would run files of few tests last, and these hold the longest tests.
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 
-test: $(STAMP)
 ifeq ($(strip $(ARGS)),)
-	@$(PYTHON_IN_VENV) -m pytest -m "alone and $(USUAL)" $(ALONE); alone=$$?; \
-	$(PYTHON_IN_VENV) -m pytest -m "not alone and $(USUAL)" -n 2 --dist loadfile --no-loadscope-reorder && exit $$alone
+test: $(STAMP)
+	@$(MAKE) --no-print-directory test-alone; alone=$$?; $(MAKE) --no-print-directory test-others && exit $$alone
 else
+test: $(STAMP)
 	@$(PYTHON_IN_VENV) -m pytest $(ARGS)
 endif
+
+test-alone: $(STAMP)
+	@$(PYTHON_IN_VENV) -m pytest -m "alone and $(USUAL)" $(ALONE)
+
+test-others: $(STAMP)
+	@$(PYTHON_IN_VENV) -m pytest -m "not alone and $(USUAL)" -n 2 --dist loadfile --no-loadscope-reorder
 
 full: $(STAMP)
 	@$(PYTHON_IN_VENV) -m pytest -m "not device" --timeout 600 $(ARGS)

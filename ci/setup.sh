@@ -38,18 +38,26 @@ install() {
     .venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt "$@"
 }
 
-# torch goes first, alone and exactly: from a looser requirement on an x86-64 machine without a GPU pip takes the
-# newest build with its gigabytes of CUDA libraries, before any constraint of a later requirement is read.
-torch=$(sed -n '/^torch==/p' constraints.txt)
-echo "setup: $torch, the large one"
-install "$torch"
-echo "setup: the rest"
-install editables hatchling numpy
-# Python compiles torch while pip installs.
-.venv/bin/python -c "import torch._dynamo" >/dev/null 2>&1 &
+# The pins name all packages, so nothing is resolved, and three processes install at once. torch is exact: from a looser
+# requirement on an x86-64 machine without a GPU pip takes the newest build with its gigabytes of CUDA libraries.
+# Triton has wheels for Linux only.
+pins() {
+    if [ "$(uname)" = Linux ]; then omit='^#\|^torch=='; else omit='^#\|^torch==\|^triton=='; fi
+    grep -v "$omit" constraints.txt | sed -n "$1"
+}
+echo "setup: the pins of constraints.txt; torch is the largest"
+install --no-deps "$(sed -n '/^torch==/p' constraints.txt)" &
+torch=$!
+install --no-deps $(pins 'p;n') &
+others=$!
+install --no-deps $(pins 'n;p')
+wait $torch
+wait $others
+# Python compiles torch and transformers while pip checks the requirements and installs the package.
+echo "setup: the package"
+programs="import burst_portable.cli.run.train, torch._dynamo"
+.venv/bin/python -c "$programs" >/dev/null 2>&1 &
 install --no-build-isolation --editable '.[cli,transformers,dev]'
-# torchtitan asks for an older datasets, tensorboard and wandb, which its models do not import.
-install --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 wait
-.venv/bin/python -c "import burst_portable.cli.run.train, torch._dynamo"
+.venv/bin/python -c "$programs"
 echo "setup: done"

@@ -42,7 +42,7 @@ if ! cmp -s "$pins" "$stamp"; then
     echo "environment: $("$python" --version), torch, torch_npu and triton-ascend in $folder (once; takes some minutes)"
     "$python" -m venv --clear "$folder/venv"
     install() { "$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$pins" "$@"; }
-    install "$(sed -n '/^torch==/p' "$pins")" # alone and first: see ci/setup.sh
+    install "$(sed -n '/^torch==/p' "$pins")" # alone and exactly: see ci/setup.sh
     install --requirement "$root/backends/ascend/standin/requirements.txt"
     install $packages
     cp "$pins" "$stamp"
