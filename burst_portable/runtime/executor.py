@@ -56,7 +56,10 @@ class StepExecutor(Executor):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         q, k, v, out, lse = saved
         # Other ranks wait for this rank's part of the pass, even if its result was not used.
-        dout = torch.zeros_like(out) if dout is None else as_kernels_take(dout)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        elif type(dout) is not Tensor or dout.stride(-1) != 1 or dout.is_neg():
+            dout = as_kernels_take(dout)
         delta = None if sinks is None else prepared.kernel.row_delta(dout, out)
         dq, dk, dv = backward_rows(prepared, BackwardInputs(dout, q, k, v, lse, out, delta))
         dsinks = None if sinks is None or delta is None else numerics.sinks_gradient(sinks, lse, delta)

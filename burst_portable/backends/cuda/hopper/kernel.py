@@ -67,7 +67,7 @@ class HopperKernel(Kernel):
         keep = lru_cache(maxsize=256)
         self._forward_launch, self._adding_launch = keep(forward_launch), keep(adding_launch)
         self._writing_launches, self._split_launch = keep(writing_launches), keep(split_launch)
-        self._split_divides = keep(split_divides)
+        self._split_divides, self._split_configs = keep(split_divides), keep(split_configs)
 
     def supports(self, call: AttentionCall) -> Support:
         if reason := _declined(call):
@@ -181,7 +181,7 @@ class HopperKernel(Kernel):
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
         q = x.q
         _check_settings(call)
-        split = split_configs(q.shape[3], x.v.shape[3])
+        split = self._split_configs(q.shape[3], x.v.shape[3])
         if not tiles or q.numel() == 0:
             return
         with on(q.device):
@@ -199,7 +199,7 @@ class HopperKernel(Kernel):
         all keys (`configs.writing_cuts`), all gradients are in float32.
         """
         _, q, k, v, *_ = x
-        split = split_configs(q.shape[3], v.shape[3])
+        split = self._split_configs(q.shape[3], v.shape[3])
         if not tiles or q.numel() == 0 or k.numel() == 0:
             return super().backward_single_call(x, tiles, call)
         _check_settings(call)
@@ -238,18 +238,27 @@ class HopperKernel(Kernel):
         store: bool,
     ) -> None:
         """Compute dQ, dK and dV with one launch each. If `store`, write 16-bit gradients, else add to float32 ones."""
-        x = _with_aligned_dout(x)
-        dout, q, k, v, *_ = x
-        compiled, dim, value_dim = compiled_kernels(), q.shape[3], v.shape[3]
-        head, values, terms = panels(dim), panels(value_dim), _empty_terms(KEY_BLOCK, q)
-        _write_terms(terms, x, call)
-        about, device = sizes_of(q, k, v), q.device
+        q, device = x.q, x.q.device
+        stream, terms, about = current_stream(device), _empty_terms(KEY_BLOCK, q), sizes_of(q, x.k, x.v)
         whole = store or not self._divides(tiles, about, configs[1], call.deterministic)
+        launches = [self._split_launch(tiles, about, device, i, config, whole) for i, config in enumerate(configs)]
+        # The first launch keeps all of them, so the key has the addresses of the other tables.
+        tables = [launch.table for launch in launches[1:]]
+        places = store, x.out is None, placed(call, *(t for t in x if t is not None), terms, *into, *tables)
+        if bound := launches[0].bound.get(places):
+            for one in bound:
+                one(stream)
+            return
+        aligned = _with_aligned_dout(x)
+        every = [_write_terms(terms, aligned, call)]
+        dout, q, k, v, *_ = aligned
+        compiled, dim, value_dim = compiled_kernels(), q.shape[3], v.shape[3]
+        head, values = panels(dim), panels(value_dim)
         # The launches read the copies, if there are any, so the copies must live as long as the launches.
         q, k = (compiled.aligned_panels(name, x, 64, head)[0] for name, x in (("q", q), ("k", k)))
         v, dout = (compiled.aligned_panels(name, x, 64, values)[0] for name, x in (("v", v), ("dout", dout)))
-        for gradient, (config, made) in enumerate(zip(configs, into, strict=True)):
-            launch = self._split_launch(tiles, about, device, gradient, config, whole)
+        for gradient, (launch, made) in enumerate(zip(launches, into, strict=True)):
+            config = launch.cut
             fixed, streamed = ((q, dout), (k, v)) if gradient == compiled.DQ else ((k, v), (q, dout))
             inputs = (
                 *compiled.panels("q or k", fixed[0], 64, head),
@@ -257,7 +266,7 @@ class HopperKernel(Kernel):
                 *compiled.panels("k or q", streamed[0], config.BN, head),
                 *compiled.panels("v or dout", streamed[1], config.BN, values),
             )
-            compiled.split_backward(
+            launched = compiled.split_backward(
                 (device.index, q.dtype, gradient, dim, value_dim, store, call.softcap),
                 launch.grid,
                 (
@@ -271,8 +280,13 @@ class HopperKernel(Kernel):
                     int(store), call.softcap or 0.0, config.early, config.REGS,
                 ),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
-                current_stream(device),
+                stream,
             )  # fmt: skip
+            every.append(launched)
+        copied = q is not x.q or k is not x.k or v is not x.v or dout is not x.dout
+        bound = tuple(one for one in every if one is not None)
+        if not copied and len(bound) == len(every):
+            launches[0].bound.keep(places, bound)
 
     def _divides(self, tiles: Tiles, about: Pass, config: SplitConfig, deterministic: bool) -> bool:
         """Return `configs.split_divides`, or False if the order of additions must be the same in each launch."""
@@ -304,13 +318,12 @@ def _launch_backward(
     It adds to dq. It writes dk and dv if `store`, and adds to them otherwise. If `store`, they must be contiguous. If
     `writes_terms`, another launch writes the row terms before and, if `store`, sets dq to 0.
     """
-    dout, q, k, v, lse, out, delta = x
+    dout, q, k, v, _, out, _ = x
     dq, dk, dv = into
     stream, order = current_stream(q.device), None
     if launch.visitors is not None:
         order = launch.visitors.repeat(q.shape[0] * q.shape[2])
-    inputs = dout, q, k, v, lse, *(() if out is None else (out,)), *(() if delta is None else (delta,))
-    places = out is None, placed(call, *inputs, terms, dq, dk, dv)
+    places = out is None, placed(call, *[t for t in x if t is not None], terms, dq, dk, dv)
     if bound := launch.bound.get(places):
         *before, gradients = bound
         for one in before:

@@ -21,7 +21,7 @@ from tests.support.calls import settings
 if triton_reason():
     pytest.skip(triton_reason(), allow_module_level=True)
 
-ROWS, HEADS, DIM = 24, 2, 64
+ROWS, HEADS, DIM, SPLIT_DIM = 24, 2, 64, 256  # heads of SPLIT_DIM have a launch for each gradient
 COUNTERS = torch.zeros(4, dtype=torch.int32).split(1)  # by stream
 
 
@@ -106,9 +106,9 @@ def causal(rows):
     return Tiles([make_tile(0, rows, 0, rows, 0, rows)])
 
 
-def base_inputs(**changes):
+def base_inputs(dim=DIM, **changes):
     """Return the inputs of both passes. Equal calls return tensors at the same addresses."""
-    rows = torch.bfloat16, (1, ROWS, HEADS, DIM)
+    rows = torch.bfloat16, (1, ROWS, HEADS, dim)
     made = {name: memory(name, *rows) for name in ("q", "k", "v", "out", "dout")}
     made |= {name: memory(name, torch.float32, rows[1]) for name in ("dq", "dk", "dv")}
     made |= {name: memory(name, torch.float32, (1, HEADS, ROWS)) for name in ("lse", "delta")}
@@ -150,48 +150,53 @@ def other_strides(x):
 
 
 def moved(name):
-    """Return a tensor like that of the name at another address."""
-    like = getattr(base_inputs(), name)
-    return memory(name, like.dtype, tuple(like.shape), copy=1)
+    """Return a change: a tensor like that of the name at another address."""
+    return lambda x: {name: memory(name, getattr(x, name).dtype, tuple(getattr(x, name).shape), copy=1)}
 
 
-def changed(name, change):
-    return {name: change(getattr(base_inputs(), name))}
+def strides(name):
+    return lambda x: {name: other_strides(getattr(x, name))}
 
 
-def as_float16(*names):
-    return {name: getattr(base_inputs(), name).view(torch.float16) for name in names}
+def number(**changes):
+    return lambda x: changes
 
 
-def first_rows(*names):
+def as_float16(x):
+    return {name: getattr(x, name).view(torch.float16) for name in ("q", "k", "v", "out", "dout")}
+
+
+def first_rows(x):
     """Return the first 16 rows of each tensor, at the same address with the same strides."""
-    made = base_inputs()
-    return {n: getattr(made, n)[:, :16] if getattr(made, n).dim() == 4 else getattr(made, n)[..., :16] for n in names}
+    tensors = {name: value for name, value in vars(x).items() if isinstance(value, torch.Tensor)}
+    return {name: t[:, :16] if t.dim() == 4 else t[..., :16] for name, t in tensors.items()}
 
 
 BOTH = {
-    "scale": {"scale": 0.25},
-    "softcap": {"softcap": 30.0},
-    "q at another address": {"q": moved("q")},
-    "k at another address": {"k": moved("k")},
-    "v at another address": {"v": moved("v")},
-    "lse at another address": {"lse": moved("lse")},
-    "strides of q": changed("q", other_strides),
-    "strides of k": changed("k", other_strides),
-    "strides of v": changed("v", other_strides),
-    "strides of out": changed("out", other_strides),
-    "dtype": as_float16("q", "k", "v", "out", "dout"),
-    "rows": first_rows("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "delta"),
+    "scale": number(scale=0.25),
+    "softcap": number(softcap=30.0),
+    "dtype": as_float16,
+    "rows": first_rows,
+    **{f"{name} at another address": moved(name) for name in ("q", "k", "v", "lse")},
+    **{f"strides of {name}": strides(name) for name in ("q", "k", "v", "out")},
 }
-BACKWARD = BOTH | {
-    "dout at another address": {"dout": moved("dout")},
-    "strides of dout": changed("dout", other_strides),
-    "deterministic": {"deterministic": True},
-}
-ADDING = BACKWARD | {f"{name} at another address": {name: moved(name)} for name in ("dq", "dk", "dv")}
-DELTA = {"delta at another address": {"delta": moved("delta")}}
-CASES = [(forward, BOTH), (backward, ADDING), (backward_with_delta, DELTA), (single_backward, BACKWARD)]
-EVERY = [pytest.param(run, c, id=f"{run.__name__}-{name}") for run, cases in CASES for name, c in cases.items()]
+SPLIT = BOTH | {"dout at another address": moved("dout"), "strides of dout": strides("dout")}
+BACKWARD = SPLIT | {"deterministic": number(deterministic=True)}
+SUMS = {f"{name} at another address": moved(name) for name in ("dq", "dk", "dv")}
+CASES = [
+    (forward, DIM, BOTH),
+    (backward, DIM, BACKWARD | SUMS),
+    (backward_with_delta, DIM, {"delta at another address": moved("delta")}),
+    (single_backward, DIM, BACKWARD),
+    (backward, SPLIT_DIM, SPLIT | SUMS),
+    (single_backward, SPLIT_DIM, SPLIT),
+]
+PASSES = [pytest.param(run, dim, id=f"{run.__name__}-{dim}") for run, dim, _ in CASES]
+EVERY = [
+    pytest.param(run, dim, change, id=f"{run.__name__}-{dim}-{name}")
+    for run, dim, cases in CASES
+    for name, change in cases.items()
+]
 
 
 def launches(driver, run, kernel, x):
@@ -201,34 +206,33 @@ def launches(driver, run, kernel, x):
     return list(driver.launches)
 
 
-def differs(driver, run, change):
+def differs(driver, run, dim, change):
     """Return whether a kernel that knows a call launches something else for a changed call than a new kernel."""
-    kernel = HopperKernel()
+    kernel, x = HopperKernel(), base_inputs(dim)
     for _ in range(2):
-        run(kernel, base_inputs())
-    return launches(driver, run, kernel, base_inputs(**change)) != launches(
-        driver, run, HopperKernel(), base_inputs(**change)
-    )
+        run(kernel, x)
+    other = base_inputs(dim, **change(x))
+    return launches(driver, run, kernel, other) != launches(driver, run, HopperKernel(), other)
 
 
-@pytest.mark.parametrize(("run", "change"), EVERY)
-def test_launch_after_similar_one_is_packed_again(driver, run, change):
-    assert not differs(driver, run, change)
-    assert launches(driver, run, HopperKernel(), base_inputs(**change)) != launches(
-        driver, run, HopperKernel(), base_inputs()
-    ), "the change is visible in the parameters"
+@pytest.mark.parametrize(("run", "dim", "change"), EVERY)
+def test_launch_after_similar_one_is_packed_again(driver, run, dim, change):
+    assert not differs(driver, run, dim, change)
+    x = base_inputs(dim)
+    before, after = (launches(driver, run, HopperKernel(), one) for one in (x, base_inputs(dim, **change(x))))
+    assert before != after, "the change is visible in the parameters"
 
 
-@pytest.mark.parametrize("run", [forward, backward, backward_with_delta, single_backward])
-def test_equal_launch_is_repeated_without_packing(driver, run, monkeypatch):
+@pytest.mark.parametrize(("run", "dim"), PASSES)
+def test_equal_launch_is_repeated_without_packing(driver, run, dim, monkeypatch):
     kernel = HopperKernel()
-    first = launches(driver, run, kernel, base_inputs())
+    first = launches(driver, run, kernel, base_inputs(dim))
     with monkeypatch.context() as patch:
         patch.setattr(cuda_driver.Ready, "__call__", None)
-        assert launches(driver, run, kernel, base_inputs()) == first
+        assert launches(driver, run, kernel, base_inputs(dim)) == first
         patch.setattr(hopper_kernel, "placed", lambda *_: ("new",))
         with pytest.raises(TypeError):  # the planted bug: a key that is never found
-            run(kernel, base_inputs())
+            run(kernel, base_inputs(dim))
 
 
 def without_strides(call, *tensors):
@@ -247,7 +251,7 @@ def without_numbers(_, *tensors):
     return tuple(part for x in tensors for part in (x.data_ptr(), x.stride(), x.dtype))
 
 
-@pytest.mark.parametrize("run", [forward, backward, single_backward])
+@pytest.mark.parametrize(("run", "dim"), [one for one in PASSES if one.values[0] is not backward_with_delta])
 @pytest.mark.parametrize(
     ("placed", "case"),
     [
@@ -257,9 +261,9 @@ def without_numbers(_, *tensors):
         (without_numbers, "scale"),
     ],
 )
-def test_planted_incomplete_key_repeats_stale_launch(driver, monkeypatch, run, placed, case):
+def test_planted_incomplete_key_repeats_stale_launch(driver, monkeypatch, run, dim, placed, case):
     monkeypatch.setattr(hopper_kernel, "placed", placed)
-    assert differs(driver, run, BOTH[case])
+    assert differs(driver, run, dim, BOTH[case])
 
 
 def test_repeated_launch_gets_counter_of_its_stream(driver, monkeypatch):
