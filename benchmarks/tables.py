@@ -13,6 +13,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable
+from functools import partial
 from math import floor
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,14 @@ KERNEL_ROWS = {
     "striped": "1 step of a striped ring",
 }
 OTHER_KERNELS = {"flash-attn-4": "flash-attn-4", "cudnn": "cuDNN", "flex-flash": "flex-flash", "flex": "flex"}
-STRATEGY_FILE = "strategies-h100x2-2026-11-25"
+STRATEGY_FILE, STRATEGY_FILE_OF_FOUR = "strategies-h100x2-2026-11-25", "strategies-x4-2026-11-28"
 STRATEGY_ROWS = {
     "32k": "causal 32k",
     "32k-gqa": "causal 32k, 8 K/V",
     "32k-full": "full 32k, 8 K/V",
     "128k": "causal 128k",
     "128k-gqa": "causal 128k, 8 K/V",
+    "512k-gqa": "causal 512k, 8 K/V",
     "128k-few": "causal 128k, 4 K/V",
     "128k-documents": "documents 128k, 8 K/V",
     "128k-window": "window 128k, 8 K/V",
@@ -126,10 +128,11 @@ def portable() -> list[str]:
     return lines
 
 
-def strategies() -> list[str]:
+def strategies(file: str = STRATEGY_FILE) -> list[str]:
     """Compare `auto` with the fastest other implementation on the same local kernel."""
-    head = "| mask and size | kernel | `auto` | its choice | best other | ratio | of one call |"
-    lines, results = [head, "| --- " * 7 + "|"], load(STRATEGY_FILE)
+    column = "kernel" if file == STRATEGY_FILE else "GPU"
+    head = f"| mask and size | {column} | `auto` | its choice | best other | ratio | of one call |"
+    lines, results = [head, "| --- " * 7 + "|"], load(file)
     for run, row in dict.fromkeys((one["run"], one["row"]) for one in results):
         here = [one for one in results if (one["run"], one["row"]) == (run, row)]
         by_name = {one["contestant"]: one for one in here if one["tflops"]}
@@ -140,30 +143,32 @@ def strategies() -> list[str]:
         gain = cut(statistics.median(theirs / mine for mine, theirs in both), 3)
         plain = by_name.get("plain call")
         share = cut(total(plain) / total(ours), 2) if plain else "-"
-        used = ours["kernel"] + (" NCCL" if ours["contestant"] == "auto nccl" else "")
+        used = ours["kernel"] + (" NCCL" if ours["contestant"] == "auto nccl" else "") if column == "kernel" else run
         chosen = strategy_name(ours["chose"])
         other = f"{speed(best)}, {OTHER_STRATEGIES[best['contestant']]}"
         lines.append(f"| {STRATEGY_ROWS[row]} | {used} | {speed(ours)} | {chosen} | {other} | {gain} | {share} |")
     return lines
 
 
-BENCH_FILE = "bench-h100x2-2026-11-25"
+BENCH_FILE, BENCH_FILE_OF_FOUR = "bench-h100x2-2026-11-25", "bench-h200x4-2026-11-28"
 BENCH_ENTRIES = ("auto", "ring", "burst", "double_ring", "usp", "all_gather", "distflash", "ulysses")
+BENCH_ENTRIES_OF_FOUR = ("auto", "ulysses", "dispatch", "distflash", "ring", "all_gather", "usp", "burst")
 
 
-def bench() -> list[str]:
+def bench(file: str = BENCH_FILE, entries: tuple[str, ...] = BENCH_ENTRIES) -> list[str]:
     """Compare all strategies on fourteen masks, as `burst-portable bench` measured them: TFLOP/s of both passes."""
-    rows = json.loads((RESULTS / f"{BENCH_FILE}.json").read_text(encoding="utf-8"))["rows"]
-    lines = [f"| mask | {' | '.join(f'`{name}`' for name in BENCH_ENTRIES)} | ratio |"]
-    lines.append("| --- " * (len(BENCH_ENTRIES) + 2) + "|")
+    rows = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["rows"]
+    rows = [row for row in rows if row["status"] == "ok" and row["entry"] in entries]
+    lines = [f"| mask | {' | '.join(f'`{name}`' for name in entries)} | ratio |"]
+    lines.append("| --- " * (len(entries) + 2) + "|")
     for mask in dict.fromkeys(row["mask"] for row in rows):
         by_name = {row["entry"]: row for row in rows if row["mask"] == mask}
         seconds = {name: sum(float(row[f"{which}_seconds"]) for which in PASSES) for name, row in by_name.items()}
         speeds = []
-        for name in BENCH_ENTRIES:
+        for name in entries:
             flops = sum(by_name[name][f"{which}_seconds"] * by_name[name][f"{which}_tflops"] for which in PASSES)
             speeds.append(str(int(flops / seconds[name])))
-        best = min(seconds[name] for name in BENCH_ENTRIES if name != "auto")
+        best = min(seconds[name] for name in entries if name != "auto")
         lines.append(f"| {mask.replace('_', ' ')} | {' | '.join(speeds)} | {cut(best / seconds['auto'], 3)} |")
     return lines
 
@@ -213,13 +218,54 @@ def first_call() -> list[str]:
     return lines
 
 
+DETERMINISTIC_FILE = "deterministic-h200-2026-11-28"
+DETERMINISTIC_MASKS = {
+    "causal": "causal",
+    "full": "full",
+    "docs": "documents of 1,024",
+    "ragged": "other documents",
+    "window:1024": "window of 1,024",
+    "sink:64:1024": "window, 64 sink tokens",
+}
+
+
+def deterministic() -> list[str]:
+    """Return the speed of the deterministic backward pass as a share of the other one's."""
+    results = load(DETERMINISTIC_FILE)
+    lines = [f"| tokens, head size, heads | {' | '.join(DETERMINISTIC_MASKS.values())} |", "| --- " * 7 + "|"]
+    for key in dict.fromkeys((one["tokens"], one["head_dim"], one["heads"]) for one in results):
+        here = {one["mask"]: one for one in results if (one["tokens"], one["head_dim"], one["heads"]) == key}
+        shares = [cut(one["milliseconds"] / one["deterministic_milliseconds"], 2) for one in here.values()]
+        lines.append(f"| {key[0]:,}, {key[1]}, {key[2]} | {' | '.join(shares)} |")
+    return lines
+
+
+HOST_FILE = "host-time-h200-2026-11-28"
+
+
+def host() -> list[str]:
+    """Compare the host time of a remembered call with that of torch's SDPA, in microseconds."""
+    lines = ["| tokens | forward | SDPA | ratio | both passes | SDPA | ratio |", "| --- " * 7 + "|"]
+    for one in load(HOST_FILE):
+        cells = []
+        for name in ("forward", "both passes"):
+            ours, other = (one["microseconds"][f"{who}, {name}"] for who in ("attention", "SDPA"))
+            cells += [str(ours), str(other), f"{ours / other:.2f}"]
+        lines.append(f"| {one['tokens']:,} | {' | '.join(cells)} |")
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "kernels": kernels,
     "heads": heads,
     "first-call": first_call,
     "portable": portable,
     "strategies": strategies,
+    "strategies-4": partial(strategies, STRATEGY_FILE_OF_FOUR),
     "bench": bench,
+    "bench-4": partial(bench, BENCH_FILE_OF_FOUR, BENCH_ENTRIES_OF_FOUR),
+    "deterministic": deterministic,
+    "host": host,
 }
 
 
