@@ -146,7 +146,8 @@ def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torc
     wanted = [fault.kind, fault.rank, fault.peer]
     right = named[0] == wanted[0] and (fault.rank < 0 or named[1] == wanted[1]) and fault.peer in (-1, named[2])
     most = [{key: one[key] for key in ("kind", "rank", "peer", "share")} for one in found["bottlenecks"][:3]]
-    return {"fault": fault.name, "right": right, "named": named, "text": summary["text"], "largest": most}
+    facts = {key: found[key] for key in ("causes", "links", "ranks", "ring_steps")}
+    return {"fault": fault.name, "right": right, "named": named, "text": summary["text"], "largest": most, **facts}
 
 
 def main() -> int:
