@@ -60,6 +60,7 @@ def test_measure_shows_wrong_and_refused_entries_without_speed():
         assert "none_such" in unknown["reason"]
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_bench_resumes_after_interruption(tmp_path, capfd):
     rows = tmp_path / "rows.jsonl"
     arguments = ["bench", "--strategies", "ring,ulysses", "--seq-len", "33,64", "--resume", str(rows), "--json"]

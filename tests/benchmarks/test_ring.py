@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,8 +43,8 @@ def test_compared_pairs_results_of_one_round():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_ring_benchmark_runs_on_cpus(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_ring_benchmark_runs_on_cpus(tmp_path, forked_python):
+    command = [forked_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     told = ["--rows", "tiny,tiny-documents", "--kernels", "auto", "--transports", "gloo,peer_copy", "--seconds", "0.01"]
     chosen = "auto,ring(transfer=direct),ulysses by the book,context_parallel"
     told += ["--contestants", chosen, "--out", str(tmp_path), "--label", "test"]

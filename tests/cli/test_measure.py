@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_measure_of_two_processes_is_used_by_plan(capfd, tmp_path):
     path = tmp_path / "hardware.json"
     assert main([*SMALL, "--ranks", "2", "--json", str(path)]) == 0

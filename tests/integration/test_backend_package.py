@@ -24,9 +24,9 @@ def environment(tmp_path_factory):
     return environment_of_children(PYTHONPATH=f"{site}:{ROOT}", OMP_NUM_THREADS="1")
 
 
-def run(environment, *arguments):
+def run(environment, *arguments, **options):
     """Run a module outside the example's folder, so that Python finds the installed package."""
-    return run_program(*arguments, environment=environment)
+    return run_program(*arguments, environment=environment, **options)
 
 
 @pytest.mark.slow
@@ -50,10 +50,11 @@ def test_doctor_finds_backend_package(environment):
 
 
 @pytest.mark.slow
-def test_run_uses_named_backend(environment):
+def test_run_uses_named_backend(environment, forked_python):
     """The backend cpu serves the same device, comes first and has no such kernel."""
     options = ["--backend", "theirs", "--ranks", "2", "--steps", "1", "--seq-len", "64", "--json", "-"]
-    done = run({**environment, "BURST_KERNEL": "their_boxes"}, "burst_portable", "run", *options)
+    chosen = {**environment, "BURST_KERNEL": "their_boxes"}
+    done = run(chosen, "burst_portable", "run", *options, python=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["backend"] == "theirs"
 

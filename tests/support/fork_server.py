@@ -30,7 +30,11 @@ def server_context() -> ForkServerContext:
 
 
 def run_program(
-    program: str | Path, *arguments: object, environment: Mapping[str, str] | None = None, timeout: float = 100.0
+    program: str | Path,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 100.0,
+    python: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Run a module (`python -m`) or a file with one torch thread in the repository's folder; return what it printed.
 
@@ -39,11 +43,12 @@ def run_program(
         *arguments: What `sys.argv` has behind the program's name.
         environment: All environment variables. Default: those of this process.
         timeout: Seconds after which the process is killed; its exit code is -9 then.
+        python: Its `sys.executable`, see `forked_python`. Default: that of this process.
     """
     command = [str(program), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "stdout"), Path(folder, "stderr")
-        process = server_context().Process(target=_run, args=(command, dict(environment or os.environ), files))
+        process = server_context().Process(target=_run, args=(command, dict(environment or os.environ), files, python))
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -53,7 +58,8 @@ def run_program(
     return subprocess.CompletedProcess(command, process.exitcode or 0, stdout, stderr)
 
 
-def _run(command: list[str], environment: Mapping[str, str], files: tuple[Path, Path]) -> None:
+def _run(command: list[str], environment: Mapping[str, str], files: tuple[Path, Path], python: str) -> None:
+    sys.executable = python
     os.environ.clear()
     os.environ |= environment
     os.chdir(ROOT)

@@ -41,6 +41,7 @@ def plant(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_run_on_two_processes_equals_one_device(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The ranks have 51 and 50 of 101 tokens."""
     out, report = tmp_path / "out.json", tmp_path / "report"
@@ -98,6 +99,7 @@ torch.optim.AdamW.step = wrong
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_run_with_planted_bug_returns_1(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -115,6 +117,7 @@ def test_run_with_planted_bug_returns_1(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_run_with_dying_rank_returns_1(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -140,10 +143,10 @@ def test_run_reports_rank_that_does_not_start(
 
 
 @pytest.mark.slow
-def test_run_joins_torchrun(tmp_path: Path):
+def test_run_joins_torchrun(tmp_path: Path, forked_python: str):
     """The model is the default one."""
     out = tmp_path / "out.json"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    torchrun = (forked_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     arguments = ["run", "--seq-len", "64", "--steps", "1", "--check", "--json", str(out)]
     arguments += ["--gradient-checkpointing"]
     command = [*torchrun, "burst_portable", *arguments]

@@ -146,7 +146,8 @@ ENDS = [
     pytest.param(TORCHRUN, "killed", 5, ["rank      : 1", "Signal 9 (SIGKILL)"], marks=pytest.mark.full),
     pytest.param(TORCHRUN, "stopped", 9, ["rank 0,", "rank 1 took too long"], marks=pytest.mark.full),
     pytest.param(TORCHRUN, "late", 7, ["rank 0,", "rank 1 took too long"], marks=pytest.mark.full),
-    pytest.param(TORCHRUN, "out_of_memory", 12, ["rank      : 1", "planted: out of memory"]),
+    pytest.param(TORCHRUN, "out_of_memory", 12, ["rank      : 1", "planted: out of memory"],
+                 marks=pytest.mark.full),
 ]  # fmt: skip
 
 

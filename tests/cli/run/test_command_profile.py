@@ -16,6 +16,7 @@ from tests.support.models import SIZES
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_run_writes_profile(tmp_path, capsys):
     folder, config = tmp_path / "report", tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "llama", **SIZES, "vocab_size": 256}), encoding="utf-8")

@@ -1,0 +1,136 @@
+"""Define a program that runs modules and files like Python, in processes forked from one that has imported torch.
+
+    forked_python     fixture: the path of the program
+    ranks_are_forked  fixture: `sys.executable` is the program, so that commands start their ranks by it
+
+An interpreter of a rank imports torch and Transformers in four seconds. Tests of signals need a new interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from fcntl import F_DUPFD, fcntl
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.fork_server import server_context
+
+# It sends its arguments, environment, folder and streams to the server, and ends as the forked process does.
+PROGRAM = """#!{python} -IS
+import json, os, signal, socket, sys
+with socket.socket(socket.AF_UNIX) as link:
+    link.connect({address!r})
+    what = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+    socket.send_fds(link, [len(what).to_bytes(8, "little")], [0, 1, 2])
+    link.sendall(what)
+    code = int(link.recv(16) or b"1")
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="session")
+def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start the server, and return the path of the program."""
+    folder = tmp_path_factory.mktemp("python")
+    program, address = folder / "python", str(folder / "socket")
+    program.write_text(PROGRAM.format(python=sys.executable, address=address))
+    program.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        server = server_context().Process(target=_serve, args=(listener, str(program)), daemon=True)
+        server.start()
+    yield str(program)
+    server.kill()
+    server.join()
+    server.close()
+
+
+@pytest.fixture
+def ranks_are_forked(forked_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", forked_python)
+
+
+def _serve(listener: socket.socket, program: str) -> None:
+    sys.executable = program  # of torchrun, which starts its ranks by it
+    while True:
+        link, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _supervise(link)
+            os._exit(0)
+        link.close()
+        with suppress(ChildProcessError):  # all have ended
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+
+
+def _supervise(link: socket.socket) -> None:
+    """Fork the process, and report its end. End it if the program ends first."""
+    size, received, *_ = socket.recv_fds(link, 8, 3)
+    with link.makefile("rb") as stream:
+        what = json.loads(stream.read(int.from_bytes(size, "little")))
+    process = os.fork()
+    if process == 0:
+        link.close()
+        os._exit(_run(what, received))
+    for file in received:
+        os.close(file)
+    ended = os.pidfd_open(process)
+    if ended not in select.select([link, ended], [], [])[0]:
+        os.kill(process, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    try:
+        link.sendall(str(code).encode())
+    except BrokenPipeError:  # the program has ended
+        return
+
+
+def _run(what: tuple[list[str], dict[str, str], str], files: list[int]) -> int:
+    """Run the module or file with these streams. Return its exit code."""
+    arguments, environment, folder = what
+    for number, file in enumerate([fcntl(file, F_DUPFD, 3) for file in files]):
+        os.dup2(file, number)
+    # The server's own streams may be files, which seek.
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ |= environment
+    os.chdir(folder)
+    paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:0] = ["", *paths]
+    arguments = [argument for argument in arguments if argument != "-u"]
+    sys.argv = arguments[arguments[0] == "-m" :]
+    torch.set_num_threads(1)
+    try:
+        for path in paths:  # as Python does when it starts
+            if (planted := Path(path, "sitecustomize.py")).exists():
+                runpy.run_path(str(planted))
+        if arguments[0] == "-m":
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        code: object = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # Python prints it, too  # noqa: BLE001
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else int(code is not None)
