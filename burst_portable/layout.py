@@ -117,10 +117,14 @@ class Layout:
         """Return a rank's global positions, in the order of its tokens."""
         return [p for s in self.shards[rank] for p in s.positions()]
 
-    def joined(self, each: int | None = None) -> Layout:
-        """Concatenate each `each` consecutive shards (default: all) into the shard of one rank."""
+    def joined(self, each: int | None = None, spacing: int = 1) -> Layout:
+        """Concatenate each `each` consecutive shards (default: all) into the shard of one rank.
+
+        With `spacing` above 1, shards that are `spacing` ranks apart are concatenated instead.
+        """
         each = each or self.ranks
-        groups = (self.shards[first : first + each] for first in range(0, self.ranks, each))
+        starts = (first for first in range(self.ranks) if first // spacing % each == 0)
+        groups = (self.shards[first : first + each * spacing : spacing] for first in starts)
         return Layout(f"joined {self.name}", self.length, tuple(tuple(chain.from_iterable(group)) for group in groups))
 
     def sorted(self) -> Layout:

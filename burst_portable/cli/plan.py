@@ -215,7 +215,7 @@ def _positive(**numbers: float | None) -> None:
 
 
 def _check(plan: Plan, check_all: bool) -> Facts:
-    ranks = checked_ranks(plan.call.ranks, check_all, plan.head_parallel_size)
+    ranks = checked_ranks(plan.call.ranks, check_all, plan.head_parallel_size, plan.head_spacing)
     if plan.call.ranks <= _PROGRESS_RANKS:
         return verification_facts(plan, ranks, lambda done: None)
     from rich.progress import Progress

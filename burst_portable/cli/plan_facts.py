@@ -57,12 +57,16 @@ def verification_facts(plan: Plan, ranks: Sequence[int], progress: Callable[[int
     return {"done": True, "ok": not wrong, "wrong": wrong, "ranks": len(ranks)}
 
 
-def checked_ranks(ranks: int, check_all: bool, head_parallel_size: int = 1) -> Sequence[int]:
+def checked_ranks(ranks: int, check_all: bool, head_parallel_size: int = 1, spacing: int = 1) -> Sequence[int]:
     """Return the ranks to verify: all if few or `check_all` is set, else groups of neighbors spread over all.
 
-    With head parallelism, neighbors are those of a ring. Of many short rings, some are verified completely.
+    With head parallelism, neighbors are those of a ring. Of many short rings, some are verified completely. `spacing`:
+    see `HeadSplit`. Above 1, a ring has consecutive ranks.
     """
     nodes = ranks // head_parallel_size
+    if spacing > 1:
+        chosen = checked_ranks(ranks, check_all, head_parallel_size)
+        return sorted(rank // head_parallel_size + rank % head_parallel_size * nodes for rank in chosen)
     if check_all or ranks <= CHECKED_RANKS:
         return range(ranks)
     if nodes <= CHECKED_RANKS:
@@ -153,7 +157,7 @@ def _shard(plan: Plan, name: PassName, ranks: Sequence[int]) -> int:
     size = plan.head_parallel_size
     heads, kv_heads = heads_per_rank(plan.call, size)
     all_groups = replace(plan.pass_plan(name).call, heads=heads, kv_heads=kv_heads)  # the pass plan has one head group
-    return max(_shard_bytes(all_groups, name, member) for member in {rank // size for rank in ranks})
+    return max(_shard_bytes(all_groups, name, member) for member in {plan.forward.member(rank) for rank in ranks})
 
 
 def _shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:

@@ -72,7 +72,7 @@ def _summed_bytes(pass_plan: PassPlan, rank: int, traits: KernelTraits) -> int:
     """Return the bytes for summing the gradients of the local rows, for one group of heads; 0 in the forward pass."""
     if pass_plan.name == "forward":
         return 0
-    p, member = pass_plan.call, rank // pass_plan.stride
+    p, member = pass_plan.call, pass_plan.member(rank)
     queries = p.layout.count(member) * p.heads * p.head_dim
     keys = p.k_layout.count(member) * p.kv_heads * (p.head_dim + p.v_head_dim)
     if pass_plan.single_compute(rank):  # see `kernels.base`
@@ -102,7 +102,7 @@ def reshard_traffic(
     p = plan.call
     packs = not sends_strided or p.batch > STRIDED_BATCHES
     rows = p.layout.count(rank) * plan.head_parallel_size
-    node_rows = plan.forward.call.layout.count(rank // plan.head_parallel_size)
+    node_rows = plan.forward.call.layout.count(plan.forward.member(rank))
     in_rank_order = keeps_rank_order(plan, traits)
     groups = []
     for to_heads, to_sequence in exchanges(plan, pass_name):
@@ -176,7 +176,7 @@ def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool 
     LSE is not included: it is sent back only if the call requests it.
     """
     p = plan.call
-    rows, node_rows = p.layout.count(rank), plan.forward.call.layout.count(rank // plan.head_parallel_size)
+    rows, node_rows = p.layout.count(rank), plan.forward.call.layout.count(plan.forward.member(rank))
     # To head shards a rank sends its rows to every other rank; back, it sends the rows of the other ranks.
     local, remote = rows * (plan.head_parallel_size - 1), node_rows - rows
     rows_there, rows_back = (remote, local) if received else (local, remote)
@@ -246,10 +246,11 @@ def _launch_seconds(pass_plan: PassPlan, compute: Compute, hardware: HardwareSpe
 
 def _all_to_all_seconds(size: int, plan: Plan, rank: int, hardware: HardwareSpec) -> float:
     """Return the seconds to send `size` bytes, in equal parts, to all ranks with which a rank divides heads."""
-    size_of_node, ranks = hardware.ranks_per_node or plan.call.ranks, plan.head_parallel_size
-    first, node = rank - rank % ranks, rank - rank % size_of_node
-    peers, inside = ranks - 1, min(first + ranks, node + size_of_node) - max(first, node) - 1
-    outside = peers - inside
+    assert plan.heads is not None, "heads are divided"
+    among = plan.heads.peers(rank)
+    outside = sum(hardware.is_inter_node(rank, peer) for peer in among)
+    peers = len(among) - 1
+    inside = peers - outside
     intra_node = 0.0
     if inside:
         at_once = hardware.receives_at_once(plan.direct)
@@ -348,7 +349,7 @@ def _score_row_seconds(pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -
 
 def _result_bytes(pass_plan: PassPlan, rank: int, groups: int) -> int:
     """Return the bytes of a rank's results in the dtype of the inputs: out, or dQ, dK and dV."""
-    p, member = pass_plan.call, rank // pass_plan.stride
+    p, member = pass_plan.call, pass_plan.member(rank)
     queries, keys = p.layout.count(member) * p.heads, p.k_layout.count(member) * p.kv_heads
     if pass_plan.name == "forward":
         return groups * p.batch * p.itemsize * queries * p.v_head_dim
@@ -458,7 +459,7 @@ class PlanCost:
 def plan_seconds(plan: Plan, hardware: HardwareSpec, ranks: Iterable[int]) -> float:
     """Return `PlanCost.seconds` over these ranks."""
     # Ranks that divide heads among themselves and hold equally many rows take equally long.
-    distinct = {(rank // plan.head_parallel_size, plan.layout.count(rank)): rank for rank in ranks}.values()
+    distinct = {(plan.forward.member(rank), plan.layout.count(rank)): rank for rank in ranks}.values()
     return sum(max([rank_seconds(plan, name, r, hardware) for r in distinct]) for name in PASSES)
 
 

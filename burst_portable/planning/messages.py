@@ -92,7 +92,7 @@ def local_block_size(pass_plan: PassPlan, rank: int) -> int:
 
 def _local_rows(pass_plan: PassPlan, rank: int) -> int:
     layout = pass_plan.call.k_layout if pass_plan.side == "kv" else pass_plan.call.layout
-    return layout.count(rank // pass_plan.stride)
+    return layout.count(pass_plan.member(rank))
 
 
 def group_by_wait_step(moves: Iterable[Move]) -> Iterator[list[Move]]:

@@ -146,7 +146,8 @@ class PassPlan:
         route: From which rank each block comes, and when.
         gradient_route: To which rank its gradients go. None in the forward pass: results stay on their ranks.
         stride: Distance in ranks from one member of a ring to the next. The call and the routes count members, steps
-            contain ranks. With 4, the ranks 1, 5, 9 ... are the members 0, 1, 2 ... of one of four rings.
+            contain ranks. With 4, the ranks 1, 5, 9 ... are the members 0, 1, 2 ... of one of four rings. With 1 and
+            three members, the ranks 3, 4, 5 are the members 0, 1, 2 of the second ring.
         rounds_gradients: Whether gradients are sent in the dtype of the inputs, and not in the accumulation dtype.
         helpers: Pairs for which queries are sent instead of K and V, along the same route. None: no pair.
     """
@@ -176,12 +177,20 @@ class PassPlan:
         """Return the steps of one rank; recent ones are cached."""
         steps = self._steps.get(rank)
         if steps is None:  # read once: another thread, planning for another rank, may clear the cache
-            member, offset = divmod(rank, self.stride)
+            member, offset = self.member(rank), self.offset(rank)
             steps = self._make(member)
-            if self.stride > 1:
+            if self.stride > 1 or offset:
                 steps = tuple(rename_members(step, self.stride, offset) for step in steps)
             self._steps.keep(rank, steps)
         return steps
+
+    def member(self, rank: int) -> int:
+        """Return which member of its ring a rank is."""
+        return rank // self.stride % self.call.ranks
+
+    def offset(self, rank: int) -> int:
+        """Return the first rank of the ring of a rank."""
+        return rank - self.member(rank) * self.stride
 
     def single_compute(self, rank: int) -> Compute | None:
         """Return the only computation of a rank that sends and receives nothing in this pass; None for other ranks."""
@@ -194,7 +203,7 @@ class PassPlan:
             return None
         steps = self.steps_of(rank)
         if rank not in self._merged:
-            self._merged[rank] = merged_rows(steps, self.call.layout.count(rank // self.stride))
+            self._merged[rank] = merged_rows(steps, self.call.layout.count(self.member(rank)))
         return self._merged[rank]
 
     def _make(self, member: int) -> Steps:
@@ -371,10 +380,22 @@ class HeadSplit:
     """The division of heads: sequence shards are exchanged for head shards before a pass, and back after it.
 
     Attributes:
-        ranks: Number of ranks that divide the heads among themselves: all ranks, or those of a node.
+        ranks: Number of ranks that divide the heads among themselves: all ranks, those of a node, or one per node.
+        spacing: Distance from one of these ranks to the next. Above 1, the members of a ring are consecutive ranks, and
+            it is their number.
     """
 
     ranks: int
+    spacing: int = 1
+
+    def index(self, rank: int) -> int:
+        """Return the index of a rank among those with which it divides heads."""
+        return rank // self.spacing % self.ranks
+
+    def peers(self, rank: int) -> range:
+        """Return the ranks with which a rank divides heads, including itself, by index."""
+        first = rank - self.index(rank) * self.spacing
+        return range(first, first + self.ranks * self.spacing, self.spacing)
 
 
 @dataclass(frozen=True, repr=False)
@@ -469,6 +490,11 @@ class Plan:
         return self.heads.ranks if self.heads else 1
 
     @property
+    def head_spacing(self) -> int:
+        """Return `HeadSplit.spacing`; 1 if heads are not divided."""
+        return self.heads.spacing if self.heads else 1
+
+    @property
     def ring_size(self) -> int:
         """Return the number of members of a ring: all ranks, the nodes under usp, 1 under ulysses."""
         return self.forward.call.ranks
@@ -489,7 +515,12 @@ class Plan:
 
     def describe_traffic(self, pass_name: PassName) -> str:
         """Return a sentence: which tensors are sent in a pass."""
-        return _SEPARATE[pass_name] if self.score_rows else traffic_text(pass_name, self.circulates(pass_name))
+        if self.score_rows:
+            return _SEPARATE[pass_name]
+        text = traffic_text(pass_name, self.circulates(pass_name))
+        if self.head_spacing > 1:  # the exchange is between nodes, and the ring inside them
+            text = text.replace("of its node", "of one rank per node").replace("between nodes", "inside nodes")
+        return text
 
     def describe_pass(self, pass_name: PassName) -> str:
         """Return a sentence: which tensors are sent in a pass, and how."""
@@ -537,14 +568,15 @@ def keeps_rank_order(plan: Plan, traits: KernelTraits) -> bool:
     """
     trims = any(part.trims for _, part in plan.passes())
     square = traits.prefers_square and _is_square(plan)
-    return _fits_rank_order(plan.call.layout, plan.head_parallel_size, traits.splits_tiles or trims or square)
+    return _fits_rank_order(plan.call.layout, plan.heads, traits.splits_tiles or trims or square)
 
 
 def with_rank_order(plan: Plan, traits: KernelTraits) -> Plan:
     """Return the plan in rank order, or unchanged if natural order is faster: see `keeps_rank_order`."""
     if not keeps_rank_order(plan, traits):
         return plan
-    queries, keys = (layout.joined(plan.head_parallel_size) for layout in (plan.call.layout, plan.call.k_layout))
+    sides = plan.call.layout, plan.call.k_layout
+    queries, keys = (layout.joined(plan.head_parallel_size, plan.head_spacing) for layout in sides)
     joined = replace(plan.forward.call, layout=queries, kv_layout=keys)
     return replace(plan, forward=replace(plan.forward, call=joined), backward=replace(plan.backward, call=joined))
 
@@ -559,7 +591,7 @@ def _is_square(plan: Plan) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _fits_rank_order(layout: Layout, node_ranks: int, needs_few_tiles: bool) -> bool:
+def _fits_rank_order(layout: Layout, split: HeadSplit | None, needs_few_tiles: bool) -> bool:
     """Return whether rows may be computed in rank order, by their layout and whether there must be few tiles.
 
     Between nodes, segments with steps stay as they arrive: see `Layout.sorted`. Several steps cannot meet.
@@ -567,6 +599,8 @@ def _fits_rank_order(layout: Layout, node_ranks: int, needs_few_tiles: bool) -> 
     one_step = len({s.step for shard in layout.shards for s in shard}) == 1
     if one_step and not needs_few_tiles and max(map(len, layout.shards)) <= _SEGMENTS:
         return True
-    if node_ranks == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
+    split = split or HeadSplit(1)
+    if split.ranks == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
         return False
-    return all(a.start < b.start for shard in layout.joined(node_ranks).shards for a, b in pairwise(shard))
+    shards = layout.joined(split.ranks, split.spacing).shards
+    return all(a.start < b.start for shard in shards for a, b in pairwise(shard))

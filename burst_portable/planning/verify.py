@@ -28,9 +28,9 @@ def verify(
     wrong = _wrong_heads(plan, plan.heads) if plan.heads else _wrong_groups(plan)
     done = 0
     for name, pass_plan in plan.passes():
-        rings = defaultdict(list)  # ranks with the same offset in their nodes if heads are resharded; else all
+        rings = defaultdict(list)  # if heads are resharded, by first rank; else all
         for rank in range(plan.call.ranks) if ranks is None else ranks:
-            rings[rank % pass_plan.stride].append(rank)
+            rings[pass_plan.offset(rank)].append(rank)
         for walked in rings.values():
             checker = _Checker(pass_plan, walked)
             for rank in walked:
@@ -54,13 +54,16 @@ def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
     for name, pass_plan in plan.passes():
         part = pass_plan.call
         for before, after in ((p.layout, part.layout), (p.k_layout, part.k_layout)):
-            nodes = before.joined(head_parallel_size).sorted().shards
+            nodes = before.joined(head_parallel_size, split.spacing).sorted().shards
             if len(nodes) != after.ranks or (after.ranks > 1 and nodes != after.sorted().shards):
                 wrong.append(f"{name}: nodes compute with other rows than those of their ranks")
         heads, readers = plan.head_groups * part.heads, p.heads // p.kv_heads
-        if pass_plan.stride != head_parallel_size or heads * head_parallel_size != p.heads:
-            wrong.append(f"{name}: {pass_plan.stride} ranks with {heads} query heads each are not {p.heads} heads")
+        among = -(-p.ranks // part.ranks)
+        if among != head_parallel_size or heads * head_parallel_size != p.heads:
+            wrong.append(f"{name}: {among} ranks with {heads} query heads each are not {p.heads} heads")
             continue
+        if any(pass_plan.member(rank) != pass_plan.member(split.peers(rank)[0]) for rank in range(p.ranks)):
+            wrong.append(f"{name}: ranks that divide heads are not the same member of their rings")
         for group in plan.split_heads():
             first, past = group.kv_heads
             if past - first != part.kv_heads:
@@ -227,7 +230,7 @@ class _Checker:
             return sum(pairs.num_pairs(q, k) for q, k in needed for r in self.ranks if computes(r, q, k))
         local, sent = (p.layout, p.k_layout) if self.pass_plan.side == "kv" else (p.k_layout, p.layout)
         every_token = sorted((s for shard in sent.shards for s in shard), key=lambda s: s.start)
-        sides = ((local.shards[rank // self.pass_plan.stride], every_token) for rank in self.ranks)
+        sides = ((local.shards[self.pass_plan.member(rank)], every_token) for rank in self.ranks)
         return sum(find_tiles(p.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).num_pairs for s in sides)
 
     def _lost_results(self) -> list[str]:

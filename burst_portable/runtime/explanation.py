@@ -146,7 +146,7 @@ def _traffic(plan: Plan, name: PassName) -> str:
         return "nothing, one rank holds all tokens"
     how = plan.transfer(name)
     if plan.heads and plan.ring_size > 1:
-        how += f", nodes of {plan.head_parallel_size} ranks"
+        how += f", nodes of {plan.ring_size if plan.head_spacing > 1 else plan.head_parallel_size} ranks"
     if plan.head_groups > 1:
         how += f", {plan.head_groups} head groups"
     if name == "backward" and plan.backward.rounds_gradients:

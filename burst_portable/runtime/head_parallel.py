@@ -49,21 +49,23 @@ _LARGEST_STRIDE = (1 << 31) - 1  # bytes from one line to the next: limit of cop
 class Reshard:
     """The all-to-alls of one pass on one rank. All ranks start the same ones, in the same order.
 
-    Each is among the `Plan.head_parallel_size` ranks that divide the heads. They have the indices 0, 1, 2 ...; `first`
-    is the rank of index 0. Offsets are in bytes of an inbox.
+    Each is among the `Plan.head_parallel_size` ranks that divide the heads, `peers`. They have the indices 0, 1, 2 ...
+    Offsets are in bytes of an inbox.
     """
 
     def __init__(self, prepared: PreparedCall, device: torch.device, *, backward: bool) -> None:
         self.plan, self.transport, self.device = prepared.plan, prepared.transport, device
         self._observer, self._backward = prepared.observer, backward
         plan = self.plan
-        layout, self.size = plan.call.layout, plan.head_parallel_size
-        node, self.index = divmod(self.transport.rank, self.size)
-        self.first = node * self.size
-        self.rows = tuple(layout.count(self.first + index) for index in range(self.size))
+        assert plan.heads is not None, "heads are divided"
+        rank, layout, self.size = self.transport.rank, plan.call.layout, plan.head_parallel_size
+        self.index, self.peers = plan.heads.index(rank), plan.heads.peers(rank)
+        self.rows = tuple(map(layout.count, self.peers))
         self.starts = tuple(accumulate(self.rows, initial=0))  # first row of each rank, and the number of all rows
         self._order = tuple((self.index + distance) % self.size for distance in range(1, self.size + 1))
-        self.to_ranks, self.to_plan = row_orders(layout, plan.forward.call.layout, node, device)
+        self.to_ranks, self.to_plan = row_orders(
+            layout, plan.forward.call.layout, plan.forward.member(rank), device, plan.head_spacing
+        )
         self._offset = 0  # of the next exchange, in every rank's inbox
         self._has_started = False
 
@@ -86,12 +88,12 @@ class Reshard:
         row = sum(field.size(like.shape[0]) for field in fields)
         inbox, offset = self._inbox(self.starts[-1] * row, row, back=False)
         received = inbox.view(like.dtype).view(self.starts[-1], -1)
-        send_parts, receive_parts = _parts_to_heads(self._order, self.first, self.rows, row, offset)
+        send_parts, receive_parts = _parts_to_heads(self._order, self.peers, self.rows, row, offset)
         sends: list[Parts | Strips] = []
         if self.transport.supports_strided_sends and all(can_send_strided(x) for x, _ in parts):
             offset += self.starts[self.index] * row  # this rank's rows follow those of the ranks before it
             for (x, heads), field in zip(parts, fields, strict=True):
-                strips = _strips(self._order, self.first, x.shape, x.stride(), x.itemsize, heads, offset, row)
+                strips = _strips(self._order, self.peers, x.shape, x.stride(), x.itemsize, heads, offset, row)
                 sends.append(Strips(x, strips))
                 offset += field.size(like.shape[0])
         else:
@@ -130,7 +132,7 @@ class Reshard:
                 rows = self._rows_first(x, accumulation_dtype(x.dtype) if is_shared else result.dtype)
             row = rows[0].numel() * rows.itemsize
             inbox, offset = self._inbox(size * local_rows * row, row, back=True)
-            send_parts, receive_parts = _parts_to_sequence(self._order, self.first, self.rows, row, offset)
+            send_parts, receive_parts = _parts_to_sequence(self._order, self.peers, self.rows, row, offset)
             sends.append(Parts(rows, send_parts))
             receives.append(Parts(inbox, receive_parts))
             received.append((inbox.view(rows.dtype).view(size, local_rows, *rows.shape[1:]), result, heads))
@@ -211,17 +213,17 @@ SendAndReceiveParts = tuple[tuple[Part, ...], tuple[Part, ...]]
 
 @lru_cache(maxsize=512)
 def _parts_to_heads(
-    order: tuple[int, ...], first: int, rows: tuple[int, ...], row: int, offset: int
+    order: tuple[int, ...], peers: range, rows: tuple[int, ...], row: int, offset: int
 ) -> SendAndReceiveParts:
     """Return the parts of the last rank of `order`: its packed rows for each rank; all rows of its heads by rank.
 
-    `order`: Indices of the ranks, as they are sent to. `first`: The rank of index 0. `rows`: Rows of each rank, of
+    `order`: Indices of the ranks, as they are sent to. `peers`: The rank of each index. `rows`: Rows of each rank, of
     `row` bytes each. `offset`: That of the exchange in every inbox.
     """
     index, starts = order[-1], tuple(accumulate(rows, initial=0))
     size, target = rows[index] * row, offset + starts[index] * row
-    sends = tuple(Part(first + i, i * size, (i + 1) * size, target) for i in order)
-    receives = tuple(Part(first + i, starts[i] * row, starts[i + 1] * row, offset + starts[i] * row) for i in order)
+    sends = tuple(Part(peers[i], i * size, (i + 1) * size, target) for i in order)
+    receives = tuple(Part(peers[i], starts[i] * row, starts[i + 1] * row, offset + starts[i] * row) for i in order)
     return sends, receives
 
 
@@ -243,7 +245,7 @@ def can_send_strided(x: Tensor) -> bool:
 @lru_cache(maxsize=512)
 def _strips(
     order: tuple[int, ...],
-    first: int,
+    peers: range,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     itemsize: int,
@@ -254,7 +256,7 @@ def _strips(
     """Return the strips of a tensor of shape [B, S_rank, H, D] whose heads are divided among the ranks in `order`.
 
     `heads`: Range of heads to send, among the heads of each rank. `offset`: That of their first row in the receivers'
-    inboxes, where a row has `row` bytes. `order` and `first`: see `_parts_to_heads`.
+    inboxes, where a row has `row` bytes. `order` and `peers`: see `_parts_to_heads`.
     """
     batch, rows, count, dim = shape
     owners = min(len(order), count)
@@ -264,19 +266,19 @@ def _strips(
         head = i * owners // len(order) * (count // owners) + heads[0]
         for b in range(batch):
             start = (b * strides[0] + head * strides[2]) * itemsize
-            strips.append(Strip(first + i, start, offset + b * width, rows, width, step, row))
+            strips.append(Strip(peers[i], start, offset + b * width, rows, width, step, row))
     return tuple(strips)
 
 
 @lru_cache(maxsize=512)
 def _parts_to_sequence(
-    order: tuple[int, ...], first: int, rows: tuple[int, ...], row: int, offset: int
+    order: tuple[int, ...], peers: range, rows: tuple[int, ...], row: int, offset: int
 ) -> SendAndReceiveParts:
     """Return the parts on the way back: to each rank its rows; from each rank its results for the local rows."""
     index, starts = order[-1], tuple(accumulate(rows, initial=0))
     size = rows[index] * row
-    sends = tuple(Part(first + i, starts[i] * row, starts[i + 1] * row, offset + index * rows[i] * row) for i in order)
-    return sends, tuple(Part(first + i, i * size, (i + 1) * size, offset + i * size) for i in order)
+    sends = tuple(Part(peers[i], starts[i] * row, starts[i + 1] * row, offset + index * rows[i] * row) for i in order)
+    return sends, tuple(Part(peers[i], i * size, (i + 1) * size, offset + i * size) for i in order)
 
 
 def _fields(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
@@ -329,13 +331,13 @@ def _reorder(index: Tensor, device: torch.device) -> Reorder:
 
 @lru_cache(maxsize=64)
 def row_orders(
-    layout: Layout, within: Layout, node: int, device: torch.device
+    layout: Layout, within: Layout, node: int, device: torch.device, spacing: int = 1
 ) -> tuple[Reorder | None, Reorder | None]:
     """Return the orders from the plan's rows to those of the ranks of a node, and back; (None, None) if they are equal.
 
-    `layout`: Rows of each rank before the reshard. `within`: Rows of each node after it.
+    `layout`: Rows of each rank before the reshard. `within`: Rows of each node after it. `spacing`: see `HeadSplit`.
     """
-    received = layout.joined(layout.ranks // within.ranks).shards[node]
+    received = layout.joined(layout.ranks // within.ranks, spacing).shards[node]
     if within.shards[node] == received:
         return None, None
     rows, planned = _positions(received), _positions(within.shards[node])
@@ -441,8 +443,9 @@ class HeadExecutor(Executor):
 
 def _group_heads(prepared: PreparedCall, group: HeadGroup) -> slice:
     """Return the group's heads among all query heads."""
-    plan, size = prepared.plan, prepared.plan.head_parallel_size
-    start = heads_of_rank(prepared.transport.rank % size, size, plan.call.heads).start
+    plan, split = prepared.plan, prepared.plan.heads
+    assert split is not None, "heads are divided"
+    start = heads_of_rank(split.index(prepared.transport.rank), split.ranks, plan.call.heads).start
     return slice(start + group.q_heads[0], start + group.q_heads[1])
 
 

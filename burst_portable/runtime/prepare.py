@@ -384,7 +384,8 @@ def _call_signature(
     rounded = ", rounded gradients" if plan.backward.rounds_gradients else ""
     inside, order_of_rows = "", hashed_value("none", ())
     if plan.heads and plan.ring_size > 1:
-        inside = f" in nodes of {plan.head_parallel_size}"
+        across = plan.head_spacing > 1
+        inside = f" across {plan.head_parallel_size} nodes" if across else f" in nodes of {plan.head_parallel_size}"
         order = f"in the order that the kernel {kernel.name!r} takes"
         order_of_rows = hashed_value(order, forward.call.layout.shards)
     sent = plan.circulates("backward")

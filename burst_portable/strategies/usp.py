@@ -1,4 +1,4 @@
-"""Unified Sequence Parallelism (arXiv 2405.07719), the head-first 2D attention of LoongTrain (arXiv 2406.18485).
+"""Unified Sequence Parallelism (arXiv 2405.07719), the 2D attention of LoongTrain (arXiv 2406.18485).
 
 Ulysses inside nodes of `ranks_per_node` ranks, a ring over the nodes::
 
@@ -14,6 +14,11 @@ With all ranks in one node the plan is that of `ulysses`, with one rank per node
 complete K/V heads, so their number is a multiple of `ranks_per_node` or divides it. In the latter case, ranks of a node
 that share a K/V head get a copy each. The copies are sent between nodes too, and their gradients are summed.
 
+That is LoongTrain's head-first placement. With the placement "context_first", the ring is inside nodes. Ranks at the
+same position of all nodes then divide heads: an all-to-all per column of the picture, and a ring per row. Forward, a
+rank sends 2·(Hq + Hkv)·S·D·(n - 1)/n elements to the other n - 1 nodes, and 2·Hkv·S·D·(n - 1) with "head_first". The
+first is less if n is above (Hq + Hkv) / Hkv, but nothing overlaps with it.
+
 If heads can only be divided among part of a node, consecutive members of a ring share a node. With `inner_ring_size`,
 that many members form an inner ring, and another ring connects the inner rings (LoongTrain's double ring). A message
 between nodes then overlaps with a round of the inner ring, instead of delaying each step.
@@ -23,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.planning.call import AttentionCall
@@ -43,14 +49,19 @@ from burst_portable.strategies.options import (
 from burst_portable.strategies.ulysses import UlyssesStrategy
 from burst_portable.utils.values import check_divides, divisors
 
+Placement = Literal["head_first", "context_first"]
+
 
 @dataclass(frozen=True)
 class UspStrategy(Strategy):
-    """Use Ulysses inside nodes and a ring over the nodes.
+    """Use Ulysses inside nodes and a ring over the nodes, or the reverse.
 
     Attributes:
-        ranks_per_node: Ranks per node, or per part of a node, that divide heads. Default: the largest divisor of the
-            ranks that the heads allow, is at most 8 and leaves at least two nodes.
+        ranks_per_node: Ranks per node, or per part of a node, that divide heads. With `placement` "context_first", they
+            form a ring. Default: the largest divisor of the ranks that the heads allow, is at most 8 and leaves at
+            least two nodes.
+        placement: Whether the ranks of a node divide heads and form rings over the nodes ("head_first"), or form a ring
+            and divide heads over the nodes ("context_first").
         inner_ring_size: Members of a ring that form an inner ring. Default: 1, no inner rings.
     """
 
@@ -59,8 +70,16 @@ class UspStrategy(Strategy):
 
     ranks_per_node: int | None = option(RANKS_PER_NODE)
     backward_circulates: Side = option(BACKWARD_CIRCULATES, default="kv")
-    transfer: Transfer = option(TRANSFER)  # between nodes, as the next option
+    transfer: Transfer = option(TRANSFER)  # of the ring, as the next option
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
+    placement: Placement = option(
+        Option(
+            "head_first",
+            "placement",
+            choices=("head_first", "context_first"),
+            help="What the ranks of a node do: divide heads, or form a ring.",
+        )
+    )
     inner_ring_size: int = option(
         Option(
             1,
@@ -72,31 +91,34 @@ class UspStrategy(Strategy):
 
     def plan(self, call: AttentionCall) -> Plan:
         ranks_per_node, reason = self._ranks_per_node(call)
-        nodes = call.ranks // ranks_per_node
-        if nodes % self.inner_ring_size:
-            allowed = f"a divisor of the {nodes} members of a ring"
+        size = self._head_ranks(call.ranks, ranks_per_node)
+        members = call.ranks // size
+        if members % self.inner_ring_size:
+            allowed = f"a divisor of the {members} members of a ring"
             raise InputError("inner_ring_size does not divide the ring", got=self.inner_ring_size, allowed=allowed)
-        if ranks_per_node == 1:
-            return self._ring(call, nodes, reason=reason)
-        if nodes == 1:
+        if size == 1:
+            return self._ring(call, members, reason=reason)
+        if members == 1:
             return replace(UlyssesStrategy().plan(call), strategy=self.name, reason=reason)
-        # After the first all-to-all a rank has the rows of its node: this is a call of one rank per node.
-        heads, kv_heads = heads_per_rank(call, ranks_per_node)
-        between_nodes = replace(
+        spacing, stride = (1, size) if self.placement == "head_first" else (members, 1)
+        # After the first all-to-all a rank has the rows of all ranks with which it divides heads, for example of its
+        # node: this is a call of one rank for each member of a ring.
+        heads, kv_heads = heads_per_rank(call, size)
+        of_ring = replace(
             call,
-            layout=call.layout.joined(ranks_per_node).sorted(),
-            kv_layout=call.k_layout.joined(ranks_per_node).sorted(),
+            layout=call.layout.joined(size, spacing).sorted(),
+            kv_layout=call.k_layout.joined(size, spacing).sorted(),
             heads=heads,
             kv_heads=kv_heads,
         )
-        ring = self._ring(between_nodes, nodes, reason=reason, stride=ranks_per_node)
-        return replace(ring, call=call, heads=HeadSplit(ranks_per_node))
+        ring = self._ring(of_ring, members, reason=reason, stride=stride)
+        return replace(ring, call=call, heads=HeadSplit(size, spacing))
 
-    def _ring(self, call: AttentionCall, nodes: int, *, reason: str, stride: int = 1) -> Plan:
-        """Return the plan of a ring over nodes, or of inner rings and a ring over them."""
+    def _ring(self, call: AttentionCall, members: int, *, reason: str, stride: int = 1) -> Plan:
+        """Return the plan of a ring, or of inner rings and a ring over them."""
         side, inner = self.backward_circulates, self.inner_ring_size
         rounds_gradients = should_round_gradients(call, self.gradient_comm_dtype)
-        route, backward_route = make_route(nodes, self.transfer), None
+        route, backward_route = make_route(members, self.transfer), None
         if inner > 1:
             route, backward_route = double_ring_routes(call, inner, side, rounds_gradients=rounds_gradients)
         return ring_plan(
@@ -112,7 +134,7 @@ class UspStrategy(Strategy):
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
-        """Yield Ulysses inside nodes, or inside the largest parts of nodes that the heads allow."""
+        """Yield Ulysses inside nodes, or inside the largest parts of nodes that the heads allow; also across nodes."""
         node = machine.ranks_per_node
         if node is None or node == 1:
             return
@@ -124,29 +146,45 @@ class UspStrategy(Strategy):
             yield cls(ranks_per_node, transfer="direct")
             if ranks_per_node < node:
                 yield cls(ranks_per_node, inner_ring_size=node // ranks_per_node)
+        if node < call.ranks and call.ranks % node == 0 and can_divide_heads(call, call.ranks // node):
+            yield cls(node, placement="context_first")
+            yield cls(node, placement="context_first", transfer="direct")
 
     @classmethod
     def trials(cls) -> Iterator[Strategy]:
         yield cls()
         yield cls(backward_circulates="q", transfer="direct")
         yield cls(2, inner_ring_size=2)
+        yield cls(placement="context_first")
+
+    def _head_ranks(self, ranks: int, ranks_per_node: int) -> int:
+        """Return how many ranks divide heads among themselves."""
+        return ranks_per_node if self.placement == "head_first" else ranks // ranks_per_node
 
     def _ranks_per_node(self, call: AttentionCall) -> tuple[int, str]:
         """Return (ranks per node, the reason if it is a default). Raises the errors of `plan`."""
         ranks = call.ranks
+
+        def fits(ranks_per_node: int) -> bool:
+            return can_divide_heads(call, self._head_ranks(ranks, ranks_per_node))
+
         if self.ranks_per_node is None:
             largest = node_size(ranks)
-            ranks_per_node = node_size(ranks, lambda size: can_divide_heads(call, size))
-            fewer = f"; these heads cannot be divided among {largest}" if ranks_per_node < largest else ""
+            ranks_per_node = node_size(ranks, fits)
+            if not fits(ranks_per_node):  # with "context_first", one rank per node divides heads among all ranks
+                ranks_per_node = ranks
+            among = self._head_ranks(ranks, largest)
+            fewer = f"; these heads cannot be divided among {among}" if ranks_per_node != largest else ""
             return ranks_per_node, f"ranks_per_node={ranks_per_node} by default{fewer}"
         check_divides(self.ranks_per_node, ranks)
-        if not can_divide_heads(call, self.ranks_per_node):
-            fitting = [i for i in divisors(ranks) if can_divide_heads(call, i)]
+        if not fits(self.ranks_per_node):
+            fitting = [i for i in divisors(ranks) if fits(i)]
+            across = self.placement == "context_first"
             raise UnsupportedError(
-                "usp cannot divide these heads among the ranks of a node",
+                f"usp cannot divide these heads among {'the nodes' if across else 'the ranks of a node'}",
                 got=f"{call.heads} query and {call.kv_heads} K/V heads, ranks_per_node={self.ranks_per_node}",
                 allowed=f"ranks_per_node of {', '.join(map(str, fitting))} on {ranks} ranks: "
-                "query heads a multiple of it, K/V heads a multiple or a divisor",
+                f"query heads a multiple of {'the nodes' if across else 'it'}, K/V heads a multiple or a divisor",
                 next_step="use one of these, or the strategy 'double_ring'",
             )
         return self.ranks_per_node, ""

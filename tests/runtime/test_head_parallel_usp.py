@@ -29,6 +29,7 @@ from tests.support.thread_peers import World, run_peers
 
 DIRECT = "usp(backward_circulates=q, transfer=direct)"
 INNER_RINGS = "usp(ranks_per_node=2, inner_ring_size=2)"
+ACROSS = "usp(placement=context_first)"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ FEW = [
     Nodes(ranks=8, ranks_per_node=4, heads="wide_heads", strategy=DIRECT, layout="document_zigzag", mask="documents"),
     Nodes(ranks=8, ranks_per_node=2, heads="gqa", mask="sink_window", dtype=torch.bfloat16, softcap=5.0, batch=1),
     Nodes(ranks=8, ranks_per_node=2, heads="gqa", strategy=INNER_RINGS, mask="documents", batch=1),
+    Nodes(ranks=6, ranks_per_node=2, heads="wide_values", strategy=ACROSS, mask="window", sinks=True),
+    Nodes(ranks=6, ranks_per_node=3, heads="mqa", strategy=ACROSS, layout="striped", mask="custom", batch=1),
     Nodes(ranks=4, ranks_per_node=2, heads="12x6x5x3", strategy=DIRECT, mask="documents", layout="whole_documents"),
 ]
 

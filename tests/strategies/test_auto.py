@@ -51,14 +51,21 @@ def usp(ranks_per_node: int) -> set[str]:
     return {f"{name})", f"{name}, backward_circulates=q)", f"{name}, transfer=direct)"}
 
 
+def across(ranks_per_node: int) -> set[str]:
+    """Return the labels of usp with rings inside nodes of this many ranks."""
+    name = f"usp(ranks_per_node={ranks_per_node}"
+    return {f"{name}, placement=context_first)", f"{name}, transfer=direct, placement=context_first)"}
+
+
 @pytest.mark.parametrize(
     ("ranks", "ranks_per_node", "hardware", "heads", "expected"),
     [
         (8, None, HardwareSpec(400.0, 100.0), 96, ALWAYS),
         (8, None, COPIES, 96, ALWAYS | GROUPS | EIGHT_AHEAD),
         (24, None, COPIES, 96, ALWAYS | GROUPS),  # too many blocks for the memory
-        (8, 4, COPIES, 96, ALWAYS | two_rings(4) | usp(4)),
-        (8, 4, COPIES, 6, ALWAYS | two_rings(4) | usp(2) | {"usp(ranks_per_node=2, inner_ring_size=2)"}),
+        (8, 4, COPIES, 96, ALWAYS | two_rings(4) | usp(4) | across(4)),
+        (8, 4, COPIES, 6, ALWAYS | two_rings(4) | usp(2) | across(4) | {"usp(ranks_per_node=2, inner_ring_size=2)"}),
+        (12, 4, COPIES, 4, ALWAYS | two_rings(4) | usp(4)),  # three nodes cannot divide four heads
         (8, 8, HardwareSpec(400.0, 100.0), 96, ALWAYS | two_rings(8)),
     ],
 )

@@ -13,7 +13,7 @@ from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import inboxes
-from burst_portable.planning.plans import Plan, with_rank_order
+from burst_portable.planning.plans import HeadSplit, Plan, with_rank_order
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.auto import AutoStrategy
@@ -38,6 +38,82 @@ def test_usp_plans_are_valid_for_all_node_sizes(ranks_per_node, options):
             assert verify(plan) == []
             assert verify(with_rank_order(plan, KernelTraits())) == []
             assert (plan.head_parallel_size, plan.ring_size) == (ranks_per_node, 12 // ranks_per_node)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("options", [{"backward_circulates": "q"}, {"transfer": "direct"}], ids=str)
+def test_usp_plans_across_nodes_are_valid(ranks_per_node, options):
+    """Rings inside nodes: ranks 0, 1, 2 are a ring, and ranks 0, 3, 6, 9 divide heads."""
+    for mask in ("causal", "window:9", "documents:0,7,30,96"):
+        for layout in ("zigzag", "striped"):
+            plan = make(
+                ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, placement="context_first",
+                **options,
+            )  # fmt: skip
+            assert verify(plan) == []
+            assert verify(with_rank_order(plan, KernelTraits())) == []
+            assert (plan.head_parallel_size, plan.ring_size) == (12 // ranks_per_node, ranks_per_node)
+    if 1 < ranks_per_node < 12:
+        assert plan.heads == HeadSplit(12 // ranks_per_node, spacing=ranks_per_node)
+        assert list(plan.heads.peers(ranks_per_node + 1)) == list(range(1, 12, ranks_per_node))
+        for rank in range(12):
+            moves = [m for step in plan.forward.steps_of(rank) for m in (*step.sends, *step.receives)]
+            assert {m.source // ranks_per_node for m in moves} <= {rank // ranks_per_node}
+
+
+def test_usp_across_nodes_sends_closed_form_bytes():
+    """Between nodes, (n - 1) / n of q, k, v and out; inside a node, all K and V of the heads of a rank."""
+    s, heads, kv_heads, n, d, members = 8, 12, 12, 4, 64, 3
+    plan = make(ranks=12, ranks_per_node=3, kv_heads=kv_heads, mask="full", placement="context_first")
+    between = s * (2 * heads + 2 * kv_heads) * d * 2 * (n - 1) // n
+    block = n * s * 2 * (kv_heads // n) * d * 2
+    forward, backward = (rank_cost(plan, name, 5, HardwareSpec(1, 1)) for name in ("forward", "backward"))
+    assert forward.sent == between + (members - 1) * block
+    assert backward.sent == between + (members - 1) * block + members * block * 2 - block * 2
+
+
+def test_usp_across_nodes_predicted_time():
+    """The exchange uses the links between nodes, and the ring those inside them."""
+    plan = make(
+        ranks=4, ranks_per_node=2, length=64, heads=8, kv_heads=8, mask="full", layout="contiguous",
+        placement="context_first",
+    )  # fmt: skip
+    there, back, block = 16 * 3 * 4 * 64 * 2, 16 * 4 * 64 * 2, 32 * 2 * 4 * 64 * 2
+    step = 4 * 32 * 32 * 4 * 64 / 1e12
+    hardware = HardwareSpec(step, block / 5e9, 0.0, 0.0, ranks_per_node=2, inter_node_bandwidth=there / 3e9)
+    forward = rank_cost(plan, "forward", 1, hardware)
+    assert forward.seconds == pytest.approx(3 + 5 + 1 + 1)
+    assert (forward.sent, forward.messages) == (there + back + block, 3)
+
+
+def test_verify_detects_crossed_rings_and_head_groups():
+    """Ranks that divide heads must have the same rows after the exchange."""
+    plan = make(ranks=12, ranks_per_node=3, kv_heads=12, placement="context_first")
+    other = make(ranks=12, ranks_per_node=4, kv_heads=12)
+    assert (plan.heads, other.heads) == (HeadSplit(4, spacing=3), HeadSplit(4))
+    wrong = verify(replace(plan, heads=other.heads))
+    assert any("not the same member of their rings" in one for one in wrong)
+    assert any("other rows than those of their ranks" in one for one in wrong)
+
+
+def test_usp_across_nodes_rejects_heads_that_do_not_divide():
+    told = "usp cannot divide these heads among the nodes; got 8 query and 8 K/V heads, ranks_per_node=4; "
+    with pytest.raises(UnsupportedError, match=told + "allowed: ranks_per_node of 3, 6, 12 on 12 ranks"):
+        make(heads=8, kv_heads=8, ranks_per_node=4, placement="context_first")
+    plan = make(ranks=6, heads=1, kv_heads=1, ranks_per_node=None, placement="context_first")
+    assert (plan.ring_size, plan.heads) == (6, None)
+    assert plan.reason == "ranks_per_node=6 by default; these heads cannot be divided among 2"
+
+
+def test_auto_chooses_heads_across_many_nodes():
+    """Each rank would get K and V of seven other nodes; rows of all heads are fewer."""
+    hardware = HardwareSpec(600.0, 300.0, inter_node_bandwidth=25.0)
+    usual = {"seq_len": 65536, "heads": 32, "kv_heads": 32}
+    planner = AutoStrategy(ranks_per_node=8, hardware=hardware)
+    many = bp.plan(**usual, ranks=64, strategy=planner)
+    strategy = make_strategy(many.label)
+    assert (strategy.name, strategy.ranks_per_node, strategy.placement) == ("usp", 8, "context_first"), many.reason
+    assert "placement" not in bp.plan(**usual, ranks=16, strategy=planner).label
 
 
 @pytest.mark.parametrize("side", ["kv", "q"])

@@ -171,7 +171,9 @@ def _describe_communication(plan: Plan) -> str:
         return "no communication"
     if plan.heads and plan.ring_size == 1:
         return "all-to-all of tokens and heads"
-    in_nodes = f"all-to-all of tokens and heads in nodes of {plan.head_parallel_size}; " if plan.heads else ""
+    size = plan.head_parallel_size
+    where = f"across {size} nodes" if plan.head_spacing > 1 else f"in nodes of {size}"
+    in_nodes = f"all-to-all of tokens and heads {where}; " if plan.heads else ""
     return in_nodes + ", ".join(
         f"{name} {_TENSORS[pass_plan.circulates]} {pass_plan.route.description}" for name, pass_plan in plan.passes()
     )
