@@ -80,7 +80,7 @@ def _serve(listener: socket.socket, program: str) -> None:
 
 
 def _supervise(link: socket.socket) -> None:
-    """Fork the process, and report its end. End it if the program ends first."""
+    """Start the process, and report its end. End it if the program ends first."""
     size, received, *_ = socket.recv_fds(link, 8, 3)
     with link.makefile("rb") as stream:
         what = json.loads(stream.read(int.from_bytes(size, "little")))

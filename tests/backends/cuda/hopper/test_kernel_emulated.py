@@ -56,6 +56,13 @@ from tests.support.emulator.hopper import EmulatedKernels, emulate
 from tests.support.emulator.machine import Machine
 
 randn = functools.partial(hopper_cases.randn, device="cpu")
+
+
+def full(*values):
+    """Return the parameters of a case that other cases cover but for their combination."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 ORDERS = [(0, 0.0), (1, 0.5), (2, 1.0)]  # (seed, eager)
 
 
@@ -96,7 +103,7 @@ def test_emulated_masks_with_other_head_sizes(mask, dim, value_dim, machine):
     compare(*inputs(2, 301, 4, 2, dim, value_dim=value_dim), tiles_of(mask, 301))
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(96, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("dim", "value_dim"), [full(96, 96), (192, 128), full(256, 256)])
 @pytest.mark.parametrize(
     "machine",
     [pytest.param(ORDERS[0], marks=pytest.mark.full), ORDERS[1], pytest.param(ORDERS[2], marks=pytest.mark.full)],
@@ -111,7 +118,7 @@ def test_emulated_groups_and_dtypes_of_other_head_sizes(dim, value_dim, machine)
     compare_merged_rows(dim, "cpu", value_dim)
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 96), full(192, 128), (256, 256)])
 def test_emulated_softcap(dim, value_dim, machine):
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v = inputs(1, 150, 2, 1, dim, dtype, value_dim)
@@ -208,7 +215,10 @@ def test_emulated_longer_masks(mask, dim, machine):
     ("machine", "dim"),
     [
         pytest.param(
-            order, dim, marks=[] if (order is ORDERS[1]) == (dim == 64) else pytest.mark.full, id=f"{name}-{dim}"
+            order,
+            dim,
+            marks=[] if (name, dim) in {("late", 128), ("mixed", 64)} else pytest.mark.full,
+            id=f"{name}-{dim}",
         )
         for name, order in zip(("late", "mixed", "early"), ORDERS, strict=True)
         for dim in (64, 128)
@@ -274,7 +284,7 @@ def test_emulated_yielding_programs(room, programs, machine, monkeypatch):
     compare_yielding(q, k, v, tiles)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [full(64), 128])
 def test_emulated_inputs_without_tma_alignment(dim, machine):
     compare_unaligned(*inputs(2, 129, 2, 1, dim), randn(2, 129, 2, dim, seed=7), tiles_of("causal", 129))
 
@@ -302,7 +312,7 @@ def test_emulated_state_is_merged_in_place(dim, machine):
 
 @pytest.mark.parametrize(
     ("mask", "dim"),
-    [("documents:0,90,690,770", 64), ("documents:0,90,690,770", 128), ("full_documents:0,77,647,770", 128)],
+    [("documents:0,90,690,770", 64), full("documents:0,90,690,770", 128), ("full_documents:0,77,647,770", 128)],
 )
 def test_emulated_documents_at_block_boundaries(mask, dim, machine):
     """A partial block writes neither results nor state in the rows of the next document."""
@@ -316,7 +326,7 @@ def test_emulated_documents_at_block_boundaries(mask, dim, machine):
 
 
 @pytest.mark.parametrize(
-    ("mask", "dim"), [("causal", 64), ("causal", 128), ("documents:0,100,357,600", 128), ("sink:4:150", 64)]
+    ("mask", "dim"), [("causal", 64), full("causal", 128), ("documents:0,100,357,600", 128), ("sink:4:150", 64)]
 )
 def test_emulated_backward_one_program_per_kv_head(mask, dim, machine, monkeypatch):
     """Uses the blocks of a call with many programs. With few programs, these blocks would delay the last program."""
@@ -343,7 +353,7 @@ def test_emulated_sink_gradients_in_second_launch(dim, machine, monkeypatch):
     compare_whole(*second_launch_inputs(monkeypatch, 1, 1, 1, dim, tiles_of("sink:5:60", 1030), (0, 5)))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [full(64), 128])
 def test_emulated_sink_gradients_with_few_kv_heads(dim, machine, monkeypatch):
     compare_whole(*second_launch_inputs(monkeypatch, 2, 4, 2, dim, tiles_of("sink:5:30", 1030), (0, 5)))
 
