@@ -76,6 +76,7 @@ def test_check_backend_rejects_unavailable_backend():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_process_messages_pass():
     assert check_backend("cpu", cases=["group:messages-2ranks"]).ok
 

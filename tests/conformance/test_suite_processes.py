@@ -61,6 +61,7 @@ def facts(report):
     return [(one.check, one.name, one.ok, one.errors, one.skipped, one.smallest) for one in report.results]
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_two_processes_report_same_results():
     options = {"ranks": 3, "only": ["claims", "fully_masked"], "coverage": "quick"}
     several = check_backend("cpu", **options, processes=2)
@@ -68,6 +69,7 @@ def test_two_processes_report_same_results():
     assert facts(several) == facts(check_backend("cpu", **options))
 
 
+@pytest.mark.usefixtures("ranks_are_forked")
 @pytest.mark.parametrize(
     ("bug", "said"),
     [

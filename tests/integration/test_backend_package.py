@@ -30,11 +30,11 @@ def run(environment, *arguments, **options):
 
 
 @pytest.mark.slow
-def test_conform_finds_backend_package(environment, tmp_path):
+def test_conform_finds_backend_package(environment, tmp_path, forked_python):
     report = tmp_path / "report.json"
     groups = "claims,kernels,transport,attention,fully_masked"
     options = ["--backend", "theirs", "--quick", "--ranks", "3", "--only", groups, "--json", str(report)]
-    done = run(environment, "burst_portable", "conform", *options)
+    done = run(environment, "burst_portable", "conform", *options, python=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads(report.read_text())
     assert facts["ok"]
@@ -85,13 +85,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_transport_example_passes(environment, tmp_path):
+def test_transport_example_passes(environment, tmp_path, forked_python):
     """The page shows the class, and `group` accepts it."""
     page = (ROOT / "docs" / "writing_a_backend.md").read_text(encoding="utf-8")
     example = (EXAMPLE / "their_attention" / "transport.py").read_text(encoding="utf-8")
     assert example[example.index("class TheirTransport") : example.index("class TheirHandle")].strip() in page
     (tmp_path / "own.py").write_text(OWN_TRANSPORT)
-    done = run({**environment, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}, "own")
+    changed = {**environment, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}
+    done = run(changed, "own", python=forked_python)
     assert done.stdout == "{'passed': 1, 'failed': 0, 'skipped': 0} []\n", done.stdout + done.stderr
 
 

@@ -60,6 +60,7 @@ def run_program(
 
 def _run(command: list[str], environment: Mapping[str, str], files: tuple[Path, Path], python: str) -> None:
     sys.executable = python
+    multiprocessing.set_executable(python)
     os.environ.clear()
     os.environ |= environment
     os.chdir(ROOT)

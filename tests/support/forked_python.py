@@ -1,7 +1,7 @@
 """Define a program that runs modules and files like Python, in processes forked from one that has imported torch.
 
     forked_python     fixture: the path of the program
-    ranks_are_forked  fixture: `sys.executable` is the program, so that commands start their ranks by it
+    ranks_are_forked  fixture: commands and `multiprocessing` start their ranks by the program
 
 An interpreter of a rank imports torch and Transformers in four seconds. Tests of signals need a new interpreter.
 """
@@ -9,6 +9,7 @@ An interpreter of a rank imports torch and Transformers in four seconds. Tests o
 from __future__ import annotations
 
 import json
+import multiprocessing.spawn
 import os
 import runpy
 import select
@@ -26,13 +27,15 @@ import torch
 
 from tests.support.fork_server import server_context
 
-# It sends its arguments, environment, folder and streams to the server, and ends as the forked process does.
+# It sends its arguments, environment, folder and open files to the server, and ends as the forked process does.
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
+files = [int(name) for name in os.listdir("/proc/self/fd")]
+files = [file for file in files if os.path.exists(f"/proc/self/fd/{{file}}")]  # the folder is closed
 with socket.socket(socket.AF_UNIX) as link:
     link.connect({address!r})
-    what = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
-    socket.send_fds(link, [len(what).to_bytes(8, "little")], [0, 1, 2])
+    what = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), files]).encode()
+    socket.send_fds(link, [len(what).to_bytes(8, "little")], files)
     link.sendall(what)
     code = int(link.recv(16) or b"1")
 if code < 0:
@@ -61,8 +64,12 @@ def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def ranks_are_forked(forked_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def ranks_are_forked(forked_python: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "executable", forked_python)
+    before = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(forked_python)
+    yield
+    multiprocessing.set_executable(before)
 
 
 def _serve(listener: socket.socket, program: str) -> None:
@@ -81,7 +88,7 @@ def _serve(listener: socket.socket, program: str) -> None:
 
 def _supervise(link: socket.socket) -> None:
     """Start the process, and report its end. End it if the program ends first."""
-    size, received, *_ = socket.recv_fds(link, 8, 3)
+    size, received, *_ = socket.recv_fds(link, 8, 64)
     with link.makefile("rb") as stream:
         what = json.loads(stream.read(int.from_bytes(size, "little")))
     process = os.fork()
@@ -100,11 +107,15 @@ def _supervise(link: socket.socket) -> None:
         return
 
 
-def _run(what: tuple[list[str], dict[str, str], str], files: list[int]) -> int:
-    """Run the module or file with these streams. Return its exit code."""
-    arguments, environment, folder = what
-    for number, file in enumerate([fcntl(file, F_DUPFD, 3) for file in files]):
+def _run(what: tuple[list[str], dict[str, str], str, list[int]], received: list[int]) -> int:
+    """Run the module, the file or the code with these files. Return its exit code."""
+    arguments, environment, folder, numbers = what
+    files = [fcntl(file, F_DUPFD, 256) for file in received]  # away from all numbers
+    for file in received:
+        os.close(file)
+    for number, file in zip(numbers, files, strict=True):
         os.dup2(file, number)
+        os.close(file)
     # The server's own streams may be files, which seek.
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.environ.clear()
@@ -112,7 +123,8 @@ def _run(what: tuple[list[str], dict[str, str], str], files: list[int]) -> int:
     os.chdir(folder)
     paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:0] = ["", *paths]
-    arguments = [argument for argument in arguments if argument != "-u"]
+    while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):  # an option of Python
+        del arguments[0]
     sys.argv = arguments[arguments[0] == "-m" :]
     torch.set_num_threads(1)
     try:
@@ -121,6 +133,9 @@ def _run(what: tuple[list[str], dict[str, str], str], files: list[int]) -> int:
                 runpy.run_path(str(planted))
         if arguments[0] == "-m":
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            del sys.argv[1]
+            exec(arguments[1], {"__name__": "__main__"})
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
         code: object = 0
