@@ -161,7 +161,7 @@ def test_run_joins_torchrun(tmp_path: Path, forked_python: str):
 @pytest.mark.parametrize(
     "again",
     [
-        pytest.param(None, id="once"),
+        pytest.param(None, id="once", marks=pytest.mark.full),
         pytest.param(0.01, id="at once again", marks=pytest.mark.full),
         pytest.param(0.1, id="soon again", marks=pytest.mark.full),
     ],
