@@ -49,7 +49,7 @@ COPY_SPEED = 300e9  # bytes per second
 
 @dataclass(frozen=True)
 class Fault:
-    """What a fault changes, and the kind, rank and peer that a profile must name. -1: none."""
+    """A fault, and the kind, rank and peer that a profile must name (-1: none). `layout` is that of the attention."""
 
     name: str
     kind: str
