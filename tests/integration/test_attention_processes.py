@@ -32,6 +32,15 @@ def test_sub_groups_of_device_mesh_have_own_sequences(answers):
     assert [found["sub_groups"] for found in answers] == [{}] * RANKS
 
 
+def test_megatron_block_equals_one_device(answers):
+    """Heads over an axis of two or four ranks, tokens over the other and, around the block, over both axes."""
+    for found in answers:
+        assert len(found["megatron"]) == 3
+        for axes, errors in found["megatron"].items():
+            assert errors.keys() == {"y", "dx", "dw0", "dw1", "dw2", "dw3"}
+            assert max(errors.values()) < 1e-12, axes
+
+
 def test_all_reduce_accepts_device_mesh_and_groups(answers):
     """The group may be a DeviceMesh of one axis, a process group, or the default group of all four ranks."""
     pairs = [11.0, 11.0, 1100.0, 1100.0]

@@ -31,6 +31,7 @@ from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.hardware import HardwareSpec
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.forked import run_forked
+from tests.support.megatron_block import errors_of_block
 
 
 class Counting(TorchDistTransport):
@@ -172,6 +173,8 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     found["sub_groups"] = find_violations(on_one_rank(pair, own, inputs), *expected(own, inputs), own.dtype)
     found["sub_groups"] |= wrong(pair, replace(own, strategy="ulysses", mask="full"))
     found["summed"] = sums_over_ranks(grid)
+    axes = ((2, 2, "ring"), (2, 2, "ulysses"), (1, 4, "auto"))
+    found["megatron"] = {f"{sizes}": errors_of_block(*sizes) for sizes in axes}
     found["two_levels"] = two_levels(ranks)
     found["sent"], found["planned"] = bytes_sent(ranks)
     found["refused"] = errors_of_invalid_calls(mesh)

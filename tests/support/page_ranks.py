@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import burst_portable as bp
 from burst_portable.integrations.transformers import parallelize
+from tests.support import megatron_block
 from tests.support.code_names import Named
 from tests.support.migration_ranks import Example, Names, close, llama, reference, run, tensors, zigzag
 
@@ -157,6 +159,18 @@ def ablated_step(_: Path) -> Example:
     return names, check
 
 
+def tensor_parallel_block(_: Path) -> Example:
+    x, _dout, (*weights, wo) = megatron_block.whole()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    names: Names = {"bp": bp, "init_device_mesh": init_device_mesh, "device": "cpu", "sequence": 1, "tensor": ranks}
+    for name in ("all_gather_tensor_autograd", "reduce_scatter_tensor_autograd"):
+        names[name] = getattr(collectives, name)
+    names |= {name: w.chunk(ranks, 1)[rank] for name, w in zip(("wq", "wk", "wv"), weights, strict=True)}
+    names |= {"wo": wo.chunk(ranks, 0)[rank], "head_dim": megatron_block.DIM, "x": x.chunk(ranks, 1)[rank].contiguous()}
+    y = megatron_block.on_one_device()[0].chunk(ranks, 1)[rank]
+    return names, lambda names: close(names["x"], y)
+
+
 HIGH_PRIORITY = Named("import torch.distributed as dist")
 TENSOR_PARALLEL = Named(
     "import burst_portable as bp\n"
@@ -197,6 +211,7 @@ EXAMPLES: dict[str, list[Callable[[Path], Example] | Named]] = {
         longer_context,
     ],
     "profiling.md": [ablated_step],
+    "strategies.md": [tensor_parallel_block],
 }
 """By page: one entry for each of its `py` blocks, which runs if the entry is a function."""
 
