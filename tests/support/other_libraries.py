@@ -102,6 +102,14 @@ class DotProductAttention(torch.nn.Module):
     def forward(self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None, **options) -> Tensor: ...
 
 
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts=None, moe_grouped_gemm=False, qk_layernorm=False, multi_latent_attention=False, fp8=None,
+    moe_use_legacy_grouped_gemm=False, qk_l2_norm=False, use_te_op_fuser=False, use_kitchen=False,
+    use_te_activation_func=False, use_kitchen_attention=False, kitchen_attention_backend="sdpa",
+):  # fmt: skip
+    """Return a layer specification of Megatron-core."""
+
+
 def get_batch_on_this_cp_rank(batch, cp_group=None):
     """Return the tokens of this rank, as Megatron Core selects them."""
 
@@ -156,9 +164,13 @@ def stand_ins() -> dict[str, Any]:
         "deepspeed.sequence.layer": SimpleNamespace(DistributedAttention=DistributedAttention),
         "deepspeed.runtime.sequence_parallel.ulysses_sp": sequence_parallel,
         "transformer_engine.pytorch": SimpleNamespace(DotProductAttention=DotProductAttention),
+        "megatron.core.models.gpt.gpt_layer_specs": SimpleNamespace(
+            get_gpt_layer_with_transformer_engine_spec=get_gpt_layer_with_transformer_engine_spec
+        ),
         "megatron.core.utils": SimpleNamespace(get_batch_on_this_cp_rank=get_batch_on_this_cp_rank),
         "ring_flash_attn": signatures_of(*_files("ring_flash_attn")),
         "burst_portable.integrations.deepspeed": signatures_of(OURS / "deepspeed.py"),
+        "burst_portable.integrations.megatron": signatures_of(OURS / "megatron.py"),
         "burst_portable.integrations.trl": signatures_of(OURS / "trl.py"),  # TRL's trainers import for two seconds
         "torch.distributed": _distributed(),
         "yunchang": with_flash_attn("yunchang"),

@@ -190,6 +190,7 @@ EXAMPLES: dict[str, list[Callable[[Path], Example] | Named]] = {
             "from torch.distributed.fsdp import FSDPModule, fully_shard"
         ),
         Named(names="model dataset config"),
+        Named(names="GPTModel config"),
     ],
     "several_nodes.md": [Named("import burst_portable as bp\nimport torch.distributed as dist"), HIGH_PRIORITY],
     "troubleshooting.md": [Named("import os\nimport torch.distributed as dist", "number")],
