@@ -17,7 +17,7 @@ from burst_portable.kernels.checked_kernel import support_of
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.plans import PASSES, PassName, Plan
 from burst_portable.runtime.prepare import Request, RequestOptions, choose, describe
-from burst_portable.runtime.validation import checked_device
+from burst_portable.runtime.validation import checked_device, checked_seed
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.utils.torch_modes import cast_for_autocast
 
@@ -80,6 +80,7 @@ def explain(
     device: torch.device | str | int | None = None,
     mesh: MeshLike = None,
     sinks: Tensor | None = None,
+    dropout_seed: int | None = None,
     **options: Unpack[RequestOptions],
 ) -> Explanation:
     """Return which backend, strategy, layout, messages and kernel `attention` uses, and why no others.
@@ -94,12 +95,16 @@ def explain(
         device: Device for which the call is explained. Default: that of q.
         mesh: As for `attention`.
         sinks: As for `attention`.
-        **options: As for `attention`: mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic.
+        dropout_seed: As for `attention`. No seed is drawn without it, since nothing here depends on it.
+        **options: As for `attention`: mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic,
+            return_lse, dropout_p, first_head.
 
     Raises the errors that `attention` raises before it sends anything.
     """
     mesh = as_mesh(mesh)
     request = Request(**options).checked()
+    if dropout_seed is not None:
+        checked_seed(dropout_seed)
     target = checked_device(device)
     device_type = None if target is None else target.type
     if target is None and isinstance(q, Tensor) and q.is_meta:

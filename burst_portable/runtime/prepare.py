@@ -435,6 +435,7 @@ def plan_for_mesh(
     device: torch.device | str | int | None = None,
     kernel: str = "auto",
     deterministic: bool | None = None,
+    dropout_p: float = 0.0,
 ) -> Plan:
     """Return the plan that `attention` would run on this mesh, before there are tensors, with the fastest layout.
 
@@ -456,20 +457,23 @@ def plan_for_mesh(
         device: Device of q, k and v. Default: torch's default device.
         kernel: As for `attention`.
         deterministic: As for `attention`.
+        dropout_p: As for `attention`. It decides which kernels serve the call, and so the speeds.
 
     Raises:
-        InputError: As for `plan`, or the dtype or device is not one of torch's.
+        InputError: As for `plan`, the dtype or device is not one of torch's, or `dropout_p` is no probability.
         UnsupportedError: As for `plan`, or no kernel, or not the named one, serves such a call.
     """
     mesh = as_mesh(mesh)
     planner, call = strategy_on(
         mesh, strategy, device, heads=heads, kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim,
-        v_head_dim=v_head_dim, dtype=dtype, kernel=kernel, deterministic=deterministic,
+        v_head_dim=v_head_dim, dtype=dtype, kernel=kernel, deterministic=deterministic, dropout_p=dropout_p,
     )  # fmt: skip
     sizes = call_of_sizes(
         seq_len, mesh.size, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, dtype.itemsize
     )  # fmt: skip
-    described = replace(sizes, dtype=call.dtype, device=call.device, deterministic=call.deterministic)
+    described = replace(
+        sizes, dtype=call.dtype, device=call.device, deterministic=call.deterministic, dropout=call.dropout
+    )
     return planned_for(planner, described, layout)
 
 
@@ -485,6 +489,7 @@ def strategy_on(
     dtype: torch.dtype,
     kernel: str = "auto",
     deterministic: bool | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Strategy, AttentionCall]:
     """Return the strategy for calls of these sizes on this machine, and such a call. See `plan_for_mesh`."""
     if not isinstance(dtype, torch.dtype):
@@ -493,11 +498,12 @@ def strategy_on(
         )
     heads, kv_heads, head_dim = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)
     v_head_dim = head_dim if v_head_dim is None else size("v_head_dim", v_head_dim)
+    probability, _ = checked_dropout(dropout_p, 0)
     call = AttentionCall(
         Mask.full(), contiguous(mesh.size, mesh.size), heads, kv_heads, head_dim, v_head_dim,
         itemsize=dtype.itemsize, dtype=str(dtype).removeprefix("torch."),
         device=(checked_device(device) or torch.get_default_device()).type,
-        deterministic=_deterministic(deterministic),
+        deterministic=_deterministic(deterministic), dropout=Dropout(probability) if probability else None,
     )  # fmt: skip
     backend = mesh.backend_for(call.device)
     name = mesh.config.kernel if kernel == "auto" else kernel

@@ -144,6 +144,36 @@ def test_invalid_dropout_raises(options, message):
         bp.attention(q, q, q, **options)
 
 
+def test_explain_takes_seed_and_draws_none():
+    q = torch.randn(1, 8, 2, 8)
+    before = torch.get_rng_state()
+    assert bp.explain(q, q, q, dropout_p=0.1, dropout_seed=3, first_head=2).kernel.name == "reference"
+    assert bp.explain(q, q, q, dropout_p=0.1).kernel.name == "reference"
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(InputError, match="dropout_seed is no seed"):
+        bp.explain(q, q, q, dropout_p=0.1, dropout_seed=-1)
+
+
+def test_plan_for_mesh_takes_kernel_with_dropout():
+    """Without dropout, cpu_flash serves the call."""
+
+    def work(mesh):
+        sizes = {"seq_len": 32, "heads": 4, "head_dim": 8, "dtype": torch.float32, "device": "cpu"}
+        plan = bp.plan_for_mesh(mesh, dropout_p=0.1, **sizes)
+        q = bp.shard(torch.randn(1, 32, 4, 8), mesh, layout=plan.layout)
+        bp.attention(q, q, q, mesh=mesh, layout=plan.layout, dropout_p=0.1, dropout_seed=3)
+        (call,) = mesh._calls.values()
+        bp.plan_for_mesh(mesh, kernel="cpu_flash", **sizes)
+        with pytest.raises(UnsupportedError, match="'cpu_flash' was named and does not serve this call: it does not"):
+            bp.plan_for_mesh(mesh, kernel="cpu_flash", dropout_p=0.1, **sizes)
+        with pytest.raises(InputError, match="dropout_p is no probability"):
+            bp.plan_for_mesh(mesh, dropout_p=1.0, **sizes)
+        return plan.label, plan.call.dropout, call.plan.label, call.plan.call.dropout
+
+    for label, dropout, used, used_dropout in bp.run_threads(2, work):
+        assert (label, dropout) == (used, used_dropout)
+
+
 def test_numbers_in_tensors_are_dropout():
     q = torch.randn(1, 8, 2, 8)
     given = bp.attention(q, q, q, dropout_p=0.25, dropout_seed=6)
