@@ -132,7 +132,7 @@ def _parsed(label: str) -> tuple[str, Mapping[str, str]]:
     Raises:
         InputError: The text begins with the name of a strategy, but is no label.
     """
-    found = re.fullmatch(r"(\w+)\((.+)\)", label)
+    found = re.fullmatch(r"(\w+)\((.+)\)", label, re.DOTALL)  # tables wrap long labels
     pairs = [part.partition("=") for part in found[2].split(",")] if found else []
     options = {key.strip(): value.strip() for key, _, value in pairs}
     if found and len(options) == len(pairs) and all("" not in (key, *values) for key, *values in pairs):

@@ -86,7 +86,9 @@ def main() -> None:
     for step in range(options.steps):
         places = range(step * options.batch, (step + 1) * options.batch)
         batch = torch.stack([rows[place % len(rows)] for place in places]).to(device)  # equal on all ranks
-        loss = model(**sharded.shard(batch)).loss  # this rank's part of the mean over all tokens
+        # This rank's part of the mean over all tokens. With 128K tokens and more, the logits take the most memory: see
+        # examples/train_hugging_face_with_fsdp.py of burst_portable, which computes the loss in chunks.
+        loss = model(**sharded.shard(batch)).loss
         (loss * ranks).backward()  # FSDP averages over the ranks; parts of a mean are added
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
