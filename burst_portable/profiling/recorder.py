@@ -256,6 +256,7 @@ class PlanFacts:
             "reason": plan.reason,
             "ranks": p.ranks,
             "head_parallel_size": plan.head_parallel_size,
+            "head_spacing": plan.head_spacing,
             "mask": str(p.mask),
             "layout": _layout_name(p.layout),
             "seq_len": p.layout.length,

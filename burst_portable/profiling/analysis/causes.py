@@ -166,11 +166,15 @@ def _collective_keys(one: RankRecords, table: Table) -> list[tuple[int, ...]]:
 
     Agreements include all ranks, exchanges only the ranks that share heads.
     """
-    shares = {(iteration, call): one.plans[plan].get("head_parallel_size", 0) for iteration, call, plan in one.calls}
+    shares = {
+        (iteration, call): (one.plans[plan].get("head_parallel_size", 0), one.plans[plan].get("head_spacing", 1))
+        for iteration, call, plan in one.calls
+    }
     keys = []
     for *location, agreement in np.stack([table[name] for name in _COLLECTIVE], axis=1).tolist():
-        head_parallel_size = 0 if agreement else shares.get((location[0], location[1]), 0)
-        keys.append((*location, one.rank // head_parallel_size if head_parallel_size else 0, agreement))
+        size, spacing = (0, 1) if agreement else shares.get((location[0], location[1]), (0, 1))
+        first = one.rank - one.rank // spacing % size * spacing if size else 0  # of the ranks that share heads
+        keys.append((*location, first, agreement))
     return keys
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from burst_portable.conformance.checks.profiler import compare_with_events
 from burst_portable.profiling.analysis.analyze import LANE_KINDS, SCHEMA, analyze
+from burst_portable.profiling.analysis.causes import find_causes
 from burst_portable.profiling.analysis.matching import align, match
 from burst_portable.profiling.event_tables import COLUMNS, RankRecords, Table
 from tests.support.synthetic_records import Maker, ring
@@ -129,6 +131,23 @@ def test_collective_waits_for_its_last_rank():
     causes = {(c["kind"], c["rank"]): c["wait_ns"] for c in report["causes"]}
     assert causes["agreement", -1] == {"0": 10_000, "1": 10_000, "2": 10_000}
     assert causes["compute", 1] == {"0": 80_000, "2": 70_000}  # 20-100 and 30-100
+
+
+@pytest.mark.parametrize(("spacing", "late"), [(1, 1), (2, 2)])
+def test_exchange_waits_for_ranks_that_share_heads(spacing, late):
+    """Four ranks, two share heads: ranks 0 and 1 with spacing 1, ranks 0 and 2 with spacing 2."""
+    makers = [Maker(rank) for rank in range(4)]
+    records = []
+    for one in makers:
+        arrived = 300 if one.rank == late else 100
+        one.compute(0, 0, arrived)
+        one.collective(0, arrived, 310 if one.rank in (0, late) else 110, agreement=False)
+        made = one.records()
+        plan = {"head_parallel_size": 2, "head_spacing": spacing, "strategy": "usp"}
+        records.append(replace(made, plans=[plan], calls=[(0, 0, 0)]))
+    causes = {(c["kind"], c["rank"]): c["wait_ns"] for c in find_causes(records, match(records))}
+    assert causes["compute", late] == {"0": 200_000}
+    assert causes["collective", -1] == {str(r): 10_000 for r in range(4)}
 
 
 def test_clocks_of_two_hosts_are_aligned_by_messages():

@@ -230,6 +230,7 @@ NAMES = {  # locations, identities and counts, which are no measurements
     ),
     *("planned_rank", "ranks", "calls", "seq_len", "heads", "kv_heads", "head_dim", "v_head_dim", "batch", "itemsize"),
     "head_parallel_size",
+    "head_spacing",
 }
 
 
