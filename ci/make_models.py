@@ -41,6 +41,8 @@ Transformers' own attention.
 
 - **Tolerance** is the largest allowed relative difference. It is not smaller because Transformers
   computes the loss in float32, many models their norms or routers, and eager attention its softmax.
+- **Float32 states** marks models with [recurrent layers](hugging_face.md#recurrent-layers), whose
+  states Transformers computes in float32.
 - **Own loss** marks models that compute their loss themselves. With labels, they raise
   `UnsupportedError` on a shard. Compute the loss from the logits
   ([example](hugging_face.md#the-loss)).

@@ -53,7 +53,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         dp_replicate_size: int | None = None,
         dp_shard_size: int = 1,
         strategy: Any = "auto",
-        layout: str = "zigzag",
+        layout: str | None = None,
         kernel: str = "auto",
     ) -> None:
         self.sequence_size, self._replicas, self.has_model = cp_size, dp_replicate_size, False

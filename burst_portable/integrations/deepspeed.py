@@ -48,7 +48,7 @@ class SequenceUnit:
         cp_size: int | None = None,
         *,
         strategy: Any = "auto",
-        layout: str = "zigzag",
+        layout: str | None = None,
         kernel: str = "auto",
     ) -> None:
         check_version("deepspeed", "0.19", "0.20")

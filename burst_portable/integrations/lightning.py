@@ -35,7 +35,7 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
         *,
         models: Sequence[str] | None = None,
         strategy: Any = "auto",
-        layout: str = "zigzag",
+        layout: str | None = None,
         kernel: str = "auto",
         **options: Any,
     ) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError, format_error
+from burst_portable.integrations.transformers.recurrent_layers import RECURRENT_TYPES, recurrent_layers
 from burst_portable.mesh import Mesh
 
 
@@ -141,9 +142,10 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
     if config.sub_configs or config.get_text_config() is not config:
         return _unsupported_part(model, full_batches=full_batches)
     layer_types = set(getattr(config, "layer_types", None) or ())
-    unknown = layer_types - LAYER_TYPES
+    continued = {id(part) for layer in recurrent_layers(model) for part in layer.modules()}
+    unknown = layer_types - LAYER_TYPES - (RECURRENT_TYPES if continued else set())
     # Models with a recurrent state (Mamba, RWKV, hybrids) have this flag: their scan would restart on every shard.
-    if getattr(model, "_is_stateful", False) and (unknown or not layer_types):
+    if getattr(model, "_is_stateful", False) and (unknown or not (layer_types or continued)):
         return "a recurrent state along the sequence"
     if unknown:
         return f"layers that are not attention: {', '.join(sorted(unknown))}"
@@ -151,7 +153,9 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
         return "an attention that does not go through transformers' AttentionInterface"
     if "position_ids" not in parameters_of(model):
         return "a forward without position_ids, which every shard needs"
-    if getattr(config, "trigram_input", False) or any(_mixes_tokens(m) for m in model.modules()):
+    if getattr(config, "trigram_input", False) or any(
+        _mixes_tokens(m) for m in model.modules() if id(m) not in continued
+    ):
         return "tokens that interact outside attention, in a convolution or in embeddings of neighbors"
     if any("position" in name and getattr(m, "padding_idx", None) is not None for name, m in model.named_modules()):
         return "positions that start at its padding token, as in RoBERTa"
@@ -168,6 +172,8 @@ def _unsupported_part(model: PreTrainedModel, *, full_batches: bool) -> str | No
     text = text_model_of(model)
     if text is model or not has_head(model):
         return f"{parts}; pass its language model"
+    if recurrent_layers(text):
+        return f"{parts}, of which {type(text).__name__} is not supported: recurrent layers within several parts"
     if reason := _unsupported_reason(text):
         return f"{parts}, of which {type(text).__name__} is not supported: {reason}"
     return None if full_batches else f"{parts}; pass full_batches=True, or its language model"

@@ -70,6 +70,8 @@ from burst_portable.integrations.transformers.packed_rows import (
     join_rows,
     remove_packing,
 )
+from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
+from burst_portable.integrations.transformers.recurrent_states import LAYOUT, StateExchange, check_recurrent_sequence
 from burst_portable.integrations.transformers.shard_mark import ShardMark
 from burst_portable.integrations.transformers.text_model import (
     checksum_of,
@@ -126,7 +128,7 @@ def parallelize(
     mesh: MeshLike = None,
     *,
     strategy: Strategy | str = "auto",
-    layout: str = "zigzag",
+    layout: str | None = None,
     seq_len: int | None = None,
     kernel: str = "auto",
     full_batches: bool = False,
@@ -144,7 +146,7 @@ def parallelize(
         mesh: A `Mesh`, a process group, a device mesh of one dimension, or None for the default process group.
         strategy: Name of a strategy, or a `Strategy`. "auto" selects the one with the shortest predicted time.
         layout: Name of a layout. "auto" selects, per sequence, the one with the shortest predicted time on the device
-            that has the model now.
+            that has the model now. Default: "zigzag", or "contiguous" for a model with recurrent layers, which need it.
         seq_len: Tokens of the unsharded sequence, for calls without `seq_len`. Default: each call must have it, as
             those with `ShardedModel.shard` do.
         kernel: Name of a kernel. "auto" selects one for each call.
@@ -168,6 +170,7 @@ def parallelize(
     """
     check_model(model, full_batches=full_batches)
     _check_free(model)
+    layout = _checked_layout(model, layout)
     if isinstance(strategy, str):
         make_strategy(strategy)
     if full_batches and seq_len is not None:
@@ -258,6 +261,9 @@ class ShardedModel:
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
         if self._has_parts:
             self._hooks.append(self._text.register_forward_pre_hook(self._enter_text, with_kwargs=True))
+        self._has_recurrent_layers = bool(recurrent_layers(self._text))
+        if self.mesh.size > 1:
+            self._hooks += StateExchange(self.mesh).hooks(self._text)
         hooks, scaled = watch_positions(self._text)
         self._hooks += hooks
         self._watches_positions, self._scales_by_row = bool(hooks or scaled), bool(scaled)
@@ -482,6 +488,9 @@ class ShardedModel:
         if not isinstance(batch.get("input_ids"), Tensor):
             raise _wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
         if (padding := move_left_padding(batch, module.config.get_text_config())) is not None:
+            if self._has_recurrent_layers:
+                what = "padding at the beginning of rows in a model with recurrent layers"
+                raise UnsupportedError(what, next_step="pad at the end of rows (padding_side='right')")
             self._outputs = self._outputs._replace(padding=padding)
             embeddings = None if embeddings is None else roll_rows(embeddings, padding)
             undivided = rolled(undivided, padding, batch["input_ids"].shape[1])
@@ -519,6 +528,8 @@ class ShardedModel:
             raise _wrong_tokens(tokens)
         check_cache(kwargs)
         sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
+        if self._has_recurrent_layers:
+            check_recurrent_sequence(sequence.layout, sequence.cu_seqlens)
         config = module.config.get_text_config()
         check_positions(config, sequence.seq_len, watched=self._watches_positions)
         self._warn_about_length(config, sequence)
@@ -660,6 +671,16 @@ def sharded_model_of(model: PreTrainedModel) -> ShardedModel | None:
     """Return the `ShardedModel` of which this is the model, or None."""
     found: ShardedModel | None = vars(model).get(ATTRIBUTE)
     return None if found is None or found.model is not model else found
+
+
+def _checked_layout(model: PreTrainedModel, layout: str | None) -> str:
+    """Return the name of the layout. Raise `UnsupportedError` if recurrent layers need another one."""
+    if not recurrent_layers(model):
+        return "zigzag" if layout is None else layout
+    if layout not in (None, LAYOUT):
+        what = "recurrent layers continue from one rank to the next, so each rank needs one part of the sequence"
+        raise UnsupportedError(what, got=f"layout={layout!r}", allowed=f"layout={LAYOUT!r}, or none")
+    return LAYOUT
 
 
 def _check_free(model: PreTrainedModel) -> None:

@@ -74,20 +74,14 @@ def test_part_of_mask_raises():
 
 
 def test_hybrid_model_of_attention_layers_equals_one_device():
-    model, ids = _granite_hybrid(["attention"] * 2), tokens()
+    config = transformers.GraniteMoeHybridConfig(
+        **SIZES, layer_types=["attention"] * 2, num_local_experts=0, shared_intermediate_size=48, mamba_n_heads=8
+    )
+    torch.manual_seed(0)
+    model, ids = transformers.GraniteMoeHybridForCausalLM(config).double().train(), tokens()
     expected = on_one_device(model, ids)
     for answer in on_ranks(2, model, ids):
         assert_same(answer, expected)
-    with pytest.raises(UnsupportedError, match="a recurrent state along the sequence"):
-        parallelize(_granite_hybrid(["attention", "mamba"]), Mesh.single())
-
-
-def _granite_hybrid(layer_types):
-    config = transformers.GraniteMoeHybridConfig(
-        **SIZES, layer_types=layer_types, num_local_experts=0, shared_intermediate_size=48, mamba_n_heads=8
-    )
-    torch.manual_seed(0)
-    return transformers.GraniteMoeHybridForCausalLM(config).double().train()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "document_zigzag", "dispatched"])

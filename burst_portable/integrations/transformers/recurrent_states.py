@@ -1,0 +1,215 @@
+"""Continue the recurrent layers of hybrid models from rank to rank: Mamba 2, Gated DeltaNet and short convolutions.
+
+Such a layer reads its tokens in order and keeps a state. With the layout "contiguous", rank r computes its tokens from
+the state in which rank r - 1 ended, which it receives together with the last tokens before its convolution. The
+gradients of both return in the backward pass. Layers get and set these states through their argument for a cache, so a
+`LocalStates` replaces the cache.
+
+A layer computes on one rank at a time: rank r starts when rank r - 1 has finished the same layer. Rank r - 1 then
+computes its next layers, until one of them is attention. So for n recurrent layers in a row, the last rank finishes
+W - 1 layers later than it would by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burst_portable.comm.agreement import Facts, agree, call_signature
+from burst_portable.comm.base import Message
+from burst_portable.errors import UnsupportedError
+from burst_portable.integrations.transformers.checks import parameters_of
+from burst_portable.integrations.transformers.recurrent_layers import Sizes, product, recurrent_layers, sizes_of
+from burst_portable.layout import Layout
+from burst_portable.mesh import Mesh
+from burst_portable.utils.torch_modes import never_compiled
+
+LAYOUT = "contiguous"
+"""The layout in which each rank has one part of the sequence, in the order of ranks."""
+LABEL = "recurrent states"
+"""Name of the messages in errors."""
+
+
+_CACHES = ("cache_params", "past_key_values")
+"""Names of the argument for a cache."""
+
+
+def check_recurrent_sequence(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> None:
+    """Raise `UnsupportedError` if recurrent layers cannot compute a sequence. Equal on all ranks."""
+    if cu_seqlens is not None and len(cu_seqlens) > 2:
+        what, next_step = "packed documents in a model with recurrent layers", "pass one document per row, with padding"
+        raise UnsupportedError(what, got=f"{len(cu_seqlens) - 1} documents", next_step=next_step)
+    if layout.ranks > 1 and (fewest := min(map(layout.count, range(layout.ranks)))) < 2:
+        got, allowed = f"{layout.length} tokens on {layout.ranks} ranks", "at least 2 tokens on each rank"
+        raise UnsupportedError(f"a rank with {fewest} tokens and recurrent layers", got=got, allowed=allowed)
+
+
+class LocalStates:
+    """The states of one layer before and after this rank's tokens. Replaces the cache, whose methods it has.
+
+    Attributes:
+        recurrent: The recurrent state ``[B, ...]``: before the call the first one, or None; then the last one.
+        conv: Inputs of the convolution that precede the next token, ``[B, C, K - 1]``. None: zeros.
+    """
+
+    def __init__(self, sizes: Sizes, recurrent: Tensor | None = None, conv: Tensor | None = None) -> None:
+        self._sizes, self.recurrent, self.conv = sizes, recurrent, conv
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that the layer convolves all its tokens (see `update_conv_state`)."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state before the first token of this rank."""
+        return self.recurrent
+
+    def update_conv_state(self, x: Tensor, layer_idx: int, **_: Any) -> Tensor:
+        """Return inputs of a convolution ``[B, C, S]`` after those that precede them: ``[B, C, K - 1 + S]``."""
+        channels, before = self._sizes.conv
+        if self.conv is None:
+            self.conv = x.new_zeros(x.shape[0], channels, before)
+        full = torch.cat([self.conv.to(x.dtype), x], dim=-1)
+        self.conv = full[..., full.shape[-1] - before :]
+        return full
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
+        """Keep the state after the last token of this rank."""
+        self.recurrent = state
+        return state
+
+    def packed(self, dtype: torch.dtype) -> Tensor:
+        """Return the states after the layer as one tensor, one-dimensional."""
+        states = [self.conv] if self._sizes.recurrent is None else [self.recurrent, self.conv]
+        return torch.cat([x.to(dtype).flatten() for x in states if x is not None])
+
+    @classmethod
+    def unpacked(cls, x: Tensor, sizes: Sizes, batch: int) -> LocalStates:
+        """Return the states of which `x` is the result of `packed`."""
+        recurrent, conv = x.split([batch * product(sizes.recurrent), batch * product(sizes.conv)])
+        state = None if sizes.recurrent is None else recurrent.view(batch, *sizes.recurrent)
+        return cls(sizes, state, conv.view(batch, *sizes.conv))
+
+
+class StateExchange:
+    """The messages between neighboring ranks, and the hooks of layers that send and receive them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._agreed: set[bytes] = set()
+
+    def hooks(self, model: nn.Module) -> Iterator[Any]:
+        """Install hooks on the recurrent layers, and yield their handles."""
+        for layer in recurrent_layers(model):
+            sizes = sizes_of(layer)
+            yield layer.register_forward_pre_hook(partial(self._enter, sizes), with_kwargs=True)
+            yield layer.register_forward_hook(partial(self._leave, sizes), with_kwargs=True)
+
+    @never_compiled("transports and hooks are not graphs")
+    def _enter(
+        self, sizes: Sizes, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the cache by the states after the previous rank's tokens (pre-hook)."""
+        names = parameters_of(layer)
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if kwargs.get("attention_mask") is not None:
+            got = type(kwargs["attention_mask"]).__name__
+            raise UnsupportedError(f"a mask in the recurrent layer {type(layer).__name__}", got=got)
+        hidden: Tensor = kwargs["hidden_states"]
+        batch, dtype = hidden.shape[0], _dtype(hidden)
+        self._agree(batch, sizes, dtype, hidden.device.type)
+        states = LocalStates(sizes)
+        if self._mesh.rank > 0:
+            # The gradient of the states is sent even if the layer's input needs none.
+            needed = torch.is_grad_enabled() and (
+                hidden.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())
+            )
+            anchor = hidden.new_zeros(0, requires_grad=needed)
+            hidden, received = _Receive.apply(hidden, anchor, self, batch * sizes.total, dtype)  # type: ignore[no-untyped-call]  # of torch
+            states, kwargs["hidden_states"] = LocalStates.unpacked(received, sizes, batch), hidden
+        kwargs[next(name for name in _CACHES if name in names)] = states
+        return (), kwargs
+
+    @never_compiled("transports and hooks are not graphs")
+    def _leave(self, sizes: Sizes, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        """Send the states after this rank's tokens to the next rank (hook)."""
+        if self._mesh.rank == self._mesh.size - 1:
+            return output
+        states: LocalStates = next(kwargs[name] for name in _CACHES if name in kwargs)
+        packed = states.packed(_dtype(output))
+        if packed.numel() != (expected := output.shape[0] * sizes.total):
+            what = f"the states of {type(layer).__name__} have an unknown size"
+            raise UnsupportedError(what, got=packed.numel(), allowed=expected)
+        sent: Tensor = _Send.apply(output, packed, self)  # type: ignore[no-untyped-call]  # of torch
+        return sent
+
+    def _agree(self, batch: int, sizes: Sizes, dtype: torch.dtype, device_type: str) -> None:
+        """Compare the sizes of messages between all ranks, once: ranks are at different layers otherwise."""
+        shapes = str((batch, *sizes))
+        facts: Facts = {"pass": LABEL, "shapes of recurrent states": shapes, "dtype": str(dtype).removeprefix("torch.")}
+        signature = call_signature(facts)
+        if signature.digest not in self._agreed:
+            agree(self._mesh.transport(device_type), signature)
+            self._agreed.add(signature.digest)
+
+    def send(self, x: Tensor, distance: int) -> None:
+        """Send a one-dimensional tensor to the rank at this distance."""
+        transport = self._mesh.transport(x.device.type)
+        transport.check_in_sync()
+        with transport.between_passes():
+            buffer = transport.buffer(x.numel() * x.element_size(), x.device)
+            buffer.copy_(x.contiguous().view(torch.uint8))
+            sends, _ = transport.post([Message(buffer, self._mesh.rank + distance)], [], LABEL)
+            for handle in sends:
+                handle.wait()
+
+    def receive(self, size: int, dtype: torch.dtype, device: torch.device, distance: int) -> Tensor:
+        """Return a tensor of `size` elements from the rank at this distance."""
+        transport = self._mesh.transport(device.type)
+        transport.check_in_sync()
+        with transport.between_passes():
+            buffer = transport.buffer(size * dtype.itemsize, device)
+            _, receives = transport.post([], [Message(buffer, self._mesh.rank + distance)], LABEL)
+            for handle in receives:
+                handle.wait()
+        return buffer.view(dtype)
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of messages: layers compute states in float32."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+class _Receive(torch.autograd.Function):
+    """Receive the previous rank's states; send their gradient. Passes the layer's input on, so that both run."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, anchor: Tensor, exchange: StateExchange, size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        return hidden.view_as(hidden), exchange.receive(size, dtype, hidden.device, -1)
+
+    @staticmethod
+    def backward(ctx: Any, hidden: Tensor, states: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.exchange.send(states, -1)
+        return hidden, None, None, None, None
+
+
+class _Send(torch.autograd.Function):
+    """Send states to the next rank; receive their gradient. Passes the layer's output on, so that both run."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, states: Tensor, exchange: StateExchange) -> Tensor:
+        ctx.exchange, ctx.like = exchange, (states.numel(), states.dtype, states.device)
+        exchange.send(states.detach(), 1)
+        # A recomputation (gradient checkpointing) ends at the last saved tensor, so this ensures that it sends.
+        ctx.save_for_backward(states.new_empty(0))
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, output: Tensor) -> tuple[Tensor, Tensor, None]:
+        _ = ctx.saved_tensors  # recomputes before it waits: the next rank's backward pass needs the recomputed states
+        return output, ctx.exchange.receive(*ctx.like, 1), None

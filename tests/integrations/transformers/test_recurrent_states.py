@@ -1,0 +1,230 @@
+"""Test recurrent layers, whose states go from rank to rank: Mamba 2, Gated DeltaNet and short convolutions."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from burst_portable import Mesh, run_threads
+from burst_portable.errors import MismatchError, UnsupportedError
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
+from burst_portable.integrations.transformers.recurrent_states import LABEL
+from tests.support.models import (
+    EXPERTS,
+    SIZES,
+    assert_same,
+    checkpoint_activations,
+    gradients_of,
+    mesh_without_peer,
+    on_one_device,
+    on_ranks,
+    tokens,
+)
+from tests.support.planted_transports import TransportWrapper
+
+LINEAR, FULL = "linear_attention", "full_attention"
+SMALL = {**SIZES, "num_hidden_layers": 3}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+
+
+def _qwen3_next():
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    config = transformers.Qwen3NextConfig(
+        **SMALL, **EXPERTS, **linear, linear_value_head_dim=8, head_dim=16, num_experts=4, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, layer_types=[LINEAR, LINEAR, FULL],
+    )  # fmt: skip
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+def _bamba():
+    return transformers.BambaForCausalLM(transformers.BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[2]))
+
+
+def _granite():
+    options = {"num_local_experts": 0, "shared_intermediate_size": 48, "layer_types": [LINEAR, FULL, LINEAR]}
+    return transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**SMALL, **MAMBA, **options))
+
+
+def _lfm2():
+    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SMALL, layer_types=["conv", "conv", FULL]))
+
+
+KINDS = {"qwen3_next": _qwen3_next, "bamba": _bamba, "granite": _granite, "lfm2": _lfm2}
+
+
+def make(kind):
+    """Return a model whose states decay slowly, so that tokens of other ranks count."""
+    torch.manual_seed(0)
+    model = KINDS[kind]().double().train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.rand(parameter.shape) - 4)
+            elif parameter.dim() > 1 or name.endswith("dt_bias"):
+                parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def assert_near(answer, expected):
+    """Compare with one device. Transformers computes states in float32."""
+    assert_same(answer, expected, exact=2e-5, gradients=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recurrent_model_equals_one_device(kind):
+    model = make(kind)
+    for ranks, length in ((2, 47), (3, 31), (3, 7)):  # 7: a rank with fewer tokens than the convolution reads
+        ids = tokens(length=length)
+        expected = on_one_device(model, ids)
+        for answer in on_ranks(ranks, model, ids):
+            assert_near(answer, expected)
+
+
+class LosesStates(TransportWrapper):
+    """Send zeros in place of recurrent states."""
+
+    def post(self, sends, receives, label=""):
+        if label == LABEL:
+            for message in sends:
+                message.buffer.zero_()
+        return super().post(sends, receives, label)
+
+
+class LosesGradients(LosesStates):
+    """Send zeros in place of the gradients of recurrent states, which go to the previous rank."""
+
+    def post(self, sends, receives, label=""):
+        return super().post(sends, receives, label if any(m.peer < self.rank for m in sends) else "")
+
+
+@pytest.mark.parametrize("bug", [LosesStates, LosesGradients])
+@pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "lfm2"])
+def test_recurrent_model_without_handed_states_differs(kind, bug):
+    model, ids = make(kind), tokens()
+    expected = on_one_device(model, ids)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(mesh):
+        wrong = bug(mesh.transport("cpu"))
+        mesh, mine = Mesh(mesh.rank, 2, lambda device_type: wrong), models[mesh.rank]
+        out = mine(**parallelize(mine, mesh).shard(ids))
+        out.loss.backward()
+        all_reduce_gradients(mine.parameters(), mesh)
+        return all_reduce(out.loss.detach().reshape(1), mesh).item(), gradients_of(mine)
+
+    loss, gradients = run_threads(2, work)[0]
+    apart = [((gradients[name] - x).norm() / x.norm()).item() for name, x in expected.gradients.items()]
+    assert max(apart) > 1e-3
+    assert (abs(loss - expected.loss) > 1e-5) == (bug is LosesStates)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_next", "bamba"])
+def test_recomputed_recurrent_layers_equal_one_device(kind, use_reentrant):
+    model, ids = make(kind), tokens()
+    expected = on_one_device(model, ids)
+
+    def wrap(mine):
+        checkpoint_activations(mine, use_reentrant=use_reentrant)
+        return mine
+
+    for answer in on_ranks(3, model, ids, wrap=wrap):
+        assert_near(answer, expected)
+
+
+def test_recurrent_layers_recomputed_alone_equal_one_device():
+    model, ids = make("bamba"), tokens()
+    expected = on_one_device(model, ids)
+
+    def wrap(mine):
+        for layer in mine.model.layers[:2]:
+            layer.register_module("mamba", Recomputed(layer.mamba))
+        return mine
+
+    for answer in on_ranks(2, model, ids, wrap=wrap):
+        answer.gradients = {name.replace("mamba.layer", "mamba"): x for name, x in answer.gradients.items()}
+        assert_near(answer, expected)
+
+
+class Recomputed(torch.nn.Module):
+    """A layer that is computed again in the backward pass, up to its last saved tensor."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states, **options):
+        return torch.utils.checkpoint.checkpoint(self.layer, hidden_states, use_reentrant=False, **options)
+
+
+@pytest.mark.parametrize("trained", ["out_proj", "mlp", "feed_forward"])
+def test_partly_frozen_recurrent_model_equals_one_device(trained):
+    model, ids = make("qwen3_next" if trained == "mlp" else "bamba"), tokens()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(2, model, ids):
+        assert_near(answer, expected)
+
+
+def test_recurrent_model_with_full_batches_equals_one_device():
+    model, ids = make("bamba"), tokens()
+    mask = torch.ones_like(ids)
+    mask[1, 20:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    expected = model(input_ids=ids, labels=labels, attention_mask=mask).loss.item()
+
+    def work(mesh):
+        mine = models[mesh.rank]
+        sharded = parallelize(mine, mesh, full_batches=True)
+        with torch.no_grad():
+            loss = mine(input_ids=ids, labels=labels, attention_mask=mask).loss.item()
+            with pytest.raises(UnsupportedError, match="padding at the beginning of rows"):
+                mine(input_ids=ids, attention_mask=mask.flip(1))
+        return loss, sharded.layout
+
+    for loss, layout in run_threads(2, work):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert layout == "contiguous"
+
+
+def test_undo_restores_recurrent_layers():
+    model, ids = make("qwen3_next"), tokens()
+    expected = model(input_ids=ids).logits
+    sharded = parallelize(model, mesh_without_peer())
+    sharded.undo()
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_unsupported_sequences_of_recurrent_models_raise():
+    model, ids = make("bamba"), tokens()
+    for layout in ("zigzag", "auto"):
+        with pytest.raises(UnsupportedError, match=r"recurrent layers continue.*contiguous"):
+            parallelize(model, mesh_without_peer(), layout=layout)
+    for mesh in (Mesh.single(), mesh_without_peer()):  # one rank would mix documents as well
+        with parallelize(model, mesh) as sharded, pytest.raises(UnsupportedError, match=r"packed documents.*2 doc"):
+            model(**sharded.shard(ids, cu_seqlens=(0, 20, 47)))
+    with (
+        parallelize(model, mesh_without_peer()) as sharded,
+        pytest.raises(UnsupportedError, match="a rank with 1 tokens"),
+    ):
+        model(**sharded.shard(ids[:, :3]))
+
+
+def test_recurrent_layers_with_different_batches_raise():
+    models = [make("bamba"), make("bamba")]
+
+    def work(mesh):
+        model = models[mesh.rank]
+        with parallelize(model, mesh) as sharded, torch.no_grad():
+            inputs = sharded.shard(tokens(batch=1 + mesh.rank))
+            for name in ("batch_checksum", "labels", "shift_labels", "num_items_in_batch"):
+                del inputs[name]  # their comparison would find it first
+            with pytest.raises(MismatchError, match="recurrent states"):
+                model(**inputs)
+
+    run_threads(2, work)
