@@ -87,7 +87,6 @@ def step_of(arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device, 
 @contextmanager
 def planted(fault: Fault, rank: int, device: torch.device, seconds: float) -> Iterator[Callable[[], None]]:
     """Yield what a rank does before each step."""
-    nothing: Callable[[], None] = lambda: None  # noqa: E731
     if fault.name == "late rank" and rank == fault.rank:
         yield lambda: time.sleep(DELAY * seconds)
     elif fault.name == "slow rank" and rank == fault.rank:
@@ -112,7 +111,7 @@ def planted(fault: Fault, rank: int, device: torch.device, seconds: float) -> It
 
         yield copy
     else:
-        yield nothing
+        yield lambda: None
     if device.type != "cpu":
         torch.accelerator.synchronize()
 

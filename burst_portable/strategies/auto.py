@@ -128,7 +128,7 @@ def _fewest_groups(best: str, plans: dict[str, Plan], seconds: dict[str, float])
 
     A message takes memory bandwidth and power from a concurrent kernel, which the prediction does not include. Over
     131,072 tokens on two H200, four groups took 0.7 % longer than one and were predicted to take 0.9 % less. With 8 K/V
-    heads, two groups took 0.8 % longer and were predicted to take 0.4 % less (groups-128k and priced in
+    heads, two groups took 0.8 % longer and were predicted to take 0.4 % less (runs `groups-128k` and `priced` in
     tests/strategies/measured/strategies-h200x2-2026-11-23.json).
     """
     strategy, groups = plans[best].strategy, plans[best].head_groups

@@ -77,7 +77,7 @@ class UspStrategy(Strategy):
             "head_first",
             "placement",
             choices=("head_first", "context_first"),
-            help="What the ranks of a node do: divide heads, or form a ring.",
+            help="The ranks of a node divide heads, or form a ring.",
         )
     )
     inner_ring_size: int = option(

@@ -104,7 +104,7 @@ def problem(words: list[str]) -> str:
 
 
 def problem_of_torchrun(arguments: list[str]) -> str:
-    """Return what torch's parser of torchrun says against the arguments, or an empty string."""
+    """Return what torch's parser of torchrun rejects in the arguments, or an empty string."""
     with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         get_args_parser().parse_args(arguments)
     return printed.getvalue()

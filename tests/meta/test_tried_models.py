@@ -56,6 +56,14 @@ def test_tried_models_page_names_transformers_version(script: Any):
     assert "## Different" not in PAGE
 
 
+def test_readme_counts_classes_equal_to_one_device():
+    equal = [part for part in PAGE.split("\n## ") if "qual to one device" in part.splitlines()[0]]
+    rows = [row.split(" | ") for part in equal for row in part.splitlines() if row.startswith("| ")]
+    classes = {row[1] for row in rows} - {"class", "---"}
+    assert len(equal) == 2
+    assert f"{len(classes)} Transformers model" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 class Neighbours(LlamaForCausalLM):
     """A model whose tokens interact outside attention."""
 

@@ -27,7 +27,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Named:
-    """What the reader's program has before a block: imports, as code, and further names, separated by spaces."""
+    """Names that the reader's program has before a block: imports, as code, and further names, separated by spaces."""
 
     imports: str = ""
     names: str = ""

@@ -207,7 +207,7 @@ def launches(driver, run, kernel, x):
 
 
 def differs(driver, run, dim, change):
-    """Return whether a kernel that knows a call launches something else for a changed call than a new kernel."""
+    """Return whether a kernel that kept a call launches something else for a changed call than a new kernel."""
     kernel, x = HopperKernel(), base_inputs(dim)
     for _ in range(2):
         run(kernel, x)
