@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from burst_portable.errors import InputError, shown
 from burst_portable.utils.values import as_float
@@ -22,6 +22,8 @@ _SETTINGS = (
     "BURST_KERNEL_TIMES",
     "BURST_COMPILE_AHEAD",
 )
+_KEYS = tuple(map(os.environ.encodekey, _SETTINGS))
+"""The names of the settings as `os.environ` stores them."""
 _FLAGS = {"": True, "0": False, "1": True}
 
 
@@ -68,15 +70,25 @@ class Config:
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     """Return the settings of the environment variables, of this process by default. Empty ones count as unset."""
-    environment = os.environ if environment is None else environment
-    return _parse_settings(*[environment.get(name) or "" for name in _SETTINGS])
+    if environment is not None:
+        return _parse_settings(*[environment.get(name) or "" for name in _SETTINGS])
+    # Every attention call without a mesh is here. `os.environ.get` takes 0.6 us for each variable, and this 0.03 us.
+    stored: Mapping[Any, Any] | None = getattr(os.environ, "_data", None)
+    if stored is None:  # `os.environ` has been replaced
+        return from_environment(os.environ)
+    return _parse_stored(*[stored.get(key) for key in _KEYS])
 
 
 @lru_cache(maxsize=16)
+def _parse_stored(*values: Any) -> Config:
+    """Return the settings for values as `os.environ` stores them, None if unset."""
+    return _parse_settings(*["" if value is None else os.environ.decodevalue(value) for value in values])
+
+
 def _parse_settings(
     timeout: str, kernel: str, transport: str, hardware_spec: str, kernel_times: str, compile_ahead: str
 ) -> Config:
-    """Return the settings. Cached, because every call without a mesh needs them."""
+    """Return the settings of these texts. Empty ones count as unset."""
     try:
         seconds = float(timeout or "600")
     except ValueError:

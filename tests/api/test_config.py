@@ -1,10 +1,13 @@
-"""Test which environment variables are read as those of a launcher."""
+"""Test which environment variables are read as settings, and which as those of a launcher."""
 
 from __future__ import annotations
 
+import os
+from collections import UserDict
+
 import pytest
 
-from burst_portable.config import LauncherEnv, read_launcher_env
+from burst_portable.config import LauncherEnv, from_environment, read_launcher_env
 from burst_portable.errors import InputError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
@@ -40,3 +43,37 @@ def test_launched_rejects_incomplete_variables(changes, said):
     with pytest.raises(InputError, match="start with torchrun, or unset RANK") as error:
         read_launcher_env(environment)
     assert said in str(error.value)
+
+
+def test_from_environment_follows_changes(monkeypatch):
+    assert from_environment() is from_environment()
+    for value, kernel in (("reference", "reference"), ("", "auto"), ("kérnel", "kérnel")):
+        monkeypatch.setenv("BURST_KERNEL", value)
+        assert from_environment().kernel == kernel
+    monkeypatch.delenv("BURST_KERNEL")
+    assert from_environment().kernel == "auto"
+    monkeypatch.setenv("BURST_TIMEOUT", "soon")
+    for _ in range(2):
+        with pytest.raises(InputError, match="BURST_TIMEOUT must be a number of seconds; got 'soon'"):
+            from_environment()
+
+
+def test_from_environment_reads_a_replaced_environ(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"BURST_KERNEL": "reference"})
+    assert from_environment().kernel == "reference"
+
+
+def test_from_environment_decodes_nothing_again(monkeypatch):
+    """Every call without a mesh reads six variables: those of an unchanged environment are not decoded again."""
+
+    class Unread(UserDict):
+        decodevalue = encodekey = __getitem__ = None
+
+    monkeypatch.setenv("BURST_KERNEL", "reference")
+    first, unread = from_environment(), Unread()
+    unread._data = os.environ._data
+    monkeypatch.setattr(os, "environ", unread)
+    assert from_environment() is first
+    del unread._data
+    with pytest.raises(TypeError):  # the planted bug: each variable is looked up in os.environ
+        from_environment()
