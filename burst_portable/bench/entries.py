@@ -21,7 +21,9 @@ from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.measuring.timing import TransportClock
 from burst_portable.mesh import Mesh
+from burst_portable.runtime.explanation import explain
 from burst_portable.sharding import shard
+from burst_portable.strategies.registry import strategy_name
 
 Row = dict[str, Any]
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -116,14 +118,30 @@ class Entry:
 
         return Prepared(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout))
 
+    def choice(self, prepared: Prepared, task: Task, mesh: Mesh) -> str | None:
+        """Return the label of the strategy that `auto` chooses now. None for all other entries.
+
+        `auto` chooses again in its first call if the ranks cannot connect the transport that it assumed.
+        """
+        if strategy_name(self.name) != "auto":
+            return None
+        return explain(
+            *prepared.leaves, mask=task.mask, mesh=mesh, strategy=self.name, layout=task.layout, kernel=task.kernel,
+            seq_len=task.layout.length, deterministic=False,
+        ).strategy.name  # fmt: skip
+
     def count(self, prepared: Prepared, task: Task, mesh: Mesh) -> list[Sent]:
-        """Return what this rank sends in each pass, over the plain transport."""
+        """Return what this rank sends in each pass, over the plain transport.
+
+        `auto` would predict other times for that transport, so the strategy that it chose is counted.
+        """
         counting = CountingTransport(mesh.transport(prepared.dout.device.type))
         config = Config(timeout=mesh.config.timeout, transport=counting.name)
         counted = Mesh(
             mesh.rank, mesh.size, lambda _: counting, group=mesh.group, backend=mesh.backend, config=config
         )  # fmt: skip
-        return sent_by_passes(self.prepare(task, counted), lambda: Sent(counting.sent, counting.messages))
+        counted_entry = Entry(self.choice(prepared, task, mesh) or self.name)
+        return sent_by_passes(counted_entry.prepare(task, counted), lambda: Sent(counting.sent, counting.messages))
 
 
 def sent_by_passes(prepared: Prepared, total: Callable[[], Sent]) -> list[Sent]:
@@ -220,12 +238,16 @@ class Benchmark:
     def _examine(self, entry: Entry, task: Task, expected: Results, row: Row) -> Prepared | None:
         """Run an entry once, and add its status to the row. Return its calls if it is right on all ranks."""
         reason, status = "", "refused"
+        chose: Row = {}
         prepared: Prepared | None = None
         found: tuple[Tensor, ...] = ()
         peak: int | None = None
         try:
             prepared = entry.prepare(task, self._mesh)
+            first = entry.choice(prepared, task, self._mesh)
             found, peak = self._run(prepared)
+            if first is not None:
+                chose = {"chose_first": first, "chose": entry.choice(prepared, task, self._mesh)}
         except CommunicationError:
             raise  # ranks have lost each other
         except entry.errors as error:
@@ -235,7 +257,7 @@ class Benchmark:
             row.update(status=status, reason=reason or "failed on another rank")
             return None
         assert prepared is not None, "it has no reason"
-        row.update(self._check(prepared, found, expected, peak))
+        row.update(chose | self._check(prepared, found, expected, peak))
         if row["status"] == "ok":
             row.update(self._sent(entry.count(prepared, task, self._mesh)))
             return prepared

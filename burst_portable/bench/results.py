@@ -11,8 +11,7 @@ from burst_portable.errors import InputError, in_a_line
 from burst_portable.planning.plans import PASSES
 from burst_portable.utils.text import bytes_text
 
-SCHEMA = "burst_portable.bench/2"
-_RANKS_IN_SETTINGS = "burst_portable.bench/1"  # the earlier version, in which all rows had the ranks of the settings
+SCHEMA = "burst_portable.bench/3"
 Row = dict[str, Any]
 COLUMNS = (
     "mask", "tokens", "ranks", "kernel", "strategy", "TFLOP/s, forward", "backward", "sent, forward", "backward",
@@ -29,27 +28,31 @@ def row_key(row: Row) -> tuple[str, int, int, str, str]:
 def read_rows(path: Path) -> tuple[Row, list[Row]]:
     """Return the settings and the rows of a file. A last line that is incomplete is ignored.
 
-    In files of the earlier version, the settings have the ranks of all rows.
-
     Raises:
         InputError: If it cannot be read, or has another schema.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        whole = json.loads(text) if text.startswith("{\n") else None
-        lines = [json.loads(line) for line in text.split("\n")[:-1] if line] if whole is None else []
-        settings, rows = (whole["settings"], whole["rows"]) if whole else (lines[0], lines[1:])
+        settings, rows = _parsed(text)
         schema = settings["schema"]
-        if schema == _RANKS_IN_SETTINGS:
-            ranks = settings["ranks"]
-            settings = {name: value for name, value in settings.items() if name != "ranks"} | {"schema": SCHEMA}
-            rows = [{"ranks": ranks, **row} for row in rows]
-        for row in rows if settings["schema"] == SCHEMA else ():
+        for row in rows if schema == SCHEMA else ():
             row_key(row)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path} is no file of a benchmark", got=in_a_line(error)) from error
-    if settings["schema"] != SCHEMA:
+    if schema != SCHEMA:
         raise InputError(f"{path} is of another version", got=schema, allowed=SCHEMA)
+    return settings, rows
+
+
+def _parsed(text: str) -> tuple[Row, list[Row]]:
+    """Return the settings and the rows of a file of `--json`, however it is indented, or of `--resume`."""
+    try:
+        whole = json.loads(text)
+    except ValueError:  # several lines with an object each, or an incomplete one
+        whole = {}
+    if "settings" in whole:
+        return whole["settings"], whole["rows"]
+    settings, *rows = (json.loads(line) for line in text.split("\n")[:-1] if line)
     return settings, rows
 
 
@@ -64,9 +67,17 @@ def append_rows(path: Path, settings: Row, rows: Sequence[Row]) -> None:
             file.write(json.dumps(one) + "\n")
 
 
+def entry_text(row: Row) -> str:
+    """Return the name of an entry; for `auto` also what it ran: "auto: A", or "auto: A, then B" if it chose again."""
+    chose, first = row.get("chose"), row.get("chose_first")
+    if chose is None:  # another entry, one that did not run, or a file whose writer did not record it
+        return str(row["entry"])
+    return f"{row['entry']}: {chose}" if first == chose else f"{row['entry']}: {first}, then {chose}"
+
+
 def cells(row: Row) -> list[str]:
     """Return the cells of `COLUMNS`. A wrong or refused entry has no speed."""
-    first = [row["mask"], f"{row['seq_len']:,}", str(row["ranks"]), row["kernel"], row["entry"]]
+    first = [row["mask"], f"{row['seq_len']:,}", str(row["ranks"]), row["kernel"], entry_text(row)]
     if row["status"] != "ok":
         return [*first, "WRONG" if row["status"] == "wrong" else row["status"], *[""] * (len(COLUMNS) - len(first) - 1)]
     peak = "-" if row["peak_bytes"] is None else bytes_text(row["peak_bytes"])
@@ -92,12 +103,17 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def compare(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return (row, forward, backward) of rows in both files: speed of `after` over `before`, or both statuses."""
+    """Return (row, forward, backward) of rows in both files: speed of `after` over `before`, or both statuses.
+
+    A row of `auto` names what it ran in `after`, and what it ran in `before` if that is another strategy.
+    """
     old, found = {row_key(row): row for row in before}, []
     for new in after:
         if (one := old.get(row_key(new))) is None:
             continue
-        label = f"{new['mask']}, {new['seq_len']:,} tokens, {new['ranks']} ranks, {new['kernel']}, {new['entry']}"
+        label = f"{new['mask']}, {new['seq_len']:,} tokens, {new['ranks']} ranks, {new['kernel']}, {entry_text(new)}"
+        if entry_text(one) != entry_text(new):
+            label += f" (before: {entry_text(one)})"
         if one["status"] == new["status"] == "ok":
             ratios = (one[f"{name}_seconds"] / new[f"{name}_seconds"] for name in PASSES)
             found.append((label, *(f"{ratio:.3f}" for ratio in ratios)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from burst_portable.cli import main
 from burst_portable.conformance import oracle as dense
 from burst_portable.errors import InputError
 from burst_portable.layout import make_layout
+from burst_portable.strategies.registry import make_strategy
 
 SETTING = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
 
@@ -123,14 +125,70 @@ def test_bench_measures_several_numbers_of_ranks(tmp_path, capsys, monkeypatch):
     assert "2 and 3 ranks on" in picture.read_text()
 
 
-def test_read_rows_takes_ranks_of_earlier_settings(tmp_path):
-    """Rows of the first version have the ranks of its settings. Later rows may follow."""
-    row = {"mask": "full", "seq_len": 8, "kernel": "auto", "entry": "ring", "status": "ok"}
-    earlier = {"schema": "burst_portable.bench/1", "backend": "cpu", "ranks": 4}
-    append_rows(tmp_path / "a", earlier, [row, {**row, "ranks": 2}])
-    settings, rows = read_rows(tmp_path / "a")
-    assert settings == {"schema": SCHEMA, "backend": "cpu"}
-    assert [one["ranks"] for one in rows] == [4, 2]
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("bench-*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_read_rows_takes_any_line_breaks(path, tmp_path):
+    """The files in benchmarks/results have one row per line, or one number per line."""
+    data = json.loads(path.read_text())
+    (tmp_path / "line.json").write_text(json.dumps(data))
+    assert read_rows(path) == read_rows(tmp_path / "line.json") == (data["settings"], data["rows"])
+    append_rows(tmp_path / "rows.jsonl", data["settings"], data["rows"])
+    assert read_rows(tmp_path / "rows.jsonl") == read_rows(path)
+
+
+def test_rows_of_auto_record_what_ran():
+    """The bytes are those of the strategy that was chosen."""
+
+    def work(mesh):
+        entries = [Entry("auto"), Entry("ring")]
+        first = Benchmark(mesh, torch.device("cpu"), SETTING, entries).measure("causal", 61, "auto", ["auto", "ring"])
+        (named,) = Benchmark(mesh, torch.device("cpu"), SETTING, [Entry(first[0]["chose"])]).measure(
+            "causal", 61, "auto", [first[0]["chose"]]
+        )
+        return *first, named
+
+    for auto, ring, named in run_threads(2, work):
+        assert make_strategy(auto["chose"]).label == auto["chose_first"] == auto["chose"]
+        assert "chose" not in ring
+        assert "chose" not in named
+        for name in ("forward_sent_bytes", "backward_sent_bytes", "forward_messages", "backward_messages"):
+            assert auto[name] == named[name]
+
+
+def test_count_of_auto_counts_the_strategy_that_ran():
+    """Over the plain transport of the count, `auto` would choose another strategy."""
+
+    class Chosen(Entry):
+        def choice(self, prepared, task, mesh):
+            return "ulysses"
+
+    def work(mesh):
+        entries = [Chosen("auto"), Entry("ulysses")]
+        return Benchmark(mesh, torch.device("cpu"), SETTING, entries).measure("causal", 61, "auto", ["auto", "ulysses"])
+
+    for auto, ulysses in run_threads(2, work):
+        assert auto["forward_sent_bytes"] == ulysses["forward_sent_bytes"]
+        assert auto["backward_messages"] == ulysses["backward_messages"]
+
+
+def test_tables_show_what_auto_ran():
+    """If `auto` chose again in its first call, both strategies are shown."""
+    speeds = {f"{name}_{what}": 1.0 for name in ("forward", "backward") for what in ("tflops", "sent_bytes", "seconds")}
+    base = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "auto", "status": "ok"}
+    row = base | {"peak_bytes": None} | speeds
+    once = row | {"chose_first": "burst", "chose": "burst"}
+    again = row | {"chose_first": "ring(transfer=direct)", "chose": "burst"}
+    assert "| auto: burst | 1 |" in markdown([once])
+    assert "| auto: ring(transfer=direct), then burst | 1 |" in markdown([again])
+    assert "| auto | 1 |" in markdown([row])
+    assert compare([once], [once])[0][0] == "full, 8 tokens, 2 ranks, auto, auto: burst"
+    assert compare([row], [once])[0][0] == "full, 8 tokens, 2 ranks, auto, auto: burst (before: auto)"
+    assert (
+        compare([again], [once])[0][0]
+        == "full, 8 tokens, 2 ranks, auto, auto: burst (before: auto: ring(transfer=direct), then burst)"
+    )
 
 
 def test_compare_reports_ratios_and_statuses():
@@ -144,7 +202,7 @@ def test_compare_reports_ratios_and_statuses():
 
 def test_read_rows_rejects_other_version(tmp_path):
     path = tmp_path / "rows.jsonl"
-    append_rows(path, {"schema": "burst_portable.bench/0"}, [])
+    append_rows(path, {"schema": "burst_portable.bench/2"}, [])
     with pytest.raises(InputError, match=f"another version.*{SCHEMA}"):
         read_rows(path)
 
