@@ -168,10 +168,15 @@ class TransportClock(Clock):
         self.meet()
 
     def is_valid(self, in_time: bool) -> bool:
-        """Return the same result on all ranks. After a late host, delay devices for longer, and finally not at all."""
+        """Return the same result on all ranks. After a late host, delay devices for longer, and finally not at all.
+
+        The next call gets a delay again: one call that waits for the device does not decide how others are timed.
+        """
         late = self._passes > 0 and self.slowest(float(not in_time)) > 0
         if late:
             self._passes = 2 * self._passes if self._passes < _MAX_DELAY_PASSES else 0
+        elif not self._passes:
+            self._passes = _DELAY_PASSES
         return not late
 
     def slowest(self, value: float) -> float:
