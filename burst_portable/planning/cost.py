@@ -60,7 +60,7 @@ def _merged_bytes(pass_plan: PassPlan, compute: Compute, traits: KernelTraits, *
         if traits.splits_tiles:  # each part is merged; the first is kept as it is if it has all rows
             bytes_each = _MERGE_PART_ONCE if traits.single_pass_merge else _MERGE_PART
             return bytes_each * (rows - first * tallest) * call.heads * dv * batch
-        return 0 if first else _RUNNING * tallest * call.heads * dv * batch
+        return 0 if first else _RUNNING * compute.covered[0] * call.heads * dv * batch
     if not traits.splits_tiles:
         return 0
     surrogate = _SURROGATE * tallest if "q" in pass_plan.sides else 0  # else only K and V are sent, and out is local

@@ -28,6 +28,16 @@ def test_block_is_packed_once_by_its_owner(moves):
     assert seconds(made, "forward", 2) == pytest.approx(2 * (2 * row * 2) + 2 * 8 * row, rel=1e-6)
 
 
+def test_merge_counts_every_row_that_a_launch_changes():
+    """One launch over two blocks changes the first four rows of both chunks of a rank: two tiles of four rows."""
+    strategy = make_strategy("ring", transfer="direct", prefetch_steps=4, blocks_per_launch=4)
+    made = bp.plan(seq_len=64, ranks=4, **USUAL | {"mask": "window:4", "layout": "zigzag"}, strategy=strategy)
+    for rank in (1, 2):  # ranks 0 and 3 have one neighbor
+        sent = rank_cost(made, "forward", rank, HardwareSpec(1, 1)).sent
+        assert sent == 2 * 4 * 6 * 64 * 2 * 2
+        assert seconds(made, "forward", rank) == pytest.approx(2 * sent + 8 * (4 + 4) * 6 * 64, rel=1e-6)
+
+
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("pass_name", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])

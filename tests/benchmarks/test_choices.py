@@ -1,0 +1,48 @@
+"""Compare the choices of the cost model with the measured rows on file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.choices import choices, main
+
+# (largest regret, rows within 1 %) of 14 rows each. The times of the second file include the host.
+EXPECTED = {"bench-h100x2-2026-11-25": (0.055, 13), "bench-h200x4-2026-11-28": (0.09, 10)}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return list(choices())
+
+
+def test_choices_cover_every_row_of_the_files(rows):
+    assert [one.file for one in rows] == [name for name in EXPECTED for _ in range(14)]
+    assert all(set(one.predicted) == set(one.measured) for one in rows)
+    assert {name for one in rows for name in one.predicted} >= {"ring", "burst", "ulysses", "distflash", "dispatch"}
+
+
+@pytest.mark.parametrize("file", EXPECTED)
+def test_choice_is_among_the_fastest_of_each_row(rows, file):
+    largest, close = EXPECTED[file]
+    regrets = {one.row: one.regret for one in rows if one.file == file}
+    assert max(regrets.values()) < largest, regrets
+    assert sum(regret < 0.01 for regret in regrets.values()) >= close, regrets
+
+
+def test_choices_detect_a_model_without_messages(rows):
+    """With free messages, a ring and a burst would take equally long, and more rows would be missed."""
+    free = {"p2p_bandwidth": (), "peer_copy_bandwidth": (), "all_to_all_bandwidth": (), "comm_slowdown": (0.0, 0.0)}
+    fast = {"message_latency": 0.0, "intra_node_bandwidth": 1e6}
+    without = choices(lambda hardware: replace(hardware, **free, **fast))
+    assert sum(one.regret for one in without) > 1.2 * sum(one.regret for one in rows)
+
+
+def test_main_prints_a_line_for_each_row(rows, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["choices.py"])
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(rows) + 1
+    assert lines[1].split()[1] == "full"
+    assert lines[1].endswith("%")
