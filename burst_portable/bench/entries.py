@@ -99,7 +99,7 @@ class Entry:
         errors: Exceptions after which the other entries of the row are still measured.
     """
 
-    errors: tuple[type[Exception], ...] = (BurstError, ImportError)
+    errors: tuple[type[BaseException], ...] = (BurstError, ImportError)
 
     def __init__(self, name: str) -> None:
         self.name = name

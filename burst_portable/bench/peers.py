@@ -79,7 +79,7 @@ Calls = tuple[Callable[[], Tensor], tuple[Tensor, ...], Tensor, Callable[[Tensor
 class Peer(Entry):
     """The implementation of another library."""
 
-    errors = (Exception,)  # whatever other code raises
+    errors = (Exception, SystemExit)  # whatever other code raises; a package may exit where it cannot run
 
     def prepare(self, task: Task, mesh: Mesh) -> Prepared:
         check_group(mesh)

@@ -40,7 +40,9 @@ def read_rows(path: Path) -> tuple[Row, list[Row]]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path} is no file of a benchmark", got=in_a_line(error)) from error
     if schema != SCHEMA:
-        raise InputError(f"{path} is of another version", got=schema, allowed=SCHEMA)
+        raise InputError(
+            f"{path} is of another version", got=schema, allowed=SCHEMA, next_step="measure again, into another file"
+        )
     return settings, rows
 
 

@@ -38,6 +38,7 @@ from burst_portable.utils.text import split_list
 _DTYPES = ("float32", "bfloat16", "float16")
 _PACKAGES = ("torch", "triton", "ring-flash-attn", "yunchang", "magi-attention", "flash-attn-4")
 _QUICK = ("full", "causal", "causal_document")
+_WIDTH_OF_NUMBERS = 8  # so that headers wrap, and names of strategies do not
 _LAYOUTS = tuple(name for name in NAMES if name not in OF_DOCUMENTS)  # those that serve every mask
 
 
@@ -176,6 +177,8 @@ def bench(
                     bench_local(job, on_rows) if launcher is None else bench_rank(job, launcher, on_rows)
     if is_first:
         made = table(*COLUMNS, left=("kernel", "strategy"))
+        for column in made.columns[COLUMNS.index("strategy") + 1 :]:
+            column.max_width = _WIDTH_OF_NUMBERS
         for row in rows:
             made.add_row(*cells(row))
         output = console(stderr=json_option.stdout)

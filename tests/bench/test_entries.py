@@ -13,6 +13,7 @@ import torch
 from burst_portable import run_threads
 from burst_portable.bench.entries import Benchmark, Entry, Setting, Task, oracle
 from burst_portable.bench.masks import MASKS
+from burst_portable.bench.peers import Peer
 from burst_portable.bench.results import SCHEMA, append_rows, compare, markdown, read_rows
 from burst_portable.cli import main
 from burst_portable.conformance import oracle as dense
@@ -60,6 +61,27 @@ def test_measure_shows_wrong_and_refused_entries_without_speed():
         assert "forward_tflops" not in planted
         assert unknown["status"] == "refused"
         assert "none_such" in unknown["reason"]
+
+
+class LeavingEntry(Entry):
+    """End the process at its first use, as a package may that needs a device."""
+
+    errors = Peer.errors
+
+    def prepare(self, task, mesh):
+        raise SystemExit("needs a GPU")
+
+
+def test_peer_that_ends_the_process_has_reason():
+    """The other entries of the row are measured."""
+
+    def work(mesh):
+        entries = [LeavingEntry("planted"), Entry("ring")]
+        return Benchmark(mesh, torch.device("cpu"), SETTING, entries).measure("full", 31, "auto", ["planted", "ring"])
+
+    for planted, ring in run_threads(2, work):
+        assert (planted["status"], planted["reason"]) == ("failed", "SystemExit: needs a GPU")
+        assert ring["status"] == "ok"
 
 
 @pytest.mark.usefixtures("ranks_are_forked")
