@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from burst_portable import Mesh, run_threads, shard, unshard
+from burst_portable import Mesh, local_position_ids, run_threads, shard, unshard
 from burst_portable.errors import UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, check_model, parallelize
 from burst_portable.integrations.transformers.loss import OWN_LOSS
@@ -254,7 +254,9 @@ def _attends(model: PreTrainedModel, plain: str, ids: Tensor, logits: Tensor) ->
 def _on_a_rank(model: PreTrainedModel, mesh: Mesh, ids: Tensor, labels: Tensor, own_loss: bool) -> Answer:
     handle = parallelize(model, mesh)
     if own_loss:
-        out = model(input_ids=shard(ids, mesh, layout=handle.layout), seq_len=ids.shape[1])
+        positions = local_position_ids(mesh, seq_len=ids.shape[1], layout=handle.layout).unsqueeze(0)
+        rows = shard(ids, mesh, layout=handle.layout)
+        out = model(input_ids=rows, position_ids=positions, seq_len=ids.shape[1])
         loss = _loss(out.logits, shard(labels, mesh, layout=handle.layout)) * out.logits.shape[1] / ids.shape[1]
     else:
         out = model(**handle.shard(ids, labels))

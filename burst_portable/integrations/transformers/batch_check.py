@@ -4,7 +4,10 @@ Loaders that give each process different batches (a dispatcher, a streaming data
 different rows of equal shape. Attention would combine them without an error. Each shard therefore has a checksum of
 the undivided batch. Before the model runs, ranks compare it and the number of labels by which the loss is divided. They
 also compare a checksum of the parameters (of all in the first call, then of a few), and the outputs that will be
-gathered: 32 bytes per rank and call.
+gathered: 40 bytes per rank and call.
+
+Tokens that the caller divided without `ShardedModel.shard` have no such checksum. Their number does not show whether
+each rank has the full sequence, so ranks compare their tokens, which must differ.
 
 A shard also has the checksums of its tokens and labels. Their change since then is added to the checksum of the batch,
 so that ranks find a shard that was changed afterwards, without an additional exchange.
@@ -23,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from burst_portable.comm.agreement import HINTS, agree, call_signature
-from burst_portable.errors import MismatchError
+from burst_portable.errors import InputError, MismatchError
 from burst_portable.mesh import Mesh
 
 KEY = "batch_checksum"
@@ -122,6 +125,25 @@ def _number(x: Tensor | float | None, device: torch.device) -> Tensor:
     return torch.full((), -1 if x is None else int(x), dtype=torch.int64, device=device)
 
 
+def rows_checksum(tokens: Tensor, rank: int) -> Tensor:
+    """Return a checksum of a rank's ids ``[B, S]`` or embeddings ``[B, S, H]``: int64 of shape [], on their device.
+
+    For rows that repeat one token, it is the rank: all parts of such a sequence are equal.
+    """
+    bits = _INTEGERS.get(tokens.element_size(), torch.uint8)
+    rows = tokens if tokens.dim() == 2 else tokens.detach().contiguous().view(bits).sum(dim=-1)
+    return torch.where((rows == rows[:, :1]).all(), rank, checksum(rows))
+
+
+def equal_rows() -> InputError:
+    """Return the error of a call for which the caller gave all ranks equal tokens."""
+    return InputError(
+        "all ranks of a sequence have the same tokens, as if it repeated itself",
+        next_step="divide them (model(**sharded.shard(batch)) does), and pass seq_len= of the undivided sequence; if "
+        "it does repeat itself, pass position_ids=, divided like the tokens",
+    )
+
+
 class BatchCheck:
     """Compares the checksums of the ranks, call after call.
 
@@ -141,6 +163,7 @@ class BatchCheck:
         mesh: Mesh,
         device: torch.device,
         outputs: str = "",
+        rows: Tensor | None = None,
     ) -> None:
         """Compare this rank's batch and parameters with those of the other ranks. All ranks of the mesh must call this.
 
@@ -153,10 +176,12 @@ class BatchCheck:
             mesh: The ranks of the sequence.
             device: Device of the model's arguments.
             outputs: Description of the outputs that will be gathered. Default: none.
+            rows: Checksum ``[]`` of this rank's tokens, which must not be equal on all ranks. Default: they may be.
 
         Raises:
             MismatchError: On every rank, if batches, numbers of labels, parameters or outputs differ. Over a device
                 transport: if those of the last call did.
+            InputError: Likewise, if `rows` are equal.
         """
         transport = mesh.transport(device.type)
         transport.check_in_sync()
@@ -169,16 +194,22 @@ class BatchCheck:
             batch_sum, count, parameter_sum, _ = mine.tolist()
             checksums = [f"checksum {x % 2**64:016x}" for x in (batch_sum, parameter_sum)]
             texts = checksums[0], str(count), checksums[1], outputs
-            agree(transport, call_signature({"pass": _CALL, **dict(zip(_FACTS, texts, strict=True))}))
+            order = {} if rows is None else {"position_ids": "none"}  # these ranks make the exchange below
+            agree(transport, call_signature({"pass": _CALL, **order, **dict(zip(_FACTS, texts, strict=True))}))
             self._is_first = False  # not after an error, which a rank may have raised before it called this
+            if rows is not None and transport.size > 1:
+                shared = transport.share(int(rows).to_bytes(8, "little", signed=True), _CALL)
+                if all(other == shared[0] for other in shared):
+                    raise equal_rows()
             return
         self._is_first = False
-        gathered = mine.new_empty(mesh.size, len(_FACTS))
+        mine = torch.cat([mine, (mine.new_full((), mesh.rank) if rows is None else rows).reshape(1)])
+        gathered = mine.new_empty(mesh.size, len(mine))
         with transport.between_passes():
             parts = [part.reshape(-1).view(torch.uint8) for part in gathered]
             transport.all_gather(mine.view(torch.uint8), parts, _CALL)
         has_streams = mesh.backend_for(device.type).capabilities.streams
-        differs = torch.empty(len(_FACTS), dtype=torch.bool, pin_memory=has_streams)
+        differs = torch.empty(len(mine), dtype=torch.bool, pin_memory=has_streams)
         differs.copy_((gathered != mine).any(dim=0), non_blocking=True)
         copied = torch.Event(device) if has_streams else None
         if copied is not None:
@@ -190,6 +221,7 @@ class BatchCheck:
 
         Raises:
             MismatchError: If the ranks had different batches, numbers of labels, parameters or outputs.
+            InputError: If they had equal rows, which the caller divided.
         """
         pending, self._differs = self._differs, None
         if pending is None:
@@ -197,7 +229,10 @@ class BatchCheck:
         differs, copied = pending
         if copied is not None:
             copied.synchronize()
-        for fact, differ in zip(_FACTS, differs.tolist(), strict=True):
+        *facts, rows_differ = differs.tolist()
+        if not rows_differ:
+            raise equal_rows()
+        for fact, differ in zip(_FACTS, facts, strict=True):
             if differ:
                 raise MismatchError(
                     f"the ranks of a sequence differed in the {fact} of the last call", next_step=HINTS[fact]

@@ -161,7 +161,7 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
         return "positions that start at its padding token, as in RoBERTa"
     if getattr(config, "output_attentions", False):
         return "output_attentions, but attention weights are never computed"
-    if not _has_tokenwise_head(model):
+    if not has_tokenwise_head(model):
         return "a head or a pooler that reads single tokens, which only one rank has"
     return None
 
@@ -195,7 +195,7 @@ def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
     return next((part for part in parts if part.config is config), model)
 
 
-def _has_tokenwise_head(model: PreTrainedModel) -> bool:
+def has_tokenwise_head(model: PreTrainedModel) -> bool:
     """Return whether all layers after attention process each token independently."""
     if model.base_model is model:
         return not _pools_tokens(model)

@@ -27,6 +27,7 @@ from burst_portable.integrations.transformers.batch_check import (
     BatchCheck,
     checksum,
     checksum_of_call,
+    rows_checksum,
     shard_checksum,
 )
 from burst_portable.integrations.transformers.checks import (
@@ -64,6 +65,7 @@ from burst_portable.integrations.transformers.loss import (
     shifts_labels,
     with_router_loss,
 )
+from burst_portable.integrations.transformers.outer_model import check_outer_models
 from burst_portable.integrations.transformers.packed_rows import (
     checked_documents,
     documents_of,
@@ -148,7 +150,8 @@ def parallelize(
         layout: Name of a layout. "auto" selects, per sequence, the one with the shortest predicted time on the device
             that has the model now. Default: "zigzag", or "contiguous" for a model with recurrent layers, which need it.
         seq_len: Tokens of the unsharded sequence, for calls without `seq_len`. Default: each call must have it, as
-            those with `ShardedModel.shard` do.
+            those with `ShardedModel.shard` do. Calls with tokens that you divided yourself also need `position_ids`,
+            or a `layout` that is named here.
         kernel: Name of a kernel. "auto" selects one for each call.
         full_batches: Whether every rank calls ``model(**batch)`` with the same full batch, which is divided in the
             forward pass. The value of the loss is then one device's, and its backward pass computes this rank's part
@@ -170,7 +173,7 @@ def parallelize(
     """
     check_model(model, full_batches=full_batches)
     _check_free(model)
-    layout = _checked_layout(model, layout)
+    name = _checked_layout(model, layout)
     if isinstance(strategy, str):
         make_strategy(strategy)
     if full_batches and seq_len is not None:
@@ -180,8 +183,9 @@ def parallelize(
     if averaged_gradients and not full_batches:
         next_step = "pass full_batches=True as well, or multiply the loss by the number of ranks"
         raise InputError("averaged_gradients is for calls with full batches", next_step=next_step)
-    options = (full_batches, gather_outputs, averaged_gradients)
-    return ShardedModel(model, as_mesh(mesh), strategy, layout, seq_len, kernel, *options)
+    is_order_known = layout not in (None, "auto") or name == LAYOUT
+    options = (full_batches, gather_outputs, averaged_gradients, is_order_known)
+    return ShardedModel(model, as_mesh(mesh), strategy, name, seq_len, kernel, *options)
 
 
 class ShardedModel:
@@ -214,13 +218,14 @@ class ShardedModel:
         full_batches: bool = False,
         gather_outputs: bool | None = None,
         averaged_gradients: bool = False,
+        is_order_known: bool = True,
     ) -> None:
         self._text = text_model_of(model)  # the model itself, or the part whose sequence is sharded
         self._layouts = Layouts(layout, self._text, mesh, strategy, kernel)
         self.model, self.mesh, self.strategy, self.layout = model, mesh, strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
         self.full_batches, self.gather_outputs = full_batches, gather_outputs
-        self.averaged_gradients = averaged_gradients
+        self.averaged_gradients, self._is_order_known = averaged_gradients, is_order_known
         self._outputs: Outputs | None = None  # of the running call, with full batches
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
@@ -534,12 +539,18 @@ class ShardedModel:
         check_positions(config, sequence.seq_len, watched=self._watches_positions)
         self._warn_about_length(config, sequence)
         self._warn_about_activations()
+        is_shard = batch_checksum is not None or isinstance(kwargs.get("attention_mask"), ShardMark)
         if isinstance(kwargs.get("attention_mask"), ShardMark):
             kwargs["attention_mask"] = None
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
         check_router(config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
+        if self.mesh.size > 1 and not has_head(self.model):
+            check_outer_models(module)
         given = kwargs.get("position_ids")
+        is_unordered = self.mesh.size > 1 and not is_shard and given is None
+        if is_unordered and not self._is_order_known:
+            raise _unknown_order(sequence.layout.name)
         if not self._position_check.is_known(given, sequence.seq_len, sequence.cu_seqlens):
             kwargs["position_ids"] = checked_positions(given, self._positions(sequence, tokens.device), tokens)
         kwargs["attention_mask"] = None
@@ -554,12 +565,15 @@ class ShardedModel:
             self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
+                if not is_shard and kwargs.get("labels") is not None:
+                    raise _unknown_labels()
             if batch_checksum is not None:
                 labels = kwargs.get("shift_labels", kwargs.get("labels"))
                 batch_checksum = checksum_of_call(batch_checksum, kwargs.get("input_ids"), labels, tokens.device)
             count = kwargs.get("num_items_in_batch")
             outputs = self._outputs.text if self._outputs else ""
-            self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device, outputs)
+            rows = rows_checksum(tokens, self.mesh.rank) if is_unordered else None
+            self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device, outputs, rows)
         return sequence
 
     @never_compiled("plans, transports and hooks are not graphs")
@@ -656,6 +670,26 @@ def _wrong_tokens(tokens: Any) -> ShapeError:
         next_step = "add the batch dimension: input_ids.unsqueeze(0)"
     got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
     return ShapeError(what, got=got, next_step=next_step)
+
+
+def _unknown_order(layout: str) -> InputError:
+    """Return the error of a call with tokens that the caller may have divided by another layout."""
+    return InputError(
+        "the order of tokens that you divided yourself is unknown",
+        got="no position_ids, and no layout= in parallelize()",
+        next_step="call model(**sharded.shard(batch)); or pass position_ids=, divided like the tokens; or name the "
+        f"layout of the tokens in parallelize() (default: {layout!r})",
+    )
+
+
+def _unknown_labels() -> InputError:
+    """Return the error of a call whose labels may have been shifted, and counted, on each rank alone."""
+    return InputError(
+        "whether labels were shifted before you divided them is unknown, and whether labels of all ranks were counted",
+        got="labels without sharded.shard",
+        next_step="call model(**sharded.shard(input_ids, labels)); or pass no labels, and compute the loss from the "
+        "logits and labels of burst_portable.shard_batch, which shifts them",
+    )
 
 
 def _no_attention(module: PreTrainedModel) -> UnsupportedError:

@@ -313,7 +313,8 @@ def test_base_model_can_be_called_directly():
         mine = copy.deepcopy(model)
         handle = parallelize(mine, mesh)
         inputs = handle.shard(ids)
-        hidden = mine.model(input_ids=inputs["input_ids"], seq_len=47).last_hidden_state
+        rows = {name: inputs[name] for name in ("input_ids", "position_ids")}
+        hidden = mine.model(**rows, seq_len=47).last_hidden_state
         return (hidden - expected[:, handle.layout_of(47, None).positions(mesh.rank)]).abs().max().item()
 
     assert max(run_threads(2, work)) < 1e-12

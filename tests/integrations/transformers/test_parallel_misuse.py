@@ -14,15 +14,16 @@ import accelerate.big_modeling
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from burst_portable import Mesh, run_threads
+from burst_portable import Mesh, local_position_ids, run_threads
 from burst_portable.comm.local import LocalTransport
 from burst_portable.config import environment_of_children
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
-from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallel, parallelize
 from burst_portable.integrations.transformers.batch_check import checksum
 from tests.support.fork_server import run_program
-from tests.support.models import make, tokens
+from tests.support.models import SIZES, make, tokens
 
 
 def _embedded(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -40,13 +41,13 @@ def test_call_without_seq_len_raises(part: str) -> None:
         called = model.model if part == "base model" else model
         arguments = _embedded(model, ids) if part == "embeddings" else {"input_ids": ids}
         expected = called(**arguments)[0].detach()
-        handle = parallelize(called, mesh)
+        parallelize(called, mesh)
         with pytest.raises(
             InputError, match=r"number of tokens of the unsharded sequence.* got 32 tokens on rank \d, no seq_len"
         ):
             called(**arguments)
-        handle.seq_len = 64  # the length that such a call assumed
-        wrong = called(**arguments)[0].detach()
+        assumed = local_position_ids(mesh, seq_len=64)[None]
+        wrong = called(**arguments, position_ids=assumed, seq_len=64)[0].detach()
         return float((wrong - expected).norm() / expected.norm())
 
     assert min(run_threads(2, work)) > 0.01
@@ -67,6 +68,140 @@ def test_rows_sharded_by_caller_need_seq_len() -> None:
         )
         with pytest.raises(InputError, match="pass seq_len="):
             model(input_ids=ids[:, rows])
+
+    run_threads(2, work)
+
+
+def test_rows_of_unknown_order_raise() -> None:
+    """Callers often divide a sequence into one piece per rank, of as many tokens as "zigzag" has."""
+    whole, ids = make("llama"), tokens(1, 32)
+    expected = whole(input_ids=ids).logits.detach()
+
+    def work(mesh: Mesh) -> float:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh, seq_len=32)
+        rows = slice(16 * mesh.rank, 16 * mesh.rank + 16)
+        with pytest.raises(InputError, match=r"order of tokens that you divided .* pass position_ids=.* or name"):
+            model(input_ids=ids[:, rows])
+        with pytest.raises(InputError, match="position_ids are not those of this rank's tokens"):
+            model(input_ids=ids[:, rows], position_ids=torch.arange(32)[None, rows])
+        assumed = handle.layout_of(32).positions(mesh.rank)
+        right = model(input_ids=ids[:, assumed], position_ids=torch.tensor(assumed)[None]).logits
+        torch.testing.assert_close(right, expected[:, assumed], rtol=0, atol=1e-9)
+        wrong = model(input_ids=ids[:, rows], position_ids=torch.tensor(assumed)[None]).logits
+        return float((wrong - expected[:, rows]).detach().norm())
+
+    assert min(run_threads(2, work)) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
+def test_full_rows_on_all_ranks_raise(kind: str, given: str) -> None:
+    """With the sum of the ranks' tokens as its length, each rank would attend to a sequence that repeats itself."""
+    whole, ids = make("llama"), tokens(1, 32)
+    expected = whole(input_ids=ids).logits.detach()
+
+    def work(mesh: Mesh) -> float:
+        model = copy.deepcopy(whole)
+        parallelize(model, mesh if kind == "host" else _device_like(mesh), layout="contiguous", seq_len=64)
+        arguments = {"input_ids": ids} if given == "input_ids" else _embedded(model, ids)
+        if kind == "device":
+            model(**arguments)
+        with pytest.raises(InputError, match="all ranks of a sequence have the same tokens"):
+            model(**arguments)
+        model(input_ids=torch.full_like(ids, 7))  # all parts of such a sequence are equal
+        model(input_ids=(ids + mesh.rank) % 64)
+        positions = torch.arange(32)[None] + 32 * mesh.rank
+        return float((model(**arguments, position_ids=positions).logits - expected).detach().norm())
+
+    assert max(run_threads(2, work)) > 0.01
+
+
+def test_ranks_that_name_positions_and_not_raise() -> None:
+    whole, ids = make("llama"), tokens(1, 32)
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        parallelize(model, mesh, layout="contiguous", seq_len=32)
+        rows = slice(16 * mesh.rank, 16 * mesh.rank + 16)
+        positions = {"position_ids": torch.arange(32)[None, rows]} if mesh.rank else {}
+        with pytest.raises(MismatchError, match="position_ids: none on rank 0"):
+            model(input_ids=ids[:, rows], **positions)
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize("count", [15, 30])
+def test_labels_divided_by_caller_raise(count: int) -> None:
+    """Shifted on each rank, the label of the first token of a shard is lost. A count of one rank's labels doubles."""
+    whole, ids = make("llama"), tokens(1, 32)
+    loss = whole(input_ids=ids, labels=ids).loss.item()
+
+    def work(mesh: Mesh) -> float:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh, layout="contiguous", seq_len=32)
+        own = ids[:, 16 * mesh.rank : 16 * mesh.rank + 16]
+        shifted = torch.nn.functional.pad(own, (0, 1), value=-100)[:, 1:]
+        labels = {"labels": own, "shift_labels": shifted, "num_items_in_batch": count}
+        with pytest.raises(InputError, match=r"whether labels were shifted before.* got labels without sharded.shard"):
+            model(input_ids=own, **labels)
+        inputs = handle.shard(ids)
+        del inputs["batch_checksum"]  # a change that is intended
+        right = all_reduce(model(**inputs).loss.detach(), mesh).item()
+        assert right == pytest.approx(loss, rel=1e-6)
+        return all_reduce(model(**inputs | labels).loss.detach(), mesh).item()
+
+    assert abs(run_threads(2, work)[0] - loss) > 1e-4 * loss
+
+
+@pytest.mark.parametrize(
+    "outer", ["labels", "logits_to_keep", "router", "pooled", pytest.param("compiled", marks=pytest.mark.full)]
+)
+def test_outer_model_of_parallelized_part_raises(outer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hook of it runs, so it would compute losses, and outputs of single tokens, from a shard."""
+    whole: Any = make("mixtral", output_router_logits=True) if outer == "router" else make("llama")
+    if outer == "pooled":
+        whole = LlamaForSequenceClassification(LlamaConfig(**SIZES | {"pad_token_id": 0}, num_labels=3)).double()
+    ids = tokens(1, 32)
+
+    @torch.no_grad()
+    def output(model: Any, rows: slice) -> torch.Tensor:
+        labels = {"labels": ids[:, rows]} if outer in ("labels", "compiled") else {}
+        keep = {"logits_to_keep": 1} if outer == "logits_to_keep" else {}
+        found = model(input_ids=ids[:, rows], **labels, **keep)
+        return found.aux_loss if outer == "router" else found.loss if labels else found.logits
+
+    def work(mesh: Mesh) -> torch.Tensor | None:
+        model = copy.deepcopy(whole)
+        parallelize(model.model, mesh, layout="contiguous", seq_len=32)
+        called = torch.compile(model, backend="eager") if outer == "compiled" else model
+        rows = slice(16 * mesh.rank, 16 * mesh.rank + 16)
+        if is_planted:
+            return output(called, rows)
+        with pytest.raises(UnsupportedError, match=rf"{type(model).__name__} is not parallelized, only its part"):
+            output(called, rows)
+        return None
+
+    is_planted = False
+    run_threads(2, work)
+    monkeypatch.setattr(parallel, "check_outer_models", lambda module: None)
+    is_planted = True
+    expected, wrong = output(whole, slice(0, 32)), run_threads(2, work)
+    wrong = sum(wrong) / 2 if outer in ("labels", "compiled", "router") else wrong[0]
+    assert abs(wrong - expected).max() > 1e-4 * abs(expected).max()
+
+
+def test_outer_model_without_labels_has_logits_of_shard() -> None:
+    whole, ids = make("llama"), tokens(1, 32)
+    expected = whole(input_ids=ids).logits.detach()
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model.model, mesh)
+        inputs = handle.shard(ids)
+        logits = model(**{name: inputs[name] for name in ("input_ids", "position_ids", "seq_len")}).logits
+        own = expected[:, handle.layout_of(32).positions(mesh.rank)]
+        torch.testing.assert_close(logits, own, rtol=0, atol=1e-9)
 
     run_threads(2, work)
 

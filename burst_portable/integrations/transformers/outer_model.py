@@ -1,0 +1,58 @@
+"""Check the model that calls a parallelized base model, for example the language model with a head around it.
+
+No hook of such a model runs, because only the base model was passed to `parallelize`. Its forward computes losses,
+pooled outputs and router losses from the tokens of a shard. It is found among the calls that are running.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from burst_portable.errors import UnsupportedError
+from burst_portable.integrations.transformers.checks import has_tokenwise_head
+
+
+def check_outer_models(module: PreTrainedModel) -> None:
+    """Raise `UnsupportedError` if a model around `module` calls it, and would compute with the tokens of a shard.
+
+    Args:
+        module: The called model, which is parallelized, while models around it are not.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            given = frame.f_locals
+            model = given.get("self")
+            is_outer = isinstance(model, PreTrainedModel) and model is not module
+            if is_outer and (got := _computes_from_shard(model, given)):
+                _raise_if_around(model, module, got)
+        frame = frame.f_back
+
+
+def _computes_from_shard(model: PreTrainedModel, given: dict[str, Any]) -> str | None:
+    """Return what a model with these arguments computes from the tokens of a shard, or None."""
+    if not has_tokenwise_head(model):
+        return "a head that reads single tokens"
+    for name in ("labels", "logits_to_keep"):
+        value = given.get(name)
+        if value is not None and not (isinstance(value, int) and value == 0):
+            return name
+    named = given.get("kwargs") or {}
+    requested = given.get("output_router_logits", named.get("output_router_logits"))
+    if requested is None:
+        requested = getattr(model.config, "output_router_logits", False)
+    return "output_router_logits" if requested else None
+
+
+def _raise_if_around(model: PreTrainedModel, module: PreTrainedModel, got: str) -> None:
+    if any(part is module for part in model.modules()):
+        raise UnsupportedError(
+            f"{type(model).__name__} is not parallelized, only its part {type(module).__name__}",
+            got=f"{got}, which it would compute from the tokens of a shard",
+            next_step="pass the outer model to parallelize(); or call it without labels and compute the loss from the "
+            "logits and shift_labels",
+        )
