@@ -12,12 +12,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
-from burst_portable.conformance.cases import AXES, Case, covering, product
+from burst_portable.conformance.cases import AXES, STRATEGIES, Case, covering, product
 from burst_portable.conformance.oracle import find_violations, relative_error
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import WrappedKernel
 from burst_portable.planning.tiles import Tile
-from tests.support.attention_cases import expected, make_inputs, on_one_rank
+from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.one_core import one_core
 from tests.support.seams import calls_with
 from tests.support.thread_peers import World, run_peers
@@ -50,6 +50,17 @@ def test_attention_threads_match_oracle_for_all_products(part):
     """Thousands of cases in parts: one id per case would take longer to collect than to run."""
     for case in list(product(FULL_AXES))[part::PARTS]:
         check(case)
+
+
+@pytest.mark.parametrize("label", STRATEGIES)
+def test_sent_bytes_of_every_strategy_equal_plan(label):
+    """Ragged shards, and masks that need all blocks, or parts of some."""
+    for mask, layout in (("full", "zigzag"), ("documents_window", "contiguous")):
+        case = Case(mask, layout, label, ranks=4, heads="8x4x8x6", dtype=torch.bfloat16, batch=1)
+        with one_core():
+            sent, planned = sent_and_planned(case)
+        assert sent == planned
+        assert max(sent) > 0
 
 
 def test_judge_detects_wrong_scale():

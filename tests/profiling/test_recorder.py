@@ -15,6 +15,7 @@ import burst_portable as bp
 from burst_portable.backends.selection import load
 from burst_portable.comm.agreement import call_signature
 from burst_portable.comm.local import Fabric, LocalTransport
+from burst_portable.conformance.cases import STRATEGIES
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.hardware import HardwareSpec
@@ -90,6 +91,33 @@ def test_recorded_flops_and_bytes_equal_plan(strategy):
             assert sent["bytes"].sum() == 2 * cost.sent
             planned = one.plans[0]["planned"][name]
             assert (planned["flops"], planned["sent_bytes"]) == (cost.flops, cost.sent)
+
+
+@pytest.mark.parametrize("label", STRATEGIES)
+def test_steps_and_bytes_of_every_strategy_are_recorded(label):
+    """No line of the profiler is about a strategy: steps, launches and bytes are those of the plan."""
+    call = {"strategy": STRATEGIES[label], "layout": "contiguous", "seq_len": 31, "mask": "causal"}
+
+    def work(mesh):
+        with bp.profile(mesh=mesh) as session:
+            q, k = (torch.randn(1, 8 - mesh.rank // 3, heads, 8, requires_grad=True) for heads in (8, 4))
+            bp.attention(q, k, k * 1.0, mesh=mesh, **call).sum().backward()
+            session.mark()
+        return session.gather()
+
+    plan = bp.plan(ranks=4, heads=8, kv_heads=4, head_dim=8, itemsize=4, **call)
+    for one in bp.run_threads(4, work)[0]:
+        assert [facts["strategy"] for facts in one.plans] == [plan.label]
+        tables = [one.tables[kind] for kind in ("compute", "message", "collective")]
+        for backward, name in enumerate(("forward", "backward")):
+            cost = rank_cost(plan, name, one.rank, HardwareSpec(1, 1))
+            launches, messages, collectives = (table.select(table["backward"] == backward) for table in tables)
+            steps = [step.index for step in plan.steps(name, one.rank) if step.compute]
+            assert sorted(launches["ring_step"]) == sorted(steps * plan.rounds)
+            assert len(launches) == cost.launches
+            assert launches["flops"].sum() == cost.flops
+            reshards = collectives.select(collectives["agreement"] == 0)
+            assert messages["bytes"][messages["sends"] == 1].sum() + reshards["bytes"].sum() == cost.sent
 
 
 def test_each_recorded_message_has_two_ends():
