@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from subprocess import CalledProcessError
+from threading import Event, local
 from typing import Any, NamedTuple
 
 import torch
@@ -129,11 +130,73 @@ _THREADS = 6
 """Threads that compile the kernels of a call, of which it has at most so many, apart from rings."""
 
 
+class Turns:
+    """Let tasks begin one after another, in the order of `take`, each in another thread.
+
+    Triton parses a kernel in Python, whose threads share one core. Without turns, the kernel that takes longest would
+    leave its parser as late as the last one.
+    """
+
+    def __init__(self) -> None:
+        self._last = Event()
+        self._last.set()
+        self._current = local()
+
+    def take(self) -> AbstractContextManager[None]:
+        """Return the context of the next task. It waits until the turns before have ended, by `end` or on exit."""
+        before, ended = self._last, Event()
+        self._last = ended
+
+        @contextmanager
+        def turn() -> Iterator[None]:
+            before.wait()
+            self._current.ended = ended
+            try:
+                yield
+            finally:
+                ended.set()
+
+        return turn()
+
+    def end(self) -> None:
+        """End the turn of this thread, if it has one."""
+        if ended := getattr(self._current, "ended", None):
+            ended.set()
+
+
+def ending_turns(usual: type[Any], turns: Turns) -> type[Any]:
+    """Return a class of cache managers for Triton that also ends the turn of a compilation with its first file.
+
+    That file has what the parser has made. Triton compiles it without Python's lock.
+    """
+
+    class Manager(usual):  # type: ignore[misc]  # chosen at run time
+        def put(self, *arguments: Any, **options: Any) -> str:
+            turns.end()
+            path: str = super().put(*arguments, **options)
+            return path
+
+    return Manager
+
+
 class _Pool(ThreadPoolExecutor):
-    """Threads that also build the launchers of kernels, which Triton 3.6 compiles in C. Gluon kernels need none."""
+    """Threads that parse kernels in turns, and that build their launchers.
+
+    Triton 3.6 compiles launchers in C. Gluon kernels need none.
+    """
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.turns = Turns()
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        return super().submit(_with_launcher, compile_kernel)
+        turn = self.turns.take()
+
+        def compile_in_turn() -> Any:
+            with turn:
+                return _with_launcher(compile_kernel)
+
+        return super().submit(compile_in_turn)
 
 
 def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
@@ -151,9 +214,13 @@ def compile_side_by_side(run: Callable[[], object]) -> None:
     Errors are raised by the real launches of these kernels, which come next.
     """
     from triton import AsyncCompileMode, knobs
+    from triton.runtime.cache import FileCacheManager
 
-    if not knobs.runtime.interpret:
-        with _Pool(_THREADS) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    if knobs.runtime.interpret:
+        return
+    with _Pool(_THREADS) as pool, knobs.cache.scope():
+        knobs.cache.manager_class = ending_turns(knobs.cache.manager_class or FileCacheManager, pool.turns)
+        with AsyncCompileMode(pool, ignore_errors=True):
             run()
 
 
