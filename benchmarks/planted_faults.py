@@ -7,10 +7,11 @@ Each fault runs for some steps of `ring`, after some without a fault:
 
     late rank      rank 1 sleeps before each step
     slow rank      rank 1 runs matrix products next to its kernels
-    slow link      rank 0 copies other data to the device of rank 1 all the time
+    slow link      rank 0 copies other data to the device of rank 1; the sequence is short, so transfers matter
     uneven plan    the layout is contiguous under a causal mask
 
-The work of a slow rank and the copies of a slow link end at about the same time as the step.
+The products of a slow rank and the copies of a slow link end with the step. Otherwise, that rank would enter the next
+step late, which is another fault.
 
 Prints a line per fault and writes JSON. The exit code is 1 if a fault is not named, or if a cause is named without a
 fault. On CPUs, slow ranks and links are left out: ranks share cores and memory.
@@ -21,9 +22,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,36 +45,39 @@ from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.strategies.registry import make_strategy
 
 DELAY = 0.5  # of a step, which the late rank sleeps
-MULTIPLIED = 2e-4  # seconds of a matrix product of the slow rank
-COPIED = 1 << 28  # bytes per copy of the slow link
-COPY_SPEED = 300e9  # bytes per second
+COPIED = 1 << 25  # bytes per copy of the slow link: about 0.1 ms over NVLink
+AHEAD = 4  # products or copies that wait on the device, so that it never lacks them
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and the kind, rank and peer that a profile must name (-1: none). `layout` is that of the attention."""
+    """A fault, and the kind, rank and peer that a profile must name (-1: none).
+
+    `layout` is that of the attention, and its sequence is `shorter` times shorter than that of other faults.
+    """
 
     name: str
     kind: str
     rank: int = -1
     peer: int = -1
     layout: str = "zigzag"
+    shorter: int = 1
 
 
 FAULTS = (
     Fault("none", "none"),
     Fault("late rank", "late rank", 1),
     Fault("slow rank", "slow rank", 1),
-    Fault("slow link", "slow link", 0, 1),
+    Fault("slow link", "slow link", 0, 1, shorter=8),
     Fault("uneven plan", "uneven plan", -1, -1, "contiguous"),
 )
 ON_DEVICES = ("slow rank", "slow link")
 
 
-def step_of(arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device, layout: str) -> Callable[[], None]:
+def step_of(arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device, fault: Fault) -> Callable[[], None]:
     """Return forward and backward of one causal attention."""
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    placed = bp.make_layout(layout, arguments.seq_len, mesh.size)
+    placed = bp.make_layout(fault.layout, arguments.seq_len // fault.shorter, mesh.size)
     shape = (1, placed.count(mesh.rank), arguments.heads, arguments.head_dim)
     q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -84,41 +90,59 @@ def step_of(arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device, 
     return step
 
 
-@contextmanager
-def planted(fault: Fault, rank: int, device: torch.device, seconds: float) -> Iterator[Callable[[], None]]:
-    """Yield what a rank does before each step."""
+class Beside:
+    """Work that a thread keeps running on a stream of its own while a step runs."""
+
+    def __init__(self, work: Callable[[], object], device: torch.device) -> None:
+        self._work, self._device = work, device
+        self._stream = torch.Stream(device)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._repeat)
+
+    def _repeat(self) -> None:
+        torch.accelerator.set_device_index(self._device.index)
+        started: deque[torch.Event] = deque()
+        with self._stream:
+            while not self._ended.is_set():
+                self._work()
+                started.append(self._stream.record_event())
+                if len(started) > AHEAD:
+                    started.popleft().synchronize()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.current_stream(self._device).synchronize()  # the step
+        self._ended.set()
+        self._thread.join()
+
+
+def planted(
+    fault: Fault, rank: int, device: torch.device, seconds: float
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return what a rank does around each step."""
     if fault.name == "late rank" and rank == fault.rank:
-        yield lambda: time.sleep(DELAY * seconds)
-    elif fault.name == "slow rank" and rank == fault.rank:
-        other, x = torch.Stream(device), torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
 
-        def multiply() -> None:
-            with other:
-                for _ in range(max(1, round(seconds / 2 / MULTIPLIED))):
-                    torch.mm(x, x)
+        @contextmanager
+        def late() -> Iterator[None]:
+            time.sleep(DELAY * seconds)
+            yield
 
-        yield multiply
-    elif fault.name == "slow link" and rank == fault.rank:
-        there = torch.device(device.type, fault.peer)
+        return late
+    if fault.name == "slow rank" and rank == fault.rank:
+        x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+        return lambda: Beside(lambda: torch.mm(x, x), device)
+    if fault.name == "slow link" and rank == fault.rank:
         source = torch.empty(COPIED, dtype=torch.uint8, device=device)
-        target = torch.empty(COPIED, dtype=torch.uint8, device=there)
-        other = torch.Stream(device)
-
-        def copy() -> None:
-            with other:
-                for _ in range(max(1, round(seconds / (COPIED / COPY_SPEED)))):
-                    target.copy_(source, non_blocking=True)
-
-        yield copy
-    else:
-        yield lambda: None
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+        target = torch.empty(COPIED, dtype=torch.uint8, device=torch.device(device.type, fault.peer))
+        return lambda: Beside(lambda: target.copy_(source, non_blocking=True), device)
+    return nullcontext
 
 
 def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device) -> dict[str, Any] | None:
     """Profile some steps with a fault. Returns the results on rank 0."""
-    step = step_of(arguments, mesh, device, fault.layout)
+    step = step_of(arguments, mesh, device, fault)
     for _ in range(3):
         step()
     if device.type != "cpu":
@@ -129,10 +153,11 @@ def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torc
     if device.type != "cpu":
         torch.accelerator.synchronize()
     usual = time.perf_counter() - started
-    with planted(fault, mesh.rank, device, usual) as before, bp.profile("standard", mesh=mesh) as session:
+    around = planted(fault, mesh.rank, device, usual)
+    with bp.profile("standard", mesh=mesh) as session:
         for _ in range(arguments.steps):
-            before()
-            step()
+            with around():
+                step()
             if device.type != "cpu":
                 torch.accelerator.synchronize()
             session.mark()
