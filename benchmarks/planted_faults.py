@@ -91,7 +91,7 @@ def step_of(arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device, 
 
 
 class Beside:
-    """Work that a thread keeps running on a stream of its own while a step runs."""
+    """Work that a thread keeps running on a separate stream while a step runs."""
 
     def __init__(self, work: Callable[[], object], device: torch.device) -> None:
         self._work, self._device = work, device
