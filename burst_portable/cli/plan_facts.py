@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from burst_portable import __version__
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import PassCost, PlanCost, plan_cost
+from burst_portable.planning.cost import PassCost, PlanCost, local_bytes, plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import message_sizes
-from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, heads_per_rank
+from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
@@ -146,31 +145,10 @@ def _pass(plan: Plan, name: PassName, cost: PlanCost, ranks: Sequence[int], hard
 def memory_facts(plan: Plan, name: PassName, costs: Sequence[PassCost], ranks: Sequence[int]) -> dict[str, int]:
     """Return the bytes of local tensors, of remote blocks and of scores; each is the largest of a rank."""
     return {
-        "shard": _shard(plan, name, ranks),
+        "shard": max(local_bytes(plan, name, rank) for rank in ranks),
         "in_flight": max(c.blocks_held for c in costs),
         "scores": max(c.scores for c in costs),
     }
-
-
-def _shard(plan: Plan, name: PassName, ranks: Sequence[int]) -> int:
-    """Return the bytes of local tensors of the rank that has most, after heads are resharded."""
-    size = plan.head_parallel_size
-    heads, kv_heads = heads_per_rank(plan.call, size)
-    all_groups = replace(plan.pass_plan(name).call, heads=heads, kv_heads=kv_heads)  # the pass plan has one head group
-    return max(_shard_bytes(all_groups, name, member) for member in {plan.forward.member(rank) for rank in ranks})
-
-
-def _shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
-    """Return the bytes of a rank's local tensors: Q, K, V, out, LSE; backward also dO, delta and gradients."""
-    data, wide = problem.itemsize, max(problem.itemsize, 4)
-    queries = problem.batch * problem.layout.count(rank) * problem.heads
-    keys = problem.batch * problem.k_layout.count(rank) * problem.kv_heads
-    d, dv = problem.head_dim, problem.v_head_dim
-    inputs = data * (queries * d + keys * (d + dv))
-    if pass_name == "forward":
-        return inputs + wide * queries * (dv + 1)
-    results = data * 2 * queries * dv + wide * 2 * queries  # out, dO; LSE, delta
-    return inputs + results + wide * (queries * d + keys * (d + dv))
 
 
 def _largest_message(plan: Plan, name: PassName, ranks: Sequence[int]) -> int:

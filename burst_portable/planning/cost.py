@@ -17,7 +17,7 @@ from typing import NamedTuple
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import exchanges, local_block_size, message_sizes, row_size
-from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, keeps_rank_order
+from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, heads_per_rank, keeps_rank_order
 from burst_portable.planning.routes import Move, Rows, to_pack
 from burst_portable.planning.schedule import Compute, interleave_groups
 
@@ -431,6 +431,35 @@ def _peak_block_bytes(plan: Plan, pass_name: PassName, rank: int) -> int:
         for owner in step.released:
             blocks.pop((group, owner), None)
     return peak
+
+
+def local_bytes(plan: Plan, pass_name: PassName, rank: int) -> int:
+    """Return the bytes of a rank's local tensors, after heads are resharded.
+
+    Q, K, V, out and LSE; in the backward pass also dO, delta and gradients.
+    """
+    heads, kv_heads = heads_per_rank(plan.call, plan.head_parallel_size)
+    call, member = plan.pass_plan(pass_name).call, plan.forward.member(rank)  # the call has one head group
+    data, wide = call.itemsize, max(call.itemsize, 4)
+    queries = call.batch * call.layout.count(member) * heads
+    keys = call.batch * call.k_layout.count(member) * kv_heads
+    d, dv = call.head_dim, call.v_head_dim
+    inputs = data * (queries * d + keys * (d + dv))
+    if pass_name == "forward":
+        return inputs + wide * queries * (dv + 1)
+    results = data * 2 * queries * dv + wide * 2 * queries  # out, dO; LSE, delta
+    return inputs + results + wide * (queries * d + keys * (d + dv))
+
+
+def plan_memory(plan: Plan, ranks: Iterable[int]) -> int:
+    """Return the bytes of local tensors, remote blocks and scores of the pass and the rank that need most."""
+    return max(
+        local_bytes(plan, name, rank)
+        + _peak_block_bytes(plan, name, rank)
+        + (score_bytes(plan.call, name, rank) if plan.score_rows else 0)
+        for name in PASSES
+        for rank in ranks
+    )
 
 
 @dataclass(frozen=True, slots=True)

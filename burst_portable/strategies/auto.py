@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_portable.errors import InputError, shown
+from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.layout import Segment
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import plan_cost, plan_seconds
+from burst_portable.planning.cost import plan_cost, plan_memory, plan_seconds
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Machine, Strategy
-from burst_portable.strategies.options import RANKS_PER_NODE, option
+from burst_portable.strategies.options import RANKS_PER_NODE, Option, option
 from burst_portable.strategies.registry import broken, by_label, checked_plan, classes, collect_reason, make_strategy
-from burst_portable.utils.text import by_time
+from burst_portable.utils.text import by_time, bytes_text
 from burst_portable.utils.values import check_divides
 
 DEFAULT_HARDWARE = HardwareSpec(tflops=400.0, intra_node_bandwidth=100.0)
@@ -40,6 +40,8 @@ class AutoStrategy(Strategy):
     Attributes:
         ranks_per_node: Ranks per node. If given, strategies for several nodes are compared too, and messages between
             nodes are predicted with their own bandwidth.
+        max_memory_mib: Largest memory of attention on a rank, in MiB: local tensors and their gradients, remote blocks
+            and scores, as `plan --strategy all` lists them. Candidates that need more are left out. Default: no limit.
         hardware: Speeds from which times are predicted.
     """
 
@@ -47,6 +49,9 @@ class AutoStrategy(Strategy):
     title = "the strategy whose plan has the least predicted time"
 
     ranks_per_node: int | None = option(RANKS_PER_NODE)
+    max_memory_mib: int | None = option(
+        Option(None, "a size in MiB", flag=True, help="Leave out strategies that need more memory per rank, in MiB.")
+    )
     hardware: HardwareSpec = DEFAULT_HARDWARE
 
     def __post_init__(self) -> None:
@@ -59,7 +64,9 @@ class AutoStrategy(Strategy):
             )
 
     def check(self, call: AttentionCall) -> None:
-        """Do nothing: every call has a candidate that serves it."""
+        """Do nothing, unless memory is limited: every call has a candidate that serves it."""
+        if self.max_memory_mib is not None:
+            self.plan(call)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[Strategy]:
@@ -72,15 +79,25 @@ class AutoStrategy(Strategy):
 
     def plan(self, call: AttentionCall) -> Plan:
         if call.ranks == 1:
-            return replace(make_strategy("ring").plan(call), reason="one rank: no communication, so nothing to choose")
+            plan = replace(make_strategy("ring").plan(call), reason="one rank: no communication, so nothing to choose")
+            self._check_memory({plan.label: plan_memory(plan, (0,))})
+            return plan
         plans: dict[str, Plan] = {}
+        memory: dict[str, int] = {}
         seconds: dict[str, float] = {}
         candidates, refused = self.list_candidates(call)
         for label, strategy in candidates.items():
             with collect_reason(strategy.name, label, refused):
                 plan = checked_plan(strategy, call)
+                if self.max_memory_mib is not None:
+                    memory[label] = plan_memory(plan, sampled_ranks(call))
+                    if memory[label] > self.max_memory_mib << 20:
+                        refused[label] = f"it needs {bytes_text(memory[label])} per rank"
+                        continue
                 seconds[label] = self.seconds(plan)  # the route of another package may raise an error here
                 plans[label] = plan
+        if memory:
+            self._check_memory(memory)
         least = min(round(time, 7) for time in seconds.values())
         fastest = [label for label, time in seconds.items() if round(time, 7) == least]
         tie = len(fastest) > 1
@@ -89,12 +106,26 @@ class AutoStrategy(Strategy):
             hardware, ranks = self._hardware_for(call), sampled_ranks(call)
             best = min(fastest, key=lambda label: plan_cost(plans[label], hardware, ranks).sent)
         criterion = "by predicted time, then by bytes sent" if tie else "by predicted time"
+        if self.max_memory_mib is not None:
+            criterion += f", within max_memory_mib={self.max_memory_mib}"
         if (fewer := _fewest_groups(best, plans, seconds)) != best:
             criterion += f", since {best} would save under {100 * (_SMALLEST_GAIN - 1):.2g} %,"
             best = fewer
         chose = f"chose {best} {criterion}{self._hardware_text(call)} ({by_time(seconds)})"
         left_out = (f"not {label}: {reason}" for label, reason in refused.items())
         return replace(plans[best], reason="; ".join([chose, *left_out]))
+
+    def _check_memory(self, needed: dict[str, int]) -> None:
+        """Raise `UnsupportedError` if none of these needs, in bytes by label, is within the limit."""
+        if self.max_memory_mib is None or min(needed.values()) <= self.max_memory_mib << 20:
+            return
+        label = min(needed, key=needed.__getitem__)
+        raise UnsupportedError(
+            "attention needs more memory than the limit of 'auto'",
+            got=f"at least {bytes_text(needed[label])} per rank, of {label}",
+            allowed=f"max_memory_mib={self.max_memory_mib}",
+            next_step="use more ranks, or raise max_memory_mib",
+        )
 
     def _hardware_text(self, call: AttentionCall) -> str:
         """Return the origin of the speeds, for the reason of a plan."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import pytest
 
 import burst_portable as bp
+from burst_portable.errors import UnsupportedError
 from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.cost import plan_cost, plan_memory
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy, sampled_ranks
 from burst_portable.strategies.registry import make_strategy
@@ -103,6 +106,42 @@ def test_auto_breaks_ties_by_bytes_sent():
 def test_sampled_ranks_include_busiest_ranks(mask, ranks, priced):
     """Samples ranks at equal distances, that with most visible pairs of its queries, and that with most of its keys."""
     assert sampled_ranks(problem(ranks, mask=mask)) == priced
+
+
+def memory(label, given):
+    """Return MiB of the rank that needs most, from the sizes of the call: bfloat16, heads of 64, full mask."""
+    rows, heads = given.layout.count(0), given.heads
+    block = 2 * rows * given.kv_heads * 64 * 2  # K and V
+    local = rows * heads * (64 * (2 + 2 + 2 + 4) + 2 * 4) + block + 2 * block  # q, out, dO, dQ; LSE, delta; dK, dV
+    blocks = {"ring": 2, "all_gather(head_groups=1)": given.ranks - 1, "ulysses": 0}[label]
+    return (local + blocks * block) / 2**20
+
+
+def test_auto_leaves_out_what_exceeds_the_memory_limit():
+    """Eight blocks at once are predicted to be the fastest, and do not fit; with a lower limit only Ulysses does."""
+    given = problem(4, heads=8, kv_heads=8, length=1 << 16)
+    sizes = {label: memory(label, given) for label in ("ring", "all_gather(head_groups=1)", "ulysses")}
+    for label, size in sizes.items():
+        assert plan_memory(make_strategy(label).plan(given), range(4)) == size * 2**20
+    free = AutoStrategy(hardware=COPIES)
+    limits = {label: AutoStrategy(hardware=COPIES, max_memory_mib=ceil(size)) for label, size in sizes.items()}
+    assert limits["all_gather(head_groups=1)"].plan(given).label == free.plan(given).label
+    for label in ("ring", "ulysses"):
+        made = limits[label].plan(given)
+        assert plan_memory(made, range(4)) <= limits[label].max_memory_mib << 20
+        assert f"within max_memory_mib={limits[label].max_memory_mib}" in made.reason
+        assert f"not all_gather(head_groups=1): it needs {sizes['all_gather(head_groups=1)']:.3g} MiB" in made.reason
+    assert limits["ulysses"].plan(given).strategy == "ulysses"
+    assert make_strategy(limits["ulysses"].label) == AutoStrategy(max_memory_mib=ceil(sizes["ulysses"]))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_auto_raises_if_nothing_fits_into_the_memory(ranks):
+    given, auto = problem(ranks, heads=8, kv_heads=8, length=1 << 14), AutoStrategy(max_memory_mib=1)
+    with pytest.raises(UnsupportedError, match=r"more memory than the limit.* per rank.*max_memory_mib=1; use"):
+        auto.plan(given)
+    with pytest.raises(UnsupportedError, match="max_memory_mib=1"):
+        auto.check(given)
 
 
 def test_auto_circulates_the_smaller_side():
