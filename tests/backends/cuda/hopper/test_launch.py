@@ -312,3 +312,21 @@ def test_launches_of_two_devices_are_kept_apart(monkeypatch):
     assert one is again
     assert one.bound is not other.bound
     assert (one.table[0].index, other.table[0].index) == (0, 1)
+
+
+@pytest.mark.parametrize("dim", [DIM, SPLIT_DIM])
+def test_accumulated_gradients_are_rounded_at_once(monkeypatch, dim):
+    """With few heads of K and V, each query head adds to their gradients in float32."""
+    sums = []
+
+    def add(self, x, tiles, call, *, into):
+        sums.extend(part.normal_().clone() for part in into)
+
+    monkeypatch.setattr(HopperKernel, "attend_backward", add)
+    q, k = torch.zeros(1, 128, 8, dim, dtype=torch.bfloat16), torch.zeros(1, 128, 1, dim, dtype=torch.bfloat16)
+    x = BackwardInputs(q, q, k, k, torch.zeros(1, 8, 128), q)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", None)  # one conversion for each gradient
+        made = HopperKernel().backward_single_call(x, causal(128), settings(deterministic=False))
+    assert [one.dtype for one in made] == [torch.bfloat16] * 3
+    assert all(torch.equal(one, exact.bfloat16()) for one, exact in zip(made, sums, strict=True))
