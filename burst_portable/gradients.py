@@ -101,8 +101,9 @@ def all_reduce_gradients(
 
     Raises:
         InputError: If `parameters` are not tensors, are sharded over these ranks (FSDP has reduced their gradients
-            already), or have sparse gradients. If the gradients are sums already, because of a second call, or belong
-            to a model that was parallelized with averaged_gradients=True.
+            already), or have sparse gradients. If the gradients are sums already, because of a second call. If those of
+            a parallelized model were changed in place since the backward pass, for example clipped. If they belong to
+            a model that was parallelized with averaged_gradients=True.
         MismatchError: If ranks have different parameters, or make another call; on every rank, if the transport can
             compare them. The first call also compares the values of parameters. Gradients are unchanged then.
         CommunicationError: If the communication fails otherwise.
@@ -123,7 +124,7 @@ def all_reduce_gradients(
         with mesh.transport(device.type).between_passes():
             for bucket in _buckets(members, bucket_bytes):
                 _sum_bucket(bucket, missing, mesh)
-        mesh.summed.update((p.grad, _versions(p)) for p in members if p.grad is not None and mesh.size > 1)
+        mesh.summed.update((p.grad, versions(p)) for p in members if p.grad is not None and mesh.size > 1)
 
 
 def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:
@@ -144,11 +145,18 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
             parameter.grad = torch.zeros_like(parameter)
             missing.add(parameter)
         gradient = _gradient(parameter)
-        if mesh.summed.get(parameter.grad) == _versions(parameter):
+        if mesh.summed.get(parameter.grad) == versions(parameter):
             raise InputError(
                 "the gradients are sums over the ranks already; a second call would multiply them by the ranks",
                 got=f"a gradient of shape {tuple(gradient.shape)} that did not change since the last call",
                 next_step="call all_reduce_gradients once per step, and zero_grad() after the optimizer's step",
+            )
+        if mesh.accumulated.get(parameter.grad, versions(parameter)) != versions(parameter):
+            raise InputError(
+                "gradients were changed between the backward pass and their sum over the ranks; a norm by which they "
+                "were clipped is that of one rank's part",
+                got=f"a gradient of shape {tuple(gradient.shape)} that was changed in place",
+                next_step="call all_reduce_gradients right after the last backward pass; clip and unscale afterwards",
             )
         groups.setdefault((gradient.dtype, gradient.device), []).append(parameter)
     return groups
@@ -234,7 +242,7 @@ def _gradient(parameter: Tensor) -> Tensor:
     return _local(gradient)
 
 
-def _versions(parameter: Tensor) -> tuple[int, int]:
+def versions(parameter: Tensor) -> tuple[int, int]:
     """Return numbers that change with the gradient: FSDP2 adds to the shard of a DTensor, which counts separately."""
     assert parameter.grad is not None, "`_group` created missing ones"
     return parameter.grad._version, _local(parameter.grad)._version

@@ -135,6 +135,7 @@ class Mesh:
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
         self.sharded_layouts: set[str] = set()  # names of the layouts by which tensors were sharded
         self.summed = WeakTensorKeyDictionary()  # gradients that are sums over the ranks, with their versions
+        self.accumulated = WeakTensorKeyDictionary()  # gradients as backward passes left them, with their versions
         self.averaged: WeakSet[Any] = WeakSet()  # modules whose gradients are multiplied by the ranks, to be averaged
 
     def __repr__(self) -> str:

@@ -2,6 +2,8 @@
 
 For each: the norm of the gradients with `averaged_gradients`, the text of the error without, and, with the check
 replaced, the norm that such a call would train with. For FSDP2 with a divisor of 1, the norm without the argument.
+
+Then, by wrapping and way to scale the loss of a shard in `LOSSES`: the norms of two steps, and the text of an error.
 """
 
 from __future__ import annotations
@@ -26,6 +28,34 @@ from tests.support.forked import run_forked
 from tests.support.models import make, tokens
 
 RANKS = 2
+LOSSES = ("factor", "none", "count", "accumulated")
+"""The loss is multiplied by the ranks; or not; or its count is divided; or two batches have half of that factor."""
+
+
+def steps(model: Any, wrap: Callable[[Any], Any], way: str) -> list[Any]:
+    """Return the norms of the gradients of two steps, or of one and the text of the error."""
+    ids, found = tokens(1, 32), list[Any]()
+    handle = parallelize(model, Mesh.from_group(config=Config(timeout=60)))
+    wrapped: Any = wrap(model)
+    try:
+        for _ in range(2):
+            for _ in range(2 if way == "accumulated" else 1):
+                inputs = handle.shard(ids)
+                if way == "count":
+                    inputs["num_items_in_batch"] = inputs["num_items_in_batch"] / RANKS
+                factor = RANKS if way == "factor" else 1
+                (wrapped(**inputs).loss * factor).backward()
+            found.append(norm_of(model))
+            model.zero_grad()
+    except InputError as error:
+        found.append(str(error))
+    return found
+
+
+def norm_of(model: Any) -> float:
+    """Return the norm of the gradients."""
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
 
 
 def train(rank: int, folder: str) -> None:
@@ -42,8 +72,7 @@ def train(rank: int, folder: str) -> None:
         with torch.no_grad():
             wrapped(input_ids=ids, labels=ids)  # an evaluation has no gradients
         wrapped(input_ids=ids, labels=ids).loss.backward()
-        gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-        return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+        return norm_of(model)
 
     def summing(model: Any) -> Any:
         fully_shard(model).set_gradient_divide_factor(1.0)
@@ -60,6 +89,7 @@ def train(rank: int, folder: str) -> None:
     found.append(norm(summing, averaged=False))
     parallel.check_averaging = lambda model, mesh, *, averaged: None
     found += [norm(wrap, averaged=False) for wrap in ways]
+    found.append({f"{wrap.__name__} {way}": steps(make("llama"), wrap, way) for wrap in ways for way in LOSSES})
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()

@@ -50,9 +50,23 @@ def checksum(*tensors: Tensor | None) -> Tensor:
     return ((values + 1) * _weights(values.numel(), device)).sum() + constant
 
 
-def shard_checksum(batch: Tensor, ids: Tensor, labels: Tensor | None) -> Tensor:
-    """Return the checksums of an undivided batch, and of the tokens and labels of a shard of it: int64, ``[3]``."""
-    return torch.stack([batch, checksum(ids), torch.zeros_like(batch) if labels is None else checksum(labels)])
+def shard_checksum(batch: Tensor, ids: Tensor, labels: Tensor | None, count: Tensor | None) -> Tensor:
+    """Return the checksums of an undivided batch, and of the tokens and labels of a shard of it: int64, ``[4]``.
+
+    The last number is the `count` of labels of the batch.
+    """
+    missing = torch.zeros_like(batch)
+    return torch.stack(
+        [batch, checksum(ids), *((missing, missing) if labels is None or count is None else (checksum(labels), count))]
+    )
+
+
+def has_all_labels(recorded: Tensor | None, count: Any) -> Tensor | None:
+    """Return whether `count` is at least the labels of the batch: bool ``[]``. None: they are unknown."""
+    if recorded is None or not recorded.dim() or count is None:
+        return None
+    found: Tensor = recorded[3] <= count
+    return found
 
 
 def checksum_of_call(recorded: Tensor, ids: Tensor | None, labels: Tensor | None, device: torch.device) -> Tensor:
@@ -110,10 +124,10 @@ def checksum_of_all(parameters: Iterable[Tensor], device: torch.device) -> Tenso
 
 def _plain(parameters: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """Return the parameters on a device that are not sharded."""
-    return [p for p in parameters if p.device == device and not _is_sharded(p) and p.layout is torch.strided]
+    return [p for p in parameters if p.device == device and not is_sharded(p) and p.layout is torch.strided]
 
 
-def _is_sharded(parameter: Tensor) -> bool:
+def is_sharded(parameter: Tensor) -> bool:
     """Return whether FSDP2 (DTensor) or FSDP1 (a mark of torch's) shards a parameter."""
     return isinstance(parameter, DTensor) or getattr(parameter, "_fsdp_flattened", False)
 
@@ -144,6 +158,24 @@ def equal_rows() -> InputError:
     )
 
 
+class HostCopy:
+    """A copy of a small tensor on its way to the host. The host waits for it only when it is read."""
+
+    def __init__(self, x: Tensor, mesh: Mesh) -> None:
+        has_streams = mesh.backend_for(x.device.type).capabilities.streams
+        self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=has_streams)
+        self._copy.copy_(x, non_blocking=True)
+        self._copied = torch.Event(x.device) if has_streams else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> Any:
+        """Return the values."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy.tolist()
+
+
 class BatchCheck:
     """Compares the checksums of the ranks, call after call.
 
@@ -152,7 +184,7 @@ class BatchCheck:
     """
 
     def __init__(self) -> None:
-        self._differs: tuple[Tensor, torch.Event | None] | None = None
+        self._differs: HostCopy | None = None
         self._is_first = True
 
     def compare(
@@ -208,13 +240,7 @@ class BatchCheck:
         with transport.between_passes():
             parts = [part.reshape(-1).view(torch.uint8) for part in gathered]
             transport.all_gather(mine.view(torch.uint8), parts, _CALL)
-        has_streams = mesh.backend_for(device.type).capabilities.streams
-        differs = torch.empty(len(mine), dtype=torch.bool, pin_memory=has_streams)
-        differs.copy_((gathered != mine).any(dim=0), non_blocking=True)
-        copied = torch.Event(device) if has_streams else None
-        if copied is not None:
-            copied.record()
-        self._differs = differs, copied
+        self._differs = HostCopy((gathered != mine).any(dim=0), mesh)
 
     def confirm(self) -> None:
         """Read the result of the last comparison on a device.
@@ -226,10 +252,7 @@ class BatchCheck:
         pending, self._differs = self._differs, None
         if pending is None:
             return
-        differs, copied = pending
-        if copied is not None:
-            copied.synchronize()
-        *facts, rows_differ = differs.tolist()
+        *facts, rows_differ = pending.read()
         if not rows_differ:
             raise equal_rows()
         for fact, differ in zip(_FACTS, facts, strict=True):

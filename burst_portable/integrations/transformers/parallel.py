@@ -27,6 +27,7 @@ from burst_portable.integrations.transformers.batch_check import (
     BatchCheck,
     checksum,
     checksum_of_call,
+    has_all_labels,
     rows_checksum,
     shard_checksum,
 )
@@ -55,6 +56,7 @@ from burst_portable.integrations.transformers.full_batches import (
     requested_outputs,
 )
 from burst_portable.integrations.transformers.global_positions import restore_positions, watch_positions
+from burst_portable.integrations.transformers.gradient_checks import LossScaleCheck, watch_gradient
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.left_padding import move_left_padding, roll_rows
 from burst_portable.integrations.transformers.loss import (
@@ -230,7 +232,8 @@ class ShardedModel:
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
-        self._batch, self._position_check = BatchCheck(), PositionCheck()
+        self._batch, self._position_check, self._loss_scale = BatchCheck(), PositionCheck(), LossScaleCheck()
+        self._has_all_labels: Tensor | None = None  # of the running call
         self._warned_about_length, self._warned_about_activations = False, False
         # Attentions of the last successful call.
         self._attentions: int = getattr(self._text.config, "num_hidden_layers", 0)
@@ -271,6 +274,7 @@ class ShardedModel:
             self._hooks += StateExchange(self.mesh).hooks(self._text)
         hooks, scaled = watch_positions(self._text)
         self._hooks += hooks
+        self._watches_gradient = False
         self._watches_positions, self._scales_by_row = bool(hooks or scaled), bool(scaled)
         if self.averaged_gradients and self.mesh.size > 1:
             self.mesh.averaged.add(self.model)
@@ -380,8 +384,9 @@ class ShardedModel:
         inputs = self._shard(**batch)
         if self.mesh.size == 1:
             return inputs
-        tokens = inputs["input_ids"], inputs.get("shift_labels", inputs.get("labels"))
-        return inputs | {KEY: shard_checksum(inputs[KEY], *tokens), "attention_mask": ShardMark()}
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        key = shard_checksum(inputs[KEY], inputs["input_ids"], labels, inputs.get("num_items_in_batch"))
+        return inputs | {KEY: key, "attention_mask": ShardMark()}
 
     def _shard(self, input_ids: Any, labels: Any, cu_seqlens: Any, attention_mask: Any) -> dict[str, Any]:
         """Return the result of `shard`, after checking the types of its arguments."""
@@ -567,6 +572,8 @@ class ShardedModel:
                 loss.expect(kwargs)
                 if not is_shard and kwargs.get("labels") is not None:
                     raise _unknown_labels()
+            if torch.is_grad_enabled():
+                self._begin_training(batch_checksum, kwargs.get("num_items_in_batch"))
             if batch_checksum is not None:
                 labels = kwargs.get("shift_labels", kwargs.get("labels"))
                 batch_checksum = checksum_of_call(batch_checksum, kwargs.get("input_ids"), labels, tokens.device)
@@ -575,6 +582,16 @@ class ShardedModel:
             rows = rows_checksum(tokens, self.mesh.rank) if is_unordered else None
             self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device, outputs, rows)
         return sequence
+
+    def _begin_training(self, batch_checksum: Tensor | None, count: Any) -> None:
+        """Check the training step of the last call, and prepare the checks of this one's."""
+        if not self._watches_gradient:
+            self._watches_gradient = True
+            if (hook := watch_gradient(self.model, self.mesh)) is not None:
+                self._hooks.append(hook)
+        if not self.full_batches:
+            self._loss_scale.begin(self.model, self.mesh)
+            self._has_all_labels = has_all_labels(batch_checksum, count)
 
     @never_compiled("plans, transports and hooks are not graphs")
     def _leave(self, module: Any, args: Any, output: Any) -> Any:
@@ -599,6 +616,8 @@ class ShardedModel:
             # Ranks that requested different outputs would wait for each other below.
             self._batch.confirm()
         output = with_router_loss(module, output, self.mesh)
+        self._loss_scale.watch(getattr(output, "loss", None), self._has_all_labels, self.mesh)
+        self._has_all_labels = None
         if outputs is not None and sequence is not None:
             scale = self.mesh.size if self.averaged_gradients else 1
             return full_output(output, self.mesh, sequence.layout, outputs, scale)

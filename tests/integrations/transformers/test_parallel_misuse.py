@@ -475,17 +475,64 @@ def test_shards_of_fsdp1_are_not_taken_for_different_parameters(parameters: str)
 
 
 def test_averages_of_parts_of_gradients_raise(tmp_path: Path) -> None:
-    """With full batches, DDP and FSDP2 would train with gradients that are too small by the number of ranks."""
+    """DDP and FSDP2 would train with gradients that are too small by the number of ranks."""
     done = run_program("tests.support.ddp_ranks", str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     model, ids = make("llama"), tokens(1, 32)
     model(input_ids=ids, labels=ids).loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    right, messages, summed, wrong = found[:2], found[2:4], found[4], found[5:]
+    right, messages, summed, wrong, shards = found[:2], found[2:4], found[4], found[5:7], found[7]
     assert [*right, summed] == pytest.approx([expected] * 3)
     assert all("pass averaged_gradients=True" in message for message in messages)
     assert wrong == pytest.approx([expected / 2] * 2)
+    for wrap in ("DistributedDataParallel", "fully_shard"):
+        first, message = shards.pop(f"{wrap} none")
+        assert first == pytest.approx(expected / 2)
+        assert "was not multiplied by the number of ranks" in message
+        assert "(loss * 2).backward()" in message
+    assert torch.tensor([*shards.values()]).flatten().tolist() == pytest.approx([expected] * 12)
+
+
+@pytest.mark.parametrize("change", ["clip", "scale", "none"])
+def test_gradients_changed_before_their_sum_raise(change: str) -> None:
+    """Each rank would clip its part of the gradients by the norm of this part."""
+    whole, ids = make("llama"), tokens(1, 32)
+    whole(input_ids=ids, labels=ids).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    clipped = whole.lm_head.weight.grad.clone()
+    whole.zero_grad()
+
+    def work(mesh: Mesh) -> float:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        for _ in range(2):
+            model(**handle.shard(ids) | {"num_items_in_batch": 62}).loss.backward()  # two batches
+        parameters = list(model.parameters())
+        if change == "clip":
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        elif change == "scale":
+            torch._foreach_mul_([p.grad for p in parameters], 0.5)
+        if is_planted:
+            mesh.accumulated.clear()
+        elif change != "none":
+            with pytest.raises(InputError, match=r"changed between the backward pass and their sum.* clip and unscale"):
+                all_reduce_gradients(parameters, mesh)
+            return 0.0
+        all_reduce_gradients(parameters, mesh)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1).item()
+        if change == "none":
+            assert norm == pytest.approx(expected.item())
+            torch.testing.assert_close(model.lm_head.weight.grad, clipped, rtol=1e-6, atol=1e-9)
+            with pytest.raises(InputError, match="changed between the backward pass"):
+                all_reduce_gradients(parameters, mesh)  # a second time
+        return float((model.lm_head.weight.grad - clipped).norm() / clipped.norm())
+
+    is_planted = False
+    run_threads(2, work)
+    if change == "clip":
+        is_planted = True
+        assert min(run_threads(2, work)) > 0.01
 
 
 @pytest.mark.parametrize(
