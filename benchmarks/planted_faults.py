@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ from burst_portable.strategies.registry import make_strategy
 
 DELAY = 0.5  # of a step, which the late rank sleeps
 COPIED = 1 << 25  # bytes per copy of the slow link: about 0.1 ms over NVLink
-AHEAD = 4  # products or copies that wait on the device, so that it never lacks them
+COPIES = 4  # copies at a time, so that they take most of the link
+AHEAD = 2  # products or copies that wait in a stream, so that it never lacks them
+FIRST = -1  # priority of products whose programs start before those of attention
 
 
 @dataclass(frozen=True)
@@ -91,23 +94,25 @@ def step_of(arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device, 
 
 
 class Beside:
-    """Work that a thread keeps running on a separate stream while a step runs."""
+    """Work that a thread keeps running on separate streams while a step runs."""
 
-    def __init__(self, work: Callable[[], object], device: torch.device) -> None:
+    def __init__(self, work: Callable[[], object], device: torch.device, streams: int, priority: int = 0) -> None:
         self._work, self._device = work, device
-        self._stream = torch.Stream(device)
+        self._streams = [torch.Stream(device, priority=priority) for _ in range(streams)]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat)
 
     def _repeat(self) -> None:
         torch.accelerator.set_device_index(self._device.index)
         started: deque[torch.Event] = deque()
-        with self._stream:
-            while not self._ended.is_set():
+        for stream in cycle(self._streams):
+            if self._ended.is_set():
+                break
+            with stream:
                 self._work()
-                started.append(self._stream.record_event())
-                if len(started) > AHEAD:
-                    started.popleft().synchronize()
+                started.append(stream.record_event())
+            if len(started) > AHEAD * len(self._streams):
+                started.popleft().synchronize()
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -121,7 +126,7 @@ class Beside:
 def planted(
     fault: Fault, rank: int, device: torch.device, seconds: float
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return what a rank does around each step."""
+    """Return what a rank does around each step. Its first work, which takes longer, is done before."""
     if fault.name == "late rank" and rank == fault.rank:
 
         @contextmanager
@@ -130,14 +135,20 @@ def planted(
             yield
 
         return late
+    work: Callable[[], object]
     if fault.name == "slow rank" and rank == fault.rank:
         x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-        return lambda: Beside(lambda: torch.mm(x, x), device)
-    if fault.name == "slow link" and rank == fault.rank:
+        work, streams, priority = lambda: torch.mm(x, x), 1, FIRST
+    elif fault.name == "slow link" and rank == fault.rank:
         source = torch.empty(COPIED, dtype=torch.uint8, device=device)
         target = torch.empty(COPIED, dtype=torch.uint8, device=torch.device(device.type, fault.peer))
-        return lambda: Beside(lambda: target.copy_(source, non_blocking=True), device)
-    return nullcontext
+        work, streams, priority = lambda: target.copy_(source, non_blocking=True), COPIES, 0
+    else:
+        return nullcontext
+    with Beside(work, device, streams, priority):
+        work()
+    torch.accelerator.synchronize()
+    return lambda: Beside(work, device, streams, priority)
 
 
 def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device) -> dict[str, Any] | None:
@@ -154,6 +165,7 @@ def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torc
         torch.accelerator.synchronize()
     usual = time.perf_counter() - started
     around = planted(fault, mesh.rank, device, usual)
+    dist.barrier()
     with bp.profile("standard", mesh=mesh) as session:
         for _ in range(arguments.steps):
             with around():
