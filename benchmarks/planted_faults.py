@@ -10,8 +10,8 @@ Each fault runs for some steps of `ring`, after some without a fault:
     slow link      rank 0 copies other data to the device of rank 1; the sequence is short, so transfers matter
     uneven plan    the layout is contiguous under a causal mask
 
-The products of a slow rank and the copies of a slow link end with the step. Otherwise, that rank would enter the next
-step late, which is another fault.
+The products of a slow rank and the copies of a slow link go on between steps, and steps do not wait for them.
+Otherwise, that rank would enter the next step late, which is another fault.
 
 Prints a line per fault and writes JSON. The exit code is 1 if a fault is not named, or if a cause is named without a
 fault. On CPUs, slow ranks and links are left out: ranks share cores and memory.
@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -46,7 +46,7 @@ from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.strategies.registry import make_strategy
 
 DELAY = 0.5  # of a step, which the late rank sleeps
-COPIED = 1 << 25  # bytes per copy of the slow link: about 0.1 ms over NVLink
+COPIED = 1 << 28  # bytes per copy of the slow link: about 1 ms over NVLink
 COPIES = 4  # copies at a time, so that they take most of the link
 AHEAD = 2  # products or copies that wait in a stream, so that it never lacks them
 FIRST = -1  # priority of products whose programs start before those of attention
@@ -93,62 +93,52 @@ def step_of(arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device, 
     return step
 
 
-class Beside:
-    """Work that a thread keeps running on separate streams while a step runs."""
+@contextmanager
+def beside(work: Callable[[], object], device: torch.device, streams: int, priority: int) -> Iterator[None]:
+    """Let a thread keep some work running on separate streams. The first work, which takes longer, is done before."""
+    every = [torch.Stream(device, priority=priority) for _ in range(streams)]
+    ended = threading.Event()
 
-    def __init__(self, work: Callable[[], object], device: torch.device, streams: int, priority: int = 0) -> None:
-        self._work, self._device = work, device
-        self._streams = [torch.Stream(device, priority=priority) for _ in range(streams)]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._repeat)
-
-    def _repeat(self) -> None:
-        torch.accelerator.set_device_index(self._device.index)
+    def repeat() -> None:
+        torch.accelerator.set_device_index(device.index)
         started: deque[torch.Event] = deque()
-        for stream in cycle(self._streams):
-            if self._ended.is_set():
+        for stream in cycle(every):
+            if ended.is_set():
                 break
             with stream:
-                self._work()
+                work()
                 started.append(stream.record_event())
-            if len(started) > AHEAD * len(self._streams):
+            if len(started) > AHEAD * streams:
                 started.popleft().synchronize()
 
-    def __enter__(self) -> None:
-        self._thread.start()
+    work()
+    torch.accelerator.synchronize()
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        torch.accelerator.synchronize()
 
-    def __exit__(self, *_: object) -> None:
-        torch.accelerator.current_stream(self._device).synchronize()  # the step
-        self._ended.set()
-        self._thread.join()
 
-
-def planted(
-    fault: Fault, rank: int, device: torch.device, seconds: float
-) -> Callable[[], AbstractContextManager[None]]:
-    """Return what a rank does around each step. Its first work, which takes longer, is done before."""
+@contextmanager
+def planted(fault: Fault, rank: int, device: torch.device, seconds: float) -> Iterator[Callable[[], None]]:
+    """Plant a fault on its rank. Yields what the rank does before each step."""
     if fault.name == "late rank" and rank == fault.rank:
-
-        @contextmanager
-        def late() -> Iterator[None]:
-            time.sleep(DELAY * seconds)
-            yield
-
-        return late
-    work: Callable[[], object]
-    if fault.name == "slow rank" and rank == fault.rank:
+        yield lambda: time.sleep(DELAY * seconds)
+    elif fault.name == "slow rank" and rank == fault.rank:
         x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-        work, streams, priority = lambda: torch.mm(x, x), 1, FIRST
+        with beside(lambda: torch.mm(x, x), device, 1, FIRST):
+            yield lambda: None
     elif fault.name == "slow link" and rank == fault.rank:
         source = torch.empty(COPIED, dtype=torch.uint8, device=device)
         target = torch.empty(COPIED, dtype=torch.uint8, device=torch.device(device.type, fault.peer))
-        work, streams, priority = lambda: target.copy_(source, non_blocking=True), COPIES, 0
+        with beside(lambda: target.copy_(source, non_blocking=True), device, COPIES, 0):
+            yield lambda: None
     else:
-        return nullcontext
-    with Beside(work, device, streams, priority):
-        work()
-    torch.accelerator.synchronize()
-    return lambda: Beside(work, device, streams, priority)
+        yield lambda: None
 
 
 def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device) -> dict[str, Any] | None:
@@ -164,15 +154,16 @@ def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torc
     if device.type != "cpu":
         torch.accelerator.synchronize()
     usual = time.perf_counter() - started
-    around = planted(fault, mesh.rank, device, usual)
-    dist.barrier()
-    with bp.profile("standard", mesh=mesh) as session:
-        for _ in range(arguments.steps):
-            with around():
+    with planted(fault, mesh.rank, device, usual) as before:
+        dist.barrier()
+        with bp.profile("standard", mesh=mesh) as session:
+            for _ in range(arguments.steps):
+                before()
                 step()
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
-            session.mark()
+                if device.type != "cpu":
+                    torch.accelerator.current_stream(device).synchronize()  # not the planted work
+                session.mark()
+        dist.barrier()
     gathered = session.gather()
     if gathered is None:
         return None
