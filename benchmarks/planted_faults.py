@@ -125,7 +125,7 @@ def beside(work: Callable[[], object], device: torch.device, streams: int, prior
 
 @contextmanager
 def planted(fault: Fault, rank: int, device: torch.device, seconds: float) -> Iterator[Callable[[], None]]:
-    """Plant a fault on its rank. Yields what the rank does before each step."""
+    """Run a fault on its rank. Yields what the rank does before each step."""
     if fault.name == "late rank" and rank == fault.rank:
         yield lambda: time.sleep(DELAY * seconds)
     elif fault.name == "slow rank" and rank == fault.rank:
