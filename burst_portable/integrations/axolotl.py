@@ -1,8 +1,8 @@
 """axolotl's training on ranks that share sequences: a plugin for its configuration file.
 
 The plugin returns a trainer that is `SequenceTrainer` and axolotl's own, and a `SequenceParallelism` for its arguments.
-The ranks of a sequence read the same rows, and the model divides them in its forward pass. axolotl's own context
-parallelism, which replaces functions of accelerate and of Transformers, stays off.
+The ranks of a sequence read the same rows, and the model divides them in its forward pass. The context parallelism of
+axolotl replaces functions of accelerate and of Transformers, so it stays off.
 """
 
 from __future__ import annotations
