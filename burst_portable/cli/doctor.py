@@ -17,7 +17,7 @@ from burst_portable import __version__
 from burst_portable.backends.selection import known, load, passed_over, probed
 from burst_portable.cli.output import JsonName, JsonOption, console, labelled, table
 from burst_portable.config import Config, from_environment
-from burst_portable.errors import BackendUnavailableError, InputError, unknown_name
+from burst_portable.errors import BackendUnavailableError, InputError, format_error, shown, unknown_name
 from burst_portable.planning.hardware import read_hardware_spec
 from burst_portable.planning.kernel_times import read_kernel_times
 
@@ -117,6 +117,8 @@ def _backend(name: str, entry_point: str) -> Facts:
         backend = load(name)
         probe = probed(backend)
         capabilities = backend.capabilities
+        if probe.ok and (reason := _missing_device_type(capabilities.device_type)):
+            probe = replace(probe, ok=False, reason=reason)
         kernels = [_kernel(kernel, capabilities.device_type) for kernel in backend.kernels()] if probe.ok else []
     except BackendUnavailableError as error:
         reason = str(error)
@@ -135,6 +137,18 @@ def _backend(name: str, entry_point: str) -> Facts:
             "kernels": kernels,
         }
     return {"ok": False, "reason": " ".join(reason.split()), "entry_point": entry_point, "facts": {}, "kernels": []}
+
+
+def _missing_device_type(device_type: str) -> str:
+    """Return why tensors cannot have a device type, or "" if they can."""
+    import torch
+
+    try:
+        torch.device(device_type)
+    except RuntimeError:  # it lists the types that torch has
+        what = "the probe succeeded, but torch does not support the device type"
+        return format_error(what, got=shown(device_type), next_step="import the vendor's package in the probe")
+    return ""
 
 
 def _kernel(kernel: Kernel | LazyKernel, device: str) -> Facts:

@@ -13,8 +13,10 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from burst_portable.cli.flags import LENGTH, METAVAR, tokens
 from burst_portable.cli.output import JsonName, JsonOption, check_file, console, labelled, writing
 from burst_portable.errors import InputError, unknown_name
+from burst_portable.utils.values import size
 
 SCHEMA = "burst_portable.init/1"
 _NAME = "SCRIPT.py"
@@ -41,16 +43,23 @@ SCRIPTS = {
 }
 
 
-def text_of(framework: str, file_name: str) -> str:
-    """Return the text of a script with the name of its file."""
+def text_of(framework: str, file_name: str, seq_len: int | None = None) -> str:
+    """Return the text of a script with the name of its file and, unless it is None, its default of `--seq-len`."""
     path = Path(__file__).with_name("scripts") / f"{framework}_script.py"
-    return path.read_text(encoding="utf-8").replace(_NAME, file_name)
+    text = path.read_text(encoding="utf-8").replace(_NAME, file_name)
+    return text if seq_len is None else re.sub(r'("--seq-len", .*default=)\d+', rf"\g<1>{seq_len}", text)
 
 
 def init(
     framework: Annotated[str, typer.Argument(help=f"{', '.join(SCRIPTS)}.")],
     output: Annotated[
         str | None, typer.Option(help="Python file to write; it must not exist. Default: train_FRAMEWORK.py.")
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=tokens, metavar=METAVAR, help=f"Tokens of a sequence; {LENGTH} Default: that of the script."
+        ),
     ] = None,
     json_name: JsonName = None,
 ) -> int:
@@ -64,9 +73,13 @@ def init(
     burst-portable init trainer
 
     burst-portable init lightning --output train.py
+
+    burst-portable init loop --seq-len 512k
     """
     if framework not in SCRIPTS:
         raise unknown_name("framework", framework, SCRIPTS)
+    if seq_len is not None:
+        size("--seq-len", seq_len)
     path = Path(f"train_{framework}.py" if output is None else output)
     if not re.fullmatch(r"[\w.-]+\.py", path.name):
         allowed = "a name of letters, digits, '.', '_' and '-' that ends with .py"
@@ -76,7 +89,7 @@ def init(
         raise InputError("the script exists already", got=str(path), next_step=next_step)
     check_file(path, "--output")
     json_option = JsonOption(json_name)
-    script, text = SCRIPTS[framework], text_of(framework, path.name)
+    script, text = SCRIPTS[framework], text_of(framework, path.name, seq_len)
     commands = [line for line in text.split('"""')[1].splitlines() if line.startswith(("python ", "torchrun "))]
     with writing(path), path.open("x", encoding="utf-8") as file:
         file.write(text)

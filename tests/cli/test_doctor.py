@@ -85,16 +85,32 @@ backend = Absent()
 """
 
 
+UNKNOWN_TYPE = """
+from dataclasses import replace
+from burst_portable.backends.base import Backend, Probe
+from burst_portable.backends.selection import load
+class Unknown(Backend):
+    name = "theirs"
+    capabilities = replace(load("cpu").capabilities, device_type="acme")
+    def probe(self):
+        return Probe(True)
+    def kernels(self):
+        raise AssertionError("no tensor can be on such a device")
+backend = Unknown()
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
+        (UNKNOWN_TYPE, "torch does not support the device type; got 'acme'; import the vendor's package"),
         (ABSENT, "no such device here"),
         ("import no_such_library", "No module named 'no_such_library'"),
         ("raise RuntimeError('the driver\\nis too old')", "RuntimeError: the driver is too old"),
         ("other = 1", "AttributeError"),
         ("def broken(", "SyntaxError"),
     ],
-    ids=["absent", "import", "raises", "attribute", "syntax"],
+    ids=["device type", "absent", "import", "raises", "attribute", "syntax"],
 )
 def test_doctor_gives_reason_of_unavailable_backend(capsys, backends, source, reason):
     backends("theirs", source)

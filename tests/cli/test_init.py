@@ -4,10 +4,12 @@ import ast
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from burst_portable.cli import main
+from burst_portable.cli.flags import tokens
 from burst_portable.cli.init import SCRIPTS, text_of
 from tests.support.fork_server import run_program
 
@@ -33,6 +35,23 @@ def test_init_prints_json(capsys, tmp_path: Path):
     assert (tmp_path / "mine.py").read_text() == text_of("loop", "mine.py")
 
 
+@pytest.mark.parametrize("framework", SCRIPTS)
+def test_lengths_of_scripts_are_those_of_commands(framework: str, capsys, tmp_path: Path):
+    path = tmp_path / "mine.py"
+    assert main(["init", framework, "--seq-len", "512k", "--output", str(path)]) == 0
+    text = path.read_text()
+    assert text == text_of(framework, "mine.py", 524288) != text_of(framework, "mine.py")
+    assert text.count("default=524288") == 1
+    function = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == "tokens")
+    names: dict[str, Any] = {}
+    exec(compile(ast.Module([function], []), "", "exec"), names)
+    for length in ("512k", "1m", "2K", "3M", "301"):
+        assert names["tokens"](length) == tokens(length)
+    for wrong in ("k", "1.5k", "", "many"):
+        with pytest.raises(ValueError, match="invalid literal"):
+            names["tokens"](wrong)
+
+
 def test_functions_of_several_scripts_are_equal():
     """Each script is complete, so `read_rows` and `load` occur in three of them."""
     found: dict[str, set[str]] = {}
@@ -50,6 +69,8 @@ def test_functions_of_several_scripts_are_equal():
         (["loup"], "unknown framework; got 'loup'.* did you mean 'loop'"),
         (["loop", "--output", "loop"], r"must be a Python file; got 'loop'; allowed: .* ends with \.py"),
         (["loop", "--output", 'a"""b.py'], "must be a Python file"),
+        (["loop", "--seq-len", "5x"], "not a number of tokens; got '5x'"),
+        (["loop", "--seq-len", "0"], "--seq-len"),
         (["loop", "--output", "missing/loop.py"], "--output cannot be written; .*No such file"),
     ],
 )

@@ -84,11 +84,17 @@ def configured(name: str, assets: str | None, seq_len: int, steps: int, batch: i
     return config
 
 
+def tokens(text: str) -> int:
+    """Return a number of tokens: an integer, or digits with k (times 1,024) or m (times 1,048,576) after them."""
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower())
+    return int(text) if factor is None else int(text[:-1]) * factor
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama3_debugmodel", help="name of a configuration of torchtitan")
     parser.add_argument("--assets", help="folder of its tokenizer; default: bytes of English that comes with Python")
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--seq-len", type=tokens, default=2048, help="tokens of a sequence, as 512 or 128k")
     parser.add_argument("--steps", type=int, default=10, help="number of optimizer steps")
     parser.add_argument("--batch", type=int, default=1, help="sequences per step and group of ranks")
     parser.add_argument("--cp-size", type=int, help="ranks that share a sequence; default: the GPUs of a node")

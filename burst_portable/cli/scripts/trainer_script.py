@@ -53,11 +53,17 @@ def load(name: str | None) -> PreTrainedModel:
     return model
 
 
+def tokens(text: str) -> int:
+    """Return a number of tokens: an integer, or digits with k (times 1,024) or m (times 1,048,576) after them."""
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower())
+    return int(text) if factor is None else int(text[:-1]) * factor
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or Hub ID of a model; default: a small Llama with random weights")
     parser.add_argument("--text", type=Path, help="text file; default: English that comes with Python")
-    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--seq-len", type=tokens, default=512, help="tokens of a sequence, as 512 or 128k")
     parser.add_argument("--steps", type=int, default=10, help="number of optimizer steps")
     parser.add_argument("--batch", type=int, default=1, help="sequences per step and group of ranks")
     parser.add_argument("--cp-size", type=int, help="ranks that share a sequence; default: all")
