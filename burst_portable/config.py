@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from burst_portable.errors import InputError, shown
@@ -98,6 +99,21 @@ def _parse_settings(
     if compile_ahead not in _FLAGS:
         raise InputError("BURST_COMPILE_AHEAD must be a flag", got=repr(compile_ahead), allowed="0 or 1")
     return Config(seconds, kernel or "auto", transport or "auto", hardware_spec, kernel_times, _FLAGS[compile_ahead])
+
+
+_TRITON_FOLDERS = ("TRITON_CACHE_DIR", "TRITON_HOME")
+_COMPILER_VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "NVPTX_", "PTXAS_", "DISABLE_", "USE_IR_LOC")
+
+
+def triton_cache(environment: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder of Triton's cache. None if variables of the environment may change what Triton compiles."""
+    environment = os.environ if environment is None else environment
+    if any(name.startswith(_COMPILER_VARIABLES) and name not in _TRITON_FOLDERS for name in environment):
+        return None
+    if folder := environment.get("TRITON_CACHE_DIR"):
+        return Path(folder)
+    home = environment.get("TRITON_HOME")
+    return (Path(home) if home else Path.home()) / ".triton" / "cache"
 
 
 class LauncherEnv(NamedTuple):

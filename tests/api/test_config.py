@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import UserDict
+from pathlib import Path
 
 import pytest
 
-from burst_portable.config import LauncherEnv, from_environment, read_launcher_env
+from burst_portable.config import LauncherEnv, from_environment, read_launcher_env, triton_cache
 from burst_portable.errors import InputError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
@@ -77,3 +78,18 @@ def test_from_environment_decodes_nothing_again(monkeypatch):
     del unread._data
     with pytest.raises(TypeError):  # the planted bug: each variable is looked up in os.environ
         from_environment()
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({}, Path.home() / ".triton" / "cache"),
+        ({"TRITON_HOME": "/a"}, Path("/a/.triton/cache")),
+        ({"TRITON_HOME": "/a", "TRITON_CACHE_DIR": "/b"}, Path("/b")),
+        ({"TRITON_CACHE_DIR": "/b", "TRITON_ALWAYS_COMPILE": "1"}, None),
+        ({"DISABLE_PTXAS_OPT": "1"}, None),
+    ],
+    ids=str,
+)
+def test_triton_cache_follows_variables_of_triton(environment, folder):
+    assert triton_cache(environment) == folder

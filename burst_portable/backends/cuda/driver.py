@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -138,6 +138,7 @@ def leave_captures_alone() -> None:
 MAP = 128
 """Bytes of a tensor map."""
 
+_STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without an attribute
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by bytes
 _BUFFER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 # Up to this version, the driver sets a bit that must be 0 in the maps of tensors that are smaller than this size.
@@ -148,8 +149,8 @@ _WRONG_UNTIL, _WRONG_BELOW, _WRONG_BYTE, _WRONG_BIT = 13010, 128 << 10, 10, 1 <<
 class Described:
     """A tensor as an argument of a kernel that loads it with TMA."""
 
-    triton: Any
-    """Triton's descriptor, from which a kernel is compiled."""
+    triton: Callable[[], Any]
+    """Return Triton's descriptor, from which a kernel is compiled. This imports Triton."""
     box: tuple[int, ...]
     swizzle: int
     packed: bytes
@@ -177,18 +178,28 @@ class KernelDriver:
         (self._version,) = self._checked(library.cuDriverGetVersion())
 
     def load(self, kernel: Any) -> int:
-        """Load a kernel that Triton compiled into the current device, and return its function.
+        """Load the machine code of a kernel into torch's current device, and return its function.
 
         Triton also makes a launcher when it loads a kernel. Triton 3.6 compiles that in C, which takes 0.3 s.
         """
-        import triton
+        cuda, shared = self._library, kernel.metadata.shared
+        (context,) = self._checked(cuda.cuCtxGetCurrent())
+        if not int(context):
+            self._use_context()
+        image = ctypes.create_string_buffer(kernel.kernel, len(kernel.kernel))
+        (module,) = self._checked(cuda.cuModuleLoadData(ctypes.addressof(image)))
+        (function,) = self._checked(cuda.cuModuleGetFunction(module, kernel.name.encode()))
+        if shared > _STATIC_SHARED:
+            most = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._checked(cuda.cuFuncSetCacheConfig(function, cuda.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED))
+            self._checked(cuda.cuFuncSetAttribute(function, most, shared))
+        return int(function)
 
-        active = triton.runtime.driver.active
-        loaded = active.utils.load_binary(
-            kernel.name, kernel.kernel, kernel.metadata.shared, active.get_current_device()
-        )
-        function: int = loaded[1]
-        return function
+    def _use_context(self) -> None:
+        """Make the context of torch's current device that of this thread. torch uses it too."""
+        (number,) = self._checked(self._library.cuDeviceGet(torch.cuda.current_device()))
+        (context,) = self._checked(self._library.cuDevicePrimaryCtxRetain(number))
+        self._checked(self._library.cuCtxSetCurrent(context))
 
     def parameters(self, function: int) -> list[tuple[int, int]]:
         """Return the offset and the size of each parameter of a kernel, in bytes."""
@@ -208,9 +219,7 @@ class KernelDriver:
         if code is self._success:
             return
         if code is self._no_context:  # this thread has not used the device yet
-            (number,) = self._checked(self._library.cuDeviceGet(torch.cuda.current_device()))
-            (context,) = self._checked(self._library.cuDevicePrimaryCtxRetain(number))  # torch uses it too
-            self._checked(self._library.cuCtxSetCurrent(context))
+            self._use_context()
             (code,) = self._launch(*what, stream, 0, extra)
         self._checked((code,))
 

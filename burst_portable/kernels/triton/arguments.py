@@ -7,9 +7,10 @@ Ascend is an older release that lacks the imports of `prepared`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from subprocess import CalledProcessError
@@ -113,6 +114,8 @@ def compiled_kernel(
     """
     from triton import FutureKernel  # a kernel that another thread compiles
 
+    if start_threads := _threads.get():
+        start_threads()
     with name_compile_errors(kernel, target, configuration, next_step):
         made = kernel.warmup(*arguments, grid=(1,), **options)
         absent = any(isinstance(x, Tensor) and x.is_meta for x in arguments)
@@ -213,15 +216,32 @@ def compile_side_by_side(run: Callable[[], object]) -> None:
 
     Errors are raised by the real launches of these kernels, which come next.
     """
+    if "triton" in sys.modules:  # portable kernels, which the interpreter can run, have imported it
+        from triton import knobs
+
+        if knobs.runtime.interpret:
+            return
+    with ExitStack() as stack:
+        token = _threads.set(cache(partial(_start_threads, stack)))
+        try:
+            run()
+        finally:
+            _threads.reset(token)
+
+
+_threads: ContextVar[Callable[[], None] | None] = ContextVar("threads", default=None)
+"""If set, starts the threads that compile, before the first kernel that has no machine code yet."""
+
+
+def _start_threads(stack: ExitStack) -> None:
+    """Let threads compile kernels until the stack is left, which waits for them. This imports Triton."""
     from triton import AsyncCompileMode, knobs
     from triton.runtime.cache import FileCacheManager
 
-    if knobs.runtime.interpret:
-        return
-    with _Pool(_THREADS) as pool, knobs.cache.scope():
-        knobs.cache.manager_class = ending_turns(knobs.cache.manager_class or FileCacheManager, pool.turns)
-        with AsyncCompileMode(pool, ignore_errors=True):
-            run()
+    pool = stack.enter_context(_Pool(_THREADS))
+    stack.enter_context(knobs.cache.scope())
+    knobs.cache.manager_class = ending_turns(knobs.cache.manager_class or FileCacheManager, pool.turns)
+    stack.enter_context(AsyncCompileMode(pool, ignore_errors=True))
 
 
 def _raise_named(kernel: object, target: str, configuration: object, next_step: str, error: BaseException) -> None:

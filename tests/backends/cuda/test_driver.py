@@ -131,27 +131,6 @@ def test_ready_returns_none_if_triton_must_launch(compiled, args, parameters):
         assert ready(driver, SimpleNamespace(function=77, metadata=about), args) is None
 
 
-def test_load_makes_no_launcher(compiled, monkeypatch):
-    """The simulated driver of Triton has no launcher: `CompiledKernel.function` would make one."""
-    loaded = []
-
-    class Driver:
-        def get_current_device(self):
-            return 1
-
-        @property
-        def utils(self):
-            return self
-
-        def load_binary(self, *arguments):
-            loaded.append(arguments)
-            return 11, 77, 168, 0, 1024
-
-    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=Driver()))
-    assert KernelDriver(Library()).load(compiled) == 77
-    assert loaded == [(compiled.name, compiled.kernel, compiled.metadata.shared, 1)]
-
-
 class Result(enum.Enum):
     """The values of CUresult that these tests need."""
 
@@ -173,7 +152,8 @@ class Library:
             self.calls.append((name, *arguments))
             refused = self.refusals and name == "cuLaunchKernel"
             code = self.refusals.pop(0) if refused else Result.CUDA_SUCCESS
-            return (code,) if name in ("cuLaunchKernel", "cuCtxSetCurrent") else (code, f"of {name}")
+            alone = name in ("cuLaunchKernel", "cuCtxSetCurrent") or name.startswith("cuFuncSet")
+            return (code,) if alone else (code, f"of {name}")
 
         return call
 
@@ -189,17 +169,50 @@ WHAT = (77, 1, 1, 1, 384, 1, 1, 0)
 LAUNCH = ("cuLaunchKernel", *WHAT, 9, 0, 64)
 
 
+BIND = [
+    ("cuDeviceGet", 1),
+    ("cuDevicePrimaryCtxRetain", "of cuDeviceGet"),
+    ("cuCtxSetCurrent", "of cuDevicePrimaryCtxRetain"),
+]
+
+
+@pytest.mark.parametrize(("shared", "context"), [(1000, 5), (200_000, 5), (1000, 0)])
+def test_load_makes_no_launcher(shared, context, monkeypatch):
+    """The simulated driver gets machine code; `CompiledKernel.function` of Triton would make a launcher too."""
+    images = []
+
+    class Loading(Library):
+        CUfunction_attribute = CUfunc_cache = Names()
+
+        def cuCtxGetCurrent(self):
+            return Result.CUDA_SUCCESS, context
+
+        def cuModuleLoadData(self, address):
+            images.append(ctypes.string_at(address, 4))
+            return Result.CUDA_SUCCESS, "module"
+
+        def cuModuleGetFunction(self, *arguments):
+            assert arguments == ("module", b"forward_kernel")
+            return Result.CUDA_SUCCESS, 77
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    library = Loading()
+    kernel = SimpleNamespace(name="forward_kernel", kernel=b"\x7fE\0F", metadata=SimpleNamespace(shared=shared))
+    assert KernelDriver(library).load(kernel) == 77
+    assert images == [b"\x7fE\0F"]
+    more = [
+        ("cuFuncSetCacheConfig", 77, "CU_FUNC_CACHE_PREFER_SHARED"),
+        ("cuFuncSetAttribute", 77, "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", shared),
+    ]
+    assert library.calls == [("cuDriverGetVersion",), *BIND * (context == 0), *more * (shared > 49152)]
+
+
 @pytest.mark.parametrize("new", [False, True], ids=["known", "new"])
 def test_kernel_driver_binds_context_in_new_thread(new, monkeypatch):
     library = Library(*[Result.CUDA_ERROR_INVALID_CONTEXT] * new)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     KernelDriver(library).launch(WHAT, 9, 64)
-    bound = [
-        ("cuDeviceGet", 1),
-        ("cuDevicePrimaryCtxRetain", "of cuDeviceGet"),
-        ("cuCtxSetCurrent", "of cuDevicePrimaryCtxRetain"),
-    ]
-    assert library.calls == [("cuDriverGetVersion",), LAUNCH, *[*bound, LAUNCH] * new]
+    assert library.calls == [("cuDriverGetVersion",), LAUNCH, *[*BIND, LAUNCH] * new]
 
 
 def test_kernel_driver_raises_device_error_on_failed_launch():

@@ -46,7 +46,9 @@ def portable(error: Exception) -> None:
 
 
 def hopper(error: Exception) -> None:
-    Launcher(Refusing(error))((0, torch.bfloat16, 128), (1, 1, 1), (), (96,), {"num_warps": 8}, 0)
+    Launcher("attend_kernel", lambda: Refusing(error))(
+        (0, torch.bfloat16, 128), (1, 1, 1), (), (96,), {"num_warps": 8}, 0
+    )
 
 
 def ascend(error: Exception) -> None:

@@ -33,8 +33,6 @@ class EmulatedKernels:
         backward: ModuleType = hopper_backward,
         split_backward: ModuleType = hopper_split_backward,
     ) -> None:
-        self.OUT_16, self.OUT_32, self.MERGE_32 = forward.OUT_16, forward.OUT_32, forward.MERGE_32
-        self.DQ, self.DV = split_backward.DQ, split_backward.DV
         self.forward = self._launcher(machine, forward.forward_kernel)
         self.backward = self._launcher(machine, backward.backward_kernel)
         self.split_backward = self._launcher(machine, split_backward.split_kernel)

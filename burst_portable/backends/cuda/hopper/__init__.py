@@ -9,6 +9,7 @@
 `parts`            functions that the kernels share: shared memory, TMA, softmax, softcap, masks, layouts.
 `block_tables`     tables of the blocks that each program visits, built from a list of tiles.
 `configs`          block sizes by head size, and the choice of the launches of a pass.
+`saved_kernels`    compiled kernels on disk, which a new process finds without Triton.
 `launch`           launches with little host time (`backends.cuda.driver`); tables kept on their device.
 =================  ============================================================================================
 

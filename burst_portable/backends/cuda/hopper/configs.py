@@ -14,6 +14,11 @@ from typing import NamedTuple
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, Span, backward_table, forward_table
 from burst_portable.planning.tiles import Tiles
 
+OUT_16, OUT_32, MERGE_32 = 0, 1, 2
+"""Results of the forward kernel: see `forward`, whose import imports Triton."""
+DQ, DK, DV = 0, 1, 2
+"""The gradient that a launch of `split_backward` computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:

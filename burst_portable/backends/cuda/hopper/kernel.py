@@ -14,7 +14,12 @@ from torch import Tensor
 
 from burst_portable.backends.cuda.driver import Bound, current_stream, on
 from burst_portable.backends.cuda.hopper.configs import (
+    DQ,
+    DV,
     KEY_BLOCK,
+    MERGE_32,
+    OUT_16,
+    OUT_32,
     BackwardCut,
     Pass,
     SplitConfig,
@@ -129,7 +134,7 @@ class HopperKernel(Kernel):
             _check_last_stride("lse", lse)
             rows, dim, value_dim, config = q.shape[1], q.shape[3], v.shape[3], launch.cut
             wide = out.dtype == torch.float32
-            mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if wide else compiled.OUT_16
+            mode = MERGE_32 if not fresh else OUT_32 if wide else OUT_16
             head, values = panels(dim), forward_value_panels(value_dim)
             q, q_rows = compiled.aligned_panels("q", q, 64, head)
             k, k_rows = compiled.aligned_panels("k", k, config.BN, head)
@@ -259,7 +264,7 @@ class HopperKernel(Kernel):
         v, dout = (compiled.aligned_panels(name, x, 64, values)[0] for name, x in (("v", v), ("dout", dout)))
         for gradient, (launch, made) in enumerate(zip(launches, into, strict=True)):
             config = launch.cut
-            fixed, streamed = ((q, dout), (k, v)) if gradient == compiled.DQ else ((k, v), (q, dout))
+            fixed, streamed = ((q, dout), (k, v)) if gradient == DQ else ((k, v), (q, dout))
             inputs = (
                 *compiled.panels("q or k", fixed[0], 64, head),
                 *compiled.panels("dout or v", fixed[1], 64, values),
@@ -271,7 +276,7 @@ class HopperKernel(Kernel):
                 launch.grid,
                 (
                     *inputs, compiled.vector(terms, config.BN),
-                    *compiled.panels("a gradient", made, 64, values if gradient == compiled.DV else head),
+                    *compiled.panels("a gradient", made, 64, values if gradient == DV else head),
                     made, terms, launch.table, call.scale, _score_factor(call), *launch.heads,
                     made.shape[1], terms.shape[1], *made.stride()[:3],
                 ),

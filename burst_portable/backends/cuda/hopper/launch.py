@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,9 +29,10 @@ from burst_portable.backends.cuda.hopper.configs import (
     turns,
     writing_cuts,
 )
+from burst_portable.backends.cuda.hopper.saved_kernels import file_of, find, save
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import align_rows
-from burst_portable.kernels.triton.arguments import ALWAYS, Address, compiled_kernel, name_compile_errors
+from burst_portable.kernels.triton.arguments import ALWAYS, Address, compiled_kernel, name_compile_errors, unfinished
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.utils.cache import Cache
@@ -43,16 +45,21 @@ _COUNTERS = 1024  # counters per pool
 class Launcher:
     """Launcher of one kernel.
 
-    Triton compiles the kernel of a key. Launches go through the driver if it can be called, else through Triton.
+    Triton compiles the kernel of a key, once for all processes (`saved_kernels`). Launches go through the driver if it
+    can be called, else through Triton.
+
+    Args:
+        name: Name of the jitted function.
+        load: Returns that function. This imports Triton.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self, name: str, load: Callable[[], Any]) -> None:
+        self._name, self._load = name, load
         self._launches: dict[Hashable, Callable[..., Bound | None]] = {}
 
     def __call__(
         self,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         grid: tuple[int, int, int],
         args: Sequence[Any],
         constants: Sequence[Any],
@@ -63,7 +70,7 @@ class Launcher:
         """Launch the kernel on the current device.
 
         Args:
-            key: The device, and everything on which `constants` and the types of `args` depend.
+            key: The index of the device, and everything on which `constants` and the types of `args` depend.
             grid: Number of programs along x, y and z.
             args: Arguments at run time, in the order of the kernel's signature.
             constants: Compile-time constants, which follow `args` in the signature.
@@ -77,9 +84,19 @@ class Launcher:
         launch = self._launches.get(key)
         if launch is not None:
             return launch(grid, args, stream, renewed)
+        driver, options = kernel_driver(), {**options, **ALWAYS}
+        file = file_of(self._name, "sm_90", key[1:], constants, options) if unfinished.get() is None else None
+        if file is not None and driver is not None:
+            if any(isinstance(a, Tensor) and a.is_meta for a in args):
+                if file.is_file():  # the real launch reads it
+                    return None
+            elif (saved := find(file)) and (launch := ready(driver, saved, args, renewed)):
+                self._launches[key] = launch
+                return launch(grid, args, stream, renewed)
         configuration, next_step = f"{key}, {tuple(constants)}, {options}", "name another kernel, such as 'triton'"
+        kernel = self._load()
         every = (*_for_triton(args), *constants)
-        compiled = compiled_kernel(self._kernel, every, {**options, **ALWAYS}, "sm_90", configuration, next_step)
+        compiled = compiled_kernel(kernel, every, options, "sm_90", configuration, next_step)
         if compiled is None:
             self._launches[key] = _launch_nothing
             return None
@@ -87,8 +104,11 @@ class Launcher:
         def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int, _: Tensor | None) -> None:
             compiled[grid](*_for_triton(args), *constants, stream=stream)
 
-        launch = ready(kernel_driver(), compiled, args, renewed) or by_triton
-        with name_compile_errors(self._kernel, "sm_90", configuration, next_step):  # Triton may compile a launcher
+        packed = ready(driver, compiled, args, renewed)
+        if packed is not None and file is not None:
+            save(file, compiled)
+        launch = packed or by_triton
+        with name_compile_errors(kernel, "sm_90", configuration, next_step):  # Triton may compile a launcher
             bound = launch(grid, args, stream, renewed)
         self._launches[key] = launch
         return bound
@@ -100,7 +120,7 @@ def _launch_nothing(*_: object) -> None:
 
 def _for_triton(args: Sequence[Any]) -> list[Any]:
     """Return the arguments with each descriptor replaced by that of Triton."""
-    return [a.triton if isinstance(a, Described) else a for a in args]
+    return [a.triton() if isinstance(a, Described) else a for a in args]
 
 
 ABSENT_PROCESSORS = 132
@@ -120,26 +140,16 @@ class Descriptors:
     """TMA descriptors by address, shape, strides and block. They are reused because the allocator reuses addresses."""
 
     def __init__(self) -> None:
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        self._make = TensorDescriptor
         self._kept: Cache[Hashable, Described] = Cache(_DESCRIPTORS)
         self._units: Cache[Hashable, tuple[int, ...]] = Cache(_DESCRIPTORS)
-        self._layouts = {
-            (swizzle, size): gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
-            for size in (2, 4)
-            for swizzle in (32, 64, 128)
-        }
-        self._vector = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
     def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Described:
         """Return the descriptor of x [B, S, H, D] for blocks of `rows` rows and `columns` columns of one head."""
         key = (x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns)
         found = self._kept.get(key)
         if found is None:
-            layout = self._layouts[min(128, columns * x.element_size()), x.element_size()]
-            found = self._keep(key, x, [1, rows, 1, columns], layout, tma_strides(name, x))
+            swizzle = min(128, columns * x.element_size())
+            found = self._keep(key, x, [1, rows, 1, columns], swizzle, tma_strides(name, x))
         return found
 
     def panels(self, name: str, x: Tensor, rows: int, panels: tuple[int, int]) -> tuple[Described, Described]:
@@ -160,7 +170,7 @@ class Descriptors:
     def vector(self, x: Tensor, rows: int) -> Described:
         """Return the descriptor of a matrix x for blocks of `rows` consecutive entries of one of its rows."""
         key = (x.data_ptr(), x.shape, x.stride(), rows)
-        return self._kept.get(key) or self._keep(key, x, [1, rows], self._vector, list(x.stride()))
+        return self._kept.get(key) or self._keep(key, x, [1, rows], 0, list(x.stride()))
 
     def strides(self, name: str, x: Tensor, unit: int) -> tuple[int, ...]:
         """Return the strides of batch row, row and head as in `tma_strides`, in units of `unit` elements."""
@@ -170,8 +180,8 @@ class Descriptors:
             found = self._units.keep(key, tuple(s // unit for s in tma_strides(name, x)[:3]))
         return found
 
-    def _keep(self, key: Hashable, x: Tensor, block: list[int], layout: Any, strides: list[int]) -> Described:
-        shape, swizzle = list(x.shape), layout.swizzle_byte_width
+    def _keep(self, key: Hashable, x: Tensor, block: list[int], swizzle: int, strides: list[int]) -> Described:
+        shape = list(x.shape)
         # One TMA copy is at most as wide as a swizzled line.
         box = (*block[:-1], min(block[-1], swizzle // x.element_size()) if swizzle else block[-1])
         driver = None if x.is_meta else kernel_driver()
@@ -179,8 +189,17 @@ class Descriptors:
         if driver is not None:
             encoded = driver.tensor_map(x.data_ptr(), x.dtype, shape, strides, box, swizzle)
             packed = pack_described(encoded, shape, strides)
-        triton = self._make(Address(x), shape, strides, block, layout)
+        triton = partial(_triton_descriptor, Address(x), shape, strides, block, swizzle)
         return self._kept.keep(key, Described(triton, box, swizzle, packed))
+
+
+def _triton_descriptor(x: Address, shape: list[int], strides: list[int], block: list[int], swizzle: int) -> Any:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    bits = 8 * x.dtype.itemsize
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(shape))
+    return TensorDescriptor(x, shape, strides, block, layout)
 
 
 def tma_strides(name: str, x: Tensor) -> list[int]:
@@ -202,20 +221,14 @@ def tma_strides(name: str, x: Tensor) -> list[int]:
 
 
 class Compiled(Descriptors):
-    """Launchers of all kernels, and their descriptors and counters. Creating it imports Triton."""
+    """Launchers of all kernels, and their descriptors and counters."""
 
     def __init__(self) -> None:
         super().__init__()
-        from burst_portable.backends.cuda.hopper import backward, forward, split_backward
-
-        self.OUT_16 = forward.OUT_16
-        self.OUT_32 = forward.OUT_32
-        self.MERGE_32 = forward.MERGE_32
-        self.DQ, self.DV = split_backward.DQ, split_backward.DV
-        self.forward = Launcher(forward.forward_kernel)
-        self.backward = Launcher(backward.backward_kernel)
-        self.split_backward = Launcher(split_backward.split_kernel)
-        self.prepare = Launcher(backward.prepare_kernel)
+        self.forward = _launcher("forward", "forward_kernel")
+        self.backward = _launcher("backward", "backward_kernel")
+        self.split_backward = _launcher("split_backward", "split_kernel")
+        self.prepare = _launcher("backward", "prepare_kernel")
         self._counters: dict[Hashable, Iterator[Tensor]] = {}
 
     def counter(self, device: torch.device, stream: int) -> Tensor:
@@ -231,6 +244,11 @@ class Compiled(Descriptors):
             pool = self._counters[key] = iter(torch.zeros(_COUNTERS, dtype=torch.int32, device=device).unbind())
             found = next(pool)
         return found
+
+
+def _launcher(module: str, name: str) -> Launcher:
+    """Return the launcher of a jitted function of a module of this folder."""
+    return Launcher(name, lambda: getattr(import_module(f"{__package__}.{module}"), name))
 
 
 @cache

@@ -1,0 +1,132 @@
+"""Test that a saved kernel is launched as a compiled one, without Triton, and that another one is never found."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from burst_portable.backends.cuda.hopper import configs, launch, saved_kernels
+from burst_portable.backends.cuda.hopper.kernel import triton_reason
+from burst_portable.backends.cuda.hopper.launch import Launcher
+from burst_portable.backends.cuda.hopper.saved_kernels import Metadata, file_of, find, save
+from burst_portable.kernels.triton.arguments import unfinished
+
+if triton_reason():
+    pytest.skip(triton_reason(), allow_module_level=True)
+
+CODE = b"\x7fELF\n\0more lines\n"
+FACTS = Metadata(4, 1000, 1, False, False, 0, 0, [{"block_size": [1, 64, 1, 64], "swizzle": 3}])
+COMPILED = SimpleNamespace(name="prepare_kernel", kernel=CODE, metadata=FACTS)
+KEY = 0, torch.bfloat16, 128
+ABOUT = {
+    "name": "prepare_kernel", "target": "sm_90", "key": KEY[1:], "constants": (64, 0.5), "options": {"num_warps": 4},
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved_kernels, "triton_cache", lambda: tmp_path)
+    return tmp_path
+
+
+def test_find_returns_what_save_wrote(folder):
+    file = file_of(**ABOUT)
+    assert find(file) is None
+    save(file, COMPILED)
+    assert find(file) == ("prepare_kernel", FACTS, CODE)
+    assert list(file.parent.iterdir()) == [file], "no partial file is left"
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b"{}\n", lambda b: b"[1]\n" + b])
+def test_find_returns_none_for_a_damaged_file(folder, damage):
+    file = file_of(**ABOUT)
+    save(file, COMPILED)
+    file.write_bytes(damage(file.read_bytes()))
+    assert find(file) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "forward_kernel"},
+        {"target": "sm_100"},
+        {"key": (torch.float16, 128)},
+        {"constants": (64, 1)},
+        {"options": {"num_warps": 8}},
+    ],
+    ids=str,
+)
+def test_file_of_differs_for_another_kernel(folder, change):
+    assert file_of(**ABOUT) == file_of(**ABOUT)
+    assert file_of(**{**ABOUT, **change}) != file_of(**ABOUT)
+
+
+def test_file_of_is_none_if_triton_is_configured(monkeypatch):
+    monkeypatch.setattr(saved_kernels, "triton_cache", lambda: None)
+    assert file_of(**ABOUT) is None
+
+
+def test_save_leaves_a_read_only_folder(tmp_path):
+    (tmp_path / "folder").write_text("a file, where a folder would be made")
+    save(tmp_path / "folder" / "kernel", COMPILED)
+    assert find(tmp_path / "folder" / "kernel") is None
+
+
+class Driver:
+    """Simulate the driver: the kernel has one pointer, and Triton's two."""
+
+    def __init__(self):
+        self.loaded, self.launches = [], []
+
+    def load(self, kernel):
+        self.loaded.append(kernel.kernel)
+        return 77
+
+    def parameters(self, function):
+        return [(0, 8), (8, 8), (16, 8)]
+
+    def launch(self, *launched):
+        self.launches.append(launched[0])
+
+
+@pytest.fixture
+def driver(folder, monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(launch, "kernel_driver", lambda: driver)
+    facts = FACTS._replace(tensordesc_meta=[])
+    compiled = SimpleNamespace(name="prepare_kernel", kernel=CODE, metadata=facts)
+    monkeypatch.setattr(launch, "compiled_kernel", lambda kernel, args, *_: None if args[0].is_meta else compiled)
+    return driver
+
+
+def launched(load, device="cpu"):
+    launcher = Launcher("prepare_kernel", load)
+    args = (torch.zeros(1, device=device),)
+    return [launcher(KEY, (2, 1, 1), args, (64,), {"num_warps": 4}, 0) for _ in range(2)]
+
+
+def test_launcher_loads_a_saved_kernel_without_triton(driver):
+    launched(lambda: "jitted")
+    assert launched(None), "a new launcher, whose load() would import Triton"
+    assert driver.loaded == [CODE] * 2
+    assert driver.launches == [(77, 2, 1, 1, 128, 1, 1, 1000)] * 4
+    assert launched(None, "meta") == [None, None], "nothing is compiled ahead"
+
+
+def test_launcher_compiles_what_is_not_saved(driver):
+    loads = []
+    launched(lambda: loads.append("meta"), "meta")
+    launched(lambda: loads.append("real"))
+    token = unfinished.set([])  # `compile_kernels` fills Triton's cache
+    try:
+        launched(lambda: loads.append("to fill the cache"), "meta")
+    finally:
+        unfinished.reset(token)
+    assert loads == ["meta", "real", "to fill the cache"]
+
+
+def test_constants_are_those_of_the_kernels():
+    from burst_portable.backends.cuda.hopper import forward, split_backward
+
+    for module, names in ((forward, ("OUT_16", "OUT_32", "MERGE_32")), (split_backward, ("DQ", "DK", "DV"))):
+        assert [getattr(configs, name) for name in names] == [getattr(module, name) for name in names]
