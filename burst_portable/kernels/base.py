@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +172,13 @@ class Kernel(ABC):
         """Return rowsum(dO * O), of shape [B, H, S]."""
         return numerics.row_delta(dout, out)
 
+    def save_compiled_in(self, folder: Path | None) -> None:
+        """Save machine code that this kernel compiles below a folder, and look for it there first. None: do neither.
+
+        It is called when a call is prepared. Default: save nothing.
+        """
+        del folder
+
     def load(self) -> Kernel:
         """Return the kernel itself: see `LazyKernel.load`."""
         return self
@@ -204,6 +212,9 @@ class WrappedKernel(Kernel):
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         return self.wrapped.row_delta(dout, out)
+
+    def save_compiled_in(self, folder: Path | None) -> None:
+        self.wrapped.save_compiled_in(folder)
 
 
 class LazyKernel:

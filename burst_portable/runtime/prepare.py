@@ -24,6 +24,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel, hardware_of
 from burst_portable.comm.agreement import CallSignature, call_signature, hashed_value
 from burst_portable.comm.base import Transport
+from burst_portable.config import triton_cache
 from burst_portable.errors import InputError, UnsupportedError, format_error, shown
 from burst_portable.kernels.base import Kernel, as_kernels_take
 from burst_portable.kernels.checked_kernel import CheckedKernel
@@ -275,6 +276,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     with_lse = request.return_lse
     signature = _call_signature(plan, backend, kernel, transport, with_lse=with_lse)
     prepared = prepared_call(plan, backend, kernel, transport, signature, with_lse=with_lse, reason=reason)
+    kernel.save_compiled_in(triton_cache())
     compile_ahead(prepared, mesh, q, k, v, sinks)
     return prepared
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -296,6 +297,10 @@ class HopperKernel(Kernel):
     def _divides(self, tiles: Tiles, about: Pass, config: SplitConfig, deterministic: bool) -> bool:
         """Return `configs.split_divides`, or False if the order of additions must be the same in each launch."""
         return not deterministic and self._split_divides(tiles, about, config)
+
+    def save_compiled_in(self, folder: Path | None) -> None:
+        """Save machine code for all kernels of this class (`saved_kernels`)."""
+        compiled_kernels().save_in(folder)
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """Return `numerics.row_delta`, computed by the portable kernel in one pass over the two tensors."""

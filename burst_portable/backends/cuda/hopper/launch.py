@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -54,6 +55,7 @@ class Launcher:
     """
 
     def __init__(self, name: str, load: Callable[[], Any]) -> None:
+        self.folder: Path | None = None  # below which compiled kernels are saved; None: nowhere
         self._name, self._load = name, load
         self._launches: dict[Hashable, Callable[..., Bound | None]] = {}
 
@@ -85,7 +87,9 @@ class Launcher:
         if launch is not None:
             return launch(grid, args, stream, renewed)
         driver, options = kernel_driver(), {**options, **ALWAYS}
-        file = file_of(self._name, "sm_90", key[1:], constants, options) if unfinished.get() is None else None
+        file = None
+        if self.folder is not None and unfinished.get() is None:
+            file = file_of(self.folder, self._name, "sm_90", key[1:], constants, options)
         if file is not None and driver is not None:
             if any(isinstance(a, Tensor) and a.is_meta for a in args):
                 if file.is_file():  # the real launch reads it
@@ -230,6 +234,11 @@ class Compiled(Descriptors):
         self.split_backward = _launcher("split_backward", "split_kernel")
         self.prepare = _launcher("backward", "prepare_kernel")
         self._counters: dict[Hashable, Iterator[Tensor]] = {}
+
+    def save_in(self, folder: Path | None) -> None:
+        """Save kernels that are compiled from now on below a folder, and look for them there. None: do neither."""
+        for launcher in (self.forward, self.backward, self.split_backward, self.prepare):
+            launcher.folder = folder
 
     def counter(self, device: torch.device, stream: int) -> Tensor:
         """Return an int32 counter of value 0 that no launch has used, from the stream's pool, which is cleared at once.

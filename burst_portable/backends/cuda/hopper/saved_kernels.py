@@ -19,8 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burst_portable.config import triton_cache
-
 
 class Metadata(NamedTuple):
     """What a launch needs of Triton's metadata, with Triton's names."""
@@ -43,18 +41,21 @@ class SavedKernel(NamedTuple):
     kernel: bytes  # the machine code
 
 
-def file_of(name: str, target: str, key: Sequence[object], constants: Sequence[object], options: object) -> Path | None:
-    """Return the file for a kernel; None if Triton must be asked.
+def file_of(
+    folder: Path, name: str, target: str, key: Sequence[object], constants: Sequence[object], options: object
+) -> Path | None:
+    """Return the file for a kernel; None if Triton's library is not found.
 
     Args:
+        folder: The folder of Triton's cache.
         name: Name of the jitted function.
         target: The chip.
         key: Everything on which the types of the arguments depend.
         constants: Compile-time constants.
         options: Launch options of Triton.
     """
-    folder, sources = triton_cache(), _sources()
-    if folder is None or not sources:
+    sources = _sources()
+    if not sources:
         return None
     text = repr((sources, name, target, tuple(key), tuple(constants), options))
     return folder / "burst_portable" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()}"

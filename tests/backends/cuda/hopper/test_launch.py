@@ -74,7 +74,6 @@ def driver(monkeypatch):
     monkeypatch.setattr(launch, "kernel_driver", lambda: driver)
     monkeypatch.setattr(launch, "compiled_kernel", lambda kernel, *_: kernel)
     monkeypatch.setattr(launch, "ready", ready)
-    monkeypatch.setattr(launch, "file_of", lambda *_: None)
     kernels = Compiled()
     kernels.counter = lambda device, stream: COUNTERS[stream]
     monkeypatch.setattr(hopper_kernel, "compiled_kernels", lambda: kernels)

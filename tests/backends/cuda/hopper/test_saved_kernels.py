@@ -1,14 +1,18 @@
 """Test that a saved kernel is launched as a compiled one, without Triton, and that another one is never found."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from burst_portable.backends.cuda.hopper import configs, launch, saved_kernels
-from burst_portable.backends.cuda.hopper.kernel import triton_reason
-from burst_portable.backends.cuda.hopper.launch import Launcher
+from burst_portable import Mesh, attention
+from burst_portable.backends.cuda.hopper import configs, kernel, launch
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel, triton_reason
+from burst_portable.backends.cuda.hopper.launch import Compiled, Launcher
 from burst_portable.backends.cuda.hopper.saved_kernels import Metadata, file_of, find, save
+from burst_portable.kernels.base import Kernel
+from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.kernels.triton.arguments import unfinished
 
 if triton_reason():
@@ -24,13 +28,12 @@ ABOUT = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_kernels, "triton_cache", lambda: tmp_path)
+def folder(tmp_path):
     return tmp_path
 
 
 def test_find_returns_what_save_wrote(folder):
-    file = file_of(**ABOUT)
+    file = file_of(folder, **ABOUT)
     assert find(file) is None
     save(file, COMPILED)
     assert find(file) == ("prepare_kernel", FACTS, CODE)
@@ -39,7 +42,7 @@ def test_find_returns_what_save_wrote(folder):
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b"{}\n", lambda b: b"[1]\n" + b])
 def test_find_returns_none_for_a_damaged_file(folder, damage):
-    file = file_of(**ABOUT)
+    file = file_of(folder, **ABOUT)
     save(file, COMPILED)
     file.write_bytes(damage(file.read_bytes()))
     assert find(file) is None
@@ -57,13 +60,27 @@ def test_find_returns_none_for_a_damaged_file(folder, damage):
     ids=str,
 )
 def test_file_of_differs_for_another_kernel(folder, change):
-    assert file_of(**ABOUT) == file_of(**ABOUT)
-    assert file_of(**{**ABOUT, **change}) != file_of(**ABOUT)
+    assert file_of(folder, **ABOUT) == file_of(folder, **ABOUT)
+    assert file_of(folder, **{**ABOUT, **change}) != file_of(folder, **ABOUT)
 
 
-def test_file_of_is_none_if_triton_is_configured(monkeypatch):
-    monkeypatch.setattr(saved_kernels, "triton_cache", lambda: None)
-    assert file_of(**ABOUT) is None
+def test_attention_passes_the_folder_to_its_kernel(monkeypatch):
+    folders = []
+    monkeypatch.setattr(Kernel, "save_compiled_in", lambda self, folder: folders.append(folder))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "here")
+    q = torch.zeros(1, 4, 1, 8)
+    attention(q, q, q, mesh=Mesh.single())
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    attention(q, q, q, mesh=Mesh.single())
+    assert folders == [Path("here"), None]
+
+
+def test_save_compiled_in_reaches_all_launchers(monkeypatch, folder):
+    kernels = Compiled()
+    monkeypatch.setattr(kernel, "compiled_kernels", lambda: kernels)
+    CheckedKernel(HopperKernel()).save_compiled_in(folder)
+    launchers = [one for one in vars(kernels).values() if isinstance(one, Launcher)]
+    assert [one.folder for one in launchers] == [folder] * 4
 
 
 def test_save_leaves_a_read_only_folder(tmp_path):
@@ -99,30 +116,32 @@ def driver(folder, monkeypatch):
     return driver
 
 
-def launched(load, device="cpu"):
+def launched(folder, load, device="cpu"):
     launcher = Launcher("prepare_kernel", load)
+    launcher.folder = folder
     args = (torch.zeros(1, device=device),)
     return [launcher(KEY, (2, 1, 1), args, (64,), {"num_warps": 4}, 0) for _ in range(2)]
 
 
-def test_launcher_loads_a_saved_kernel_without_triton(driver):
-    launched(lambda: "jitted")
-    assert launched(None), "a new launcher, whose load() would import Triton"
+def test_launcher_loads_a_saved_kernel_without_triton(driver, folder):
+    launched(folder, lambda: "jitted")
+    assert launched(folder, None), "a new launcher, whose load() would import Triton"
     assert driver.loaded == [CODE] * 2
     assert driver.launches == [(77, 2, 1, 1, 128, 1, 1, 1000)] * 4
-    assert launched(None, "meta") == [None, None], "nothing is compiled ahead"
+    assert launched(folder, None, "meta") == [None, None], "nothing is compiled ahead"
 
 
-def test_launcher_compiles_what_is_not_saved(driver):
+def test_launcher_compiles_what_is_not_saved(driver, folder):
     loads = []
-    launched(lambda: loads.append("meta"), "meta")
-    launched(lambda: loads.append("real"))
+    launched(folder, lambda: loads.append("meta"), "meta")
+    launched(folder, lambda: loads.append("real"))
+    launched(None, lambda: loads.append("without a folder"))
     token = unfinished.set([])  # `compile_kernels` fills Triton's cache
     try:
-        launched(lambda: loads.append("to fill the cache"), "meta")
+        launched(folder, lambda: loads.append("to fill the cache"), "meta")
     finally:
         unfinished.reset(token)
-    assert loads == ["meta", "real", "to fill the cache"]
+    assert loads == ["meta", "real", "without a folder", "to fill the cache"]
 
 
 def test_constants_are_those_of_the_kernels():
