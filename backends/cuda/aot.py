@@ -62,7 +62,7 @@ def builds(heads: Sequence[tuple[int, int]] = HEADS, dtype: str = "bf16") -> Ite
     """Yield the forward in its three modes and cuts, and the backward that adds and that writes, for each head size.
 
     A softcap, and the deterministic backward of heads up to 128, are compiled for the modes that a single device uses:
-    results in 16 bits.
+    results in 16 bits or, of each query head, in float32.
     """
     from burst_portable.backends.cuda.hopper import forward
 
@@ -76,6 +76,7 @@ def builds(heads: Sequence[tuple[int, int]] = HEADS, dtype: str = "bf16") -> Ite
         yield from backward_builds(head, dtype, store=True, cap=True)
         if split_configs(*head) is None:
             yield from backward_builds(head, dtype, store=True, ordered=True)
+            yield from backward_builds(head, dtype, store=True, ordered=True, apart=True)
 
 
 def forward_cuts(head: tuple[int, int]) -> list[ForwardConfig]:
@@ -112,21 +113,30 @@ def forward_build(
 
 
 def backward_builds(
-    head: tuple[int, int], dtype: str = "bf16", *, store: bool = False, cap: bool = False, ordered: bool = False
+    head: tuple[int, int],
+    dtype: str = "bf16",
+    *,
+    store: bool = False,
+    cap: bool = False,
+    ordered: bool = False,
+    apart: bool = False,
 ) -> Iterator[Build]:
-    """Yield the launches of a backward: one, or one for each of dQ, dK and dV if the head is large."""
+    """Yield the launches of a backward: one, or one for each of dQ, dK and dV if the head is large.
+
+    If `apart`, dK and dV of each query head are stored in float32.
+    """
     split = split_configs(*head)
     if split is None:
-        yield _backward_build(head, dtype, store, cap, ordered)
+        yield _backward_build(head, dtype, store, cap, ordered, apart)
     else:
         for gradient, config in enumerate(split):
             yield _split_build(head, dtype, store, cap, gradient, config)
 
 
-def _backward_build(head: tuple[int, int], dtype: str, store: bool, cap: bool, ordered: bool) -> Build:
+def _backward_build(head: tuple[int, int], dtype: str, store: bool, cap: bool, ordered: bool, apart: bool) -> Build:
     from burst_portable.backends.cuda.hopper import backward
 
-    config, made = backward_config(*head), dtype if store else "fp32"
+    config, made = backward_config(*head), dtype if store and not apart else "fp32"
     columns, values = panels(head[0]), panels(head[1])
     types = {
         **_panels("q", config.BM, columns, dtype),
@@ -148,7 +158,8 @@ def _backward_build(head: tuple[int, int], dtype: str, store: bool, cap: bool, o
         "FOLD": int(dtype == "bf16"), "STORE": int(store), "CAP": 50.0 * cap, "EARLY": config.early,
         "ORDERED": int(ordered), "REGS": config.REGS,
     }  # fmt: skip
-    name = f"backward {_named(head)} {dtype}{', stores' * store}{', softcap' * cap}{', ordered' * ordered}"
+    way = f"{', stores' * store}{' apart' * apart}{', softcap' * cap}{', ordered' * ordered}"
+    name = f"backward {_named(head)} {dtype}{way}"
     return _build(name, backward.backward_kernel, types, constants, config.maxnreg)
 
 

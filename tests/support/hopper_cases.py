@@ -68,10 +68,23 @@ def use_one_program_per_kv_head(monkeypatch):
     new_kernel(monkeypatch)
 
 
+def divide_by_query_head(monkeypatch):
+    """Let each query head have its own programs in ordered backward passes, however few there are."""
+    monkeypatch.setattr(configs, "APART_LAUNCH", -1e9)
+    new_kernel(monkeypatch)
+
+
 def split_long_blocks(monkeypatch):
     """Compute long key blocks in a second launch, however short the sequence is."""
     monkeypatch.setattr(block_tables, "SHORT", 0)
     new_kernel(monkeypatch)
+
+
+def divide_ordered_long_blocks(monkeypatch):
+    """Divide long key blocks of ordered backward passes into parts of four query blocks, however few there are."""
+    monkeypatch.setattr(configs, "SPLIT_LATE", 1e9)
+    monkeypatch.setattr(block_tables, "part_length", lambda *_: 4)
+    split_long_blocks(monkeypatch)
 
 
 def use_small_l2(monkeypatch):

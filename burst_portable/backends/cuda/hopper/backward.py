@@ -9,7 +9,7 @@ the rows of all products, so Pᵀ and dSᵀ are register operands of dV and dK. 
 
 The adder adds dQ to global float32 by TMA. At the end, the workers add dK and dV in the same way. So the steps of a
 ring, and the query heads of one K/V head, accumulate without a merge. If nothing is to be added to dK and dV (STORE),
-they are written in 16 bits instead.
+they are written instead, in 16 bits or, for each query head, in float32.
 
 The order of the additions to dQ varies. If ORDERED, it is the order of the work rows, so the result is deterministic.
 In `order`, an int32 per query block is the number of the work row that adds to it next. A program waits only for
@@ -18,7 +18,8 @@ programs of previous work rows, which start before it.
 An int32 table lists the query blocks of each key block (see `block_tables`). One loop visits the masked blocks and then
 the full blocks. If ORDERED, some masked blocks may follow the full blocks.
 
-Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` computes the row terms
+Shapes: q, dout, dq [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; dk, dv [B, rows, Hq / out_group, D]. `out_group` is the number
+of query heads per head of dK and dV. `prepare_kernel` computes the row terms
 [2·B·Hq, Sq + padding]: -LSE of all heads, then -delta of all heads.
 
 Endings of names: `_sm` shared memory, `_rdy` barrier of a full slot, `_emp` barrier of an empty slot, `2` second panel
@@ -403,19 +404,21 @@ def _add_out(x, desc, buffer, b, row, kv, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _store_out(x, desc, out, buffer, b, row, stop, keys, kv, kv_heads, FIRST: gl.constexpr, D: gl.constexpr):
-    """Write those of 64 rows that are before `stop`, in 16 bits, from column FIRST on."""
+def _store_out(x, desc, out, buffer, b, row, stop, out_rows, kv, kv_heads, FIRST: gl.constexpr, D: gl.constexpr):
+    """Write those of 64 rows that are before `stop`, from column FIRST on. `buffer` is staging for 64 rows."""
     N: gl.constexpr = x.shape[1]
-    if (stop - row >= 64) | (stop == keys):  # TMA does not write past a batch row's end
-        buffer.store(x.to(buffer.dtype))
+    if (stop - row >= 64) | (stop == out_rows):  # TMA does not write past a batch row's end
+        if desc.dtype == gl.float32:
+            reinterpret(buffer, gl.float32, [64, N], panel(N, 32)).store(x)
+        else:
+            buffer.store(x.to(desc.dtype))
         fence_async_shared()
-        view = reinterpret(buffer, buffer.dtype, [1, 64, 1, N], desc.layout)
-        tma_store(desc, [b, row, kv, FIRST], view)
+        tma_store(desc, [b, row, kv, FIRST], reinterpret(buffer, desc.dtype, [1, 64, 1, N], desc.layout))
     else:  # rows from `stop` on belong to another program
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
         columns = FIRST + gl.arange(0, N, gl.SliceLayout(0, x.type.layout))
-        place = ((gl.cast(b, gl.int64) * keys + rows) * kv_heads + kv)[:, None] * D + columns[None, :]
-        gl.store(out + place, x.to(buffer.dtype), mask=(rows < stop)[:, None] & (columns < D)[None, :])
+        place = ((gl.cast(b, gl.int64) * out_rows + rows) * kv_heads + kv)[:, None] * D + columns[None, :]
+        gl.store(out + place, x.to(desc.dtype), mask=(rows < stop)[:, None] & (columns < D)[None, :])
 
 
 @gluon.jit
@@ -423,12 +426,16 @@ def _worker(
     WG: gl.constexpr, dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
     q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-    scale, qk_scale, heads, kv_group, span, head_group, keys,
+    scale, qk_scale, heads, out_group, span, head_group, out_rows,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, D: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
     DV: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr,
     EARLY: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of 64 keys: visit all query blocks of all `span` heads, then add or write the sums."""
+    """Compute dK and dV of 64 keys: visit all query blocks of all `span` heads, then add or write the sums.
+
+    If they are written, the work row has their stop and, in float32, their first row. These are the keys themselves,
+    unless several programs compute a part of the gradients of the same keys each.
+    """
     b, h, _bh, work = _work(table, heads, span, head_group)
     col0 = gl.load(work) + 64 * WG
     masked = table + gl.load(work + 4)
@@ -466,34 +473,44 @@ def _worker(
     # read its last input.
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
-    kv = h // kv_group
+    kv = h // out_group
+    k_at = k_sm.index(WG)
+    v_at = v_sm.index(WG)
+    k2_at = k2_sm.index(WG)
+    v2_at = v2_sm.index(WG)
+    if dk_desc.dtype == gl.float32:  # twice as large
+        k_at = k_sm if WG == 0 else (q_sm.index(0) if BM == 128 else q_sm)
+        v_at = v_sm if WG == 0 else (do_sm.index(0) if BM == 128 else do_sm)
+        k2_at = k2_sm if WG == 0 else q2_sm
+        v2_at = v2_sm if WG == 0 else do2_sm
     if STORE:
         stop = gl.load(work + 6)
-        kv_heads = heads // kv_group
-        _store_out(dv, dv_desc, dv_out, v_sm.index(WG), b, col0, stop, keys, kv, kv_heads, 0, DV)
-        _store_out(dk, dk_desc, dk_out, k_sm.index(WG), b, col0, stop, keys, kv, kv_heads, 0, D)
+        row = gl.load(work + 9) + 64 * WG if dk_desc.dtype == gl.float32 else col0
+        kv_heads = heads // out_group
+        _store_out(dv, dv_desc, dv_out, v_at, b, row, stop, out_rows, kv, kv_heads, 0, DV)
+        _store_out(dk, dk_desc, dk_out, k_at, b, row, stop, out_rows, kv, kv_heads, 0, D)
         if B:
-            _store_out(dk2, dk2_desc, dk_out, k2_sm.index(WG), b, col0, stop, keys, kv, kv_heads, A, D)
+            _store_out(dk2, dk2_desc, dk_out, k2_at, b, row, stop, out_rows, kv, kv_heads, A, D)
         if VB:
-            _store_out(dv2, dv2_desc, dv_out, v2_sm.index(WG), b, col0, stop, keys, kv, kv_heads, VA, DV)
+            _store_out(dv2, dv2_desc, dv_out, v2_at, b, row, stop, out_rows, kv, kv_heads, VA, DV)
     else:
-        _add_out(dk, dk_desc, k_sm if WG == 0 else (q_sm.index(0) if BM == 128 else q_sm), b, col0, kv, 0)
-        _add_out(dv, dv_desc, v_sm if WG == 0 else (do_sm.index(0) if BM == 128 else do_sm), b, col0, kv, 0)
+        _add_out(dk, dk_desc, k_at, b, col0, kv, 0)
+        _add_out(dv, dv_desc, v_at, b, col0, kv, 0)
         if B:
-            _add_out(dk2, dk2_desc, k2_sm if WG == 0 else q2_sm, b, col0, kv, A)
+            _add_out(dk2, dk2_desc, k2_at, b, col0, kv, A)
         if VB:
-            _add_out(dv2, dv2_desc, v2_sm if WG == 0 else do2_sm, b, col0, kv, VA)
+            _add_out(dv2, dv2_desc, v2_at, b, col0, kv, VA)
     tma.store_wait(0)
 
 
 # No argument is specialized by value, because the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["dk_out", "dv_out", "table", "order", "all_heads", "heads", "kv_group", "span", "head_group", "keys", "row_blocks"])  # fmt: skip # noqa: E501
+@gluon.jit(do_not_specialize=["dk_out", "dv_out", "table", "order", "all_heads", "heads", "kv_group", "out_group", "span", "head_group", "out_rows", "row_blocks"])  # fmt: skip # noqa: E501
 def backward_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, dq_desc, dq2_desc,
     dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table, order,
     scale: gl.float32, qk_scale: gl.float32,
-    all_heads: gl.int32, heads: gl.int32, kv_group: gl.int32, span: gl.int32, head_group: gl.int32,
-    keys: gl.int32, row_blocks: gl.int32,
+    all_heads: gl.int32, heads: gl.int32, kv_group: gl.int32, out_group: gl.int32, span: gl.int32,
+    head_group: gl.int32, out_rows: gl.int32, row_blocks: gl.int32,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, D: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
     DV: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr,
     EARLY: gl.constexpr, ORDERED: gl.constexpr, REGS: gl.constexpr,
@@ -549,12 +566,12 @@ def backward_kernel(
         (_worker, (0, dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, span, head_group, keys,
+                   scale, qk_scale, heads, out_group, span, head_group, out_rows,
                    BM, A, B, D, VA, VB, DV, NQ, FOLD, STORE, CAP, EARLY, ORDERED)),
         (_worker, (1, dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table,
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm, ds_sm, dq_sm, dq2_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, span, head_group, keys,
+                   scale, qk_scale, heads, out_group, span, head_group, out_rows,
                    BM, A, B, D, VA, VB, DV, NQ, FOLD, STORE, CAP, EARLY, ORDERED)),
         (_loader, (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, table,
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm,

@@ -10,7 +10,8 @@ the borders of the mask, not to its area. A table is one flat list of int32::
     work    16 per outer block     outer start, offset of its runs, number of runs, number of full blocks,
                                    offset of its masked entries, number of masked entries, outer stop,
                                    offset of the next visitors of its runs, the 8 values of one masked entry
-                                   (forward) or the number of masked blocks that are visited first (backward)
+                                   (forward) or the number of masked blocks that are visited first and the
+                                   first row of the gradients that are written (backward)
     runs    2 per run              first inner index, number of blocks
     next    1 per run              work row that visits these blocks next (ordered tables only)
     masked  8 per masked entry     first inner index, inner start, inner stop, outer start, outer stop, lo, hi,
@@ -21,15 +22,17 @@ Offsets count int32 values from the start of the list. A pair of a masked block 
 
 The forward computes one masked block before its loop. Its entry is part of the work row, so a program reads only
 this row to start. Then come the full blocks, then the other masked blocks. The backward visits the masked blocks first,
-then the full blocks. An ordered table may have some masked blocks after the full blocks. In the backward, the entry in
-the work row is replaced by one value: the number of masked blocks before the full blocks. The runs contain all visited
-blocks in this order, masked ones too, except the entry in the work row.
+then the full blocks. An ordered table may have some masked blocks after the full blocks. In the backward, two values
+replace the entry in the work row: the number of masked blocks before the full blocks, and the first row of the written
+gradients. The runs contain all visited blocks in this order, masked ones too, except the entry in the work
+row.
 
 Blocks may start at any index. Inner blocks of the backward start at multiples of 4.
 
 In an ordered table, the work rows that visit an inner block add to it in the order of the table. So inner blocks start
-at multiples of their size, a run ends where the next visitor changes, and no outer block is divided. `_pack_ordered`
-says which order lets programs wait least.
+at multiples of their size, and a run ends where the next visitor changes. `_pack_ordered` says which order lets
+programs wait least. If outer blocks are divided, each part writes separate gradients, in the order of the work rows.
+The outer stop is then the end of these rows.
 """
 
 from __future__ import annotations
@@ -71,6 +74,8 @@ class LaunchTable:
         visitors: Of an ordered table, the first work row that visits each inner block. Empty for other tables.
         waits: Whether a program of an ordered table begins with inner blocks that another one visits at the same time.
             It waits less if programs of all heads run at the same time.
+        parts: Of an ordered table with divided outer blocks, each of them and its number of work rows. Empty for other
+            tables.
     """
 
     numbers: list[int]
@@ -80,6 +85,7 @@ class LaunchTable:
     total: int = 0
     visitors: tuple[int, ...] = ()
     waits: bool = False
+    parts: tuple[tuple[Span, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -168,6 +174,7 @@ def backward_table(
     apart: Span | None = None,
     fill: tuple[int, int] | None = None,
     ordered: bool = False,
+    divided: bool = False,
 ) -> LaunchTable:
     """Return the table of the backward: outer blocks of keys, inner blocks of queries.
 
@@ -182,9 +189,10 @@ def backward_table(
             is divided. Blocks without visible queries are included, because they must write 0.
         apart: [start, stop) of the keys that another launch computes, as whole blocks. No tile may contain them.
         fill: (heads, multiprocessors). Blocks are divided so that the parts of all heads end at about the same time.
-            If `ordered`, they decide about the order of the blocks instead.
+            If `ordered`, they decide about the order of the blocks instead, unless `divided`.
         ordered: Whether the additions to each inner block have the order of the table, so that the sum is the same in
             each launch.
+        divided: Whether outer blocks of an ordered table are divided. Each part writes separate gradients.
     """
     turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
     keys = max((t.q_stop for t in turned), default=0)
@@ -194,19 +202,23 @@ def backward_table(
     collected = _collect(turned, spans, k_block, q_block, rows, q_block if ordered else 4)
     usual = _longest_of(collected)
     long = [span for span, block in collected.items() if block.length > usual]
-    most = _filling([block.length for block in collected.values()], *fill) if fill else usual
+    most = part_length([block.length for block in collected.values()], *fill) if fill else usual
     if every_block_of:
         collected |= {span: _Block() for span in spans if span not in collected}
+    if ordered and divided:
+        return _pack_divided(collected, -(-rows // q_block), q_block, k_block, most)
     if ordered:
         short = _LONG_WALK * fill[1] // fill[0] if fill else SHORT
-        return _pack_ordered(collected, -(-rows // q_block), q_block, short)
+        order, waits = _order(collected, q_block, short)
+        table = _pack_ordered(order, -(-rows // q_block), q_block)
+        return replace(table, waits=waits, long=(min(long)[0], max(long)[1]) if long else None)
     blocks = []
     for span, block in collected.items():
         # Each run starts at the block's own index. Otherwise, programs that run at the same time would add to the same
         # rows of dq at the same time.
         block.runs = [part for run in block.runs for part in _rotated(run, (span[0] - run[0]) // q_block, q_block)]
-        divided = [block] if every_block_of else _divided(block, most, q_block)
-        blocks += [(span, part) for part in divided]
+        parts = [block] if every_block_of else _divided(block, most, q_block)
+        blocks += [(span, part) for part in parts]
     return _pack(blocks, peel=False, long=(min(long)[0], max(long)[1]) if long else None)
 
 
@@ -239,7 +251,7 @@ def _longest_of(blocks: dict[Span, _Block]) -> int:
     return max(SHORT, 2 * -(-total // max(1, len(blocks))))
 
 
-def _filling(lengths: list[int], heads: int, processors: int) -> int:
+def part_length(lengths: list[int], heads: int, processors: int) -> int:
     """Return the maximum number of inner blocks per part for which the last part of all heads ends earliest."""
 
     def ends(most: int) -> int:
@@ -318,9 +330,29 @@ def _rotated(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int,
         yield run
 
 
-def _pack_ordered(collected: dict[Span, _Block], inner_blocks: int, inner: int, short: int) -> LaunchTable:
-    """Return the table of a backward whose additions are ordered. Inner blocks start at multiples of `inner`."""
-    order, waits = _order(collected, inner, short)
+def _pack_divided(collected: dict[Span, _Block], inner_blocks: int, inner: int, outer: int, most: int) -> LaunchTable:
+    """Return the ordered table of the parts of all outer blocks, of at most `most` inner blocks each.
+
+    Parts of one outer block visit other inner blocks, so they do not wait for each other.
+    """
+    order, parts = [], []
+    for span, block in sorted(collected.items(), key=lambda item: item[0]):
+        block.sort()
+        made = list(_divided(block, most, inner))
+        order += [(span, part) for part in made]
+        parts.append((span, len(made)))
+    written = [(outer * i, outer * (i + 1)) for i in range(len(order))]
+    table = _pack_ordered(order, inner_blocks, inner, written)
+    return replace(table, waits=len(parts) > 1, parts=tuple(parts))
+
+
+def _pack_ordered(
+    order: Sequence[tuple[Span, _Block]], inner_blocks: int, inner: int, written: Sequence[Span] | None = None
+) -> LaunchTable:
+    """Return the table of a backward whose additions are ordered. Inner blocks start at multiples of `inner`.
+
+    `written` are the rows of the gradients that each work row writes. Default: those of the outer block.
+    """
     following = [_NO_VISITOR] * inner_blocks  # of each inner block, from the last work row to the first
     visited: list[list[tuple[int, int, int]]] = []
     for number in reversed(range(len(order))):
@@ -332,8 +364,7 @@ def _pack_ordered(collected: dict[Span, _Block], inner_blocks: int, inner: int, 
             ]
             following[first : first + count] = [number] * count
         visited.append(pieces)
-    table = _pack(order, peel=False, visited=visited[::-1], visitors=tuple(following))
-    return replace(table, waits=waits)
+    return _pack(order, peel=False, visited=visited[::-1], visitors=tuple(following), written=written)
 
 
 def _order(collected: dict[Span, _Block], inner: int, short: int) -> tuple[list[tuple[Span, _Block]], bool]:
@@ -398,6 +429,7 @@ def _pack(
     long: Span | None = None,
     visited: list[list[tuple[int, int, int]]] | None = None,
     visitors: tuple[int, ...] = (),
+    written: Sequence[Span] | None = None,
 ) -> LaunchTable:
     """Return the table with its outer blocks in order of decreasing length, so that short ones are launched last.
 
@@ -410,6 +442,7 @@ def _pack(
         visited: For an ordered table, (first inner index, number of blocks, next visitor) of the runs of each outer
             block, which are in order.
         visitors: See `LaunchTable`.
+        written: For an ordered table, the rows of the gradients that each work row writes. Default: the outer block.
     """
     order = sorted(blocks, key=lambda item: -item[1].length) if visited is None else list(blocks)
     work: list[int] = []
@@ -421,9 +454,10 @@ def _pack(
     runs_at = _WORK * len(order)
     following_at = runs_at + 2 * sum(map(len, walks))
     masked_at = following_at + (0 if visited is None else sum(map(len, walks)))
-    for ((start, stop), block), walk in zip(order, walks, strict=True):
+    spans = [span for span, _ in order]
+    for (start, _), (write_from, stop), (_, block), walk in zip(spans, written or spans, order, walks, strict=True):
         at, next_at, masked_now = runs_at + len(runs), following_at + len(following), masked_at + len(masked)
-        first, *rest = block.masked if peel else ((block.early, *_HIDDEN[1:]), *block.masked)
+        first, *rest = block.masked if peel else ((block.early, write_from, *_HIDDEN[2:]), *block.masked)
         work += (start, at, len(walk), block.full, masked_now, len(rest), stop, next_at, *first)
         for run in walk:
             runs += run[:2]

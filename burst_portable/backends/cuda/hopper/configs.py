@@ -156,6 +156,9 @@ ROOM = 64  # key blocks, at head size 128, that a forward program visits before 
 LATE = 6  # a program of the backward may take at most 1/LATE of the mean work of a multiprocessor
 SPLIT_LATE = 1.5  # a program of the split backward may take at most 1/1.5 of the mean work of a multiprocessor
 FEW = 4  # a second launch may accumulate the gradients of at most 1/FEW of all keys
+APART = 64  # programs per multiprocessor that may write dK and dV apart: 128 KiB each with heads of 128
+APART_PROGRAM = 3  # inner blocks in whose time a program writes dK and dV apart, and they are added
+APART_LAUNCH = 25  # inner blocks in whose time the sums of dK and dV are launched: about 0.05 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +170,14 @@ class BackwardCut:
         span: Query heads that one program computes.
         keys: [start, stop) of the keys that the launch reads, and whose gradients it accumulates; None for all keys.
         ordered: Whether the additions to dQ have the order of the table, so that the result is deterministic.
+        apart: Whether each program writes dK and dV of its query head in float32, to be added later.
     """
 
     config: BackwardConfig
     span: int
     keys: Span | None = None
     ordered: bool = False
+    apart: bool = False
 
 
 class Pass(NamedTuple):
@@ -196,6 +201,10 @@ class Pass(NamedTuple):
     def group(self) -> int:
         """Query heads that share one K/V head."""
         return self.heads // self.kv_heads
+
+    def few(self, keys: Span) -> bool:
+        """Return whether a second launch may compute these keys."""
+        return (keys[1] - keys[0]) * FEW <= self.keys
 
     def ends_late(self, table: LaunchTable) -> bool:
         """Return whether the last program may end much later than the rest, if each computes all heads of a group."""
@@ -240,18 +249,13 @@ def blocks_per_mebibyte(keys: int, dim: int) -> int:
     return (1 << 20) // (2 * 2 * keys * dim)
 
 
-def adding_cut(tiles: Tiles, about: Pass, *, ordered: bool = False) -> tuple[BackwardCut, LaunchTable]:
-    """Return the cut and the table of the launch that adds to dK and dV.
-
-    If `ordered`, one program adds to dK and dV of a block, and dQ is added in the order of the table.
-    """
-    config = backward_config(about.dim, about.value_dim)
+def adding_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tuple[BackwardCut, LaunchTable]]:
+    """Return the cuts and tables of launches that add to dK and dV: one, unless `ordered` (`_ordered_cuts`)."""
     if ordered:
-        fill = (about.heads, about.processors)
-        table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK, fill=fill, ordered=True)
-        return BackwardCut(config, about.group, ordered=True), table
+        return _ordered_cuts(tiles, about, writes=False)
+    config = backward_config(about.dim, about.value_dim)
     table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK)
-    return BackwardCut(config, 1 if about.ends_late(table) else about.group), table
+    return [(BackwardCut(config, 1 if about.ends_late(table) else about.group), table)]
 
 
 def writing_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tuple[BackwardCut, LaunchTable]]:
@@ -259,14 +263,12 @@ def writing_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tu
 
     A program computes all query heads of its keys. If a few keys, such as attention sinks, are visible to very many
     queries, their programs would end late. A second launch then divides these keys among programs and accumulates their
-    gradients. An empty list means that accumulation is faster for all keys (`adding_cut`). If `ordered`, one launch
-    computes all keys.
+    gradients. An empty list means that accumulation is faster for all keys (`adding_cuts`). If `ordered`, see
+    `_ordered_cuts`.
     """
-    config = backward_config(about.dim, about.value_dim)
     if ordered:
-        fill = (about.heads, about.processors)
-        table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK, about.keys, fill=fill, ordered=True)
-        return [(BackwardCut(config, about.group, ordered=True), table)]
+        return _ordered_cuts(tiles, about, writes=True)
+    config = backward_config(about.dim, about.value_dim)
     whole = BackwardCut(config, about.group)
 
     def table_of(tiles: Tiles, apart: Span | None = None) -> LaunchTable:
@@ -278,16 +280,51 @@ def writing_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tu
     table = table_of(tiles)
     if fits(table):
         return [(whole, table)]
-    if table.long is None or (table.long[1] - table.long[0]) * FEW > about.keys:
+    if table.long is None or not about.few(table.long):
         return []
-    start, stop = table.long
-    around = Tiles((*_of_keys(tiles, 0, start), *_of_keys(tiles, stop, about.keys)))
+    around, seen = _around(tiles, table.long, about.keys)
     rest = table_of(around, apart=table.long)
     if not fits(rest):
         return []
-    seen = Tiles(tile.shifted(0, -start) for tile in _of_keys(tiles, start, stop))
     divided = backward_table(seen, about.rows, config.BM, KEY_BLOCK, fill=(about.all_heads, about.processors))
     return [(whole, rest), (BackwardCut(config, 1, table.long), divided)]
+
+
+def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[BackwardCut, LaunchTable]]:
+    """Return the cuts and tables of launches that add to dQ in the order of their tables.
+
+    Only one program adds to dK and dV of a key: it computes all query heads of a K/V head. The longest program then
+    ends late, by half of its time on average. If that costs more, each query head has separate programs, which write
+    dK and dV apart. A second launch divides a few keys that are visible to very many queries, and writes the gradients
+    of each part apart.
+
+    Args:
+        tiles: Visible pairs.
+        about: Sizes of the pass.
+        writes: Whether the first launch writes dK and dV, so that all keys must be computed.
+    """
+    config, processors = backward_config(about.dim, about.value_dim), about.processors
+
+    def table_of(tiles: Tiles, written: int, without: Span | None = None) -> LaunchTable:
+        fill = (about.heads, processors)
+        return backward_table(tiles, about.rows, config.BM, KEY_BLOCK, written, apart=without, fill=fill, ordered=True)
+
+    def cut_of(tiles: Tiles, table: LaunchTable) -> tuple[BackwardCut, LaunchTable]:
+        programs = -(-about.keys // KEY_BLOCK) * about.all_heads / processors
+        gain = table.longest * (about.group - 1) / 2
+        if gain > APART_PROGRAM * programs + APART_LAUNCH and programs <= APART:
+            return BackwardCut(config, 1, ordered=True, apart=True), table_of(tiles, about.keys)
+        return BackwardCut(config, about.group, ordered=True), table
+
+    written = about.keys if writes else 0
+    table = table_of(tiles, written)
+    if table.long is None or not about.few(table.long) or not about.longest_takes(table, SPLIT_LATE):
+        return [cut_of(tiles, table)]
+    around, seen = _around(tiles, table.long, about.keys)
+    fill = (about.all_heads, processors)
+    divided = backward_table(seen, about.rows, config.BM, KEY_BLOCK, fill=fill, ordered=True, divided=True)
+    rest = cut_of(around, table_of(around, written, table.long))
+    return [rest, (BackwardCut(config, 1, table.long, ordered=True, apart=True), divided)]
 
 
 def split_divides(tiles: Tiles, about: Pass, config: SplitConfig) -> bool:
@@ -298,6 +335,13 @@ def split_divides(tiles: Tiles, about: Pass, config: SplitConfig) -> bool:
     """
     table = backward_table(tiles, about.rows, config.BN, KEY_BLOCK, about.keys)
     return about.group > 1 and about.longest_takes(table, SPLIT_LATE)
+
+
+def _around(tiles: Tiles, keys: Span, n_keys: int) -> tuple[Tiles, Tiles]:
+    """Return the parts of the tiles without `keys`, and those with `keys`, which are numbered from 0 on."""
+    start, stop = keys
+    around = Tiles((*_of_keys(tiles, 0, start), *_of_keys(tiles, stop, n_keys)))
+    return around, Tiles(tile.shifted(0, -start) for tile in _of_keys(tiles, start, stop))
 
 
 def _of_keys(tiles: Tiles, start: int, stop: int) -> Tiles:

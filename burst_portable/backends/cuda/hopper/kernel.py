@@ -31,7 +31,7 @@ from burst_portable.backends.cuda.hopper.configs import (
 )
 from burst_portable.backends.cuda.hopper.launch import (
     PreparedLaunch,
-    adding_launch,
+    adding_launches,
     compiled_kernels,
     forward_launch,
     placed,
@@ -71,7 +71,7 @@ class HopperKernel(Kernel):
 
     def __init__(self) -> None:
         keep = lru_cache(maxsize=256)
-        self._forward_launch, self._adding_launch = keep(forward_launch), keep(adding_launch)
+        self._forward_launch, self._adding_launches = keep(forward_launch), keep(adding_launches)
         self._writing_launches, self._split_launch = keep(writing_launches), keep(split_launch)
         self._split_divides, self._split_configs = keep(split_divides), keep(split_configs)
 
@@ -194,9 +194,17 @@ class HopperKernel(Kernel):
             if split:
                 self._launch_split(split, x, tiles, call, into, store=False)
             else:
-                launch = self._adding_launch(tiles, sizes_of(q, x.k, x.v), q.device, call.deterministic)
-                terms = _empty_terms(launch.cut.config.BM, q)
-                _launch_backward(launch, terms, x, call, into, store=False, writes_terms=True)
+                launches = self._adding_launches(tiles, sizes_of(q, x.k, x.v), q.device, call.deterministic)
+                terms = _empty_terms(launches[0].cut.config.BM, q)
+                for launch in launches:
+                    first = launch is launches[0]
+                    if not launch.cut.apart:
+                        _launch_backward(launch, terms, x, call, into, store=False, writes_terms=first)
+                        continue
+                    keys, part = _keys_of(launch, x)
+                    sums = _sums_apart(launch, terms, part, call, into[0], writes_terms=first)
+                    for gradient, total in zip(into[1:], sums, strict=True):
+                        gradient[:, keys] += total
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         """Return dQ in float32, and dK and dV in the dtype of k.
@@ -220,16 +228,21 @@ class HopperKernel(Kernel):
         if not launches:
             return _rounded(super().backward_single_call(x, tiles, call), x)
         dq = torch.empty_like(q, dtype=torch.float32, memory_format=_PLAIN)
-        dk, dv = torch.empty_like(k, memory_format=_PLAIN), torch.empty_like(v, memory_format=_PLAIN)
         terms = _empty_terms(launches[0].cut.config.BM, q)
         with on(q.device):
-            _launch_backward(launches[0], terms, x, call, (dq, dk, dv), store=True, writes_terms=True)
+            if launches[0].cut.apart:
+                sums = _sums_apart(launches[0], terms, x, call, dq, writes_terms=True, clears=True)
+                dk, dv = (total.to(k.dtype) for total in sums)
+            else:
+                dk, dv = torch.empty_like(k, memory_format=_PLAIN), torch.empty_like(v, memory_format=_PLAIN)
+                _launch_backward(launches[0], terms, x, call, (dq, dk, dv), store=True, writes_terms=True, clears=True)
             for launch in launches[1:]:
-                assert launch.cut.keys is not None, "all keys have been written"
-                keys = slice(*launch.cut.keys)
-                x = x._replace(k=k[:, keys], v=v[:, keys])
-                sums = [torch.zeros(few.shape, dtype=torch.float32, device=k.device) for few in (x.k, x.v)]
-                _launch_backward(launch, terms, x, call, (dq, sums[0], sums[1]), store=False)
+                keys, part = _keys_of(launch, x)
+                if launch.cut.apart:
+                    sums = _sums_apart(launch, terms, part, call, dq)
+                else:
+                    sums = [torch.zeros(few.shape, dtype=torch.float32, device=k.device) for few in (part.k, part.v)]
+                    _launch_backward(launch, terms, part, call, (dq, sums[0], sums[1]), store=False)
                 dk[:, keys], dv[:, keys] = sums
         return dq, dk, dv
 
@@ -313,6 +326,57 @@ class HopperKernel(Kernel):
         return TritonKernel()
 
 
+def _keys_of(launch: PreparedLaunch[BackwardCut], x: BackwardInputs) -> tuple[slice, BackwardInputs]:
+    """Return the keys that a launch computes, and the inputs with only these keys."""
+    if launch.cut.keys is None:
+        return slice(None), x
+    keys = slice(*launch.cut.keys)
+    return keys, x._replace(k=x.k[:, keys], v=x.v[:, keys])
+
+
+def _sums_apart(
+    launch: PreparedLaunch[BackwardCut],
+    terms: Tensor,
+    x: BackwardInputs,
+    call: AttentionCall,
+    dq: Tensor,
+    *,
+    writes_terms: bool = False,
+    clears: bool = False,
+) -> list[Tensor]:
+    """Add to dq, and return dk and dv in float32: the sums of what the programs of a launch write apart.
+
+    Args:
+        launch: Launch whose programs write dk and dv apart (`BackwardCut.apart`).
+        terms: See `_launch_backward`.
+        x: Inputs with the keys of the launch only.
+        call: Settings of the call.
+        dq: float32 [B, Sq, Hq, D].
+        writes_terms: See `_launch_backward`.
+        clears: See `_launch_backward`.
+    """
+    q, rows = x.q, x.k.shape[1]
+    written = sum(count for _, count in launch.parts) * KEY_BLOCK or rows
+    apart = [
+        torch.empty(x.shape[0], written, q.shape[2], x.shape[3], dtype=torch.float32, device=q.device)
+        for x in (x.k, x.v)
+    ]
+    _launch_backward(
+        launch, terms, x, call, (dq, apart[0], apart[1]), store=True, writes_terms=writes_terms, clears=clears
+    )
+    sums = [each.unflatten(2, (x.k.shape[2], -1)).sum(3) for each in apart]
+    if not launch.parts:
+        return sums
+    totals = [torch.zeros(each.shape, dtype=torch.float32, device=q.device) for each in (x.k, x.v)]
+    for each, total in zip(sums, totals, strict=True):
+        at = 0
+        for (start, stop), count in launch.parts:
+            parts = each[:, at : at + count * KEY_BLOCK].unflatten(1, (count, KEY_BLOCK))
+            total[:, start:stop] = parts.sum(1)[:, : stop - start]
+            at += count * KEY_BLOCK
+    return totals
+
+
 def _launch_backward(
     launch: PreparedLaunch[BackwardCut],
     terms: Tensor,
@@ -322,11 +386,12 @@ def _launch_backward(
     *,
     store: bool,
     writes_terms: bool = False,
+    clears: bool = False,
 ) -> None:
     """Launch the kernel that computes all gradients, on the current device.
 
     It adds to dq. It writes dk and dv if `store`, and adds to them otherwise. If `store`, they must be contiguous. If
-    `writes_terms`, another launch writes the row terms before and, if `store`, sets dq to 0.
+    `writes_terms`, another launch writes the row terms before and, if `clears`, sets dq to 0.
     """
     dout, q, k, v, _, out, _ = x
     dq, dk, dv = into
@@ -342,7 +407,7 @@ def _launch_backward(
         return
     compiled = compiled_kernels()
     aligned = _with_aligned_dout(x)
-    written = _write_terms(terms, aligned, call, cleared=dq if store else None) if writes_terms else None
+    written = _write_terms(terms, aligned, call, cleared=dq if clears else None) if writes_terms else None
     config, dim, value_dim = launch.cut.config, q.shape[3], v.shape[3]
     head, values = panels(dim), panels(value_dim)
     aligned_q, q_rows = compiled.aligned_panels("q", q, config.BM, head)
@@ -350,7 +415,7 @@ def _launch_backward(
     aligned_v, v_rows = compiled.aligned_panels("v", v, 64, values)
     copied = aligned.dout is not dout or aligned_q is not q or aligned_k is not k or aligned_v is not v
     made = compiled.backward(
-        (q.device.index, q.dtype, dim, value_dim, store, call.softcap, launch.cut.ordered),
+        (q.device.index, q.dtype, dim, value_dim, store, dk.dtype, call.softcap, launch.cut.ordered),
         launch.grid,
         (
             *q_rows, *k_rows, *v_rows, *compiled.panels("dout", aligned.dout, config.BM, values),
@@ -359,7 +424,7 @@ def _launch_backward(
             *compiled.panels("dk", dk, 64, head),
             *compiled.panels("dv", dv, 64, values),
             dk, dv, launch.table, launch.table if order is None else order,  # not read without an order
-            call.scale, _score_factor(call), *launch.heads, k.shape[1],
+            call.scale, _score_factor(call), *launch.heads, dk.shape[1],
             0 if launch.visitors is None else launch.visitors.numel(),
         ),
         (

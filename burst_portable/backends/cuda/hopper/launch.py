@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.driver import Bound, Described, kernel_driver, pack_described, ready
-from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table
+from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, Span, backward_table
 from burst_portable.backends.cuda.hopper.configs import (
     KEY_BLOCK,
     BackwardCut,
     ForwardConfig,
     Pass,
     SplitConfig,
-    adding_cut,
+    adding_cuts,
     forward_cut,
     turns,
     writing_cuts,
@@ -130,7 +130,7 @@ def _for_triton(args: Sequence[Any]) -> list[Any]:
 ABSENT_PROCESSORS = 132
 """Multiprocessors of an H100 SXM or H200, for which tensors of the device "meta" are compiled.
 
-With another number, a few calls choose other blocks (`configs.forward_cut`, `configs.adding_cut`).
+With another number, a few calls choose other blocks (`configs.forward_cut`, `configs.adding_cuts`).
 """
 
 
@@ -282,6 +282,7 @@ class PreparedLaunch(Generic[C]):
         grid: Number of programs along x, y and z.
         heads: The kernel's arguments that map a program to a head, in the order of its signature.
         visitors: The first work row that visits each block of queries, if additions to dQ are ordered.
+        parts: See `LaunchTable`.
         bound: The launch itself and those that belong to it, with packed parameters, by everything that `placed`
             returns. Their other parameters depend on the tiles and the sizes, by which kernels find a prepared launch.
             `table` must live as long as they do.
@@ -292,6 +293,7 @@ class PreparedLaunch(Generic[C]):
     grid: tuple[int, int, int]
     heads: tuple[int, ...]
     visitors: Tensor | None = None
+    parts: tuple[tuple[Span, int], ...] = ()
     bound: Cache[Hashable, tuple[Bound, ...]] = field(default_factory=lambda: Cache(_BOUND), compare=False)
 
 
@@ -323,9 +325,11 @@ def forward_launch(
     return PreparedLaunch(cut, _upload(table, device), (programs, 1, 1), told)
 
 
-def adding_launch(tiles: Tiles, about: Pass, device: torch.device, ordered: bool) -> PreparedLaunch[BackwardCut]:
-    """Return the launch of the backward that adds to dK and dV (`configs.adding_cut`)."""
-    return _backward(*adding_cut(tiles, about, ordered=ordered), about, device)
+def adding_launches(
+    tiles: Tiles, about: Pass, device: torch.device, ordered: bool
+) -> tuple[PreparedLaunch[BackwardCut], ...]:
+    """Return the launches of the backward that add to dK and dV (`configs.adding_cuts`)."""
+    return tuple(_backward(*cut, about, device) for cut in adding_cuts(tiles, about, ordered=ordered))
 
 
 def writing_launches(
@@ -341,9 +345,9 @@ def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.d
     room = about.rows * about.dim * 4 * group
     side_by_side = heads // span if table.waits else _side_by_side(heads // span, group // span, room)
     grid = (side_by_side, table.blocks, about.all_heads // span // side_by_side)
-    told = (about.all_heads, heads, group, span, side_by_side)
+    told = (about.all_heads, heads, group, 1 if cut.apart else group, span, side_by_side)
     visitors = torch.tensor(table.visitors, dtype=torch.int32).to(device) if cut.ordered else None
-    return PreparedLaunch(cut, _upload(table, device), grid, told, visitors)
+    return PreparedLaunch(cut, _upload(table, device), grid, told, visitors, table.parts)
 
 
 def split_launch(

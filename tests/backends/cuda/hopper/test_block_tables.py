@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
-from burst_portable.backends.cuda.hopper.configs import Pass, forward_cut, turns, writing_cuts
+from burst_portable.backends.cuda.hopper.configs import Pass, adding_cuts, forward_cut, turns, writing_cuts
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles
@@ -83,6 +83,15 @@ def test_ordered_table_equals_mask_and_has_order(name, every_block_of):
     check_order(table, 64)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_divided_ordered_table_equals_mask_and_has_order(name):
+    table = backward_table(Tiles(CASES[name]), SEQ, 64, 128, fill=(1, 132), ordered=True, divided=True)
+    seen = count_visits(table, 128, 64, peel=False)
+    assert (seen[:SEQ, :SEQ] == dense(Tiles(CASES[name])).T).all()
+    check_order(table, 64)
+    assert sum(count for _, count in table.parts) == table.blocks
+
+
 def test_check_order_finds_wrong_next_visitor():
     table = backward_table(Tiles(CASES["causal"]), SEQ, 64, 128, ordered=True)
     table.numbers[table.numbers[7] + 2] += 1
@@ -108,12 +117,33 @@ def test_ordered_rows_begin_where_no_other_has_been(mask):
     assert keys[0] == (47 if mask.startswith("documents") else 63), "the longest document first, its last keys first"
 
 
-@pytest.mark.parametrize("mask", ["causal", "sink:64:1024"])
+@pytest.mark.parametrize("mask", ["causal", "prefix:9000"])
 def test_ordered_rows_of_long_groups_have_increasing_keys(mask):
     keys, waits, begins = ordered_rows(mask, 16384)
     assert keys == sorted(keys)
     assert waits
     assert not all(begins)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_ordered_cuts_divide_sinks_and_keep_windows_whole(writes):
+    about, make = a_pass(16384, 16, group=4), writing_cuts if writes else adding_cuts
+    (whole, rest), (apart, divided) = make(mask_tiles("sink:64:1024", 16384), about, ordered=True)
+    assert (whole.span, whole.keys, whole.apart) == (4, None, False)
+    assert (apart.span, apart.keys, apart.apart, apart.ordered) == (1, (0, 64), True, True)
+    assert rest.longest <= 18
+    assert divided.parts == (((0, 64), divided.blocks),)
+    assert divided.longest <= 32 < divided.total
+    outs = [divided.numbers[16 * n + i] for n in range(divided.blocks) for i in (9, 6)]
+    assert outs == [128 * (n + i) for n in range(divided.blocks) for i in (0, 1)]
+    ((window, _),) = make(mask_tiles("window:1024", 16384), about, ordered=True)
+    assert (window.span, window.apart) == (4, False)
+
+
+@pytest.mark.parametrize(("length", "apart"), [(16384, True), (1 << 18, False)])
+def test_ordered_cut_by_query_head_takes_bounded_memory(length, apart):
+    ((cut, _),) = adding_cuts(mask_tiles("causal", length), a_pass(length, 16, group=4), ordered=True)
+    assert cut.apart is apart
 
 
 def test_ordered_rows_that_begin_together_wait():

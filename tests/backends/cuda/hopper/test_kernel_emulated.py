@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda.hopper import backward, configs, kernel, launch
+from burst_portable.backends.cuda.hopper import backward, block_tables, configs, kernel, launch
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
 from burst_portable.backends.cuda.hopper.kernel import triton_reason
@@ -35,6 +35,8 @@ from tests.support.hopper_cases import (
     compare_unaligned,
     compare_whole,
     compare_yielding,
+    divide_by_query_head,
+    divide_ordered_long_blocks,
     fresh_state,
     gap,
     second_launch_keys,
@@ -141,26 +143,36 @@ def test_emulated_large_heads_are_deterministic(machine):
     assert all(map(torch.equal, first, second))
 
 
-def gradients_in_orders(mask, dim, single_call, monkeypatch, *, deterministic):
+def gradients_in_orders(mask, dim, single_call, monkeypatch, *, deterministic, length=300):
     """Return the gradients of one call in each order of the threads and engines, and the exact ones."""
-    q, k, v = inputs(1, 300, 4, 2, dim)
-    tiles, options = tiles_of(mask, 300), settings(scale=0.1, deterministic=deterministic)
-    emulate(monkeypatch, EmulatedKernels(Machine(*ORDERS[1])))
-    out, lse = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
-    given = BackwardInputs(randn(1, 300, 4, dim, seed=7), q, k, v, lse, out)
     found = []
     for order in ORDERS:
         emulate(monkeypatch, EmulatedKernels(Machine(*order)))
-        made = [torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v)]
-        if single_call:
-            made = [x + 0.25 for x in KERNEL.backward_single_call(given, tiles, options)]
-        else:
-            KERNEL.attend_backward(given, tiles, options, into=tuple(made))
-        found.append(made)
+        found.append(ordered_gradients(mask, dim, single_call, deterministic=deterministic, length=length))
+    return [made for made, _ in found], found[0][1]
+
+
+def ordered_gradients(mask, dim, single_call, *, deterministic=True, length=300):
+    """Return the gradients of one call, and the exact ones."""
+    q, k, v = inputs(1, length, 4, 2, dim)
+    tiles, options = tiles_of(mask, length), settings(scale=0.1, deterministic=deterministic)
+    out, lse = (x.to(dtype) for x, dtype in zip(oracle_state(mask, dim, length), (q.dtype, torch.float32), strict=True))
+    given = BackwardInputs(randn(1, length, 4, dim, seed=7), q, k, v, lse, out)
+    made = [torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v)]
+    if single_call:
+        made = [x + 0.25 for x in hopper_cases.KERNEL.backward_single_call(given, tiles, options)]
+    else:
+        hopper_cases.KERNEL.attend_backward(given, tiles, options, into=tuple(made))
     exact = tuple(torch.full_like(x, 0.25, dtype=torch.float64) for x in (q, k, v))
     dout, *rest = given[:5]
     ORACLE.attend_backward(BackwardInputs(*wide(dout, *rest), out=out.double()), tiles, options, into=exact)
-    return found, exact
+    return made, exact
+
+
+@functools.cache
+def oracle_state(mask, dim, length):
+    q, k, v = inputs(1, length, 4, 2, dim)
+    return ORACLE.attend(*wide(q, k, v), tiles_of(mask, length), settings(scale=0.1, deterministic=True))
 
 
 SHORT_DOCUMENTS = "documents:" + ",".join(map(str, range(0, 301, 20)))
@@ -171,9 +183,48 @@ SHORT_DOCUMENTS = "documents:" + ",".join(map(str, range(0, 301, 20)))
 @pytest.mark.parametrize(("mask", "dim"), [("causal", 64), ("full", 128), (SHORT_DOCUMENTS, 64), ("window:90", 96)])
 def test_emulated_deterministic_backward_in_any_order(mask, dim, single_call, monkeypatch):
     found, exact = gradients_in_orders(mask, dim, single_call, monkeypatch, deterministic=True)
+    check_equal_and_exact(found, exact)
+
+
+def check_equal_and_exact(found, exact):
     for made in found:
         assert all(map(torch.equal, made, found[0]))
         assert all(gap(x - 0.25, y - 0.25) < 1e-2 for x, y in zip(made, exact, strict=True))
+
+
+@pytest.mark.parametrize("single_call", [True, False])
+@pytest.mark.parametrize(("mask", "dim"), [("causal", 64), full(SHORT_DOCUMENTS, 128), ("window:90", 96)])
+def test_emulated_ordered_gradients_by_query_head(mask, dim, single_call, monkeypatch):
+    """Programs of query heads that share a K/V head write dK and dV apart."""
+    divide_by_query_head(monkeypatch)
+    check_equal_and_exact(*gradients_in_orders(mask, dim, single_call, monkeypatch, deterministic=True))
+
+
+@pytest.mark.parametrize(
+    ("mask", "dim", "single_call"),
+    [("sink:5:60", 64, True), ("sink:200:20", 64, False), full("sink:200:20", 128, True)],
+)
+def test_emulated_ordered_gradients_of_divided_keys(mask, dim, single_call, monkeypatch):
+    """Several programs compute keys that all queries see, and two blocks of such keys add to the same queries."""
+    divide_ordered_long_blocks(monkeypatch)
+    found, exact = gradients_in_orders(mask, dim, single_call, monkeypatch, deterministic=True, length=1030)
+    check_equal_and_exact(found, exact)
+
+
+ORDERED_BUGS = {
+    "all parts write the same rows": (block_tables, "written = [(outer * i,", "written = [(0 * i,"),
+    "one part only": (kernel, "parts.sum(1)", "parts[:, 0]"),
+    "one query head only": (kernel, "-1)).sum(3)", "-1))[:, :, :, 0]"),
+}
+
+
+@pytest.mark.parametrize("bug", ORDERED_BUGS)
+def test_emulation_finds_bug_of_ordered_gradients(bug, tmp_path, machine, monkeypatch):
+    divide_ordered_long_blocks(monkeypatch)
+    use_planted(*ORDERED_BUGS[bug], tmp_path, monkeypatch)
+    made, exact = ordered_gradients("sink:5:60", 64, True, length=1030)
+    with pytest.raises(AssertionError):
+        check_equal_and_exact([made], exact)
 
 
 def test_emulated_backward_without_order_varies(monkeypatch):
@@ -428,6 +479,20 @@ def plant(module, change, folder):
     return made
 
 
+def use_planted(source, text, replaced, folder, monkeypatch):
+    """Use the module with one text replaced in backward passes."""
+    module = plant(source, (text, replaced), folder)
+    if source is block_tables:
+        module.SHORT, module.part_length = block_tables.SHORT, block_tables.part_length
+        monkeypatch.setattr(configs, "backward_table", module.backward_table)
+    elif source is configs:
+        monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
+    else:
+        for name in ("compiled_kernels", "current_stream", "on"):  # the emulated versions
+            monkeypatch.setattr(module, name, getattr(kernel, name))
+        monkeypatch.setattr(hopper_cases, "KERNEL", module.HopperKernel())
+
+
 def finds_bug(work, kernels_on, monkeypatch):
     """Return whether some order of events shows an error."""
     for seed, (_, eager) in itertools.product(range(8), ORDERS):
@@ -550,10 +615,10 @@ def test_emulation_finds_bug_of_partial_blocks(bug, tmp_path, monkeypatch):
 
 APART_BUGS = {
     "sums that nobody casts": (kernel, "dk[:, keys], dv[:, keys] = sums", "dk[:, keys] = sums[0]"),
-    "the first keys in the place of those apart": (kernel, "k=k[:, keys],", "k=k[:, : keys.stop - keys.start],"),
+    "the first keys in the place of those apart": (kernel, "k=x.k[:, keys],", "k=x.k[:, : keys.stop - keys.start],"),
     "sums that begin with anything": (kernel, "sums = [torch.zeros(", "sums = [torch.empty("),
     "keys before them in no launch": (configs, "_of_keys(tiles, 0, start)", "_of_keys(tiles, 0, 0)"),
-    "keys behind them in no launch": (configs, "_of_keys(tiles, stop, about.keys)", "_of_keys(tiles, stop, stop)"),
+    "keys behind them in no launch": (configs, "_of_keys(tiles, stop, n_keys)", "_of_keys(tiles, stop, stop)"),
     "queries counted from the keys' start too": (configs, "shifted(0, -start)", "shifted(-start, -start)"),
     "keys counted from the first of all": (configs, "tile.shifted(0, -start) for tile", "tile for tile"),
 }  # fmt: skip
@@ -561,14 +626,7 @@ APART_BUGS = {
 
 @pytest.mark.parametrize("bug", APART_BUGS)
 def test_emulation_finds_bug_of_second_launch(bug, tmp_path, machine, monkeypatch):
-    source, *change = APART_BUGS[bug]
-    module = plant(source, change, tmp_path)
-    if source is configs:
-        monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
-    else:
-        for name in ("compiled_kernels", "current_stream", "on"):  # the emulated versions
-            monkeypatch.setattr(module, name, getattr(kernel, name))
-        monkeypatch.setattr(hopper_cases, "KERNEL", module.HopperKernel())
+    use_planted(*APART_BUGS[bug], tmp_path, monkeypatch)
     given = second_launch_inputs(monkeypatch, 2, 1, 1, 128, tiles_with_long_block(300, 310), (256, 310))
     with pytest.raises(AssertionError):
         compare_whole(*given)
