@@ -235,7 +235,7 @@ def deterministic() -> list[str]:
     lines = [f"| tokens, head size, heads | {' | '.join(DETERMINISTIC_MASKS.values())} |", "| --- " * 7 + "|"]
     for key in dict.fromkeys((one["tokens"], one["head_dim"], one["heads"]) for one in results):
         here = {one["mask"]: one for one in results if (one["tokens"], one["head_dim"], one["heads"]) == key}
-        shares = [cut(one["milliseconds"] / one["deterministic_milliseconds"], 2) for one in here.values()]
+        shares = [cut(one["share"], 2) for one in here.values()]
         lines.append(f"| {key[0]:,}, {key[1]}, {key[2]} | {' | '.join(shares)} |")
     return lines
 
