@@ -1,9 +1,9 @@
-"""Write the tables of benchmarks/README.md from the files in benchmarks/results.
+"""Write the tables of benchmarks/README.md and the numbers of docs/strategies.md from the files in benchmarks/results.
 
     python -m benchmarks.tables [--check]
 
-Each table lies between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`. Numbers are cut off, never rounded
-up. With --check nothing is written, and the exit code is 1 if a table differs from what its numbers give.
+Each text lies between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`. Numbers are cut off, never rounded
+up. With --check nothing is written, and the exit code is 1 if a text differs from what its numbers give.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import statistics
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from math import floor
@@ -23,6 +24,7 @@ from burst_portable.strategies.registry import strategy_name
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent / "README.md"
+STRATEGIES_PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
 PASSES = ("forward", "backward")
 
 Result = dict[str, Any]
@@ -155,10 +157,15 @@ BENCH_ENTRIES = ("auto", "ring", "burst", "double_ring", "usp", "all_gather", "d
 BENCH_ENTRIES_OF_FOUR = ("auto", "ulysses", "dispatch", "distflash", "ring", "all_gather", "usp", "burst")
 
 
+def bench_rows(file: str) -> list[Result]:
+    """Return the rows of one file of `burst-portable bench`."""
+    rows: list[Result] = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
 def bench(file: str = BENCH_FILE, entries: tuple[str, ...] = BENCH_ENTRIES) -> list[str]:
     """Compare all strategies on fourteen masks, as `burst-portable bench` measured them: TFLOP/s of both passes."""
-    rows = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["rows"]
-    rows = [row for row in rows if row["status"] == "ok" and row["entry"] in entries]
+    rows = [row for row in bench_rows(file) if row["status"] == "ok" and row["entry"] in entries]
     lines = [f"| mask | {' | '.join(f'`{name}`' for name in entries)} | ratio |"]
     lines.append("| --- " * (len(entries) + 2) + "|")
     for mask in dict.fromkeys(row["mask"] for row in rows):
@@ -171,6 +178,61 @@ def bench(file: str = BENCH_FILE, entries: tuple[str, ...] = BENCH_ENTRIES) -> l
         best = min(seconds[name] for name in entries if name != "auto")
         lines.append(f"| {mask.replace('_', ' ')} | {' | '.join(speeds)} | {cut(best / seconds['auto'], 3)} |")
     return lines
+
+
+BENCH_MACHINES = {BENCH_FILE_OF_FOUR: "On four H200", BENCH_FILE: "On two H100"}
+BENCH_STRATEGIES = (
+    *("ring", "burst", "double_ring", "distflash", "all_gather", "dispatch"),
+    *("ring_self_attention", "ulysses", "usp"),
+)
+BENCH_SAME_PLANS = {(BENCH_FILE, "usp"): "ring", (BENCH_FILE, "double_ring"): "burst"}
+"""Strategies that have the plan of another one with so few ranks: only the other one is compared."""
+
+
+def compared(file: str) -> dict[str, dict[str, float]]:
+    """Return the seconds of both passes by mask and strategy. `auto`, other libraries and equal plans are left out."""
+    found: dict[str, dict[str, float]] = {}
+    for row in bench_rows(file):
+        name = row["entry"]
+        if row["status"] == "ok" and name in BENCH_STRATEGIES and (file, name) not in BENCH_SAME_PLANS:
+            mask = row["mask"].replace("_", " ")
+            found.setdefault(mask, {})[name] = sum(float(row[f"{which}_seconds"]) for which in PASSES)
+    return found
+
+
+def in_words(names: list[str]) -> str:
+    """Return "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def bench_sentences(file: str, name: str) -> str:
+    """Return on which masks a strategy was the fastest in one file, and its speed relative to the fastest elsewhere."""
+    where = BENCH_MACHINES[file]
+    if same := BENCH_SAME_PLANS.get((file, name)):
+        return f"{where}, its plan is that of `{same}`."
+    masks = compared(file)
+    shares = {mask: min(times.values()) / times[name] for mask, times in masks.items() if name in times}
+    if not shares:
+        statuses = {row["status"] for row in bench_rows(file) if row["entry"] == name}
+        return f"{where}, it was {'refused on all masks' if statuses == {'refused'} else 'not measured'}."
+    assert len(shares) == len(masks), f"{name} is missing on some masks of {file}"
+    behind = {mask: share for mask, share in shares.items() if share < 1}
+    ahead = [mask for mask in shares if mask not in behind]
+    if not behind:
+        return f"{where}, it was the fastest on all masks."
+    worst = min(behind, key=behind.__getitem__)
+    reached = f"it had {cut(behind[worst], 2)} to {cut(max(behind.values()), 2)} of the speed of the fastest"
+    if not ahead:
+        return f"{where}, {reached}, least on {worst}."
+    if len(ahead) > len(behind):
+        return f"{where}, it was the fastest on all masks but {in_words(list(behind))}. There, {reached}."
+    return f"{where}, it was the fastest on {in_words(ahead)}. Elsewhere, {reached}, least on {worst}."
+
+
+def bench_numbers(name: str) -> list[str]:
+    """Return a paragraph with the numbers of a strategy in all files of `burst-portable bench`."""
+    text = " ".join(["**Numbers.**", *(bench_sentences(file, name) for file in BENCH_MACHINES)])
+    return textwrap.wrap(text, 100)
 
 
 HEAD_FILE = "head-sizes-h100-2026-11-25"
@@ -269,14 +331,20 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 }
 
 
-def page() -> str:
-    """Return benchmarks/README.md with all tables written again."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, make in TABLES.items():
+PAGES: dict[Path, dict[str, Callable[[], list[str]]]] = {
+    PAGE: TABLES,
+    STRATEGIES_PAGE: {f"bench-{name}": partial(bench_numbers, name) for name in BENCH_STRATEGIES},
+}
+
+
+def page(path: Path = PAGE) -> str:
+    """Return a page with all its tables written again."""
+    text = path.read_text(encoding="utf-8")
+    for name, make in PAGES[path].items():
         between = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
         table = "\n".join(["", *make(), "", ""])
         text, count = between.subn(lambda found, table=table: found[1] + table + found[2], text)
-        assert count == 1, f"{PAGE.name} has {count} places for the table {name}"
+        assert count == 1, f"{path.name} has {count} places for the table {name}"
     return text
 
 
@@ -285,9 +353,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     arguments = parser.parse_args()
     if not arguments.check:
-        PAGE.write_text(page(), encoding="utf-8")
+        for path in PAGES:
+            path.write_text(page(path), encoding="utf-8")
         return 0
-    same = PAGE.read_text(encoding="utf-8") == page()
+    same = all(path.read_text(encoding="utf-8") == page(path) for path in PAGES)
     print("the tables match the results" if same else "stale tables: run python -m benchmarks.tables")
     return 0 if same else 1
 

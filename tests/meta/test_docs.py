@@ -34,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from burst_portable.backends.selection import GROUP as BACKENDS
 from burst_portable.cli import main
 from burst_portable.strategies.registry import GROUP as STRATEGIES
+from burst_portable.strategies.registry import OURS
 from tests.support.code_names import Named
 from tests.support.fork_server import run_program
 from tests.support.other_libraries import stand_ins
@@ -234,3 +235,14 @@ def test_pictures_match_their_scripts(script):
     command = [sys.executable, f"ci/{script}.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, check=False)
     assert done.returncode == 0, f"run PYTHONPATH=. python ci/{script}.py"
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name != "auto"])
+def test_strategies_page_has_section_with_picture(name):
+    page = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    _, found, section = page.partition(f"\n### `{name}`\n")
+    section = section.partition("\n##")[0]
+    assert found, "docs/strategies.md has no section for it"
+    assert f"[`{name}`](#{name})" in page.partition("\n## ")[0], "the first table has no link to the section"
+    for part in (f"](images/strategies/{name}.svg)", "**Take it if**", f"<!-- table bench-{name} -->", "**Numbers.**"):
+        assert part in section
