@@ -119,11 +119,14 @@ def in_a_line(error: BaseException, most: int = 400) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:most]
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """Return the error for a name that is not registered, with similar names as a hint."""
+def unknown_name(kind: str, name: object, known: Iterable[str], page: str | None = None) -> UnknownNameError:
+    """Return the error for a name that is not registered, with similar names as a hint.
+
+    `page` is the page that compares the names: it is the hint if no name is similar. Default: no hint then.
+    """
     known = sorted(known)
     similar = difflib.get_close_matches(name[:99], known, n=3, cutoff=0.5) if isinstance(name, str) else []
-    hint = f"did you mean {' or '.join(map(repr, similar))}?" if similar else None
+    hint = f"did you mean {' or '.join(map(repr, similar))}?" if similar else page and f"see {page}"
     allowed = _listed(known) or "none is registered"
     return UnknownNameError(f"unknown {kind}", got=shown(name), allowed=allowed, next_step=hint)
 

@@ -26,6 +26,7 @@ from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import RESERVED_FLAGS, Option, options_of
 
 GROUP = "burst_portable.strategies"
+_PAGE = "docs/strategies.md"
 _OURS = {
     "ring": "burst_portable.strategies.ring:RingStrategy",
     "burst": "burst_portable.strategies.burst:BurstStrategy",
@@ -58,7 +59,7 @@ def load(name: str) -> type[Strategy]:
         return _imported(name, _OURS[name])
     registered = _registered()
     if not isinstance(name, str) or name not in registered:
-        raise unknown_name("strategy", name, registered)
+        raise unknown_name("strategy", name, registered, _PAGE)
     origins = registered[name]
     if len(origins) > 1:
         what = f"several packages register the strategy {name!r}"
@@ -189,7 +190,7 @@ def strategy_of(strategy: Strategy | str, ranks_per_node: int | None = None) -> 
         applies = unset and strategy_name(strategy) in known() and has_option(strategy, "ranks_per_node")
         return make_strategy(strategy, ranks_per_node=ranks_per_node if applies else None)
     if not isinstance(strategy, Strategy):
-        raise unknown_name("strategy", strategy, known())
+        raise unknown_name("strategy", strategy, known(), _PAGE)
     try:
         hash(strategy)
     except TypeError:

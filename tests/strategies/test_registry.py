@@ -366,3 +366,12 @@ def test_flag_accepts_word_or_integer(package):
     assert make_named_strategy("other", None, {"depth": "deep"}, hardware).depth == "deep"
     with pytest.raises(InputError, match="depth is not a depth; got 'deep'"):
         make_named_strategy("theirs", None, {"depth": "deep"}, hardware)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("tensor_parallel", "see docs/strategies.md"), ("rng", "did you mean 'ring'")]
+)
+def test_load_of_unknown_name_ends_with_a_hint(name, hint):
+    for call in (load, bp.make_strategy, strategy_of):
+        with pytest.raises(UnknownNameError, match=f"unknown strategy; got '{name}'; allowed: all_gather, .*; {hint}"):
+            call(name)
