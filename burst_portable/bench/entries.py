@@ -16,14 +16,16 @@ from burst_portable.api import attention
 from burst_portable.bench.masks import MASKS
 from burst_portable.comm.base import Handles, Message, Transport, WrappedTransport
 from burst_portable.config import Config
-from burst_portable.errors import BurstError, CommunicationError, in_a_line
+from burst_portable.errors import BurstError, CommunicationError, UnsupportedError, in_a_line
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.measuring.timing import TransportClock
 from burst_portable.mesh import Mesh
+from burst_portable.planning.verify import verify
 from burst_portable.runtime.explanation import explain
 from burst_portable.sharding import shard
-from burst_portable.strategies.registry import strategy_name
+from burst_portable.strategies.planner import plan
+from burst_portable.strategies.registry import collect_reason, strategy_name
 
 Row = dict[str, Any]
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -105,8 +107,9 @@ class Entry:
         self.name = name
 
     def prepare(self, task: Task, mesh: Mesh) -> Prepared:
-        """Return the calls of a row. Raise a `BurstError` if the entry cannot serve it."""
+        """Return the calls of a row. Raise a `BurstError` if the entry cannot serve it, or if its plan is wrong."""
         layout = task.layout
+        self._check_plan(task, mesh)
         q, k, v, dout = (shard(x, mesh, layout=layout) for x in task.tensors)
         leaves = tuple(x.requires_grad_() for x in (q, k, v))
 
@@ -117,6 +120,23 @@ class Entry:
             )  # fmt: skip
 
         return Prepared(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout))
+
+    def _check_plan(self, task: Task, mesh: Mesh) -> None:
+        """Raise `UnsupportedError` on all ranks if the plan is wrong, before any of them waits for messages."""
+        if strategy_name(self.name) == "auto":  # it takes no strategy whose plan it cannot make
+            return
+        q, k, v, _ = task.tensors
+        reasons: dict[str, str] = {}
+        with collect_reason(strategy_name(self.name), self.name, reasons):
+            made = plan(
+                seq_len=task.layout.length, ranks=mesh.size, heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
+                v_head_dim=v.shape[3], mask=task.mask, strategy=self.name, layout=task.layout, batch=q.shape[0],
+                itemsize=q.element_size(),
+            )  # fmt: skip
+            if wrong := verify(made):
+                reasons[self.name] = f"its plan is wrong: {wrong[0]}"
+        if reasons:
+            raise UnsupportedError(reasons[self.name])
 
     def choice(self, prepared: Prepared, task: Task, mesh: Mesh) -> str | None:
         """Return the label of the strategy that `auto` chooses now. None for all other entries.

@@ -54,8 +54,22 @@ def _parsed(text: str) -> tuple[Row, list[Row]]:
         whole = {}
     if "settings" in whole:
         return whole["settings"], whole["rows"]
-    settings, *rows = (json.loads(line) for line in text.split("\n")[:-1] if line)
-    return settings, rows
+    lines = [json.loads(line) for line in text.split("\n")[:-1] if line]
+    if not lines:
+        raise ValueError("no complete line")
+    return lines[0], lines[1:]
+
+
+def check_appendable(path: Path) -> None:
+    """Raise `InputError` if rows cannot be appended to a file of rows: `--json` wrote it, as one object."""
+    first, _, _ = path.read_text(encoding="utf-8").partition("\n")
+    try:
+        appendable = "schema" in json.loads(first)
+    except ValueError:
+        appendable = False
+    if not appendable:
+        allowed = "a new file, or one that --resume wrote"
+        raise InputError("rows cannot be appended to this file", got=str(path), allowed=allowed)
 
 
 def append_rows(path: Path, settings: Row, rows: Sequence[Row]) -> None:
@@ -102,6 +116,19 @@ def markdown(rows: Sequence[Row]) -> str:
     made = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
     listed = "".join(f"- {text} ({masks})\n" for text, masks in reasons(rows).items())
     return f"{made}\n{listed}" if listed else made
+
+
+def differences(before: tuple[Row, Sequence[Row]], after: tuple[Row, Sequence[Row]]) -> list[str]:
+    """Return what makes two files hard to compare: other settings, and rows that only one of them has."""
+    (old, old_rows), (new, new_rows) = before, after
+    found = [
+        f"{name}: {old.get(name)}, then {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)
+    ]
+    old_keys, new_keys = ({row_key(row) for row in rows} for rows in (old_rows, new_rows))
+    for text, count in (("first", len(old_keys - new_keys)), ("second", len(new_keys - old_keys))):
+        if count:
+            found.append(f"{count} row{'s' * (count > 1)} only in the {text} file")
+    return found
 
 
 def compare(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, ...]]:

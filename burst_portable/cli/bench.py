@@ -14,7 +14,19 @@ from burst_portable import __version__
 from burst_portable.bench.chart import draw
 from burst_portable.bench.masks import MASKS
 from burst_portable.bench.names import PEERS, available_peers, versions
-from burst_portable.bench.results import COLUMNS, SCHEMA, Row, append_rows, cells, markdown, read_rows, reasons, row_key
+from burst_portable.bench.results import (
+    COLUMNS,
+    SCHEMA,
+    Row,
+    append_rows,
+    cells,
+    check_appendable,
+    differences,
+    markdown,
+    read_rows,
+    reasons,
+    row_key,
+)
 from burst_portable.bench.results import compare as compare_rows
 from burst_portable.cli import flags
 from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, tokens
@@ -114,11 +126,13 @@ def bench(
     burst-portable bench draw A.json --picture A.svg
     """
     if words:
-        return _of_files(words, picture)
+        others = {"--markdown": markdown_file, "--resume": resume}
+        return _of_files(words, picture, json_name, {name for name, value in others.items() if value is not None})
     if layout not in _LAYOUTS:
         raise unknown_name("layout", layout, _LAYOUTS)
     if dtype is not None and dtype not in _DTYPES:
         raise unknown_name("dtype", dtype, _DTYPES)
+    from burst_portable.backends.selection import kernels_of
     from burst_portable.cli.bench_worker import BenchJob, bench_local, bench_rank
     from burst_portable.cli.run.job import check_processes
 
@@ -132,6 +146,11 @@ def bench(
         chosen, _ = flags.choose_backend(backend, 1 if launcher else max(sizes_of_mesh, default=1))
         device_type, on_cpu = chosen.capabilities.device_type, not chosen.capabilities.streams
         sizes_of_mesh = sizes_of_mesh or [2 if on_cpu else _device_count(device_type)]
+        kernel_names = split_list(kernels)
+        known_kernels = ["auto", *(one.name for one in kernels_of(chosen))]
+        for one in kernel_names:
+            if one not in known_kernels:
+                raise unknown_name(f"kernel of the backend {chosen.name!r}", one, known_kernels)
         if on_cpu and launcher is None:
             check_processes(max(sizes_of_mesh))
         lengths = [tokens(one) for one in seq_len.split(",")] if seq_len else []
@@ -153,7 +172,7 @@ def bench(
                 (mask, length, one, left)
                 for mask in mask_names
                 for length in lengths or [512 if on_cpu else 8192 * size]
-                for one in kernels.split(",")
+                for one in kernel_names
                 if (left := [name for name in names if (mask, length, size, one, name) not in done])
             ]
             jobs.append(
@@ -246,6 +265,7 @@ def _resumed(path: Path | None, settings: Row) -> list[Row]:
     if path is None or not path.exists() or not path.stat().st_size:
         return []
     found, rows = read_rows(path)
+    check_appendable(path)
     if different := [name for name, value in settings.items() if found.get(name) != value]:
         name = different[0]
         raise InputError(
@@ -255,13 +275,17 @@ def _resumed(path: Path | None, settings: Row) -> list[Row]:
     return rows
 
 
-def _of_files(words: list[str], picture: Path | None) -> int:
-    """Compare or draw files that earlier calls wrote."""
+def _of_files(words: list[str], picture: Path | None, json_name: str | None, others: set[str]) -> int:
+    """Compare or draw files that earlier calls wrote. `others` are further options that were given."""
     if words[0] == "compare" and len(words) == 3:
-        return _compare(Path(words[1]), Path(words[2]))
+        if not_used := sorted(others | {"--picture"} if picture is not None else others):
+            raise InputError("bench compare has no such option", got=", ".join(not_used), allowed="--json FILE")
+        return _compare(Path(words[1]), Path(words[2]), JsonOption(json_name, sources=words[1:]))
     if words[0] != "draw" or len(words) != 2:
         allowed = "compare A.json B.json, or draw A.json --picture A.svg"
         raise InputError("bench takes no such words", got=" ".join(words), allowed=allowed)
+    if not_used := sorted(others | {"--json"} if json_name is not None else others):
+        raise InputError("bench draw has no such option", got=", ".join(not_used), allowed="--picture FILE.svg")
     if picture is None:
         raise InputError("bench draw has no file to write", allowed="--picture FILE.svg")
     settings, rows = read_rows(Path(words[1]))
@@ -271,9 +295,20 @@ def _of_files(words: list[str], picture: Path | None) -> int:
     return 0
 
 
-def _compare(before: Path, after: Path) -> int:
+def _compare(before: Path, after: Path, json_option: JsonOption) -> int:
+    """Print the speeds of the second file over those of the first, and what else differs."""
+    files = read_rows(before), read_rows(after)
+    lines, notes = compare_rows(files[0][1], files[1][1]), differences(*files)
+    if not lines:
+        got = "; ".join(notes) or "no rows"
+        raise InputError("the two files have no row in common", got=got, next_step="measure equal masks and sizes")
     made = table("row", "forward", "backward", title=f"speed of {after} over {before}")
-    for line in compare_rows(read_rows(before)[1], read_rows(after)[1]):
+    for line in lines:
         made.add_row(*line)
-    console().print(made)
+    output = console(stderr=json_option.stdout)
+    output.print(made)
+    for note in notes:
+        output.print(labelled("differs", note))
+    rows = [dict(zip(("row", "forward", "backward"), line, strict=True)) for line in lines]
+    json_option.write({"rows": rows, "differences": notes})
     return 0

@@ -275,7 +275,7 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
     """Return the strategy's plan for a call.
 
     Raises:
-        UnsupportedError: The strategy cannot serve the call, or returns no plan, or one with another name.
+        UnsupportedError: The strategy cannot serve the call, or returns no plan, or one of another call or name.
         InputError: See `Strategy.plan`.
     """
     plan = strategy.plan(call)
@@ -286,6 +286,14 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
         raise UnsupportedError(
             f"{what}: its plan has another name", got=shown(plan.strategy), next_step="pass `self.name` to the plan"
         )
+    for name, made in (
+        ("its plan", plan.call),
+        ("its forward pass", plan.forward.call),
+        ("its backward pass", plan.backward.call),
+    ):
+        if made.mask != call.mask:
+            got, allowed = made.mask.name, f"{call.mask.name}, the mask of the call"
+            raise UnsupportedError(f"{what}: {name} has another mask", got=shown(got), allowed=allowed)
     return plan if strategy.name == "auto" else replace(plan, label=strategy.label)
 
 

@@ -268,6 +268,61 @@ def test_entry_that_cannot_divide_heads_has_reason():
         assert "cannot divide these heads" in ulysses["reason"]
 
 
+def test_bench_rejects_an_unknown_kernel(capsys):
+    assert main(["bench", "--kernels", "auto,cpu_flsh"]) == 2
+    assert "did you mean 'cpu_flash'" in capsys.readouterr().err
+
+
+def write_json(path, rows, **settings):
+    path.write_text(json.dumps({"settings": {"schema": SCHEMA, **settings}, "rows": rows}, indent=1))
+
+
+def test_bench_resume_keeps_a_file_of_json(tmp_path, capsys):
+    """Rows after its object would end in a file that no command reads."""
+    file = tmp_path / "a.json"
+    write_json(file, [])
+    before = file.read_bytes()
+    assert main(["bench", "--ranks", "2", "--masks", "full", "--strategies", "ring", "--resume", str(file)]) == 2
+    assert "rows cannot be appended to this file" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
+def test_bench_compare_tells_differences_of_files(tmp_path, capsys):
+    where = {"mask": "full", "seq_len": 64, "ranks": 2, "kernel": "auto", "status": "ok"}
+    rows = [where | {"entry": name, "forward_seconds": 1.0, "backward_seconds": 2.0} for name in ("ring", "burst")]
+    first, second, third = (tmp_path / f"{name}.json" for name in "abc")
+    write_json(first, rows, dtype="float32")
+    write_json(second, rows[:1], dtype="bfloat16")
+    write_json(third, rows[1:], dtype="bfloat16")
+    assert main(["bench", "compare", str(first), str(second), "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["differences"] == ["dtype: float32, then bfloat16", "1 row only in the first file"]
+    assert [(row["forward"], row["backward"]) for row in told["rows"]] == [("1.000", "1.000")]
+    assert main(["bench", "compare", str(second), str(third)]) == 2
+    assert "no row in common" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["compare", "a", "b", "--picture", "c.svg"], "bench compare has no such option; got --picture"),
+        (["draw", "a", "--picture", "c.svg", "--json", "-"], "bench draw has no such option; got --json"),
+        (["draw", "a", "--picture", "c.svg", "--markdown", "c.md"], "bench draw has no such option; got --markdown"),
+    ],
+)
+def test_bench_of_files_rejects_other_options(words, error, capsys):
+    assert main(["bench", *words]) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", '{"schema": "burst_por'])
+def test_read_rows_names_a_file_without_a_complete_line(text, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    with pytest.raises(InputError, match="no complete line"):
+        read_rows(file)
+
+
 @pytest.mark.parametrize("lengths", ["64,1", "0", "64,x"])
 def test_bench_rejects_lengths(lengths, capsys):
     assert main(["bench", "--seq-len", lengths]) == 2

@@ -7,8 +7,10 @@ import json
 import sys
 
 import pytest
+import torch
 
 import burst_portable as bp
+from burst_portable.bench.entries import Benchmark, Entry, Setting
 from burst_portable.cli import main
 from burst_portable.cli.flags import flag, make_named_strategy, strategy_flags
 from burst_portable.cli.plan import plan as plan_command
@@ -24,8 +26,9 @@ from burst_portable.strategies.ring import RingStrategy
 from tests.support.plugins import install
 
 THEIRS = """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from burst_portable.errors import InputError
+from burst_portable.mask import Mask
 from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.base import Strategy, ring_plan
 from burst_portable.strategies.options import PREFETCH_STEPS, Option, option
@@ -84,6 +87,33 @@ class OtherName(Base):
 
     def plan(self, call):
         return ring_plan(call, "their", side="kv", route=RingRoute(call.ranks))
+
+@dataclass(frozen=True)
+class OtherMask(Base):
+    name, title = "theirs", "a plan of another mask"
+
+    def plan(self, call):
+        return super().plan(replace(call, mask=Mask.full()))
+
+@dataclass(frozen=True)
+class OtherBackward(Base):
+    name, title = "theirs", "a backward pass of another mask"
+
+    def plan(self, call):
+        return replace(super().plan(call), backward=super().plan(replace(call, mask=Mask.full())).backward)
+
+@dataclass(frozen=True)
+class WrongRoute(Base):
+    name, title = "theirs", "sends blocks in the wrong order"
+
+    def plan(self, call):
+        return ring_plan(call, "theirs", side="kv", route=Backwards(call.ranks))
+
+@dataclass(frozen=True)
+class Backwards(RingRoute):
+    def block_source(self, dependencies, owner, rank):
+        found = super().block_source(dependencies, owner, rank)
+        return found and ((rank + 1) % self.ranks, found[1])
 
 @dataclass(frozen=True)
 class Faulty(Base):
@@ -265,6 +295,8 @@ def test_load_rejects_invalid_strategies(package, target, message):
     [
         ("NoReturn", "is broken: its `plan` returned no Plan; got None"),
         ("OtherName", "is broken: its plan has another name; got 'their'; pass `self.name` to the plan"),
+        ("OtherMask", "is broken: its plan has another mask; got 'full'; allowed: causal, the mask of the call"),
+        ("OtherBackward", "is broken: its backward pass has another mask; got 'full'"),
         ("Faulty", "it is broken: KeyError: 'axis'"),
         ("Refusing", "theirs takes 3 ranks"),
         ("BadRoute", "the route Unhashable cannot be hashed; make it a frozen dataclass"),
@@ -286,11 +318,30 @@ def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, targ
     assert "ring" in {one["label"] for one in facts["strategies"]}
 
 
-@pytest.mark.parametrize("target", ["NoReturn", "OtherName", "BadRoute"])
+@pytest.mark.parametrize("target", ["NoReturn", "OtherName", "OtherMask", "OtherBackward", "BadRoute"])
 def test_broken_named_strategy_raises_clear_error(package, target):
     package({"theirs": f"their_strategies:{target}"})
     with pytest.raises(BurstError, match=r"is broken: its|cannot be hashed"):
         bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs")
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("WrongRoute", "its plan is wrong: forward: 3 moves posted by only one"), ("Faulty", "it is broken: KeyError")],
+)
+def test_bench_refuses_wrong_plan_and_measures_the_rest(package, target, reason):
+    """Ranks would wait for messages that nobody sends."""
+    package({"theirs": f"their_strategies:{target}"})
+    setting = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
+
+    def work(mesh):
+        entries = [Entry("theirs"), Entry("ring")]
+        return Benchmark(mesh, torch.device("cpu"), setting, entries).measure("full", 31, "auto", ["theirs", "ring"])
+
+    for theirs, ring in bp.run_threads(3, work):
+        assert theirs["status"] == "refused"
+        assert reason in theirs["reason"]
+        assert ring["status"] == "ok"
 
 
 def test_strategy_flag_with_reserved_name_is_skipped(package, capsys):
