@@ -330,7 +330,7 @@ def test_broken_named_strategy_raises_clear_error(package, target):
     [("WrongRoute", "its plan is wrong: forward: 3 moves posted by only one"), ("Faulty", "it is broken: KeyError")],
 )
 def test_bench_refuses_wrong_plan_and_measures_the_rest(package, target, reason):
-    """Ranks would wait for messages that nobody sends."""
+    """Ranks would wait for messages that no rank sends."""
     package({"theirs": f"their_strategies:{target}"})
     setting = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
 
