@@ -87,7 +87,8 @@ def all_reduce_gradients(
 ) -> None:
     """Sum every parameter's gradient over the ranks, in place.
 
-    Call it once per step: after the last backward pass, and before gradients are unscaled, clipped and used.
+    Call it once per step: after the last backward pass of the last micro-batch, and before gradients are unscaled,
+    clipped and used.
 
     All ranks must pass the same parameters. A parameter without a gradient counts as zeros if another rank has one;
     otherwise it stays without one, so that optimizers skip it. A parameter that is passed twice (tied weights) is
@@ -102,8 +103,9 @@ def all_reduce_gradients(
     Raises:
         InputError: If `parameters` are not tensors, are sharded over these ranks (FSDP has reduced their gradients
             already), or have sparse gradients. If the gradients are sums already, because of a second call. If those of
-            a parallelized model were changed in place since the backward pass, for example clipped. If they belong to
-            a model that was parallelized with averaged_gradients=True.
+            a parallelized model are sums to which a backward pass added, as after a call per micro-batch. If they were
+            changed in place since the backward pass, for example clipped. If they belong to a model that was
+            parallelized with averaged_gradients=True.
         MismatchError: If ranks have different parameters, or make another call; on every rank, if the transport can
             compare them. The first call also compares the values of parameters. Gradients are unchanged then.
         CommunicationError: If the communication fails otherwise.
@@ -150,6 +152,14 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
                 "the gradients are sums over the ranks already; a second call would multiply them by the ranks",
                 got=f"a gradient of shape {tuple(gradient.shape)} that did not change since the last call",
                 next_step="call all_reduce_gradients once per step, and zero_grad() after the optimizer's step",
+            )
+        if mesh.added.get(parameter.grad) == versions(parameter):
+            raise InputError(
+                "a backward pass added to gradients that are sums over the ranks already; a second sum would add the "
+                "first once per rank",
+                got=f"a gradient of shape {tuple(gradient.shape)} that was summed before the last backward pass",
+                next_step="call all_reduce_gradients once per step, after the last micro-batch, and zero_grad() after "
+                "the optimizer's step",
             )
         if mesh.accumulated.get(parameter.grad, versions(parameter)) != versions(parameter):
             raise InputError(

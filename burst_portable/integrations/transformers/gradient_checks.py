@@ -2,6 +2,8 @@
 
 - A gradient that was clipped before `all_reduce_gradients` was clipped by the norm of one rank's part. A hook records
   the version of one gradient when a backward pass adds to it, and `all_reduce_gradients` compares.
+- A gradient that was summed after each micro-batch has the earlier sums once per rank. The hook records that a backward
+  pass added to a sum: the version of the gradient is then one more than the version of the sum.
 - DDP and FSDP2 average the ranks' parts of a gradient, which must be summed. The loss must therefore be multiplied by
   the number of ranks. A hook copies the gradient of the loss, and the next call of the model reads it.
 """
@@ -22,7 +24,9 @@ from burst_portable.mesh import Mesh
 
 
 def watch_gradient(model: nn.Module, mesh: Mesh) -> Any:
-    """Record each change of a small gradient by a backward pass in `mesh.accumulated`. Return the hook's handle.
+    """Record each change of a small gradient by a backward pass, in `mesh.accumulated` and `mesh.added`.
+
+    Return the hook's handle.
 
     None: the model has no trainable parameter, or DDP or FSDP2 changes gradients after the backward pass.
     """
@@ -33,8 +37,12 @@ def watch_gradient(model: nn.Module, mesh: Mesh) -> Any:
         return None
 
     def record(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            mesh.accumulated[parameter.grad] = versions(parameter)
+        if (gradient := parameter.grad) is None:
+            return
+        mesh.accumulated[gradient] = after = versions(parameter)
+        before = tuple(version - 1 for version in after)
+        if before in (mesh.summed.get(gradient), mesh.added.get(gradient)):
+            mesh.added[gradient] = after
 
     return min(trained, key=Tensor.numel).register_post_accumulate_grad_hook(record)
 

@@ -535,6 +535,40 @@ def test_gradients_changed_before_their_sum_raise(change: str) -> None:
         assert min(run_threads(2, work)) > 0.01
 
 
+@pytest.mark.parametrize("zeroed", ["none", "in place", "never"])
+def test_sum_after_each_micro_batch_raises(zeroed: str) -> None:
+    """The second sum would add the first once per rank. Gradients that were zeroed in between are no sums."""
+    whole, batches = make("llama"), (tokens(1, 24), tokens(1, 32, seed=2))
+    for ids in batches if zeroed == "never" else batches[1:]:
+        whole(input_ids=ids, labels=ids).loss.backward()
+    expected = whole.lm_head.weight.grad.clone()
+    whole.zero_grad()
+
+    def work(mesh: Mesh) -> float:
+        model = copy.deepcopy(whole)
+        handle, parameters = parallelize(model, mesh), list(model.parameters())
+        for ids in batches:
+            model(**handle.shard(ids)).loss.backward()
+            if is_planted:
+                mesh.added.clear()
+            elif zeroed == "never" and ids is batches[1]:
+                with pytest.raises(InputError, match=r"added to gradients that are sums.* after the last micro-batch"):
+                    all_reduce_gradients(parameters, mesh)
+                model(**handle.shard(ids)).loss.backward()  # an addition to a sum to which one was added
+                with pytest.raises(InputError, match="added to gradients that are sums"):
+                    all_reduce_gradients(parameters, mesh)
+                return 0.0
+            all_reduce_gradients(parameters, mesh)
+            if zeroed != "never" and ids is batches[0]:
+                model.zero_grad(set_to_none=zeroed == "none")
+        return float((model.lm_head.weight.grad - expected).norm() / expected.norm())
+
+    is_planted = False
+    assert max(run_threads(2, work)) < 1e-9
+    is_planted = True
+    assert (min(run_threads(2, work)) > 0.01) == (zeroed == "never")
+
+
 @pytest.mark.parametrize(
     ("kind", "exchanges"), [("host", {"share": 6, "all_gather": 1}), ("device", {"all_gather": 2})]
 )
