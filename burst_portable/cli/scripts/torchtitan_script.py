@@ -19,7 +19,10 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import OverrideConfig
 from torchtitan.models.llama3 import config_registry
+from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
+
+from burst_portable.config import read_launcher_env
 
 OVERRIDE = "burst_portable.integrations.torchtitan.attention"
 
@@ -97,13 +100,15 @@ def main() -> None:
     parser.add_argument("--seq-len", type=tokens, default=2048, help="tokens of a sequence, as 512 or 128k")
     parser.add_argument("--steps", type=int, default=10, help="number of optimizer steps")
     parser.add_argument("--batch", type=int, default=1, help="sequences per step and group of ranks")
-    parser.add_argument("--cp-size", type=int, help="ranks that share a sequence; default: the GPUs of a node")
+    parser.add_argument("--cp-size", type=int, help="ranks that share a sequence; default: all")
     options = vars(parser.parse_args())
     if not torch.accelerator.is_available():
         parser.exit(2, f"{parser.prog}: torchtitan needs GPUs\n")
-    if not dist.is_torchelastic_launched():
+    launcher = read_launcher_env()
+    if launcher is None:
         parser.exit(2, f"{parser.prog}: start it with torchrun\n")
-    cp_size = options.pop("cp_size") or torch.accelerator.device_count()
+    init_logger()  # the losses are log lines
+    cp_size = options.pop("cp_size") or launcher.world_size
     trainer = Trainer(configured(options.pop("config"), cp_size=cp_size, **options))
     trainer.train()
     trainer.close()
