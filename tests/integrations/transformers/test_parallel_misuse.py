@@ -597,6 +597,7 @@ def test_checks_add_one_exchange_per_training_step(kind: str, exchanges: dict[st
         for _ in range(3):
             if mesh.rank == 0:
                 found.clear()
+            model.zero_grad()
             model(**handle.shard(ids)).loss.backward()
             all_reduce_gradients(model.parameters(), mesh)
 
