@@ -3,7 +3,7 @@
 Loaders that give each process different batches (a dispatcher, a streaming dataset) give ranks of one sequence
 different rows of equal shape. Attention would combine them without an error. Each shard therefore has a checksum of
 the undivided batch. Before the model runs, ranks compare it and the number of labels by which the loss is divided. They
-also compare a checksum of the parameters (of all in the first call, then of a few), and the outputs that will be
+also compare a checksum of the parameters (of all in the first call, then of a sample), and the outputs that will be
 gathered: 40 bytes per rank and call.
 
 Tokens that the caller divided without `ShardedModel.shard` have no such checksum. Their number does not show whether
@@ -18,7 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from functools import lru_cache, reduce
-from heapq import nsmallest
+from heapq import nlargest, nsmallest
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ KEY = "batch_checksum"
 """Name of the checksum among the arguments that `ShardedModel.shard` returns."""
 _FACTS = "rows of the batch", "number of labels", "values of the parameters", "requested outputs"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-_SAMPLED, _SAMPLED_VALUES = 4, 1 << 16
+_SAMPLED, _SAMPLED_VALUES = 4, 1 << 16  # smallest and largest parameters of each call, values of each smallest one
+_ROTATED, _STRIDED_VALUES = 32, 256  # other parameters of each call, values of each largest or other one
+_STEP = 40503  # elements between the first values of two calls; odd, so that the column of a matrix changes as well
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as int64
 _CALL = "call of the model"
 
@@ -95,19 +97,40 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return ((weights ^ (weights >> 29)) * _GOLDEN) | 1
 
 
-def parameter_checksum(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return a checksum of the smallest trainable parameters on a device, by their bits.
+def parameter_checksum(parameters: Iterable[Tensor], device: torch.device, calls: int = 0) -> Tensor:
+    """Return a checksum of a sample of the trainable parameters on a device, by their bits.
 
-    If a training loop does not add the ranks' gradients, all parameters differ between ranks after the first step, so
-    a few small ones show it. Parameters that FSDP shards do not count: each rank has another part of them.
+    If a training loop does not add the ranks' gradients, the parameters that its optimizer has differ between ranks
+    from the first step on. Small ones such as norms may be equal after it: in bf16 they may not move, and the optimizer
+    may not have them. The sample therefore has the smallest parameters, and a few values of the largest and of others,
+    which change from call to call. Parameters that FSDP shards do not count: each rank has another part of them.
+
+    Args:
+        parameters: Parameters of the model, in the order of all ranks.
+        device: Device of the result.
+        calls: Number of earlier calls, equal on all ranks. It selects the values. Default: 0.
     """
-    plain = [p for p in _plain(parameters, device) if p.requires_grad]
+    plain = [p.detach() for p in _plain(parameters, device) if p.requires_grad and p.numel()]
     smallest = nsmallest(_SAMPLED, plain, key=Tensor.numel)
     if not smallest:
         return torch.zeros((), dtype=torch.int64, device=device)
-    bits = [p.detach().reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8) for p in smallest]
-    values = torch.cat(bits).to(torch.int64)
-    return (values * _weights(values.numel(), device)).sum()
+    values = [p.reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8) for p in smallest]
+    groups = -(-len(plain) // _ROTATED)
+    for p in nlargest(_SAMPLED, plain, key=Tensor.numel) + plain[calls % groups :: groups]:
+        if p.is_contiguous() and (bits := _INTEGERS.get(p.dtype.itemsize)) is not None:
+            stride = -(-p.numel() // _STRIDED_VALUES)
+            values.append(p.view(-1).view(bits)[calls * _STEP % stride :: stride])
+    sampled = torch.cat([x.to(torch.int64) for x in _by_dtype(values)])
+    longest = 1 << len(sampled).bit_length()  # calls have samples of other sizes, and use the same weights
+    return (sampled * _weights(longest, device)[: len(sampled)]).sum()
+
+
+def _by_dtype(tensors: list[Tensor]) -> list[Tensor]:
+    """Return vectors concatenated by dtype: one operator for each dtype, and not one for each parameter."""
+    grouped: dict[torch.dtype, list[Tensor]] = {}
+    for x in tensors:
+        grouped.setdefault(x.dtype, []).append(x)
+    return [torch.cat(group) for group in grouped.values()]
 
 
 def checksum_of_all(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -185,7 +208,7 @@ class BatchCheck:
 
     def __init__(self) -> None:
         self._differs: HostCopy | None = None
-        self._is_first = True
+        self._calls = 0  # successful ones: an error may have been raised by one rank before it called `compare`
 
     def compare(
         self,
@@ -199,7 +222,7 @@ class BatchCheck:
     ) -> None:
         """Compare this rank's batch and parameters with those of the other ranks. All ranks of the mesh must call this.
 
-        The first call compares all parameters, later ones a few.
+        The first call compares all parameters, later ones a sample.
 
         Args:
             batch: The result of `checksum_of_call`. None for a batch that was not divided by `shard`.
@@ -220,7 +243,10 @@ class BatchCheck:
         self.confirm()
         given = [_number(x, device) for x in (batch, labels)]
         of_outputs = _number(zlib.crc32(outputs.encode()), device)
-        of_parameters = (checksum_of_all if self._is_first else parameter_checksum)(parameters, device)
+        if self._calls:
+            of_parameters = parameter_checksum(parameters, device, self._calls - 1)
+        else:
+            of_parameters = checksum_of_all(parameters, device)
         mine = torch.stack([*given, of_parameters, of_outputs])
         if transport.host:
             batch_sum, count, parameter_sum, _ = mine.tolist()
@@ -228,13 +254,13 @@ class BatchCheck:
             texts = checksums[0], str(count), checksums[1], outputs
             order = {} if rows is None else {"position_ids": "none"}  # these ranks make the exchange below
             agree(transport, call_signature({"pass": _CALL, **order, **dict(zip(_FACTS, texts, strict=True))}))
-            self._is_first = False  # not after an error, which a rank may have raised before it called this
+            self._calls += 1
             if rows is not None and transport.size > 1:
                 shared = transport.share(int(rows).to_bytes(8, "little", signed=True), _CALL)
                 if all(other == shared[0] for other in shared):
                     raise equal_rows()
             return
-        self._is_first = False
+        self._calls += 1
         mine = torch.cat([mine, (mine.new_full((), mesh.rank) if rows is None else rows).reshape(1)])
         gathered = mine.new_empty(mesh.size, len(mine))
         with transport.between_passes():

@@ -21,7 +21,7 @@ from burst_portable.comm.local import LocalTransport
 from burst_portable.config import environment_of_children
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallel, parallelize
-from burst_portable.integrations.transformers.batch_check import checksum
+from burst_portable.integrations.transformers.batch_check import checksum, parameter_checksum
 from tests.support.fork_server import run_program
 from tests.support.models import SIZES, make, tokens
 
@@ -365,6 +365,48 @@ def test_training_without_all_reduce_gradients_raises(kind: str, summed: bool) -
             model(**handle.shard(ids))
 
     run_threads(2, work)
+
+
+@pytest.mark.parametrize("trained", ["all", "lm_head", "layers.1.mlp.up_proj"])
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_training_that_moves_no_norm_needs_sums(kind: str, trained: str) -> None:
+    """In bf16 no norm moves by so small a step, or the optimizer has none: the smallest parameters remain equal."""
+    whole, ids = make("llama").bfloat16(), tokens(1, 32)
+
+    def work(mesh: Mesh) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        stepped = [p for name, p in model.named_parameters() if trained == "all" or trained in name]
+        optimizer = torch.optim.AdamW(stepped, lr=1e-4, weight_decay=0.0)
+        model(**handle.shard(ids)).loss.backward()
+        optimizer.step()
+        if kind == "device":
+            model(**handle.shard(ids))  # the result of this comparison is read at the next call
+        with pytest.raises(MismatchError, match=r"values of the parameters.*call all_reduce_gradients before each"):
+            model(**handle.shard(ids))
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    first, second = run_threads(2, work)
+    smallest = sorted(first, key=lambda name: first[name].numel())[:4]
+    assert all(torch.equal(first[name], second[name]) for name in smallest)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sampled_parameters_of_equal_models_are_equal() -> None:
+    """A change of any parameter is found within a few calls, also of one with another dtype or that is a transpose."""
+    model = torch.nn.ParameterList(torch.randn(300 + i, 7) for i in range(70))
+    model.append(torch.randn(40, 40).bfloat16())
+    model.append(torch.randn(50, 40).T)
+    model.append(torch.zeros(0))
+    device = torch.device("cpu")
+    calls = range(8)
+    before = [int(parameter_checksum(model, device, call)) for call in calls]
+    assert before == [int(parameter_checksum(copy.deepcopy(model), device, call)) for call in calls]
+    for changed in model[:71]:
+        copied = changed.detach().clone()
+        changed.data.mul_(1.5)
+        assert [int(parameter_checksum(model, device, call)) for call in calls] != before
+        changed.data.copy_(copied)
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
