@@ -30,9 +30,21 @@ def loss_of(model: PreTrainedModel) -> Any:
 
 
 def shifts_labels(function: Any) -> bool:
-    """Return whether a loss compares a token with the next one's label. Raise for a loss of which it is unknown."""
-    if "shift_labels" in inspect.signature(getattr(function, "forward", function)).parameters:  # or a module
-        return True
+    """Return whether a loss compares a token with the next one's label.
+
+    Raise `UnsupportedError` for a loss of which it is unknown, or that has no parameter for the number of labels.
+    """
+    parameters = inspect.signature(getattr(function, "forward", function)).parameters  # or a module
+    if "shift_labels" in parameters:
+        if "num_items_in_batch" in parameters or function in LOSS_MAPPING.values():
+            return True
+        raise UnsupportedError(
+            "this loss takes shift_labels but has no parameter num_items_in_batch, so each rank would divide by the "
+            "number of its own labels",
+            got=f"model.loss_function = {getattr(function, '__name__', type(function).__name__)}",
+            next_step="add the parameter num_items_in_batch=None; if it is not None, return the sum over the labels "
+            "divided by it",
+        )
     if function in LOSS_MAPPING.values():
         return False
     raise UnsupportedError(

@@ -227,6 +227,33 @@ def test_loss_function_that_shifts_labels_raises():
     run_threads(2, work)
 
 
+def test_loss_function_without_number_of_labels_raises():
+    """It would ignore the number, and each rank would return the mean over its part of the labels."""
+    whole, ids = make("llama"), tokens(1, 32)
+
+    def mean_loss(logits, labels, vocab_size, shift_labels=None, **_):
+        return _own_loss(logits, labels, vocab_size, shift_labels=shift_labels)
+
+    def ignores(logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None, **_):
+        return mean_loss(logits, labels, vocab_size, shift_labels=shift_labels)
+
+    whole.loss_function = mean_loss
+    expected = whole(input_ids=ids, labels=ids).loss.item()
+
+    def work(mesh: Mesh) -> float:
+        model = make("llama")
+        handle = parallelize(model, mesh)
+        inputs = handle.shard(ids)
+        model.loss_function = mean_loss
+        for call in (lambda: handle.shard(ids), lambda: model(**inputs)):
+            with pytest.raises(UnsupportedError, match=r"no parameter num_items_in_batch.* add the parameter"):
+                call()
+        model.loss_function = ignores  # the same numbers, without the error
+        return all_reduce(model(**inputs).loss.detach(), mesh).item()
+
+    assert run_threads(2, work)[0] == pytest.approx(2 * expected, rel=0.1)
+
+
 class _Largest(TorchDispatchMode):
     """Record the number of elements of the largest float32 tensor that is created."""
 
