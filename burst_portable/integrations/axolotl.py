@@ -98,6 +98,8 @@ def sequence_trainer(base: type[Any]) -> type[Any]:
     class SequenceAxolotlTrainer(SequenceTrainer, base):  # type: ignore[misc]
         """axolotl's trainer, which counts the tokens of rows that several ranks have once."""
 
+        known_losses = base.__mro__
+
         def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
             before = dict(getattr(self.state, "tokens", {}))
             loss = super().compute_loss(model, inputs, *arguments, **named)

@@ -22,17 +22,20 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     """`Trainer` with ``TrainingArguments(parallelism_config=SequenceParallelism(...))``.
 
     Arguments are those of `Trainer`. The model may be one with adapters of PEFT. For a subclass of Trainer from another
-    library, derive from both: ``class Mine(SequenceTrainer, TheirTrainer)``.
+    library, derive from both: ``class Mine(TheirTrainer, SequenceTrainer)``. Its `compute_loss` then comes first.
 
     Attributes:
+        known_losses: Classes behind this one that override `compute_loss` and use `num_items_in_batch` as Trainer does.
         serves: Names of TRL's trainers that a subclass is for.
         sharded: The result of `parallelize`, for the current model.
 
     Raises:
         InputError: If the arguments have no `SequenceParallelism`, or the model is not one of Transformers.
-        UnsupportedError: If the model cannot be sharded, or for NEFTune and dispatch_batches.
+        UnsupportedError: If the model cannot be sharded, or for NEFTune and dispatch_batches. If a class behind this
+            one overrides `compute_loss`.
     """
 
+    known_losses: ClassVar[tuple[type[Any], ...]] = ()
     serves: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -40,6 +43,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         if of_trl not in (None, *self.serves):
             allowed = "SFTTrainer, DPOTrainer and GRPOTrainer, by the classes of burst_portable.integrations.trl"
             raise UnsupportedError("this trainer of TRL on ranks that share sequences", got=of_trl, allowed=allowed)
+        _check_order(type(self))
         self.sharded: ShardedModel | None = None
         super().__init__(*arguments, **named)
         if self.sharded is None:
@@ -95,8 +99,11 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         loss of labels, but not in a router loss.
         """
         if num_items_in_batch is None or not self.args.average_tokens_across_devices or self._ranks == 1:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self._ranks)
+            return super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        count = num_items_in_batch / self._ranks
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=count)
         return (found[0] / self._ranks, *found[1:]) if return_outputs else found / self._ranks
 
     # --------------------------------------------------------------------------------------------------- evaluation
@@ -146,6 +153,22 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._ranks
+
+
+def _check_order(trainer: type[SequenceTrainer]) -> None:
+    """Raise `UnsupportedError` if a class behind `SequenceTrainer` overrides `compute_loss`.
+
+    `SequenceTrainer` divides its loss by the ranks, which is wrong if the override ignores `num_items_in_batch`.
+    """
+    classes = trainer.__mro__
+    for base in classes[classes.index(SequenceTrainer) + 1 :]:
+        is_known = base in trainer.known_losses or base.__module__.partition(".")[0] in ("transformers", "trl")
+        if "compute_loss" in vars(base) and not is_known:
+            raise UnsupportedError(
+                "a compute_loss behind that of SequenceTrainer, whose loss would be divided by the ranks of a sequence",
+                got=f"{base.__name__}.compute_loss in {trainer.__name__}",
+                next_step=f"name SequenceTrainer last: class {trainer.__name__}({base.__name__}, SequenceTrainer)",
+            )
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:

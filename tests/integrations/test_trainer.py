@@ -150,6 +150,33 @@ def test_trainer_rejects_other_trainers_of_trl_by_name():
         derived()
 
 
+def test_trainer_rejects_losses_behind_it_by_order(monkeypatch: pytest.MonkeyPatch):
+    """It divides the loss of Trainer by the ranks, and would also divide a mean that is right already."""
+
+    class Their(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+            return (torch.tensor(3.0), None) if return_outputs else torch.tensor(3.0)
+
+    monkeypatch.setattr(SequenceTrainer, "_ranks", 2)
+
+    def loss(*bases: type[Any]) -> float:
+        trainer = (derived := type("Mine", bases, {})).__new__(derived)
+        trainer.args = SimpleNamespace(average_tokens_across_devices=True)
+        assert trainer.compute_loss(None, {}, True, num_items_in_batch=8)[0] == trainer.compute_loss(
+            None, {}, num_items_in_batch=8
+        )
+        return trainer.compute_loss(None, {}, num_items_in_batch=8).item()
+
+    assert loss(Their, SequenceTrainer) == 3
+    assert loss(SequenceTrainer, Their) == 1.5
+    with pytest.raises(UnsupportedError, match=r"got Their.compute_loss in Mine; .*Mine\(Their, SequenceTrainer\)"):
+        type("Mine", (SequenceTrainer, Their), {})()
+    known = type("Mine", (SequenceTrainer, Their), {"known_losses": (Their,)})
+    for allowed in (known, type("Mine", (Their, SequenceTrainer), {})):
+        with pytest.raises(TypeError, match="unknown"):  # of Trainer, after the check of the order
+            allowed(unknown=0)
+
+
 def test_trainer_rejects_noise_that_depends_on_the_length(tmp_path: Path):
     trainer = SequenceTrainer(make("llama"), arguments(tmp_path, SequenceParallelism(), neftune_noise_alpha=5.0))
     trainer.accelerator.parallelism_config.sequence_size = 2
