@@ -18,7 +18,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from functools import lru_cache, reduce
-from heapq import nlargest, nsmallest
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ KEY = "batch_checksum"
 _FACTS = "rows of the batch", "number of labels", "values of the parameters", "requested outputs"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _SAMPLED, _SAMPLED_VALUES = 4, 1 << 16  # smallest and largest parameters of each call, values of each smallest one
-_ROTATED, _STRIDED_VALUES = 32, 256  # other parameters of each call, values of each largest or other one
+_ROTATED, _STRIDED_VALUES = 16, 128  # other parameters of each call, values of each largest or other one
 _STEP = 40503  # elements between the first values of two calls; odd, so that the column of a matrix changes as well
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as int64
 _CALL = "call of the model"
@@ -110,16 +109,16 @@ def parameter_checksum(parameters: Iterable[Tensor], device: torch.device, calls
         device: Device of the result.
         calls: Number of earlier calls, equal on all ranks. It selects the values. Default: 0.
     """
-    plain = [p.detach() for p in _plain(parameters, device) if p.requires_grad and p.numel()]
-    smallest = nsmallest(_SAMPLED, plain, key=Tensor.numel)
-    if not smallest:
+    plain = [p for p in _plain(parameters, device) if p.requires_grad]
+    by_size = sorted(plain, key=Tensor.numel)
+    if not plain:
         return torch.zeros((), dtype=torch.int64, device=device)
-    values = [p.reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8) for p in smallest]
+    values = [p.detach().reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8) for p in by_size[:_SAMPLED]]
     groups = -(-len(plain) // _ROTATED)
-    for p in nlargest(_SAMPLED, plain, key=Tensor.numel) + plain[calls % groups :: groups]:
-        if p.is_contiguous() and (bits := _INTEGERS.get(p.dtype.itemsize)) is not None:
+    for p in by_size[-_SAMPLED:] + plain[calls % groups :: groups]:
+        if p.numel() and p.is_contiguous() and (bits := _INTEGERS.get(p.dtype.itemsize)) is not None:
             stride = -(-p.numel() // _STRIDED_VALUES)
-            values.append(p.view(-1).view(bits)[calls * _STEP % stride :: stride])
+            values.append(p.detach().view(-1).view(bits)[calls * _STEP % stride :: stride])
     sampled = torch.cat([x.to(torch.int64) for x in _by_dtype(values)])
     longest = 1 << len(sampled).bit_length()  # calls have samples of other sizes, and use the same weights
     return (sampled * _weights(longest, device)[: len(sampled)]).sum()
