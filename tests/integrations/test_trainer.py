@@ -150,18 +150,18 @@ def test_trainer_rejects_other_trainers_of_trl_by_name():
         derived()
 
 
-def test_trainer_rejects_losses_behind_it_by_order(monkeypatch: pytest.MonkeyPatch):
+def test_trainer_rejects_losses_behind_it_by_order():
     """It divides the loss of Trainer by the ranks, and would also divide a mean that is right already."""
 
     class Their(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
             return (torch.tensor(3.0), None) if return_outputs else torch.tensor(3.0)
 
-    monkeypatch.setattr(SequenceTrainer, "_ranks", 2)
-
     def loss(*bases: type[Any]) -> float:
         trainer = (derived := type("Mine", bases, {})).__new__(derived)
         trainer.args = SimpleNamespace(average_tokens_across_devices=True)
+        ranks = SimpleNamespace(non_data_parallel_size=2)
+        trainer.accelerator = SimpleNamespace(parallelism_config=ranks)
         assert trainer.compute_loss(None, {}, True, num_items_in_batch=8)[0] == trainer.compute_loss(
             None, {}, num_items_in_batch=8
         )

@@ -157,6 +157,7 @@ def test_calls_of_different_lengths_keep_frequencies():
         handle = parallelize(mine, mesh, layout="contiguous")
         found = []
         for n in lengths:
+            mine.zero_grad()
             loss = mine(**handle.shard(tokens(1, n))).loss
             loss.backward()
             all_reduce_gradients(mine.parameters(), mesh)
