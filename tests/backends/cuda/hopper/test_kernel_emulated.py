@@ -202,7 +202,7 @@ def test_emulated_ordered_gradients_by_query_head(mask, dim, single_call, monkey
 
 @pytest.mark.parametrize(
     ("mask", "dim", "single_call"),
-    [("sink:5:60", 64, True), ("sink:200:20", 64, False), full("sink:200:20", 128, True)],
+    [full("sink:5:60", 64, True), ("sink:200:20", 64, False), full("sink:200:20", 128, True)],
 )
 def test_emulated_ordered_gradients_of_divided_keys(mask, dim, single_call, monkeypatch):
     """Several programs compute keys that all queries see, and two blocks of such keys add to the same queries."""
@@ -600,7 +600,7 @@ def test_emulation_finds_bug_of_forward_of_large_heads(bug, tmp_path, monkeypatc
 
 
 SHORT_BUGS = {
-    "rows of the next document are written as well": ("if (stop - row >= 64) | (stop == keys):", "if stop > row:"),
+    "rows of the next document are written as well": ("if (stop - row >= 64) | (stop == out_rows):", "if stop > row:"),
     "a row too many": ("mask=(rows < stop)[:, None]", "mask=(rows <= stop)[:, None]"),
 }
 
