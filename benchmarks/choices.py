@@ -30,7 +30,7 @@ _TRAITS = KernelTraits(writes_gradients=True, writes_into=True)  # of the Hopper
 
 @dataclass(frozen=True)
 class Choice:
-    """What the cost model takes in one row.
+    """The strategies of one row that the cost model compares.
 
     Attributes:
         file: Name of the results file, without ".json".

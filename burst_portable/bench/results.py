@@ -134,7 +134,7 @@ def differences(before: tuple[Row, Sequence[Row]], after: tuple[Row, Sequence[Ro
 def compare(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return (row, forward, backward) of rows in both files: speed of `after` over `before`, or both statuses.
 
-    A row of `auto` names what it ran in `after`, and what it ran in `before` if that is another strategy.
+    A row of `auto` names the strategy that it ran in `after`, and that of `before` if it is another one.
     """
     old, found = {row_key(row): row for row in before}, []
     for new in after:

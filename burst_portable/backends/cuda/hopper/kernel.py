@@ -344,7 +344,7 @@ def _sums_apart(
     writes_terms: bool = False,
     clears: bool = False,
 ) -> list[Tensor]:
-    """Add to dq, and return dk and dv in float32: the sums of what the programs of a launch write apart.
+    """Add to dq, and return dk and dv in float32: the sums of the tensors that programs of a launch write apart.
 
     Args:
         launch: Launch whose programs write dk and dv apart (`BackwardCut.apart`).

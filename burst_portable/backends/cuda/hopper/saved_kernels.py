@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 
 class Metadata(NamedTuple):
-    """What a launch needs of Triton's metadata, with Triton's names."""
+    """The part of Triton's metadata that a launch needs, with Triton's names."""
 
     num_warps: int
     shared: int
