@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
@@ -126,8 +126,8 @@ def bench(
     burst-portable bench draw A.json --picture A.svg
     """
     if words:
-        others = {"--markdown": markdown_file, "--resume": resume}
-        return _of_files(words, picture, json_name, {name for name, value in others.items() if value is not None})
+        options = {"--json": json_name, "--markdown": markdown_file, "--picture": picture, "--resume": resume}
+        return _of_files(words, {name: value for name, value in options.items() if value is not None})
     if layout not in _LAYOUTS:
         raise unknown_name("layout", layout, _LAYOUTS)
     if dtype is not None and dtype not in _DTYPES:
@@ -275,23 +275,23 @@ def _resumed(path: Path | None, settings: Row) -> list[Row]:
     return rows
 
 
-def _of_files(words: list[str], picture: Path | None, json_name: str | None, others: set[str]) -> int:
-    """Compare or draw files that earlier calls wrote. `others` are further options that were given."""
-    if words[0] == "compare" and len(words) == 3:
-        if not_used := sorted(others | {"--picture"} if picture is not None else others):
-            raise InputError("bench compare has no such option", got=", ".join(not_used), allowed="--json FILE")
-        return _compare(Path(words[1]), Path(words[2]), JsonOption(json_name, sources=words[1:]))
-    if words[0] != "draw" or len(words) != 2:
+def _of_files(words: list[str], options: dict[str, Any]) -> int:
+    """Compare or draw files that earlier calls wrote. `options` are those that were given."""
+    command, *names = words
+    if (command, len(names)) not in (("compare", 2), ("draw", 1)):
         allowed = "compare A.json B.json, or draw A.json --picture A.svg"
         raise InputError("bench takes no such words", got=" ".join(words), allowed=allowed)
-    if not_used := sorted(others | {"--json"} if json_name is not None else others):
-        raise InputError("bench draw has no such option", got=", ".join(not_used), allowed="--picture FILE.svg")
-    if picture is None:
+    option = "--json" if command == "compare" else "--picture"
+    if not_used := sorted(options.keys() - {option}):
+        raise InputError(f"bench {command} has no such option", got=", ".join(not_used), allowed=f"{option} FILE")
+    if command == "compare":
+        return _compare(Path(names[0]), Path(names[1]), JsonOption(options.get(option), sources=names))
+    if option not in options:
         raise InputError("bench draw has no file to write", allowed="--picture FILE.svg")
-    settings, rows = read_rows(Path(words[1]))
-    check_file(picture, "--picture", sources=[words[1]])
-    with writing(picture):
-        picture.write_text(draw(settings, rows), encoding="utf-8")
+    settings, rows = read_rows(Path(names[0]))
+    check_file(options[option], option, sources=names)
+    with writing(options[option]):
+        options[option].write_text(draw(settings, rows), encoding="utf-8")
     return 0
 
 
