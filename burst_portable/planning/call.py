@@ -34,6 +34,7 @@ class KernelTraits:
         prefers_square: It is faster if a whole call is one box or one causal square. The rows of several ranks are then
             put in order first.
         supports_causal_window: Its operator computes a causal window over a whole square in one call.
+        supports_documents: Its operator computes consecutive documents of a sequence in one call.
         writes_into: It has `attend_into`.
         compiles_ahead: It compiles its kernels for tensors of torch's device "meta" (`kernels.triton.compile_only`).
         target: The only target of its kernels, such as "sm_90"; "" for all that its compiler has.
@@ -47,6 +48,7 @@ class KernelTraits:
     writes_gradients: bool = False
     prefers_square: bool = False
     supports_causal_window: bool = False
+    supports_documents: bool = False
     writes_into: bool = False
     compiles_ahead: bool = False
     target: str = ""

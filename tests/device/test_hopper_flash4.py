@@ -102,6 +102,43 @@ def test_flash4_windows_of_package_kernel(kernel, left, dim, heads):
     compare_whole(kernel._flash, *inputs(600, 600, heads, dim, "cuda"), tiles_of(f"window:{left}", 600))
 
 
+@pytest.mark.parametrize(
+    ("heads", "dim", "v_dim"),
+    [
+        *((heads, dim, dim) for heads in ((4, 4), (6, 2)) for dim in (32, 64, 96, 128, 160, 192, 256)),
+        ((4, 4), 192, 128),
+    ],
+)
+def test_flash4_documents_of_package_kernel(kernel, heads, dim, v_dim):
+    """Documents of one token and more, with and without padding at the end, in two batch rows and in one."""
+    for text, length, batch in (
+        ("documents:0,1,100,357,600", 600, 2),
+        ("documents:0,1,2,130,700", 701, 2),
+        ("documents:0,64,128,200", 333, 1),
+    ):
+        tensors = inputs(length, length, heads, dim, "cuda", batch=batch, v_dim=v_dim)
+        compare_whole(kernel._flash.load(), *tensors, tiles_of(text, length))
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(32, torch.bfloat16), (128, torch.float16)])
+def test_flash4_full_documents_of_package_kernel(kernel, dim, dtype):
+    tensors = inputs(601, 601, (4, 2), dim, "cuda", dtype)
+    compare_whole(kernel._flash.load(), *tensors, tiles_of("full_documents:0,1,100,357,600", 601))
+
+
+def test_flash4_many_documents_of_package_kernel(kernel):
+    """Above 256 documents, the package finds them with another table."""
+    text = ",".join(map(str, range(0, 3001, 10)))
+    compare_whole(kernel._flash.load(), *inputs(3000, 3000, (4, 4), 32, "cuda"), tiles_of(f"documents:{text}", 3000))
+
+
+def test_flash4_graph_replays_documents(kernel):
+    """A captured call holds the table of lengths, and copies nothing to the device."""
+    package, tiles = kernel._flash.load(), tiles_of("documents:0,1,100,357,600", 650)
+    dout, q, k, v = inputs(650, 650, (4, 4), 32, "cuda")
+    expect_same_numbers_in_graph(package, dout, q, k, v, tiles)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_flash4_strides(kernel, dim):
     """Covers heads before rows, slices of a packed tensor, and rows not aligned to 16 bytes."""
@@ -115,8 +152,11 @@ def test_flash4_strides(kernel, dim):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_flash4_graph_replays_with_new_numbers(kernel, dim):
-    dout, q, k, v = inputs(700, 700, (4, 2), dim, "cuda")
-    tiles = causal(700)
+    expect_same_numbers_in_graph(kernel, *inputs(700, 700, (4, 2), dim, "cuda"), causal(700))
+
+
+def expect_same_numbers_in_graph(kernel, dout, q, k, v, tiles):
+    """Capture both passes, change q, and compare a replay with new calls."""
 
     def step():
         out, lse = kernel.forward_single_call(q, k, v, tiles, OPTIONS)

@@ -8,8 +8,10 @@ and gradients have 16 bits.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda import library_kernels
+from burst_portable.numerics import State
 
 Window = tuple[int | None, int | None]
 """How many keys before and after its own a row sees; None is no bound."""
@@ -92,6 +95,73 @@ def attend_backward(
     return dq.to(q.dtype), *(x.to(q.dtype) for x in summed)
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """The arguments for sequences of several lengths: tensors [tokens, H, D] instead of [B, S, H, D]."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+    def sequences(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice]] | None:
+        """Check the arguments, and return the tokens of q and k of each sequence; None without lengths."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            assert self.cu_seqlens_q is self.cu_seqlens_k, "a call has both or none"
+            assert (q.dim(), k.dim()) == (4, 4)
+            return None
+        assert (q.dim(), k.dim()) == (3, 3)
+        sides = (q, self.cu_seqlens_q, self.max_seqlen_q), (k, self.cu_seqlens_k, self.max_seqlen_k)
+        found = []
+        for x, bounds, longest in sides:
+            assert (bounds.dtype, bounds.device, bounds.is_contiguous()) == (torch.int32, x.device, True)
+            ends = bounds.tolist()
+            assert 0 <= ends[0] <= ends[-1] <= x.shape[0], "it would read other memory"
+            lengths = [stop - start for start, stop in pairwise(ends)]
+            assert min(lengths) > 0, "on sm_90, rows of a sequence without keys attend to keys of the one before"
+            assert longest == max(lengths), "it selects the kernel"
+            found.append([slice(start, stop) for start, stop in pairwise(ends)])
+        return list(zip(*found, strict=True))
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Lengths) -> State:
+    """Return (out [tokens, H, D], LSE [H, tokens]). Tokens outside all sequences keep what the memory had."""
+    sequences = lengths.sequences(q, k)
+    if sequences is None:
+        return attend(q, k, v, causal, scale)
+    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    for rows, columns in sequences:
+        one = attend(q[None, rows], k[None, columns], v[None, columns], causal, scale)
+        out[rows], lse[:, rows] = one[0][0], one[1][0]
+    return out, lse
+
+
+def attend_packed_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    lengths: Lengths,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) [tokens, H, D]. Tokens outside all sequences keep what the memory had."""
+    sequences = lengths.sequences(q, k)
+    if sequences is None:
+        return attend_backward(dout, q, k, v, out, lse, causal, scale)
+    assert lse.shape == (q.shape[1], q.shape[0])
+    assert lse.is_contiguous()
+    made = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for rows, columns in sequences:
+        inputs = (x[None, at] for x, at in ((dout, rows), (q, rows), (k, columns), (v, columns), (out, rows)))
+        one = attend_backward(*inputs, lse[None, :, rows].contiguous(), causal, scale)
+        for whole, at, part in zip(made, (rows, columns, columns), one, strict=True):
+            whole[at] = part[0]
+    return made
+
+
 def flash_4_package(
     monkeypatch: pytest.MonkeyPatch, installed: str | None = "4.0.0b36", obeys: bool = True
 ) -> list[str]:
@@ -104,20 +174,33 @@ def flash_4_package(
     """
     called: list[str] = []
 
-    def forward(q, k, v, *, softmax_scale, causal, window_size_left=None, window_size_right=None, return_lse):
-        window = window_size_left, window_size_right
-        called.append("forward" if window == NO_WINDOW else f"forward {window}")
+    def record(name: str, window: Window, lengths: Lengths) -> None:
+        packed = "" if lengths.cu_seqlens_q is None else f" of {len(lengths.cu_seqlens_q) - 1}"
+        assert not packed or window == NO_WINDOW, "no window of packed documents was compared"
+        called.append(f"{name}{packed}" if window == NO_WINDOW else f"{name} {window}")
+
+    def forward(
+        q, k, v, *, softmax_scale, causal, window_size_left=None, window_size_right=None, return_lse, **lengths
+    ):
+        window, sequences = (window_size_left, window_size_right), Lengths(**lengths)
+        record("forward", window, sequences)
         assert return_lse
-        return *attend(q, k, v, causal, softmax_scale, window if obeys else NO_WINDOW), None, None, None
+        if window != NO_WINDOW and obeys:
+            return *attend(q, k, v, causal, softmax_scale, window), None, None, None
+        return *attend_packed(q, k, v, causal, softmax_scale, sequences), None, None, None
 
     def backward(
-        q, k, v, out, dout, lse, softmax_scale, causal, softcap=0.0, window_size_left=None, window_size_right=None
-    ):
-        window = window_size_left, window_size_right
-        called.append("backward" if window == NO_WINDOW else f"backward {window}")
+        q, k, v, out, dout, lse, softmax_scale, causal, softcap=0.0, window_size_left=None, window_size_right=None,
+        **lengths,
+    ):  # fmt: skip
+        window, sequences = (window_size_left, window_size_right), Lengths(**lengths)
+        record("backward", window, sequences)
         assert softcap == 0.0
-        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, causal, softmax_scale, window if obeys else NO_WINDOW)
-        return dq if q.shape[-1] % 32 == 0 else dq.flip(1), dk, dv
+        if window != NO_WINDOW and obeys:
+            dq, dk, dv = attend_backward(dout, q, k, v, out, lse, causal, softmax_scale, window)
+        else:
+            dq, dk, dv = attend_packed_backward(dout, q, k, v, out, lse, causal, softmax_scale, sequences)
+        return dq if q.shape[-1] % 32 == 0 else dq.flip(-3), dk, dv
 
     def version(package: str) -> str:
         if package != "flash-attn-4" or installed is None:

@@ -2,8 +2,8 @@
 
 All three support boxes and causal masks. They are called only for boxes and causal squares (`operator_kernel`). So it
 does not matter that flash aligns a causal rectangle bottom-right and cuDNN top-left, nor that flash returns +inf for a
-fully masked row. Their 16-bit results, out and gradients, are summed in float32. One exception: versions of
-flash-attn-4 that are known to compute windows are called for a causal window if one call computes everything.
+fully masked row. Their 16-bit results, out and gradients, are summed in float32. One exception: known versions of
+flash-attn-4 are called for a causal window or for packed documents if one call computes everything.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from burst_portable.kernels.base import BackwardInputs, Gradients, Support
 from burst_portable.kernels.operator_kernel import AcceleratorKernel, AtenFlashKernel, causal_window, declined_by_flash
+from burst_portable.kernels.packed_documents import PackedDocuments, pack_documents
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tiles
@@ -40,8 +41,11 @@ fewer K/V heads than query heads. Sizes of 32, 64, 96, 128, 160, 192 and 256, an
 """
 _UNEQUAL = ((192, 128),)
 """Sizes of heads and values that differ and that it supports: those of multi-head latent attention."""
-_WINDOWS_FROM = "4.0.0b36"
-"""The first version of flash-attn-4 whose windows were compared with float32 on a device, an H100."""
+_KNOWN_FROM = "4.0.0b36"
+"""The first version of flash-attn-4 that is called for windows and documents.
+
+Its windows were compared with float32 on a device, an H100. Its documents were not, so `auto` takes none of them yet.
+"""
 _STAGES = ("a", "b", "rc", "")
 
 
@@ -126,11 +130,12 @@ class Flash4Kernel(AcceleratorKernel):
         # FlashAttention-2 has a package of the same name, without this module.
         found = find_spec("flash_attn.cute") is not None
         self._interface: Any = import_module("flash_attn.cute.interface") if found else None
-        self._windows = _computes_windows()
+        self._known = _is_known()
+        self._pack_documents = lru_cache(maxsize=256)(pack_documents)
 
     @cached_property
     def traits(self) -> KernelTraits:  # type: ignore[override]  # see `AcceleratorKernel`
-        return replace(super().traits, supports_causal_window=self._windows)
+        return replace(super().traits, supports_causal_window=self._known, supports_documents=self._known)
 
     def supports(self, call: AttentionCall) -> Support:
         if self._interface is None:
@@ -144,9 +149,9 @@ class Flash4Kernel(AcceleratorKernel):
             reason = f"it has no backward for sm_{unsupported[0][0]}{unsupported[0][1]}"
         return Support(not reason, reason)
 
-    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **window: int) -> State:
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **mask: Any) -> State:
         forward = self._interface._flash_attn_fwd
-        out, lse, *_ = forward(q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **window)
+        out, lse, *_ = forward(q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **mask)
         return out, lse
 
     def operate_backward(
@@ -159,43 +164,68 @@ class Flash4Kernel(AcceleratorKernel):
         lse: Tensor,
         causal: bool,
         scale: float,
-        **window: int,
+        **mask: Any,
     ) -> Gradients:
         backward = self._interface._flash_attn_bwd
-        dq, dk, dv = backward(q, k, v, out, dout, lse, scale, causal, **window)
+        dq, dk, dv = backward(q, k, v, out, dout, lse, scale, causal, **mask)
         return dq, dk, dv
 
     def forward_single_call(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
-        """Compute a causal window in one call."""
+        """Compute a causal window or packed documents in one call."""
         window = self._window(q, k, tiles)
-        if not window:
+        documents = None if window else self._documents(q, k, tiles)
+        if not window and documents is None:
             return self.attend(q, k, v, tiles, call)
         q, k, v = self.prepare_operands(q.dtype, q, k, v)
-        out, lse = self.operate(q, k, v, True, call.scale, **window)
-        return out, lse.contiguous()
+        if documents is None:
+            out, lse = self.operate(q, k, v, True, call.scale, **window)
+            return out, lse.contiguous()
+        q, k, v = (documents.pack(x) for x in (q, k, v))
+        out, lse = self.operate(q, k, v, documents.causal, call.scale, **_lengths(documents))
+        return documents.unpack(out), documents.unpack_lse(lse)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
-        """Compute the gradients of a causal window in one call."""
+        """Compute the gradients of a causal window or of packed documents in one call."""
         window = self._window(x.q, x.k, tiles)
-        if not window:
+        documents = None if window else self._documents(x.q, x.k, tiles)
+        if not window and documents is None:
             return super().backward_single_call(x, tiles, call)
         assert x.out is not None, "a backward pass in a single call has out"
         dout, q, k, v, out = self.prepare_operands(x.q.dtype, x.dout, x.q, x.k, x.v, x.out)
-        lse = x.lse.to(accumulation_dtype(q.dtype)).contiguous()
-        return self.operate_backward(dout, q, k, v, out, lse, True, call.scale, **window)
+        lse = x.lse.to(accumulation_dtype(q.dtype))
+        if documents is None:
+            return self.operate_backward(dout, q, k, v, out, lse.contiguous(), True, call.scale, **window)
+        dout, q, k, v, out = (documents.pack(x) for x in (dout, q, k, v, out))
+        lengths = _lengths(documents)
+        made = self.operate_backward(
+            dout, q, k, v, out, documents.pack_lse(lse), documents.causal, call.scale, **lengths
+        )
+        dq, dk, dv = map(documents.unpack, made)
+        return dq, dk, dv
 
     def _window(self, q: Tensor, k: Tensor, tiles: Tiles) -> dict[str, int]:
         """Return the window arguments if the tiles are a causal window that the package computes, else no arguments."""
-        left = causal_window(tiles, q.shape[1], k.shape[1]) if self._windows else None
+        left = causal_window(tiles, q.shape[1], k.shape[1]) if self._known else None
         return {} if left is None else {"window_size_left": left, "window_size_right": 0}
 
+    def _documents(self, q: Tensor, k: Tensor, tiles: Tiles) -> PackedDocuments | None:
+        """Return the packed documents if the tiles are documents that the package computes, else None."""
+        batch, rows, columns = q.shape[0], q.shape[1], k.shape[1]
+        return self._pack_documents(tiles, batch, rows, columns, q.device) if self._known else None
 
-def _computes_windows() -> bool:
-    """Return whether the installed flash-attn-4 is known to compute windows correctly."""
+
+def _lengths(documents: PackedDocuments) -> dict[str, Any]:
+    """Return the arguments of the package for documents. Queries and keys have the same ones."""
+    ends, longest = documents.cu_seqlens, documents.longest
+    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+def _is_known() -> bool:
+    """Return whether the installed flash-attn-4 is known to compute windows and documents correctly."""
     try:
-        return _rank(version("flash-attn-4")) >= _rank(_WINDOWS_FROM)
+        return _rank(version("flash-attn-4")) >= _rank(_KNOWN_FROM)
     except PackageNotFoundError:  # on the path, but not installed: the version is unknown
         return False
 

@@ -6,6 +6,7 @@ The real operators are not tested here; see tests/support/emulated_operators.py.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -16,12 +17,14 @@ from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda import library_kernels
 from burst_portable.conformance import check_backend
 from burst_portable.kernels.base import BackwardInputs, LazyKernel
+from burst_portable.kernels.packed_documents import pack_documents
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support import emulated_operators
 from tests.support.calls import kernel_call, settings
 from tests.support.flash4_cases import OPTIONS, compare_whole, inputs
+from tests.support.hopper_cases import tiles_of
 
 
 @pytest.fixture
@@ -117,6 +120,7 @@ CASES_OF_32 = [
     "layout=contiguous,mask=causal,heads=4x4x32x32,memory=heads",
     "layout=zigzag,mask=causal,heads=4x4x96x96,memory=odd",
     "layout=striped,mask=window,ranks=3,heads=4x1x32x32,dtype=float16",
+    "layout=contiguous,mask=documents,ranks=1,heads=4x2x32x32,memory=odd",
     "layout=contiguous,mask=causal,ranks=1,length=129,heads=6x2x64x64",
 ]
 
@@ -180,6 +184,101 @@ def test_flash_attention_4_avoids_window_calls_that_need_merging(monkeypatch):
     kernel.attend_backward(BackwardInputs(dout, q, k, v, lse, out=out), tiles, OPTIONS, into=into)
     assert set(called) == {"forward", "backward"}
     compare_whole(kernel, dout, q, k, v, Tiles([Tile(0, 70, 0, 70, -5, 30)]), merged=True)
+    assert set(called) == {"forward", "backward"}
+
+
+DOCUMENTS = {
+    "causal": ("documents:0,1,100,131,259,260", 260, 5),
+    "full": ("full_documents:0,129,130,200", 200, 3),
+    "causal, then padding": ("documents:0,31,90", 101, 2),
+    "full, then padding": ("full_documents:0,64,90", 91, 2),
+    "one, then padding": ("documents:0,70", 90, 1),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("heads", "dim", "v_dim"), [((2, 2), 32, 32), ((4, 1), 64, 64), ((2, 2), 192, 128)])
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_flash_attention_4_computes_documents_in_one_call(monkeypatch, case, heads, dim, v_dim, batch):
+    called = emulated_operators.flash_4_package(monkeypatch)
+    text, length, count = DOCUMENTS[case]
+    tensors = inputs(length, length, heads, dim, "cpu", batch=batch, v_dim=v_dim)
+    compare_whole(library_kernels.Flash4Kernel(), *tensors, tiles_of(text, length))
+    assert called == [f"forward of {count * batch}", f"backward of {count * batch}"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_flash_attention_4_documents_accept_all_strides(monkeypatch, batch):
+    """Covers heads before rows, slices of a packed tensor, and rows not aligned to 16 bytes."""
+    called = emulated_operators.flash_4_package(monkeypatch)
+    tensors = inputs(90, 90, (2, 2), 64, "cpu", batch=batch)
+    across = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
+    odd = tuple(torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in tensors)
+    for made in (across, torch.cat(tensors, 2).split(2, 2), odd):
+        compare_whole(library_kernels.Flash4Kernel(), *made, tiles_of("documents:0,31,80", 90))
+    assert called == [f"forward of {2 * batch}", f"backward of {2 * batch}"] * 3
+
+
+def test_flash_attention_4_documents_ignore_padding(monkeypatch):
+    """Tokens in no document are not read: out and gradients are 0, and LSE is -inf."""
+    emulated_operators.flash_4_package(monkeypatch)
+    kernel, tiles = library_kernels.Flash4Kernel(), tiles_of("documents:0,31,80", 90)
+    dout, q, k, v = inputs(90, 90, (2, 1), 64, "cpu")
+    for x in (dout, q, k, v):
+        x[:, 80:] = torch.nan
+    out, lse = kernel.forward_single_call(q, k, v, tiles, OPTIONS)
+    made = kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, OPTIONS)
+    for x in (out, *made):
+        assert torch.isfinite(x).all()
+        assert not x[:, 80:].any()
+    assert (lse[:, :, 80:] == -torch.inf).all()
+    assert torch.isfinite(lse[:, :, :80]).all()
+
+
+@pytest.mark.parametrize("wrong", ["bounds", "batch rows"])
+def test_wrong_cu_seqlens_are_detected(monkeypatch, wrong):
+    """A document begins a token too late, or the second batch row has the documents of the first."""
+    emulated_operators.flash_4_package(monkeypatch)
+
+    def pack(*arguments):
+        documents = pack_documents(*arguments)
+        bounds = documents.cu_seqlens.clone()
+        if wrong == "bounds":
+            bounds[1] += 1
+        else:
+            bounds[2:] = torch.tensor([100, 131, 200])
+        longest = int(bounds.diff().max())
+        return replace(documents, cu_seqlens=bounds, longest=longest)
+
+    monkeypatch.setattr(library_kernels, "pack_documents", pack)
+    with pytest.raises(AssertionError, match="out"):
+        compare_whole(
+            library_kernels.Flash4Kernel(), *inputs(100, 100, (2, 1), 64, "cpu"), tiles_of("documents:0,40,100", 100)
+        )
+
+
+def test_flash_attention_4_makes_cu_seqlens_once(monkeypatch):
+    """Both passes of all layers use one tensor on the device for equal tiles and sizes."""
+    emulated_operators.flash_4_package(monkeypatch)
+    made = []
+
+    def pack(*arguments):
+        made.append(arguments)
+        return pack_documents(*arguments)
+
+    monkeypatch.setattr(library_kernels, "pack_documents", pack)
+    kernel = library_kernels.Flash4Kernel()
+    for batch in (1, 2, 1):
+        for text in ("documents:0,31,90", "documents:0,32,90"):
+            compare_whole(kernel, *inputs(90, 90, (2, 2), 64, "cpu", batch=batch), tiles_of(text, 90))
+    assert len(made) == 4
+
+
+def test_flash_attention_4_splits_documents_of_unknown_version(monkeypatch):
+    called = emulated_operators.flash_4_package(monkeypatch, "4.0.0b35")
+    kernel = library_kernels.Flash4Kernel()
+    assert not kernel.traits.supports_documents
+    compare_whole(kernel, *inputs(90, 90, (2, 2), 64, "cpu"), tiles_of("documents:0,31,90", 90), merged=True)
     assert set(called) == {"forward", "backward"}
 
 

@@ -15,6 +15,7 @@ from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels.base import BackwardInputs, Gradients, LazyKernel, Support
 from burst_portable.kernels.operator_kernel import CausalSquare, causal_squares, causal_window, single_operator_call
+from burst_portable.kernels.packed_documents import find_documents
 from burst_portable.numerics import State
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
@@ -62,12 +63,23 @@ Its speed divided by ours, with 16,384 tokens, window:1024 and 16 heads (benchma
 
 With 8 K/V heads for 32 query heads of 128, its backward was 0.86 of ours.
 """
+DOCUMENTS_FORWARD: tuple[tuple[int, int], ...] = ()
+DOCUMENTS_BACKWARD: tuple[tuple[int, int], ...] = ()
+"""Sizes for which it computes packed documents, if K and V have as many heads as Q: none before it is measured here.
+
+The candidates are (32, 32) and (192, 128). The speed of the package's own function divided by ours, with 16,384 tokens
+in 16 documents and 16 heads (benchmarks/attention.py, 2026-11-25)::
+
+    sizes        32      64      96      128     160     192     192/128    256
+    forward      1.18    1.09    1.09    1.02    1.04    1.12    1.05       1.03
+    backward     1.17    0.91    0.90    0.89    0.94    1.01    0.99       0.70
+"""
 
 
 class HopperFlash4Kernel(HopperKernel):
     """`HopperKernel` that lets flash-attn-4 compute large calls that are one box or one causal square.
 
-    flash-attn-4 also computes the gradients of a causal window, if its version supports windows. It supports no other
+    flash-attn-4 also computes a causal window and packed documents, if its version supports them. It supports no other
     masks, and its 16-bit results would have to be merged. So it is called only if one launch computes the whole
     attention. `HopperKernel` computes the steps of a ring.
     """
@@ -110,6 +122,8 @@ class HopperFlash4Kernel(HopperKernel):
 
     def _faster_forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> bool:
         sizes = q.shape[3], v.shape[3]
+        if sizes in DOCUMENTS_FORWARD and self._computes_documents(q, k, tiles):
+            return True
         long = sizes in LONG_HEADS and min(q.shape[1], k.shape[1]) >= LONG
         if not long and sizes not in FORWARD:  # each of WINDOW_FORWARD is in FORWARD
             return False
@@ -122,6 +136,8 @@ class HopperFlash4Kernel(HopperKernel):
 
     def _faster_backward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> bool:
         sizes, own_heads = (q.shape[3], v.shape[3]), q.shape[2] == k.shape[2]
+        if sizes in DOCUMENTS_BACKWARD and self._computes_documents(q, k, tiles):
+            return True
         if causal_window(tiles, q.shape[1], k.shape[1]) is not None:
             return sizes in WINDOW_BACKWARD and self._computes_window(q, k)
         faster = sizes in BACKWARD or (own_heads and sizes in OWN_HEADS_BACKWARD)
@@ -129,6 +145,11 @@ class HopperFlash4Kernel(HopperKernel):
 
     def _computes_window(self, q: Tensor, k: Tensor) -> bool:
         return q.shape[2] == k.shape[2] and self._flash.load().traits.supports_causal_window
+
+    def _computes_documents(self, q: Tensor, k: Tensor, tiles: Tiles) -> bool:
+        if q.shape[2] != k.shape[2] or find_documents(tiles, q.shape[1], k.shape[1]) is None:
+            return False
+        return self._flash.load().traits.supports_documents
 
 
 def _allowed(q: Tensor, tiles: Tiles, call: AttentionCall) -> bool:

@@ -225,6 +225,32 @@ def test_ignored_window_of_package_is_detected(monkeypatch):
     assert called == [BACKWARD_30]
 
 
+@pytest.fixture
+def fast_documents(monkeypatch):
+    """Let the package compute documents with heads of 32, and only their forward with heads of 192 / 128."""
+    monkeypatch.setattr(flash4, "DOCUMENTS_FORWARD", ((32, 32), (192, 128)))
+    monkeypatch.setattr(flash4, "DOCUMENTS_BACKWARD", ((32, 32),))
+
+
+@pytest.mark.parametrize("text", ["documents:0,1,31,90", "full_documents:0,31,80,90", "documents:0,31,64,85"])
+@pytest.mark.parametrize(("dim", "v_dim", "asked"), [(32, 32, ["forward", "backward"]), (192, 128, ["forward"])])
+def test_package_computes_documents(called, fast_documents, dim, v_dim, asked, text):
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), dim, "cpu", v_dim=v_dim), tiles_of(text, 90))
+    assert called == [f"{name} of 6" for name in asked]
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(32, (2, 1)), (64, (2, 2))])
+def test_documents_with_other_heads_use_own_kernel(called, fast_documents, dim, heads):
+    compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("documents:0,31,90", 90))
+    assert called == []
+
+
+def test_documents_of_unknown_package_version_use_own_kernel(monkeypatch, fast_documents):
+    called = flash_4_package(monkeypatch, "4.0.0b35")
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 32, "cpu", batch=1), tiles_of("documents:0,31,90", 90))
+    assert called == []
+
+
 def test_package_computes_float16(called):
     compare_whole(kernel_of()[0], *inputs(67, 67, (2, 1), 64, "cpu", torch.float16), causal(67))
     assert called == ["forward", "backward"]
