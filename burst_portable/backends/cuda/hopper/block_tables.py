@@ -1,4 +1,7 @@
-"""Define `forward_table` and `backward_table`, which build the launch tables of the Hopper kernels from tiles.
+"""Build the launch tables of the Hopper kernels from tiles.
+
+`forward_table` is for the forward. In the backward, additions to dQ have any order (`backward_table`) or the order of
+the table (`ordered_table`, and `divided_table` for few keys that very many queries see).
 
 A launch table lists the inner blocks that each outer block visits. In the forward, outer blocks contain queries and
 inner blocks contain keys. In the backward, outer blocks contain keys and inner blocks contain queries.
@@ -30,7 +33,7 @@ row.
 Blocks may start at any index. Inner blocks of the backward start at multiples of 4.
 
 In an ordered table, the work rows that visit an inner block add to it in the order of the table. So inner blocks start
-at multiples of their size, and a run ends where the next visitor changes. `_pack_ordered` says which order lets
+at multiples of their size, and a run ends where the next visitor changes. `_order` says which order lets
 programs wait least. If outer blocks are divided, each part writes separate gradients, in the order of the work rows.
 The outer stop is then the end of these rows.
 """
@@ -48,7 +51,6 @@ _WORK = 16  # int32 values per work row
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # entry of a masked block without visible pairs
 SHORT = 64  # inner blocks; an outer block that visits at most this many need not be divided
 _LONG = 4  # outer blocks; a block starts at the start of each document that is at least this long
-_LONG_WALK = 8  # inner blocks, times multiprocessors per head; longer groups of an ordered table are not reversed
 _OUTLIER = 4  # times the median length of a group of an ordered table, which is not reversed for a longer block
 _NO_VISITOR = -1  # next visitor of an inner block that no further work row visits
 _PART = 8  # inner blocks; adding the gradients of a shorter part takes more time than the division saves
@@ -173,8 +175,6 @@ def backward_table(
     *,
     apart: Span | None = None,
     fill: tuple[int, int] | None = None,
-    ordered: bool = False,
-    divided: bool = False,
 ) -> LaunchTable:
     """Return the table of the backward: outer blocks of keys, inner blocks of queries.
 
@@ -189,29 +189,10 @@ def backward_table(
             is divided. Blocks without visible queries are included, because they must write 0.
         apart: [start, stop) of the keys that another launch computes, as whole blocks. No tile may contain them.
         fill: (heads, multiprocessors). Blocks are divided so that the parts of all heads end at about the same time.
-            If `ordered`, they decide about the order of the blocks instead, unless `divided`.
-        ordered: Whether the additions to each inner block have the order of the table, so that the sum is the same in
-            each launch.
-        divided: Whether outer blocks of an ordered table are divided. Each part writes separate gradients.
+            Default: into parts of at most `_longest_of` inner blocks.
     """
-    turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
-    keys = max((t.q_stop for t in turned), default=0)
-    spans = _spans(turned, every_block_of or keys, k_block, apart or ())
-    if apart is not None:
-        spans = [span for span in spans if not apart[0] <= span[0] < apart[1]]
-    collected = _collect(turned, spans, k_block, q_block, rows, q_block if ordered else 4)
-    usual = _longest_of(collected)
-    long = [span for span, block in collected.items() if block.length > usual]
-    most = part_length([block.length for block in collected.values()], *fill) if fill else usual
-    if every_block_of:
-        collected |= {span: _Block() for span in spans if span not in collected}
-    if ordered and divided:
-        return _pack_divided(collected, -(-rows // q_block), q_block, k_block, most)
-    if ordered:
-        short = _LONG_WALK * fill[1] // fill[0] if fill else SHORT
-        order, waits = _order(collected, q_block, short)
-        table = _pack_ordered(order, -(-rows // q_block), q_block)
-        return replace(table, waits=waits, long=(min(long)[0], max(long)[1]) if long else None)
+    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, apart, align=4)
+    most = _part_length_of(collected, fill) if fill else _longest_of(collected)
     blocks = []
     for span, block in collected.items():
         # Each run starts at the block's own index. Otherwise, programs that run at the same time would add to the same
@@ -219,7 +200,77 @@ def backward_table(
         block.runs = [part for run in block.runs for part in _rotated(run, (span[0] - run[0]) // q_block, q_block)]
         parts = [block] if every_block_of else _divided(block, most, q_block)
         blocks += [(span, part) for part in parts]
-    return _pack(blocks, peel=False, long=(min(long)[0], max(long)[1]) if long else None)
+    return _pack(blocks, peel=False, long=long)
+
+
+def ordered_table(
+    tiles: Tiles,
+    rows: int,
+    q_block: int,
+    k_block: int,
+    every_block_of: int = 0,
+    *,
+    short: int,
+    apart: Span | None = None,
+) -> LaunchTable:
+    """Return a table of the backward whose additions to each inner block have the order of the table.
+
+    So the sum is the same in each launch. No outer block is divided.
+
+    Args:
+        tiles: Visible pairs.
+        rows: Number of queries.
+        q_block: Queries per inner block.
+        k_block: Keys per outer block.
+        every_block_of: See `backward_table`.
+        short: Number of inner blocks up to which an outer block is short. See `_order`.
+        apart: See `backward_table`.
+    """
+    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, apart, align=q_block)
+    order, waits = _order(collected, q_block, short)
+    return replace(_pack_ordered(order, -(-rows // q_block), q_block), waits=waits, long=long)
+
+
+def divided_table(tiles: Tiles, rows: int, q_block: int, k_block: int, *, fill: tuple[int, int]) -> LaunchTable:
+    """Return an ordered table whose outer blocks are divided. Each part writes separate gradients.
+
+    Parts of one outer block visit other inner blocks, so they do not wait for each other.
+
+    Args:
+        tiles: Visible pairs.
+        rows: Number of queries.
+        q_block: Queries per inner block.
+        k_block: Keys per outer block.
+        fill: See `backward_table`.
+    """
+    collected, _ = _collect_backward(tiles, rows, q_block, k_block, 0, None, align=q_block)
+    most = _part_length_of(collected, fill)
+    order, parts = [], []
+    for span, block in sorted(collected.items(), key=lambda item: item[0]):
+        block.sort()
+        made = list(_divided(block, most, q_block))
+        order += [(span, part) for part in made]
+        parts.append((span, len(made)))
+    written = [(k_block * i, k_block * (i + 1)) for i in range(len(order))]
+    table = _pack_ordered(order, -(-rows // q_block), q_block, written)
+    return replace(table, waits=len(parts) > 1, parts=tuple(parts))
+
+
+def _collect_backward(
+    tiles: Tiles, rows: int, q_block: int, k_block: int, every_block_of: int, apart: Span | None, *, align: int
+) -> tuple[dict[Span, _Block], Span | None]:
+    """Return the outer blocks of keys by span, and `LaunchTable.long`. The arguments are as in `backward_table`."""
+    turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
+    keys = max((t.q_stop for t in turned), default=0)
+    spans = _spans(turned, every_block_of or keys, k_block, apart or ())
+    if apart is not None:
+        spans = [span for span in spans if not apart[0] <= span[0] < apart[1]]
+    collected = _collect(turned, spans, k_block, q_block, rows, align)
+    usual = _longest_of(collected)
+    long = [span for span, block in collected.items() if block.length > usual]
+    if every_block_of:
+        collected |= {span: _Block() for span in spans if span not in collected}
+    return collected, (min(long)[0], max(long)[1]) if long else None
 
 
 def _spans(tiles: Iterable[Tile], length: int, size: int, cuts: Iterable[int] = ()) -> list[Span]:
@@ -249,6 +300,11 @@ def _longest_of(blocks: dict[Span, _Block]) -> int:
     """
     total = sum(block.length for block in blocks.values())
     return max(SHORT, 2 * -(-total // max(1, len(blocks))))
+
+
+def _part_length_of(blocks: dict[Span, _Block], fill: tuple[int, int]) -> int:
+    """Return `part_length` of the blocks; `fill` is as in `backward_table`."""
+    return part_length([block.length for block in blocks.values()], *fill)
 
 
 def part_length(lengths: list[int], heads: int, processors: int) -> int:
@@ -328,22 +384,6 @@ def _rotated(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int,
         yield start, skip
     else:
         yield run
-
-
-def _pack_divided(collected: dict[Span, _Block], inner_blocks: int, inner: int, outer: int, most: int) -> LaunchTable:
-    """Return the ordered table of the parts of all outer blocks, of at most `most` inner blocks each.
-
-    Parts of one outer block visit other inner blocks, so they do not wait for each other.
-    """
-    order, parts = [], []
-    for span, block in sorted(collected.items(), key=lambda item: item[0]):
-        block.sort()
-        made = list(_divided(block, most, inner))
-        order += [(span, part) for part in made]
-        parts.append((span, len(made)))
-    written = [(outer * i, outer * (i + 1)) for i in range(len(order))]
-    table = _pack_ordered(order, inner_blocks, inner, written)
-    return replace(table, waits=len(parts) > 1, parts=tuple(parts))
 
 
 def _pack_ordered(

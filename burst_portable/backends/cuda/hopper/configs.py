@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, Span, backward_table, forward_table
+from burst_portable.backends.cuda.hopper.block_tables import (
+    LaunchTable,
+    Span,
+    backward_table,
+    divided_table,
+    forward_table,
+    ordered_table,
+)
 from burst_portable.planning.tiles import Tiles
 
 OUT_16, OUT_32, MERGE_32 = 0, 1, 2
@@ -156,6 +163,7 @@ ROOM = 64  # key blocks, at head size 128, that a forward program visits before 
 LATE = 6  # a program of the backward may take at most 1/LATE of the mean work of a multiprocessor
 SPLIT_LATE = 1.5  # a program of the split backward may take at most 1/1.5 of the mean work of a multiprocessor
 FEW = 4  # a second launch may accumulate the gradients of at most 1/FEW of all keys
+LONG_WALK = 8  # inner blocks, times multiprocessors per head; longer groups of an ordered table are not reversed
 APART = 64  # programs per multiprocessor that may write dK and dV apart: 128 KiB each with heads of 128
 APART_PROGRAM = 3  # inner blocks in whose time a program writes dK and dV apart, and they are added
 APART_LAUNCH = 25  # inner blocks in whose time the sums of dK and dV are launched: about 0.05 ms
@@ -306,8 +314,8 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
     config, processors = backward_config(about.dim, about.value_dim), about.processors
 
     def table_of(tiles: Tiles, written: int, without: Span | None = None) -> LaunchTable:
-        fill = (about.heads, processors)
-        return backward_table(tiles, about.rows, config.BM, KEY_BLOCK, written, apart=without, fill=fill, ordered=True)
+        short = LONG_WALK * processors // about.heads
+        return ordered_table(tiles, about.rows, config.BM, KEY_BLOCK, written, short=short, apart=without)
 
     def cut_of(tiles: Tiles, table: LaunchTable) -> tuple[BackwardCut, LaunchTable]:
         programs = -(-about.keys // KEY_BLOCK) * about.all_heads / processors
@@ -321,8 +329,7 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
     if table.long is None or not about.few(table.long) or not about.longest_takes(table, SPLIT_LATE):
         return [cut_of(tiles, table)]
     around, seen = _around(tiles, table.long, about.keys)
-    fill = (about.all_heads, processors)
-    divided = backward_table(seen, about.rows, config.BM, KEY_BLOCK, fill=fill, ordered=True, divided=True)
+    divided = divided_table(seen, about.rows, config.BM, KEY_BLOCK, fill=(about.all_heads, processors))
     rest = cut_of(around, table_of(around, written, table.long))
     return [rest, (BackwardCut(config, 1, table.long, ordered=True, apart=True), divided)]
 

@@ -7,7 +7,13 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 
-from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
+from burst_portable.backends.cuda.hopper.block_tables import (
+    LaunchTable,
+    backward_table,
+    divided_table,
+    forward_table,
+    ordered_table,
+)
 from burst_portable.backends.cuda.hopper.configs import Pass, adding_cuts, forward_cut, turns, writing_cuts
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
@@ -15,6 +21,9 @@ from burst_portable.planning.tiles import Tile, Tiles, find_tiles
 from tests.support.launch_tables import LENGTH, LISTS, SEQ, count_visits, random_tiles
 
 pytest.importorskip("triton")
+
+SHORT = 64
+"""Inner blocks up to which groups of the ordered tables here have decreasing indices."""
 
 CASES = {
     "full": [Tile(0, SEQ, 0, SEQ, -SEQ, SEQ)],
@@ -76,7 +85,7 @@ def check_order(table: LaunchTable, inner: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("every_block_of", [0, SEQ])
 def test_ordered_table_equals_mask_and_has_order(name, every_block_of):
-    table = backward_table(Tiles(CASES[name]), SEQ, 64, 128, every_block_of, ordered=True)
+    table = ordered_table(Tiles(CASES[name]), SEQ, 64, 128, every_block_of, short=SHORT)
     seen = count_visits(table, 128, 64, peel=False)
     assert (seen[:SEQ, :SEQ] == dense(Tiles(CASES[name])).T).all()
     assert (seen[SEQ:] == 0).all()
@@ -85,7 +94,7 @@ def test_ordered_table_equals_mask_and_has_order(name, every_block_of):
 
 @pytest.mark.parametrize("name", CASES)
 def test_divided_ordered_table_equals_mask_and_has_order(name):
-    table = backward_table(Tiles(CASES[name]), SEQ, 64, 128, fill=(1, 132), ordered=True, divided=True)
+    table = divided_table(Tiles(CASES[name]), SEQ, 64, 128, fill=(1, 132))
     seen = count_visits(table, 128, 64, peel=False)
     assert (seen[:SEQ, :SEQ] == dense(Tiles(CASES[name])).T).all()
     check_order(table, 64)
@@ -93,7 +102,7 @@ def test_divided_ordered_table_equals_mask_and_has_order(name):
 
 
 def test_check_order_finds_wrong_next_visitor():
-    table = backward_table(Tiles(CASES["causal"]), SEQ, 64, 128, ordered=True)
+    table = ordered_table(Tiles(CASES["causal"]), SEQ, 64, 128, short=SHORT)
     table.numbers[table.numbers[7] + 2] += 1
     with pytest.raises(AssertionError):
         check_order(table, 64)
@@ -154,7 +163,7 @@ def test_ordered_rows_that_begin_together_wait():
 def test_ordered_table_size_grows_with_border_not_area():
     n = 1 << 17
     for tile in (Tile(0, n, 0, n, 0, n - 1), Tile(0, n, 0, n, 0, 4095), Tile(0, n, 0, n, -n, n)):
-        assert len(backward_table(Tiles([tile]), n, 64, 128, n, ordered=True).numbers) <= 64 * (n // 128)
+        assert len(ordered_table(Tiles([tile]), n, 64, 128, n, short=SHORT).numbers) <= 64 * (n // 128)
 
 
 def test_tables_mask_border_blocks_only():
@@ -390,7 +399,7 @@ def test_backward_tables_equal_random_masks(size: tuple[int, int]) -> None:
             assert (found[:columns, :rows] == seen.T).all(), seed
             assert not found[columns:, :rows].any(), seed
             if size[0] % 4 == 0:
-                table = backward_table(tiles, rows, *size, every_block_of, ordered=True)
+                table = ordered_table(tiles, rows, *size, every_block_of, short=SHORT)
                 found = count_visits(table, *reversed(size), peel=False, length=LENGTH)
                 assert (found[:columns, :rows] == seen.T).all(), seed
                 check_order(table, size[0])

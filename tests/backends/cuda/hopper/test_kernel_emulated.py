@@ -212,7 +212,7 @@ def test_emulated_ordered_gradients_of_divided_keys(mask, dim, single_call, monk
 
 
 ORDERED_BUGS = {
-    "all parts write the same rows": (block_tables, "written = [(outer * i,", "written = [(0 * i,"),
+    "all parts write the same rows": (block_tables, "written = [(k_block * i,", "written = [(0 * i,"),
     "one part only": (kernel, "parts.sum(1)", "parts[:, 0]"),
     "one query head only": (kernel, "-1)).sum(3)", "-1))[:, :, :, 0]"),
 }
@@ -484,7 +484,8 @@ def use_planted(source, text, replaced, folder, monkeypatch):
     module = plant(source, (text, replaced), folder)
     if source is block_tables:
         module.SHORT, module.part_length = block_tables.SHORT, block_tables.part_length
-        monkeypatch.setattr(configs, "backward_table", module.backward_table)
+        for name in ("backward_table", "ordered_table", "divided_table"):
+            monkeypatch.setattr(configs, name, getattr(module, name))
     elif source is configs:
         monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
     else:
