@@ -340,7 +340,8 @@ def flash_attn_4(task: Task) -> Calls:
         raise Absent(f"not installed: {error}") from error
     task = as_causal_square(task)
     kind, regions = task.mask.name.split(":")[0].split("(")[0], task.mask.regions
-    leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
+    packed = kind == "documents"  # without the batch dimension: autograd would fill and copy gradients to add it
+    leaves = tuple((x[0] if packed else x).detach().requires_grad_() for x in (task.q, task.k, task.v))
     if kind in ("full", "causal"):
         call = partial(flash_attn_func, *leaves, causal=kind == "causal", softcap=task.softcap or 0.0)
     elif kind == "window":
@@ -349,22 +350,27 @@ def flash_attn_4(task: Task) -> Calls:
         ends = torch.tensor([0, *(r.q_stop for r in regions)], dtype=torch.int32, device=task.q.device)
         longest = max(r.q_stop - r.q_start for r in regions)
         lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        call = partial(flash_attn_varlen_func, *(x[0] for x in leaves), causal=True, **lengths)
+        call = partial(flash_attn_varlen_func, *leaves, causal=True, **lengths)
     else:
         raise Absent(f"has no argument for {task.mask}; flex-flash gives it a mask function")
 
     def attention() -> Tensor:
         made = call()
         out: Tensor = made[0] if isinstance(made, tuple) else made
-        return out.view(task.dout.shape)
+        return out
 
     kept = attention()
+    dout = task.dout.view(kept.shape)
 
     def forward() -> tuple[Tensor, None]:
         with torch.no_grad():
-            return attention(), None
+            return attention().view(task.dout.shape), None
 
-    return forward, lambda: torch.autograd.grad(kept, leaves, task.dout, retain_graph=True)
+    def backward() -> tuple[Tensor, Tensor, Tensor]:
+        gradients = torch.autograd.grad(kept, leaves, dout, retain_graph=True)
+        return tuple(x.view(-1, *x.shape[-3:]) for x in gradients)  # type: ignore[return-value]  # they are three
+
+    return forward, backward
 
 
 PROVIDERS: dict[str, Callable[[Task], Calls]] = {
