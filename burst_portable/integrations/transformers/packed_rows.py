@@ -93,6 +93,59 @@ def documents_of(position_ids: Tensor) -> tuple[Documents, ...]:
     return _equal_once(found)
 
 
+def check_mask(attention_mask: Any, rows: tuple[Documents, ...]) -> None:
+    """Raise `InputError` if an attention mask joins the documents of position ids.
+
+    With a mask ``[B, N]``, Transformers' attention ignores that position ids restart: each row is one sequence. Only
+    its flash attention drops a mask of ones, and reads documents. A mask that numbers documents (1, 1, 2, 2, ...), as
+    axolotl's, is clear, and so is padding (0).
+
+    Args:
+        attention_mask: The mask of the batch, or None.
+        rows: The documents of each row; of one row if all are equal.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or max(map(len, rows)) <= 2:
+        return
+    mask = attention_mask.cpu()
+    for row, documents in zip(mask, rows if len(rows) > 1 else rows * len(mask), strict=False):
+        starts = torch.tensor([start for start in documents[1:-1] if start < mask.shape[1]], dtype=torch.int64)
+        if bool(((row[starts] != 0) & (row[starts] == row[starts - 1])).any()):
+            raise InputError(
+                "position_ids that restart are documents, and the attention mask joins them",
+                got="the same nonzero number on both sides of a border",
+                next_step="leave out attention_mask for packed documents; for one sequence per row, leave out "
+                "position_ids",
+            )
+
+
+def next_labels(labels: Tensor, length: int) -> Tensor:
+    """Return the label of each token's next one, -100 at the end of a row.
+
+    Args:
+        labels: Labels of rows of `length` tokens, ``[B, length]``; or of joined rows, ``[1, B * length]``.
+        length: Tokens of a row.
+    """
+    shifted = torch.full_like(labels, -100)
+    shifted.view(-1, length)[:, :-1] = labels.reshape(-1, length)[:, 1:]
+    return shifted
+
+
+def check_counted(labels: Tensor, predicted: Tensor) -> None:
+    """Raise `InputError` if a count of labels that the caller made may have more than those that are predicted.
+
+    Args:
+        labels: Unshifted labels ``[B, N]`` of a batch with `cu_seqlens`.
+        predicted: Number of those that are predicted, ``[]``.
+    """
+    counted, found = int((labels[:, 1:] != -100).sum()), int(predicted)
+    if counted != found:
+        raise InputError(
+            "first tokens of documents have labels, which num_items_in_batch may count, and no token predicts them",
+            got=f"{counted} labels, of which {found} are predicted",
+            next_step="set the label of the first token of each document to -100, as DataCollatorWithFlattening does",
+        )
+
+
 def remove_packing(batch: dict[str, Any], rows: tuple[Documents, ...]) -> None:
     """Remove other descriptions of the documents from a batch, after checking that they match the position ids.
 

@@ -69,9 +69,12 @@ from burst_portable.integrations.transformers.loss import (
 )
 from burst_portable.integrations.transformers.outer_model import check_outer_models
 from burst_portable.integrations.transformers.packed_rows import (
+    check_counted,
+    check_mask,
     checked_documents,
     documents_of,
     join_rows,
+    next_labels,
     remove_packing,
 )
 from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
@@ -353,12 +356,15 @@ class ShardedModel:
         Args:
             input_ids: Token ids of shape ``[B, N]``, equal on every rank. Or a tokenizer's or collator's batch with
                 `input_ids` and, if it has them, `labels`, `attention_mask`, `cu_seqlens` and `position_ids`. Position
-                ids that restart at 0 are packed documents, as `DataCollatorWithFlattening` makes them.
+                ids that restart at 0 are packed documents, as `DataCollatorWithFlattening` makes them. As on one
+                device, the last token of a document then predicts the first label of the next one, unless it is -100.
             labels: Shape ``[B, N]``, as for the model on one device; -100 for tokens without a label. Default:
-                `input_ids`, or no labels for models that do not shift them (encoders).
+                `input_ids`, without the first token of each document; or no labels for models that do not shift them
+                (encoders).
             cu_seqlens: Cumulative lengths of packed documents, starting with 0 and equal for all rows of the batch: a
                 sequence of ints, an array or a tensor. Or a sequence of them, one for each row. If they differ, as
-                those of position ids may, the rows are joined to one of ``B * N`` tokens.
+                those of position ids may, the rows are joined to one of ``B * N`` tokens. No label of a first token is
+                predicted.
             attention_mask: Shape ``[B, N]``, 0 for padding, which must be at the end of its row and have the label
                 -100. Outputs of padding are undefined.
 
@@ -388,8 +394,13 @@ class ShardedModel:
         key = shard_checksum(inputs[KEY], inputs["input_ids"], labels, inputs.get("num_items_in_batch"))
         return inputs | {KEY: key, "attention_mask": ShardMark()}
 
-    def _shard(self, input_ids: Any, labels: Any, cu_seqlens: Any, attention_mask: Any) -> dict[str, Any]:
-        """Return the result of `shard`, after checking the types of its arguments."""
+    def _shard(
+        self, input_ids: Any, labels: Any, cu_seqlens: Any, attention_mask: Any, *, predicts_first: bool = False
+    ) -> dict[str, Any]:
+        """Return the result of `shard`, after checking the types of its arguments.
+
+        `predicts_first`: Whether the last token of a document predicts the first one of the next, if that has a label.
+        """
         for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
             if x is not None or name == "input_ids":
                 check_tensor(name, x)
@@ -399,7 +410,7 @@ class ShardedModel:
             raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape), next_step=next_step)
         if not input_ids.numel():
             raise ShapeError("the batch has no tokens", got=tuple(input_ids.shape), allowed="at least one token")
-        padded = has_padding(attention_mask, input_ids, labels)
+        padded, length = has_padding(attention_mask, input_ids, labels), input_ids.shape[1]
         cu_seqlens = documents[0] if documents else None
         if len(documents) > 1:
             if self._scales_by_row:
@@ -416,7 +427,11 @@ class ShardedModel:
             inputs["padded"] = True
         batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=layout)
         self._position_check.remember(batch["position_ids"], input_ids.shape[1], cu_seqlens)
-        if self.shifts_labels:
+        if self.shifts_labels and predicts_first:
+            shifted = next_labels(labels, length)
+            inputs |= {"shift_labels": shard(shifted, self.mesh, layout=layout)}
+            inputs |= {"labels": inputs["shift_labels"], "num_items_in_batch": (shifted != -100).sum()}
+        elif self.shifts_labels:
             has_label = (input_ids if labels is None else labels) != -100
             # No token precedes the first one of a document.
             first = _on_device((0,) if cu_seqlens is None else cu_seqlens[:-1], has_label.device)
@@ -505,7 +520,8 @@ class ShardedModel:
             embeddings = None if embeddings is None else roll_rows(embeddings, padding)
             undivided = rolled(undivided, padding, batch["input_ids"].shape[1])
         given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
-        inputs = self._shard(**_batch_arguments(batch, given))
+        arguments = _batch_arguments(batch, given)
+        inputs = self._shard(**arguments)
         rows, length = batch["input_ids"].shape
         if inputs["seq_len"] != length:
             self._outputs = self._outputs._replace(joined_rows=rows)
@@ -513,6 +529,8 @@ class ShardedModel:
         if labels is None:
             inputs = {name: x for name, x in inputs.items() if name not in _OF_LOSS}
         elif kwargs.get("num_items_in_batch") is not None:
+            if "shift_labels" in inputs and inputs["cu_seqlens"] and not arguments.get("predicts_first"):
+                check_counted(batch["labels"], inputs["num_items_in_batch"])
             del inputs["num_items_in_batch"]
         if self._has_parts:
             if KEY in inputs:
@@ -749,16 +767,18 @@ def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     """Return the arguments of `ShardedModel.shard` from a batch and the arguments that were passed with it."""
     if "input_ids" not in batch:
         raise InputError("the batch has no input_ids", got=", ".join(map(shown, batch)) or "an empty batch")
-    batch = dict(batch)
-    if (position_ids := batch.pop("position_ids", None)) is not None:
+    if twice := [name for name, value in given.items() if value is not None and name in batch]:
+        raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
+    arguments, allowed = {**given, **batch}, ("input_ids", *given)
+    if (position_ids := arguments.pop("position_ids", None)) is not None:
         documents = documents_of(position_ids)
-        remove_packing(batch, documents)
-        batch |= {"cu_seqlens": documents} if max(map(len, documents)) > 2 else {}
-    allowed = ("input_ids", *given)
-    if unknown := sorted(set(batch) - set(allowed)):
+        remove_packing(arguments, documents)
+        check_mask(arguments["attention_mask"], documents)
+        is_packed = max(map(len, documents)) > 2
+        arguments["cu_seqlens"] = documents if is_packed else None
+        arguments["predicts_first"] = is_packed and arguments["labels"] is not None
+    if unknown := sorted(set(arguments) - {*allowed, "predicts_first"}):
         what, got = "shard() cannot divide every tensor of this batch", ", ".join(map(shown, unknown))
         next_step = "remove these tensors from the batch"
         raise InputError(what, got=got, allowed=", ".join(allowed), next_step=next_step)
-    if twice := [name for name, value in given.items() if value is not None and name in batch]:
-        raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
-    return {**given, **batch}
+    return arguments

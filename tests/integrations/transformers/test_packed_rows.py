@@ -23,12 +23,17 @@ def positions(rows: tuple[tuple[int, ...], ...] = ROWS) -> Tensor:
     return torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in rows])
 
 
-def one_device(kind: str, **options: Any) -> tuple[Any, Tensor, Tensor, dict[str, Tensor]]:
-    """Return the model, ids, logits and gradients of one device, which reads documents from position ids."""
+def one_device(
+    kind: str, *, is_first_predicted: bool = True, **options: Any
+) -> tuple[Any, Tensor, Tensor, dict[str, Tensor]]:
+    """Return the model, ids, logits and gradients of one device, which reads documents from position ids.
+
+    `is_first_predicted`: Whether the last token of a document predicts the first one of the next, as one device does.
+    """
     model, ids = make(kind, **options), tokens(3)
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("eager" if kind == "gemma2" else "sdpa")
-    labels = ids.masked_fill(positions() == 0, -100)  # no token predicts the first one of a document
+    labels = ids if is_first_predicted else ids.masked_fill(positions() == 0, -100)
     out = reference(input_ids=ids, labels=labels, position_ids=positions(), use_cache=False)
     out.loss.backward()
     return model, ids, out, gradients_of(reference)
@@ -43,7 +48,8 @@ def one_device(kind: str, **options: Any) -> tuple[Any, Tensor, Tensor, dict[str
 def test_rows_with_different_documents_equal_one_device(
     kind: str, ranks: int, layout: str, given: str, full_batches: bool
 ) -> None:
-    whole, ids, expected, gradients = one_device(kind)
+    """Labels of first tokens count as on one device with position ids. They never do with `cu_seqlens`."""
+    whole, ids, expected, gradients = one_device(kind, is_first_predicted=given == "position_ids")
     batch = {"input_ids": ids, "labels": ids, given: positions() if given == "position_ids" else ROWS}
 
     def work(mesh: Mesh) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -68,18 +74,71 @@ def test_rows_with_different_documents_equal_one_device(
             torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1] * 3], ids=["different", "equal"])
+def test_count_of_trainer_gives_mean_of_one_device(rows: tuple[tuple[int, ...], ...]) -> None:
+    """Trainer counts all labels but those of the first column, also at the borders of documents."""
+    whole, ids, given = make("llama"), tokens(3), positions(rows)
+    count = ids[:, 1:].numel()
+    reference = copy.deepcopy(whole)
+    expected = reference(input_ids=ids, labels=ids, position_ids=given, num_items_in_batch=count, use_cache=False).loss
+    expected.backward()
+
+    def work(mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
+        parallelize(model := copy.deepcopy(whole), mesh, full_batches=True)
+        named = {"input_ids": ids, "labels": ids, "num_items_in_batch": count}
+        with pytest.raises(InputError, match=rf"no token predicts them; got {count} labels, of which {count - 3}"):
+            model(**named, cu_seqlens=ROWS)
+        loss = model(**named, position_ids=given).loss
+        loss.backward()
+        all_reduce_gradients(model.parameters(), mesh)
+        return loss.detach(), gradients_of(model)
+
+    for loss, found in run_threads(2, work):
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        for name, gradient in gradients_of(reference).items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_default_labels_end_at_documents() -> None:
+    """Without labels, one device computes no loss. So they are those of documents."""
+    sharded = parallelize(make("llama"), Mesh.single())
+    batch = {"input_ids": tokens(3), "position_ids": positions()}
+    assert sharded.shard(batch)["num_items_in_batch"] == 3 * LENGTH - 6
+    assert sharded.shard(batch | {"labels": batch["input_ids"]})["num_items_in_batch"] == 3 * LENGTH - 3
+
+
+@pytest.mark.parametrize("full_batches", [False, True], ids=["shard", "full"])
+@pytest.mark.parametrize("kind", ["ones", "booleans", "padding elsewhere"])
+def test_mask_that_joins_documents_raises(kind: str, full_batches: bool) -> None:
+    """One device attends over the borders then: the loss is not that of documents."""
+    whole, ids = make("llama"), tokens(3)
+    mask = torch.ones_like(ids)
+    if kind == "padding elsewhere":
+        mask[2, 30:] = 0
+    batch = {"input_ids": ids, "position_ids": positions(), "labels": ids.masked_fill(mask == 0, -100)}
+    plain, joined = (whole(**batch, **m, use_cache=False).loss for m in ({}, {"attention_mask": mask}))
+    assert abs(plain - joined) > 1e-4
+    batch["attention_mask"] = mask.bool() if kind == "booleans" else mask
+
+    def work(mesh: Mesh) -> None:
+        sharded = parallelize(model := copy.deepcopy(whole), mesh, full_batches=full_batches)
+        with pytest.raises(InputError, match=r"attention mask joins them; .*leave out attention_mask"):
+            model(**batch if full_batches else sharded.shard(batch))
+
+    run_threads(2, work)
+
+
 @pytest.mark.parametrize("case", ["padding", "embeddings", "router loss", "checkpointing"])
 def test_joined_rows_in_full_batches_equal_one_device(case: str) -> None:
     routed = {"output_router_logits": True} if case == "router loss" else {}
     whole, ids, expected, gradients = one_device("mixtral" if routed else "llama", **routed)
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions()}
     if case == "padding":  # the second document of the second row, which has no labels then
-        mask = torch.ones_like(ids)
+        mask = (positions() == 0).cumsum(dim=1)  # documents are numbered: one device ignores position ids with ones
         mask[1, 30:] = 0
         batch |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
         reference = copy.deepcopy(whole)
-        labels = batch["labels"].masked_fill(positions() == 0, -100)
-        expected = reference(input_ids=ids, labels=labels, position_ids=positions(), use_cache=False)
+        expected = reference(input_ids=ids, labels=batch["labels"], position_ids=positions(), use_cache=False)
         expected.loss.backward()
         gradients = gradients_of(reference)
 
