@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from burst_portable.kernels.operator_kernel import causal_squares, single_operator_call
+from burst_portable.kernels.operator_kernel import causal_squares, causal_window, single_operator_call
 from burst_portable.planning.tiles import Tiles
 
 
@@ -32,9 +32,9 @@ class Documents(NamedTuple):
 def find_documents(tiles: Tiles, rows: int, columns: int) -> Documents | None:
     """Return the documents if the tiles of a whole call are consecutive documents of one kind, else None.
 
-    Return None too if the whole call is one box or one causal square.
+    Return None too if the whole call is one box, one causal square or one causal window.
     """
-    if rows != columns:
+    if rows != columns or causal_window(tiles, rows, columns) is not None:
         return None
     squares = []
     for part in (part for tile in tiles for part in causal_squares(tile)):

@@ -37,6 +37,7 @@ def kernel():
 @pytest.fixture(autouse=True)
 def use_package_for_small_work(monkeypatch):
     monkeypatch.setattr(flash4, "LEAST", 0)
+    monkeypatch.setattr(flash4, "LEAST_DOCUMENTS", 0)
 
 
 @pytest.mark.parametrize("length", [1, 129, 1000])

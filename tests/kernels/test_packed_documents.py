@@ -41,6 +41,7 @@ def test_find_documents_takes_tiles_in_any_order():
 
 NONE = {
     "causal": [Tile(0, 9, 0, 9, 0, 8)],
+    "a window of one token": [Tile(0, 9, 0, 9, 0, 0)],
     "a box": [Tile(0, 9, 0, 9, -8, 8)],
     "documents with a window": [Tile(0, 4, 0, 4, 0, 2), Tile(4, 9, 4, 9, 0, 2)],
     "a gap": [Tile(0, 4, 0, 4, 0, 4), Tile(5, 9, 5, 9, 0, 4)],

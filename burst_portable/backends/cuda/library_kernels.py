@@ -42,10 +42,7 @@ fewer K/V heads than query heads. Sizes of 32, 64, 96, 128, 160, 192 and 256, an
 _UNEQUAL = ((192, 128),)
 """Sizes of heads and values that differ and that it supports: those of multi-head latent attention."""
 _KNOWN_FROM = "4.0.0b36"
-"""The first version of flash-attn-4 that is called for windows and documents.
-
-Its windows were compared with float32 on a device, an H100. Its documents were not, so `auto` takes none of them yet.
-"""
+"""The first version of flash-attn-4 whose windows (H100) and documents (H200) were compared with the reference."""
 _STAGES = ("a", "b", "rc", "")
 
 
@@ -174,8 +171,7 @@ class Flash4Kernel(AcceleratorKernel):
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Compute a causal window or packed documents in one call."""
-        window = self._window(q, k, tiles)
-        documents = None if window else self._documents(q, k, tiles)
+        window, documents = self._window(q, k, tiles), self._documents(q, k, tiles)
         if not window and documents is None:
             return self.attend(q, k, v, tiles, call)
         q, k, v = self.prepare_operands(q.dtype, q, k, v)
@@ -188,8 +184,7 @@ class Flash4Kernel(AcceleratorKernel):
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         """Compute the gradients of a causal window or of packed documents in one call."""
-        window = self._window(x.q, x.k, tiles)
-        documents = None if window else self._documents(x.q, x.k, tiles)
+        window, documents = self._window(x.q, x.k, tiles), self._documents(x.q, x.k, tiles)
         if not window and documents is None:
             return super().backward_single_call(x, tiles, call)
         assert x.out is not None, "a backward pass in a single call has out"

@@ -63,16 +63,22 @@ Its speed divided by ours, with 16,384 tokens, window:1024 and 16 heads (benchma
 
 With 8 K/V heads for 32 query heads of 128, its backward was 0.86 of ours.
 """
-DOCUMENTS_FORWARD: tuple[tuple[int, int], ...] = ()
-DOCUMENTS_BACKWARD: tuple[tuple[int, int], ...] = ()
-"""Sizes for which it computes packed documents, if K and V have as many heads as Q: none before it is measured here.
+DOCUMENTS_FORWARD = ((32, 32), (64, 64), (128, 128), (192, 192), (192, 128))
+DOCUMENTS_BACKWARD = ((32, 32), (128, 128), (192, 192), (192, 128))
+"""Sizes for which it was faster with packed documents, if K and V have as many heads as Q.
 
-The candidates are (32, 32) and (192, 128). The speed of the package's own function divided by ours, with 16,384 tokens
-in 16 documents and 16 heads (benchmarks/attention.py, 2026-11-25)::
+Its speed divided by ours on one H200, with 16,384 tokens in 16 documents and 16 heads (benchmarks/attention.py,
+2026-11-28)::
 
-    sizes        32      64      96      128     160     192     192/128    256
-    forward      1.18    1.09    1.09    1.02    1.04    1.12    1.05       1.03
-    backward     1.17    0.91    0.90    0.89    0.94    1.01    0.99       0.70
+    sizes        32      64      128     192     192/128
+    forward      1.16    1.09    1.02    1.13    1.08
+    backward     1.16    0.94    1.10    1.27    1.24
+"""
+LEAST_DOCUMENTS = 8e9
+"""As `LEAST`, for documents.
+
+The device needs more time per pair for them. With heads of 32 in the table above (8.6e9), both passes took 575 us of
+the device and 489 us of the host.
 """
 
 
@@ -105,7 +111,7 @@ class HopperFlash4Kernel(HopperKernel):
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Return out in the dtype of q."""
-        if _allowed(q, tiles, call) and self._faster_forward(q, k, v, tiles):
+        if _allowed(q, k, tiles, call) and self._faster_forward(q, k, v, tiles):
             if q.is_meta:  # flash-attn-4 compiles its kernels itself
                 out = q.new_empty(*q.shape[:3], v.shape[3])
                 return out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -114,7 +120,7 @@ class HopperFlash4Kernel(HopperKernel):
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         """Return gradients in 16 bits if flash-attn-4 computes them."""
-        if _allowed(x.q, tiles, call) and self._faster_backward(x.q, x.k, x.v, tiles):
+        if _allowed(x.q, x.k, tiles, call) and self._faster_backward(x.q, x.k, x.v, tiles):
             if x.q.is_meta:
                 return torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
             return self._flash.load().backward_single_call(x, tiles, call)
@@ -152,10 +158,11 @@ class HopperFlash4Kernel(HopperKernel):
         return self._flash.load().traits.supports_documents
 
 
-def _allowed(q: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
+def _allowed(q: Tensor, k: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
     """Return whether the call is large enough, is not deterministic, and has no softcap and a positive scale."""
-    batch, _, heads, dim = q.shape
-    enough = tiles.num_pairs * batch * heads * max(dim, 64) >= LEAST and q.numel() > 0
+    batch, rows, heads, dim = q.shape
+    least = LEAST if find_documents(tiles, rows, k.shape[1]) is None else LEAST_DOCUMENTS
+    enough = tiles.num_pairs * batch * heads * max(dim, 64) >= least and q.numel() > 0
     return enough and not call.deterministic and call.softcap is None and call.positive_scale
 
 

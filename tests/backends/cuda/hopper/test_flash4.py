@@ -33,7 +33,7 @@ from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inpu
 from tests.support.hopper_cases import ORACLE, gap, tiles_of, wide
 
 PAIR = "hopper+flash-attn-4"
-LEAST = flash4.LEAST
+LEAST, LEAST_DOCUMENTS = flash4.LEAST, flash4.LEAST_DOCUMENTS
 BACKWARD_30 = "backward (30, 0)"
 USUAL = kernel_call(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, v_head_dim=128, deterministic=False)
 
@@ -46,6 +46,7 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(hopper_kernel, "device_reason", lambda device: "")
     monkeypatch.setattr(library_kernels, "capabilities", lambda: ((9, 0),))
     monkeypatch.setattr(flash4, "LEAST", 0)
+    monkeypatch.setattr(flash4, "LEAST_DOCUMENTS", 0)
 
 
 @pytest.fixture
@@ -225,30 +226,46 @@ def test_ignored_window_of_package_is_detected(monkeypatch):
     assert called == [BACKWARD_30]
 
 
-@pytest.fixture
-def fast_documents(monkeypatch):
-    """Let the package compute documents with heads of 32, and only their forward with heads of 192 / 128."""
-    monkeypatch.setattr(flash4, "DOCUMENTS_FORWARD", ((32, 32), (192, 128)))
-    monkeypatch.setattr(flash4, "DOCUMENTS_BACKWARD", ((32, 32),))
-
-
 @pytest.mark.parametrize("text", ["documents:0,1,31,90", "full_documents:0,31,80,90", "documents:0,31,64,85"])
-@pytest.mark.parametrize(("dim", "v_dim", "asked"), [(32, 32, ["forward", "backward"]), (192, 128, ["forward"])])
-def test_package_computes_documents(called, fast_documents, dim, v_dim, asked, text):
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "asked"),
+    [
+        (32, 32, ["forward", "backward"]),
+        (64, 64, ["forward"]),
+        (128, 128, ["forward", "backward"]),
+        (192, 192, ["forward", "backward"]),
+        (192, 128, ["forward", "backward"]),
+    ],
+)
+def test_package_computes_documents(called, dim, v_dim, asked, text):
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), dim, "cpu", v_dim=v_dim), tiles_of(text, 90))
     assert called == [f"{name} of 6" for name in asked]
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(32, (2, 1)), (64, (2, 2))])
-def test_documents_with_other_heads_use_own_kernel(called, fast_documents, dim, heads):
+@pytest.mark.parametrize(("dim", "heads"), [(32, (2, 1)), (128, (4, 2)), (256, (2, 2))])
+def test_documents_with_other_heads_use_own_kernel(called, dim, heads):
     compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("documents:0,31,90", 90))
     assert called == []
 
 
-def test_documents_of_unknown_package_version_use_own_kernel(monkeypatch, fast_documents):
+def test_documents_of_unknown_package_version_use_own_kernel(monkeypatch):
     called = flash_4_package(monkeypatch, "4.0.0b35")
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 32, "cpu", batch=1), tiles_of("documents:0,31,90", 90))
     assert called == []
+
+
+@pytest.mark.parametrize(("more", "asked"), [(0, ["forward of 2", "backward of 2"]), (1, [])])
+def test_small_documents_use_own_kernel(called, monkeypatch, more, asked):
+    """They have a separate threshold, because the device needs more time per pair."""
+    monkeypatch.setattr(flash4, "LEAST", 1e30)
+    monkeypatch.setattr(flash4, "LEAST_DOCUMENTS", (31 * 32 + 59 * 60) // 2 * 2 * 64 + more)
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 32, "cpu", batch=1), tiles_of("documents:0,31,90", 90))
+    assert called == asked
+
+
+def test_least_documents_threshold_equals_measurement():
+    """Measured: 16 documents of 1,024 tokens with 16 heads of 32 on average are above it."""
+    assert 4 * 1024 * 1025 // 2 * 16 * 192 < LEAST_DOCUMENTS < 16 * 1024 * 1025 // 2 * 16 * 64 < LEAST
 
 
 def test_package_computes_float16(called):
@@ -257,7 +274,7 @@ def test_package_computes_float16(called):
 
 
 OWN = {
-    "documents": (90, 90, tiles_of("documents:0,31,90", 90)),
+    "documents with a gap": (90, 90, Tiles([Tile(0, 40, 0, 40, 0, 40), Tile(50, 90, 50, 90, 0, 40)])),
     "a window of both sides": (90, 90, tiles_of("window:30:5", 90)),
     "documents with a window": (90, 90, Tiles([Tile(0, 40, 0, 40, 0, 30), Tile(40, 90, 40, 90, 0, 30)])),
     "a window of some keys": (90, 90, Tiles([Tile(0, 60, 0, 60, 0, 30)])),
