@@ -71,8 +71,7 @@ class LaunchTable:
         blocks: Work rows, which is the number of outer blocks (or parts of them) that are launched per head.
         long: Outer indices from the first to the last block that visits more inner blocks than `_longest_of`; None
             if there is none. Dividing these blocks is faster.
-        longest: Maximum number of inner blocks per work row.
-        total: Sum of the inner blocks of all work rows.
+        lengths: Number of inner blocks of each work row.
         visitors: Of an ordered table, the first work row that visits each inner block. Empty for other tables.
         waits: Whether a program of an ordered table begins with inner blocks that another one visits at the same time.
             It waits less if programs of all heads run at the same time.
@@ -83,11 +82,20 @@ class LaunchTable:
     numbers: list[int]
     blocks: int
     long: Span | None = None
-    longest: int = 0
-    total: int = 0
+    lengths: tuple[int, ...] = ()
     visitors: tuple[int, ...] = ()
     waits: bool = False
     parts: tuple[tuple[Span, int], ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of inner blocks per work row."""
+        return max(self.lengths, default=0)
+
+    @property
+    def total(self) -> int:
+        """Sum of the inner blocks of all work rows."""
+        return sum(self.lengths)
 
 
 @dataclass(slots=True)
@@ -504,9 +512,9 @@ def _pack(
             following += run[2:]
         for entry in rest:
             masked += entry
-    lengths = [block.length for _, block in order]
+    lengths = tuple(block.length for _, block in order)
     numbers = work + runs + following + masked
-    return LaunchTable(numbers, len(order), long, max(lengths, default=0), sum(lengths), visitors)
+    return LaunchTable(numbers, len(order), long, lengths, visitors)
 
 
 def _walked(block: _Block, *, peel: bool) -> list[tuple[int, ...]]:
