@@ -24,6 +24,7 @@ _OWN_SIZES = (
     *("dp_shard_size", "dp_replicate_size"),
 )
 _OWN_TRAINERS = ("rl", "reward_model", "process_reward_model", "trainer_cls", "orpo_alpha", "deepspeed")
+_COUNTED = ("labels", "input_ids")
 _NEXT = "leave it out; `sequence_parallelism` has cp_size, dp_shard_size and dp_replicate_size"
 
 
@@ -58,7 +59,7 @@ class SequencePlugin(BasePlugin):  # type: ignore[misc]  # axolotl's names are A
             InputError: If the entry `sequence_parallelism` is not a mapping.
             UnsupportedError: For another version, other trainers, and axolotl's own parallelism of models.
         """
-        check_version("axolotl", "0.19", "0.20")
+        check_version("axolotl", "0.19", "0.22")
         options = cfg.get("sequence_parallelism")
         if options is not None and not hasattr(options, "keys"):
             raise InputError("sequence_parallelism must have entries", got=shown(options), allowed="cp_size: 8")
@@ -66,6 +67,16 @@ class SequencePlugin(BasePlugin):  # type: ignore[misc]  # axolotl's names are A
 
     def get_input_args(self) -> str:
         return f"{__name__}.{SequenceArguments.__name__}"
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        """Set the rows of an optimizer step, of which axolotl computes the number of steps and of warm-up steps.
+
+        axolotl counts the rows of each rank, and would end before the last epoch: with `cp_size: 4`, after a quarter.
+        """
+        ranks = int(cfg.get("world_size") or 1)
+        size = (cfg.get("sequence_parallelism") or {}).get("cp_size") or ranks
+        rows = int(cfg["micro_batch_size"]) * int(cfg["gradient_accumulation_steps"])
+        cfg["batch_size"] = rows * max(1, ranks // size)
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         """Return the argument that groups the ranks. Raise as `register`: other plugins may have changed entries."""
@@ -107,5 +118,11 @@ def sequence_trainer(base: type[Any]) -> type[Any]:
                 earlier = before.get(name, 0)
                 self.state.tokens[name] = earlier + (total - earlier) / self._ranks
             return loss
+
+        def _accumulate_token_counts(self, inputs: dict[str, Any]) -> None:
+            """Count tokens on the first rank of each sequence. Since axolotl 0.21, sums of all ranks are logged."""
+            is_first = self.accelerator.process_index % self._ranks == 0
+            counted = inputs if is_first else {name: x[:0] for name, x in inputs.items() if name in _COUNTED}
+            super()._accumulate_token_counts(counted)
 
     return SequenceAxolotlTrainer

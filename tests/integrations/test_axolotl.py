@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,34 @@ def test_trainer_of_plugin_equals_trainer_of_axolotl(module: Any, tmp_path: Path
     assert {name: 2 * x for name, x in counted.items()} == tokens
 
 
+@pytest.mark.parametrize(("options", "groups"), [({"cp_size": 4}, 2), ({}, 1), (None, 1)], ids=["four", "all", "none"])
+def test_plugin_counts_rows_of_a_step_once_per_sequence(module: Any, options: Any, groups: int) -> None:
+    """axolotl computes the number of steps from batch_size, which counts the rows of 8 ranks."""
+    cfg = {"micro_batch_size": 3, "gradient_accumulation_steps": 5, "world_size": 8, "batch_size": 3 * 5 * 8}
+    cfg |= {"sequence_parallelism": options}
+    for _ in range(2):
+        assert module.SequencePlugin().load_datasets(cfg, preprocess=False) is None  # axolotl loads them itself
+        assert cfg["batch_size"] == 3 * 5 * groups
+
+
+def test_first_rank_of_a_sequence_counts_its_tokens(module: Any) -> None:
+    """As axolotl 0.21 counts: tokens of each rank, whose sum over all ranks is logged."""
+
+    class Counting(axolotl.AxolotlTrainer):
+        def _accumulate_token_counts(self, inputs: dict[str, Any]) -> None:
+            self.counted = (int((inputs["labels"] != -100).sum()), inputs["labels"].numel())
+
+    class OfTwoRanks(module.sequence_trainer(Counting)):  # type: ignore[misc]
+        _ranks = 2
+
+    batch = {"input_ids": torch.ones(2, 5), "labels": torch.tensor([[-100, 1, 1, 1, 1], [-100, -100, 1, 1, 1]])}
+    for process, expected in enumerate([(7, 10), (0, 0), (7, 10), (0, 0)]):
+        trainer = object.__new__(OfTwoRanks)
+        trainer.accelerator = SimpleNamespace(process_index=process)
+        trainer._accumulate_token_counts(batch)
+        assert trainer.counted == expected
+
+
 @pytest.mark.parametrize("name", ["context_parallel_size", "tensor_parallel_size", "dp_shard_size"])
 def test_plugin_rejects_parallelism_of_axolotl(module: Any, name: str) -> None:
     plugin = module.SequencePlugin()
@@ -126,6 +155,6 @@ def test_plugin_rejects_unknown_options(module: Any) -> None:
 
 
 def test_plugin_rejects_other_versions(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(installed(tmp_path, "0.20.0"))
-    with pytest.raises(UnsupportedError, match=r"unsupported version of axolotl; got 0\.20\.0; allowed: >=0\.19"):
+    monkeypatch.syspath_prepend(installed(tmp_path, "0.22.0"))
+    with pytest.raises(UnsupportedError, match=r"unsupported version of axolotl; got 0\.22\.0; allowed: >=0\.19"):
         module.SequencePlugin().register({})

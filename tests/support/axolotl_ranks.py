@@ -55,6 +55,7 @@ def results(packed: bool, ranks: int) -> list[float]:
         average_tokens_across_devices=False,  # as axolotl sets it
         max_grad_norm=0.5,
         learning_rate=1e-2,
+        adam_epsilon=1e-4,
         logging_steps=1,
         use_cpu=True,
         report_to="none",

@@ -1,4 +1,4 @@
-"""Stand in for axolotl 0.19.0, which `make setup` does not install: the two classes that its integration imports.
+"""Stand in for axolotl 0.19, which `make setup` does not install: the two classes that its integration imports.
 
 tests/integration/test_axolotl.py runs the integration with the real ones where axolotl is installed.
 """
