@@ -231,7 +231,8 @@ def test_ignored_window_of_package_is_detected(monkeypatch):
     ("dim", "v_dim", "asked"),
     [
         (32, 32, ["forward", "backward"]),
-        (64, 64, ["forward"]),
+        (64, 64, ["forward", "backward"]),
+        (96, 96, ["forward", "backward"]),
         (128, 128, ["forward", "backward"]),
         (160, 160, ["forward", "backward"]),
         (192, 192, ["forward", "backward"]),
@@ -243,7 +244,13 @@ def test_package_computes_documents(called, dim, v_dim, asked, text):
     assert called == [f"{name} of 6" for name in asked]
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(32, (2, 1)), (128, (4, 2)), (256, (2, 2))])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 160])
+def test_package_computes_documents_with_shared_heads(called, dim):
+    compare_whole(kernel_of()[0], *inputs(90, 90, (4, 2), dim, "cpu"), tiles_of("documents:0,31,85", 90))
+    assert called == [f"{name} of 4" for name in (("backward",) if dim == 128 else ("forward", "backward"))]
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(192, (2, 1)), (256, (2, 2))])
 def test_documents_with_other_heads_use_own_kernel(called, dim, heads):
     compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("documents:0,31,90", 90))
     assert called == []
