@@ -7,6 +7,7 @@ mask is a matrix, and gradients come from autograd. Its memory grows with the sq
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,10 +203,9 @@ FLOOR = {torch.float64: 1e-14, torch.float32: 6e-7, torch.float16: 1e-3, torch.b
 
 _ROUNDINGS = 4
 
-# Tolerances: multiples of the error of plain attention, and of the floor. The largest of many rounding errors varies
-# more than their 2-norm does.
-_MULTIPLE, _FLOORS = 1.5, 1.0
-_MAX_MULTIPLE, _MAX_FLOORS = 2.0, 2.0
+# Tolerances by the order of the norm: multiples of the error of plain attention, and of the floor. The largest of many
+# rounding errors varies more than their 2-norm does.
+_NORMS = {2: (1.5, 1.0), math.inf: (2.0, 2.0)}
 
 
 def relative_error(x: Tensor, reference: Tensor, order: float = 2) -> float:
@@ -215,10 +215,14 @@ def relative_error(x: Tensor, reference: Tensor, order: float = 2) -> float:
     have (LSE of fully masked rows) must be equal, and count no further.
     """
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
-    finite = reference.isfinite()
-    if x.shape != reference.shape or not torch.equal(x[~finite], reference[~finite]):
+    if x.shape != reference.shape:
         return math.inf
-    difference, norm = ((one[finite].norm(order).item() if finite.any() else 0.0) for one in (x - reference, reference))
+    finite = reference.isfinite()
+    if not finite.all():
+        if not torch.equal(x[~finite], reference[~finite]):
+            return math.inf
+        x, reference = x[finite], reference[finite]
+    difference, norm = (one.norm(order).item() if one.numel() else 0.0 for one in (x - reference, reference))
     error = difference / norm if norm else difference
     return error if error == error else math.inf
 
@@ -245,19 +249,42 @@ def errors(
     and a small error of every element only the former. `extra` is a relative error that gradients may have in addition,
     `rounding` the relative rounding of the kernel's operands.
     """
-    expected, usual, found = exact.quantities(), plain.quantities(), {}
-    floor = FLOOR[dtype] + _ROUNDINGS * rounding
-    for name, value in answer.quantities().items():
-        more = extra if name.startswith("d") else 0.0
-        for title, order, multiple, floors in (
-            (name, 2, _MULTIPLE, _FLOORS),
-            (f"{name} (max)", math.inf, _MAX_MULTIPLE, _MAX_FLOORS),
-        ):
-            allowed = multiple * relative_error(usual[name], expected[name], order) + floors * floor + more
-            found[title] = relative_error(value, expected[name], order), allowed
-    return found
+    return errors_and(tolerances(exact, plain, dtype, extra, rounding), answer, exact)
+
+
+def errors_and(allowed: Mapping[str, float], answer: Answer, exact: Answer) -> dict[str, tuple[float, float]]:
+    """Return the errors of every quantity of an answer with the given tolerances: name -> (error, tolerance)."""
+    expected = exact.quantities()
+    titles = ((name, order, _title(name, order)) for name in answer.quantities() for order in _NORMS)
+    return {
+        title: (relative_error(getattr(answer, name), expected[name], order), allowed[title])
+        for name, order, title in titles
+    }
+
+
+def tolerances(
+    exact: Answer, plain: Answer, dtype: torch.dtype, extra: float = 0.0, rounding: float = 0.0
+) -> dict[str, float]:
+    """Return the tolerance of every quantity in both norms, by the names of `errors`."""
+    expected, floor = exact.quantities(), FLOOR[dtype] + _ROUNDINGS * rounding
+    return {
+        _title(name, order): multiple * relative_error(value, expected[name], order)
+        + floors * floor
+        + (extra if name.startswith("d") else 0.0)
+        for name, value in plain.quantities().items()
+        for order, (multiple, floors) in _NORMS.items()
+    }
+
+
+def _title(name: str, order: float) -> str:
+    return name if order == 2 else f"{name} (max)"
 
 
 def find_violations(answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """Return the quantities whose error exceeds the tolerance: name -> (error, tolerance)."""
-    return {name: pair for name, pair in errors(answer, exact, plain, dtype).items() if not pair[0] <= pair[1]}
+    return find_too_large(errors(answer, exact, plain, dtype))
+
+
+def find_too_large(errors: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return the errors that exceed their tolerances, or are NaN."""
+    return {name: pair for name, pair in errors.items() if not pair[0] <= pair[1]}

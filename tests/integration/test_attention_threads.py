@@ -12,11 +12,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
-from burst_portable.conformance.cases import AXES, STRATEGIES, Case, covering, product
+from burst_portable.conformance.cases import STRATEGIES, Case, covering
 from burst_portable.conformance.oracle import find_violations, relative_error
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import WrappedKernel
 from burst_portable.planning.tiles import Tile
+from tests.support import attention_product
 from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.one_core import one_core
 from tests.support.seams import calls_with
@@ -28,8 +29,8 @@ def check(case: Case) -> None:
     inputs = make_inputs(case)
     first, *others = bp.run_threads(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs))
     assert find_violations(first, *expected(case, inputs), case.dtype) == {}
-    for name, value in first.quantities().items():
-        assert all(torch.equal(value, other.quantities()[name]) for other in others), name
+    for other in others:
+        assert first.differs(other) == ""
 
 
 @pytest.mark.parametrize("case", covering(), ids=str)
@@ -39,17 +40,53 @@ def test_attention_threads_match_oracle_for_all_pairs(case):
         check(case)
 
 
-FULL_AXES = {axis: AXES[axis] for axis in ("mask", "layout", "strategy", "ranks", "heads")}
 PARTS = 64
 
 
 @pytest.mark.full
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_attention_threads_match_oracle_for_all_products(part):
+@pytest.mark.parametrize("number", range(PARTS))
+def test_attention_threads_match_oracle_for_all_products(number):
     """Thousands of cases in parts: one id per case would take longer to collect than to run."""
-    for case in list(product(FULL_AXES))[part::PARTS]:
-        check(case)
+    with one_core():
+        for part in attention_product.parts()[number::PARTS]:
+            for case in part:
+                attention_product.check(case)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("number", range(4))
+def test_attention_threads_match_oracle_for_products_with_dropout(number):
+    """A sample of 1,200 cases."""
+    with one_core():
+        for part in attention_product.parts(attention_product.DROPOUT)[:24][number::4]:
+            for case in part:
+                attention_product.check(case)
+
+
+@pytest.mark.parametrize("wrong_ranks", [{1}, {0, 1}], ids=["one rank", "all ranks"])
+def test_check_of_product_detects_wrong_gradient(wrong_ranks):
+    case = Case("causal", "zigzag", "ulysses", 2)
+    attention_product.check(case)
+
+    def compute(mesh, *args, **options):
+        answer = on_one_rank(mesh, *args, **options)
+        return replace(answer, dq=answer.dq * 1.01) if mesh.rank in wrong_ranks else answer
+
+    with pytest.raises(AssertionError, match="dq"):
+        attention_product.check(case, compute)
+
+
+def test_results_unsharded_at_once_are_those_unsharded_one_by_one():
+    case = Case("documents", "striped", "burst", 3, "wide_values", dtype=torch.bfloat16, sinks=True)
+    inputs = make_inputs(case)
+    first, second = (
+        bp.run_threads(3, lambda mesh, at_once=at_once: on_one_rank(mesh, case, inputs, at_once=at_once))
+        for at_once in (False, True)
+    )
+    assert [one.differs(other) for one, other in zip(first, second, strict=True)] == [""] * 3
+    assert first[0].out.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("label", STRATEGIES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,13 @@ def on_one_rank(
     x: Inputs,
     kernel: str = "auto",
     use: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    *,
+    at_once: bool = False,
 ) -> Answer:
     """Compute a case as a user does and return the unsharded results. Sinks are a parameter with summed gradients.
 
     use: applied to out before backward.
+    at_once: unshard all results in one call, which takes a fifth of the messages.
     """
     where = case.make_layout()
     q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
@@ -87,7 +90,21 @@ def on_one_rank(
         flat = [part.view(torch.uint8) for part in parts]
         mesh.transport("cpu").all_gather(sinks.grad.view(torch.uint8), flat)
         dsinks = torch.stack(parts).sum(0)
+    if at_once:
+        results = (out.detach(), lse.detach().transpose(1, 2).unsqueeze(-1), q.grad, k.grad, v.grad)
+        out, lse, *gradients = _whole_at_once(results, whole)
+        return Answer(out, lse.squeeze(-1).transpose(1, 2), *gradients, dsinks)
     return Answer(whole(out), whole(lse, dim=2), whole(q.grad), whole(k.grad), whole(v.grad), dsinks)
+
+
+def _whole_at_once(
+    results: Sequence[torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Unshard tensors [B, S, H, D] as the bytes of one tensor, so that their bits stay as they are."""
+    rows = [one.flatten(2).contiguous().view(torch.uint8) for one in results]
+    parts = whole(torch.cat(rows, 2)).split([one.shape[2] for one in rows], 2)
+    for part, one in zip(parts, results, strict=True):
+        yield part.contiguous().view(one.dtype).unflatten(2, one.shape[2:])
 
 
 def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
