@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.api import attention
-from burst_portable.bench.masks import MASKS
+from burst_portable.bench.masks import named_mask
 from burst_portable.comm.base import Handles, Message, Transport, WrappedTransport
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, CommunicationError, UnsupportedError, in_a_line
@@ -108,8 +108,12 @@ class Entry:
 
     def prepare(self, task: Task, mesh: Mesh) -> Prepared:
         """Return the calls of a row. Raise a `BurstError` if the entry cannot serve it, or if its plan is wrong."""
-        layout = task.layout
         self._check_plan(task, mesh)
+        return self._calls(task, mesh)
+
+    def _calls(self, task: Task, mesh: Mesh) -> Prepared:
+        """Return the calls of a row whose plan was checked."""
+        layout = task.layout
         q, k, v, dout = (shard(x, mesh, layout=layout) for x in task.tensors)
         leaves = tuple(x.requires_grad_() for x in (q, k, v))
 
@@ -161,7 +165,7 @@ class Entry:
             mesh.rank, mesh.size, lambda _: counting, group=mesh.group, backend=mesh.backend, config=config
         )  # fmt: skip
         counted_entry = Entry(self.choice(prepared, task, mesh) or self.name)
-        return sent_by_passes(counted_entry.prepare(task, counted), lambda: Sent(counting.sent, counting.messages))
+        return sent_by_passes(counted_entry._calls(task, counted), lambda: Sent(counting.sent, counting.messages))
 
 
 def sent_by_passes(prepared: Prepared, total: Callable[[], Sent]) -> list[Sent]:
@@ -236,8 +240,8 @@ class Benchmark:
         self._clock = TransportClock(self._transport, device, streams=self._streams)
 
     def measure(self, mask_name: str, length: int, kernel: str, only: Sequence[str]) -> list[Row]:
-        """Return a row for each entry that is named in `only`. All ranks must call it."""
-        mask = MASKS[mask_name](length)
+        """Return a row for each entry in `only`, for a mask that `named_mask` takes. All ranks must call it."""
+        mask = named_mask(mask_name, length)
         task = Task(
             mask, make_layout(self._setting.layout, length, self._mesh.size, mask), kernel, self._inputs(length)
         )

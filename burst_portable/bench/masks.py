@@ -72,3 +72,14 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "sink_sliding": lambda n: Mask.sink_window(max(1, n // 32), n // 8),
 }
 """A mask for a length, by name."""
+
+
+def named_mask(name: str, length: int) -> Mask:
+    """Return a mask of `MASKS`, or that of a short form as `Mask.parse` reads it, for a sequence of `length` tokens.
+
+    Raises:
+        MaskError: If `name` is neither, or the mask has positions past the end.
+    """
+    mask = MASKS[name](length) if name in MASKS else Mask.parse(name, length)
+    mask.check_lengths(length, length)
+    return mask

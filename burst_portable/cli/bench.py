@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from burst_portable import __version__
 from burst_portable.bench.chart import draw
-from burst_portable.bench.masks import MASKS
+from burst_portable.bench.masks import MASKS, named_mask
 from burst_portable.bench.names import PEERS, available_peers, versions
 from burst_portable.bench.results import (
     COLUMNS,
@@ -44,6 +44,7 @@ from burst_portable.cli.output import (
 from burst_portable.config import LauncherEnv, read_launcher_env
 from burst_portable.errors import InputError, format_error, shown, unknown_name
 from burst_portable.layout import NAMES, OF_DOCUMENTS
+from burst_portable.strategies.planner import call_of_sizes
 from burst_portable.strategies.registry import known, make_strategy, strategy_name
 from burst_portable.utils.text import split_list
 
@@ -83,7 +84,13 @@ def bench(
         ),
     ] = None,
     backend: flags.BackendName = "auto",
-    masks: Annotated[str, typer.Option(help="all, or names of masks, separated by commas.")] = "all",
+    masks: Annotated[
+        str | None, typer.Option(help="all, or names of masks, separated by commas. Default: all, or none with --mask.")
+    ] = None,
+    own_masks: Annotated[
+        list[str] | None,
+        typer.Option("--mask", help="Another mask as `plan` takes it, such as window:4096:0; repeatable."),
+    ] = None,
     strategies: Annotated[
         str, typer.Option(help=f"all, ours, or names, separated by commas; also {', '.join(PEERS)}.")
     ] = "all",
@@ -91,6 +98,11 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(_DTYPES)}. Default: bfloat16; float32 on CPUs.")
     ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads. Default: 64; 4 on CPUs.")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="K/V heads. Default: 8; 2 on CPUs; all if only --heads is given.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements per head. Default: 128; 32 on CPUs.")] = None,
     layout: Annotated[str, typer.Option(help=f"{', '.join(_LAYOUTS)}.")] = "zigzag",
     seq_len: Annotated[
         str | None,
@@ -121,6 +133,7 @@ def bench(
 
     burst-portable bench --quick
     burst-portable bench --ranks 2,4 --seq-len 512,2048
+    burst-portable bench --heads 32 --kv-heads 8 --head-dim 64 --mask window:128:0
     torchrun --nproc-per-node 2 -m burst_portable bench --resume rows.jsonl --json out.json
     burst-portable bench compare A.json B.json
     burst-portable bench draw A.json --picture A.svg
@@ -157,21 +170,29 @@ def bench(
         if lengths and min(lengths) < max(sizes_of_mesh):
             allowed = f"at least {max(sizes_of_mesh)} tokens"
             raise InputError("a sequence is too short", got=f"--seq-len {seq_len}", allowed=allowed)
-        sizes = (4, 2, 32, dtype or "float32") if on_cpu else (64, 8, 128, dtype or "bfloat16")
-        setting = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), sizes, strict=True))
-        setting |= {"layout": layout, "rounds": 3 if on_cpu else 7}
+        default_heads, default_kv_heads, default_head_dim = (4, 2, 32) if on_cpu else (64, 8, 128)
+        setting: dict[str, Any] = {
+            "heads": default_heads if heads is None else heads,
+            "kv_heads": (default_kv_heads if heads is None else heads) if kv_heads is None else kv_heads,
+            "head_dim": default_head_dim if head_dim is None else head_dim,
+            "dtype": dtype or ("float32" if on_cpu else "bfloat16"),
+            "layout": layout,
+            "rounds": 3 if on_cpu else 7,
+        }
         settings: Row = {"schema": SCHEMA, "version": __version__, "backend": chosen.name, **setting}
         settings |= {"device": _device_name(device_type, on_cpu=on_cpu), "versions": versions(_PACKAGES)}
         names = _strategies(strategies, on_cpu=on_cpu)
-        mask_names = list(_QUICK) if quick and masks == "all" else _names(masks, MASKS, "mask")
+        mask_names = _mask_names(masks, own_masks or [], quick=quick)
         rows = _resumed(resume, settings)
         done = {row_key(row) for row in rows}
         jobs = []
         for size in sizes_of_mesh:
+            lengths_here = lengths or [512 if on_cpu else 8192 * size]
+            _check_sizes(mask_names, lengths_here, size, setting)
             work = [
                 (mask, length, one, left)
                 for mask in mask_names
-                for length in lengths or [512 if on_cpu else 8192 * size]
+                for length in lengths_here
                 for one in kernel_names
                 if (left := [name for name in names if (mask, length, size, one, name) not in done])
             ]
@@ -251,13 +272,23 @@ def _strategies(text: str, *, on_cpu: bool) -> list[str]:
     return chosen
 
 
-def _names(text: str, allowed: Iterable[str], what: str) -> list[str]:
-    names = list(allowed)
-    chosen = names if text == "all" else text.split(",")
-    for one in chosen:
-        if one not in names:
-            raise unknown_name(what, one, names)
-    return chosen
+def _mask_names(text: str | None, own: Sequence[str], *, quick: bool) -> list[str]:
+    """Return the names of `--masks`, then the short forms of `--mask`. Without `--masks`: `own`, or else all masks."""
+    names = [] if text is None and own else list(MASKS) if text in (None, "all") else str(text).split(",")
+    for one in names:
+        if one not in MASKS:
+            raise unknown_name("mask", one, MASKS)
+    if quick and text in (None, "all"):
+        names = list(_QUICK) if names else []
+    return list(dict.fromkeys([*names, *own]))
+
+
+def _check_sizes(masks: Sequence[str], lengths: Sequence[int], ranks: int, setting: Mapping[str, Any]) -> None:
+    """Raise `InputError` if heads, or a mask and a length, do not fit together, before any rank starts."""
+    heads, kv_heads, head_dim, layout = (setting[name] for name in ("heads", "kv_heads", "head_dim", "layout"))
+    for name in masks:
+        for length in lengths:
+            call_of_sizes(length, ranks, heads, kv_heads, head_dim, None, named_mask(name, length), layout, 1, 4)
 
 
 def _resumed(path: Path | None, settings: Row) -> list[Row]:

@@ -101,6 +101,8 @@ def _caption(facts: Facts) -> list[str]:
         f"burst-portable {facts['version']}",
         f"auto: {choice_text(facts)}",
     ]
+    if facts["not_compared"]:
+        lines.append(f"Not compared by auto: {', '.join(facts['not_compared'])}")
     if facts["unsupported"]:
         lines.append(f"No row, call not supported: {', '.join(facts['unsupported'])}")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 from rich.console import Console
 from rich.table import Table
@@ -16,12 +17,12 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import checked_plan, classes, collect_reason, has_option
+from burst_portable.strategies.registry import checked_plan, classes, collect_reason
 from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"
 """The value of `--strategy` for a comparison."""
-SCHEMA = "burst_portable.plans/5"
+SCHEMA = "burst_portable.plans/6"
 
 
 def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Facts:
@@ -34,7 +35,8 @@ def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Fa
     for label, strategy in _all_strategies(candidates, unsupported).items():
         with collect_reason(strategy.name, label, unsupported):
             plan = checked_plan(strategy, call)
-            costs.append({"label": label, "title": strategy.title, **_costs(plan, hardware, ranks)})
+            named = {"label": label, "title": strategy.title, "compared": label in candidates}
+            costs.append({**named, **_costs(plan, hardware, ranks)})
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -42,8 +44,10 @@ def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Fa
         "hardware": hardware_facts(hardware),
         "sampled_ranks": list(ranks),
         "chosen": chosen.reason,
-        "not_compared": _not_compared(candidates, auto, call.ranks),
-        "strategies": sorted(costs, key=lambda one: one["seconds"]),
+        "not_compared": _not_compared(one["strategy"] for one in costs if not one["compared"]),
+        "strategies": sorted(
+            costs, key=lambda one: (one["label"] != chosen.label, not one["compared"], one["seconds"])
+        ),
         "unsupported": unsupported,
     }
 
@@ -54,12 +58,10 @@ def _all_strategies(compared: Mapping[str, Strategy], unsupported: Iterable[str]
     return {**compared, **{name: strategy() for name, strategy in classes().items() if name not in found}}
 
 
-def _not_compared(compared: Mapping[str, Strategy], auto: AutoStrategy, ranks: int) -> list[str]:
-    """Return the names of the strategies that `auto` ignores because it has no ranks per node."""
-    if auto.ranks_per_node is not None or ranks == 1:
-        return []
-    found = {strategy.name for strategy in compared.values()} | {"auto"}
-    return [n for n, one in classes().items() if one.exact and n not in found and has_option(n, "ranks_per_node")]
+def _not_compared(names: Iterable[str]) -> dict[str, str]:
+    """Return when `auto` compares each of these strategies, by name."""
+    every = classes()
+    return {name: every[name].offered or "not for this call" for name in names}
 
 
 def _costs(plan: Plan, hardware: HardwareSpec, ranks: tuple[int, ...]) -> Facts:
@@ -90,9 +92,11 @@ def show_comparison(console: Console, facts: Facts) -> None:
         "backward",
         "total",
     )
-    title = "by predicted time; bytes, launches and memory are the largest of a rank"
+    title = "the choice of auto, what it compared, and the rest; bytes, launches and memory are the largest of a rank"
     rows = table(*columns, left=("strategy",), title=title)
-    for one in facts["strategies"]:
+    for last, one in pairwise([None, *facts["strategies"]]):
+        if last is not None and last["compared"] and not one["compared"]:
+            rows.add_section()
         forward, backward = (one["passes"][name] for name in PASSES)
         rows.add_row(
             Text(one["label"]),
@@ -109,8 +113,11 @@ def show_comparison(console: Console, facts: Facts) -> None:
         titles.add_row(Text(name), Text(title))
     console.print(titles, "")
     console.print(labelled("auto", choice_text(facts)))
-    if names := facts["not_compared"]:
-        console.print(labelled("", f"considers {', '.join(names)} only with --ranks-per-node"))
+    names: dict[str, list[str]] = {}
+    for name, condition in facts["not_compared"].items():
+        names.setdefault(condition, []).append(name)
+    for condition, alike in names.items():
+        console.print(labelled("", f"compares {', '.join(alike)} {condition}"))
     for label, reason in facts["unsupported"].items():
         console.print(labelled("not", f"{label}: {reason}"))
 

@@ -29,7 +29,7 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import BlockDependencies
-from burst_portable.strategies.base import Machine, Strategy, ring_plan, should_round_gradients
+from burst_portable.strategies.base import OFFERED_AT_ONCE, Machine, Strategy, ring_plan, should_round_gradients
 from burst_portable.strategies.options import GRADIENT_COMM_DTYPE, GradientCommDtype, Option, option
 from burst_portable.utils.values import divisors
 
@@ -51,6 +51,7 @@ class AllGatherStrategy(Strategy):
     name = "all_gather"
     title = "each rank gathers K and V that its queries see, in groups of heads; dK and dV are reduced at their owners"
     suggested = ("all_gather",)
+    offered = OFFERED_AT_ONCE
 
     head_groups: int | None = option(
         Option(None, "a number of groups", most=MOST_GROUPS, help="Groups in which K/V heads are gathered.")

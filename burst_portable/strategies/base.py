@@ -20,6 +20,10 @@ from burst_portable.strategies.options import GradientCommDtype, LocalBlockOrder
 from burst_portable.utils.values import divisors
 
 _MOST_RANKS_AT_ONCE = 16  # with more ranks, the blocks of all would fill the memory
+OFFERED_AT_ONCE = f"only with measured links (--hardware-spec), and up to {_MOST_RANKS_AT_ONCE} ranks"
+"""`Strategy.offered` of a strategy that depends on `Machine.can_hold_all`."""
+OFFERED_IN_NODES = "only with the ranks per node (--ranks-per-node)"
+"""`Strategy.offered` of a strategy that depends on `Machine.ranks_per_node`."""
 _SMALL_SLOWDOWN = 0.5  # share of a message's time: if messages delay a forward kernel by less, splitting them pays
 
 
@@ -60,12 +64,14 @@ class Strategy(ABC):
         exact: Whether it computes the given mask. If not, `computes` returns the mask that it computes, and `auto`
             never chooses it.
         suggested: Labels of those of `trials` that a profile may recommend.
+        offered: When `candidates` yields anything, for `plan --strategy all`: ``only with ...``. Default: always.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     exact: ClassVar[bool] = True
     suggested: ClassVar[tuple[str, ...]] = ()
+    offered: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -31,7 +31,7 @@ from functools import partial
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.strategies.base import Machine, Strategy, kv_plan, make_route
+from burst_portable.strategies.base import OFFERED_AT_ONCE, Machine, Strategy, kv_plan, make_route
 from burst_portable.strategies.options import GRADIENT_COMM_DTYPE, GradientCommDtype, Option, option
 
 
@@ -48,6 +48,7 @@ class DispatchStrategy(Strategy):
     title = (
         "each rank gets the rows of K and V that it needs, in a few stages; dK and dV of these rows return to owners"
     )
+    offered = OFFERED_AT_ONCE
 
     stages: int = option(Option(2, "a number of stages", help="Launches with rows of other ranks."))
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)

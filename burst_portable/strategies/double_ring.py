@@ -28,6 +28,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import BlockDependencies, Side
 from burst_portable.strategies.base import (
+    OFFERED_IN_NODES,
     Machine,
     Strategy,
     local_first_share,
@@ -56,6 +57,7 @@ class DoubleRingStrategy(Strategy):
 
     name = "double_ring"
     title = "as ring or burst, along a ring in each node and a ring over the nodes"
+    offered = OFFERED_IN_NODES
 
     ranks_per_node: int | None = option(RANKS_PER_NODE)
     backward_circulates: Side = option(BACKWARD_CIRCULATES)

@@ -50,6 +50,7 @@ class RingSelfAttentionStrategy(Strategy):
 
     name = "ring_self_attention"
     title = "K circulates, whole rows of scores are stored, then V circulates: the historic baseline"
+    offered = "never: ring sends the same bytes and stores no scores"
 
     max_score_gib: int = option(Option(16, "a size in GiB", help="Largest rows of scores of a rank, in GiB."))
 

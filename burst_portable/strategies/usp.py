@@ -34,7 +34,15 @@ from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import HeadSplit, Plan, can_divide_heads, heads_per_rank
 from burst_portable.planning.routes import Side
-from burst_portable.strategies.base import Machine, Strategy, make_route, node_size, ring_plan, should_round_gradients
+from burst_portable.strategies.base import (
+    OFFERED_IN_NODES,
+    Machine,
+    Strategy,
+    make_route,
+    node_size,
+    ring_plan,
+    should_round_gradients,
+)
 from burst_portable.strategies.double_ring import double_ring_routes
 from burst_portable.strategies.options import (
     BACKWARD_CIRCULATES,
@@ -67,6 +75,7 @@ class UspStrategy(Strategy):
 
     name = "usp"
     title = "each rank gets the node's rows of some heads, runs a ring over the nodes, and sends the results back"
+    offered = OFFERED_IN_NODES
 
     ranks_per_node: int | None = option(RANKS_PER_NODE)
     backward_circulates: Side = option(BACKWARD_CIRCULATES, default="kv")

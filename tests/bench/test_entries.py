@@ -19,6 +19,7 @@ from burst_portable.cli import main
 from burst_portable.conformance import oracle as dense
 from burst_portable.errors import InputError
 from burst_portable.layout import make_layout
+from burst_portable.planning.verify import verify
 from burst_portable.strategies.registry import make_strategy
 
 SETTING = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
@@ -341,3 +342,61 @@ def test_bench_rejects_several_sizes_under_launcher(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["bench", "--ranks", "2,4"]) == 2
     assert "a launcher starts one number of ranks; got --ranks 2,4; allowed: 2, or no" in capsys.readouterr().err
+
+
+def test_bench_takes_own_mask_and_sizes(tmp_path, capsys, monkeypatch):
+    """Only the own mask is measured unless --masks is given; the bytes are those of the given heads."""
+    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", own_threads)
+    own = ["--mask", "window:9:0", "--mask", "documents:0,20,64"]
+    arguments = ["bench", "--strategies", "ring", "--seq-len", "64", "--json", str(tmp_path / "a.json"), *own]
+    assert main([*arguments, "--heads", "6", "--kv-heads", "3", "--head-dim", "16"]) == 0
+    settings, rows = read_rows(tmp_path / "a.json")
+    assert [settings[name] for name in ("heads", "kv_heads", "head_dim")] == [6, 3, 16]
+    assert [(row["mask"], row["status"]) for row in rows] == [("window:9:0", "ok"), ("documents:0,20,64", "ok")]
+    assert rows[0]["forward_sent_bytes"] == 32 * 3 * 16 * 2 * 4
+    assert main([*arguments, "--masks", "full", "--heads", "2"]) == 0
+    settings, rows = read_rows(tmp_path / "a.json")
+    assert settings["kv_heads"] == 2
+    assert [row["mask"] for row in rows] == ["full", "window:9:0", "documents:0,20,64"]
+
+
+def own_threads(job, on_rows):
+    """Do the work of `bench_local` in threads, with the sizes of the job."""
+
+    def work(mesh):
+        benchmark = Benchmark(mesh, torch.device("cpu"), Setting(**job.setting), [Entry("ring")])
+        return [benchmark.measure(*one) for one in job.work]
+
+    for rows in run_threads(job.ranks, work)[0]:
+        on_rows(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--mask", "documents:0,900"], "longer than the sequence"),
+        (["--mask", "windw:3"], "unknown mask; got 'windw'"),
+        (["--mask", "window:x"], "the mask 'window:x' cannot be read; allowed: window:LEFT[:RIGHT]"),
+        (["--heads", "6", "--kv-heads", "4"], "query heads are not a multiple"),
+        (["--kv-heads", "0"], "kv_heads"),
+        (["--head-dim", "2000"], "head_dim is too large"),
+    ],
+)
+def test_bench_rejects_sizes_and_masks_before_ranks_start(options, error, capsys):
+    assert main(["bench", "--strategies", "ring", *options]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_plan_of_an_entry_is_verified_once(monkeypatch):
+    plans = []
+
+    def counted(plan):
+        plans.append(plan)
+        return verify(plan)
+
+    def work(mesh):
+        return Benchmark(mesh, torch.device("cpu"), SETTING, [Entry("ring")]).measure("full", 31, "auto", ["ring"])
+
+    monkeypatch.setattr("burst_portable.bench.entries.verify", counted)
+    assert all(rows[0]["forward_messages"] == 1 for rows in run_threads(2, work))
+    assert len(plans) == 2  # one per rank

@@ -19,12 +19,30 @@ def facts_of(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
+def test_plan_all_lists_choice_of_auto_first(capsys):
+    """`dispatch` is predicted to be faster, but `auto` does not compare it at assumed rates."""
+    arguments = ("--seq-len", "131072", "--heads", "32", "--kv-heads", "8")
+    facts = facts_of(capsys, *arguments)
+    first, *_ = facts["strategies"]
+    assert facts["chosen"].startswith(f"chose {first['label']} by predicted time")
+    (dispatch,) = (one for one in facts["strategies"] if one["label"] == "dispatch")
+    assert dispatch["seconds"] < first["seconds"]
+    assert main([*CALL, *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[3].startswith(first["strategy"])
+    assert "the choice of auto, what it compared, and the rest" in shown
+
+
 def test_plan_all_lists_strategies_by_predicted_time(capsys):
     facts = facts_of(capsys)
-    assert facts["schema"] == "burst_portable.plans/5"
+    assert facts["schema"] == "burst_portable.plans/6"
     served = facts["strategies"]
     assert {one["strategy"] for one in served} == {*classes()} - {"auto"}
-    assert [one["seconds"] for one in served] == sorted(one["seconds"] for one in served)
+    compared, rest = ([one for one in served if one["compared"] is same] for same in (True, False))
+    assert served == compared + rest
+    assert {one["strategy"] for one in rest} == facts["not_compared"].keys()
+    for part in (compared, rest):
+        assert [one["seconds"] for one in part] == sorted(one["seconds"] for one in part)
     assert len({one["label"] for one in served}) == len(served)
     assert facts["chosen"].startswith(f"chose {served[0]['label']} by predicted time")
     (ring,) = (one for one in served if one["label"] == "ring")
@@ -49,10 +67,16 @@ def test_plan_all_gives_reason_of_unsuitable_strategy(capsys):
 
 
 def test_plan_all_lists_strategies_that_need_node_size(capsys):
-    assert facts_of(capsys)["not_compared"] == ["double_ring", "usp"]
-    assert facts_of(capsys, "--ranks-per-node", "4")["not_compared"] == []
+    found = facts_of(capsys)["not_compared"]
+    assert found.keys() == {"all_gather", "dispatch", "double_ring", "ring_self_attention", "usp"}
+    assert not {"double_ring", "usp"} & facts_of(capsys, "--ranks-per-node", "4")["not_compared"].keys()
+    measured = facts_of(capsys, "--hardware-spec", "h200")["not_compared"]
+    assert measured.keys() == {"double_ring", "ring_self_attention", "usp"}
     assert main(CALL) == 0
-    assert "considers double_ring, usp only with --ranks-per-node" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "compares double_ring, usp only with the ranks per node (--ranks-per-node)" in shown
+    assert "compares all_gather, dispatch only with measured links (--hardware-spec), and up to 16 ranks" in shown
+    assert "compares ring_self_attention never: ring sends the same bytes and stores no scores" in shown
 
 
 def test_plan_all_accepts_layout_and_nodes(capsys):
