@@ -99,17 +99,22 @@ def show(report: Report, *, stderr: bool = False) -> None:
     for reason, count in Counter(result.skipped for result in report.skipped).items():
         out.print(f"skipped {count}: {escape(reason)}", soft_wrap=True)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
-    out.print(f"{escape(report.backend)} {_verdict(report)}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
     out.print(f"kernels: {escape(computed_text(report))}", soft_wrap=True)
     out.print(f"evidence: {report.evidence_level} ({EVIDENCE_LEVELS[report.evidence_level]})", soft_wrap=True)
+    out.print(f"{escape(report.subject)} {_verdict(report)}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
 
 
 def _verdict(report: Report) -> str:
     """Return the result as text. Only a run of all tests conforms; tests that it omitted are in parentheses."""
     if not report.ok:
         return "[bold red]does not conform[/]"
-    if report.conforms:
-        tested = any(result.check == "group" and not result.skipped for result in report.results)
+    ran = {result.check for result in report.results}
+    left_out = [
+        name for name, check in CHECKS.items() if name not in ran and (check.by_strategy or not report.strategy)
+    ]
+    selection = [one for one in report.selection if one != f"strategy {report.strategy}"]  # it is the subject
+    if report.conforms or (report.strategy and not selection and not left_out):
+        tested = report.strategy or any(result.check == "group" and not result.skipped for result in report.results)
         limits = ["quick"] if report.coverage == "quick" else []
         limits += ["one rank only"] if report.ranks == 1 else []
         limits += [] if tested else ["the backend's own transport was not tested"]
@@ -117,9 +122,8 @@ def _verdict(report: Report) -> str:
     passed = "[bold yellow]passed[/] the selected tests"
     if not report.selection:
         return f"{passed}, which do not examine every kernel"
-    left_out = [name for name in CHECKS if name not in {result.check for result in report.results}]
-    limits = [", ".join(report.selection), *([f"not {', '.join(left_out)}"] if left_out else [])]
-    return f"{passed} ({escape('; '.join(limits))})"
+    limits = [", ".join(selection), f"not {', '.join(left_out)}" if left_out else ""]
+    return f"{passed} ({escape('; '.join(filter(None, limits)))})"
 
 
 def _show_failures(out: Console, report: Report) -> None:

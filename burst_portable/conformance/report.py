@@ -80,6 +80,7 @@ class Report:
     Attributes:
         ok: Whether at least one test ran and none failed.
         not_examined: Kernels of the backend that computed in no test of this report -> reason.
+        strategy: Name of the one strategy that was tested; "" for the whole backend.
     """
 
     backend: str
@@ -95,6 +96,7 @@ class Report:
     versions: Mapping[str, str]
     results: tuple[Result, ...]
     not_examined: Mapping[str, str] = field(default_factory=dict)
+    strategy: str = ""
 
     @property
     def ok(self) -> bool:
@@ -109,7 +111,13 @@ class Report:
     @property
     def selection(self) -> tuple[str, ...]:
         """The groups, cases, strategy or kernel to which the run was limited; () if it was not."""
-        return self.only if self.kernel == "auto" else (*self.only, f"kernel {self.kernel}")
+        kernel = () if self.kernel == "auto" else (f"kernel {self.kernel}",)
+        return (*self.only, *((f"strategy {self.strategy}",) if self.strategy else ()), *kernel)
+
+    @property
+    def subject(self) -> str:
+        """What was tested: the backend, or one strategy on it."""
+        return f"strategy {self.strategy} on {self.backend}" if self.strategy else self.backend
 
     @property
     def failures(self) -> tuple[Result, ...]:
@@ -186,13 +194,14 @@ class Report:
         counts = self.counts()
         facts = {
             "tried": f"{self.coverage}, up to {self.ranks} ranks, kernel {self.kernel}",
+            "strategy": self.strategy or "all",
             "groups": ", ".join(self.only) or "all",
             "kernels": computed_text(self),
             **self.versions,
             **{f"device: {name}": value for name, value in self.device.items()},
         }
         parts = [
-            f"# Conformance of `{self.backend}`: {'passed' if self.ok else 'FAILED'}",
+            f"# Conformance of `{self.subject}`: {'passed' if self.ok else 'FAILED'}",
             "",
             f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, on {self.date[:10]}. "
             f"Evidence: {self.evidence_level} ({EVIDENCE_LEVELS.get(self.evidence_level, 'unknown')}).",

@@ -371,7 +371,7 @@ def check_backend(
         ranks=ranks,
         coverage=coverage,
         kernel=kernel,
-        only=only or cases or ((f"strategy {strategy}",) if strategy else ()),
+        only=only or cases,
         kernels=tuple(k.name for k in kernels_of(backend)),
         device={
             "type": backend.capabilities.device_type,
@@ -386,6 +386,7 @@ def check_backend(
         },
         results=tuple(results),
         not_examined=_not_examined(target, results),
+        strategy=strategy,
     )
 
 

@@ -76,6 +76,23 @@ def test_report_conforms_only_if_all_tests_were_selected(capsys):
         assert f"\ncpu {verdict}{'' if verdict.endswith(', ') else ':'}" in capsys.readouterr().out
 
 
+def test_report_of_a_strategy_names_it(capsys):
+    part = replace(check_backend("cpu", cases=["claims:device"], coverage="quick"), only=(), strategy="my_ring")
+    failed = replace(part, results=(replace(part.results[0], ok=False),))
+    every = replace(part, results=tuple(replace(part.results[0], check=name) for name in ("attention", "fully_masked")))
+    for report, verdict in (
+        (part, "passed the selected tests (not attention, fully_masked): 1 passed"),
+        (every, "conforms (quick): 2 passed"),
+        (replace(every, kernel="reference"), "passed the selected tests (kernel reference): 2 passed"),
+        (failed, "does not conform: "),
+    ):
+        assert not report.conforms  # the backend
+        show(report)
+        assert capsys.readouterr().out.splitlines()[-1].startswith(f"strategy my_ring on cpu {verdict}")
+        assert json.loads(report.to_json())["strategy"] == Report.from_json(report.to_json()).strategy == "my_ring"
+        assert report.markdown().startswith("# Conformance of `strategy my_ring on cpu`: ")
+
+
 def test_failures_with_the_same_smallest_case_are_printed_once(failed, capsys):
     one, other = replace(failed.failures[0], smallest="a:b"), replace(failed.failures[0], smallest="a:c", message="z")
     show(replace(failed, results=(one, replace(one, message="y"), other, replace(one, message="y"))))
