@@ -132,8 +132,7 @@ def bench(
     Examples:
 
     burst-portable bench --quick
-    burst-portable bench --ranks 2,4 --seq-len 512,2048
-    burst-portable bench --heads 32 --kv-heads 8 --head-dim 64 --mask window:128:0
+    burst-portable bench --heads 8 --kv-heads 4 --mask window:64:0
     torchrun --nproc-per-node 2 -m burst_portable bench --resume rows.jsonl --json out.json
     burst-portable bench compare A.json B.json
     burst-portable bench draw A.json --picture A.svg

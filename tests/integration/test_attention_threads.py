@@ -57,7 +57,7 @@ def test_attention_threads_match_oracle_for_all_products(number):
 @pytest.mark.full
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("number", range(4))
-def test_attention_threads_match_oracle_for_products_with_dropout(number):
+def test_attention_threads_match_oracle_with_dropout(number):
     """A sample of 1,200 cases."""
     with one_core():
         for part in attention_product.parts(attention_product.DROPOUT)[:24][number::4]:
@@ -78,7 +78,7 @@ def test_check_of_product_detects_wrong_gradient(wrong_ranks):
         attention_product.check(case, compute)
 
 
-def test_results_unsharded_at_once_are_those_unsharded_one_by_one():
+def test_results_unsharded_at_once_have_the_same_bits():
     case = Case("documents", "striped", "burst", 3, "wide_values", dtype=torch.bfloat16, sinks=True)
     inputs = make_inputs(case)
     first, second = (

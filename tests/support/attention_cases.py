@@ -100,7 +100,7 @@ def on_one_rank(
 def _whole_at_once(
     results: Sequence[torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Unshard tensors [B, S, H, D] as the bytes of one tensor, so that their bits stay as they are."""
+    """Return the unsharded tensors [B, S, H, D]. They travel as the bytes of one tensor, which keeps their bits."""
     rows = [one.flatten(2).contiguous().view(torch.uint8) for one in results]
     parts = whole(torch.cat(rows, 2)).split([one.shape[2] for one in rows], 2)
     for part, one in zip(parts, results, strict=True):
