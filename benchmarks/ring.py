@@ -36,6 +36,7 @@ from benchmarks.ring_rows import QUICK_ROWS, ROWS, Row
 from benchmarks.rings import Calls, Contestant, Task, ours
 from benchmarks.script import current_device, end, names
 from burst_portable.backends.selection import choose_kernel, for_device
+from burst_portable.conformance.oracle import attention as dense_attention
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import BurstError
 from burst_portable.kernels.base import BackwardInputs
@@ -106,15 +107,10 @@ def expected(row: Row, mask: bp.Mask, whole: list[Tensor]) -> Expected:
     return Expected(dict(zip(("out", "dq", "dk", "dv"), (out, *into), strict=True)), kernel.name)
 
 
-def _dense(mask: bp.Mask, *tensors: Tensor) -> dict[str, Tensor]:
-    q, k, v, dout = (x.float() for x in tensors)
-    leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
-    seen = dense_mask(mask, q.shape[1]).to(q.device)
-    all_k, all_v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in leaves[1:])
-    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], all_k) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, all_v)
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+def _dense(mask: bp.Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
+    seen, scale = dense_mask(mask, q.shape[1]).to(q.device), q.shape[-1] ** -0.5
+    answer = dense_attention(q, k, v, dout, seen, scale=scale, dtype=torch.float32)
+    return {name: getattr(answer, name) for name in ("out", "dq", "dk", "dv")}
 
 
 def errors(found: tuple[Tensor, ...], task: Task, right: Expected, clock: Clock, mesh: bp.Mesh) -> dict[str, float]:

@@ -18,6 +18,7 @@ import burst_portable as bp
 from benchmarks.providers import Absent
 from benchmarks.ranks import Links
 from benchmarks.ring_rows import Row
+from burst_portable.bench.entries import backward_of
 from burst_portable.comm.base import Exchange, Transport
 from burst_portable.errors import BurstError
 from burst_portable.layout import Layout
@@ -71,9 +72,8 @@ class Contestant:
 
 
 def through_autograd(attention: Callable[[], Tensor], leaves: tuple[Tensor, ...], dout: Tensor) -> Calls:
-    """Forward as training runs it, and its gradients again and again."""
-    kept = attention()
-    return attention, lambda: torch.autograd.grad(kept, leaves, dout, retain_graph=True)
+    """Return the forward pass as training runs it, and its backward pass."""
+    return attention, backward_of(attention, leaves, dout)
 
 
 # ------------------------------------------------------------------------------------------------- ours

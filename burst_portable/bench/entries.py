@@ -335,7 +335,7 @@ class Benchmark:
 
     def _time(self, pairs: int, timed: list[tuple[Row, Prepared]]) -> None:
         """Time all entries in each round, in a random order that is the same on all ranks."""
-        calls = [(one.forward, _backward(one.forward, one.leaves, one.dout)) for _, one in timed]
+        calls = [(one.forward, backward_of(one.forward, one.leaves, one.dout)) for _, one in timed]
         order = random.Random(pairs)
         seconds: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(timed))}
         for _ in range(self._setting.rounds):
@@ -351,6 +351,9 @@ class Benchmark:
                 row[f"{name}_tflops"] = factor * flops / median(values) / 1e12
 
 
-def _backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], dout: Tensor) -> Callable[[], object]:
+def backward_of(
+    forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], dout: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Run a forward pass once. Return a call of its backward pass, which may run again and again."""
     out = forward()
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
