@@ -89,7 +89,7 @@ def bench(
     ] = None,
     own_masks: Annotated[
         list[str] | None,
-        typer.Option("--mask", help="Another mask as `plan` takes it, such as window:4096:0; repeatable. Default: none."),
+        typer.Option("--mask", help="Another mask as in `plan`, such as window:4096:0; repeatable. Default: none."),
     ] = None,
     strategies: Annotated[
         str, typer.Option(help=f"all, ours, or names, separated by commas; also {', '.join(PEERS)}.")
