@@ -302,6 +302,27 @@ def deterministic() -> list[str]:
     return lines
 
 
+DOCUMENTS_FILE = "documents-h200-2026-11-28"
+
+
+def documents() -> list[str]:
+    """Compare our kernel with flash-attn-4 on packed documents, in milliseconds: the median of equal rows."""
+    lines = ["| tokens, heads, head size | ours | flash-attn-4 | its speed over ours |", "| --- " * 4 + "|"]
+    rows: dict[str, list[Result]] = {}
+    for one in load(DOCUMENTS_FILE):
+        values = "" if one["v_head_dim"] == one["head_dim"] else f", values {one['v_head_dim']}"
+        rows.setdefault(f"{one['tokens']:,}, {one['heads']}, {one['head_dim']}{values}", []).append(one)
+    for label, runs in rows.items():
+        ours, other = (
+            [statistics.median(float(one["milliseconds"][name][who]) for one in runs) for name in PASSES]
+            for who in ("ours", "flash-attn-4")
+        )
+        speeds = [cut(a / b, 2) for a, b in zip(ours, other, strict=True)]
+        cells = [" / ".join(f"{x:.3f}" for x in ours), " / ".join(f"{x:.3f}" for x in other), " / ".join(speeds)]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
 HOST_FILE = "host-time-h200-2026-11-28"
 
 
@@ -327,6 +348,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bench": bench,
     "bench-4": partial(bench, BENCH_FILE_OF_FOUR, BENCH_ENTRIES_OF_FOUR),
     "deterministic": deterministic,
+    "documents": documents,
     "host": host,
 }
 
