@@ -54,17 +54,6 @@ def test_attention_threads_match_oracle_for_all_products(number):
                 attention_product.check(case)
 
 
-@pytest.mark.full
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("number", range(4))
-def test_attention_threads_match_oracle_with_dropout(number):
-    """A sample of 1,200 cases."""
-    with one_core():
-        for part in attention_product.parts(attention_product.DROPOUT)[:24][number::4]:
-            for case in part:
-                attention_product.check(case)
-
-
 @pytest.mark.parametrize("wrong_ranks", [{1}, {0, 1}], ids=["one rank", "all ranks"])
 def test_check_of_product_detects_wrong_gradient(wrong_ranks):
     case = Case("causal", "zigzag", "ulysses", 2)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.conformance.cases import AXES, Case, product
+from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import find_violations
 from burst_portable.errors import InputError, UnsupportedError
+from tests.support import attention_product
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.dropout_ranks import RANKS, STRATEGIES, drawn, results, trained
 from tests.support.fork_server import run_program
@@ -39,17 +38,17 @@ def test_dropout_over_peer_copies_matches_oracle(strategy):
     check(Case("documents", layout, strategy, 4, dropout=0.4), peers=True)
 
 
-FULL = {axis: AXES[axis] for axis in ("mask", "layout", "strategy", "ranks", "heads")}
 PARTS = 64
 
 
 @pytest.mark.full
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_dropout_matches_oracle_for_all_products(part):
+@pytest.mark.parametrize("number", range(PARTS))
+def test_dropout_matches_oracle_for_all_products(number):
     with one_core():
-        for case in list(product(FULL))[part::PARTS]:
-            check(replace(case, dropout=0.3))
+        for part in attention_product.parts(attention_product.DROPOUT)[number::PARTS]:
+            for case in part:
+                attention_product.check(case)
 
 
 @pytest.fixture(scope="module")
