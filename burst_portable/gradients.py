@@ -153,7 +153,8 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
                 got=f"a gradient of shape {tuple(gradient.shape)} that did not change since the last call",
                 next_step="call all_reduce_gradients once per step, and zero_grad() after the optimizer's step",
             )
-        if mesh.added.get(parameter.grad) == versions(parameter):
+        added, was_zeroed = mesh.added.get(parameter.grad, (None, None))
+        if added == versions(parameter) and not was_zeroed:
             raise InputError(
                 "a backward pass added to gradients that are sums over the ranks already; a second sum would add the "
                 "first once per rank",

@@ -136,7 +136,8 @@ class Mesh:
         self.sharded_layouts: set[str] = set()  # names of the layouts by which tensors were sharded
         self.summed = WeakTensorKeyDictionary()  # gradients that are sums over the ranks, with their versions
         self.accumulated = WeakTensorKeyDictionary()  # gradients as backward passes left them, with their versions
-        self.added = WeakTensorKeyDictionary()  # sums to which a backward pass added, with their versions
+        # Sums to which a backward pass added, with their versions, and whether they were zeroed before, as bool ``[]``.
+        self.added = WeakTensorKeyDictionary()
         self.averaged: WeakSet[Any] = WeakSet()  # modules whose gradients are multiplied by the ranks, to be averaged
 
     def __repr__(self) -> str:

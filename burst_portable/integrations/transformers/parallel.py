@@ -605,8 +605,7 @@ class ShardedModel:
         """Check the training step of the last call, and prepare the checks of this one's."""
         if not self._watches_gradient:
             self._watches_gradient = True
-            if (hook := watch_gradient(self.model, self.mesh)) is not None:
-                self._hooks.append(hook)
+            self._hooks += watch_gradient(self.model, self.mesh)
         if not self.full_batches:
             self._loss_scale.begin(self.model, self.mesh)
             self._has_all_labels = has_all_labels(batch_checksum, count)
