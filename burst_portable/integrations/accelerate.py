@@ -8,17 +8,21 @@ which stays off. It would remove our masks and divide counts of tokens by its nu
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
-from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.errors import InputError, UnsupportedError, format_error
 from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize, sharded_model_of
 from burst_portable.mesh import Mesh
+from burst_portable.utils.torch_modes import never_compiled
 
 AXIS = "cp"
 """Name of the mesh axis. accelerate's data loaders give equal rows to ranks that differ only along it."""
@@ -58,6 +62,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
     ) -> None:
         self.sequence_size, self._replicas, self.has_model = cp_size, dp_replicate_size, False
         self._mesh: Mesh | None = None  # one for all models, which then share its connections
+        self._accelerator: Any = None  # a weak reference
         self._options = {"strategy": strategy, "layout": layout, "kernel": kernel}
         for name, value in (("cp_size", cp_size), ("dp_replicate_size", dp_replicate_size)):
             if value is not None and value < 1:
@@ -67,8 +72,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the mesh, which cannot be saved with `TrainingArguments`."""
-        return self.__dict__ | {"device_mesh": None, "_mesh": None}
+        """Leave out the mesh and the accelerator, which cannot be saved with `TrainingArguments`."""
+        return self.__dict__ | {"device_mesh": None, "_mesh": None, "_accelerator": None}
 
     @property
     def cp_enabled(self) -> bool:
@@ -150,6 +155,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         if accelerator.num_processes != self.total_size:
             got, allowed = accelerator.num_processes, self.total_size
             raise InputError("accelerate uses a part of the processes", got=got, allowed=allowed, next_step=_ON_CPUS)
+        self._accelerator = weakref.ref(accelerator)
 
     def parallelize(self, model: PreTrainedModel, *, gather_outputs: bool | None = None) -> ShardedModel:
         """Shard the sequences of a model. Call it on all ranks, after the `Accelerator` was created.
@@ -175,4 +181,35 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         if earlier is not None and earlier.averaged_gradients:
             earlier.undo()
         options = self._options | {"full_batches": True, "gather_outputs": gather_outputs}
-        return parallelize(model, self._mesh, averaged_gradients=True, **options)
+        sharded = parallelize(model, self._mesh, averaged_gradients=True, **options)
+        self._watch_schedulers(model)
+        return sharded
+
+    def _watch_schedulers(self, model: PreTrainedModel) -> None:
+        """Warn in the first training call of a model, on one rank, if accelerate steps a scheduler once per process.
+
+        Programs that multiply the length of a schedule by `num_processes` are right, and those that take the length of
+        the loader before `prepare` are wrong. A scheduler does not show which.
+        """
+
+        @never_compiled("hooks are not graphs")
+        def warn(module: PreTrainedModel, inputs: Any) -> None:
+            accelerator = None if self._accelerator is None else self._accelerator()
+            if accelerator is None or not torch.is_grad_enabled():
+                return
+            hook.remove()
+            prepared = accelerator._schedulers if accelerator.is_main_process else ()
+            if self.non_data_parallel_size > 1 and any(
+                scheduler.step_with_optimizer and not scheduler.split_batches for scheduler in prepared
+            ):
+                processes, sequences = self.total_size, self.total_size // self.non_data_parallel_size
+                message = format_error(
+                    "accelerate steps a prepared scheduler once per process, and the ranks of a sequence are several",
+                    got=f"{processes} steps per optimizer step, and {sequences} data-parallel ranks",
+                    allowed=f"a schedule with {processes} times as many steps as optimizer steps",
+                    next_step="otherwise do not pass the scheduler to prepare(), and step it if "
+                    "accelerator.sync_gradients is true",
+                )
+                warnings.warn(message, stacklevel=2)
+
+        hook = model.register_forward_pre_hook(warn)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration, DistributedType
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -234,6 +234,32 @@ def test_trainer_reads_datasets_without_a_length_on_each_rank(tmp_path: Path):
 
     trainer = SequenceTrainer(make("llama"), arguments(tmp_path, SequenceParallelism()), train_dataset=Stream())
     assert type(trainer.get_train_dataloader()).__name__ == "DataLoaderShard"
+
+
+@pytest.mark.parametrize("case", ["loader", "one sequence", "split_batches", "not prepared", "no gradients"])
+def test_prepared_scheduler_warns(case: str, recwarn: pytest.WarningsRecorder):
+    """Ten steps of a schedule that is as long as the loader take five optimizer steps on two processes."""
+    forget_accelerator()
+    loading = DataLoaderConfiguration(split_batches=case == "split_batches")
+    parallelism, model = SequenceParallelism(), make("llama", torch.float32)
+    accelerator = Accelerator(cpu=True, parallelism_config=parallelism, dataloader_config=loading)
+    parallelism.parallelize(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    prepared = [model, optimizer]
+    if case != "not prepared":
+        prepared.append(torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10))
+    model, *_ = accelerator.prepare(*prepared)
+    if case != "one sequence":
+        parallelism.sequence_size = 2  # as on two processes
+    with torch.set_grad_enabled(case != "no gradients"):
+        for _ in range(2):
+            model(**pad(rows(2)))
+    found = [str(warning.message) for warning in recwarn if "scheduler" in str(warning.message)]
+    if case == "loader":
+        assert len(found) == 1
+        assert "got 2 steps per optimizer step, and 1 data-parallel ranks; allowed: a schedule with 2 times" in found[0]
+    else:
+        assert not found
 
 
 def test_trainer_on_one_process_equals_plain_trainer():
