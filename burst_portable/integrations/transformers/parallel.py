@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, shown
+from burst_portable.integrations.transformers.adapters import check_adapters
 from burst_portable.integrations.transformers.attention import (
     ATTRIBUTE,
     CallSequence,
@@ -469,6 +470,7 @@ class ShardedModel:
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
         undivided: dict[str, Any] = {}
         try:
+            check_adapters(self.model, ranks=self.mesh.size, full_batches=self.full_batches)
             if self.full_batches:
                 kwargs, undivided = self._divide(module, kwargs)
             lengths = kwargs.pop("lengths", None)
@@ -662,6 +664,8 @@ class ShardedModel:
         if (expected := layout.count(self.mesh.rank)) != rows:
             allowed = f"{expected} of {length} (layout {self.layout!r}, {self.mesh.size} ranks)"
             next_step = "call model(**sharded.shard(input_ids)), or pass seq_len"
+            if rows > expected:
+                next_step += "; for prompts of PEFT, which add tokens, parallelize with full_batches=True"
             what = f"wrong number of tokens on rank {self.mesh.rank}"
             raise LayoutError(what, got=rows, allowed=allowed, next_step=next_step)
         return CallSequence(length, layout, cu_seqlens, padded)

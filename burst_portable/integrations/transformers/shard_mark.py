@@ -28,6 +28,6 @@ class ShardMark:
         raise ShardReadError(
             "this shard reached a model that is not parallelized, which would take it for the full sequence",
             got=f"attention_mask.{name}",
-            next_step="call the model that was passed to parallelize(), before undo() and outside paused(); "
-            "pass full batches to other models",
+            next_step="call the model that was passed to parallelize(), before undo() and outside paused(); pass full "
+            "batches to other models; for prompts of PEFT, which add tokens, parallelize with full_batches=True",
         )
