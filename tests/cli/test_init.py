@@ -13,6 +13,9 @@ from burst_portable.cli.flags import tokens
 from burst_portable.cli.init import SCRIPTS, text_of
 from tests.support.fork_server import run_program
 
+SAVING = ("trainer", "loop", "lightning")
+"""Frameworks whose scripts save the model."""
+
 
 @pytest.mark.parametrize("framework", SCRIPTS)
 def test_init_writes_script(framework: str, capsys, monkeypatch, tmp_path: Path):
@@ -81,8 +84,14 @@ def test_init_rejects_invalid_arguments(capsys, monkeypatch, tmp_path: Path, arg
     assert list(tmp_path.iterdir()) == []
 
 
+def test_scripts_save_to_different_folders():
+    """Otherwise, the script of a second framework replaces the model of the first."""
+    found = [re.findall(r'"--save", default="(\w+)"', text_of(name, "train.py")) for name in SAVING]
+    assert found == [[f"trained_with_{name}"] for name in SAVING]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("framework", ["trainer", "loop", "lightning"])
+@pytest.mark.parametrize("framework", SAVING)
 def test_script_gives_losses_of_one_rank(framework: str, tmp_path: Path):
     """Train three steps and save the model. torchtitan has no CPUs."""
     script = tmp_path / "train.py"

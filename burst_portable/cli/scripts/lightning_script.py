@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences per step and group of ranks")
     parser.add_argument("--cp-size", type=int, help="ranks that share a sequence; default: all")
     parser.add_argument("--devices", type=int, help="ranks of this node; default: all devices")
-    parser.add_argument("--save", default="trained", metavar="FOLDER", help="where to write the model")
+    parser.add_argument("--save", default="trained_with_lightning", metavar="FOLDER", help="where to write the model")
     options = parser.parse_args()
 
     has_device = torch.accelerator.is_available()

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=tokens, default=512, help="tokens of a sequence, as 512 or 128k")
     parser.add_argument("--steps", type=int, default=10, help="number of optimizer steps")
     parser.add_argument("--batch", type=int, default=1, help="sequences per step")
-    parser.add_argument("--save", default="trained", metavar="FOLDER", help="where to write the model")
+    parser.add_argument("--save", default="trained_with_loop", metavar="FOLDER", help="where to write the model")
     options = parser.parse_args()
 
     if not dist.is_torchelastic_launched():

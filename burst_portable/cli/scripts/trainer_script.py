@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="number of optimizer steps")
     parser.add_argument("--batch", type=int, default=1, help="sequences per step and group of ranks")
     parser.add_argument("--cp-size", type=int, help="ranks that share a sequence; default: all")
-    parser.add_argument("--save", default="trained", metavar="FOLDER", help="where to write the model")
+    parser.add_argument("--save", default="trained_with_trainer", metavar="FOLDER", help="where to write the model")
     options = parser.parse_args()
 
     has_device = torch.accelerator.is_available()
