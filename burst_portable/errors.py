@@ -60,6 +60,10 @@ class BackendUnavailableError(BurstError, ImportError):
     """A backend that cannot run on this machine, or breaks the rules of its interface."""
 
 
+class PackageMissingError(BurstError, ModuleNotFoundError):
+    """A package of another project that is not installed."""
+
+
 class DeviceError(BurstError, RuntimeError):
     """A failed call of a device's driver."""
 

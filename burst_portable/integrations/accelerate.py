@@ -14,15 +14,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.utils import DistributedType
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import PreTrainedModel
 
+from burst_portable.config import launched_processes
 from burst_portable.errors import InputError, UnsupportedError, format_error
 from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize, sharded_model_of
+from burst_portable.integrations.versions import importing
 from burst_portable.mesh import Mesh
 from burst_portable.utils.torch_modes import never_compiled
+
+with importing("accelerate", "burst-portable[transformers]"):
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import DistributedType
+    from transformers import PreTrainedModel
 
 AXIS = "cp"
 """Name of the mesh axis. accelerate's data loaders give equal rows to ranks that differ only along it."""
@@ -157,32 +162,37 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
             raise InputError("accelerate uses a part of the processes", got=got, allowed=allowed, next_step=_ON_CPUS)
         self._accelerator = weakref.ref(accelerator)
 
-    def parallelize(self, model: PreTrainedModel, *, gather_outputs: bool | None = None) -> ShardedModel:
+    def parallelize(self, model: nn.Module, *, gather_outputs: bool | None = None) -> ShardedModel:
         """Shard the sequences of a model. Call it on all ranks, after the `Accelerator` was created.
 
         A model of an earlier `SequenceParallelism`, as that of an earlier trainer, follows this one from now on.
 
         Args:
-            model: A Transformers model. Its calls take full batches: see `transformers.parallelize`.
+            model: A Transformers model, or one with adapters of PEFT. Its calls take full batches: see
+                `transformers.parallelize`.
             gather_outputs: As in `transformers.parallelize`.
 
         Raises:
-            InputError: If no accelerator has this configuration.
+            InputError: If no accelerator has this configuration, or there is no Transformers model.
         """
-        if self.device_mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
-            next_step = "create Accelerator(parallelism_config=...) or Trainer first"
+        processes = dist.get_world_size() if dist.is_initialized() else launched_processes()
+        if self._accelerator is None and processes > 1:
+            next_step = "create Accelerator(parallelism_config=...) or the trainer first"
             raise InputError("no accelerator has this SequenceParallelism yet", next_step=next_step)
         if self._mesh is None and self.device_mesh is not None and self.non_data_parallel_size > 1:
             self._mesh = Mesh.from_device_mesh(self.device_mesh, AXIS)
         elif self._mesh is None and dist.is_initialized():
             self._mesh = Mesh.single()  # otherwise `parallelize` raises if torchrun started several processes
+        inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+        if inner is None:
+            raise InputError("SequenceParallelism needs a model of Transformers", got=type(model).__name__)
+        earlier = sharded_model_of(inner)
         self.has_model = True
-        earlier = sharded_model_of(model) if isinstance(model, PreTrainedModel) else None
         if earlier is not None and earlier.averaged_gradients:
             earlier.undo()
         options = self._options | {"full_batches": True, "gather_outputs": gather_outputs}
-        sharded = parallelize(model, self._mesh, averaged_gradients=True, **options)
-        self._watch_schedulers(model)
+        sharded = parallelize(inner, self._mesh, averaged_gradients=True, **options)
+        self._watch_schedulers(inner)
         return sharded
 
     def _watch_schedulers(self, model: PreTrainedModel) -> None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from axolotl.core.trainers.base import AxolotlTrainer
-from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, ConfigDict
 
 from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.integrations.accelerate import SequenceParallelism
 from burst_portable.integrations.trainer import SequenceTrainer
-from burst_portable.integrations.versions import check_version
+from burst_portable.integrations.versions import check_version, importing
+
+with importing("axolotl", "axolotl>=0.19,<0.20"):
+    from axolotl.core.trainers.base import AxolotlTrainer
+    from axolotl.integrations.base import BasePlugin
 
 _OWN_SIZES = (
     *("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size", "expert_parallel_size"),

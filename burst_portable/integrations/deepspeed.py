@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
-from burst_portable.integrations.versions import check_version
+from burst_portable.integrations.versions import check_version, importing
 from burst_portable.mesh import Mesh
+
+with importing("deepspeed", "deepspeed>=0.19,<0.20"):
+    import deepspeed
+    from transformers import PreTrainedModel
 
 
 class SequenceUnit:

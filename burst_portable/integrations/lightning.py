@@ -12,18 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
-from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
-from burst_portable.integrations.versions import check_version
+from burst_portable.integrations.versions import check_version, importing
 from burst_portable.mesh import Mesh
+
+with importing("lightning", "burst-portable[lightning]"):
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+    from transformers import PreTrainedModel
 
 
 class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's names are Any, see pyproject.toml

@@ -12,22 +12,24 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from megatron.core.extensions.transformer_engine import TEDotProductAttention
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
-from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 
 from burst_portable.api import attention as attend
 from burst_portable.errors import InputError, ShapeError, UnsupportedError
-from burst_portable.integrations.versions import check_version
+from burst_portable.integrations.versions import check_version, importing
 from burst_portable.layout import make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
 from burst_portable.mesh import Mesh, as_mesh
+
+with importing("megatron", "megatron-core>=0.16,<0.17"):
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+    from megatron.core.utils import get_pg_rank, get_pg_size
 
 _PACKED = {AttnMaskType.padding: AttnMaskType.no_mask, AttnMaskType.padding_causal: AttnMaskType.causal}
 _FP8 = ("fp8_dot_product_attention", "fp8_multi_head_attention")

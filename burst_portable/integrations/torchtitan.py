@@ -14,18 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.config import derive, override
-from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
-from torchtitan.protocols.module import Module
 
 from burst_portable.api import attention as attend
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
-from burst_portable.integrations.versions import check_version
+from burst_portable.integrations.versions import check_version, importing
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.sharding import unshard
 from burst_portable.utils.torch_modes import never_compiled
+
+with importing("torchtitan", "burst-portable[torchtitan]"):
+    from torchtitan.config import derive, override
+    from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
+    from torchtitan.protocols.module import Module
 
 _LAYOUTS = ("zigzag", "contiguous")
 """Those of torchtitan's load balancer "headtail", and of none."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from accelerate.utils.operations import recursively_apply
-from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from torch import Tensor
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.accelerate import SequenceParallelism
 from burst_portable.integrations.transformers.parallel import ShardedModel
+from burst_portable.integrations.versions import importing
+
+with importing("accelerate", "burst-portable[transformers]"):
+    from accelerate.utils.operations import recursively_apply
+    from transformers import Trainer
 
 
 class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are Any, see pyproject.toml
@@ -82,7 +85,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
                 got=f"neftune_noise_alpha={self.args.neftune_noise_alpha}",
                 next_step="remove it",
             )
-        self.sharded = self.accelerator.parallelism_config.parallelize(_transformers_model(model))
+        self.sharded = self.accelerator.parallelism_config.parallelize(model)
         return model
 
     @property
@@ -169,13 +172,3 @@ def _check_order(trainer: type[SequenceTrainer]) -> None:
                 got=f"{base.__name__}.compute_loss in {trainer.__name__}",
                 next_step=f"name SequenceTrainer last: class {trainer.__name__}({base.__name__}, SequenceTrainer)",
             )
-
-
-def _transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Return the model of Transformers that is `model`, or that adapters of PEFT were added to."""
-    if isinstance(model, PreTrainedModel):
-        return model
-    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if found is None:
-        raise InputError("SequenceTrainer needs a model of Transformers", got=type(model).__name__)
-    return found

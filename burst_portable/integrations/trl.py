@@ -9,13 +9,16 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from accelerate.utils import set_seed
 from torch import Tensor
-from trl import DPOTrainer, GRPOTrainer, SFTTrainer
-from trl.trainer.utils import nanstd
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.trainer import SequenceTrainer
+from burst_portable.integrations.versions import importing
+
+with importing("trl", "burst-portable[trl]"):
+    from accelerate.utils import set_seed
+    from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+    from trl.trainer.utils import nanstd
 
 
 class _Counted(SequenceTrainer):

@@ -1,11 +1,30 @@
-"""Check the versions of other frameworks, whose extension points differ between versions."""
+"""Check that other frameworks are installed, and their versions: extension points differ between versions."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
-from burst_portable.errors import UnsupportedError
+from burst_portable.errors import PackageMissingError, UnsupportedError
+
+
+@contextmanager
+def importing(package: str, install: str) -> Iterator[None]:
+    """Raise `PackageMissingError` if the imports of a `with` block find no package of this name.
+
+    Args:
+        package: Name of the package, as it is imported. The error of another missing module stays as it is.
+        install: What pip installs to have it, as "burst-portable[lightning]".
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        what, next_step = f"{package} is not installed, and this integration needs it", f'pip install "{install}"'
+        raise PackageMissingError(what, got=error, next_step=next_step) from error
 
 
 def check_version(package: str, first: str, end: str, *, extra: str | None = None) -> None:

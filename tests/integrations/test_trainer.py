@@ -21,7 +21,7 @@ from burst_portable.integrations.trainer import SequenceTrainer
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.packed_rows import documents_of
 from tests.support.models import make
-from tests.support.trainer_cases import forget_accelerator, pad, rows
+from tests.support.trainer_cases import forget_accelerator, model_of, pad, rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
 EXAMPLES = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (9, 4, 12)]
@@ -118,7 +118,7 @@ def test_trainer_rejects_unsupported_settings(tmp_path: Path):
     several._n_gpu = 2  # as on a machine with two GPUs
     with pytest.raises(InputError, match="DataParallel in one process; got 2 devices; start with torchrun"):
         SequenceTrainer(make("llama"), several)
-    with pytest.raises(InputError, match="model of Transformers; got Linear"):
+    with pytest.raises(InputError, match="SequenceParallelism needs a model of Transformers; got Linear"):
         trainer(SequenceParallelism(), torch.nn.Linear(2, 2))
     with pytest.raises(InputError, match="cp_size must be positive; got 0"):
         SequenceParallelism(cp_size=0)
@@ -234,6 +234,25 @@ def test_trainer_reads_datasets_without_a_length_on_each_rank(tmp_path: Path):
 
     trainer = SequenceTrainer(make("llama"), arguments(tmp_path, SequenceParallelism()), train_dataset=Stream())
     assert type(trainer.get_train_dataloader()).__name__ == "DataLoaderShard"
+
+
+def test_parallelize_without_accelerator_names_it(monkeypatch: pytest.MonkeyPatch):
+    """Before `Accelerator`, there is no process group either: its error would name the wrong step."""
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
+    with pytest.raises(InputError, match=r"no accelerator has this .*create Accelerator\(parallelism_config=\.\.\.\)"):
+        SequenceParallelism().parallelize(make("llama"))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT reads it
+def test_accelerate_takes_models_of_peft():
+    forget_accelerator()
+    Accelerator(cpu=True, parallelism_config=(parallelism := SequenceParallelism()))
+    model = model_of("lora")
+    sharded = parallelism.parallelize(model)
+    assert sharded.model is model.get_base_model()
+    assert parallelism.parallelize(model) is not sharded  # as of a second trainer
+    with pytest.raises(InputError, match=r"got PeftModelForCausalLM; .* of PEFT, pass model.get_base_model\(\)"):
+        parallelize(model)
 
 
 @pytest.mark.parametrize("case", ["loader", "one sequence", "split_batches", "not prepared", "no gradients"])

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
+
 import pytest
 
-from burst_portable.errors import UnsupportedError
-from burst_portable.integrations.versions import check_version
+from burst_portable.errors import PackageMissingError, UnsupportedError
+from burst_portable.integrations.versions import check_version, importing
 
 
 def test_check_version_compares_numbers():
@@ -12,3 +16,49 @@ def test_check_version_compares_numbers():
         check_version("torch", "1.9", "2.4")
     with pytest.raises(UnsupportedError, match=r"got no such package.*pip install \"burst-portable\[lightning\]\""):
         check_version("lightning-of-nobody", "2.6", "3", extra="lightning")
+
+
+INSTALLS = {
+    "transformers": ("transformers", "burst-portable[transformers]"),
+    "accelerate": ("accelerate", "burst-portable[transformers]"),
+    "trainer": ("accelerate", "burst-portable[transformers]"),
+    "trl": ("trl", "burst-portable[trl]"),
+    "lightning": ("lightning", "burst-portable[lightning]"),
+    "torchtitan": ("torchtitan", "burst-portable[torchtitan]"),
+    "deepspeed": ("deepspeed", "deepspeed>=0.19,<0.20"),
+    "megatron": ("megatron", "megatron-core>=0.16,<0.17"),
+    "axolotl": ("axolotl", "axolotl>=0.19,<0.20"),
+}
+"""The package that each integration needs, and what to install."""
+IMPORT_WITHOUT = """
+import importlib, sys
+for argument in sys.argv[1:]:
+    module, package = argument.split(":")
+    before = dict(sys.modules)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == package or name.startswith("burst_portable.integrations."):
+            del sys.modules[name]
+    sys.modules[package] = None  # as if it was not installed
+    try:
+        importlib.import_module(f"burst_portable.integrations.{module}")
+    except ImportError as error:
+        print(type(error).__name__, error)
+    sys.modules.pop(package)
+    sys.modules.update(before)
+"""
+
+
+@pytest.mark.slow
+def test_import_without_its_package_names_what_to_install() -> None:
+    given = [f"{module}:{package}" for module, (package, _) in INSTALLS.items()]
+    done = subprocess.run([sys.executable, "-c", IMPORT_WITHOUT, *given], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    for line, (package, install) in zip(lines, INSTALLS.values(), strict=True):
+        assert line.startswith(f"PackageMissingError {package} is not installed, and this integration needs it; got ")
+        assert line.endswith(f'; pip install "{install}"')
+
+
+def test_other_missing_modules_keep_their_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match="of_nobody") as caught, importing("lightning", "lightning"):
+        importlib.import_module("of_nobody")
+    assert not isinstance(caught.value, PackageMissingError)

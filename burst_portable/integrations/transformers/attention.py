@@ -145,8 +145,12 @@ def _check(sequence: CallSequence, band: Band, query: Tensor, key: Tensor, other
         raise UnsupportedError(what, got=f"{query.shape[2]} and {key.shape[2]}")
     unknown = [name for name, x in others.items() if name not in _IGNORED and x is not None and x is not False]
     if unknown:
-        what = "unknown arguments of the attention, which may change its result"
-        raise UnsupportedError(what, got=", ".join(sorted(unknown)))
+        what = "the model passed unknown arguments to its attention, whose result may depend on them"
+        next_step = "leave them out of the call of the model, which passes on what it does not know"
+        if "label_smoothing" in unknown:
+            next_step = "Transformers' losses ignore it: pass label_smoothing_factor to TrainingArguments, or compute "
+            next_step += "the loss from the logits"
+        raise UnsupportedError(what, got=", ".join(sorted(unknown)), next_step=next_step)
 
 
 def _check_heads(model: Any, query: Tensor) -> None:

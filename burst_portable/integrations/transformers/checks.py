@@ -129,7 +129,7 @@ def check_model(model: Any, *, full_batches: bool = False) -> None:
             got=type(model).__name__,
             next_step="pass the model first: parallelize(model, mesh)"
             if isinstance(model, Mesh | ProcessGroup | DeviceMesh)
-            else "pass the model before it is wrapped (DDP, PEFT, torch.compile)",
+            else "pass the model before it is wrapped (DDP, torch.compile); of PEFT, pass model.get_base_model()",
         )
     if reason := _unsupported_reason(model, full_batches=full_batches):
         raise UnsupportedError(f"{type(model).__name__} cannot be sharded", got=reason)
