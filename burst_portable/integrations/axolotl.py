@@ -17,7 +17,7 @@ from burst_portable.integrations.accelerate import SequenceParallelism
 from burst_portable.integrations.trainer import SequenceTrainer
 from burst_portable.integrations.versions import check_version, importing
 
-with importing("axolotl", "axolotl>=0.19,<0.20"):
+with importing("axolotl", "axolotl>=0.19,<0.22"):
     from axolotl.core.trainers.base import AxolotlTrainer
     from axolotl.integrations.base import BasePlugin
 

@@ -27,7 +27,7 @@ INSTALLS = {
     "torchtitan": ("torchtitan", "burst-portable[torchtitan]"),
     "deepspeed": ("deepspeed", "deepspeed>=0.19,<0.20"),
     "megatron": ("megatron", "megatron-core>=0.16,<0.17"),
-    "axolotl": ("axolotl", "axolotl>=0.19,<0.20"),
+    "axolotl": ("axolotl", "axolotl>=0.19,<0.22"),
 }
 """The package that each integration needs, and what to install."""
 IMPORT_WITHOUT = """

@@ -202,6 +202,7 @@ EXAMPLES: dict[str, list[Callable[[Path], Example] | Named]] = {
     "quickstart.md": [plain_call],
     "hugging_face.md": [
         loss_in_chunks,
+        Named("from burst_portable.integrations.transformers import parallelize", "model mesh input_ids"),
         accumulated_step,
         accumulated_step_with_fsdp,
         data_parallel_step,

@@ -1,7 +1,16 @@
 """Check the model that calls a parallelized base model, for example the language model with a head around it.
 
 No hook of such a model runs, because only the base model was passed to `parallelize`. Its forward computes losses,
-pooled outputs and router losses from the tokens of a shard. It is found among the calls that are running.
+pooled outputs and router losses from the tokens of a shard. It is found among the calls that are running, because a
+module knows its parts and not the module that it is a part of. The other ways to find it are worse:
+
+- A hook on the outer model needs that model. Referrers of the base model (`gc.get_referrers`) take a pass over all
+  objects of the process, and do not show an outer model that is created afterwards.
+- torch's hooks of all modules are global: they would run for each module of the process, also of other libraries.
+- Its loss function belongs to the outer model, and the arguments of the base model do not contain the labels.
+- An output that raises when a head reads it would also raise for a head that works token by token, as of a user.
+
+The frames are walked once per call of the base model, up to the start of the program.
 """
 
 from __future__ import annotations
