@@ -60,8 +60,8 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
         cp_size = self._cp_size or self._ranks
         if self._ranks % cp_size:
             what = "the number of processes must be a multiple of cp_size"
-            next_step = "change devices or num_nodes of the Trainer"
-            raise InputError(what, got=f"cp_size={cp_size} for {self._ranks} processes", next_step=next_step)
+            got = f"cp_size={cp_size} for {self._ranks} processes"
+            raise InputError(what, got=got, next_step="change devices or num_nodes of the Trainer")
         super().setup_environment()
         if self._axes is None:
             shape = (self._ranks // cp_size, cp_size)
@@ -87,12 +87,9 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
         if missing := sorted(set(self._names or ()) - set(found)):
             raise InputError("the LightningModule has no such model of Transformers", got=", ".join(missing))
         if not found:
-            next_step = (
-                "create it in __init__() or configure_model(); for a model that calls burst_portable.attention, "
-            )
-            next_step += "use Lightning's own strategies"
-            got = type(module).__name__
-            raise InputError("the LightningModule has no model of Transformers", got=got, next_step=next_step)
+            next_step = "create it in __init__() or configure_model(); or use Lightning's own strategies"
+            what, got = "the LightningModule has no model of Transformers", type(module).__name__
+            raise InputError(what, got=got, next_step=next_step)
         return list(found.values())
 
     def _check_gradients(self, module: nn.Module) -> None:
@@ -118,15 +115,14 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
             InputError: If a `DistributedSampler` of the user divides the rows among all ranks.
         """
         wanted, sampler = self.distributed_sampler_kwargs, getattr(dataloader, "sampler", None)
-        if isinstance(sampler, DistributedSampler):
-            given = {name: getattr(sampler, name) for name in wanted}
-            if given != wanted:
-                raise InputError(
-                    "a DistributedSampler gives the ranks of a sequence different rows",
-                    got=_named(given),
-                    allowed=_named(wanted),
-                    next_step="remove it, as Lightning makes one; or pass **trainer.distributed_sampler_kwargs",
-                )
+        given = {name: getattr(sampler, name, None) for name in wanted}
+        if isinstance(sampler, DistributedSampler) and given != wanted:
+            raise InputError(
+                "a DistributedSampler gives the ranks of a sequence different rows",
+                got=_named(given),
+                allowed=_named(wanted),
+                next_step="remove it, as Lightning makes one; or pass **trainer.distributed_sampler_kwargs",
+            )
         return super().process_dataloader(dataloader)
 
     # ------------------------------------------------------------------------------ values of one rank per sequence
@@ -202,5 +198,5 @@ class SequenceFSDPStrategy(_SequenceStrategy, ModelParallelStrategy):  # type: i
                 raise InputError("FSDP2 must shard parameters over all ranks", got=got, next_step=next_step)
 
 
-def _named(values: dict[str, int]) -> str:
+def _named(values: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())

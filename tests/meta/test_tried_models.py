@@ -19,8 +19,8 @@ PAGE = (ROOT / "docs" / "tried_models.md").read_text(encoding="utf-8")
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT / "ci")
     yield importlib.import_module("make_models")
-    for name in ("make_models", "model_trials", "image_models", "image_trials"):
-        sys.modules.pop(name)
+    for name in ("make_models", "model_trials", "image_models", "image_trials", "try_random_models"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,15 @@ def test_readme_counts_classes_equal_to_one_device():
     classes = {row[1] for row in rows} - {"class", "---"}
     assert len(equal) == 2
     assert f"{len(classes)} Transformers model" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_random_models_equal_one_device(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    chosen = importlib.import_module("try_random_models")
+    monkeypatch.setattr(chosen, "listed", lambda: [("llama", "LlamaForCausalLM"), ("gemma3_text", "Gemma3ForCausalLM")])
+    assert chosen.main(["--seed", "4", "--count", "2"]) == 0
+    assert "2 models with seed 4: 0 differ" in capsys.readouterr().out
+    monkeypatch.setattr(chosen, "try_model", lambda _, kind, **options: script.try_model(Neighbours, "llama"))
+    assert chosen.main(["--seed", "4", "--count", "1"]) == 1
 
 
 class Neighbours(LlamaForCausalLM):
