@@ -59,7 +59,8 @@ def load(name: str) -> type[Strategy]:
         return _imported(name, _OURS[name])
     registered = _registered()
     if not isinstance(name, str) or name not in registered:
-        raise unknown_name("strategy", name, registered, _PAGE)
+        section = "#tensor-parallelism" if name == "tensor_parallel" else ""
+        raise unknown_name("strategy", name, registered, _PAGE + section)
     origins = registered[name]
     if len(origins) > 1:
         what = f"several packages register the strategy {name!r}"

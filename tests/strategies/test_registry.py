@@ -420,7 +420,12 @@ def test_flag_accepts_word_or_integer(package):
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("tensor_parallel", "see docs/strategies.md"), ("rng", "did you mean 'ring'")]
+    ("name", "hint"),
+    [
+        ("tensor_parallel", "see docs/strategies.md#tensor-parallelism"),
+        ("mine", "see docs/strategies.md"),
+        ("rng", "did you mean 'ring'"),
+    ],
 )
 def test_load_of_unknown_name_ends_with_a_hint(name, hint):
     for call in (load, bp.make_strategy, strategy_of):
