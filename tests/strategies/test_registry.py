@@ -423,7 +423,7 @@ def test_flag_accepts_word_or_integer(package):
     ("name", "hint"),
     [
         ("tensor_parallel", "see docs/strategies.md#tensor-parallelism"),
-        ("mine", "see docs/strategies.md"),
+        ("zzz", "see docs/strategies.md"),
         ("rng", "did you mean 'ring'"),
     ],
 )
