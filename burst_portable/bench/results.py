@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,23 @@ def read_rows(path: Path) -> tuple[Row, list[Row]]:
         schema = settings["schema"]
         for row in rows if schema == SCHEMA else ():
             row_key(row)
+            _check_speeds(row)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{path} is no file of a benchmark", got=in_a_line(error)) from error
+        next_step = "name a file that `bench --json` or `bench --resume` wrote"
+        raise InputError(f"{path} is no file of a benchmark", got=in_a_line(error), next_step=next_step) from error
     if schema != SCHEMA:
         raise InputError(
             f"{path} is of another version", got=schema, allowed=SCHEMA, next_step="measure again, into another file"
         )
     return settings, rows
+
+
+def _check_speeds(row: Row) -> None:
+    """Raise `ValueError` if a speed is not a positive number."""
+    for name in PASSES:
+        value = row.get(f"{name}_tflops")
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ValueError(f"{name}_tflops is {value!r}, not a positive number")
 
 
 def _parsed(text: str) -> tuple[Row, list[Row]]:

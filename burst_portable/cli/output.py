@@ -40,7 +40,7 @@ def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = Fals
     """Return a console for tables and text. Pipes and logs get 120 columns instead of rich's 80."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream is not None and stream.isatty() else _PIPE_WIDTH
-    return _Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap, width=width)
+    return _Console(stderr=stderr, quiet=quiet, highlight=False, emoji=False, soft_wrap=soft_wrap, width=width)
 
 
 def table(*columns: str, left: Iterable[str] = (), title: str | None = None) -> Table:

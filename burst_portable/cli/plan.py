@@ -131,7 +131,8 @@ def plan(
         check_file(picture, "--picture", sources=(hardware_file,))
     if compare and options:
         got = ", ".join(f"{flag(name)} {value}" for name, value in options.items())
-        raise InputError("--strategy all excludes options of a strategy", got=got, next_step="name one strategy")
+        next_step = "name one strategy; auto takes --max-memory-mib"
+        raise InputError("--strategy all excludes options of a strategy", got=got, next_step=next_step)
     name = "auto" if compare else strategy
     has_nodes = strategy_name(name) in known() and has_option(name, "ranks_per_node")
     planner = make_named_strategy(name, ranks_per_node if has_nodes else None, options, hardware)

@@ -17,7 +17,7 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import checked_plan, classes, collect_reason
+from burst_portable.strategies.registry import candidate_plan, classes, collect_reason
 from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"
@@ -34,7 +34,7 @@ def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Fa
     candidates, unsupported = auto.list_candidates(call)
     for label, strategy in _all_strategies(candidates, unsupported).items():
         with collect_reason(strategy.name, label, unsupported):
-            plan = checked_plan(strategy, call)
+            plan = candidate_plan(strategy, call)
             named = {"label": label, "title": strategy.title, "compared": label in candidates}
             costs.append({**named, **_costs(plan, hardware, ranks)})
     return {

@@ -22,11 +22,13 @@ from inspect import isabstract
 from burst_portable.errors import InputError, UnsupportedError, in_a_line, shown, unknown_name
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
+from burst_portable.planning.verify import verify
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import RESERVED_FLAGS, Option, options_of
 
 GROUP = "burst_portable.strategies"
 _PAGE = "docs/strategies.md"
+_VERIFIED = 32  # ranks whose parts of a plan are verified before auto may choose it
 _OURS = {
     "ring": "burst_portable.strategies.ring:RingStrategy",
     "burst": "burst_portable.strategies.burst:BurstStrategy",
@@ -296,6 +298,23 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
             got, allowed = made.mask.name, f"{call.mask.name}, the mask of the call"
             raise UnsupportedError(f"{what}: {name} has another mask", got=shown(got), allowed=allowed)
     return plan if strategy.name == "auto" else replace(plan, label=strategy.label)
+
+
+def candidate_plan(strategy: Strategy, call: AttentionCall) -> Plan:
+    """Return `checked_plan` of a candidate, and verify it if the strategy is of another package.
+
+    Ranks would wait for messages that no rank sends. Of many ranks, the first `_VERIFIED` are verified.
+
+    Raises:
+        UnsupportedError: As `checked_plan`, or if the plan is wrong.
+    """
+    plan = checked_plan(strategy, call)
+    if strategy.name not in OURS:
+        few = None if call.ranks <= _VERIFIED else range(_VERIFIED)
+        if wrong := verify(plan, ranks=few):
+            next_step = f"burst-portable plan --strategy {strategy.name} shows all"
+            raise UnsupportedError(f"its plan is wrong: {wrong[0]}", next_step=next_step)
+    return plan
 
 
 def by_label(strategy: type[Strategy], found: Iterable[Strategy], what: str) -> dict[str, Strategy]:

@@ -61,3 +61,13 @@ def test_bench_refuses_wrong_words_in_a_line(words, error, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["bench", *words]) == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("speed", [-3.0, 0, "fast", float("nan")])
+def test_bench_draw_refuses_speed_that_is_no_positive_number(speed, tmp_path, capsys):
+    made = json.loads(MEASURED.read_text())
+    next(row for row in made["rows"] if row["status"] == "ok")["forward_tflops"] = speed
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(made))
+    assert main(["bench", "draw", str(file), "--picture", str(tmp_path / "x.svg")]) == 2
+    assert f"forward_tflops is {speed!r}, not a positive number" in capsys.readouterr().err

@@ -214,3 +214,11 @@ def test_failed_write_names_file(monkeypatch, tmp_path, capsys, arguments, numbe
     assert main(arguments) == 1
     told = f"burst-portable: out cannot be written; got {os.strerror(number)}; the file is incomplete or missing\n"
     assert capsys.readouterr().err.splitlines(keepends=True)[-1] == told
+
+
+def test_console_prints_colons_of_masks_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich replaces names such as the one between these colons by an emoji."""
+    rows = output.table("mask")
+    rows.add_row("window:100:0")
+    output.console().print(rows, "window:100:0")
+    assert capsys.readouterr().out.count("window:100:0") == 2

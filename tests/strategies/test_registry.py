@@ -304,6 +304,7 @@ def test_load_rejects_invalid_strategies(package, target, message):
         ("FaultyCandidates", "it is broken: IndexError: none"),
         ("OurCandidate", "a candidate of the strategy 'theirs' is not of its class; got RingStrategy("),
         ("LabelCandidate", "is not of its class; got 'theirs'; allowed: instances of LabelCandidate"),
+        ("WrongRoute", "its plan is wrong: forward: 8 moves posted by only one"),
     ],
 )
 def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, target, reason):
