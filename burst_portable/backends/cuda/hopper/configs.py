@@ -225,8 +225,8 @@ class Pass(NamedTuple):
         """Return whether programs that compute one query head each end before programs that compute a group.
 
         The former add dK and dV to float32 gradients, which are cleared before and cast after. Times are in inner
-        blocks. The constants were fitted to measurements of both on one H200: 102 rows of 2,048 to 16,384 tokens, heads
-        of 64 to 128, groups of 4 and 8. The slower way was taken in no row that differed by 4 % or more.
+        blocks. The constants were fitted to measurements of both on one H200: 117 rows of 2,048 to 16,384 tokens, heads
+        of 64 to 128, groups of 4 and 8. In none of the 93 that differed by 4 % or more was the slower way taken.
         """
         busy = [0] * self.processors
         for _ in range(self.all_heads // self.group):

@@ -171,10 +171,12 @@ class HopperFlash4Kernel(HopperKernel):
 
 def _allowed(q: Tensor, k: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
     """Return whether the call is large enough, is not deterministic, and has no softcap and a positive scale."""
+    if call.deterministic or call.softcap is not None or not call.positive_scale or not q.numel():
+        return False
     batch, rows, heads, dim = q.shape
-    least = LEAST if find_documents(tiles, rows, k.shape[1]) is None else LEAST_DOCUMENTS
-    enough = tiles.num_pairs * batch * heads * max(dim, 64) >= least and q.numel() > 0
-    return enough and not call.deterministic and call.softcap is None and call.positive_scale
+    work = tiles.num_pairs * batch * heads * max(dim, 64)
+    # Documents are looked for last: small calls, whose host time counts, end before.
+    return work >= LEAST or (work >= LEAST_DOCUMENTS and find_documents(tiles, rows, k.shape[1]) is not None)
 
 
 def _single_call(q: Tensor, k: Tensor, tiles: Tiles) -> CausalSquare | None:
