@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 
 from burst_portable.errors import PackageMissingError, UnsupportedError
 from burst_portable.integrations.versions import check_version, importing
+from tests.support.fork_server import run_program
 
 
 def test_check_version_compares_numbers():
@@ -30,28 +29,13 @@ INSTALLS = {
     "axolotl": ("axolotl", "axolotl>=0.19,<0.22"),
 }
 """The package that each integration needs, and what to install."""
-IMPORT_WITHOUT = """
-import importlib, sys
-for argument in sys.argv[1:]:
-    module, package = argument.split(":")
-    before = dict(sys.modules)
-    for name in list(sys.modules):
-        if name.partition(".")[0] == package or name.startswith("burst_portable.integrations."):
-            del sys.modules[name]
-    sys.modules[package] = None  # as if it was not installed
-    try:
-        importlib.import_module(f"burst_portable.integrations.{module}")
-    except ImportError as error:
-        print(type(error).__name__, error)
-    sys.modules.pop(package)
-    sys.modules.update(before)
-"""
 
 
 @pytest.mark.slow
 def test_import_without_its_package_names_what_to_install() -> None:
     given = [f"{module}:{package}" for module, (package, _) in INSTALLS.items()]
-    done = subprocess.run([sys.executable, "-c", IMPORT_WITHOUT, *given], capture_output=True, text=True, check=True)
+    done = run_program("tests.support.import_without", *given)
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for line, (package, install) in zip(lines, INSTALLS.values(), strict=True):
         assert line.startswith(f"PackageMissingError {package} is not installed, and this integration needs it; got ")
