@@ -259,15 +259,12 @@ class PassPlan:
         return self._pairs.tiles(member, owner) if side == "kv" else self._pairs.tiles(owner, member)
 
     def _rows(self, side: Side, owner: int, member: int) -> Rows:
-        """Return the owner's rows that a member receives: those it needs, or all for a ring.
-
-        Rows between them are sent too, if they are few: see `_LEAST_GAP`.
-        """
+        """Return the owner's rows that a member receives: those it needs, or all for a ring."""
         layout = self.call.k_layout if side == "kv" else self.call.layout
         tiles = self._tiles(side, owner, member) if owner != member and self.trims else None
         if not tiles:  # also if a route sends a block that is not needed: `verify` reports that
             return ((0, layout.count(owner)),)
-        return tiles.ranges(is_columns=side == "kv", least_gap=max(1, min(_LEAST_GAP, layout.count(owner) // 8)))
+        return needed_rows(tiles, side, layout.count(owner))
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -339,6 +336,14 @@ class PassPlan:
         is_gradient = self.name == "backward"
         rows = self._rows(side, owner, source)
         return Move(side, owner, source, target, step, wait_step, rows, is_gradient, not is_gradient)
+
+
+def needed_rows(tiles: Tiles, side: Side, count: int) -> Rows:
+    """Return the rows of a block of `count` rows that a rank needs to compute these tiles.
+
+    Rows between them are sent too, if they are few: see `_LEAST_GAP`.
+    """
+    return tiles.ranges(is_columns=side == "kv", least_gap=max(1, min(_LEAST_GAP, count // 8)))
 
 
 @lru_cache(maxsize=8)

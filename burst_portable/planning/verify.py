@@ -1,7 +1,7 @@
 """Check a plan without running it.
 
 Every query-key pair must be computed exactly once, every send must match a receive, and every gradient must reach the
-owner of its block.
+owner of its block. Messages must have the rows that their receivers need: see `verify_rows`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from burst_portable.planning.plans import HeadSplit, PassPlan, Plan, block_pairs
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import BlockTiles, Compute, Step
 from burst_portable.planning.tiles import Tiles, find_tiles
+from burst_portable.planning.verify_rows import wrong_rows
 
 
 def verify(
@@ -36,6 +37,7 @@ def verify(
             for rank in walked:
                 checker.walk_blocks(rank)
                 checker.walk_order(rank)
+                checker.wrong += wrong_rows(pass_plan, rank)
                 done += 1
                 progress(done)
             wrong += [f"{name}: {call}" for call in checker.finish()]

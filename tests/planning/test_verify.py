@@ -11,7 +11,7 @@ from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES
 from burst_portable.errors import InputError, LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS
 from burst_portable.mask import Mask
-from burst_portable.planning.plans import make_pass_plan
+from burst_portable.planning.plans import PassPlan, Plan, make_pass_plan
 from burst_portable.planning.routes import DirectRoute, RingRoute
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
@@ -185,3 +185,83 @@ class TestPlantedRoutes:
         )
         assert any("releases its local block" in w for w in wrong)
         assert not any("[]" in w for w in wrong)
+
+
+class HalfRows(PassPlan):
+    """Send half of the rows that a rank needs."""
+
+    def _rows(self, side, owner, member):
+        (start, stop), *_ = super()._rows(side, owner, member)
+        return ((start, (start + stop + 1) // 2),)
+
+
+class MoreRows(PassPlan):
+    """Send the whole block to a rank that needs some rows of it."""
+
+    def _rows(self, side, owner, member):
+        return ((0, self.call.layout.count(owner)),)
+
+
+class WrongPlace(PassPlan):
+    """Compute with the last rows of a message as if they were the first of the block."""
+
+    def _compute(self, side, owners, member):
+        compute = super()._compute(side, owners, member)
+        return dataclasses.replace(compute, blocks=tuple(block._replace(column=0) for block in compute.blocks))
+
+
+class HalfGradients(PassPlan):
+    """Return half of the gradients of a block."""
+
+    def _result(self, side, route, owner, source):
+        move = super()._result(side, route, owner, source)
+        (start, stop), *_ = move.rows if move else ((0, 1),)
+        return move and move._replace(rows=((start, (start + stop) // 2),))
+
+
+class TestPlantedRows:
+    """Test that `verify` names messages with other rows than their receivers need."""
+
+    def wrong(self, kind, mask, route=None, side="kv", layout="contiguous"):
+        call = make_plan(mask, layout, ranks=4, length=400).call
+        route = route or DirectRoute(4, 1, 2, 1.0)
+        forward, backward = kind(call, "kv", route), kind(call, side, route, route)
+        return verify(Plan(call, "planted", forward, backward))
+
+    def test_verify_names_too_few_rows(self):
+        wrong = self.wrong(HalfRows, Mask.full())
+        assert (
+            "forward: rank 0 sends kv0 to rank 1 at step 0 with 50 rows [0, 50), but the tiles of rank 1 need "
+            "100 rows [0, 100); see `trims` of the route"
+        ) in wrong
+        assert any("rows [50, 150) for block 3, but block 3 is at rows [50, 100) of the launch" in w for w in wrong)
+
+    @pytest.mark.parametrize("side", ["kv", "q"])
+    def test_verify_names_too_many_rows(self, side):
+        wrong = self.wrong(MoreRows, Mask.window(30), side=side)
+        assert any("rank 0 sends kv0 to rank 1 at step 0 with 100 rows [0, 100)" in w for w in wrong)
+        assert any("the tiles of rank 1 need 30 rows [70, 100)" in w for w in wrong)
+        assert any(w.startswith("backward: rank 1 sends") for w in wrong)
+
+    def test_verify_names_misplaced_rows(self):
+        wrong = self.wrong(WrongPlace, Mask.window(30))
+        assert any("rank 1 computes q1 x kv0 at step 1 with rows [70, 100) for block 0" in w for w in wrong)
+
+    def test_verify_names_lost_gradient_rows(self):
+        wrong = self.wrong(HalfGradients, Mask.full())
+        assert any(
+            "rank 1 sends dkv0 to rank 0 at step 1 with 50 rows [0, 50), but computed with 100 rows [0, 100)" in w
+            for w in wrong
+        )
+
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_verify_refuses_ring_that_trims(self, layout):
+        """Under the contiguous layout every message is a whole block, but `Plan.direct` would be wrong."""
+        wrong = self.wrong(PassPlan, Mask.causal(), route=RingRoute(4, trims=True), layout=layout)
+        assert any("a route that forwards blocks must not have `trims`" in w for w in wrong)
+        assert self.wrong(PassPlan, Mask.causal(), route=RingRoute(4), layout=layout) == []
+
+    @pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(30), Mask.full()], ids=str)
+    def test_verify_accepts_rows_that_ranks_need(self, mask):
+        assert self.wrong(PassPlan, mask) == []
+        assert self.wrong(PassPlan, mask, layout="zigzag", side="q") == []
