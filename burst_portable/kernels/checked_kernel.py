@@ -1,4 +1,4 @@
-"""Check what a kernel returns: its shapes, dtypes and devices, on the host, without reading numbers.
+"""Check the tiles that a kernel gets, and shapes, dtypes and devices of its results. No number is read.
 
 The first call of each kind runs through `CheckedKernel`, and so does the conformance suite. Remembered calls do not.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.errors import BackendUnavailableError, shown
+from burst_portable.errors import BackendUnavailableError, ShapeError, shown
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, LazyKernel, Support, WrappedKernel
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.planning.call import AttentionCall
@@ -20,9 +20,11 @@ _RESULT = "a pair (out, lse)"
 
 
 class CheckedKernel(WrappedKernel):
-    """A kernel whose results are checked: see `Kernel` for the rules.
+    """A kernel whose tiles and results are checked: see `Kernel` for the rules.
 
     Raises:
+        ShapeError: A tile is empty or exceeds its tensors, as a wrong plan makes it. Operators of vendors and of torch
+            read beyond their tensors, or end the process.
         BackendUnavailableError: A method returned something else, such as None, or a tensor with another shape, dtype
             or device.
     """
@@ -38,6 +40,7 @@ class CheckedKernel(WrappedKernel):
         state: State | None = None,
         yields_to_comm: bool = False,
     ) -> State:
+        _check_tiles(tiles, q, k)
         found = self.wrapped.attend(q, k, v, tiles, call, state=state, yields_to_comm=yields_to_comm)
         # The first result may be the only one, so it may have the dtype of q. A merged one may not.
         self._check_state("attend", found, q, v, (*_wide(q), q.dtype) if state is None else _wide(q))
@@ -48,21 +51,26 @@ class CheckedKernel(WrappedKernel):
     ) -> State:
         if type(self.wrapped).forward_single_call is Kernel.forward_single_call:  # errors name the method of its author
             return self.attend(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
+        _check_tiles(tiles, q, k)
         found = self.wrapped.forward_single_call(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
         self._check_state("forward_single_call", found, q, v, (q.dtype, *_wide(q)))
         return found
 
     def attend_into(self, *args: Any, **options: Any) -> None:
+        q, k, _, tiles, *_ = args
+        _check_tiles(tiles, q, k)
         found: object = self.wrapped.attend_into(*args, **options)  # type: ignore[func-returns-value]
         self._check_nothing("attend_into", found, "it writes into out and lse")
 
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+        _check_tiles(tiles, x.q, x.k)
         found: object = self.wrapped.attend_backward(x, tiles, call, into=into)
         self._check_nothing("attend_backward", found, "it adds the gradients to the tensors of `into`")
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         if type(self.wrapped).backward_single_call is Kernel.backward_single_call:
             return Kernel.backward_single_call(self, x, tiles, call)
+        _check_tiles(tiles, x.q, x.k)
         found = self.wrapped.backward_single_call(x, tiles, call)
         method, allowed = "backward_single_call", (x.q.dtype, accumulation_dtype(x.q.dtype))
         if not isinstance(found, tuple | list) or len(found) != 3:
@@ -113,6 +121,19 @@ class CheckedKernel(WrappedKernel):
         what = f"the kernel {self.name!r} is broken: {method} returned {returned}"
         next_step = f"fix {kind.__module__}.{kind.__qualname__}.{method}"
         return BackendUnavailableError(what, got=got, allowed=allowed, next_step=next_step)
+
+
+def _check_tiles(tiles: Tiles, q: Tensor, k: Tensor) -> None:
+    """Raise `ShapeError` if a tile of a launch is empty or exceeds its tensors."""
+    rows, columns = q.shape[1], k.shape[1]
+    for t in tiles:
+        if not (0 <= t.q_start < t.q_stop <= rows and 0 <= t.k_start < t.k_stop <= columns and t.lo <= t.hi):
+            raise ShapeError(
+                "a tile of this launch is empty or exceeds its tensors",
+                got=t,
+                allowed=f"starts below stops, within {rows} rows and {columns} columns; lo <= hi",
+                next_step="check the plan of the strategy with planning.verify.verify",
+            )
 
 
 def support_of(kernel: Kernel | LazyKernel, call: AttentionCall) -> Support:

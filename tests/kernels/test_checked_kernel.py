@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.errors import BackendUnavailableError
+from burst_portable.errors import BackendUnavailableError, ShapeError
 from burst_portable.kernels.base import BackwardInputs, WrappedKernel
 from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.tiles import Tiles, make_tile
+from burst_portable.planning.plans import PassPlan, Plan
+from burst_portable.planning.routes import DirectRoute
+from burst_portable.planning.tiles import Tile, Tiles, make_tile
+from burst_portable.strategies.base import Strategy
 from tests.support.seams import calls_with
 
 ROWS = 13
@@ -72,6 +76,18 @@ def test_wrong_result_is_named(method, change, says):
     assert str(caught.value).endswith(f"fix {__name__}.Changed.{method}")
 
 
+class Never(WrappedKernel):
+    """A kernel that must not run."""
+
+    def __init__(self):
+        super().__init__(ReferenceKernel())
+
+    def attend(self, *args, **options):
+        raise AssertionError("the tiles were not checked")
+
+    attend_backward = forward_single_call = backward_single_call = attend_into = attend
+
+
 class OnlyRequired(ReferenceKernel):
     """Inherit the single calls of `Kernel`. Both methods return something wrong."""
 
@@ -84,6 +100,52 @@ class OnlyRequired(ReferenceKernel):
 
 def test_correct_kernel_passes():
     run_all(CheckedKernel(ReferenceKernel()))
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(0, ROWS + 1, 0, ROWS, -ROWS, ROWS),
+        Tile(0, ROWS, ROWS, 2 * ROWS, -2 * ROWS, ROWS),
+        Tile(-1, ROWS, 0, ROWS, -ROWS, ROWS),
+        Tile(0, ROWS, 4, 4, -ROWS, ROWS),
+        Tile(0, ROWS, 0, ROWS, 1, 0),
+    ],
+)
+def test_wrong_tiles_are_refused_before_the_kernel_runs(tile):
+    """torch's operator for CPUs ends the process if it gets no keys."""
+    q, k, v = inputs()
+    call, tiles, kernel = AttentionCall.of(q, k, v, scale=0.3), Tiles((tile,)), CheckedKernel(Never())
+    out, lse = torch.zeros(2, ROWS, 4, 5), torch.zeros(2, 4, ROWS)
+    x = BackwardInputs(out, q, k, v, lse, out=out)
+    for launch in (
+        lambda: kernel.attend(q, k, v, tiles, call),
+        lambda: kernel.forward_single_call(q, k, v, tiles, call),
+        lambda: kernel.attend_into(q, k, v, tiles, call, out, lse),
+        lambda: kernel.attend_backward(x, tiles, call, into=(q, k, v)),
+        lambda: kernel.backward_single_call(x, tiles, call),
+    ):
+        with pytest.raises(ShapeError, match=r"a tile of this launch is empty or exceeds its tensors; got .*verify"):
+            launch()
+
+
+def test_strategy_that_sends_too_few_rows_is_refused():
+    class HalfRows(PassPlan):
+        def _rows(self, side, owner, member):
+            (start, stop), *_ = super()._rows(side, owner, member)
+            return (((start + stop) // 2, stop),)
+
+    @dataclass(frozen=True)
+    class Undercount(Strategy):
+        name = "undercount"
+        title = "half of the rows"
+
+        def plan(self, call):
+            route = DirectRoute(call.ranks, 1, 1, 1.0)
+            return Plan(call, self.name, HalfRows(call, "kv", route), HalfRows(call, "kv", route, route))
+
+    with pytest.raises(ShapeError, match="a tile of this launch is empty or exceeds its tensors"):
+        bp.run_threads(2, lambda mesh: attend(mesh, Undercount(), "cpu_flash"))
 
 
 def test_inherited_forward_single_call_names_attend():
