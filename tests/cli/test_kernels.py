@@ -23,6 +23,8 @@ def test_kernels_json_of_one_chip(capsys):
         assert row["instruction"].startswith("v_mfma")
         assert row["problems"] == []
         assert 0 < row["shared"] <= 64 * 1024
+        assert row["registers"] > 0
+        assert row["occupancy"] > 0
 
 
 def test_kernels_rejects_unknown_chip():

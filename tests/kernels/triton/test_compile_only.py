@@ -17,6 +17,7 @@ from burst_portable.config import environment_of_children
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.call import AttentionCall
+from tests.support.fork_server import run_program
 
 pytest.importorskip("triton")
 
@@ -48,11 +49,26 @@ print(json.dumps([(one.name, one.digest, one.cached) for one in made]))
 """
 
 
+def program(folder, **changes):
+    """Return the script, and the environment in which it has an empty cache."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    return script, environment_of_children(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0", **changes)
+
+
+def run_python(*command, environment):
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, check=False
+    )
+
+
 def compiled(way, rows, folder, jobs=1, **changes):
     """Return (name, key, whether the cache had it) of the kernels that a fresh process compiles or loads."""
-    environment = environment_of_children(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0", **changes)
-    command = [sys.executable, "-c", SCRIPT, way, str(rows), str(jobs)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    script, environment = program(folder, **changes)
+    # The loader reads LD_LIBRARY_PATH when an interpreter starts.
+    run = run_python if "LD_LIBRARY_PATH" in changes else run_program
+    done = run(script, way, rows, jobs, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
