@@ -102,8 +102,16 @@ def examine_bug(bug, group: str, real: Backend) -> Report | None:
     return None if bug in DECLINED and not bug.changed else report
 
 
+# Pairs that take seconds, and whose bug and group are each in another pair.
+SLOW = {(planted_bugs.SixteenBitsOf16, "determinism")}
+
+
 def pairs(bugs):
-    return [pytest.param(bug, group, id=f"{bug.__name__}-{group}") for bug, groups in bugs.items() for group in groups]
+    return [
+        pytest.param(bug, group, id=f"{bug.__name__}-{group}", marks=[pytest.mark.full] * ((bug, group) in SLOW))
+        for bug, groups in bugs.items()
+        for group in groups
+    ]
 
 
 @pytest.mark.parametrize(("bug", "group"), pairs(KERNELS))
@@ -410,7 +418,11 @@ def test_sinks_added_in_each_step_are_detected(monkeypatch, real):
     assert "dsinks" in report.failures[0].errors
 
 
-@pytest.mark.parametrize("group", [group for group in CHECKS if group != "group"])
+# Two kernels without a bug pass the group "kernels" above; it uses no transport.
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(group, marks=[pytest.mark.full] * (group == "kernels")) for group in CHECKS if group != "group"],
+)
 def test_wrapped_transport_without_bug_passes(group, real):
     report = check_backend(
         Planted(real=real), ranks=4, only=[group], coverage="quick", wrap=planted_transports.TransportWrapper
