@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import burst_portable
+from tests.support.fork_server import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = burst_portable.__version__
@@ -95,13 +96,43 @@ def test_installed_package_is_the_wheel(venv, tmp_path):
     assert Path(file).is_relative_to(venv)
 
 
-@pytest.mark.timeout(300)
+def test_installed_command_prints_its_version(venv, tmp_path):
+    assert run(venv / "bin" / "burst-portable", "--version", cwd=tmp_path).split()[-1] == VERSION
+
+
+TRAIN = """
+import os, sys
+os.chdir(os.path.dirname(__file__))  # the ranks import from this folder first
+import burst_portable
+from burst_portable.cli import main
+
+print(burst_portable.__file__)
+sys.exit(main(["run", "--model", "tiny", "--ranks", "2", "--seq-len", "256", "--steps", "1", "--check"]))
+"""
+
+
+def test_installed_package_trains_on_two_ranks(venv, tmp_path, forked_python):
+    """All processes are outside the repository, and import the package from the environment."""
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    packages = run(
+        venv / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+    )
+    environment = {**os.environ, "PYTHONPATH": packages.strip()}
+    done = run_program(tmp_path / "train.py", environment=environment, python=forked_python)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Path(done.stdout.splitlines()[0]).is_relative_to(venv)
+    assert "2 ranks" in done.stdout
+
+
+@pytest.mark.full
 def test_installed_command_trains_on_two_ranks(venv, tmp_path):
+    """The same from a shell, with interpreters that import torch themselves."""
     command = ["run", "--model", "tiny", "--ranks", "2", "--seq-len", "256", "--steps", "1", "--check"]
-    printed = run(venv / "bin" / "burst-portable", *command, cwd=tmp_path)
-    assert "2 ranks" in printed
+    assert "2 ranks" in run(venv / "bin" / "burst-portable", *command, cwd=tmp_path)
 
 
+# tests/meta/test_typed.py checks the files of the wheel, with torch.
+@pytest.mark.full
 def test_installed_package_has_types(venv, tmp_path):
     (tmp_path / "user.py").write_text(USER, encoding="utf-8")
     (tmp_path / "mypy.ini").write_text(MYPY, encoding="utf-8")
