@@ -32,7 +32,7 @@ def run(environment, *arguments, **options):
 @pytest.mark.slow
 def test_conform_finds_backend_package(environment, tmp_path, forked_python):
     report = tmp_path / "report.json"
-    groups = "claims,kernels,attention"  # the package's own tests select the others
+    groups = "claims,kernels,attention"  # the tests of the package select further groups
     options = ["--backend", "theirs", "--quick", "--ranks", "2", "--only", groups, "--json", str(report)]
     done = run(environment, "burst_portable", "conform", *options, python=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr
