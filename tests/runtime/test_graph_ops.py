@@ -78,11 +78,18 @@ CASES: dict[str, dict[str, Any]] = {
     "burst, documents": {"strategy": "burst", "mask": f"documents:0,5,{LENGTH}", "layout": "contiguous"},
     "all options": {"mask": "full", "softcap": 5.0, "scale": 0.3, "deterministic": True, "kernel": "reference"},
 }
+USUAL = [("auto", 1), ("ulysses, sinks", 2), ("ring, window", 2)]
 
 
 @on_threads
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("case", [*CASES][:3] + [pytest.param(case, marks=pytest.mark.full) for case in [*CASES][3:]])
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        pytest.param(case, ranks, marks=[] if (case, ranks) in USUAL else pytest.mark.full)
+        for case in CASES
+        for ranks in (1, 2)
+    ],
+)
 def test_attention_compiles_to_one_graph(case: str, ranks: int):
     options = dict(CASES[case])
     with_sinks = options.pop("sinks", False)
@@ -274,7 +281,15 @@ def test_compiled_attention_error_reaches_all_ranks():
     assert bp.run_threads(2, work) == ["ShapeError", "MismatchError"]
 
 
-@pytest.mark.parametrize("mask", [bp.Mask.causal(), bp.Mask.window(4, 1), bp.Mask.sink_window(2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param(bp.Mask.causal(), marks=pytest.mark.full),
+        pytest.param(bp.Mask.window(4, 1), marks=pytest.mark.full),
+        bp.Mask.sink_window(2, 3),
+    ],
+    ids=str,
+)
 def test_compiled_masks_with_short_form(mask: bp.Mask):
     assert_same(
         results(compiled(partial(alone, mask=mask)), whole()[:3]), results(partial(alone, mask=mask), whole()[:3])

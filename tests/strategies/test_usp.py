@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -29,30 +30,41 @@ def make(
     )  # fmt: skip
 
 
+MASKS, LAYOUTS = ("causal", "full", "window:9", "documents:0,7,30,96"), ("zigzag", "striped", "contiguous")
+# Each mask has one layout by default, and every layout is in use.
+pairs = pytest.mark.parametrize(
+    "pairs",
+    [
+        [*zip(MASKS, (*LAYOUTS, "striped"), strict=True)],
+        pytest.param([*itertools.product(MASKS, LAYOUTS)], marks=pytest.mark.full),
+    ],
+    ids=["usual", "every"],
+)
+
+
+@pairs
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("options", [{}, {"backward_circulates": "q"}, {"transfer": "direct"}], ids=str)
-def test_usp_plans_are_valid_for_all_node_sizes(ranks_per_node, options):
-    for mask in ("causal", "full", "window:9", "documents:0,7,30,96"):
-        for layout in ("zigzag", "striped", "contiguous"):
-            plan = make(ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, **options)
-            assert verify(plan) == []
-            assert verify(with_rank_order(plan, KernelTraits())) == []
-            assert (plan.head_parallel_size, plan.ring_size) == (ranks_per_node, 12 // ranks_per_node)
+def test_usp_plans_are_valid_for_all_node_sizes(ranks_per_node, options, pairs):
+    for mask, layout in pairs:
+        plan = make(ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, **options)
+        assert verify(plan) == []
+        assert verify(with_rank_order(plan, KernelTraits())) == []
+        assert (plan.head_parallel_size, plan.ring_size) == (ranks_per_node, 12 // ranks_per_node)
 
 
+@pairs
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("options", [{"backward_circulates": "q"}, {"transfer": "direct"}], ids=str)
-def test_usp_plans_across_nodes_are_valid(ranks_per_node, options):
+def test_usp_plans_across_nodes_are_valid(ranks_per_node, options, pairs):
     """Rings inside nodes: ranks 0, 1, 2 are a ring, and ranks 0, 3, 6, 9 divide heads."""
-    for mask in ("causal", "window:9", "documents:0,7,30,96"):
-        for layout in ("zigzag", "striped"):
-            plan = make(
-                ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, placement="context_first",
-                **options,
-            )  # fmt: skip
-            assert verify(plan) == []
-            assert verify(with_rank_order(plan, KernelTraits())) == []
-            assert (plan.head_parallel_size, plan.ring_size) == (12 // ranks_per_node, ranks_per_node)
+    for mask, layout in pairs:
+        plan = make(
+            ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, placement="context_first", **options
+        )
+        assert verify(plan) == []
+        assert verify(with_rank_order(plan, KernelTraits())) == []
+        assert (plan.head_parallel_size, plan.ring_size) == (12 // ranks_per_node, ranks_per_node)
     if 1 < ranks_per_node < 12:
         assert plan.heads == HeadSplit(12 // ranks_per_node, spacing=ranks_per_node)
         assert list(plan.heads.peers(ranks_per_node + 1)) == list(range(1, 12, ranks_per_node))
@@ -116,17 +128,17 @@ def test_auto_chooses_heads_across_many_nodes():
     assert "placement" not in bp.plan(**usual, ranks=16, strategy=planner).label
 
 
+@pairs
 @pytest.mark.parametrize("side", ["kv", "q"])
 @pytest.mark.parametrize(("ranks_per_node", "window"), [(1, 3), (2, 2), (2, 3), (3, 2), (2, 6), (3, 4)])
-def test_usp_plans_with_inner_rings_are_valid(ranks_per_node, window, side):
-    for mask in ("causal", "full", "window:9", "documents:0,7,30,96"):
-        for layout in ("zigzag", "striped", "contiguous"):
-            plan = make(
-                ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, inner_ring_size=window,
-                backward_circulates=side,
-            )  # fmt: skip
-            assert verify(plan) == []
-            assert verify(with_rank_order(plan, KernelTraits())) == []
+def test_usp_plans_with_inner_rings_are_valid(ranks_per_node, window, side, pairs):
+    for mask, layout in pairs:
+        plan = make(
+            ranks_per_node=ranks_per_node, mask=mask, layout=layout, kv_heads=12, inner_ring_size=window,
+            backward_circulates=side,
+        )  # fmt: skip
+        assert verify(plan) == []
+        assert verify(with_rank_order(plan, KernelTraits())) == []
 
 
 def test_usp_inner_rings_send_between_nodes_one_round_ahead():

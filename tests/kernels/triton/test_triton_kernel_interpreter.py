@@ -8,14 +8,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.triton_cases import WITH_DROPOUT, Case, cases
+from tests.support.triton_cases import WITH_DROPOUT, Case, cases, layouts, masks
 from tests.support.triton_checks import CHECKS
 from tests.support.triton_interpreter import Ask, as_request
 
 triton = pytest.importorskip("triton")
 
-# Contiguous shards of several ranks differ from one rank in full and empty tiles only: with -m full.
-COMMON = [c for c in cases(45, torch.float32, heads=1) if (c.layout, c.ranks) != ("contiguous", 2)]
+# Each mask runs on one rank, and in one of its other layouts in turn. Contiguous shards of several ranks differ from
+# one rank in full and empty tiles only.
+IN_TURN = {
+    (mask, others[i % len(others)]) for i, mask in enumerate(masks(45)) for others in [layouts(mask)[2:]]
+}  # fmt: skip
+COMMON = [
+    c
+    if c.ranks == 1 or c.length != 45 or (c.mask, (c.layout, c.ranks)) in IN_TURN
+    else pytest.param(c, marks=pytest.mark.full)
+    for c in cases(45, torch.float32, heads=1)
+]
 
 
 @pytest.mark.parametrize("case", COMMON, ids=str)
