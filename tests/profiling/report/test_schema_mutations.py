@@ -82,7 +82,7 @@ def use(file, original: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "seed"), [(40, 0), (40, 1), *(pytest.param(600, seed, marks=pytest.mark.full) for seed in range(2, 8))]
+    ("count", "seed"), [(20, 0), (20, 1), *(pytest.param(600, seed, marks=pytest.mark.full) for seed in range(2, 8))]
 )
 def test_changed_reports_give_no_traceback(tmp_path, count, seed):
     text = complete_report() if seed % 2 else SAMPLE.read_text(encoding="utf-8")
