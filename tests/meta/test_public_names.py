@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import subprocess
-import sys
 import types
 
 import pytest
@@ -56,9 +55,9 @@ def test_public_name_is_not_a_module(name):
     assert not isinstance(getattr(burst_portable, name), types.ModuleType)
 
 
-def test_submodule_is_an_attribute_without_import():
+def test_submodule_is_an_attribute_without_import(forked_python):
     code = "import burst_portable as bp; assert bp.nn.SelfAttention"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([forked_python, "-c", code], check=True)
 
 
 def test_unknown_name_raises_attribute_error():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -186,14 +185,14 @@ def test_profile_rejects_unknown_level():
         bp.profile("deeper")
 
 
-def test_profiling_is_not_imported_without_session():
+def test_profiling_is_not_imported_without_session(forked_python):
     source = (
         "import sys, torch, burst_portable as bp\n"
         "x = torch.randn(1, 8, 2, 4)\n"
         "bp.attention(x, x, x)\n"
         "assert not [name for name in sys.modules if 'burst_portable.profiling' in name]\n"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    done = subprocess.run([forked_python, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -70,11 +69,11 @@ def test_ascend_triton_kernel_declines_with_reason() -> None:
     assert "at most 256" in kernel.supports(replace(problem, head_dim=320)).reason
 
 
-def test_ascend_import_avoids_newer_triton_launcher():
+def test_ascend_import_avoids_newer_triton_launcher(forked_python):
     """Triton for Ascend is Triton 3.2, which lacks imports of `kernels.triton.prepared`."""
     program = (
         "import sys, burst_portable.backends.ascend.triton_launch; "
         "sys.exit('burst_portable.kernels.triton.prepared' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([forked_python, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
