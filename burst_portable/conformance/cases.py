@@ -150,8 +150,8 @@ class Case:
                 raise unknown_name("choice of a case", name, _READERS)
             given[name] = _READERS[name](value)
         case = cls(**given)
-        if not case.possible():
-            raise InputError("these choices cannot be combined", got=text)
+        if reason := case.conflict():
+            raise InputError(f"these choices cannot be combined: {reason}", got=f"the case {text!r}")
         return case
 
     @property
@@ -201,17 +201,21 @@ class Case:
 
     def possible(self) -> bool:
         """Return whether the choices can be combined."""
+        return not self.conflict()
+
+    def conflict(self) -> str:
+        """Return why the choices cannot be combined; "" if they can."""
         if not self.make_mask().regions:
-            return False
+            return f"the mask {self.mask} has no visible pair among {self.length} tokens"
         try:
             self.make_strategy().check(self.make_call())
-        except (InputError, UnsupportedError):
-            return False
+        except (InputError, UnsupportedError) as error:
+            return str(error)
         except Exception:
             if strategy_name(self.strategy) in OURS:
                 raise
             # An error in another package's strategy: the case runs, and its failure is reported.
-        return True
+        return ""
 
 
 @lru_cache(maxsize=256)
@@ -306,13 +310,16 @@ AXES: Axes = {
     "mask": tuple(MASKS),
     "strategy": tuple(STRATEGIES),
     "layout": LAYOUTS,
-    "ranks": (1, 2, 3, 4, 6, 8),
+    "ranks": (1, 2, 3, 4, 5, 6, 7, 8),
     "heads": tuple(HEADS),
     "dtype": tuple(DTYPES.values()),
     "softcap": (None, 5.0),
     "sinks": (False, True),
     "dropout": (0.0, 0.3),
 }
+
+PRODUCT_RANKS = (1, 2, 3, 4, 6, 8)
+"""Numbers of ranks in products of choices. 5 and 7 occur only in pairs with each other choice."""
 
 
 def product(axes: Axes = AXES) -> Iterator[Case]:

@@ -40,8 +40,12 @@ def test_page_lists_case_values():
 
 
 def test_case_rejects_conflicting_values():
-    with pytest.raises(InputError, match="cannot be combined"):
+    with pytest.raises(InputError, match=r"cannot be combined: the mask custom has no visible pair among 4 tokens"):
+        Case.parse("mask=custom,length=4")
+    with pytest.raises(InputError, match=r"cannot be combined: .*8 ranks.*got the case 'ranks=8,length=4'"):
         Case.parse("ranks=8,length=4")
+    with pytest.raises(InputError, match=r"cannot be combined: ulysses .*got the case 'strategy=ulysses,ranks=5'"):
+        Case.parse("strategy=ulysses,ranks=5")
 
 
 @pytest.mark.parametrize("length", [4, 20, 53, 64, 200])

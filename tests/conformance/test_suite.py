@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from random import Random
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ import torch
 from burst_portable.backends.selection import load
 from burst_portable.conformance import Case, check_backend
 from burst_portable.conformance.base import BackendUnderTest, Outcome, TestCase
-from burst_portable.conformance.cases import HEADS, product
+from burst_portable.conformance.cases import HEADS, STRATEGIES, product
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.checks.attention import axes, run_and_compare
-from burst_portable.conformance.suite import Runner, candidates, find_test, list_tests, smallest
+from burst_portable.conformance.checks.plans import find_impurity
+from burst_portable.conformance.suite import Runner, candidates, find_test, list_tests, select_tests, smallest
 from burst_portable.errors import BackendUnavailableError
-from burst_portable.planning.routes import RingRoute
+from burst_portable.planning.routes import DirectRoute, RingRoute
 from burst_portable.strategies.base import ring_plan
+from burst_portable.strategies.registry import make_strategy
 from burst_portable.strategies.ring import RingStrategy
 from tests.support import planted_bugs
 from tests.support.planted_bugs import Planted
@@ -129,3 +133,86 @@ def test_wrong_plan_of_a_strategy_is_named_before_ranks_wait():
     assert found.wrong.startswith("its plan is wrong (`burst-portable plan` shows it): ")
     assert "block_source" in found.wrong
     assert time.monotonic() - started < 30
+
+
+class Counting(RingStrategy):
+    """Change the local block's order from one plan to the next."""
+
+    made: ClassVar[list[int]] = []
+
+    def plan(self, call):
+        self.made.append(call.ranks)
+        route = DirectRoute(call.ranks, 1, 1 + len(self.made) % 2, 1.0)
+        return ring_plan(call, self.name, side="kv", route=route)
+
+
+class Remembering(RingStrategy):
+    """Take a setting from the call before this one."""
+
+    batches: ClassVar[list[int]] = [2]
+
+    def plan(self, call):
+        self.batches.append(call.batch)
+        return ring_plan(call, self.name, side="kv", route=DirectRoute(call.ranks, self.batches[-2], 1, 1.0))
+
+
+class IdentityRoute(RingRoute):
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+class NoEquality(RingStrategy):
+    """Make routes that are equal only to themselves."""
+
+    def plan(self, call):
+        return ring_plan(call, self.name, side="kv", route=IdentityRoute(call.ranks))
+
+
+class RandomRoute(DirectRoute):
+    """Send blocks at random steps."""
+
+    random: ClassVar[Random] = Random(0)
+
+    def block_source(self, dependencies, owner, rank):
+        found = super().block_source(dependencies, owner, rank)
+        return found and (found[0], self.random.randint(0, found[1]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        (Counting(), "its `plan` is not pure: plans of equal calls differ in forward.route"),
+        (Remembering(), "its `plan` is not pure: plans of equal calls differ in forward.route"),
+        (NoEquality(), "its `plan` is not pure: plans of equal calls differ in forward.route"),
+    ],
+)
+def test_plan_that_is_not_pure_is_named(strategy, says):
+    class Impure(Case):
+        def make_strategy(self):
+            return strategy
+
+    found = run_and_compare(BackendUnderTest(load("cpu"), strategy="ring"), Impure(ranks=5))
+    assert found.wrong.startswith(says), found.wrong
+
+
+def test_route_that_is_not_pure_is_named():
+    class RandomRing(RingStrategy):
+        def plan(self, call):
+            return ring_plan(call, self.name, side="kv", route=RandomRoute(call.ranks, 1, 1, 1.0))
+
+    found = find_impurity(RandomRing(), Case(ranks=5).make_call())
+    assert found.startswith("its plan is not pure: an equal forward pass has other steps on rank ")
+
+
+def test_plans_of_all_strategies_are_pure():
+    for label in STRATEGIES:
+        call = Case(strategy=label, ranks=4, heads="8x8x8x8").make_call()
+        assert find_impurity(make_strategy(label), call) == "", label
+
+
+def test_strategies_are_tested_on_every_number_of_ranks():
+    for coverage in ("quick", "usual"):
+        target = BackendUnderTest(load("cpu"), coverage=coverage, strategy="ring")
+        ranks = {test.case.ranks for test in select_tests(target) if test.case}
+        assert {1, 2, 3, 4, 5, 7} <= ranks, coverage
+        assert (coverage == "quick") or ranks == set(range(1, 9))

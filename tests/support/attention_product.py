@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 import burst_portable as bp
-from burst_portable.conformance.cases import AXES, Case, product
+from burst_portable.conformance.cases import AXES, PRODUCT_RANKS, Case, product
 from burst_portable.conformance.oracle import Answer, errors_and, find_too_large, tolerances
 from tests.support.attention_cases import Inputs, expected, make_inputs, on_one_rank
 from tests.support.one_core import one_core
 from tests.support.poison import fresh_memory_is_nan
 
-FULL_AXES = {axis: AXES[axis] for axis in ("mask", "layout", "strategy", "ranks", "heads")}
+FULL_AXES = {**{axis: AXES[axis] for axis in ("mask", "layout", "strategy", "ranks", "heads")}, "ranks": PRODUCT_RANKS}
 DROPOUT = 0.3
 _PART = 50  # cases
 
