@@ -14,7 +14,7 @@ import pytest
 
 from burst_portable.utils.threads import Background
 
-TIMES = 6
+TIMES = 3
 
 # A process that ends while one of its threads enters and leaves torch many times per millisecond. Processes are forked,
 # so that torch is loaded once. Each child ends as a script does, after its last line.
