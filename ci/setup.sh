@@ -57,7 +57,7 @@ wait $others
 echo "setup: the package"
 programs="import burst_portable.cli.run.train, torch._dynamo"
 .venv/bin/python -c "$programs" >/dev/null 2>&1 &
+compiled=$!
 install --no-build-isolation --editable '.[cli,transformers,dev]'
-wait
-.venv/bin/python -c "$programs"
+wait $compiled || .venv/bin/python -c "$programs"  # again, with its error
 echo "setup: done"
