@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
 from tests.support.live_memory import KV_BYTES, LENGTH, RESULT_BYTES, LiveMemory, measured
 
+usage = cache(measured)
+"""Peaks and largest tensors of the ranks, which both tests read."""
+
 
 @pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring"])
 def test_peak_memory_falls_with_ranks(strategy):
-    peaks = {ranks: max(m.peak for m in measured(ranks, strategy)) for ranks in (1, 2, 4, 8)}
+    peaks = {ranks: max(m.peak for m in usage(ranks, strategy)) for ranks in (1, 2, 4, 8)}
     # One rank has only its results. Two ranks also hold blocks, and merge and sum results in wider dtypes (float64 out,
     # from float32 tensors). From two to four ranks, a second block is in flight, or a third one for the outer ring.
     # With more ranks, all memory is proportional to the shard.
@@ -23,7 +28,7 @@ def test_peak_memory_falls_with_ranks(strategy):
 @pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring"])
 def test_no_tensor_is_as_large_as_full_kv(strategy):
     """On 8 ranks, no tensor has S x S elements or nearly the size of all K and V."""
-    for memory in measured(8, strategy):
+    for memory in usage(8, strategy):
         assert memory.largest < KV_BYTES / 2
         assert memory.largest < LENGTH * LENGTH * 4 / 16
 
