@@ -72,16 +72,18 @@ def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather
         raise UnsupportedError("full_batches=True needs a dictionary output", got="return_dict=False", allowed=True)
     has_labels, is_fused = kwargs.get("labels") is not None, bool(kwargs.get(FUSED))
     if is_fused and (flags["output_router_logits"] or not has_labels):
-        got = "output_router_logits" if has_labels else "no labels"
-        raise UnsupportedError("TRL's fused head on full batches needs labels, and has no router loss", got=got)
+        what = "TRL's fused head on full batches needs labels, and has no router loss"
+        if has_labels:
+            raise UnsupportedError(what, got="output_router_logits", next_step="router_aux_loss_coef=0 of TRL's config")
+        raise UnsupportedError(what, got="no labels")
     gather = not has_labels if gather is None else gather
     # Every rank would compute the full gradients of a head outside this call, and their sum would be too large.
     if torch.is_grad_enabled() and (module is not model or not has_head(module)):
         raise UnsupportedError(
             "a model without a head would be trained by full_batches=True",
             got=type(module).__name__,
-            next_step="call the parallelized model itself, not its forward(); disable gradients; or divide batches by "
-            "ShardedModel.shard",
+            next_step="call the parallelized model itself, not its forward() (PEFT's AdaptionPromptConfig does that); "
+            "disable gradients; or divide batches by ShardedModel.shard",
         )
     if torch.is_grad_enabled() and gather and flags["output_hidden_states"]:
         next_step = "disable gradients, or pass output_hidden_states=False"

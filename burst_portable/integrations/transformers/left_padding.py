@@ -52,7 +52,8 @@ def move_left_padding(batch: dict[str, Any], config: Any) -> Tensor | None:
     first = batch["labels"].gather(1, padding.unsqueeze(1)).squeeze(1)
     if bool(((first != -100) & (padding > 0)).any()):
         what = "the first token after padding has a label, which would be predicted from padding"
-        raise InputError(what, allowed="-100")
+        next_step = "pad at the end of rows (padding_side='right' of the tokenizer), or give this token the label -100"
+        raise InputError(what, allowed="-100", next_step=next_step)
     for name in _ROWS:
         batch[name] = roll_rows(batch[name], padding)
     return padding

@@ -19,6 +19,9 @@ from burst_portable.utils.torch_modes import never_compiled
 
 LOGITS_BYTES = 1 << 28  # limit of float32 logits that a causal loss holds at once
 OWN_LOSS = "pass no labels and compute the loss from the logits; burst_portable.shard divides the labels"
+OWN_FULL_LOSS = (
+    "pass no labels and compute the loss from the logits of all tokens; Trainer has compute_loss_func for it"
+)
 
 
 def loss_of(model: PreTrainedModel) -> Any:
@@ -69,9 +72,10 @@ class ShardedLoss:
     arguments.
     """
 
-    def __init__(self, function: Any, *, logits_bytes: int = LOGITS_BYTES) -> None:
+    def __init__(self, function: Any, *, logits_bytes: int = LOGITS_BYTES, full_batches: bool = False) -> None:
         self.function, self.logits_bytes = function, logits_bytes
         self.is_pending = False
+        self._next_step = OWN_FULL_LOSS if full_batches else OWN_LOSS
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -91,7 +95,7 @@ class ShardedLoss:
         """Return the result of `function`."""
         if missing := [name for name in self.required if kwargs.get(name) is None]:
             what, got = "the model does not pass the required arguments to its loss", f"no {' and no '.join(missing)}"
-            raise UnsupportedError(what, got=got, next_step=OWN_LOSS)
+            raise UnsupportedError(what, got=got, next_step=self._next_step)
         self.is_pending = False
         if self.function is ForCausalLMLoss:
             return causal_loss(*args, logits_bytes=self.logits_bytes, **kwargs)
@@ -102,7 +106,7 @@ class ShardedLoss:
         """Raise `UnsupportedError` after a forward pass in which the function was not called."""
         if self.is_pending:
             what = f"{type(model).__name__} computes its loss from this rank's tokens only"
-            raise UnsupportedError(what, next_step=OWN_LOSS)
+            raise UnsupportedError(what, next_step=self._next_step)
 
 
 def causal_loss(

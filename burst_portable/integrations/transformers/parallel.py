@@ -294,7 +294,7 @@ class ShardedModel:
     def _watch_loss(self, model: PreTrainedModel) -> None:
         """Install the sharded loss, also if the model's loss function was replaced since."""
         if self.mesh.size > 1 and has_head(model) and sharded_loss(model) is None:
-            model.loss_function = ShardedLoss(loss_of(model))
+            model.loss_function = ShardedLoss(loss_of(model), full_batches=self.full_batches)
 
     def undo(self) -> None:
         """Restore the model. A second call does nothing."""

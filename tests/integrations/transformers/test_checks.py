@@ -291,6 +291,20 @@ def test_loss_over_shard_only_raises():
     assert [shape[1] for shape in run_threads(2, work)] == [23, 24]
 
 
+def test_loss_over_shard_of_full_batch_raises():
+    model = BertForMaskedLM(ENCODER)
+    ids = tokens(2, 47)
+
+    def work(mesh: Mesh) -> tuple[int, ...]:
+        mine = copy.deepcopy(model)
+        parallelize(mine, mesh, full_batches=True)
+        with pytest.raises(UnsupportedError, match="logits of all tokens; Trainer has compute_loss_func"):
+            mine(input_ids=ids, labels=ids)
+        return tuple(mine(input_ids=ids).logits.shape)
+
+    assert [shape[1] for shape in run_threads(2, work)] == [47, 47]
+
+
 def test_sharded_loss_without_counts_raises():
     loss = ShardedLoss(ForCausalLMLoss)
     logits, labels = torch.randn(1, 4, 8), torch.ones(1, 4, dtype=torch.int64)

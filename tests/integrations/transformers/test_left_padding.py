@@ -78,7 +78,7 @@ LABELED = {"labels": tokens(batch=3)}
 ERRORS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "absolute positions": ({}, ABSOLUTE, UnsupportedError, "absolute positions"),
     "chunks": ({}, LlamaConfig(attention_chunk_size=8), UnsupportedError, "absolute positions"),
-    "label": (LABELED, RELATIVE, InputError, "predicted from padding"),
+    "label": (LABELED, RELATIVE, InputError, "predicted from padding; .*padding_side='right'"),
     "other positions": ({"position_ids": torch.ones(3, LENGTH)}, RELATIVE, UnsupportedError, "position_ids of rows"),
     "documents": ({"cu_seqlens": (0, 20, LENGTH)}, RELATIVE, UnsupportedError, "packed documents"),
 }
