@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from burst_portable.config import launched_processes
 from burst_portable.errors import InputError, UnsupportedError, format_error
+from burst_portable.integrations.transformers.adapters import reads_logits
 from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize, sharded_model_of
 from burst_portable.integrations.versions import importing
 from burst_portable.mesh import Mesh
@@ -170,7 +171,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         Args:
             model: A Transformers model, or one with adapters of PEFT. Its calls take full batches: see
                 `transformers.parallelize`.
-            gather_outputs: As in `transformers.parallelize`.
+            gather_outputs: As in `transformers.parallelize`. Default: also in calls with labels if an adapter reads
+                their logits.
 
         Raises:
             InputError: If no accelerator has this configuration, or there is no Transformers model.
@@ -188,6 +190,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
             raise InputError("SequenceParallelism needs a model of Transformers", got=type(model).__name__)
         earlier = sharded_model_of(inner)
         self.has_model = True
+        if gather_outputs is None and reads_logits(model):
+            gather_outputs = True
         if earlier is not None and earlier.averaged_gradients:
             earlier.undo()
         options = self._options | {"full_batches": True, "gather_outputs": gather_outputs}

@@ -116,14 +116,15 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss, and the logits of all tokens unless `prediction_loss_only`."""
         assert self.sharded is not None
-        self.sharded.gather_outputs = None if prediction_loss_only else True
+        before = self.sharded.gather_outputs
+        self.sharded.gather_outputs = before if prediction_loss_only else True
         try:
             found: tuple[Tensor | None, Any, Any] = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
             )
             return found
         finally:
-            self.sharded.gather_outputs = None
+            self.sharded.gather_outputs = before
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
         self.gather_function = self._gather_rows

@@ -11,6 +11,15 @@ from typing import Any
 from burst_portable.errors import UnsupportedError
 
 
+def reads_logits(model: Any) -> bool:
+    """Return whether a model of PEFT computes its loss from the logits of calls with labels, as context-aware prompts.
+
+    With full batches, such calls must return the logits (`gather_outputs=True`).
+    """
+    configs = getattr(model, "peft_config", None) or {}
+    return any(getattr(config.peft_type, "value", config.peft_type) == "CPT" for config in configs.values())
+
+
 def check_adapters(model: Any, *, ranks: int, full_batches: bool) -> None:
     """Raise `UnsupportedError` for an adapter with which ranks of a sequence would not compute one device's results.
 
@@ -27,7 +36,8 @@ def check_adapters(model: Any, *, ranks: int, full_batches: bool) -> None:
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind == "ADALORA" and full_batches and calls_forward:
             what = "AdaLoRA calls forward() of the model, which then does not divide full batches"
-            raise UnsupportedError(what, got="full_batches=True", next_step="use LoRA")
+            next_step = "use LoRA; or divide batches by ShardedModel.shard, with orth_reg_weight=0"
+            raise UnsupportedError(what, got="full_batches=True", next_step=next_step)
         if ranks == 1:
             continue
         weight = getattr(config, "orth_reg_weight", 0)

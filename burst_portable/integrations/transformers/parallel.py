@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, shown
 from burst_portable.integrations.transformers.adapters import check_adapters
@@ -263,7 +263,7 @@ class ShardedModel:
     def _install(self) -> None:
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, create_mask)
-        self._text.set_attn_implementation(NAME)
+        self._set_attention(NAME)
         self._watch_loss(self.model)
         for module in self._text.modules():
             setattr(module, ATTRIBUTE, self)
@@ -310,7 +310,14 @@ class ShardedModel:
         restore_positions(self._text)
         if loss := sharded_loss(self.model):
             self.model.loss_function = loss.function
-        self._text.set_attn_implementation(self._before)
+        self._set_attention(self._before)
+
+    def _set_attention(self, name: str) -> None:
+        """Set the attention of all layers. Copied layers, as those of PEFT's layer replication, have copied configs."""
+        self._text.set_attn_implementation(name)
+        for module in self._text.modules():
+            if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+                config._attn_implementation = name
 
     @contextmanager
     def paused(self) -> Iterator[PreTrainedModel]:

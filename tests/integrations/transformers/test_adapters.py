@@ -13,6 +13,7 @@ from torch import Tensor
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import LayoutError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
+from burst_portable.integrations.transformers.adapters import reads_logits
 from burst_portable.integrations.transformers.shard_mark import ShardReadError
 from tests.support.models import gradients_of, make, tokens
 
@@ -31,6 +32,10 @@ CONFIGS: dict[str, Any] = {
     "lily": lambda: peft.LilyConfig(**TARGETS, r=4),
     "adaption": lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1),
     "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "cpt": lambda: peft.CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[4, 5, 6, 7], cpt_mask=[1, 1, 1, 1], cpt_tokens_type_mask=[1, 2, 3, 4]
+    ),
+    "replicated": lambda: peft.LoraConfig(**TARGETS, layer_replication=[(0, 2), (0, 2)], init_lora_weights=False),
 }
 
 
@@ -49,7 +54,8 @@ def results(whole: Any, ranks: int, full_batches: bool, *, is_checked: bool = Tr
     def work(mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
         model = copy.deepcopy(whole)
         inner = model.get_base_model()
-        sharded = parallelize(inner, mesh, full_batches=full_batches)
+        options: dict[str, Any] = {"gather_outputs": True} if reads_logits(model) else {}
+        sharded = parallelize(inner, mesh, full_batches=full_batches, **options)
         if not is_checked:
             inner.peft_config = {}
         out = model(input_ids=IDS, labels=IDS) if full_batches else model(**sharded.shard(IDS))
@@ -62,7 +68,10 @@ def results(whole: Any, ranks: int, full_batches: bool, *, is_checked: bool = Tr
 
 @pytest.mark.parametrize(
     ("kind", "full_batches"),
-    [("adalora without norm", False), ("adaption", False), ("prompt", True)],
+    [
+        *(("adalora without norm", False), ("adaption", False), ("prompt", True), ("cpt", True)),
+        *(("replicated", False), ("replicated", True)),
+    ],
 )
 def test_adapter_equals_one_device(kind: str, full_batches: bool) -> None:
     whole = adapted(kind)
