@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from burst_portable.config import launched_processes
 from burst_portable.errors import InputError, UnsupportedError, format_error
-from burst_portable.integrations.transformers.adapters import reads_logits
+from burst_portable.integrations.transformers.adapters import check_adapters, reads_logits
+from burst_portable.integrations.transformers.checks import part_below_head
 from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize, sharded_model_of
 from burst_portable.integrations.versions import importing
 from burst_portable.mesh import Mesh
@@ -170,7 +171,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
 
         Args:
             model: A Transformers model, or one with adapters of PEFT. Its calls take full batches: see
-                `transformers.parallelize`.
+                `transformers.parallelize`. Of a classifier, the base model is sharded.
             gather_outputs: As in `transformers.parallelize`. Default: also in calls with labels if an adapter reads
                 their logits.
 
@@ -188,6 +189,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
         if inner is None:
             raise InputError("SequenceParallelism needs a model of Transformers", got=type(model).__name__)
+        check_adapters(inner, ranks=self.non_data_parallel_size, full_batches=True)
+        inner = part_below_head(inner)
         earlier = sharded_model_of(inner)
         self.has_model = True
         if gather_outputs is None and reads_logits(model):

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
 from burst_portable.errors import InputError
+from burst_portable.integrations.transformers.adapters import check_adapters
+from burst_portable.integrations.transformers.checks import part_below_head
 from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
 from burst_portable.integrations.versions import check_version, importing
 from burst_portable.mesh import Mesh
@@ -74,7 +76,9 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
         super().model_to_device()
         options = self._options | {"full_batches": True, "averaged_gradients": True}
         self._check_gradients(self.lightning_module)
-        self.sharded += [parallelize(model, self._mesh, **options) for model in self._models()]
+        for model in self._models():
+            check_adapters(model, ranks=self._cp_size or self._ranks, full_batches=True)
+            self.sharded.append(parallelize(part_below_head(model), self._mesh, **options))
 
     def _models(self) -> list[PreTrainedModel]:
         """Return the models to shard: those of Transformers that are not part of another one."""

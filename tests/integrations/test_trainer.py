@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration, DistributedType
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, LlamaForSequenceClassification, Trainer, TrainingArguments
 
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import InputError, UnsupportedError
@@ -175,6 +176,19 @@ def test_trainer_rejects_losses_behind_it_by_order():
     for allowed in (known, type("Mine", (Their, SequenceTrainer), {})):
         with pytest.raises(TypeError, match="unknown"):  # of Trainer, after the check of the order
             allowed(unknown=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT reads it
+def test_trainer_shards_base_model_of_classifier(tmp_path: Path):
+    """Its head gets the states of all tokens. Adapters are known to the outer model, so they are checked first."""
+    model = LlamaForSequenceClassification(make("llama").config)
+    trainer = SequenceTrainer(model, arguments(tmp_path, SequenceParallelism()))
+    assert trainer.sharded is not None
+    assert trainer.sharded.model is model.model
+    lily = peft.get_peft_model(model, peft.LilyConfig(task_type="SEQ_CLS", target_modules=["q_proj"], r=4))
+    trainer.accelerator.parallelism_config.sequence_size = 2
+    with pytest.raises(UnsupportedError, match="averages its router"):
+        trainer._shard_model(lily)
 
 
 def test_trainer_rejects_noise_that_depends_on_the_length(tmp_path: Path):

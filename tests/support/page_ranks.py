@@ -209,6 +209,7 @@ EXAMPLES: dict[str, list[Callable[[Path], Example] | Named]] = {
         TENSOR_PARALLEL,
         full_weights,
         resumed_states,
+        Named("from burst_portable.integrations.transformers import parallelize", "model mesh input_ids labels"),
         Named("from trl import SFTConfig", "model dataset tokenizer"),
         longer_context,
     ],

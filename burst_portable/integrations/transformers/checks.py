@@ -103,7 +103,8 @@ def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) ->
     return given
 
 
-HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
+LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
+HEADS = (*LANGUAGE_HEADS, "ForTokenClassification")
 LAYER_TYPES = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 LONGER_CONTEXT = (
     "set a larger max_position_embeddings in the config, with a fixed RoPE scaling (linear, yarn or llama3); "
@@ -193,6 +194,18 @@ def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
         return model
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model)
     return next((part for part in parts if part.config is config), model)
+
+
+def part_below_head(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that frameworks shard: the base model of a classifier, else the model itself.
+
+    Its head gets the hidden states of all tokens, and computes the loss on every rank. Gradients must be averaged.
+    """
+    base = model.base_model
+    is_language_model = any(cls.__name__.endswith(LANGUAGE_HEADS) for cls in type(model).__mro__)
+    if is_language_model or base is model or not isinstance(base, PreTrainedModel) or text_model_of(model) is not model:
+        return model
+    return base
 
 
 def has_tokenwise_head(model: PreTrainedModel) -> bool:

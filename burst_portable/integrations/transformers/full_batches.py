@@ -50,7 +50,9 @@ class Outputs(NamedTuple):
     joined_rows: int | None = None
 
 
-def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather: bool | None) -> Outputs:
+def requested_outputs(
+    module: Any, model: Any, kwargs: dict[str, Any], *, gather: bool | None, averaged: bool = False
+) -> Outputs:
     """Return the requested outputs of a call of `module`, which is `model` or a part of it.
 
     Args:
@@ -58,6 +60,7 @@ def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather
         model: The parallelized model.
         kwargs: Arguments of the call.
         gather: `ShardedModel.gather_outputs`.
+        averaged: `ShardedModel.averaged_gradients`.
 
     Raises:
         InputError: If the batch is divided already.
@@ -77,16 +80,17 @@ def requested_outputs(module: Any, model: Any, kwargs: dict[str, Any], *, gather
             raise UnsupportedError(what, got="output_router_logits", next_step="router_aux_loss_coef=0 of TRL's config")
         raise UnsupportedError(what, got="no labels")
     gather = not has_labels if gather is None else gather
-    # Every rank would compute the full gradients of a head outside this call, and their sum would be too large.
-    if torch.is_grad_enabled() and (module is not model or not has_head(module)):
+    # Every rank computes the full gradients of a head outside this call. Their average is right, their sum too large.
+    is_summed = torch.is_grad_enabled() and not averaged
+    if is_summed and (module is not model or not has_head(module)):
         raise UnsupportedError(
             "a model without a head would be trained by full_batches=True",
             got=type(module).__name__,
             next_step="call the parallelized model itself, not its forward() (PEFT's AdaptionPromptConfig does that); "
-            "disable gradients; or divide batches by ShardedModel.shard",
+            "disable gradients; divide batches by ShardedModel.shard; or average gradients (averaged_gradients=True)",
         )
-    if torch.is_grad_enabled() and gather and flags["output_hidden_states"]:
-        next_step = "disable gradients, or pass output_hidden_states=False"
+    if is_summed and gather and flags["output_hidden_states"]:
+        next_step = "disable gradients, pass output_hidden_states=False, or average gradients (averaged_gradients=True)"
         raise UnsupportedError("hidden states of all tokens would be trained by full_batches=True", next_step=next_step)
     names = [name for name, x in flags.items() if x and name != "return_dict"]
     words = ["labels"] * has_labels + ["gather_outputs"] * gather + [FUSED] * is_fused + names

@@ -515,7 +515,9 @@ class ShardedModel:
         check_cache(kwargs)
         check_averaging(self.model, self.mesh, averaged=self.averaged_gradients)
         labels = kwargs.get("labels")
-        self._outputs = requested_outputs(module, self.model, kwargs, gather=self.gather_outputs)
+        self._outputs = requested_outputs(
+            module, self.model, kwargs, gather=self.gather_outputs, averaged=self.averaged_gradients
+        )
         kwargs = dict(kwargs)
         undivided = take_undivided(kwargs) if self._has_parts else {}
         batch, embeddings = batch_of(kwargs)
@@ -577,7 +579,8 @@ class ShardedModel:
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
         check_router(config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
-        if self.mesh.size > 1 and not has_head(self.model):
+        is_whole = self._outputs is not None and self._outputs.gather  # the outer model gets the states of all tokens
+        if self.mesh.size > 1 and not is_whole and not has_head(self.model):
             check_outer_models(module)
         given = kwargs.get("position_ids")
         is_unordered = self.mesh.size > 1 and not is_shard and given is None

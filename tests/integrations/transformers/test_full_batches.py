@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
 
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import DtypeError, InputError, MismatchError, UnsupportedError
@@ -18,8 +19,9 @@ from burst_portable.integrations.transformers import (
     parallel,
     parallelize,
 )
+from burst_portable.integrations.transformers.checks import part_below_head
 from burst_portable.sharding import shard_batch
-from tests.support.models import LENGTH, gradients_of, make, tokens
+from tests.support.models import LENGTH, SIZES, gradients_of, make, tokens
 
 
 def ranks_of(ranks: int, model: Any, call: Any, **options: Any) -> list[Any]:
@@ -131,6 +133,60 @@ def test_averaged_gradients_equal_one_device(has_labels: bool) -> None:
         assert_same(found, expected)
     too_small = ranks_of(2, model, averaged)[0]
     assert_same({name: 2 * gradient for name, gradient in too_small.items()}, expected)
+
+
+CLASSIFIERS = {"row": LlamaForSequenceClassification, "token": LlamaForTokenClassification}
+SIDES = {"none": (0, 0), "right": (0, 9), "left": (9, 0)}
+"""Tokens of padding before and behind the tokens of a row."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_head_outside_gets_gradients_of_one_device(kind: str, side: str, ranks: int) -> None:
+    """Each rank computes the head, whose gradients are averaged: a sum has them once per rank."""
+    config = LlamaConfig(**SIZES | {"pad_token_id": 0}, num_labels=5, classifier_dropout=0.0)
+    model = CLASSIFIERS[kind](config).double()
+    before, behind = SIDES[side]
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[1, :before], mask[1, LENGTH - behind :] = 0, 0
+    ids = (tokens() % 60 + 1) * mask
+    labels = torch.tensor([1, 3]) if kind == "row" else (ids % 5).masked_fill(mask == 0, -100)
+    batch = {"input_ids": ids, "labels": labels} | ({} if side == "none" else {"attention_mask": mask})
+
+    def averaged(m: Any, mesh: Mesh | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        if mesh is not None:
+            parallelize(part_below_head(m), mesh, full_batches=True, averaged_gradients=True)
+        loss = m(**batch).loss
+        loss.backward()
+        if mesh is None:
+            return loss.detach(), gradients_of(m)
+        return loss.detach(), {name: all_reduce(x, mesh) / mesh.size for name, x in gradients_of(m).items()}
+
+    expected, gradients = averaged(copy.deepcopy(model))
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+    for loss, found in run_threads(ranks, lambda mesh: averaged(copies[mesh.rank], mesh)):
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            error = (found[name] - gradient).norm() / gradient.norm()
+            assert error < 1e-6, name  # RoPE and norms are computed in float32
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_hidden_states_get_gradients_of_one_device() -> None:
+    model, ids = make("llama"), tokens()
+
+    def averaged(m: Any, mesh: Mesh | None = None) -> dict[str, Tensor]:
+        states = m(input_ids=ids, output_hidden_states=True).hidden_states
+        sum((x[:, ::3] ** 2).mean() for x in states).backward()
+        if mesh is None:
+            return gradients_of(m)
+        return {name: all_reduce(x, mesh) / mesh.size for name, x in gradients_of(m).items()}
+
+    expected = averaged(copy.deepcopy(model))
+    for found in ranks_of(2, model, averaged, averaged_gradients=True):
+        assert_same(found, expected)
 
 
 def test_full_batches_with_planted_faults_differ_from_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
