@@ -31,7 +31,7 @@ def _by_pass(key: str) -> Callable[[Facts], Sequence[float]]:
 
 
 def _memory(one: Facts) -> Sequence[float]:
-    return [max(sum(one["passes"][name]["memory"].values()) for name in PASSES)]
+    return [max(one["passes"][name]["memory"]["peak"] for name in PASSES)]
 
 
 def _imbalance(one: Facts) -> Sequence[float]:

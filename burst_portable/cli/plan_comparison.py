@@ -71,7 +71,7 @@ def _costs(plan: Plan, hardware: HardwareSpec, ranks: tuple[int, ...]) -> Facts:
             "sent_bytes": max(one.sent for one in cost.per_rank[name]),
             "launches": max(one.launches for one in cost.per_rank[name]),
             "imbalance": cost.imbalance(name),
-            "memory": memory_facts(plan, name, cost.per_rank[name], ranks),
+            "memory": memory_facts(plan, name, cost.per_rank[name], ranks, hardware),
             "seconds": max(one.seconds for one in cost.per_rank[name]),
         }
         for name in PASSES
@@ -104,7 +104,7 @@ def show_comparison(console: Console, facts: Facts) -> None:
             bytes_text(backward["sent_bytes"]),
             f"{forward['launches']} + {backward['launches']}",
             f"{forward['imbalance']:.3f}",
-            bytes_text(max(sum(one["memory"].values()) for one in (forward, backward))),
+            bytes_text(max(one["memory"]["peak"] for one in (forward, backward))),
             *(seconds_text(seconds) for seconds in (forward["seconds"], backward["seconds"], one["seconds"])),
         )
     console.print(rows, "")

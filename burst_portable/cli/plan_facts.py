@@ -9,6 +9,7 @@ from burst_portable import __version__
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import PassCost, PlanCost, local_bytes, plan_cost
 from burst_portable.planning.hardware import HardwareSpec
+from burst_portable.planning.memory import peak_memory
 from burst_portable.planning.messages import message_sizes
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
 from burst_portable.planning.routes import Move
@@ -134,7 +135,7 @@ def _pass(plan: Plan, name: PassName, cost: PlanCost, ranks: Sequence[int], hard
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
         "max_message_bytes": _largest_message(plan, name, ranks) if plan.ring_size > 1 or not plan.heads else None,
-        "memory": memory_facts(plan, name, costs, ranks),
+        "memory": memory_facts(plan, name, costs, ranks, hardware),
         "seconds": seconds,
         "compute_seconds": max(flops) / per_second,
         "efficiency": sum(flops) / len(flops) / per_second / seconds if seconds else 1.0,
@@ -142,9 +143,12 @@ def _pass(plan: Plan, name: PassName, cost: PlanCost, ranks: Sequence[int], hard
     }
 
 
-def memory_facts(plan: Plan, name: PassName, costs: Sequence[PassCost], ranks: Sequence[int]) -> dict[str, int]:
-    """Return the bytes of local tensors, of remote blocks and of scores; each is the largest of a rank."""
+def memory_facts(
+    plan: Plan, name: PassName, costs: Sequence[PassCost], ranks: Sequence[int], hardware: HardwareSpec
+) -> dict[str, int]:
+    """Return the bytes of the peak, of local tensors, of remote blocks and of scores; each is the largest of a rank."""
     return {
+        "peak": max(peak_memory(plan, name, rank, hardware.kernel) for rank in ranks),
         "shard": max(local_bytes(plan, name, rank) for rank in ranks),
         "in_flight": max(c.blocks_held for c in costs),
         "scores": max(c.scores for c in costs),

@@ -190,6 +190,7 @@ _COST_ROWS = {
     "messages per rank, max": lambda part: f"{part['max']['messages']:,}",
     "kernel launches, max": lambda part: f"{part['max']['launches']:,}",
     "tiles per rank, max": lambda part: f"{part['max']['tiles']:,}",
+    "memory: peak per rank": lambda part: bytes_text(part["memory"]["peak"]),
     "memory: local tensors": lambda part: bytes_text(part["memory"]["shard"]),
     "memory: remote blocks": lambda part: bytes_text(part["memory"]["in_flight"]),
     "memory: rows of scores": lambda part: bytes_text(part["memory"]["scores"]) if part["memory"]["scores"] else "",

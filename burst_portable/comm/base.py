@@ -119,6 +119,7 @@ class Exchange:
         """Copy messages from this rank to itself. Call it once, before `wait`, preferably during the transfers."""
         for source, target in self._local:
             target.copy_(source)
+        self._local = ()
 
     def wait(self) -> None:
         """Return when all received buffers may be used."""
@@ -126,9 +127,10 @@ class Exchange:
             handle.wait()
 
     def wait_sent(self) -> None:
-        """Return when all sent buffers may be changed."""
+        """Return when all sent buffers may be changed. They are released, since exchanges last until a pass ends."""
         for handle in dict.fromkeys(self._sends):
             handle.wait()
+        self._sends = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.hardware import HardwareSpec
+from burst_portable.planning.memory import score_bytes
 from burst_portable.planning.messages import exchanges, local_block_size, message_sizes, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, heads_per_rank, keeps_rank_order
 from burst_portable.planning.routes import Move, Rows, to_pack
@@ -331,12 +332,6 @@ def _ring_seconds(pass_plan: PassPlan, rank: int, hardware: HardwareSpec, direct
     return line.end
 
 
-def score_bytes(call: AttentionCall, pass_name: PassName, rank: int) -> int:
-    """Return the bytes of a rank's rows of scores, in the accumulation dtype; backward, with their gradients."""
-    scores = call.batch * call.heads * call.layout.count(rank) * call.k_layout.length
-    return (1 if pass_name == "forward" else 2) * scores * max(call.itemsize, 4)
-
-
 @lru_cache(maxsize=512)
 def _score_row_seconds(pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -> float:
     """Return the seconds of one rank if K and V are sent separately: half of each computation comes with each."""
@@ -449,17 +444,6 @@ def local_bytes(plan: Plan, pass_name: PassName, rank: int) -> int:
         return inputs + wide * queries * (dv + 1)
     results = data * 2 * queries * dv + wide * 2 * queries  # out, dO; LSE, delta
     return inputs + results + wide * (queries * d + keys * (d + dv))
-
-
-def plan_memory(plan: Plan, ranks: Iterable[int]) -> int:
-    """Return the bytes of local tensors, remote blocks and scores of the pass and the rank that need most."""
-    return max(
-        local_bytes(plan, name, rank)
-        + _peak_block_bytes(plan, name, rank)
-        + (score_bytes(plan.call, name, rank) if plan.score_rows else 0)
-        for name in PASSES
-        for rank in ranks
-    )
 
 
 @dataclass(frozen=True, slots=True)

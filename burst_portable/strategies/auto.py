@@ -15,8 +15,9 @@ from functools import lru_cache
 from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.layout import Segment
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import plan_cost, plan_memory, plan_seconds
+from burst_portable.planning.cost import plan_cost, plan_seconds
 from burst_portable.planning.hardware import HardwareSpec
+from burst_portable.planning.memory import plan_memory
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Machine, Strategy
@@ -77,10 +78,14 @@ class AutoStrategy(Strategy):
         """Return the predicted time of a plan, over a sample of ranks if there are many."""
         return plan_seconds(plan, self._hardware_for(plan.call), sampled_ranks(plan.call))
 
+    def _memory(self, plan: Plan) -> int:
+        """Return the peak memory of a plan in bytes, over a sample of ranks if there are many."""
+        return plan_memory(plan, sampled_ranks(plan.call), self._hardware_for(plan.call).kernel)
+
     def plan(self, call: AttentionCall) -> Plan:
         if call.ranks == 1:
             plan = replace(make_strategy("ring").plan(call), reason="one rank: no communication, so nothing to choose")
-            self._check_memory({plan.label: plan_memory(plan, (0,))})
+            self._check_memory({plan.label: self._memory(plan)})
             return plan
         plans: dict[str, Plan] = {}
         memory: dict[str, int] = {}
@@ -90,7 +95,7 @@ class AutoStrategy(Strategy):
             with collect_reason(strategy.name, label, refused):
                 plan = candidate_plan(strategy, call)
                 if self.max_memory_mib is not None:
-                    memory[label] = plan_memory(plan, sampled_ranks(call))
+                    memory[label] = self._memory(plan)
                     if memory[label] > self.max_memory_mib << 20:
                         refused[label] = f"it needs {bytes_text(memory[label])} per rank"
                         continue

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import score_bytes
+from burst_portable.planning.memory import score_bytes
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.base import Machine, Strategy, ring_plan

@@ -129,7 +129,7 @@ def test_plan_all_picture_has_bars_of_the_table(capsys, tmp_path):
         "predicted time": lambda one: [one["passes"][name]["seconds"] for name in ("forward", "backward")],
         "bytes sent": lambda one: [one["passes"][name]["sent_bytes"] for name in ("forward", "backward")],
         "launches": lambda one: [one["passes"][name]["launches"] for name in ("forward", "backward")],
-        "memory": lambda one: [max(sum(each["memory"].values()) for each in one["passes"].values())],
+        "memory": lambda one: [max(each["memory"]["peak"] for each in one["passes"].values())],
         "imbalance": lambda one: [one["passes"]["forward"]["imbalance"]],
     }
     for title, values in costs.items():

@@ -11,8 +11,9 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import plan_cost, plan_memory
+from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
+from burst_portable.planning.memory import plan_memory
 from burst_portable.strategies.auto import AutoStrategy, sampled_ranks
 from burst_portable.strategies.registry import make_strategy
 
@@ -108,31 +109,24 @@ def test_sampled_ranks_include_busiest_ranks(mask, ranks, priced):
     assert sampled_ranks(problem(ranks, mask=mask)) == priced
 
 
-def memory(label, given):
-    """Return MiB of the rank that needs most, from the sizes of the call: bfloat16, heads of 64, full mask."""
-    rows, heads = given.layout.count(0), given.heads
-    block = 2 * rows * given.kv_heads * 64 * 2  # K and V
-    local = rows * heads * (64 * (2 + 2 + 2 + 4) + 2 * 4) + block + 2 * block  # q, out, dO, dQ; LSE, delta; dK, dV
-    blocks = {"ring": 2, "all_gather(head_groups=1)": given.ranks - 1, "ulysses": 0}[label]
-    return (local + blocks * block) / 2**20
+FASTEST = "ring(transfer=direct, prefetch_steps=4, blocks_per_launch=4, local_block_order=split)"
 
 
 def test_auto_leaves_out_what_exceeds_the_memory_limit():
-    """Eight blocks at once are predicted to be the fastest, and do not fit; with a lower limit only Ulysses does."""
+    """Eight blocks at once are predicted to be the fastest, and do not fit; with a lower limit only burst does."""
     given = problem(4, heads=8, kv_heads=8, length=1 << 16)
-    sizes = {label: memory(label, given) for label in ("ring", "all_gather(head_groups=1)", "ulysses")}
-    for label, size in sizes.items():
-        assert plan_memory(make_strategy(label).plan(given), range(4)) == size * 2**20
+    labels = (FASTEST, "dispatch", "burst(transfer=direct)")
+    sizes = {label: plan_memory(make_strategy(label).plan(given), range(4), COPIES.kernel) / 2**20 for label in labels}
     free = AutoStrategy(hardware=COPIES)
     limits = {label: AutoStrategy(hardware=COPIES, max_memory_mib=ceil(size)) for label, size in sizes.items()}
-    assert limits["all_gather(head_groups=1)"].plan(given).label == free.plan(given).label
-    for label in ("ring", "ulysses"):
+    assert limits[FASTEST].plan(given).label == free.plan(given).label == FASTEST
+    for label in labels[1:]:
         made = limits[label].plan(given)
-        assert plan_memory(made, range(4)) <= limits[label].max_memory_mib << 20
+        assert made.label == label
         assert f"within max_memory_mib={limits[label].max_memory_mib}" in made.reason
-        assert f"not all_gather(head_groups=1): it needs {sizes['all_gather(head_groups=1)']:.3g} MiB" in made.reason
-    assert limits["ulysses"].plan(given).strategy == "ulysses"
-    assert make_strategy(limits["ulysses"].label) == AutoStrategy(max_memory_mib=ceil(sizes["ulysses"]))
+        assert f"not {FASTEST}: it needs {sizes[FASTEST]:.3g} MiB" in made.reason
+    label = limits["dispatch"].label
+    assert make_strategy(label) == AutoStrategy(max_memory_mib=ceil(sizes["dispatch"]))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
