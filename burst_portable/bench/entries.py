@@ -16,7 +16,7 @@ from burst_portable.api import attention
 from burst_portable.bench.masks import named_mask
 from burst_portable.comm.base import Handles, Message, Transport, WrappedTransport
 from burst_portable.config import Config
-from burst_portable.errors import BurstError, CommunicationError, UnsupportedError, in_a_line
+from burst_portable.errors import BurstError, CommunicationError, in_a_line
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.measuring.timing import TransportClock
@@ -25,7 +25,7 @@ from burst_portable.planning.verify import verify
 from burst_portable.runtime.explanation import explain
 from burst_portable.sharding import shard
 from burst_portable.strategies.planner import plan
-from burst_portable.strategies.registry import collect_reason, strategy_name
+from burst_portable.strategies.registry import strategy_name
 
 Row = dict[str, Any]
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -94,6 +94,10 @@ class Sent(NamedTuple):
     messages: int
 
 
+class WrongPlanError(Exception):
+    """The plan of an entry is wrong. Its text is the first error of `verify`."""
+
+
 class Entry:
     """A strategy of the registry in a benchmark. Subclasses run other implementations.
 
@@ -101,7 +105,7 @@ class Entry:
         errors: Exceptions after which the other entries of the row are still measured.
     """
 
-    errors: tuple[type[BaseException], ...] = (BurstError, ImportError)
+    errors: tuple[type[BaseException], ...] = (Exception,)  # a package's strategy may raise any
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -126,21 +130,22 @@ class Entry:
         return Prepared(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout))
 
     def _check_plan(self, task: Task, mesh: Mesh) -> None:
-        """Raise `UnsupportedError` on all ranks if the plan is wrong, before any of them waits for messages."""
+        """Raise the same error on all ranks if there is no correct plan, before any of them waits for messages.
+
+        Raises:
+            UnsupportedError, InputError: The strategy cannot serve this row.
+            WrongPlanError: The plan is wrong. Other errors are those of a strategy that is broken.
+        """
         if strategy_name(self.name) == "auto":  # it takes no strategy whose plan it cannot make
             return
         q, k, v, _ = task.tensors
-        reasons: dict[str, str] = {}
-        with collect_reason(strategy_name(self.name), self.name, reasons):
-            made = plan(
-                seq_len=task.layout.length, ranks=mesh.size, heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
-                v_head_dim=v.shape[3], mask=task.mask, strategy=self.name, layout=task.layout, batch=q.shape[0],
-                itemsize=q.element_size(),
-            )  # fmt: skip
-            if wrong := verify(made):
-                reasons[self.name] = f"its plan is wrong: {wrong[0]}"
-        if reasons:
-            raise UnsupportedError(reasons[self.name])
+        made = plan(
+            seq_len=task.layout.length, ranks=mesh.size, heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
+            v_head_dim=v.shape[3], mask=task.mask, strategy=self.name, layout=task.layout, batch=q.shape[0],
+            itemsize=q.element_size(),
+        )  # fmt: skip
+        if wrong := verify(made):
+            raise WrongPlanError(wrong[0])
 
     def choice(self, prepared: Prepared, task: Task, mesh: Mesh) -> str | None:
         """Return the label of the strategy that `auto` chooses now. None for all other entries.
@@ -276,6 +281,8 @@ class Benchmark:
             raise  # ranks have lost each other
         except entry.errors as error:
             reason = str(error) if isinstance(error, BurstError) else in_a_line(error)
+            if isinstance(error, WrongPlanError):
+                reason = f"its plan is wrong: {error}"
             status = "refused" if isinstance(error, BurstError | ImportError) else "failed"
         if self._clock.slowest(float(bool(reason))):
             row.update(status=status, reason=reason or "failed on another rank")

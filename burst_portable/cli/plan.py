@@ -19,7 +19,7 @@ from burst_portable.errors import InputError, unknown_name
 from burst_portable.planning.hardware import NEXT_STEP, HardwareSpec, MeasuredHardware, read_hardware_spec
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.planner import plan as make_plan
-from burst_portable.strategies.registry import has_option, known, strategy_name
+from burst_portable.strategies.registry import has_option, known, named_if_broken, strategy_name
 from burst_portable.utils.values import check_divides
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -136,7 +136,7 @@ def plan(
     name = "auto" if compare else strategy
     has_nodes = strategy_name(name) in known() and has_option(name, "ranks_per_node")
     planner = make_named_strategy(name, ranks_per_node if has_nodes else None, options, hardware)
-    with console(stderr=True).status("planning"):  # a thousand ranks take seconds
+    with named_if_broken(planner), console(stderr=True).status("planning"):  # a thousand ranks take seconds
         made = make_plan(
             seq_len=seq_len,
             ranks=ranks,
@@ -168,8 +168,9 @@ def plan(
         return 0
     from burst_portable.cli.plan_view import show, show_check
 
-    show(out, made, facts, steps=show_steps)
-    facts["check"] = _check(made, check_all) if check else {"done": False}
+    with named_if_broken(planner):
+        facts["check"] = _check(made, check_all) if check else {"done": False}
+        show(out, made, facts, steps=show_steps)
     json_option.write(facts)
     show_check(out, facts)
     return 0 if facts["check"].get("ok", True) else 1

@@ -185,7 +185,12 @@ class _Checker:
         for other in self._others(step):
             if other not in held:
                 self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
-        for pair, block in zip(compute.pairs, compute.blocks, strict=True):
+        if len(compute.pairs) != len(compute.blocks):
+            self.wrong.append(
+                f"rank {rank} computes {compute.label} at step {step.index} with tiles of {len(compute.blocks)} pairs "
+                f"of blocks instead of {len(compute.pairs)}"
+            )
+        for pair, block in zip(compute.pairs, compute.blocks, strict=False):
             if not parts[pair] or any(_overlap(block.tiles, other.tiles) for other in parts[pair]):
                 self.computed[pair] += 1
                 self.computed_by[pair] = rank

@@ -83,8 +83,6 @@ class _Rows:
                 if [t.shifted(row, column) for t in tiles] != [t.shifted(*shift) for t in packed]:
                     yield f"{launch} with other tiles of block {owner} than the mask has in {_text(rows)}"
             offset += count_rows(rows)
-        if len(owners) != len(compute.blocks):
-            yield f"{launch} with tiles of {len(compute.blocks)} blocks"
 
     def check_result(self, move: Move, index: int) -> Iterator[str]:
         """Yield the error in the rows of gradients, or of results of a helper, that this rank sends or adds."""

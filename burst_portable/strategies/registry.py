@@ -19,7 +19,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import isabstract
 
-from burst_portable.errors import InputError, UnsupportedError, in_a_line, shown, unknown_name
+from burst_portable.errors import BurstError, InputError, UnsupportedError, in_a_line, shown, unknown_name
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.verify import verify
@@ -173,6 +173,24 @@ def collect_reason(name: str, label: str, reasons: dict[str, str]) -> Iterator[N
         if name in _OURS:
             raise
         reasons[label] = f"it is broken: {in_a_line(error)}"
+
+
+@contextmanager
+def named_if_broken(strategy: Strategy) -> Iterator[None]:
+    """Raise `UnsupportedError` with a strategy's package if it raises an unexpected error: see `collect_reason`."""
+    try:
+        yield
+    except BurstError:
+        raise
+    except Exception as error:
+        if strategy.name in _OURS:
+            raise
+        kind = type(strategy)
+        raise UnsupportedError(
+            f"the strategy {strategy.name!r} (from {kind.__module__}:{kind.__qualname__}) is broken",
+            got=in_a_line(error),
+            next_step=f"`burst-portable conform --strategy {strategy.name}` shows where; or name another strategy",
+        ) from error
 
 
 def has_option(label: str, option: str) -> bool:

@@ -243,6 +243,16 @@ class TestPlantedRows:
         assert any("the tiles of rank 1 need 30 rows [70, 100)" in w for w in wrong)
         assert any(w.startswith("backward: rank 1 sends") for w in wrong)
 
+    def test_verify_names_tiles_of_too_many_blocks(self):
+        class MoreBlocks(PassPlan):
+            def _compute(self, side, owners, member):
+                compute = super()._compute(side, owners, member)
+                return dataclasses.replace(compute, blocks=(*compute.blocks, compute.blocks[0]))
+
+        wrong = self.wrong(MoreBlocks, Mask.full())
+        told = "forward: rank 1 computes q1 x kv1 at step 0 with tiles of 2 pairs of blocks instead of 1"
+        assert told in wrong
+
     def test_verify_names_misplaced_rows(self):
         wrong = self.wrong(WrongPlace, Mask.window(30))
         assert any("rank 1 computes q1 x kv0 at step 1 with rows [70, 100) for block 0" in w for w in wrong)

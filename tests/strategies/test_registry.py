@@ -328,9 +328,13 @@ def test_broken_named_strategy_raises_clear_error(package, target):
 
 @pytest.mark.parametrize(
     ("target", "reason"),
-    [("WrongRoute", "its plan is wrong: forward: 3 moves posted by only one"), ("Faulty", "it is broken: KeyError")],
+    [
+        ("WrongRoute", "its plan is wrong: forward: 3 moves posted by only one"),
+        ("Faulty", "KeyError: 'axis'"),
+        ("LazyRoute", "AttributeError"),
+    ],
 )
-def test_bench_refuses_wrong_plan_and_measures_the_rest(package, target, reason):
+def test_bench_shows_broken_strategy_and_measures_the_rest(package, target, reason):
     """Ranks would wait for messages that no rank sends."""
     package({"theirs": f"their_strategies:{target}"})
     setting = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
@@ -340,9 +344,20 @@ def test_bench_refuses_wrong_plan_and_measures_the_rest(package, target, reason)
         return Benchmark(mesh, torch.device("cpu"), setting, entries).measure("full", 31, "auto", ["theirs", "ring"])
 
     for theirs, ring in bp.run_threads(3, work):
-        assert theirs["status"] == "refused"
+        assert theirs["status"] == "failed"
         assert reason in theirs["reason"]
         assert ring["status"] == "ok"
+
+
+@pytest.mark.parametrize("output", [[], ["--json"]])
+@pytest.mark.parametrize(("target", "error"), [("Faulty", "KeyError: 'axis'"), ("LazyRoute", "AttributeError: ")])
+def test_plan_names_package_of_broken_strategy_in_a_line(package, capsys, target, error, output):
+    """Faulty raises in `plan`, LazyRoute when its steps are made."""
+    package({"theirs": f"their_strategies:{target}"})
+    assert main(["plan", "--seq-len", "224", "--ranks", "4", "--heads", "4", "--strategy", "theirs", *output]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"the strategy 'theirs' (from their_strategies:{target}) is broken; got {error}" in err
 
 
 def test_strategy_flag_with_reserved_name_is_skipped(package, capsys):
