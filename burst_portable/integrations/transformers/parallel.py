@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, shown
+from burst_portable.errors import InputError, LayoutError, UnsupportedError, shown
 from burst_portable.integrations.transformers.adapters import check_adapters
 from burst_portable.integrations.transformers.attention import (
     ATTRIBUTE,
     CallSequence,
     attend,
     create_mask,
-    has_padding,
 )
 from burst_portable.integrations.transformers.batch_check import (
     KEY,
     BatchCheck,
-    checksum,
     checksum_of_call,
     has_all_labels,
     rows_checksum,
     shard_checksum,
+)
+from burst_portable.integrations.transformers.call_errors import (
+    no_attention,
+    unknown_labels,
+    unknown_order,
+    wrong_tokens,
 )
 from burst_portable.integrations.transformers.checks import (
     PositionCheck,
@@ -71,16 +74,12 @@ from burst_portable.integrations.transformers.loss import (
 from burst_portable.integrations.transformers.outer_model import check_outer_models
 from burst_portable.integrations.transformers.packed_rows import (
     check_counted,
-    check_mask,
-    checked_documents,
-    documents_of,
-    join_rows,
-    next_labels,
-    remove_packing,
 )
 from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
 from burst_portable.integrations.transformers.recurrent_states import LAYOUT, StateExchange, check_recurrent_sequence
+from burst_portable.integrations.transformers.running_call import RunningCall
 from burst_portable.integrations.transformers.shard_mark import ShardMark
+from burst_portable.integrations.transformers.shards import BatchDivider, batch_arguments, on_device
 from burst_portable.integrations.transformers.text_model import (
     checksum_of,
     divide,
@@ -91,39 +90,12 @@ from burst_portable.integrations.transformers.text_model import (
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
-from burst_portable.runtime.validation import broadcast_error, check_tensor
-from burst_portable.sharding import local_position_ids, shard, shard_batch
+from burst_portable.runtime.validation import broadcast_error
+from burst_portable.sharding import local_position_ids, shard
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.utils.torch_modes import never_compiled
 from burst_portable.utils.values import size
-
-_HOOK_MODULES = ("burst_portable.integrations.", "torch._dynamo.")
-"""Modules of frames between torch's call of a module and our hook. They end with the hook."""
-
-
-class RunningCall:
-    """A running call of a module, created in the hook before its forward."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(_HOOK_MODULES):
-            frame = frame.f_back
-        self._frame = frame
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # frames cannot be pickled, and no call runs in a copy
-
-    def contains(self, module: Any) -> bool:
-        """Return whether a call of `module` that begins now is part of this call, which still runs."""
-        if module is self.module or all(module is not part for part in self.module.modules()):
-            return False
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
-
 
 _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments of `ShardedModel.shard` that a call without labels does not have."""
@@ -393,64 +365,20 @@ class ShardedModel:
             )
         given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
         batch = (
-            _batch_arguments(input_ids, given) if isinstance(input_ids, Mapping) else {"input_ids": input_ids} | given
+            batch_arguments(input_ids, given) if isinstance(input_ids, Mapping) else {"input_ids": input_ids} | given
         )
-        inputs = self._shard(**batch)
+        inputs = self._divider.divide(**batch)
         if self.mesh.size == 1:
             return inputs
         labels = inputs.get("shift_labels", inputs.get("labels"))
         key = shard_checksum(inputs[KEY], inputs["input_ids"], labels, inputs.get("num_items_in_batch"))
         return inputs | {KEY: key, "attention_mask": ShardMark()}
 
-    def _shard(
-        self, input_ids: Any, labels: Any, cu_seqlens: Any, attention_mask: Any, *, predicts_first: bool = False
-    ) -> dict[str, Any]:
-        """Return the result of `shard`, after checking the types of its arguments.
-
-        `predicts_first`: Whether the last token of a document predicts the first one of the next, if that has a label.
-        """
-        for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
-            if x is not None or name == "input_ids":
-                check_tensor(name, x)
-        documents = checked_documents(cu_seqlens)
-        if input_ids.dim() != 2:
-            next_step = "add the batch dimension: input_ids.unsqueeze(0)" if input_ids.dim() == 1 else None
-            raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape), next_step=next_step)
-        if not input_ids.numel():
-            raise ShapeError("the batch has no tokens", got=tuple(input_ids.shape), allowed="at least one token")
-        padded, length = has_padding(attention_mask, input_ids, labels), input_ids.shape[1]
-        cu_seqlens = documents[0] if documents else None
-        if len(documents) > 1:
-            if self._scales_by_row:
-                what = "documents that differ between rows, in a model that scales queries by their row number"
-                raise UnsupportedError(what, next_step="pass one row per batch")
-            rows = join_rows(input_ids, labels, attention_mask, documents)
-            input_ids, labels, attention_mask, cu_seqlens = rows
-        layout = self._layouts.of(input_ids.shape[1], cu_seqlens)
-        inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
-        if self.mesh.size > 1:
-            offsets = None if cu_seqlens is None else _on_device(cu_seqlens, input_ids.device)
-            inputs[KEY] = checksum(input_ids, labels, attention_mask, offsets)
-        if padded:
-            inputs["padded"] = True
-        batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=layout)
-        self._position_check.remember(batch["position_ids"], input_ids.shape[1], cu_seqlens)
-        if self.shifts_labels and predicts_first:
-            shifted = next_labels(labels, length)
-            inputs |= {"shift_labels": shard(shifted, self.mesh, layout=layout)}
-            inputs |= {"labels": inputs["shift_labels"], "num_items_in_batch": (shifted != -100).sum()}
-        elif self.shifts_labels:
-            has_label = (input_ids if labels is None else labels) != -100
-            # No token precedes the first one of a document.
-            first = _on_device((0,) if cu_seqlens is None else cu_seqlens[:-1], has_label.device)
-            count = has_label.sum() - has_label[:, first].sum()
-            inputs |= {"shift_labels": batch["labels"], "num_items_in_batch": count}
-        else:
-            del batch["labels"]
-            if labels is not None:
-                local = shard(labels, self.mesh, layout=layout)
-                inputs |= {"labels": local, "num_items_in_batch": (labels != -100).sum()}
-        return batch | inputs
+    @property
+    def _divider(self) -> BatchDivider:
+        """Return the divider of a batch. Its fields may change between calls, as the model's loss function."""
+        options = {"shifts_labels": self.shifts_labels, "scales_by_row": self._scales_by_row}
+        return BatchDivider(self.mesh, self._layouts, self._position_check, **options)
 
     def layout_of(self, seq_len: int, cu_seqlens: Any = None) -> Layout:
         """Return the layout of a sequence, which `unshard` needs to gather outputs.
@@ -522,7 +450,7 @@ class ShardedModel:
         undivided = take_undivided(kwargs) if self._has_parts else {}
         batch, embeddings = batch_of(kwargs)
         if not isinstance(batch.get("input_ids"), Tensor):
-            raise _wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
+            raise wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
         if (padding := move_left_padding(batch, module.config.get_text_config())) is not None:
             if self._has_recurrent_layers:
                 what = "padding at the beginning of rows in a model with recurrent layers"
@@ -531,8 +459,8 @@ class ShardedModel:
             embeddings = None if embeddings is None else roll_rows(embeddings, padding)
             undivided = rolled(undivided, padding, batch["input_ids"].shape[1])
         given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
-        arguments = _batch_arguments(batch, given)
-        inputs = self._shard(**arguments)
+        arguments = batch_arguments(batch, given)
+        inputs = self._divider.divide(**arguments)
         rows, length = batch["input_ids"].shape
         if inputs["seq_len"] != length:
             self._outputs = self._outputs._replace(joined_rows=rows)
@@ -564,7 +492,7 @@ class ShardedModel:
         )
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise _wrong_tokens(tokens)
+            raise wrong_tokens(tokens)
         check_cache(kwargs)
         sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
         if self._has_recurrent_layers:
@@ -585,7 +513,7 @@ class ShardedModel:
         given = kwargs.get("position_ids")
         is_unordered = self.mesh.size > 1 and not is_shard and given is None
         if is_unordered and not self._is_order_known:
-            raise _unknown_order(sequence.layout.name)
+            raise unknown_order(sequence.layout.name)
         if not self._position_check.is_known(given, sequence.seq_len, sequence.cu_seqlens):
             kwargs["position_ids"] = checked_positions(given, self._positions(sequence, tokens.device), tokens)
         kwargs["attention_mask"] = None
@@ -601,7 +529,7 @@ class ShardedModel:
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
                 if not is_shard and kwargs.get("labels") is not None:
-                    raise _unknown_labels()
+                    raise unknown_labels()
             if torch.is_grad_enabled():
                 self._begin_training(batch_checksum, kwargs.get("num_items_in_batch"))
             if batch_checksum is not None:
@@ -638,7 +566,7 @@ class ShardedModel:
             return None
         self._attentions = self.attended
         if not self.attended:
-            raise _no_attention(self._text if self._has_parts else module)
+            raise no_attention(self._text if self._has_parts else module, NAME)
         if loss := sharded_loss(module):
             loss.check_called(module)
         if outputs is not None:
@@ -702,53 +630,8 @@ class ShardedModel:
         positions = local_position_ids(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
         if sequence.cu_seqlens is None:
             return positions
-        starts = _on_device(sequence.cu_seqlens[:-1], device)
+        starts = on_device(sequence.cu_seqlens[:-1], device)
         return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-
-
-def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return int64 numbers ``[len(numbers)]`` on a device. The host does not wait for it."""
-    return torch.tensor(numbers).to(device, non_blocking=True)
-
-
-def _wrong_tokens(tokens: Any) -> ShapeError:
-    """Return the error of a call whose first argument is not a batch of token ids or embeddings."""
-    what, next_step = "a sharded model needs input_ids [batch, tokens] or inputs_embeds", None
-    if isinstance(tokens, Mapping):
-        next_step = "add ** to the call: model(**sharded.shard(batch)), or model(**batch) with full_batches=True"
-    elif isinstance(tokens, Tensor):
-        next_step = "add the batch dimension: input_ids.unsqueeze(0)"
-    got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-    return ShapeError(what, got=got, next_step=next_step)
-
-
-def _unknown_order(layout: str) -> InputError:
-    """Return the error of a call with tokens that the caller may have divided by another layout."""
-    return InputError(
-        "the order of tokens that you divided yourself is unknown",
-        got="no position_ids, and no layout= in parallelize()",
-        next_step="call model(**sharded.shard(batch)); or pass position_ids=, divided like the tokens; or name the "
-        f"layout of the tokens in parallelize() (default: {layout!r})",
-    )
-
-
-def _unknown_labels() -> InputError:
-    """Return the error of a call whose labels may have been shifted, and counted, on each rank alone."""
-    return InputError(
-        "whether labels were shifted before you divided them is unknown, and whether labels of all ranks were counted",
-        got="labels without sharded.shard",
-        next_step="call model(**sharded.shard(input_ids, labels)); or pass no labels, and compute the loss from the "
-        "logits and labels of burst_portable.shard_batch, which shifts them",
-    )
-
-
-def _no_attention(module: PreTrainedModel) -> UnsupportedError:
-    """Return the error of a call in which our attention function did not run."""
-    if (used := module.config._attn_implementation) != NAME:
-        what = "the attention implementation of a parallelized model was replaced"
-        next_step = "omit model.set_attn_implementation() after parallelize(), or call undo() and parallelize() again"
-        return UnsupportedError(what, got=used, allowed=NAME, next_step=next_step)
-    return UnsupportedError(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
 
 
 def sharded_model_of(model: PreTrainedModel) -> ShardedModel | None:
@@ -774,24 +657,3 @@ def _check_free(model: PreTrainedModel) -> None:
         got = f"its part {name} ({type(module).__name__})" if name else type(model).__name__
         next_step = "call undo() of its ShardedModel first"
         raise InputError("the model is parallelized already", got=got, next_step=next_step)
-
-
-def _batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `ShardedModel.shard` from a batch and the arguments that were passed with it."""
-    if "input_ids" not in batch:
-        raise InputError("the batch has no input_ids", got=", ".join(map(shown, batch)) or "an empty batch")
-    if twice := [name for name, value in given.items() if value is not None and name in batch]:
-        raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
-    arguments, allowed = {**given, **batch}, ("input_ids", *given)
-    if (position_ids := arguments.pop("position_ids", None)) is not None:
-        documents = documents_of(position_ids)
-        remove_packing(arguments, documents)
-        check_mask(arguments["attention_mask"], documents)
-        is_packed = max(map(len, documents)) > 2
-        arguments["cu_seqlens"] = documents if is_packed else None
-        arguments["predicts_first"] = is_packed and arguments["labels"] is not None
-    if unknown := sorted(set(arguments) - {*allowed, "predicts_first"}):
-        what, got = "shard() cannot divide every tensor of this batch", ", ".join(map(shown, unknown))
-        next_step = "remove these tensors from the batch"
-        raise InputError(what, got=got, allowed=", ".join(allowed), next_step=next_step)
-    return arguments

@@ -16,8 +16,8 @@ from burst_portable.integrations.transformers import (
     all_reduce,
     all_reduce_gradients,
     full_batches,
-    parallel,
     parallelize,
+    shards,
 )
 from burst_portable.integrations.transformers.checks import part_below_head
 from burst_portable.sharding import shard_batch
@@ -209,7 +209,7 @@ def test_full_batches_with_planted_faults_differ_from_one_device(monkeypatch: py
             assert_same(ranks_of(2, model, own_loss)[0], expected)
     with monkeypatch.context() as planted:
         late = lambda ids, labels, **options: shard_batch(ids, labels.roll(1, dims=1), **options)  # noqa: E731
-        planted.setattr(parallel, "shard_batch", late)
+        planted.setattr(shards, "shard_batch", late)
         found = ranks_of(2, model, lambda m, mesh: step(m, batch, mesh), gather_outputs=True)[0][0]
         assert (found - loss).abs() > 1e-3
 

@@ -1,0 +1,33 @@
+"""Find out whether a call of a module is part of another call that still runs."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+_HOOK_MODULES = ("burst_portable.integrations.", "torch._dynamo.")
+"""Modules of frames between torch's call of a module and our hook. They end with the hook."""
+
+
+class RunningCall:
+    """A running call of a module, created in the hook before its forward."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_HOOK_MODULES):
+            frame = frame.f_back
+        self._frame = frame
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # frames cannot be pickled, and no call runs in a copy
+
+    def contains(self, module: Any) -> bool:
+        """Return whether a call of `module` that begins now is part of this call, which still runs."""
+        if module is self.module or all(module is not part for part in self.module.modules()):
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None

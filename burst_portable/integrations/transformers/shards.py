@@ -1,0 +1,120 @@
+"""Divide an undivided batch into the arguments of this rank's call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_portable.errors import InputError, ShapeError, UnsupportedError, shown
+from burst_portable.integrations.transformers.attention import has_padding
+from burst_portable.integrations.transformers.batch_check import KEY, checksum
+from burst_portable.integrations.transformers.checks import PositionCheck
+from burst_portable.integrations.transformers.layouts import Layouts
+from burst_portable.integrations.transformers.packed_rows import (
+    check_mask,
+    checked_documents,
+    documents_of,
+    join_rows,
+    next_labels,
+    remove_packing,
+)
+from burst_portable.mesh import Mesh
+from burst_portable.runtime.validation import check_tensor
+from burst_portable.sharding import shard, shard_batch
+
+
+class BatchDivider(NamedTuple):
+    """Divides batches for one model.
+
+    Attributes:
+        mesh: The ranks that share a sequence.
+        layouts: The layouts of sequences.
+        position_check: Gets the position ids of each shard.
+        shifts_labels: Whether a token is compared with the label of the next one.
+        scales_by_row: Whether the model scales queries by their row number.
+    """
+
+    mesh: Mesh
+    layouts: Layouts
+    position_check: PositionCheck
+    shifts_labels: bool
+    scales_by_row: bool
+
+    def divide(
+        self, input_ids: Any, labels: Any, cu_seqlens: Any, attention_mask: Any, *, predicts_first: bool = False
+    ) -> dict[str, Any]:
+        """Return the result of `shard`, after checking the types of its arguments.
+
+        `predicts_first`: Whether the last token of a document predicts the first one of the next, if that has a label.
+        """
+        for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
+            if x is not None or name == "input_ids":
+                check_tensor(name, x)
+        documents = checked_documents(cu_seqlens)
+        if input_ids.dim() != 2:
+            next_step = "add the batch dimension: input_ids.unsqueeze(0)" if input_ids.dim() == 1 else None
+            raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape), next_step=next_step)
+        if not input_ids.numel():
+            raise ShapeError("the batch has no tokens", got=tuple(input_ids.shape), allowed="at least one token")
+        padded, length = has_padding(attention_mask, input_ids, labels), input_ids.shape[1]
+        cu_seqlens = documents[0] if documents else None
+        if len(documents) > 1:
+            if self.scales_by_row:
+                what = "documents that differ between rows, in a model that scales queries by their row number"
+                raise UnsupportedError(what, next_step="pass one row per batch")
+            rows = join_rows(input_ids, labels, attention_mask, documents)
+            input_ids, labels, attention_mask, cu_seqlens = rows
+        layout = self.layouts.of(input_ids.shape[1], cu_seqlens)
+        inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
+        if self.mesh.size > 1:
+            offsets = None if cu_seqlens is None else on_device(cu_seqlens, input_ids.device)
+            inputs[KEY] = checksum(input_ids, labels, attention_mask, offsets)
+        if padded:
+            inputs["padded"] = True
+        batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=layout)
+        self.position_check.remember(batch["position_ids"], input_ids.shape[1], cu_seqlens)
+        if self.shifts_labels and predicts_first:
+            shifted = next_labels(labels, length)
+            inputs |= {"shift_labels": shard(shifted, self.mesh, layout=layout)}
+            inputs |= {"labels": inputs["shift_labels"], "num_items_in_batch": (shifted != -100).sum()}
+        elif self.shifts_labels:
+            has_label = (input_ids if labels is None else labels) != -100
+            # No token precedes the first one of a document.
+            first = on_device((0,) if cu_seqlens is None else cu_seqlens[:-1], has_label.device)
+            count = has_label.sum() - has_label[:, first].sum()
+            inputs |= {"shift_labels": batch["labels"], "num_items_in_batch": count}
+        else:
+            del batch["labels"]
+            if labels is not None:
+                local = shard(labels, self.mesh, layout=layout)
+                inputs |= {"labels": local, "num_items_in_batch": (labels != -100).sum()}
+        return batch | inputs
+
+
+def batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `ShardedModel.shard` from a batch and the arguments that were passed with it."""
+    if "input_ids" not in batch:
+        raise InputError("the batch has no input_ids", got=", ".join(map(shown, batch)) or "an empty batch")
+    if twice := [name for name, value in given.items() if value is not None and name in batch]:
+        raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
+    arguments, allowed = {**given, **batch}, ("input_ids", *given)
+    if (position_ids := arguments.pop("position_ids", None)) is not None:
+        documents = documents_of(position_ids)
+        remove_packing(arguments, documents)
+        check_mask(arguments["attention_mask"], documents)
+        is_packed = max(map(len, documents)) > 2
+        arguments["cu_seqlens"] = documents if is_packed else None
+        arguments["predicts_first"] = is_packed and arguments["labels"] is not None
+    if unknown := sorted(set(arguments) - {*allowed, "predicts_first"}):
+        what, got = "shard() cannot divide every tensor of this batch", ", ".join(map(shown, unknown))
+        next_step = "remove these tensors from the batch"
+        raise InputError(what, got=got, allowed=", ".join(allowed), next_step=next_step)
+    return arguments
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return int64 numbers ``[len(numbers)]`` on a device. The host does not wait for it."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
