@@ -152,6 +152,16 @@ def check_file(path: Path, option: str, *, sources: Iterable[str | Path | None] 
         raise InputError(f"{option} cannot be written", got=f"{str(path)!r}: {error.strerror}") from error
 
 
+def check_picture(path: Path, *, sources: Iterable[str | Path | None] = ()) -> None:
+    """Check the file of `--picture`. Raise `InputError` if its name does not end with .svg: pictures are SVG."""
+    if path.suffix.lower() != ".svg" and not (path.exists() and not path.is_file()):  # a pipe may have any name
+        next_step = "convert it to other formats with another program"
+        raise InputError(
+            "--picture writes SVG", got=str(path), allowed="a name that ends with .svg", next_step=next_step
+        )
+    check_file(path, "--picture", sources=sources)
+
+
 def check_files(files: Mapping[str, Path | None], *, sources: Iterable[str | Path | None] = ()) -> None:
     """Check the file of each option, and raise `InputError` if two options name the same one."""
     options: dict[Path, str] = {}

@@ -11,7 +11,7 @@ import typer
 from burst_portable.backends.selection import machines
 from burst_portable.cli import flags
 from burst_portable.cli.flags import flag, make_named_strategy, with_strategy_flags
-from burst_portable.cli.output import JsonName, JsonOption, check_file, console, on_stderr, writing
+from burst_portable.cli.output import JsonName, JsonOption, check_picture, console, on_stderr, writing
 from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_comparison
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, checked_ranks, plan_facts, verification_facts
 from burst_portable.config import from_environment
@@ -27,7 +27,8 @@ _DEFAULT_TFLOPS = 400.0
 _DEFAULT_BANDWIDTH = 100.0  # GB/s between ranks of a node
 _DEVICES_PER_NODE = 8  # usual largest number of devices of a server
 _PROGRESS_RANKS = 64  # up to this many ranks are verified too quickly for a progress bar
-_MIN, _MAX = 1e-6, 1e6  # TFLOP/s, GB/s and ranks: outside, predicted times may be infinite or nan
+_MIN, _MAX = 1e-6, 1e6  # TFLOP/s and GB/s: outside, predicted times may be infinite or nan
+_MOST = 1_000_000  # ranks of a node, and printed steps
 
 
 @with_strategy_flags
@@ -103,13 +104,8 @@ def plan(
     json_option = JsonOption(json_name, sources=(hardware_file,))
     if check_all and not check:
         raise InputError("--check-all and --no-check exclude each other")
-    _positive(
-        tflops=tflops,
-        intra_node_bandwidth=intra_node_bandwidth,
-        ranks_per_node=ranks_per_node,
-        show_steps=show_steps,
-        inter_node_bandwidth=inter_node_bandwidth,
-    )
+    _check_rates(tflops=tflops, intra_node_bandwidth=intra_node_bandwidth, inter_node_bandwidth=inter_node_bandwidth)
+    _check_counts(ranks_per_node=ranks_per_node, show_steps=show_steps)
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if ranks_per_node is not None and ranks > 0:
@@ -128,10 +124,10 @@ def plan(
             raise InputError(
                 "only a comparison has a picture", got=f"--strategy {strategy}", allowed=f"--strategy {ALL}"
             )
-        check_file(picture, "--picture", sources=(hardware_file,))
-    if compare and options:
-        got = ", ".join(f"{flag(name)} {value}" for name, value in options.items())
-        next_step = "name one strategy; auto takes --max-memory-mib"
+        check_picture(picture, sources=(hardware_file,))
+    if compare and (refused := {name: value for name, value in options.items() if name != "max_memory_mib"}):
+        got = ", ".join(f"{flag(name)} {value}" for name, value in refused.items())
+        next_step = "name one strategy; --strategy all takes --max-memory-mib"
         raise InputError("--strategy all excludes options of a strategy", got=got, next_step=next_step)
     name = "auto" if compare else strategy
     has_nodes = strategy_name(name) in known() and has_option(name, "ranks_per_node")
@@ -210,7 +206,13 @@ def _notes(hardware: HardwareSpec, ranks: int, *, uses_defaults: bool) -> list[s
     return [f"all links have the same bandwidth; --ranks-per-node {value} predicts {ranks:,} ranks on several nodes"]
 
 
-def _positive(**numbers: float | None) -> None:
+def _check_counts(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not 1 <= number <= _MOST:
+            raise InputError(f"{flag(name)} is out of range", got=number, allowed=f"an int from 1 to {_MOST:,}")
+
+
+def _check_rates(**numbers: float | None) -> None:
     for name, number in numbers.items():
         if number is not None and not _MIN <= number <= _MAX:  # the comparison is False for nan
             raise InputError(f"{flag(name)} is out of range", got=number, allowed=f"{_MIN:g} to {_MAX:g}")

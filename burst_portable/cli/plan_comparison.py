@@ -12,6 +12,7 @@ from rich.text import Text
 from burst_portable import __version__
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts, call_facts, hardware_facts, memory_facts, sampled_ranks
+from burst_portable.errors import UnsupportedError
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
@@ -36,7 +37,12 @@ def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Fa
         with collect_reason(strategy.name, label, unsupported):
             plan = candidate_plan(strategy, call)
             named = {"label": label, "title": strategy.title, "compared": label in candidates}
-            costs.append({**named, **_costs(plan, hardware, ranks)})
+            row = {**named, **_costs(plan, hardware, ranks)}
+            peak = max(row["passes"][name]["memory"]["peak"] for name in PASSES)
+            if auto.max_memory_mib is not None and peak > auto.max_memory_mib << 20:
+                limit = bytes_text(auto.max_memory_mib << 20)
+                raise UnsupportedError(f"it needs {bytes_text(peak)} per rank; the limit is {limit}")
+            costs.append(row)
     return {
         "schema": SCHEMA,
         "version": __version__,

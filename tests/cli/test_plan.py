@@ -413,3 +413,11 @@ def test_plan_rejects_bandwidths_without_finite_time(capsys, flag, speed):
     """Denormal values once gave infinite times and an efficiency of nan."""
     assert main(["plan", *TINY, "--ranks-per-node", "1", flag, speed]) == 2
     assert f"{flag} is out of range" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "given"), [("--ranks-per-node", "0"), ("--show-steps", "-1"), ("--show-steps", "1000001")]
+)
+def test_plan_rejects_counts_out_of_range(capsys, flag, given):
+    assert main(["plan", *TINY, flag, given]) == 2
+    assert f"{flag} is out of range; got {given}; allowed: an int from 1 to 1,000,000" in capsys.readouterr().err

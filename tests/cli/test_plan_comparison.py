@@ -95,6 +95,25 @@ def test_plan_all_rejects_options_of_one_strategy(capsys):
     assert "excludes options of a strategy; got --transfer direct" in capsys.readouterr().err
 
 
+def test_plan_all_refuses_what_exceeds_the_memory_limit(capsys):
+    every = {one["label"]: one for one in facts_of(capsys)["strategies"]}
+    peaks = {label: max(p["memory"]["peak"] for p in one["passes"].values()) for label, one in every.items()}
+    limit = (min(peaks.values()) + max(peaks.values())) // 2 >> 20
+    facts = facts_of(capsys, "--max-memory-mib", str(limit))
+    too_large = {label for label, peak in peaks.items() if peak > limit << 20}
+    assert {one["label"] for one in facts["strategies"]} == set(peaks) - too_large
+    assert too_large == set(facts["unsupported"]) - {"double_ring"}
+    for label in too_large:
+        assert facts["unsupported"][label].startswith("it needs ")
+        assert "; the limit is " in facts["unsupported"][label]
+
+
+def test_plan_refuses_picture_that_is_no_svg(capsys, tmp_path):
+    assert main([*CALL, "--picture", str(tmp_path / "a.png")]) == 2
+    assert "--picture writes SVG; got" in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()
+
+
 def test_plan_all_shows_memory_of_larger_pass(capsys):
     """Backward, a rank has q, k, v, out and dO in 16 bits, and dQ, dK, dV, LSE and delta in float32."""
     facts = facts_of(capsys)
