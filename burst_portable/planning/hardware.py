@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
-from math import log
+from math import isfinite, log
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -15,6 +15,7 @@ from burst_portable.errors import InputError, shown
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.plans import PassName
 from burst_portable.utils.files import read_json
+from burst_portable.utils.values import as_float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ Curve = tuple[tuple[Size, Rate], ...]
 """(bytes, GB/s) of messages back to back, smallest first; latencies are included."""
 
 
+_SPEEDS = ("tflops", "intra_node_bandwidth", "inter_node_bandwidth")
+_TIMES = ("message_latency", "launch_latency", "backward_launch_latency", "backward_tflops", "memory_bandwidth")
+"""Numbers that may be 0: latencies, and rates for which 0 means another value."""
 INTER_NODE_BANDWIDTH = 50.0
 """Default between nodes, in GB/s: a network card of 400 Gb/s for each rank."""
 
@@ -91,6 +95,9 @@ class HardwareSpec:
         inter_node_bandwidth: GB/s per rank in each direction between nodes.
         inter_node_source: "measured" if `inter_node_bandwidth` was measured between nodes of `ranks_per_node` ranks,
             "given" if the caller named it, empty if unknown.
+
+    Raises:
+        InputError: A speed is not above 0, another number is negative, or a number is not finite.
     """
 
     tflops: Rate
@@ -113,6 +120,14 @@ class HardwareSpec:
     ranks_per_node: SizeOrZero = 0
     inter_node_bandwidth: Rate = INTER_NODE_BANDWIDTH
     inter_node_source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in _SPEEDS + _TIMES:
+            number = as_float(value := getattr(self, name))
+            is_speed = name in _SPEEDS
+            if number is None or not isfinite(number) or number < 0 or (is_speed and number == 0):
+                allowed = "a finite number above 0" if is_speed else "a finite number of at least 0"
+                raise InputError(f"HardwareSpec: {name} cannot be used", got=shown(value), allowed=allowed)
 
     def with_nodes(self, ranks_per_node: int, inter_node_bandwidth: float | None = None) -> HardwareSpec:
         """Return the spec for nodes of `ranks_per_node` ranks (0: unchanged), with `inter_node_bandwidth` if given.

@@ -233,3 +233,23 @@ def test_hardware_spec_setting_names_a_file():
     for wrong in (None, 3, "a\0b", b"x"):
         with pytest.raises(InputError, match="hardware_spec must name a file"):
             Config(hardware_spec=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({"tflops": -1}, "above 0"),
+        ({"intra_node_bandwidth": 0.0}, "above 0"),
+        ({"inter_node_bandwidth": float("nan")}, "above 0"),
+        ({"tflops": float("inf")}, "above 0"),
+        ({"message_latency": -1e-6}, "of at least 0"),
+        ({"backward_tflops": -1}, "of at least 0"),
+        ({"memory_bandwidth": "fast"}, "of at least 0"),
+    ],
+)
+def test_hardware_spec_rejects_numbers_without_a_time(changes, allowed):
+    (name,) = changes
+    with pytest.raises(
+        InputError, match=f"HardwareSpec: {name} cannot be used; got .*allowed: a finite number {allowed}"
+    ):
+        HardwareSpec(**{"tflops": 1.0, "intra_node_bandwidth": 1.0, **changes})
