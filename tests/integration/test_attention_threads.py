@@ -54,6 +54,27 @@ def test_attention_threads_match_oracle_for_all_products(number):
                 attention_product.check(case)
 
 
+def test_product_resumes_where_it_ended(tmp_path, monkeypatch, capsys):
+    """The second call runs only the part that the file lacks; a wrong case is listed."""
+    cases = [Case("causal", "zigzag", "ring", 2), Case("full", "contiguous", "ring", 2)]
+    ran = []
+
+    def check(case):
+        ran.append(case)
+        assert case.mask == "causal", "planted"
+
+    monkeypatch.setattr(attention_product, "parts", lambda dropout=0.0, seed=0: [[case] for case in cases])
+    monkeypatch.setattr(attention_product, "check", check)
+    options = ["--resume", str(tmp_path / "parts.jsonl")]
+    assert attention_product.main([*options, "--seconds", "0"]) == 0
+    assert capsys.readouterr().out == "1 of 2 cases, 0 wrong\n"
+    assert attention_product.main(options) == 1
+    assert capsys.readouterr().out == f"2 of 2 cases, 1 wrong\n{cases[1].spec()}\n"
+    assert ran == cases
+    assert attention_product.main(options) == 1
+    assert ran == cases
+
+
 @pytest.mark.parametrize("wrong_ranks", [{1}, {0, 1}], ids=["one rank", "all ranks"])
 def test_check_of_product_detects_wrong_gradient(wrong_ranks):
     case = Case("causal", "zigzag", "ulysses", 2)
