@@ -431,7 +431,7 @@ def run_threads(
     Args:
         ranks: Number of ranks, at most 1024.
         work: Function that is called once per rank, with the rank's mesh.
-        timeout: Seconds until a waiting rank raises `CommunicationTimeoutError`.
+        timeout: Seconds until a waiting rank raises `CommunicationTimeoutError`. ``BURST_TIMEOUT`` does not change it.
         ranks_per_node: See `Mesh`.
         backend: See `Mesh`.
 
