@@ -119,8 +119,12 @@ def first_line(error: BaseException) -> str:
 
 
 def in_a_line(error: BaseException, most: int = 400) -> str:
-    """Return an error of other code in one line, with its type: the text of a KeyError is only a key."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+    """Return an error of other code in one line, with its type: the text of a KeyError is only a key.
+
+    A longer text ends with "..." after `most` characters.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str], page: str | None = None) -> UnknownNameError:

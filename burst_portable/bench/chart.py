@@ -1,6 +1,6 @@
 """Draw the rows of a benchmark as SVG: bars in groups by mask, one color per entry, a panel per pass.
 
-It is readable at half its width. A gap is an entry that did not support the mask; a wrong one has a cross.
+It is readable at half its width. A gap is an entry that did not support the mask or the heads; a wrong one has a cross.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _caption(settings: Row, rows: Sequence[Row]) -> list[str]:
         " and ".join(f"{one:,}" for one in sorted({row[name] for row in rows})) for name in ("seq_len", "ranks")
     )
     marks = "".join(
-        text for status, text in (("refused", " No bar: mask not supported."), ("wrong", " x: wrong or failed."))
+        text for status, text in (("refused", " No bar: not supported."), ("wrong", " x: wrong or failed."))
         if any(row["status"] == status or (status == "wrong" and row["status"] == "failed") for row in rows)
     )  # fmt: skip
     versions = {"burst-portable": settings["version"], **settings.get("versions", {})}

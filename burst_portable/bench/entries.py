@@ -355,6 +355,7 @@ class Benchmark:
                 ("forward", "backward"), zip(*seconds[i], strict=True), (1, 2.5), strict=True
             ):
                 row[f"{name}_seconds"] = median(values)
+                row[f"{name}_spread"] = (max(values) - min(values)) / median(values)
                 row[f"{name}_tflops"] = factor * flops / median(values) / 1e12
 
 

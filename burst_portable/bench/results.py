@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from burst_portable.errors import InputError, in_a_line
+from burst_portable.errors import InputError, in_a_line, shown
 from burst_portable.planning.plans import PASSES
 from burst_portable.utils.text import bytes_text
 
@@ -65,10 +65,22 @@ def _parsed(text: str) -> tuple[Row, list[Row]]:
         whole = {}
     if "settings" in whole:
         return whole["settings"], whole["rows"]
-    lines = [json.loads(line) for line in text.split("\n")[:-1] if line]
+    lines = [_parsed_line(number, line) for number, line in enumerate(text.split("\n")[:-1], 1) if line]
     if not lines:
         raise ValueError("no complete line")
     return lines[0], lines[1:]
+
+
+def _parsed_line(number: int, line: str) -> Row:
+    """Return the object of a line. Raise `ValueError` with the number of the line in its file."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        reason = str(error).partition(": line 1 column ")[0]
+        raise ValueError(f"line {number} is not JSON: {reason}: {shown(line)}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"line {number} is no object: {shown(line)}")
+    return row
 
 
 def check_appendable(path: Path) -> None:
@@ -142,10 +154,22 @@ def differences(before: tuple[Row, Sequence[Row]], after: tuple[Row, Sequence[Ro
     return found
 
 
+NOISE = " ~"
+"""Mark of a difference within the spread of repeats."""
+
+
+def _ratio(before: Row, after: Row, name: str) -> str:
+    """Return the speed of a pass over that of before, and `NOISE` if the repeats of a row differ by as much."""
+    ratio = before[f"{name}_seconds"] / after[f"{name}_seconds"]
+    spread = max(row.get(f"{name}_spread") or 0.0 for row in (before, after))
+    return f"{ratio:.3f}{NOISE if 0 < abs(ratio - 1) <= spread else ''}"
+
+
 def compare(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return (row, forward, backward) of rows in both files: speed of `after` over `before`, or both statuses.
 
-    A row of `auto` names the strategy that it ran in `after`, and that of `before` if it is another one.
+    A row of `auto` names the strategy that it ran in `after`, and that of `before` if it is another one. `NOISE`
+    follows a speed if it is within the spread of the repeats of one of the two rows, which old files lack.
     """
     old, found = {row_key(row): row for row in before}, []
     for new in after:
@@ -155,8 +179,7 @@ def compare(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[str, ...]
         if entry_text(one) != entry_text(new):
             label += f" (before: {entry_text(one)})"
         if one["status"] == new["status"] == "ok":
-            ratios = (one[f"{name}_seconds"] / new[f"{name}_seconds"] for name in PASSES)
-            found.append((label, *(f"{ratio:.3f}" for ratio in ratios)))
+            found.append((label, *(_ratio(one, new, name) for name in PASSES)))
         else:
             found.append((label, one["status"], new["status"]))
     return found

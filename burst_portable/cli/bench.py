@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +18,7 @@ from burst_portable.bench.masks import MASKS, named_mask
 from burst_portable.bench.names import PEERS, available_peers, versions
 from burst_portable.bench.results import (
     COLUMNS,
+    NOISE,
     SCHEMA,
     Row,
     append_rows,
@@ -28,31 +31,33 @@ from burst_portable.bench.results import (
     row_key,
 )
 from burst_portable.bench.results import compare as compare_rows
-from burst_portable.cli import flags
+from burst_portable.cli import PROGRAM, flags
 from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, tokens
 from burst_portable.cli.output import (
     JsonName,
     JsonOption,
-    check_file,
     check_files,
+    check_picture,
     console,
     labelled,
     on_stderr,
     table,
     writing,
 )
+from burst_portable.cli.process import Ended
 from burst_portable.config import LauncherEnv, read_launcher_env
-from burst_portable.errors import InputError, format_error, shown, unknown_name
+from burst_portable.errors import InputError, LayoutError, format_error, shown, unknown_name
 from burst_portable.layout import NAMES, OF_DOCUMENTS
+from burst_portable.planning.plans import PASSES
 from burst_portable.strategies.planner import call_of_sizes
 from burst_portable.strategies.registry import known, make_strategy, strategy_name
 from burst_portable.utils.text import split_list
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PACKAGES = ("torch", "triton", "ring-flash-attn", "yunchang", "magi-attention", "flash-attn-4")
+_LONGEST = 1 << 24  # tokens
 _QUICK = ("full", "causal", "causal_document")
 _WIDTH_OF_NUMBERS = 8  # so that headers wrap, and names of strategies do not
-_LAYOUTS = tuple(name for name in NAMES if name not in OF_DOCUMENTS)  # those that serve every mask
 
 
 def _lengths(text: str) -> str:
@@ -103,7 +108,9 @@ def bench(
         int | None, typer.Option(help="K/V heads. Default: 8; 2 on CPUs; all if only --heads is given.")
     ] = None,
     head_dim: Annotated[int | None, typer.Option(help="Elements per head. Default: 128; 32 on CPUs.")] = None,
-    layout: Annotated[str, typer.Option(help=f"{', '.join(_LAYOUTS)}.")] = "zigzag",
+    layout: Annotated[
+        str, typer.Option(help=f"{', '.join(NAMES)}; {' and '.join(OF_DOCUMENTS)} take masks of documents only.")
+    ] = "zigzag",
     seq_len: Annotated[
         str | None,
         typer.Option(
@@ -140,8 +147,8 @@ def bench(
     if words:
         options = {"--json": json_name, "--markdown": markdown_file, "--picture": picture, "--resume": resume}
         return _of_files(words, {name: value for name, value in options.items() if value is not None})
-    if layout not in _LAYOUTS:
-        raise unknown_name("layout", layout, _LAYOUTS)
+    if layout not in NAMES:
+        raise unknown_name("layout", layout, NAMES)
     if dtype is not None and dtype not in _DTYPES:
         raise unknown_name("dtype", dtype, _DTYPES)
     from burst_portable.backends.selection import kernels_of
@@ -153,6 +160,8 @@ def bench(
     with add_rank_to_errors(launcher):
         json_option = JsonOption(json_name, writes=is_first, sources=[resume])
         if is_first:
+            if picture is not None:
+                check_picture(picture, sources=[resume])
             check_files({"--markdown": markdown_file, "--picture": picture}, sources=[resume])
         sizes_of_mesh = _numbers_of_ranks(ranks, launcher)
         chosen, _ = flags.choose_backend(backend, 1 if launcher else max(sizes_of_mesh, default=1))
@@ -166,6 +175,9 @@ def bench(
         if on_cpu and launcher is None:
             check_processes(max(sizes_of_mesh))
         lengths = [tokens(one) for one in seq_len.split(",")] if seq_len else []
+        if lengths and max(lengths) > _LONGEST:
+            allowed = f"at most {_LONGEST:,} tokens, because every rank compares with the unsharded tensors"
+            raise InputError("a sequence is too long", got=f"--seq-len {seq_len}", allowed=allowed)
         if lengths and min(lengths) < max(sizes_of_mesh):
             allowed = f"at least {max(sizes_of_mesh)} tokens"
             raise InputError("a sequence is too short", got=f"--seq-len {seq_len}", allowed=allowed)
@@ -211,9 +223,15 @@ def bench(
                     with writing(resume):
                         append_rows(resume, settings, found)
 
-            for job in jobs:
-                if job.work:
-                    bench_local(job, on_rows) if launcher is None else bench_rank(job, launcher, on_rows)
+            try:
+                for job in jobs:
+                    if job.work:
+                        bench_local(job, on_rows) if launcher is None else bench_rank(job, launcher, on_rows)
+            except (Ended, KeyboardInterrupt):
+                bar.stop()
+                if is_first:
+                    _print_error(_interrupted(rows, resume))
+                raise
     if is_first:
         made = table(*COLUMNS, left=("kernel", "strategy"))
         for column in made.columns[COLUMNS.index("strategy") + 1 :]:
@@ -231,7 +249,27 @@ def bench(
         if picture is not None:
             with writing(picture):
                 picture.write_text(draw(settings, rows), encoding="utf-8")
-    return int(any(row["status"] == "wrong" for row in rows if row["entry"] not in PEERS))
+    if rows and all(row["status"] != "ok" for row in rows):
+        if is_first:
+            _print_error(f"no entry was measured: {len(rows)} refused, wrong or failed, for the reasons above")
+        return 1
+    return int(any(row["status"] in ("wrong", "failed") for row in rows if row["entry"] not in PEERS))
+
+
+def _interrupted(rows: Sequence[Row], resume: Path | None) -> str:
+    """Return what an interrupted command keeps, and how it goes on."""
+    words = sys.argv[1:]
+    command = shlex.join([PROGRAM, *words]) if words[:1] == ["bench"] else "the same command"
+    if resume is None:
+        return (
+            f"interrupted; {len(rows)} rows are lost; with --resume FILE, rows are kept: {command} --resume rows.jsonl"
+        )
+    return f"interrupted; {resume} keeps {len(rows)} rows; to go on: {command}"
+
+
+def _print_error(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"{PROGRAM}: {text}", file=sys.stderr)
 
 
 def _numbers_of_ranks(text: str | None, launcher: LauncherEnv | None) -> list[int]:
@@ -276,6 +314,10 @@ def _mask_names(text: str | None, own: Sequence[str], *, quick: bool) -> list[st
     names = [] if text is None and own else list(MASKS) if text in (None, "all") else str(text).split(",")
     for one in names:
         if one not in MASKS:
+            if ":" in one:
+                got, allowed = f"--masks {text}", ", ".join(MASKS)
+                next_step = f"pass short forms with --mask, once for each: --mask {one}"
+                raise InputError("--masks takes names of masks", got=got, allowed=allowed, next_step=next_step)
             raise unknown_name("mask", one, MASKS)
     if quick and text in (None, "all"):
         names = list(_QUICK) if names else []
@@ -287,7 +329,12 @@ def _check_sizes(masks: Sequence[str], lengths: Sequence[int], ranks: int, setti
     heads, kv_heads, head_dim, layout = (setting[name] for name in ("heads", "kv_heads", "head_dim", "layout"))
     for name in masks:
         for length in lengths:
-            call_of_sizes(length, ranks, heads, kv_heads, head_dim, None, named_mask(name, length), layout, 1, 4)
+            mask = named_mask(name, length)
+            try:
+                call_of_sizes(length, ranks, heads, kv_heads, head_dim, None, mask, layout, 1, 4)
+            except LayoutError as error:
+                next_step = "name masks of documents: --masks causal_document, or --mask documents:0,END,END"
+                raise LayoutError(f"the mask {name}: {error}", next_step=next_step) from error
 
 
 def _resumed(path: Path | None, settings: Row) -> list[Row]:
@@ -319,7 +366,7 @@ def _of_files(words: list[str], options: dict[str, Any]) -> int:
     if option not in options:
         raise InputError("bench draw has no file to write", allowed="--picture FILE.svg")
     settings, rows = read_rows(Path(names[0]))
-    check_file(options[option], option, sources=names)
+    check_picture(options[option], sources=names)
     with writing(options[option]):
         options[option].write_text(draw(settings, rows), encoding="utf-8")
     return 0
@@ -337,8 +384,16 @@ def _compare(before: Path, after: Path, json_option: JsonOption) -> int:
         made.add_row(*line)
     output = console(stderr=json_option.stdout)
     output.print(made)
+    if noisy := sum(value.endswith(NOISE) for line in lines for value in line[1:]):
+        output.print(
+            labelled("warning", f"{noisy} marked{NOISE} are within the spread of repeats: no difference shown")
+        )
     for note in notes:
         output.print(labelled("differs", note))
-    rows = [dict(zip(("row", "forward", "backward"), line, strict=True)) for line in lines]
+    rows: list[Row] = []
+    for label, *values in lines:
+        named = dict(zip(PASSES, values, strict=True))
+        plain: Row = {name: value.removesuffix(NOISE) for name, value in named.items()}
+        rows.append({"row": label, **plain, "within_spread": [name for name in PASSES if named[name] != plain[name]]})
     json_option.write({"rows": rows, "differences": notes})
     return 0

@@ -37,7 +37,7 @@ def test_draw_has_proportional_bars_and_none_for_wrong_entries():
     assert ">usp</text>" not in image
     assert "2 ranks on a &amp; b; 64 tokens, 4 query and 2 K/V heads, head size 8, float32; zigzag layout" in image
     assert "burst-portable 1; torch 9" in image
-    assert "No bar: mask not supported. x: wrong or failed." in image
+    assert "No bar: not supported. x: wrong or failed." in image
 
 
 def test_picture_of_docs_has_numbers_of_its_file(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from burst_portable.bench.masks import MASKS
 from burst_portable.bench.peers import Peer
 from burst_portable.bench.results import SCHEMA, append_rows, compare, markdown, read_rows
 from burst_portable.cli import main
+from burst_portable.cli.process import Ended
 from burst_portable.conformance import oracle as dense
 from burst_portable.errors import InputError
 from burst_portable.layout import make_layout
@@ -223,6 +225,33 @@ def test_compare_reports_ratios_and_statuses():
     assert compare([old], [{**row, "status": "wrong"}]) == [("full, 8 tokens, 2 ranks, auto, ring", "ok", "wrong")]
 
 
+def test_compare_marks_differences_within_the_spread(tmp_path, capsys):
+    row = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
+    old = {**row, "forward_seconds": 2.0, "backward_seconds": 3.0, "forward_spread": 0.02, "backward_spread": 0.02}
+    new = {**row, "forward_seconds": 2.1, "backward_seconds": 3.1, "forward_spread": 0.01, "backward_spread": 0.05}
+    assert compare([old], [new])[0][1:] == ("0.952", "0.968 ~")
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, one in zip(files, (old, new), strict=True):
+        write_json(file, [one])
+    assert main(["bench", "compare", *map(str, files), "--json", str(tmp_path / "c.json")]) == 0
+    assert "1 marked ~ are within the spread of repeats" in capsys.readouterr().out
+    (found,) = json.loads((tmp_path / "c.json").read_text())["rows"]
+    assert (found["forward"], found["backward"], found["within_spread"]) == ("0.952", "0.968", ["backward"])
+
+
+def test_read_rows_names_the_damaged_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
+    append_rows(path, {"schema": SCHEMA}, [row, row])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], '{"mask": fu', lines[2], ""]))
+    with pytest.raises(InputError, match=r"line 3 is not JSON: Expecting value: '\{\"mask\": fu'"):
+        read_rows(path)
+    path.write_text("\n".join([lines[0], "[1]", ""]))
+    with pytest.raises(InputError, match=r"line 2 is no object: '\[1\]'"):
+        read_rows(path)
+
+
 def test_read_rows_rejects_other_version(tmp_path):
     path = tmp_path / "rows.jsonl"
     append_rows(path, {"schema": "burst_portable.bench/2"}, [])
@@ -243,7 +272,56 @@ def test_layout_of_any_mask_is_used_and_others_are_refused(capsys):
         assert ring["status"] == dispatch["status"] == "ok"
         assert dispatch["forward_sent_bytes"] <= ring["forward_sent_bytes"]
     assert main(["bench", "--layout", "whole_documents"]) == 2
-    assert "unknown layout; got 'whole_documents'; allowed: contiguous, dispatched, striped" in capsys.readouterr().err
+    assert "the mask block_causal: the layout 'whole_documents' needs a mask of documents" in capsys.readouterr().err
+
+
+def test_bench_takes_layouts_of_documents_with_their_masks(tmp_path, monkeypatch):
+    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", own_threads)
+    arguments = ["bench", "--strategies", "ring", "--seq-len", "64", "--masks", "causal_document,sliding_document"]
+    file = tmp_path / "a.json"
+    assert main([*arguments, "--layout", "whole_documents", "--json", str(file)]) == 0
+    settings, rows = read_rows(file)
+    assert settings["layout"] == "whole_documents"
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+
+
+def test_bench_without_any_measured_entry_returns_1(capsys, monkeypatch):
+    """Three ranks cannot divide four heads."""
+    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", local_threads)
+    arguments = ["bench", "--ranks", "3", "--seq-len", "64", "--masks", "causal", "--strategies"]
+    assert main([*arguments, "ulysses"]) == 1
+    assert capsys.readouterr().err == (
+        "burst-portable: no entry was measured: 1 refused, wrong or failed, for the reasons above\n"
+    )
+    assert main([*arguments, "ring,ulysses"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_interrupted_bench_tells_how_it_goes_on(tmp_path, capsys, monkeypatch, kept):
+    def interrupted(job, on_rows):
+        on_rows([{"mask": "full", "entry": "ring"}] * 2)
+        raise Ended(signal.SIGINT)
+
+    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", interrupted)
+    file = tmp_path / "my rows.jsonl"
+    words = ["bench", "--strategies", "ring", *(["--resume", str(file)] if kept else [])]
+    monkeypatch.setattr("sys.argv", ["burst-portable", *words])
+    assert main() == 130
+    command = "burst-portable bench --strategies ring"
+    told = f"interrupted; {file} keeps 2 rows; to go on: {command} --resume '{file}'"
+    lost = f"interrupted; 2 rows are lost; with --resume FILE, rows are kept: {command} --resume rows.jsonl"
+    assert capsys.readouterr().err == f"burst-portable: {told if kept else lost}\n"
+
+
+def test_bench_rejects_short_forms_among_names_of_masks(capsys):
+    assert main(["bench", "--masks", "full,window:5"]) == 2
+    assert "pass short forms with --mask, once for each: --mask window:5" in capsys.readouterr().err
+
+
+def test_bench_rejects_sequences_that_no_rank_can_hold(capsys):
+    assert main(["bench", "--seq-len", "64,17m"]) == 2
+    assert "a sequence is too long; got --seq-len 64,17m; allowed: at most 16,777,216 tokens" in capsys.readouterr().err
 
 
 def test_markdown_groups_reasons_by_entry():
