@@ -360,6 +360,14 @@ def test_plan_names_package_of_broken_strategy_in_a_line(package, capsys, target
     assert f"the strategy 'theirs' (from their_strategies:{target}) is broken; got {error}" in err
 
 
+@pytest.mark.slow
+def test_run_names_package_of_broken_strategy_in_a_line(package, capsys):
+    package({"theirs": "their_strategies:Faulty"})
+    assert main(["run", "--ranks", "2", "--steps", "1", "--strategy", "theirs"]) == 2
+    (line,) = (one for one in capsys.readouterr().err.splitlines() if "theirs" in one)
+    assert "the strategy 'theirs' (from their_strategies:Faulty) is broken; got KeyError: 'axis'" in line
+
+
 def test_strategy_flag_with_reserved_name_is_skipped(package, capsys):
     package({"theirs": "their_strategies:TakenFlag"})
     assert "batch" not in strategy_flags()
