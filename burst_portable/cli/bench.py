@@ -366,6 +366,8 @@ def _of_files(words: list[str], options: dict[str, Any]) -> int:
     if option not in options:
         raise InputError("bench draw has no file to write", allowed="--picture FILE.svg")
     settings, rows = read_rows(Path(names[0]))
+    if not rows:
+        raise InputError(f"{names[0]} has no rows to draw", next_step="name a file with rows of `bench`")
     check_picture(options[option], sources=names)
     with writing(options[option]):
         options[option].write_text(draw(settings, rows), encoding="utf-8")

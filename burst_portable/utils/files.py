@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from burst_portable.errors import InputError, shown
 
 _GZIP = b"\x1f\x8b"
+_LONGEST_REASON = 300  # characters
 ParseFloat = Callable[[str], Any]
 
 
@@ -74,7 +75,8 @@ def _describe(error: Exception) -> str:
         return error.strerror or str(error)  # without the path, which the message contains
     if isinstance(error, UnicodeDecodeError):
         return "bytes that are not text"
-    text = " ".join(str(error).split())[:300]
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
     return f"not JSON: {text}" if isinstance(error, json.JSONDecodeError) else text
 
 

@@ -63,6 +63,14 @@ def test_bench_refuses_wrong_words_in_a_line(words, error, capsys, monkeypatch):
     assert error in capsys.readouterr().err
 
 
+def test_bench_draw_refuses_file_without_rows(tmp_path, capsys):
+    made = json.loads(MEASURED.read_text())
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(made | {"rows": []}))
+    assert main(["bench", "draw", str(file), "--picture", str(tmp_path / "x.svg")]) == 2
+    assert f"{file} has no rows to draw" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("speed", [-3.0, 0, "fast", float("nan")])
 def test_bench_draw_refuses_speed_that_is_no_positive_number(speed, tmp_path, capsys):
     made = json.loads(MEASURED.read_text())
