@@ -7,6 +7,7 @@ torchrun --nproc-per-node 1 examples/train_with_megatron.py
 torchrun --nproc-per-node 2 examples/train_with_megatron.py
 """
 
+import inspect
 import pydoc_data.topics
 import warnings
 
@@ -25,6 +26,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
 from burst_portable.integrations.megatron import replace_attention  # noqa: E402
 
 TOKENS = 256
+IS_NEW = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters  # of Megatron-core 0.19
+OPTIONS = {"is_hybrid_cp": False} if IS_NEW else {}
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -58,7 +61,7 @@ def main() -> None:
     losses = []
     for batch in batches():
         count = batch["labels"].numel()
-        part = get_batch_on_this_cp_rank(batch)
+        part = get_batch_on_this_cp_rank(batch, **OPTIONS)
         loss = model(part["tokens"], part["position_ids"], None, labels=part["labels"]).sum() / count
         loss.backward()
         for p in model.parameters():

@@ -21,7 +21,7 @@ from burst_portable.layout import make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
 from burst_portable.mesh import Mesh, as_mesh
 
-with importing("megatron", "megatron-core>=0.16,<0.17"):
+with importing("megatron", "megatron-core>=0.16,<0.20"):
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -33,7 +33,7 @@ with importing("megatron", "megatron-core>=0.16,<0.17"):
 
 _PACKED = {AttnMaskType.padding: AttnMaskType.no_mask, AttnMaskType.padding_causal: AttnMaskType.causal}
 _FP8 = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-_REJECTED = ("batch_invariant_mode", "log_max_attention_logit", "qk_clip", *_FP8)
+_REJECTED = ("batch_invariant_mode", "hybrid_context_parallel", "log_max_attention_logit", "qk_clip", *_FP8)
 
 
 def replace_attention(spec: Any, *, strategy: str = "auto", kernel: str = "auto") -> Any:
@@ -94,7 +94,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron's names a
         strategy: str = "auto",
         kernel: str = "auto",
     ) -> None:
-        check_version("megatron-core", "0.16", "0.17")
+        check_version("megatron-core", "0.16", "0.20")
         super().__init__(config=config)
         rejected = [name for name in _REJECTED if getattr(config, name)]
         if config.fine_grained_activation_offloading and "core_attn" in config.offload_modules:

@@ -256,6 +256,7 @@ def test_attention_rejects_tokens_that_are_not_two_chunks(module: Any):
         *(({name: True}, f"without an equivalent; got {name}") for name in ("qk_clip", "log_max_attention_logit")),
         *(({f"fp8_{name}_attention": True}, f"got fp8_{name}_") for name in ("dot_product", "multi_head")),
         ({"batch_invariant_mode": True}, "got batch_invariant_mode"),
+        ({"hybrid_context_parallel": True}, "got hybrid_context_parallel"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "offload_modules=core_attn"),
     ],
 )
@@ -269,8 +270,8 @@ def test_attention_rejects_other_ranks_and_types(module: Any, monkeypatch: pytes
         layer(module, groups=SimpleNamespace(tp=None, cp=bp.Mesh.single()), context_parallel_size=2)
     with pytest.raises(UnsupportedError, match="got attention_type='cross'"):
         module.CoreAttention(TransformerConfig(), 1, AttnMaskType.causal, "cross", pg_collection=ALONE)
-    monkeypatch.setattr("burst_portable.integrations.versions.version", lambda package: "0.17.0")
-    with pytest.raises(UnsupportedError, match=r"unsupported version of megatron-core; got 0\.17\.0; allowed: >=0\.16"):
+    monkeypatch.setattr("burst_portable.integrations.versions.version", lambda package: "0.20.0")
+    with pytest.raises(UnsupportedError, match=r"unsupported version of megatron-core; got 0\.20\.0; allowed: >=0\.16"):
         layer(module)
 
 

@@ -25,7 +25,7 @@ INSTALLS = {
     "lightning": ("lightning", "burst-portable[lightning]"),
     "torchtitan": ("torchtitan", "burst-portable[torchtitan]"),
     "deepspeed": ("deepspeed", "deepspeed>=0.19,<0.20"),
-    "megatron": ("megatron", "megatron-core>=0.16,<0.17"),
+    "megatron": ("megatron", "megatron-core>=0.16,<0.20"),
     "axolotl": ("axolotl", "axolotl>=0.19,<0.22"),
 }
 """The package that each integration needs, and what to install."""

@@ -43,6 +43,8 @@ from tests.support import stand_in_megatron
 from tests.support.forked import run_forked
 from tests.support.stand_in_megatron import dense_attention, thd_get_partitioned_indices
 
+IS_NEW = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters  # of Megatron-core 0.19
+OPTIONS: dict[str, Any] = {"is_hybrid_cp": False} if IS_NEW else {}
 RANKS, TOKENS, VOCABULARY = 2, 32, 64
 REAL, PADDED = [0, 10, 28], [0, 12, 32]
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
@@ -129,7 +131,7 @@ def results(name: str, ranks: int, *, dense: bool = False) -> dict[str, Tensor]:
             index = thd_get_partitioned_indices(PADDED, TOKENS, ranks, dist.get_rank())
             part = {key: x.index_select(1, index) for key, x in part.items()}
     else:
-        part = get_batch_on_this_cp_rank(batch()) if ranks > 1 else batch()
+        part = get_batch_on_this_cp_rank(batch(), **OPTIONS) if ranks > 1 else batch()
     torch.manual_seed(13)
     rows = model(part["tokens"], part["position_ids"], None, labels=part["labels"], packed_seq_params=packed)
     loss = (rows * part["loss_mask"]).sum()
@@ -169,7 +171,7 @@ def check_stand_ins() -> None:
         assert set(names(builder)) <= set(names(CoreAttention.__init__))
     assert names(CoreAttention.forward) == names(DotProductAttention.forward)
     alone = stand_in_megatron.get_batch_on_this_cp_rank(batch(), RANKS, dist.get_rank())
-    for name, x in get_batch_on_this_cp_rank(batch()).items():
+    for name, x in get_batch_on_this_cp_rank(batch(), **OPTIONS).items():
         assert torch.equal(x, alone[name])
 
 

@@ -36,6 +36,7 @@ class TransformerConfig:
     fine_grained_activation_offloading: bool = False
     fp8_dot_product_attention: bool = False
     fp8_multi_head_attention: bool = False
+    hybrid_context_parallel: bool = False
     init_method: Callable[[Tensor], Tensor] | None = None
     log_max_attention_logit: bool = False
     num_attention_heads: int = 0
