@@ -87,7 +87,7 @@ def inputs(batch, length, heads, kv_heads, dim, dtype=torch.bfloat16, value_dim=
     return tuple(randn(batch, length, *size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
 
 
-@pytest.mark.parametrize(("mask", "dim"), [(mask, 64) for mask in MASKS] + every_second(MASKS, [128]))
+@pytest.mark.parametrize(("mask", "dim"), every_second(MASKS, [64, 128]))
 def test_emulated_masks(mask, dim, machine):
     compare(*inputs(1, 301, 1, 1, dim), tiles_of(mask, 301))
 
@@ -128,7 +128,7 @@ def test_emulated_groups_and_dtypes_of_other_head_sizes(dim, value_dim, machine)
     compare_merged_rows(dim, "cpu", value_dim)
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 96), full(192, 128), (256, 256)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), full(96, 96), full(192, 128), (256, 256)])
 def test_emulated_softcap(dim, value_dim, machine):
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v = inputs(1, 150, 2, 1, dim, dtype, value_dim)
@@ -235,7 +235,7 @@ ORDERED_BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", ORDERED_BUGS)
+@pytest.mark.parametrize("bug", [full(bug) if i else bug for i, bug in enumerate(ORDERED_BUGS)])
 def test_emulation_finds_bug_of_ordered_gradients(bug, tmp_path, machine, monkeypatch):
     divide_ordered_long_blocks(monkeypatch)
     use_planted(*ORDERED_BUGS[bug], tmp_path, monkeypatch)
@@ -258,7 +258,7 @@ def test_emulated_large_heads_divided_by_query_head(single_call, machine, monkey
         assert all(gap(x - 0.25, y - 0.25) < 1e-2 for x, y in zip(made, exact, strict=True))
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [full(mask) if i % 2 else mask for i, mask in enumerate(MASKS)])
 def test_emulated_masks_in_tall_blocks(mask, machine, monkeypatch):
     use_tall_blocks(monkeypatch)
     compare_forward(*inputs(1, 301, 2, 1, 64), tiles_of(mask, 301))
@@ -285,7 +285,7 @@ def test_emulated_longer_masks(mask, dim, machine):
         pytest.param(
             order,
             dim,
-            marks=[] if (name, dim) in {("late", 128), ("mixed", 64)} else pytest.mark.full,
+            marks=[] if (name, dim) == ("mixed", 64) else pytest.mark.full,
             id=f"{name}-{dim}",
         )
         for name, order in zip(("late", "mixed", "early"), ORDERS, strict=True)
@@ -302,7 +302,7 @@ def test_emulated_head_groups_and_dtypes(dim, machine):
         compare(*inputs(2, length, heads[0], heads[1], dim, dtype), tiles_of("causal", length))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, full(128)])
 def test_emulated_different_query_and_key_lengths(dim, machine):
     q, (k, v, _) = randn(1, 233, 2, dim), inputs(1, 511, 1, 1, dim)
     compare(q, k, v, Tiles([Tile(5, 200, 17, 500, -2000, 2000)]))
@@ -326,7 +326,7 @@ def test_emulated_smallest_scale(dtype, machine):
         assert gap(found.double() / times, right / times) < TOLERANCE[dtype][2]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, full(128)])
 def test_emulated_long_boxes_start_at_different_blocks(dim, machine, monkeypatch):
     use_small_l2(monkeypatch)
     q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
@@ -337,7 +337,9 @@ def test_emulated_long_boxes_start_at_different_blocks(dim, machine, monkeypatch
 @pytest.mark.parametrize(
     ("machine", "room", "programs"),
     [
-        pytest.param(order, room, programs, marks=[] if i == j else pytest.mark.full, id=f"{name}-{room}-{programs}")
+        pytest.param(
+            order, room, programs, marks=[] if i == j == 1 else pytest.mark.full, id=f"{name}-{room}-{programs}"
+        )
         for i, (name, order) in enumerate(zip(("late", "mixed", "early"), ORDERS, strict=True))
         for j, (room, programs) in enumerate([(1, 15), (3, 8), (1 << 20, 3)])
     ],
@@ -352,7 +354,7 @@ def test_emulated_yielding_programs(room, programs, machine, monkeypatch):
     compare_yielding(q, k, v, tiles)
 
 
-@pytest.mark.parametrize("dim", [full(64), 128])
+@pytest.mark.parametrize("dim", [64, full(128)])
 def test_emulated_inputs_without_tma_alignment(dim, machine):
     compare_unaligned(*inputs(2, 129, 2, 1, dim), randn(2, 129, 2, dim, seed=7), tiles_of("causal", 129))
 
@@ -379,7 +381,7 @@ def test_emulated_state_is_merged_in_place(dim, machine):
 
 @pytest.mark.parametrize(
     ("mask", "dim"),
-    [("documents:0,90,690,770", 64), full("documents:0,90,690,770", 128), ("full_documents:0,77,647,770", 128)],
+    [("documents:0,90,690,770", 64), full("documents:0,90,690,770", 128), full("full_documents:0,77,647,770", 128)],
 )
 def test_emulated_documents_at_block_boundaries(mask, dim, machine):
     """A partial block writes neither results nor state in the rows of the next document."""
@@ -393,7 +395,7 @@ def test_emulated_documents_at_block_boundaries(mask, dim, machine):
 
 
 @pytest.mark.parametrize(
-    ("mask", "dim"), [("causal", 64), full("causal", 128), ("documents:0,100,357,600", 128), ("sink:4:150", 64)]
+    ("mask", "dim"), [("causal", 64), full("causal", 128), full("documents:0,100,357,600", 128), full("sink:4:150", 64)]
 )
 def test_emulated_backward_one_program_per_kv_head(mask, dim, machine, monkeypatch):
     """Uses the blocks of a call with many programs. With few programs, these blocks would delay the last program."""
@@ -419,12 +421,12 @@ def test_emulated_sink_gradients_in_second_launch(dim, machine, monkeypatch):
     compare_whole(*second_launch_inputs(monkeypatch, 1, 1, 1, dim, tiles_of("sink:5:60", 1030), (0, 5)))
 
 
-@pytest.mark.parametrize("dim", [full(64), 128])
+@pytest.mark.parametrize("dim", [64, full(128)])
 def test_emulated_sink_gradients_with_few_kv_heads(dim, machine, monkeypatch):
     compare_whole(*second_launch_inputs(monkeypatch, 2, 2, 1, dim, tiles_of("sink:5:30", 1030), (0, 5)))
 
 
-@pytest.mark.parametrize(("first", "last", "apart"), [(300, 310, (256, 310)), (1025, 1029, (1024, 1030))])
+@pytest.mark.parametrize(("first", "last", "apart"), [(300, 310, (256, 310)), full(1025, 1029, (1024, 1030))])
 def test_emulated_gradients_of_keys_seen_by_all_queries(first, last, apart, machine, monkeypatch):
     compare_backward(*second_launch_inputs(monkeypatch, 1, 1, 1, 128, tiles_with_long_block(first, last), apart))
 
@@ -580,8 +582,15 @@ SPLIT_BUGS = {
     "columns of the second panel over the first": ("out_ss, out_sh, OA, OD, STORE)", "out_ss, out_sh, 0, OD, STORE)"),
 }  # fmt: skip
 
+# These take the most orders of events to show, and the emulator's checks that find them find other bugs too.
+SLOW_BUGS = {
+    "values are free before dP has read them", "dO is not waited for", "own rows are not waited for",
+    "stored without a fence", "the end does not wait for what it stores",
+    "rows of the next document are written as well",
+}  # fmt: skip
 
-@pytest.mark.parametrize("bug", SPLIT_BUGS)
+
+@pytest.mark.parametrize("bug", [full(bug) if bug in SLOW_BUGS else bug for bug in SPLIT_BUGS])
 def test_emulation_finds_bug_of_split_backward(bug, tmp_path, monkeypatch):
     module = plant(hopper_split_backward, SPLIT_BUGS[bug], tmp_path)
     q, k, v = inputs(1, 770, 1, 1, 256)
