@@ -65,8 +65,9 @@ def test_compiled_self_attention_equals_eager(backend: str):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.full
 def test_compiled_self_attention_has_one_graph_for_lengths():
-    """Uses its own and given positions, and a mask of any name."""
+    """Uses its own and given positions, and a mask of any name. tests/runtime/test_graph_ops.py counts graphs too."""
     counter = CompileCounterWithBackend("aot_eager")
     module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single(), mask=bp.Mask.window(5))
     call = torch.compile(module, backend=counter, fullgraph=True)
@@ -78,7 +79,9 @@ def test_compiled_self_attention_has_one_graph_for_lengths():
     torch.testing.assert_close(call(x, position_ids=where), module(x, position_ids=where), rtol=0, atol=0)
 
 
+# By default, the errors of attention on ranks: tests/runtime/test_graph_ops.py.
 @on_threads
+@pytest.mark.full
 def test_compiled_self_attention_raises_same_errors():
     def work(mesh: bp.Mesh) -> None:
         call = torch.compile(SelfAttention(16, 4, mesh=mesh), backend="aot_eager", fullgraph=True)
