@@ -29,10 +29,11 @@ def run(environment, *arguments, **options):
     return run_program(*arguments, environment=environment, **options)
 
 
+# The tests of the package select further groups.
 @pytest.mark.slow
-def test_conform_finds_backend_package(environment, tmp_path, forked_python):
+@pytest.mark.parametrize("groups", ["claims,attention", pytest.param("kernels", marks=pytest.mark.full)])
+def test_conform_finds_backend_package(groups, environment, tmp_path, forked_python):
     report = tmp_path / "report.json"
-    groups = "claims,kernels,attention"  # the tests of the package select further groups
     options = ["--backend", "theirs", "--quick", "--ranks", "2", "--only", groups, "--json", str(report)]
     done = run(environment, "burst_portable", "conform", *options, python=forked_python)
     assert done.returncode == 0, done.stdout + done.stderr

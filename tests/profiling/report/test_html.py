@@ -147,7 +147,7 @@ def page_of_many_ranks(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pixels", [1, 3])
+@pytest.mark.parametrize("pixels", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_page_draws_visible_ranks_of_many(browser, page_of_many_ranks, pixels):
     """Browsers draw no canvas above 16,384 pixels."""
     ranks, row, half, labels = 300, 61, 450, 70
