@@ -490,7 +490,8 @@ def _make(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
     _check_ranks(name, ranks)
     if length < ranks:
         got = f"{ranks} ranks for {length} tokens"
-        raise LayoutError("more ranks than tokens", got=got, allowed=f"at most {length} ranks")
+        next_step = f"use fewer ranks, or pad the sequence to at least {ranks} tokens"
+        raise LayoutError("more ranks than tokens", got=got, allowed=f"at most {length} ranks", next_step=next_step)
     if name in OF_DOCUMENTS:
         return OF_DOCUMENTS[name](_document_cu_seqlens(name, mask, length), ranks)
     if name == "dispatched":

@@ -47,7 +47,8 @@ HINTS = {  # next step if ranks differ in a fact that the caller did not set
     "and change them before shard(), or remove batch_checksum from all ranks' shards",
     "number of labels": "pass the number that handle.shard returned, or the labels of all ranks of the sequence",
     "requested outputs": "call the same module with the same arguments and gather_outputs on all ranks of a sequence",
-    "dropout seed": "seed torch alike on all ranks (torch.manual_seed), or pass the same dropout_seed=",
+    "dropout seed": "seed torch alike on all ranks (torch.manual_seed), or pass the same dropout_seed=; on CPUs, other "
+    "dropout draws a number per element, so give all ranks the same number of tokens",
     "rows that cross nodes": "name one kernel= for all ranks",
     "values of the parameters": "seed ranks alike or load one checkpoint; call all_reduce_gradients before each step",
 }

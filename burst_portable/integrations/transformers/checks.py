@@ -53,8 +53,9 @@ def check_cache(kwargs: dict[str, Any]) -> None:
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise UnsupportedError(
             "a sharded model has no KV cache, so it cannot generate",
-            next_step="call generate(), also with use_cache=False, within sharded.paused(), or use a copy of the model "
-            "that is not sharded; in other calls, leave out use_cache and past_key_values",
+            next_step="call generate(), also with use_cache=False, within sharded.paused() (trainer.sharded of "
+            "SequenceTrainer, trainer.strategy.sharded[0] of Lightning), or use a copy of the model that is not "
+            "sharded; in other calls, leave out use_cache and past_key_values",
         )
 
 
