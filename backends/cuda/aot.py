@@ -156,7 +156,7 @@ def _backward_build(head: tuple[int, int], dtype: str, store: bool, cap: bool, o
     constants = {
         "BM": config.BM, **_sizes(columns, values), "D": head[0], "DV": head[1], "NQ": config.NQ,
         "FOLD": int(dtype == "bf16"), "STORE": int(store), "CAP": 50.0 * cap, "EARLY": config.early,
-        "ORDERED": int(ordered), "REGS": config.REGS,
+        "ORDERED": int(ordered), "FRESH": int(ordered and store), "REGS": config.REGS,
     }  # fmt: skip
     way = f"{', stores' * store}{' apart' * apart}{', softcap' * cap}{', ordered' * ordered}"
     name = f"backward {_named(head)} {dtype}{way}"

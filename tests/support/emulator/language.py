@@ -145,7 +145,7 @@ class _Language(_OnMachine):
             return awaited
         if "st.relaxed" in asm:
             (place, value), me = args, self._machine.me
-            self._machine.turn(lambda: not me.stores, "its additions")
+            self._machine.turn(lambda: not me.writes, "its additions")
             place.memory[place.at] = value
             return value
         assert asm.startswith("cvt.rn."), f"an instruction that is not emulated: {asm}"
@@ -225,12 +225,19 @@ class _Tma(_OnMachine):
 def _copy_out(machine: Machine, descriptor: Descriptor, at: Any, source: Shared, add: bool) -> None:
     me = machine.me
     me.stores += 1
+    me.writes += 1
 
-    def copy() -> None:
-        descriptor.write(at, source.engines, add)
+    def read() -> None:
+        block = source.engines.clone()
         me.stores -= 1
 
-    machine.copies.append(copy)
+        def write() -> None:
+            descriptor.write(at, block, add)
+            me.writes -= 1
+
+        machine.copies.append(write)
+
+    machine.copies.append(read)
     machine.turn()
 
 

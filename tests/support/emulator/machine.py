@@ -64,6 +64,8 @@ class Thread:
     products: deque[Product] = field(default_factory=deque)
     stores: int = 0
     """TMA copies out of shared memory that have not read it yet."""
+    writes: int = 0
+    """TMA copies out of shared memory that have not written global memory yet."""
     unfenced: list[Shared] = field(default_factory=list)
 
 

@@ -125,6 +125,7 @@ class Descriptor:
         self.block_type = SimpleNamespace(nbytes=x.element_size() * torch.Size(block).numel())
 
     def read(self, at: Sequence[int]) -> Tensor:
+        assert at[-1] * self.x.element_size() % 16 == 0, "TMA reads from multiples of 16 bytes only"
         block = torch.zeros(self.block, dtype=self.x.dtype)
         there, here = self._inside(at)
         block[here] = self.x[there]

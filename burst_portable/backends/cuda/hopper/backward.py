@@ -1,19 +1,19 @@
 """Define the backward kernel for Hopper (sm_90) that computes all gradients in one launch, in Gluon.
 
-A program has one loader and one adder, which are warps, and two workers. Each worker is a warpgroup that computes 64
+A program has one loader and two adders, which are warps, and two workers. Each worker is a warpgroup that computes 64
 keys. So a program computes one block of 128 keys, for `span` query heads: one, or all that share the K/V head. Keys are
 the rows of all products, so Pᵀ and dSᵀ are register operands of dV and dK. Per block of BM queries, a worker computes::
 
     Sᵀ = K·Qᵀ       dPᵀ = V·dOᵀ     Pᵀ = exp2(Sᵀ - LSE)     dSᵀ = Pᵀ∘(dPᵀ - delta)
     dV += Pᵀ·dO     dQ = dS·K  (one half per worker; shared memory holds dS of both)  dK += dSᵀ·Q
 
-The adder adds dQ to global float32 by TMA. At the end, the workers add dK and dV in the same way. So the steps of a
-ring, and the query heads of one K/V head, accumulate without a merge. If nothing is to be added to dK and dV (STORE),
-they are written instead, in 16 bits or, for each query head, in float32.
+An adder adds dQ to global float32 by TMA. The second one works only if ORDERED. At the end, the workers add dK and dV
+in the same way. So the steps of a ring, and the query heads of one K/V head, accumulate without a merge. If nothing is
+to be added to dK and dV (STORE), they are written instead, in 16 bits or, for each query head, in float32.
 
 The order of the additions to dQ varies. If ORDERED, it is the order of the work rows, so the result is deterministic.
-In `order`, an int32 per query block is the number of the work row that adds to it next. A program waits only for
-programs of previous work rows, which start before it.
+In `order`, an int32 per query block is the turn of the visit that adds to it next. A program waits only for programs of
+previous work rows, which start before it. If FRESH too, dQ has no values yet: the first visit of a block writes it.
 
 An int32 table lists the query blocks of each key block (see `block_tables`). One loop visits the masked blocks and then
 the full blocks. If ORDERED, some masked blocks may follow the full blocks.
@@ -51,19 +51,22 @@ from burst_portable.backends.cuda.hopper.parts import (
 )
 
 
-@triton.jit(do_not_specialize=["LSE", "DELTA", "TERMS", "DQ", "rows", "padded", "heads", "all_heads", "o_sb", "o_ss", "o_sh", "g_sb", "g_ss", "g_sh", "lse_sb", "lse_sh", "delta_sb", "delta_sh"])  # fmt: skip # noqa: E501
+@triton.jit(do_not_specialize=["LSE", "DELTA", "TERMS", "DQ", "TURNS", "CLEARED", "ORDER", "rows", "padded", "heads", "all_heads", "blocks", "o_sb", "o_ss", "o_sh", "g_sb", "g_ss", "g_sh", "lse_sb", "lse_sh", "delta_sb", "delta_sh"])  # fmt: skip # noqa: E501
 def prepare_kernel(
-    OUT, DOUT, LSE, DELTA, TERMS, DQ, slope: tl.float32, shift: tl.float32,
-    rows: tl.int32, padded: tl.int32, heads: tl.int32, all_heads: tl.int32,
+    OUT, DOUT, LSE, DELTA, TERMS, DQ, TURNS, CLEARED, ORDER, slope: tl.float32, shift: tl.float32,
+    rows: tl.int32, padded: tl.int32, heads: tl.int32, all_heads: tl.int32, blocks: tl.int32,
     o_sb: tl.int64, o_ss: tl.int64, o_sh: tl.int64, g_sb: tl.int64, g_ss: tl.int64, g_sh: tl.int64,
     lse_sb: tl.int64, lse_sh: tl.int64, delta_sb: tl.int64, delta_sh: tl.int64,
-    HAS_OUT: tl.constexpr, CLEAR: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    HAS_OUT: tl.constexpr, CLEAR: tl.constexpr, FRESH: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
     """Write the row terms: shift - lse·slope of every head, then -delta of every head. If CLEAR, set DQ to 0.
 
     The first term is -inf if a row sees no key or is padding; its P is then 0. DQ is contiguous float32. Delta is the
     row sum of OUT·DOUT if HAS_OUT, else it is read from DELTA.
+
+    If FRESH, copy TURNS (int32 [blocks]) to ORDER for every head, and clear only those BM rows for which CLEARED (int32
+    per BM rows) is not 0.
     """
     # Strides of out and dout are in units of 4 and 8 elements, so that the compiler can derive their alignment.
     # Consecutive programs compute consecutive heads.
@@ -88,11 +91,17 @@ def prepare_kernel(
     tl.store(TERMS + first + row, ln, mask=row < padded)
     first += tl.cast(all_heads, tl.int64) * padded
     tl.store(TERMS + first + row, tl.where(seen, -delta, 0.0), mask=row < padded)
-    if CLEAR:
+    clears = CLEAR
+    if FRESH:  # there are fewer blocks than four for each program of a head
+        number = tl.program_id(0) // all_heads
+        block = 4 * number + tl.arange(0, 4)
+        tl.store(ORDER + head * blocks + block, tl.load(TURNS + block, mask=block < blocks), mask=block < blocks)
+        clears = tl.load(CLEARED + number) != 0
+    if clears:
         corner = (tl.cast(b, tl.int64) * rows * heads + h) * D
-        d = tl.arange(0, PADDED_D)[None, :]
+        column = tl.arange(0, PADDED_D)[None, :]
         nothing = tl.zeros([BM, PADDED_D], tl.float32)
-        tl.store(DQ + corner + at * (heads * D) + d, nothing, mask=inside[:, None] & (d < D))
+        tl.store(DQ + corner + at * (heads * D) + column, nothing, mask=inside[:, None] & (column < D))
 
 
 @gluon.jit
@@ -173,22 +182,22 @@ def _loader(
 
 @gluon.jit
 def _read_turn(place):
-    """Start reading the number of the work row that adds next. Its use waits for it."""
+    """Start reading whose turn it is. Its use waits for it."""
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit
-def _await_turn(place, number):
-    """Wait until the int32 at `place` is the number of this work row."""
+def _await_turn(place, turn):
+    """Wait until the int32 at `place` is this turn."""
     gl.inline_asm_elementwise(
         "{ .reg .pred other; again: ld.relaxed.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra again; }",
-        "=&r,l,r", [place, number], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+        "=&r,l,r", [place, turn], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit
 def _pass_turn(place, following):
-    """Write the number of the next work row to `place` once the additions of this warp are visible on the device.
+    """Write the next turn to `place` once the additions of this warp are visible on the device.
 
     Only one thread starts additions and waits for them here. The other threads wait for it. Without the fence, the
     gradients of equal calls differed on one H200.
@@ -201,18 +210,34 @@ def _pass_turn(place, following):
 
 
 @gluon.jit
-def _add_dq(dq_desc, dq2_desc, b, row, h, dq_sm, dq2_sm, dq_rdy, dq_emp, it, A: gl.constexpr, B: gl.constexpr):
+def _add_or_write(desc, at, source, begins, FRESH: gl.constexpr):
+    """Add a buffer to global memory or, if FRESH and `begins`, write it."""
+    if FRESH:
+        if begins:
+            tma_store(desc, at, source)
+        else:
+            tma_add(desc, at, source)
+    else:
+        tma_add(desc, at, source)
+
+
+@gluon.jit
+def _add_dq(
+    dq_desc, dq2_desc, b, row, h, dq_sm, dq2_sm, dq_rdy, dq_emp, it, begins,
+    A: gl.constexpr, B: gl.constexpr, FRESH: gl.constexpr,
+):  # fmt: skip
     """Add both workers' halves of one block of dQ to global memory, then mark their buffers as empty."""
     for w in gl.static_range(2):
-        mbarrier.wait(dq_rdy.index(w), it & 1)
+        mbarrier.wait(dq_rdy.index(2 * (it % 2) + w), (it // 2) & 1)
         if w == 1 and B:
-            tma_add(dq2_desc, [b, row, h, A], reinterpret(dq2_sm, gl.float32, [1, 64, 1, B], dq2_desc.layout))
+            view = reinterpret(dq2_sm, gl.float32, [1, 64, 1, B], dq2_desc.layout)
+            _add_or_write(dq2_desc, [b, row, h, A], view, begins, FRESH)
         else:
             view = reinterpret(dq_sm.index(w), gl.float32, [1, 64, 1, 64], dq_desc.layout)
             if A == 128:
-                tma_add(dq_desc, [b, row, h, w * 64], view)
+                _add_or_write(dq_desc, [b, row, h, w * 64], view, begins, FRESH)
             else:
-                tma_add(dq_desc, [b, row + w * 64, h, 0], view)
+                _add_or_write(dq_desc, [b, row + w * 64, h, 0], view, begins, FRESH)
     tma.store_wait(0)
     for w in gl.static_range(2):
         mbarrier.arrive(dq_emp.index(w), count=1)
@@ -220,33 +245,47 @@ def _add_dq(dq_desc, dq2_desc, b, row, h, dq_sm, dq2_sm, dq_rdy, dq_emp, it, A: 
 
 @gluon.jit
 def _adder(
-    dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, row_blocks,
-    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, ORDERED: gl.constexpr,
+    PART: gl.constexpr, dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, blocks,
+    BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, ORDERED: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
-    """Add dQ of all query blocks to global memory. A separate warp does this: workers lack registers for positions."""
+    """Add dQ of query blocks to global memory. A separate warp does this: workers lack registers for positions.
+
+    If ORDERED, adder 0 adds every second block, and adder 1 those between. To pass a turn, an adder waits until its
+    addition is visible on the device. With few columns, this takes longer than the workers take for a block.
+    """
+    STEP: gl.constexpr = 2 if ORDERED else 1
     b, h, bh, work = _work(table, heads, span, head_group)
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
-    following = table + gl.load(work + 7)
-    number = gl.program_id(1)
+    turns = table + gl.load(work + 7)
     it = 0
-    for g in range(span):
+    for g in range(span if ORDERED or PART == 0 else 0):
         for r in range(n_runs):
             first = gl.load(runs + 2 * r)
             count = gl.load(runs + 2 * r + 1)
-            next_number = gl.load(following + r) if ORDERED else 0
-            place = order + (bh + g) * row_blocks + first // BM
-            turn = _read_turn(place) if ORDERED else 0
-            for i in range(count):
+            place = order + (bh + g) * blocks
+            turn = 0
+            next_turn = 0
+            begins = 0
+            mine = 0
+            now = 0
+            if ORDERED:
+                place += gl.load(turns + 4 * r)
+                turn = gl.load(turns + 4 * r + 1)
+                next_turn = gl.load(turns + 4 * r + 2)
+                begins = gl.load(turns + 4 * r + 3)
+                mine = (PART + it) % 2
+                now = _read_turn(place + min(mine, count - 1))
+            for i in range(mine, count, STEP):
                 if ORDERED:
-                    if turn != number:
-                        _await_turn(place + i, number)
-                    # Reading takes about as long as half a block, so it starts one block ahead.
-                    turn = _read_turn(place + min(i + 1, count - 1))
+                    if now != turn:
+                        _await_turn(place + i, turn)
+                    # Reading takes about as long as half a block, so it starts before the turn is needed.
+                    now = _read_turn(place + min(i + STEP, count - 1))
                 row = first + i * BM
-                _add_dq(dq_desc, dq2_desc, b, row, h + g, dq_sm, dq2_sm, dq_rdy, dq_emp, it + i, A, B)
+                _add_dq(dq_desc, dq2_desc, b, row, h + g, dq_sm, dq2_sm, dq_rdy, dq_emp, it + i, begins, A, B, FRESH)
                 if ORDERED:
-                    _pass_turn(place + i, next_number)
+                    _pass_turn(place + i, next_turn)
             it += count
 
 
@@ -385,7 +424,7 @@ def _step(
     else:
         reinterpret(dq_sm.index(WG), gl.float32, [64, 64], dq_rows).store(dq)
     fence_async_shared()
-    mbarrier.arrive(dq_rdy.index(WG), count=1)
+    mbarrier.arrive(dq_rdy.index(2 * pair + WG), count=1)
     if B:
         dk, dk2, ds = warpgroup_mma_wait(0, deps=[dkt, dkt2, ds])
     else:
@@ -504,18 +543,18 @@ def _worker(
 
 
 # No argument is specialized by value, because the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["dk_out", "dv_out", "table", "order", "all_heads", "heads", "kv_group", "out_group", "span", "head_group", "out_rows", "row_blocks"])  # fmt: skip # noqa: E501
+@gluon.jit(do_not_specialize=["dk_out", "dv_out", "table", "order", "all_heads", "heads", "kv_group", "out_group", "span", "head_group", "out_rows", "blocks"])  # fmt: skip # noqa: E501
 def backward_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, dq_desc, dq2_desc,
     dk_desc, dk2_desc, dv_desc, dv2_desc, dk_out, dv_out, table, order,
     scale: gl.float32, qk_scale: gl.float32,
     all_heads: gl.int32, heads: gl.int32, kv_group: gl.int32, out_group: gl.int32, span: gl.int32,
-    head_group: gl.int32, out_rows: gl.int32, row_blocks: gl.int32,
+    head_group: gl.int32, out_rows: gl.int32, blocks: gl.int32,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, D: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr,
     DV: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, CAP: gl.constexpr,
-    EARLY: gl.constexpr, ORDERED: gl.constexpr, REGS: gl.constexpr,
+    EARLY: gl.constexpr, ORDERED: gl.constexpr, FRESH: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
-    """Compute all gradients: allocate shared memory and barriers, then start the workers, the loader and the adder."""
+    """Compute all gradients: allocate shared memory and barriers, then start the workers, the loader and the adders."""
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -546,7 +585,7 @@ def backward_kernel(
     do_rdy = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
     do_emp = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
     ds_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
-    dq_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
+    dq_rdy = gl.allocate_shared_memory(gl.int64, [4, 1], bl)
     dq_emp = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
     done = gl.allocate_shared_memory(gl.int64, [1], bl)
     mbarrier.init(kv_rdy, count=1)
@@ -559,6 +598,7 @@ def backward_kernel(
     for i in gl.static_range(2):
         mbarrier.init(ds_rdy.index(i), count=2)
         mbarrier.init(dq_rdy.index(i), count=1)
+        mbarrier.init(dq_rdy.index(2 + i), count=1)
         mbarrier.init(dq_emp.index(i), count=1)
     fence_async_shared()
     # The argument tuples are written inline, because a local variable would turn their constants into tensors.
@@ -577,6 +617,8 @@ def backward_kernel(
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group,
                    BM, A, B, VA, VB, NQ)),
-        (_adder, (dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, row_blocks,
-                  BM, A, B, ORDERED)),
-    ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip
+        (_adder, (0, dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, blocks,
+                  BM, A, B, ORDERED, FRESH)),
+        (_adder, (1, dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, blocks,
+                  BM, A, B, ORDERED, FRESH)),
+    ], [4, 1, 1, 1], [REGS, 24, 24, 24])  # fmt: skip

@@ -12,11 +12,12 @@ the borders of the mask, not to its area. A table is one flat list of int32::
 
     work    16 per outer block     outer start, offset of its runs, number of runs, number of full blocks,
                                    offset of its masked entries, number of masked entries, outer stop,
-                                   offset of the next visitors of its runs, the 8 values of one masked entry
+                                   offset of the turns of its runs, the 8 values of one masked entry
                                    (forward) or the number of masked blocks that are visited first and the
                                    first row of the gradients that are written (backward)
     runs    2 per run              first inner index, number of blocks
-    next    1 per run              work row that visits these blocks next (ordered tables only)
+    turns   4 per run              number of the first inner block, turn of this visit, turn of the next visit of these
+                                   blocks, and 1 if this visit may write them (ordered tables only)
     masked  8 per masked entry     first inner index, inner start, inner stop, outer start, outer stop, lo, hi,
                                    1 if all pairs are visible
 
@@ -33,17 +34,20 @@ row.
 Blocks may start at any index. Inner blocks of the backward start at multiples of 4.
 
 In an ordered table, the work rows that visit an inner block add to it in the order of the table. So inner blocks start
-at multiples of their size, and a run ends where the next visitor changes. `_order` says which order lets
-programs wait least. If outer blocks are divided, each part writes separate gradients, in the order of the work rows.
-The outer stop is then the end of these rows.
+at multiples of their size. They are counted from the first query or from the start of a long document
+(`query_starts`). A run ends where the next visitor changes. The first visit of a block writes it. But blocks at the
+border of two documents may have rows of both. A visit adds 0 to those of the other one, in no order. So these blocks
+are cleared before the launch. `_order` says which order lets programs wait least. If outer blocks are divided, each
+part writes separate gradients, in the order of the work rows. The outer stop is then the end of these rows.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from burst_portable.planning.tiles import Tile, Tiles
 
@@ -52,7 +56,8 @@ _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # entry of a masked block without visible pa
 SHORT = 64  # inner blocks; an outer block that visits at most this many need not be divided
 _LONG = 4  # outer blocks; a block starts at the start of each document that is at least this long
 _OUTLIER = 4  # times the median length of a group of an ordered table, which is not reversed for a longer block
-_NO_VISITOR = -1  # next visitor of an inner block that no further work row visits
+NONE = -1  # turn after the last visit of an inner block
+_LATER = -2  # turn after the last visit of a launch, if a later launch visits the inner block again
 _PART = 8  # inner blocks; adding the gradients of a shorter part takes more time than the division saves
 
 # Query blocks of one head that run at the same time. Each starts 1 MiB of K and V after the previous one.
@@ -72,7 +77,9 @@ class LaunchTable:
         long: Outer indices from the first to the last block that visits more inner blocks than `_longest_of`; None
             if there is none. Dividing these blocks is faster.
         lengths: Number of inner blocks of each work row.
-        visitors: Of an ordered table, the first work row that visits each inner block. Empty for other tables.
+        turns: Of an ordered table, the turn of the first visit of each inner block, or `NONE`. Empty for other tables.
+            A turn is the number of the work row, plus the number of all work rows for each visit of this row before.
+        cleared: Of an ordered table, [start, stop) of the inner indices that must be 0 before the launch.
         waits: Whether a program of an ordered table begins with inner blocks that another one visits at the same time.
             It waits less if programs of all heads run at the same time.
         parts: Of an ordered table with divided outer blocks, each of them and its number of work rows. Empty for other
@@ -83,7 +90,8 @@ class LaunchTable:
     blocks: int
     long: Span | None = None
     lengths: tuple[int, ...] = ()
-    visitors: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()
+    cleared: tuple[Span, ...] = ()
     waits: bool = False
     parts: tuple[tuple[Span, int], ...] = ()
 
@@ -199,7 +207,7 @@ def backward_table(
         fill: (heads, multiprocessors). Blocks are divided so that the parts of all heads end at about the same time.
             Default: into parts of at most `_longest_of` inner blocks.
     """
-    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, apart, align=4)
+    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, apart)
     most = _part_length_of(collected, fill) if fill else _longest_of(collected)
     blocks = []
     for span, block in collected.items():
@@ -219,7 +227,9 @@ def ordered_table(
     every_block_of: int = 0,
     *,
     short: int,
+    starts: Sequence[int] = (0,),
     apart: Span | None = None,
+    later: Sequence[int] = (),
 ) -> LaunchTable:
     """Return a table of the backward whose additions to each inner block have the order of the table.
 
@@ -232,14 +242,25 @@ def ordered_table(
         k_block: Keys per outer block.
         every_block_of: See `backward_table`.
         short: Number of inner blocks up to which an outer block is short. See `_order`.
+        starts: See `query_starts`.
         apart: See `backward_table`.
+        later: `LaunchTable.turns` of a launch after this one. Default: there is none.
     """
-    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, apart, align=q_block)
+    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, apart, q_block, starts)
     order, waits = _order(collected, q_block, short)
-    return replace(_pack_ordered(order, -(-rows // q_block), q_block), waits=waits, long=long)
+    return replace(_pack_ordered(order, rows, q_block, starts, later=later), waits=waits, long=long)
 
 
-def divided_table(tiles: Tiles, rows: int, q_block: int, k_block: int, *, fill: tuple[int, int]) -> LaunchTable:
+def divided_table(
+    tiles: Tiles,
+    rows: int,
+    q_block: int,
+    k_block: int,
+    *,
+    fill: tuple[int, int],
+    starts: Sequence[int] = (0,),
+    earlier: Sequence[int] = (),
+) -> LaunchTable:
     """Return an ordered table whose outer blocks are divided. Each part writes separate gradients.
 
     Parts of one outer block visit other inner blocks, so they do not wait for each other.
@@ -250,8 +271,10 @@ def divided_table(tiles: Tiles, rows: int, q_block: int, k_block: int, *, fill: 
         q_block: Queries per inner block.
         k_block: Keys per outer block.
         fill: See `backward_table`.
+        starts: See `query_starts`.
+        earlier: `LaunchTable.turns` of a launch before this one. Default: there is none.
     """
-    collected, _ = _collect_backward(tiles, rows, q_block, k_block, 0, None, align=q_block)
+    collected, _ = _collect_backward(tiles, rows, q_block, k_block, 0, None, q_block, starts)
     most = _part_length_of(collected, fill)
     order, parts = [], []
     for span, block in sorted(collected.items(), key=lambda item: item[0]):
@@ -260,12 +283,34 @@ def divided_table(tiles: Tiles, rows: int, q_block: int, k_block: int, *, fill: 
         order += [(span, part) for part in made]
         parts.append((span, len(made)))
     written = [(k_block * i, k_block * (i + 1)) for i in range(len(order))]
-    table = _pack_ordered(order, -(-rows // q_block), q_block, written)
+    table = _pack_ordered(order, rows, q_block, starts, written, earlier=earlier)
     return replace(table, waits=len(parts) > 1, parts=tuple(parts))
 
 
+def query_starts(tiles: Tiles, rows: int, q_block: int) -> tuple[int, ...]:
+    """Return 0 and the first query of each long document, rounded down to a multiple of 4.
+
+    Blocks of an ordered table start there. Blocks that have rows of two documents would be visited more often.
+    """
+    candidates, reached = [0], 0
+    for start, stop in sorted((t.q_start, t.q_stop) for t in tiles):
+        if reached <= start and candidates[-1] < start < rows:
+            candidates.append(start)
+        reached = max(reached, stop)
+    following = (*candidates[1:], rows)
+    long = [at for at, end in zip(candidates, following, strict=True) if at >= 4 and end - at >= _LONG * q_block]
+    return (0, *(at - at % 4 for at in long))
+
+
 def _collect_backward(
-    tiles: Tiles, rows: int, q_block: int, k_block: int, every_block_of: int, apart: Span | None, *, align: int
+    tiles: Tiles,
+    rows: int,
+    q_block: int,
+    k_block: int,
+    every_block_of: int,
+    apart: Span | None,
+    align: int = 4,
+    starts: Sequence[int] = (0,),
 ) -> tuple[dict[Span, _Block], Span | None]:
     """Return the outer blocks of keys by span, and `LaunchTable.long`. The arguments are as in `backward_table`."""
     turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
@@ -273,7 +318,7 @@ def _collect_backward(
     spans = _spans(turned, every_block_of or keys, k_block, apart or ())
     if apart is not None:
         spans = [span for span in spans if not apart[0] <= span[0] < apart[1]]
-    collected = _collect(turned, spans, k_block, q_block, rows, align)
+    collected = _collect(turned, spans, k_block, q_block, rows, align, starts)
     usual = _longest_of(collected)
     long = [span for span, block in collected.items() if block.length > usual]
     if every_block_of:
@@ -343,30 +388,40 @@ def _divided(block: _Block, most: int, inner: int) -> Iterator[_Block]:
 
 
 def _collect(
-    tiles: Iterable[Tile], spans: list[Span], outer: int, inner: int, queries: int | None = None, align: int = 1
+    tiles: Iterable[Tile],
+    spans: list[Span],
+    outer: int,
+    inner: int,
+    queries: int | None = None,
+    align: int = 1,
+    origins: Sequence[int] = (0,),
 ) -> dict[Span, _Block]:
     """Return the outer blocks that visit at least one inner block, by span. See `_visit`."""
     blocks: dict[Span, _Block] = {}
     starts = [start for start, _ in spans]
     for tile in tiles:
+        origin = origins[bisect_right(origins, tile.k_start) - 1]
         for at in range(bisect_right(starts, tile.q_start) - 1, bisect_left(starts, tile.q_stop)):
-            _visit(blocks.setdefault(spans[at], _Block()), spans[at], tile, outer, inner, queries, align)
+            _visit(blocks.setdefault(spans[at], _Block()), spans[at], tile, outer, inner, queries, align, origin)
     return {span: block for span, block in blocks.items() if block.length}
 
 
-def _visit(block: _Block, span: Span, tile: Tile, outer: int, inner: int, queries: int | None, align: int) -> None:
+def _visit(
+    block: _Block, span: Span, tile: Tile, outer: int, inner: int, queries: int | None, align: int, origin: int
+) -> None:
     """Add the inner blocks that an outer block visits in one tile, from the first visible inner index on.
 
     Outer blocks have `outer` rows, inner blocks `inner`. In the forward, `queries` is None, and outer indices after the
     block's stop count as visible, because they are never stored. In the backward, it is the number of inner rows.
     Padding after them counts as visible, because its row terms are -inf and P is 0. Inner blocks start at multiples of
-    `align`. In the backward this is at least 4, since TMA reads float32 row terms only from multiples of 16 bytes.
+    `align` from `origin` on. In the backward these are multiples of 4, since TMA reads float32 row terms only from
+    multiples of 16 bytes.
     """
     block.banded |= not tile.full
     top, bottom = span
     first, last = max(top, tile.q_start), min(bottom, tile.q_stop) - 1
     start, stop = max(tile.k_start, first - tile.hi), min(tile.k_stop, last - tile.lo + 1)
-    start -= start % align
+    start -= (start - origin) % align
     count = -(-(stop - start) // inner)
     whole_outer = first == top and last + 1 == bottom and (queries is None or bottom - top == outer)
     full_from, full_to = count, count
@@ -394,25 +449,116 @@ def _rotated(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int,
         yield run
 
 
-def _pack_ordered(
-    order: Sequence[tuple[Span, _Block]], inner_blocks: int, inner: int, written: Sequence[Span] | None = None
-) -> LaunchTable:
-    """Return the table of a backward whose additions are ordered. Inner blocks start at multiples of `inner`.
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A run of inner blocks of one work row: its first inner index, and the numbers of its inner blocks."""
 
-    `written` are the rows of the gradients that each work row writes. Default: those of the outer block.
+    start: int
+    blocks: range
+
+
+def _pack_ordered(
+    order: Sequence[tuple[Span, _Block]],
+    rows: int,
+    inner: int,
+    starts: Sequence[int],
+    written: Sequence[Span] | None = None,
+    *,
+    earlier: Sequence[int] = (),
+    later: Sequence[int] = (),
+) -> LaunchTable:
+    """Return the table of a backward whose additions are ordered.
+
+    Args:
+        order: The outer blocks in the order of their additions.
+        rows: Number of queries.
+        inner: Queries per inner block.
+        starts: See `query_starts`. Inner blocks are numbered from the first to the last document.
+        written: The rows of the gradients that each work row writes. Default: those of the outer block.
+        earlier: `LaunchTable.turns` of a launch before this one.
+        later: `LaunchTable.turns` of a launch after this one.
     """
-    following = [_NO_VISITOR] * inner_blocks  # of each inner block, from the last work row to the first
-    visited: list[list[tuple[int, int, int]]] = []
-    for number in reversed(range(len(order))):
-        pieces: list[tuple[int, int, int]] = []
-        for start, count in reversed(_joined(order[number][1].walked(), inner)):
-            first = start // inner
+    stops = (*starts[1:], rows)
+    numbers = [0, *accumulate(-(-(stop - start) // inner) for start, stop in zip(starts, stops, strict=True))]
+    inner_blocks = numbers[-1]
+    shared = {number + side for number in numbers[1:-1] for side in (-1, 0)}  # blocks at a border of documents
+    # 1 for an inner block that no visit has written or added to
+    fresh = bytearray(turn == NONE for turn in earlier) or bytearray(b"\1" * inner_blocks)
+    for number in shared:
+        fresh[number] = 0
+    walks: list[list[tuple[int, range, int, int]]] = []  # first inner index, inner blocks, turn, 1 if it may write them
+    for number, (_, block) in enumerate(order):
+        walks.append([])
+        for visit, repeat in _repeats(_joined(block.walked(), inner, starts, numbers), inner):
+            for part, begins in _equal_parts(fresh, visit.blocks):
+                at = visit.start + (part.start - visit.blocks.start) * inner
+                walks[-1].append((at, part, number + repeat * len(order), begins))
+            fresh[visit.blocks.start : visit.blocks.stop] = bytes(len(visit.blocks))
+    following = [NONE if turn == NONE else _LATER for turn in later] or [NONE] * inner_blocks
+    turns = [NONE] * inner_blocks
+    visited: list[list[tuple[int, ...]]] = []
+    for walk in reversed(walks):
+        pieces: list[tuple[int, ...]] = []
+        for start, blocks, turn, begins in reversed(walk):
             pieces[:0] = [
-                (at * inner, length, visitor) for at, length, visitor in _equal_parts(following, first, count)
+                (start + (part.start - blocks.start) * inner, len(part), part.start, turn, next_turn, begins)
+                for part, next_turn in _equal_parts(following, blocks)
             ]
-            following[first : first + count] = [number] * count
+            same = [turn] * len(blocks)
+            following[blocks.start : blocks.stop] = turns[blocks.start : blocks.stop] = same
         visited.append(pieces)
-    return _pack(order, peel=False, visited=visited[::-1], visitors=tuple(following), written=written)
+    table = _pack(order, peel=False, visited=visited[::-1], written=written)
+    return replace(table, turns=tuple(turns), cleared=_cleared(turns, earlier, shared, inner, starts, stops, numbers))
+
+
+def _cleared(
+    turns: Sequence[int],
+    earlier: Sequence[int],
+    shared: Container[int],
+    inner: int,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    numbers: Sequence[int],
+) -> tuple[Span, ...]:
+    """Return `LaunchTable.cleared`: the blocks that no visit of this launch or an earlier one writes."""
+    if earlier:
+        return ()
+    spans = []
+    for number, turn in enumerate(turns):
+        if turn == NONE or number in shared:
+            at = bisect_right(numbers, number) - 1
+            start = starts[at] + (number - numbers[at]) * inner
+            spans.append((start, min(start + inner, stops[at])))
+    return tuple(spans)
+
+
+def _joined(visits: list[tuple[int, int]], inner: int, starts: Sequence[int], numbers: Sequence[int]) -> list[_Visit]:
+    """Return the runs with those joined that follow each other without a gap."""
+    made: list[_Visit] = []
+    for start, count in visits:
+        at = bisect_right(starts, start) - 1
+        first = numbers[at] + (start - starts[at]) // inner
+        if made and start == made[-1].start + len(made[-1].blocks) * inner and first == made[-1].blocks.stop:
+            made[-1] = _Visit(made[-1].start, range(made[-1].blocks.start, first + count))
+        else:
+            made.append(_Visit(start, range(first, first + count)))
+    return made
+
+
+def _repeats(visits: list[_Visit], inner: int) -> Iterator[tuple[_Visit, int]]:
+    """Yield the runs of one work row, and how often the row has visited their blocks before.
+
+    A row visits a block once for each tile of it.
+    """
+    ordered = sorted(visits, key=lambda visit: visit.blocks.start)
+    if all(visit.blocks.stop <= following.blocks.start for visit, following in pairwise(ordered)):
+        yield from ((visit, 0) for visit in visits)
+        return
+    seen: Counter[int] = Counter()
+    for visit in visits:
+        for i, number in enumerate(visit.blocks):
+            yield _Visit(visit.start + i * inner, range(number, number + 1)), seen[number]
+            seen[number] += 1
 
 
 def _order(collected: dict[Span, _Block], inner: int, short: int) -> tuple[list[tuple[Span, _Block]], bool]:
@@ -450,24 +596,13 @@ def _order(collected: dict[Span, _Block], inner: int, short: int) -> tuple[list[
     return [item for _, group in made for item in group], waits
 
 
-def _joined(visits: list[tuple[int, int]], inner: int) -> list[tuple[int, int]]:
-    """Return the runs with those joined that follow each other without a gap."""
-    made: list[tuple[int, int]] = []
-    for start, count in visits:
-        if made and start == made[-1][0] + made[-1][1] * inner:
-            made[-1] = (made[-1][0], made[-1][1] + count)
-        else:
-            made.append((start, count))
-    return made
-
-
-def _equal_parts(values: list[int], first: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (index, length, value) of the longest parts of values[first : first + count] with one value."""
-    at = first
-    for value, equal in groupby(values[first : first + count]):
-        length = len(list(equal))
-        yield at, length, value
-        at += length
+def _equal_parts(values: Sequence[int], where: range) -> Iterator[tuple[range, int]]:
+    """Yield the longest parts of `where` for which `values` has one value, and this value."""
+    at = where.start
+    for value, equal in groupby(values[where.start : where.stop]):
+        stop = at + len(list(equal))
+        yield range(at, stop), value
+        at = stop
 
 
 def _pack(
@@ -475,8 +610,7 @@ def _pack(
     *,
     peel: bool,
     long: Span | None = None,
-    visited: list[list[tuple[int, int, int]]] | None = None,
-    visitors: tuple[int, ...] = (),
+    visited: list[list[tuple[int, ...]]] | None = None,
     written: Sequence[Span] | None = None,
 ) -> LaunchTable:
     """Return the table with its outer blocks in order of decreasing length, so that short ones are launched last.
@@ -487,34 +621,33 @@ def _pack(
         blocks: The outer blocks.
         peel: Whether the work row contains one masked entry (the forward).
         long: See `LaunchTable`.
-        visited: For an ordered table, (first inner index, number of blocks, next visitor) of the runs of each outer
-            block, which are in order.
-        visitors: See `LaunchTable`.
+        visited: For an ordered table, the runs of each outer block, which are in order: first inner index, number of
+            blocks, and the four values of `turns`.
         written: For an ordered table, the rows of the gradients that each work row writes. Default: the outer block.
     """
     order = sorted(blocks, key=lambda item: -item[1].length) if visited is None else list(blocks)
     work: list[int] = []
     runs: list[int] = []
-    following: list[int] = []
+    turns: list[int] = []
     masked: list[int] = []
     walks: Sequence[Sequence[tuple[int, ...]]]
     walks = [_walked(block, peel=peel) for _, block in order] if visited is None else visited
     runs_at = _WORK * len(order)
-    following_at = runs_at + 2 * sum(map(len, walks))
-    masked_at = following_at + (0 if visited is None else sum(map(len, walks)))
+    turns_at = runs_at + 2 * sum(map(len, walks))
+    masked_at = turns_at + (0 if visited is None else 4 * sum(map(len, walks)))
     spans = [span for span, _ in order]
     for (start, _), (write_from, stop), (_, block), walk in zip(spans, written or spans, order, walks, strict=True):
-        at, next_at, masked_now = runs_at + len(runs), following_at + len(following), masked_at + len(masked)
+        at, turn_at, masked_now = runs_at + len(runs), turns_at + len(turns), masked_at + len(masked)
         first, *rest = block.masked if peel else ((block.early, write_from, *_HIDDEN[2:]), *block.masked)
-        work += (start, at, len(walk), block.full, masked_now, len(rest), stop, next_at, *first)
+        work += (start, at, len(walk), block.full, masked_now, len(rest), stop, turn_at, *first)
         for run in walk:
             runs += run[:2]
-            following += run[2:]
+            turns += run[2:]
         for entry in rest:
             masked += entry
     lengths = tuple(block.length for _, block in order)
-    numbers = work + runs + following + masked
-    return LaunchTable(numbers, len(order), long, lengths, visitors)
+    numbers = work + runs + turns + masked
+    return LaunchTable(numbers, len(order), long, lengths)
 
 
 def _walked(block: _Block, *, peel: bool) -> list[tuple[int, ...]]:

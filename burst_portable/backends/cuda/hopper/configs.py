@@ -7,6 +7,7 @@ the length of its work rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapreplace
@@ -19,6 +20,7 @@ from burst_portable.backends.cuda.hopper.block_tables import (
     divided_table,
     forward_table,
     ordered_table,
+    query_starts,
 )
 from burst_portable.planning.tiles import Tiles
 
@@ -331,10 +333,13 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
         writes: Whether the first launch writes dK and dV, so that all keys must be computed.
     """
     config, processors = backward_config(about.dim, about.value_dim), about.processors
+    starts = query_starts(tiles, about.rows, config.BM)
 
-    def table_of(tiles: Tiles, written: int, without: Span | None = None) -> LaunchTable:
+    def table_of(tiles: Tiles, written: int, without: Span | None = None, later: Sequence[int] = ()) -> LaunchTable:
         short = LONG_WALK * processors // about.heads
-        return ordered_table(tiles, about.rows, config.BM, KEY_BLOCK, written, short=short, apart=without)
+        return ordered_table(
+            tiles, about.rows, config.BM, KEY_BLOCK, written, short=short, starts=starts, apart=without, later=later
+        )
 
     def cut_of(tiles: Tiles, table: LaunchTable) -> tuple[BackwardCut, LaunchTable]:
         programs = -(-about.keys // KEY_BLOCK) * about.all_heads / processors
@@ -348,8 +353,13 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
     if table.long is None or not about.few(table.long) or not about.longest_takes(table, SPLIT_LATE):
         return [cut_of(tiles, table)]
     around, seen = _around(tiles, table.long, about.keys)
-    divided = divided_table(seen, about.rows, config.BM, KEY_BLOCK, fill=(about.all_heads, processors))
-    rest = cut_of(around, table_of(around, written, table.long))
+
+    def divided_after(earlier: Sequence[int] = ()) -> LaunchTable:
+        fill = about.all_heads, processors
+        return divided_table(seen, about.rows, config.BM, KEY_BLOCK, fill=fill, starts=starts, earlier=earlier)
+
+    rest = cut_of(around, table_of(around, written, table.long, divided_after().turns))
+    divided = divided_after(rest[1].turns)
     return [rest, (BackwardCut(config, 1, table.long, ordered=True, apart=True), divided)]
 
 

@@ -6,6 +6,7 @@ Triton is imported when a kernel is first launched, not before.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.driver import Bound, current_stream, on
+from burst_portable.backends.cuda.hopper.block_tables import Span
 from burst_portable.backends.cuda.hopper.configs import (
     DQ,
     DV,
@@ -30,6 +32,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     split_divides,
 )
 from burst_portable.backends.cuda.hopper.launch import (
+    ROWS_OF_TERMS,
     PreparedLaunch,
     adding_launches,
     compiled_kernels,
@@ -230,16 +233,18 @@ class HopperKernel(Kernel):
         dq = torch.empty_like(q, dtype=torch.float32, memory_format=_PLAIN)
         terms = _empty_terms(launches[0].cut.config.BM, q)
         with on(q.device):
+            order = _empty_order(launches[0], q)
             if launches[0].cut.apart:
-                sums = _sums_apart(launches[0], terms, x, call, dq, writes_terms=True, clears=True)
+                sums = _sums_apart(launches[0], terms, x, call, dq, order, writes_terms=True, is_fresh=True)
                 dk, dv = (total.to(k.dtype) for total in sums)
             else:
                 dk, dv = torch.empty_like(k, memory_format=_PLAIN), torch.empty_like(v, memory_format=_PLAIN)
-                _launch_backward(launches[0], terms, x, call, (dq, dk, dv), store=True, writes_terms=True, clears=True)
+                into = dq, dk, dv
+                _launch_backward(launches[0], terms, x, call, into, order, store=True, writes_terms=True, is_fresh=True)
             for launch in launches[1:]:
                 keys, part = _keys_of(launch, x)
                 if launch.cut.apart:
-                    sums = _sums_apart(launch, terms, part, call, dq)
+                    sums = _sums_apart(launch, terms, part, call, dq, is_fresh=True)
                 else:
                     sums = [torch.zeros(few.shape, dtype=torch.float32, device=k.device) for few in (part.k, part.v)]
                     _launch_backward(launch, terms, part, call, (dq, sums[0], sums[1]), store=False)
@@ -340,9 +345,10 @@ def _sums_apart(
     x: BackwardInputs,
     call: AttentionCall,
     dq: Tensor,
+    order: Tensor | None = None,
     *,
     writes_terms: bool = False,
-    clears: bool = False,
+    is_fresh: bool = False,
 ) -> list[Tensor]:
     """Add to dq, and return dk and dv in float32: the sums of the tensors that programs of a launch write apart.
 
@@ -352,8 +358,9 @@ def _sums_apart(
         x: Inputs with the keys of the launch only.
         call: Settings of the call.
         dq: float32 [B, Sq, Hq, D].
+        order: See `_launch_backward`.
         writes_terms: See `_launch_backward`.
-        clears: See `_launch_backward`.
+        is_fresh: See `_launch_backward`.
     """
     q, rows = x.q, x.k.shape[1]
     written = sum(count for _, count in launch.parts) * KEY_BLOCK or rows
@@ -361,20 +368,33 @@ def _sums_apart(
         torch.empty(x.shape[0], written, q.shape[2], x.shape[3], dtype=torch.float32, device=q.device)
         for x in (x.k, x.v)
     ]
-    _launch_backward(
-        launch, terms, x, call, (dq, apart[0], apart[1]), store=True, writes_terms=writes_terms, clears=clears
-    )
-    sums = [each.unflatten(2, (x.k.shape[2], -1)).sum(3) for each in apart]
-    if not launch.parts:
-        return sums
-    totals = [torch.zeros(each.shape, dtype=torch.float32, device=q.device) for each in (x.k, x.v)]
-    for each, total in zip(sums, totals, strict=True):
-        at = 0
-        for (start, stop), count in launch.parts:
-            parts = each[:, at : at + count * KEY_BLOCK].unflatten(1, (count, KEY_BLOCK))
-            total[:, start:stop] = parts.sum(1)[:, : stop - start]
-            at += count * KEY_BLOCK
-    return totals
+    into = dq, apart[0], apart[1]
+    _launch_backward(launch, terms, x, call, into, order, store=True, writes_terms=writes_terms, is_fresh=is_fresh)
+    return [_summed(each.unflatten(2, (x.k.shape[2], -1)), launch.parts, rows) for each in apart]
+
+
+def _summed(x: Tensor, parts: Sequence[tuple[Span, int]], keys: int) -> Tensor:
+    """Return the sums over parts and query heads of x [B, rows, Hkv, group, D], which has `KEY_BLOCK` rows per part.
+
+    Args:
+        x: The rows of each part, or of each key if there are no parts.
+        parts: See `PreparedLaunch`.
+        keys: Number of keys. Those of no part get 0.
+    """
+    if not parts:
+        return torch.sum(x, 3)
+    sums: list[Tensor] = []
+    at = 0
+    for (start, stop), count in parts:
+        one = x[:, at : at + count * KEY_BLOCK].unflatten(1, (count, KEY_BLOCK))
+        sums.append(one.sum((1, 4))[:, : stop - start])
+        at += count * KEY_BLOCK
+    if [span for span, _ in parts] == [(0, keys)]:
+        return sums[0]
+    total = torch.zeros(x.shape[0], keys, x.shape[2], x.shape[4], dtype=x.dtype, device=x.device)
+    for (span, _), one in zip(parts, sums, strict=True):
+        total[:, slice(*span)] = one
+    return total
 
 
 def _launch_backward(
@@ -383,31 +403,37 @@ def _launch_backward(
     x: BackwardInputs,
     call: AttentionCall,
     into: Gradients,
+    order: Tensor | None = None,
     *,
     store: bool,
     writes_terms: bool = False,
-    clears: bool = False,
+    is_fresh: bool = False,
 ) -> None:
     """Launch the kernel that computes all gradients, on the current device.
 
-    It adds to dq. It writes dk and dv if `store`, and adds to them otherwise. If `store`, they must be contiguous. If
-    `writes_terms`, another launch writes the row terms before and, if `clears`, sets dq to 0.
+    It writes dk and dv if `store`, and adds to them otherwise. If `store`, they must be contiguous. It adds to dq, or
+    computes it if `is_fresh`, by several launches if there are any. If `writes_terms`, another launch before writes the
+    row terms and, if `is_fresh`, clears dq. If additions are ordered, it also writes the turns to `order`, memory from
+    `_empty_order`. Default: they are copied by torch.
     """
     dout, q, k, v, _, out, _ = x
     dq, dk, dv = into
-    stream, order = current_stream(q.device), None
-    if launch.visitors is not None:
-        order = launch.visitors.repeat(q.shape[0] * q.shape[2])
-    places = out is None, placed(call, *[t for t in x if t is not None], terms, dq, dk, dv)
+    ordered, stream, copied_turns = launch.cut.ordered, current_stream(q.device), None
+    if launch.turns is not None and order is None:
+        copied_turns = launch.turns.repeat(q.shape[0] * q.shape[2])
+    places = out is None, placed(call, *[t for t in (*x, order) if t is not None], terms, dq, dk, dv)
     if bound := launch.bound.get(places):
         *before, gradients = bound
         for one in before:
             one(stream)
-        gradients(stream, order)
+        gradients(stream, copied_turns)
         return
     compiled = compiled_kernels()
     aligned = _with_aligned_dout(x)
-    written = _write_terms(terms, aligned, call, cleared=dq if clears else None) if writes_terms else None
+    written = None
+    if writes_terms:
+        written = _write_terms(terms, aligned, call, cleared=dq if is_fresh else None, launch=launch, order=order)
+    turns = order if copied_turns is None else copied_turns
     config, dim, value_dim = launch.cut.config, q.shape[3], v.shape[3]
     head, values = panels(dim), panels(value_dim)
     aligned_q, q_rows = compiled.aligned_panels("q", q, config.BM, head)
@@ -415,7 +441,7 @@ def _launch_backward(
     aligned_v, v_rows = compiled.aligned_panels("v", v, 64, values)
     copied = aligned.dout is not dout or aligned_q is not q or aligned_k is not k or aligned_v is not v
     made = compiled.backward(
-        (q.device.index, q.dtype, dim, value_dim, store, dk.dtype, call.softcap, launch.cut.ordered),
+        (q.device.index, q.dtype, dim, value_dim, store, dk.dtype, call.softcap, ordered, is_fresh, order is None),
         launch.grid,
         (
             *q_rows, *k_rows, *v_rows, *compiled.panels("dout", aligned.dout, config.BM, values),
@@ -423,17 +449,17 @@ def _launch_backward(
             *compiled.panels("dq", dq, 64, (64, head[1])),
             *compiled.panels("dk", dk, 64, head),
             *compiled.panels("dv", dv, 64, values),
-            dk, dv, launch.table, launch.table if order is None else order,  # not read without an order
+            dk, dv, launch.table, launch.table if turns is None else turns,  # not read without an order
             call.scale, _score_factor(call), *launch.heads, dk.shape[1],
-            0 if launch.visitors is None else launch.visitors.numel(),
+            0 if launch.turns is None else launch.turns.numel(),
         ),
         (
             config.BM, *head, dim, *values, value_dim, config.NQ, _folds(q.dtype), int(store),
-            call.softcap or 0.0, config.early, int(launch.cut.ordered), config.REGS,
+            call.softcap or 0.0, config.early, int(ordered), int(ordered and is_fresh), config.REGS,
         ),
         {"num_warps": 4, "maxnreg": config.maxnreg},
         stream,
-        order,
+        copied_turns,
     )  # fmt: skip
     if made is not None and not copied and (written is not None or not writes_terms):
         launch.bound.keep(places, (made,) if written is None else (written, made))
@@ -467,16 +493,31 @@ def _empty_terms(block: int, q: Tensor) -> Tensor:
     The last block may start at the last row, so the padding covers a whole `block`.
     """
     batch, rows, heads, _ = q.shape
-    return torch.empty(2 * batch * heads, -(-(rows + block) // 64) * 64, dtype=torch.float32, device=q.device)
+    padded = -(-(rows + block) // ROWS_OF_TERMS) * ROWS_OF_TERMS
+    return torch.empty(2 * batch * heads, padded, dtype=torch.float32, device=q.device)
+
+
+def _empty_order(launch: PreparedLaunch[BackwardCut], q: Tensor) -> Tensor | None:
+    """Return memory for the turns of all heads of q [B, Sq, H, D]; None if additions are not ordered."""
+    if launch.turns is None:
+        return None
+    return torch.empty(launch.turns.numel() * q.shape[0] * q.shape[2], dtype=torch.int32, device=q.device)
 
 
 def _write_terms(
-    made: Tensor, x: BackwardInputs, call: AttentionCall, *, cleared: Tensor | None = None
+    made: Tensor,
+    x: BackwardInputs,
+    call: AttentionCall,
+    *,
+    cleared: Tensor | None = None,
+    launch: PreparedLaunch[BackwardCut] | None = None,
+    order: Tensor | None = None,
 ) -> Bound | None:
     """Write the row terms into `made`: shift - lse / scale of each head, then -delta of each head.
 
     Padded rows get -inf and 0. With a softcap, scores are multiples of the cap, so the cap replaces the scale. The same
-    launch sets `cleared`, contiguous float32 [B, Sq, Hq, D], to 0.
+    launch sets `cleared`, contiguous float32 [B, Sq, Hq, D], to 0. If `order` is given, it writes the turns of `launch`
+    there, and clears only the rows of `PreparedLaunch.cleared`.
 
     Returns:
         The launch, as `Launcher.__call__`; None if it reads a copy of a tensor.
@@ -497,16 +538,21 @@ def _write_terms(
     else:
         source, terms = align_rows(out), lse
     out_strides, dout_strides = compiled.strides("out", source, 4), compiled.strides("dout", dout, 8)
-    clear = cleared is not None
+    clear, fresh = cleared is not None, (made, made, made)  # not read
+    if order is not None and launch is not None and launch.turns is not None and launch.cleared is not None:
+        fresh = launch.turns, launch.cleared, order
     written = compiled.prepare(
-        (dout.device.index, dout.dtype, source.dtype, out is None, dim, value_dim, clear),
-        (padded // 64 * batch * heads, 1, 1),
+        (dout.device.index, dout.dtype, source.dtype, out is None, dim, value_dim, clear, order is None),
+        (padded // ROWS_OF_TERMS * batch * heads, 1, 1),
         (
-            source, dout, lse, terms, made, cleared if clear else made,
-            1.0 / scale, shift, rows, padded, heads, batch * heads,
+            source, dout, lse, terms, made, cleared if clear else made, *fresh,
+            1.0 / scale, shift, rows, padded, heads, batch * heads, fresh[0].numel(),
             *out_strides, *dout_strides, *lse.stride()[:2], *terms.stride()[:2],
         ),
-        (out is not None, clear, 64, dim, value_dim, padded_size(dim), padded_size(value_dim)),
+        (
+            out is not None, clear, order is not None, ROWS_OF_TERMS, dim, value_dim,
+            padded_size(dim), padded_size(value_dim),
+        ),
         {"num_warps": 4},
         current_stream(dout.device),
     )  # fmt: skip

@@ -41,6 +41,7 @@ from burst_portable.utils.cache import Cache
 _DESCRIPTORS = 8192  # maximum number of descriptors that are kept; a layer uses 13 per head group
 _BOUND = 512  # maximum number of combinations of tensors for which a prepared launch is bound; 2 to 3 KB each
 _COUNTERS = 1024  # counters per pool
+ROWS_OF_TERMS = 64  # queries whose row terms a program of `prepare_kernel` computes
 
 
 class Launcher:
@@ -281,7 +282,8 @@ class PreparedLaunch(Generic[C]):
         table: The int32 values of a `LaunchTable`, on the device. They list the blocks that each program computes.
         grid: Number of programs along x, y and z.
         heads: The kernel's arguments that map a program to a head, in the order of its signature.
-        visitors: The first work row that visits each block of queries, if additions to dQ are ordered.
+        turns: int32 `LaunchTable.turns`, if additions to dQ are ordered.
+        cleared: int32 per `ROWS_OF_TERMS` queries, if additions to dQ are ordered: 1 if `LaunchTable.cleared` has one.
         parts: See `LaunchTable`.
         bound: The launch itself and those that belong to it, with packed parameters, by everything that `placed`
             returns. Their other parameters depend on the tiles and the sizes, by which kernels find a prepared launch.
@@ -292,7 +294,8 @@ class PreparedLaunch(Generic[C]):
     table: Tensor
     grid: tuple[int, int, int]
     heads: tuple[int, ...]
-    visitors: Tensor | None = None
+    turns: Tensor | None = None
+    cleared: Tensor | None = None
     parts: tuple[tuple[Span, int], ...] = ()
     bound: Cache[Hashable, tuple[Bound, ...]] = field(default_factory=lambda: Cache(_BOUND), compare=False)
 
@@ -346,8 +349,15 @@ def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.d
     side_by_side = heads // span if table.waits else _side_by_side(heads // span, group // span, room)
     grid = (side_by_side, table.blocks, about.all_heads // span // side_by_side)
     told = (about.all_heads, heads, group, 1 if cut.apart else group, span, side_by_side)
-    visitors = torch.tensor(table.visitors, dtype=torch.int32).to(device) if cut.ordered else None
-    return PreparedLaunch(cut, _upload(table, device), grid, told, visitors, table.parts)
+    turns = cleared = None
+    if cut.ordered:
+        turns = torch.tensor(table.turns, dtype=torch.int32).to(device)
+        parts = {
+            part for span in table.cleared for part in range(span[0] // ROWS_OF_TERMS, -(-span[1] // ROWS_OF_TERMS))
+        }
+        marks = [int(part in parts) for part in range(-(-(about.rows + cut.config.BM) // ROWS_OF_TERMS))]
+        cleared = torch.tensor(marks, dtype=torch.int32).to(device)
+    return PreparedLaunch(cut, _upload(table, device), grid, told, turns, cleared, table.parts)
 
 
 def split_launch(

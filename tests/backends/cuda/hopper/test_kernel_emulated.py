@@ -197,6 +197,13 @@ def test_emulated_deterministic_backward_in_any_order(case, single_call, monkeyp
     check_equal_and_exact(found, exact)
 
 
+@pytest.mark.parametrize("single_call", [True, full(False)])
+def test_emulated_ordered_blocks_start_at_documents(single_call, monkeypatch):
+    """Two blocks have rows of two documents each, at a border that is no multiple of 4."""
+    mask = "documents:0,333,700"
+    check_equal_and_exact(*gradients_in_orders(mask, 96, single_call, monkeypatch, deterministic=True, length=700))
+
+
 def check_equal_and_exact(found, exact):
     for made in found:
         assert all(map(torch.equal, made, found[0]))
@@ -230,8 +237,8 @@ def test_emulated_ordered_gradients_of_divided_keys(mask, dim, single_call, monk
 
 ORDERED_BUGS = {
     "all parts write the same rows": (block_tables, "written = [(k_block * i,", "written = [(0 * i,"),
-    "one part only": (kernel, "parts.sum(1)", "parts[:, 0]"),
-    "one query head only": (kernel, "-1)).sum(3)", "-1))[:, :, :, 0]"),
+    "one part only": (kernel, "one.sum((1, 4))", "one[:, 0].sum(3)"),
+    "one query head only": (kernel, "one.sum((1, 4))", "one.sum(1)[:, :, :, 0]"),
 }
 
 
@@ -242,6 +249,29 @@ def test_emulation_finds_bug_of_ordered_gradients(bug, tmp_path, machine, monkey
     made, exact = ordered_gradients("sink:5:60", 64, True, length=1030)
     with pytest.raises(AssertionError):
         check_equal_and_exact([made], exact)
+
+
+FRESH_BUGS = {
+    "first visits add": ("turn, next_turn, begins)", "turn, next_turn, 0)"),
+    "no block is cleared": ("    if earlier:\n        return ()", "    return ()"),
+    "blocks at borders are written": ("        fresh[number] = 0\n", "        pass\n"),
+    "repeated visits have the turn of the first one": ("number + repeat * len(order)", "number"),
+}
+
+
+@pytest.mark.parametrize("bug", FRESH_BUGS)
+def test_emulation_finds_bug_of_fresh_gradients(bug, tmp_path, monkeypatch):
+    """Each first visit of a block of dQ writes it, unless the block is cleared before."""
+    use_planted(block_tables, *FRESH_BUGS[bug], tmp_path, monkeypatch)
+    hopper_cases.new_kernel(monkeypatch)  # the other one keeps launches
+    masks = (("documents:0,333,700", 96, 700), (SHORT_DOCUMENTS, 96, 300))
+
+    def work():
+        for mask, dim, length in masks:
+            made, exact = ordered_gradients(mask, dim, True, length=length)
+            check_equal_and_exact([made], exact)
+
+    assert finds_bug(work, EmulatedKernels, monkeypatch)
 
 
 def test_emulated_backward_without_order_varies(monkeypatch):
@@ -471,7 +501,7 @@ BACKWARD_BUGS = {
     "dQ with its rows as they come": (", [64, 64], dq_rows).store", ", [64, 64], None).store"),
     "dQ over one that TMA still reads": ("    mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)\n", ""),
     "dQ without a fence": ("    fence_async_shared()\n    mbarrier.arrive(dq_rdy", "    mbarrier.arrive(dq_rdy"),
-    "dQ is not waited for": ("        mbarrier.wait(dq_rdy.index(w), it & 1)\n", ""),
+    "dQ is not waited for": ("        mbarrier.wait(dq_rdy.index(2 * (it % 2) + w), (it // 2) & 1)\n", ""),
     "dQ's buffer is free before TMA has read it": ("    tma.store_wait(0)\n    for w in", "    for w in"),
     "row terms are not waited for": ("    mbarrier.wait(do_rdy.index(slot), phase)\n", ""),
     "keys are not waited for": ("    mbarrier.wait(kv_rdy, 0)\n", ""),

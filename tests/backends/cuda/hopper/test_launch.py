@@ -282,14 +282,22 @@ def test_repeated_deterministic_launch_gets_new_order(driver, monkeypatch):
     """The kernel changes the order in memory: an old one, or that of another call, would make it wait forever."""
     kernel, x, orders = HopperKernel(), base_inputs(deterministic=True), []
 
-    def repeat(visitors, count):
-        orders.append(torch.cat([visitors] * count))
+    def repeat(turns, count):
+        orders.append(torch.cat([turns] * count))
         return orders[-1]
 
     monkeypatch.setattr(torch.Tensor, "repeat", repeat)
     first, second = (launches(driver, backward, kernel, x)[-1] for _ in range(2))
     before, after = (order.data_ptr().to_bytes(8, "little") for order in orders)
     assert first[2].replace(before, after) == second[2] != first[2]
+
+
+def test_repeated_deterministic_call_writes_its_turns_again(driver):
+    kernel, x = HopperKernel(), base_inputs(deterministic=True)
+    first, second = (launches(driver, single_backward, kernel, x) for _ in range(2))
+    prepared, computed = second
+    assert [launched for launched, *_ in first] == [prepared[0], computed[0]]
+    assert prepared[0] != computed[0]
 
 
 @pytest.mark.parametrize(("run", "name"), [(forward, "q"), (forward, "k"), (forward, "v"), (backward, "dout")])
