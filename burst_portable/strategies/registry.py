@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 from inspect import isabstract
 
 from burst_portable.errors import BurstError, InputError, UnsupportedError, in_a_line, shown, unknown_name
-from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.base import Strategy
@@ -169,7 +169,7 @@ def collect_reason(name: str, label: str, reasons: dict[str, str]) -> Iterator[N
         yield
     except (InputError, UnsupportedError) as error:
         reasons[label] = str(error)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if name in _OURS:
             raise
         reasons[label] = f"it is broken: {in_a_line(error)}"
@@ -182,7 +182,7 @@ def named_if_broken(strategy: Strategy) -> Iterator[None]:
         yield
     except BurstError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if strategy.name in _OURS:
             raise
         kind = type(strategy)
@@ -291,6 +291,9 @@ def _wrong_trials(strategy: type[Strategy]) -> str:
 
 # ---------------------------------------------------------------------------- check what strategies return
 
+_OF_PASSES = ("heads", "kv_heads", "layout", "kv_layout")
+"""Fields in which the calls of passes may differ from the call: after a head-parallel exchange, for example."""
+
 
 def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
     """Return the strategy's plan for a call.
@@ -307,15 +310,30 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
         raise UnsupportedError(
             f"{what}: its plan has another name", got=shown(plan.strategy), next_step="pass `self.name` to the plan"
         )
-    for name, made in (
-        ("its plan", plan.call),
-        ("its forward pass", plan.forward.call),
-        ("its backward pass", plan.backward.call),
+    for name, made, free in (
+        ("its plan", plan.call, ()),
+        ("its forward pass", plan.forward.call, _OF_PASSES),
+        ("its backward pass", plan.backward.call, _OF_PASSES),
     ):
-        if made.mask != call.mask:
-            got, allowed = made.mask.name, f"{call.mask.name}, the mask of the call"
-            raise UnsupportedError(f"{what}: {name} has another mask", got=shown(got), allowed=allowed)
+        for field in fields(call):
+            got, asked = (_compared(one, field.name) for one in (made, call))
+            if field.name not in free and got != asked:
+                allowed = f"{_text(asked)}, the {field.name} of the call"
+                raise UnsupportedError(
+                    f"{what}: {name} has another {field.name}", got=shown(_text(got)), allowed=allowed
+                )
     return plan if strategy.name == "auto" else replace(plan, label=strategy.label)
+
+
+def _compared(call: AttentionCall, name: str) -> object:
+    """Return a field of a call, without the parts of its dropout that differ between passes and calls."""
+    value: object = getattr(call, name)
+    return value.p if isinstance(value, Dropout) else value
+
+
+def _text(value: object) -> str:
+    """Return the name of a mask or a layout, or the text of another value."""
+    return str(getattr(value, "name", value))
 
 
 def candidate_plan(strategy: Strategy, call: AttentionCall) -> Plan:

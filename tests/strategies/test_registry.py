@@ -96,6 +96,27 @@ class OtherMask(Base):
         return super().plan(replace(call, mask=Mask.full()))
 
 @dataclass(frozen=True)
+class OtherScale(Base):
+    name, title = "theirs", "a plan of another scale"
+
+    def plan(self, call):
+        return super().plan(replace(call, scale=2 * call.scale))
+
+@dataclass(frozen=True)
+class OtherForward(Base):
+    name, title = "theirs", "a forward pass of another scale"
+
+    def plan(self, call):
+        return replace(super().plan(call), forward=super().plan(replace(call, scale=2.0)).forward)
+
+@dataclass(frozen=True)
+class Exits(Base):
+    name, title = "theirs", "an exit of the process"
+
+    def plan(self, call):
+        raise SystemExit(3)
+
+@dataclass(frozen=True)
 class OtherBackward(Base):
     name, title = "theirs", "a backward pass of another mask"
 
@@ -297,6 +318,9 @@ def test_load_rejects_invalid_strategies(package, target, message):
         ("OtherName", "is broken: its plan has another name; got 'their'; pass `self.name` to the plan"),
         ("OtherMask", "is broken: its plan has another mask; got 'full'; allowed: causal, the mask of the call"),
         ("OtherBackward", "is broken: its backward pass has another mask; got 'full'"),
+        ("OtherScale", "is broken: its plan has another scale; got '0.17677669529663687'; allowed: 0.0883"),
+        ("OtherForward", "is broken: its forward pass has another scale; got '2.0'"),
+        ("Exits", "it is broken: SystemExit: 3"),
         ("Faulty", "it is broken: KeyError: 'axis'"),
         ("Refusing", "theirs takes 3 ranks"),
         ("BadRoute", "the route Unhashable cannot be hashed; make it a frozen dataclass"),
