@@ -51,7 +51,7 @@ test-alone: $(STAMP)
 	@$(PYTHON_IN_VENV) -m pytest -m "alone and $(USUAL)" $(ALONE)
 
 test-others: $(STAMP)
-	@$(PYTHON_IN_VENV) -m pytest -m "not alone and $(USUAL)" -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PYTHON_IN_VENV) -m pytest -m "not alone and $(USUAL)" -n 3 --dist loadfile --no-loadscope-reorder
 
 full: $(STAMP)
 	@$(PYTHON_IN_VENV) -m pytest -m "not device" --timeout 600 $(ARGS)
