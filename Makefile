@@ -34,7 +34,7 @@ demo: $(STAMP)
 	@echo "This takes about a minute on two CPU cores, longer if other programs use them."
 	@.venv/bin/burst-portable run --model tiny --ranks 2 --seq-len 4096 --steps 10 --check --profile --report report/ $(ARGS)
 
-# Tests that measure time run by themselves, all others in two processes. With options, one pytest runs what they say.
+# Tests that measure time run by themselves, all others in three processes. With options, one pytest runs what they say.
 # To look for the first in all files would take ten seconds, in which the second core has nothing to do.
 # By default xdist would run files of few tests last, and these hold the longest tests.
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
