@@ -538,15 +538,15 @@ def _write_terms(
     else:
         source, terms = align_rows(out), lse
     out_strides, dout_strides = compiled.strides("out", source, 4), compiled.strides("dout", dout, 8)
-    clear, fresh = cleared is not None, (made, made, made)  # not read
+    clear, fresh, blocks = cleared is not None, (made, made, made), 0  # not read
     if order is not None and launch is not None and launch.turns is not None and launch.cleared is not None:
-        fresh = launch.turns, launch.cleared, order
+        fresh, blocks = (launch.turns, launch.cleared, order), launch.turns.numel()
     written = compiled.prepare(
         (dout.device.index, dout.dtype, source.dtype, out is None, dim, value_dim, clear, order is None),
         (padded // ROWS_OF_TERMS * batch * heads, 1, 1),
         (
             source, dout, lse, terms, made, cleared if clear else made, *fresh,
-            1.0 / scale, shift, rows, padded, heads, batch * heads, fresh[0].numel(),
+            1.0 / scale, shift, rows, padded, heads, batch * heads, blocks,
             *out_strides, *dout_strides, *lse.stride()[:2], *terms.stride()[:2],
         ),
         (

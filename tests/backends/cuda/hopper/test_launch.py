@@ -300,6 +300,16 @@ def test_repeated_deterministic_call_writes_its_turns_again(driver):
     assert prepared[0] != computed[0]
 
 
+@pytest.mark.parametrize(("deterministic", "blocks"), [(False, 0), (True, -(-ROWS // 128))])
+def test_prepare_gets_the_number_of_turns(driver, deterministic, blocks):
+    """The parameter has 32 bits. Row terms of long inputs have more elements than that."""
+    compiled, given = hopper_kernel.compiled_kernels(), []
+    prepare = compiled.prepare
+    compiled.prepare = lambda key, grid, args, *rest: given.append(args[15]) or prepare(key, grid, args, *rest)
+    launches(driver, single_backward, HopperKernel(), base_inputs(deterministic=deterministic))
+    assert given == [blocks]
+
+
 @pytest.mark.parametrize(("run", "name"), [(forward, "q"), (forward, "k"), (forward, "v"), (backward, "dout")])
 def test_launch_of_copied_input_is_not_repeated(driver, monkeypatch, run, name):
     odd = torch.zeros(1, ROWS, HEADS, DIM + 4, dtype=torch.bfloat16)[..., :DIM]
