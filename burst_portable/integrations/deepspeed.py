@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from burst_portable.errors import InputError
+from burst_portable.integrations.transformers.checks import part_below_head
 from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
 from burst_portable.integrations.versions import check_version, importing
 from burst_portable.mesh import Mesh
@@ -30,7 +31,8 @@ class SequenceUnit:
     ``engine(**batch)`` is that of one device.
 
     Args:
-        model: A Transformers model, or one with adapters of PEFT. It is sharded in place.
+        model: A Transformers model, or one with adapters of PEFT. It is sharded in place: of a classifier, its base
+            model.
         cp_size: Number of ranks that share a sequence. Default: all.
         strategy: As in `parallelize`.
         layout: As in `parallelize`.
@@ -69,7 +71,8 @@ class SequenceUnit:
         self._axes: DeviceMesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         mesh = Mesh.from_device_mesh(self._axes, "sequence")
         options: Any = {"strategy": strategy, "layout": layout, "kernel": kernel}
-        self.sharded: ShardedModel = parallelize(found, mesh, full_batches=True, averaged_gradients=True, **options)
+        part = part_below_head(found)
+        self.sharded: ShardedModel = parallelize(part, mesh, full_batches=True, averaged_gradients=True, **options)
 
     # ----------------------------------------------------------------------------------------- the rows of a rank
 

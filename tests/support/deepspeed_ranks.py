@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import LlamaForSequenceClassification
 
 from burst_portable.errors import InputError, MismatchError
 from burst_portable.integrations.deepspeed import SequenceUnit
@@ -48,14 +50,27 @@ def config(stage: int) -> dict[str, Any]:
     }
 
 
+def model_of(*, classifies: bool) -> Any:
+    model = make("llama", torch.float32)
+    if not classifies:
+        return model
+    torch.manual_seed(0)
+    model.config.pad_token_id, model.config.num_labels = 0, 3
+    return LlamaForSequenceClassification(model.config).train()
+
+
+def collate(examples: list[Any], *, classifies: bool) -> dict[str, Tensor]:
+    batch = pad(examples)
+    return batch | {"labels": batch["input_ids"][:, 0] % 3} if classifies else batch
+
+
 def parameters_of(model: Any) -> dict[str, Tensor]:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def results_alone(order: list[list[dict[str, Tensor]]]) -> tuple[list[float], dict[str, Tensor]]:
+def results_alone(model: Any, order: list[list[dict[str, Tensor]]]) -> tuple[list[float], dict[str, Tensor]]:
     """Return losses and weights of a loop over steps, each with batches whose gradients are averaged."""
-    model = make("llama", torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in order:
@@ -69,9 +84,9 @@ def results_alone(order: list[list[dict[str, Tensor]]]) -> tuple[list[float], di
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def train(stage: int, *, recompute: bool) -> None:
+def train(stage: int, *, recompute: bool = False, classifies: bool = False) -> None:
     """Train a model with DeepSpeed, and compare it with one device."""
-    model = make("llama", torch.float32)
+    model = model_of(classifies=classifies)
     if recompute:
         checkpoint_activations(model)
     engine, *_ = deepspeed.initialize(
@@ -82,7 +97,8 @@ def train(stage: int, *, recompute: bool) -> None:
     )
     sequences = engine.mpu.get_data_parallel_world_size()
     losses, given = [], []  # type: ignore[var-annotated]
-    batches = iter(engine.deepspeed_io(Rows(), collate_fn=pad, num_local_io_workers=0))  # as training_data
+    collator = partial(collate, classifies=classifies)
+    batches = iter(engine.deepspeed_io(Rows(), collate_fn=collator, num_local_io_workers=0))  # as training_data
     for _ in range(STEPS * ACCUMULATED):
         batch = next(batches)
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -93,7 +109,8 @@ def train(stage: int, *, recompute: bool) -> None:
         engine.step()
         losses.append(loss.item())
     each = sequences * ACCUMULATED
-    expected, weights = results_alone([given[i : i + each] for i in range(0, len(given), each)])
+    alone = model_of(classifies=classifies)
+    expected, weights = results_alone(alone, [given[i : i + each] for i in range(0, len(given), each)])
     assert losses == pytest.approx(expected[engine.mpu.get_data_parallel_rank() :: sequences], rel=2e-5)
     torch.testing.assert_close(parameters_of(engine.module), weights, rtol=2e-5, atol=2e-6)
     with pytest.raises(MismatchError, match="rows of the batch"):
@@ -109,6 +126,8 @@ def main(rank: int, folder: Path, sequences: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     for stage in range(4):
         train(stage, recompute=stage == 3)
+    for stage in (1, 3):
+        train(stage, classifies=True)
     with pytest.raises(InputError, match="multiple of cp_size; got cp_size=3 for"):
         SequenceUnit(make("llama"), 3)
     with pytest.raises(InputError, match="model of Transformers; got Linear"):
