@@ -82,6 +82,16 @@ def test_model_trains_with_dropout_as_on_one_rank(over_gloo):
                 assert values == pytest.approx(expected[recompute], rel=1e-5)
 
 
+def test_hidden_dropout_on_unequal_shards_keeps_generators_equal(over_gloo):
+    """It draws as many numbers as a rank has tokens. Recomputations draw the same, and so do all ranks afterwards."""
+    first, *others = (found["hidden"] for found in over_gloo)
+    expected = first["recompute=None"]
+    assert len(set(expected[:3])) == 3
+    for values in first.values():
+        assert values == pytest.approx(expected, rel=1e-9)
+    assert all(found == first for found in others)
+
+
 def test_ranks_with_different_generators_raise(over_gloo):
     for found in over_gloo:
         assert "dropout seed: " in found["error"]

@@ -54,6 +54,7 @@ class CallSequence(NamedTuple):
     cu_seqlens: tuple[int, ...] | None = None  # of packed documents
     padded: bool = False  # whether rows end with padding
     lengths: tuple[int, ...] | None = None  # tokens of each row without its padding, if images attend to later tokens
+    dropout_seed: int | None = None  # see `dropout_streams`
 
 
 @never_compiled("plans, transports and hooks are not graphs")
@@ -104,7 +105,10 @@ def attend(
         "kernel": state.kernel,
         "dropout_p": dropout,
     }
-    rows = [attention(*part, mask=mask, **options) for *part, mask in zip(*parts, masks, strict=True)]
+    rows = []
+    for i, (*part, mask) in enumerate(zip(*parts, masks, strict=True)):
+        seed = state.dropout.seed_of(sequence.dropout_seed, module, i) if dropout else None
+        rows.append(attention(*part, mask=mask, dropout_seed=seed, **options))
     out = rows[0] if len(rows) == 1 else torch.cat(rows)
     state.attended, state.attending = state.attended + 1, False
     return out, None

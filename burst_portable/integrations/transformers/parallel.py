@@ -52,6 +52,7 @@ from burst_portable.integrations.transformers.checks import (
     takes,
     text_model_of,
 )
+from burst_portable.integrations.transformers.dropout_streams import DropoutStreams
 from burst_portable.integrations.transformers.full_batches import (
     Outputs,
     batch_of,
@@ -183,6 +184,7 @@ class ShardedModel:
         call: The sequence of the running call.
         attended: Number of finished attentions in that call.
         attending: Whether an attention runs. After a failed call: whether the call failed in an attention.
+        dropout: The random numbers of calls.
     """
 
     def __init__(
@@ -245,6 +247,8 @@ class ShardedModel:
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
         if self._has_parts:
             self._hooks.append(self._text.register_forward_pre_hook(self._enter_text, with_kwargs=True))
+            self._hooks.append(self._text.register_forward_hook(self._leave_text, always_call=True))
+        self.dropout = DropoutStreams(self._text, self.mesh.rank)
         self._has_recurrent_layers = bool(recurrent_layers(self._text))
         if self.mesh.size > 1:
             self._hooks += StateExchange(self.mesh).hooks(self._text)
@@ -279,6 +283,7 @@ class ShardedModel:
         for module in self.model.modules():
             if hasattr(module, ATTRIBUTE):
                 delattr(module, ATTRIBUTE)
+        self.dropout.remove()
         restore_positions(self._text)
         if loss := sharded_loss(self.model):
             self.model.loss_function = loss.function
@@ -414,6 +419,8 @@ class ShardedModel:
             # Otherwise the other ranks would match this rank's next call with the current one.
             broadcast_error(self.mesh, error, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             raise
+        if not self._has_parts:
+            sequence = sequence._replace(dropout_seed=self.dropout.begin())
         self.call, self._running, self.attended, self.attending = sequence, RunningCall(module), 0, False
         return (), kwargs | undivided
 
@@ -432,7 +439,13 @@ class ShardedModel:
         device = next(x.device for x in kwargs.values() if isinstance(x, Tensor))
         positions = self._positions(self.call, device).unsqueeze(0)
         divided = divide(kwargs, module, positions, self.mesh, self.call.layout)
+        self.call = self.call._replace(dropout_seed=self.dropout.begin())
         return (), divided | ({"use_cache": False} if takes(module, "use_cache") else {})
+
+    @never_compiled("a pair of `_enter_text`")
+    def _leave_text(self, module: Any, args: Any, output: Any) -> None:
+        """End the random numbers of this rank's tokens (forward hook)."""
+        self.dropout.end()
 
     def _divide(self, module: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return this rank's arguments of a call with a full batch, and those that replace them in the end.
@@ -555,6 +568,7 @@ class ShardedModel:
         """Check the call and replace its router loss (forward hook). A failed call has no output."""
         if self._running is None or self._running.module is not module:
             return None
+        self.dropout.end()
         sequence, self.call, self._running = self.call, None, None
         outputs, self._outputs = self._outputs, None
         if output is None or (self.mesh.size == 1 and outputs is None):
