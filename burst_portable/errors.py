@@ -56,6 +56,10 @@ class UnsupportedError(BurstError, NotImplementedError):
     """A valid request that the named strategy, kernel or backend does not support."""
 
 
+class StrategyError(BurstError, RuntimeError):
+    """A strategy of a package that is broken: it fails to import, raises an unexpected error, or its plan is wrong."""
+
+
 class BackendUnavailableError(BurstError, ImportError):
     """A backend that cannot run on this machine, or breaks the rules of its interface."""
 

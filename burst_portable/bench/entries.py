@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,24 +15,31 @@ from torch import Tensor
 
 from burst_portable.api import attention
 from burst_portable.bench.masks import named_mask
+from burst_portable.comm.agreement import hashed_value
 from burst_portable.comm.base import Handles, Message, Transport, WrappedTransport
+from burst_portable.comm.torch_dist import store_exchange
 from burst_portable.config import Config
-from burst_portable.errors import BurstError, CommunicationError, in_a_line
+from burst_portable.errors import BurstError, CommunicationError, StrategyError, in_a_line
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.measuring.timing import TransportClock
 from burst_portable.mesh import Mesh
+from burst_portable.planning.plans import Plan
 from burst_portable.planning.verify import verify
 from burst_portable.runtime.explanation import explain
+from burst_portable.runtime.prepare import plan_fact
 from burst_portable.sharding import shard
 from burst_portable.strategies.planner import plan
 from burst_portable.strategies.registry import strategy_name
+from burst_portable.utils.text import rank_names
 
 Row = dict[str, Any]
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 """(out, dq, dk, dv) of this rank's tokens."""
 NAMES = ("out", "dq", "dk", "dv")
 _CHUNK = 256  # queries of the oracle at once
+_LONGEST_REASON = 1000  # characters of an error that ranks share
+_VERDICT_SIZE = 16384  # bytes, more than such a reason and the name of a plan take as JSON
 # Largest relative errors in the 2-norm, and of one element relative to the largest: (32 bits and more, 16 bits).
 _LIMITS = ((1e-4, 1e-3), (1.5e-2, 5e-2))
 
@@ -94,8 +102,57 @@ class Sent(NamedTuple):
     messages: int
 
 
-class WrongPlanError(Exception):
-    """The plan of an entry is wrong. Its text is the first error of `verify`."""
+class Verdict(NamedTuple):
+    """What one rank found about an entry.
+
+    Attributes:
+        status: "refused" or "failed"; "" for an entry that can run.
+        reason: Why.
+        plan: What its plan sends. Default: an entry without a plan.
+        digest: Digest of the plan's steps on all ranks.
+    """
+
+    status: str = ""
+    reason: str = ""
+    plan: str = ""
+    digest: str = ""
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Verdict:
+        """Return the verdict for an error. Only an entry that works may refuse; all other errors are failures."""
+        refused = isinstance(error, BurstError | ImportError) and not isinstance(error, StrategyError)
+        reason = str(error) if isinstance(error, BurstError) else in_a_line(error)
+        return cls("refused" if refused else "failed", reason[:_LONGEST_REASON])
+
+    @classmethod
+    def of_plan(cls, plan: Plan | None) -> Verdict:
+        """Return the verdict for a plan, or for an entry without one."""
+        if plan is None:
+            return cls()
+        fact, ranks = plan_fact(plan), range(plan.call.ranks)
+        steps = [[one.steps_of(rank) for rank in ranks] for _, one in plan.passes()]
+        return cls("", "", fact.name, hashed_value("", (fact.digest, steps)).digest)
+
+
+def joint_verdict(name: str, verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict of all ranks about an entry, given that of each in rank order.
+
+    An entry that only some ranks can run has failed: its ranks do not do the same.
+    """
+    first = verdicts[0]
+    next_step = f"`burst-portable conform --strategy {name}` examines it"
+    if len({one.status for one in verdicts}) > 1:
+        wrong = (f"{one.status} on rank {rank}: {one.reason}" for rank, one in enumerate(verdicts) if one.status)
+        return Verdict("failed", "; ".join([*wrong, next_step]))
+    if first.status or len({one.digest for one in verdicts}) == 1:
+        return first
+    plans: dict[str, tuple[str, list[int]]] = {}
+    for rank, one in enumerate(verdicts):
+        plans.setdefault(one.digest, (one.plan, []))[1].append(rank)
+    sides = (f"{text} on {rank_names(ranks)}" for text, ranks in plans.values())
+    return Verdict(
+        "failed", f"it is broken: ranks have different plans of one call: {', but '.join(sides)}; {next_step}"
+    )
 
 
 class Entry:
@@ -111,8 +168,7 @@ class Entry:
         self.name = name
 
     def prepare(self, task: Task, mesh: Mesh) -> Prepared:
-        """Return the calls of a row. Raise a `BurstError` if the entry cannot serve it, or if its plan is wrong."""
-        self._check_plan(task, mesh)
+        """Return the calls of a row. Raise a `BurstError` if the entry cannot serve it."""
         return self._calls(task, mesh)
 
     def _calls(self, task: Task, mesh: Mesh) -> Prepared:
@@ -129,15 +185,15 @@ class Entry:
 
         return Prepared(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout))
 
-    def _check_plan(self, task: Task, mesh: Mesh) -> None:
-        """Raise the same error on all ranks if there is no correct plan, before any of them waits for messages.
+    def checked_plan(self, task: Task, mesh: Mesh) -> Plan | None:
+        """Return the plan of a row, so that ranks can compare it before any of them waits for messages.
 
         Raises:
             UnsupportedError, InputError: The strategy cannot serve this row.
-            WrongPlanError: The plan is wrong. Other errors are those of a strategy that is broken.
+            StrategyError: The plan is wrong. Other errors are those of a strategy that is broken.
         """
         if strategy_name(self.name) == "auto":  # it takes no strategy whose plan it cannot make
-            return
+            return None
         q, k, v, _ = task.tensors
         made = plan(
             seq_len=task.layout.length, ranks=mesh.size, heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
@@ -145,7 +201,8 @@ class Entry:
             itemsize=q.element_size(),
         )  # fmt: skip
         if wrong := verify(made):
-            raise WrongPlanError(wrong[0])
+            raise StrategyError(f"its plan is wrong: {wrong[0]}")
+        return made
 
     def choice(self, prepared: Prepared, task: Task, mesh: Mesh) -> str | None:
         """Return the label of the strategy that `auto` chooses now. None for all other entries.
@@ -236,16 +293,39 @@ class Benchmark:
         device: Device of this rank.
         setting: Sizes.
         entries: What is compared.
+        error_seconds: How long a rank on which an entry failed waits for the other ranks. They may wait for messages.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, setting: Setting, entries: Sequence[Entry]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        setting: Setting,
+        entries: Sequence[Entry],
+        *,
+        error_seconds: float = 10.0,
+    ) -> None:
         self._mesh, self._device, self._setting, self._entries = mesh, device, setting, entries
+        self._error_seconds = error_seconds
         self._transport = mesh.transport(device.type)
         self._streams = mesh.backend_for(device.type).capabilities.streams
         self._clock = TransportClock(self._transport, device, streams=self._streams)
 
-    def measure(self, mask_name: str, length: int, kernel: str, only: Sequence[str]) -> list[Row]:
-        """Return a row for each entry in `only`, for a mask that `named_mask` takes. All ranks must call it."""
+    def measure(
+        self,
+        mask_name: str,
+        length: int,
+        kernel: str,
+        only: Sequence[str],
+        on_entry: Callable[[str], None] = lambda name: None,
+    ) -> list[Row]:
+        """Return a row for each entry in `only`, for a mask that `named_mask` takes. All ranks must call it.
+
+        `on_entry` is called with the name of each entry before it is examined, and with "" before entries are timed.
+
+        Raises:
+            CommunicationError: An entry ended on this rank, or on another one that no longer answers.
+        """
         mask = named_mask(mask_name, length)
         task = Task(
             mask, make_layout(self._setting.layout, length, self._mesh.size, mask), kernel, self._inputs(length)
@@ -258,21 +338,33 @@ class Benchmark:
                 where = {"mask": mask_name, "seq_len": length, "ranks": self._mesh.size, "kernel": kernel}
                 row: Row = {**where, "entry": entry.name}
                 rows.append(row)
+                on_entry(entry.name)
                 prepared = self._examine(entry, task, expected, row)
                 if prepared is not None:
                     timed.append((row, prepared))
+        on_entry("")
         self._time(mask.num_pairs(length), timed)
         return rows
 
     def _examine(self, entry: Entry, task: Task, expected: Results, row: Row) -> Prepared | None:
         """Run an entry once, and add its status to the row. Return its calls if it is right on all ranks."""
-        reason, status = "", "refused"
-        chose: Row = {}
         prepared: Prepared | None = None
+        try:
+            planned = entry.checked_plan(task, self._mesh)
+            prepared = entry.prepare(task, self._mesh)
+            verdict = Verdict.of_plan(planned)
+        except CommunicationError:
+            raise  # ranks have lost each other
+        except entry.errors as error:
+            verdict = Verdict.of_error(error)
+        if self._has_failed(entry, verdict, row):
+            return None
+        assert prepared is not None, "no rank has failed"
+        chose: Row = {}
         found: tuple[Tensor, ...] = ()
         peak: int | None = None
+        verdict = Verdict()
         try:
-            prepared = entry.prepare(task, self._mesh)
             first = entry.choice(prepared, task, self._mesh)
             found, peak = self._run(prepared)
             if first is not None:
@@ -280,19 +372,51 @@ class Benchmark:
         except CommunicationError:
             raise  # ranks have lost each other
         except entry.errors as error:
-            reason = str(error) if isinstance(error, BurstError) else in_a_line(error)
-            if isinstance(error, WrongPlanError):
-                reason = f"its plan is wrong: {error}"
-            status = "refused" if isinstance(error, BurstError | ImportError) else "failed"
-        if self._clock.slowest(float(bool(reason))):
-            row.update(status=status, reason=reason or "failed on another rank")
+            verdict = Verdict.of_error(error)
+        if self._has_failed(entry, verdict, row):
             return None
-        assert prepared is not None, "it has no reason"
         row.update(chose | self._check(prepared, found, expected, peak))
         if row["status"] == "ok":
             row.update(self._sent(entry.count(prepared, task, self._mesh)))
             return prepared
         return None
+
+    def _has_failed(self, entry: Entry, verdict: Verdict, row: Row) -> bool:
+        """Compare the verdicts of all ranks. Add the status of an entry that cannot run on all of them to the row.
+
+        Raises:
+            CommunicationError: The entry failed here, and the other ranks may wait for its messages.
+        """
+        try:
+            verdicts = self._shared(verdict)
+        except CommunicationError as error:
+            if not verdict.status:
+                raise
+            what = f"rank {self._mesh.rank}: {entry.name} {verdict.status} while other ranks run it"
+            raise CommunicationError(what, got=verdict.reason) from error
+        joint = joint_verdict(entry.name, verdicts)
+        if not joint.status:
+            return False
+        row.update(status=joint.status, reason=joint.reason)
+        if unfinished := self._transport.unfinished():
+            raise CommunicationError(f"{entry.name} {joint.status} during a {unfinished}", got=joint.reason)
+        return True
+
+    def _shared(self, verdict: Verdict) -> list[Verdict]:
+        """Return the verdicts of all ranks.
+
+        Processes share through the store of their group, which those messages cannot be mixed with.
+        """
+        data = json.dumps(verdict).encode().ljust(_VERDICT_SIZE)
+        label, group = "sharing what each rank found about an entry", self._mesh.group
+        timeout = self._error_seconds if verdict.status else self._mesh.config.timeout
+        if group is None:
+            shared = self._transport.share(data, label, timeout)
+        else:
+            shared = store_exchange(group).share(data, f"rank {self._mesh.rank}, {label}", timeout)
+        if any(len(one) != _VERDICT_SIZE for one in shared):  # threads share what passes share
+            raise CommunicationError(f"rank {self._mesh.rank}: another rank runs a pass of this entry")
+        return [Verdict(*json.loads(one)) for one in shared]
 
     def _inputs(self, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         s, generator = self._setting, torch.Generator(self._device).manual_seed(length)

@@ -81,6 +81,9 @@ class Peer(Entry):
 
     errors = (Exception, SystemExit)  # whatever other code raises; a package may exit where it cannot run
 
+    def checked_plan(self, task: Task, mesh: Mesh) -> None:
+        """Return None: other libraries have no plan."""
+
     def prepare(self, task: Task, mesh: Mesh) -> Prepared:
         check_group(mesh)
         length = task.layout.length

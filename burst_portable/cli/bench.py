@@ -214,11 +214,11 @@ def bench(
                 )
             )  # fmt: skip
         with Progress(**on_stderr(quiet=not is_first)) as bar:
-            progress = bar.add_task("measuring", total=sum(len(job.work) for job in jobs))
+            progress = bar.add_task("measuring", total=sum(len(names) for job in jobs for *_, names in job.work))
 
             def on_rows(found: list[Row]) -> None:
                 rows.extend(found)
-                bar.advance(progress)
+                bar.advance(progress, len(found))
                 if is_first and resume is not None:
                     with writing(resume):
                         append_rows(resume, settings, found)
@@ -264,6 +264,8 @@ def _interrupted(rows: Sequence[Row], resume: Path | None) -> str:
         return (
             f"interrupted; {len(rows)} rows are lost; with --resume FILE, rows are kept: {command} --resume rows.jsonl"
         )
+    if not rows:
+        return f"interrupted before the first row, so {resume} keeps none; to begin again: {command}"
     return f"interrupted; {resume} keeps {len(rows)} rows; to go on: {command}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
+import re
 import shlex
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from burst_portable.conformance.base import (
 from burst_portable.conformance.cases import Case, strategy_trials
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.checks.kernel_contract import unsupported_reason
+from burst_portable.conformance.checks.plans import PLAN_ERROR
 from burst_portable.conformance.processes import ignore_interrupts, pack, unpack
 from burst_portable.conformance.report import EVIDENCE_LEVELS, NOT_STATED, Report, Result
 from burst_portable.conformance.running import testing_environment
@@ -87,6 +89,18 @@ def candidates(case: Case) -> Iterator[Case]:
     return filter(Case.possible, (replace(case, **change) for change in changes))
 
 
+def is_alike(found: Outcome, smaller: Outcome) -> bool:
+    """Return whether a smaller case fails, too. If a plan is wrong, it must be wrong in the same way.
+
+    A route that is wrong between ranks is often wrong in another way on one rank.
+    """
+    if not found.wrong.startswith(PLAN_ERROR):
+        return not smaller.ok
+    kinds = (_NUMBER.sub("", one.wrong.partition(";")[0].partition(", such as")[0]) for one in (found, smaller))
+    return next(kinds) == next(kinds)
+
+
+_NUMBER = re.compile(r"[0-9]+")
 _LONG_SEARCHES = 3  # failures per group with a long search for the smallest case; later ones are mostly similar
 _LONG, _SHORT = 80, 12  # runs per search
 
@@ -162,7 +176,7 @@ class Runner:
             if self.shrink and test.case is not None and seconds < self.search_seconds:
                 max_runs = _LONG if self._failures[test.check] <= _LONG_SEARCHES else _SHORT
                 limits: dict[str, Any] = {"max_runs": max_runs, "seconds": self.search_seconds}
-                least = smallest(test.case, lambda case: not run(test, case).ok, **limits)
+                least = smallest(test.case, lambda case: is_alike(outcome, run(test, case)), **limits)
                 if not outcome.wrong and least != test.case and (cause := run(test, least).wrong):
                     outcome = replace(outcome, wrong=f"in the smallest case, {cause}")
                 text = ":".join(filter(None, (test.check, test.kernel, least.spec())))

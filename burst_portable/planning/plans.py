@@ -24,7 +24,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, cast
 
-from burst_portable.errors import InputError
+from burst_portable.errors import StrategyError
 from burst_portable.layout import Layout, cut
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
@@ -168,7 +168,7 @@ class PassPlan:
         p = self.call
         if self.helpers is not None and (self.side != "kv" or not self.trims):
             got = f"side {self.side!r}, the route {self.route.name!r}"
-            raise InputError("helpers need a pass that sends K and V from their owners", got=got)
+            raise StrategyError("helpers need a pass that sends K and V from their owners", got=got)
         object.__setattr__(self, "_pairs", block_pairs(p.mask, p.layout, p.k_layout))
         found = {side: BlockDependencies(self._pairs, side, self.helpers) for side in self.sides}
         object.__setattr__(self, "_dependencies", found)
@@ -218,7 +218,7 @@ class PassPlan:
                         text = (
                             f"step {step} of rank {member} would compute with K and V and with queries of other ranks"
                         )
-                        raise InputError(text, next_step="change `step` of the route, or `helps` of the helpers")
+                        raise StrategyError(text, next_step="change `step` of the route, or `helps` of the helpers")
                     owners[step].append(owner)
         computes = {step: self._compute(side_of[step], tuple(blocks), member) for step, blocks in owners.items()}
         last = self.route.step(member, member)
@@ -364,13 +364,13 @@ def make_pass_plan(
     """Return a `PassPlan`, cached: strategies that `auto` compares share passes.
 
     Raises:
-        InputError: A route or the helpers cannot be hashed.
+        StrategyError: A route or the helpers cannot be hashed.
     """
     for what, one in (("route", route), ("route", gradient_route), ("helpers", helpers)):
         try:
             hash(one)
         except TypeError:
-            raise InputError(
+            raise StrategyError(
                 f"the {what} {type(one).__name__} cannot be hashed",
                 next_step="make it a frozen dataclass with hashable fields",
             ) from None

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel, hardware_of
-from burst_portable.comm.agreement import CallSignature, call_signature, hashed_value
+from burst_portable.comm.agreement import CallSignature, HashedValue, call_signature, hashed_value
 from burst_portable.comm.base import Transport
 from burst_portable.config import triton_cache
 from burst_portable.errors import InputError, UnsupportedError, format_error, shown
@@ -382,19 +382,11 @@ def _call_signature(
 
     Kernels may differ if they take rows in the same order.
     """
-    p, forward, backward = plan.call, plan.forward, plan.backward
-    rounded = ", rounded gradients" if plan.backward.rounds_gradients else ""
-    inside, order_of_rows = "", hashed_value("none", ())
+    p, forward = plan.call, plan.forward
+    order_of_rows = hashed_value("none", ())
     if plan.heads and plan.ring_size > 1:
-        across = plan.head_spacing > 1
-        inside = f" across {plan.head_parallel_size} nodes" if across else f" in nodes of {plan.head_parallel_size}"
         order = f"in the order that the kernel {kernel.name!r} takes"
         order_of_rows = hashed_value(order, forward.call.layout.shards)
-    sent = plan.circulates("backward")
-    groups = f" in {plan.head_groups} groups of heads" if plan.head_groups > 1 else ""
-    strategy = f"{plan.strategy}{inside}{groups} by {plan.transfer('forward')} with {sent} backward{rounded}"
-    sides = forward.side, backward.side, backward.rounds_gradients
-    routes = forward.route, backward.route, backward.gradient_route, forward.helpers, backward.helpers
     return call_signature(
         {
             "backend": backend.name,
@@ -407,7 +399,7 @@ def _call_signature(
             "dtype": p.dtype,
             "mask": hashed_value(str(p.mask), p.mask.regions),
             "layout": hashed_value(p.layout.name, p.layout.shards),
-            "strategy": hashed_value(strategy, (plan.heads, plan.head_groups, plan.score_rows, *sides, *routes)),
+            "strategy": plan_fact(plan),
             "rows that cross nodes": order_of_rows,
             "scale": repr(p.scale),
             "softcap": repr(p.softcap),
@@ -416,6 +408,22 @@ def _call_signature(
             "LSE sent": "yes" if plan.heads and with_lse else "no",
         }
     )
+
+
+def plan_fact(plan: Plan) -> HashedValue:
+    """Return what a plan sends and along which routes, which must be equal on all ranks."""
+    forward, backward = plan.forward, plan.backward
+    rounded = ", rounded gradients" if backward.rounds_gradients else ""
+    inside = ""
+    if plan.heads and plan.ring_size > 1:
+        across = plan.head_spacing > 1
+        inside = f" across {plan.head_parallel_size} nodes" if across else f" in nodes of {plan.head_parallel_size}"
+    sent = plan.circulates("backward")
+    groups = f" in {plan.head_groups} groups of heads" if plan.head_groups > 1 else ""
+    strategy = f"{plan.strategy}{inside}{groups} by {plan.transfer('forward')} with {sent} backward{rounded}"
+    sides = forward.side, backward.side, backward.rounds_gradients
+    routes = forward.route, backward.route, backward.gradient_route, forward.helpers, backward.helpers
+    return hashed_value(strategy, (plan.heads, plan.head_groups, plan.score_rows, *sides, *routes))
 
 
 # --------------------------------------------------------------------------------- plan without tensors

@@ -19,7 +19,15 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import isabstract
 
-from burst_portable.errors import BurstError, InputError, UnsupportedError, in_a_line, shown, unknown_name
+from burst_portable.errors import (
+    BurstError,
+    InputError,
+    StrategyError,
+    UnsupportedError,
+    in_a_line,
+    shown,
+    unknown_name,
+)
 from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.verify import verify
@@ -55,7 +63,8 @@ def load(name: str) -> type[Strategy]:
 
     Raises:
         UnknownNameError: No strategy has this name.
-        UnsupportedError: The strategy of another package is broken, or several packages register the name.
+        StrategyError: The strategy of another package is broken.
+        UnsupportedError: Several packages register the name.
     """
     if isinstance(name, str) and name in _OURS:
         return _imported(name, _OURS[name])
@@ -88,7 +97,7 @@ def _loaded() -> tuple[dict[str, type[Strategy]], dict[str, str]]:
     for name, (_, *others) in _registered().items():
         try:
             found[name] = load(name)
-        except UnsupportedError as error:  # the caller did not name it, so it is only left out
+        except (StrategyError, UnsupportedError) as error:  # the caller did not name it, so it is only left out
             reasons[name] = str(error)
         for origin in others if name in _OURS else ():
             reasons[f"{name} of {origin}"] = f"burst_portable has a built-in strategy {name!r}; register another name"
@@ -172,12 +181,12 @@ def collect_reason(name: str, label: str, reasons: dict[str, str]) -> Iterator[N
     except (Exception, SystemExit) as error:
         if name in _OURS:
             raise
-        reasons[label] = f"it is broken: {in_a_line(error)}"
+        reasons[label] = str(error) if isinstance(error, StrategyError) else f"it is broken: {in_a_line(error)}"
 
 
 @contextmanager
 def named_if_broken(strategy: Strategy) -> Iterator[None]:
-    """Raise `UnsupportedError` with a strategy's package if it raises an unexpected error: see `collect_reason`."""
+    """Raise `StrategyError` with a strategy's package if it raises an unexpected error: see `collect_reason`."""
     try:
         yield
     except BurstError:
@@ -186,7 +195,7 @@ def named_if_broken(strategy: Strategy) -> Iterator[None]:
         if strategy.name in _OURS:
             raise
         kind = type(strategy)
-        raise UnsupportedError(
+        raise StrategyError(
             f"the strategy {strategy.name!r} (from {kind.__module__}:{kind.__qualname__}) is broken",
             got=in_a_line(error),
             next_step=f"`burst-portable conform --strategy {strategy.name}` shows where; or name another strategy",
@@ -233,7 +242,7 @@ def _registered() -> dict[str, list[str]]:
 
 
 def _imported(name: str, origin: str) -> type[Strategy]:
-    """Import a strategy. Raise `UnsupportedError` with the reason if it is broken."""
+    """Import a strategy. Raise `StrategyError` with the reason if it is broken."""
     module, _, attribute = origin.partition(":")
     what = f"the strategy {name!r} (from {origin})"
     try:
@@ -241,11 +250,11 @@ def _imported(name: str, origin: str) -> type[Strategy]:
     # A package's module may do anything on import.
     except (Exception, SystemExit) as error:
         next_step = f"`python -c 'import {module}'` shows where; reinstall that package, or remove it"
-        raise UnsupportedError(
+        raise StrategyError(
             f"{what} is broken: it fails to import", got=in_a_line(error), next_step=next_step
         ) from error
     if reason := _misshapen(found, name):
-        raise UnsupportedError(f"{what} is not a strategy: {reason}", next_step="see docs/writing_a_strategy.md")
+        raise StrategyError(f"{what} is broken: {reason}", next_step="see docs/writing_a_strategy.md")
     return found
 
 
@@ -299,15 +308,16 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
     """Return the strategy's plan for a call.
 
     Raises:
-        UnsupportedError: The strategy cannot serve the call, or returns no plan, or one of another call or name.
+        UnsupportedError: The strategy cannot serve the call.
+        StrategyError: It returns no plan, or one of another call or name.
         InputError: See `Strategy.plan`.
     """
     plan = strategy.plan(call)
     what = f"the strategy {strategy.name!r} is broken"
     if not isinstance(plan, Plan):
-        raise UnsupportedError(f"{what}: its `plan` returned no Plan", got=shown(plan))
+        raise StrategyError(f"{what}: its `plan` returned no Plan", got=shown(plan))
     if plan.strategy != strategy.name and strategy.name != "auto":
-        raise UnsupportedError(
+        raise StrategyError(
             f"{what}: its plan has another name", got=shown(plan.strategy), next_step="pass `self.name` to the plan"
         )
     for name, made, free in (
@@ -319,9 +329,7 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
             got, asked = (_compared(one, field.name) for one in (made, call))
             if field.name not in free and got != asked:
                 allowed = f"{_text(asked)}, the {field.name} of the call"
-                raise UnsupportedError(
-                    f"{what}: {name} has another {field.name}", got=shown(_text(got)), allowed=allowed
-                )
+                raise StrategyError(f"{what}: {name} has another {field.name}", got=shown(_text(got)), allowed=allowed)
     return plan if strategy.name == "auto" else replace(plan, label=strategy.label)
 
 
@@ -337,19 +345,24 @@ def _text(value: object) -> str:
 
 
 def candidate_plan(strategy: Strategy, call: AttentionCall) -> Plan:
-    """Return `checked_plan` of a candidate, and verify it if the strategy is of another package.
+    """Return `checked_plan` of a candidate. That of another package's strategy is also verified, and made again.
 
-    Ranks would wait for messages that no rank sends. Of many ranks, the first `_VERIFIED` are verified.
+    Otherwise ranks would wait for messages that no rank sends. Of many ranks, the first `_VERIFIED` are verified. Plans
+    that differ only between processes look alike here; ranks compare them before they run.
 
     Raises:
-        UnsupportedError: As `checked_plan`, or if the plan is wrong.
+        UnsupportedError: As `checked_plan`.
+        StrategyError: As `checked_plan`, or the plan is wrong, or another one than before.
     """
     plan = checked_plan(strategy, call)
     if strategy.name not in OURS:
         few = None if call.ranks <= _VERIFIED else range(_VERIFIED)
         if wrong := verify(plan, ranks=few):
             next_step = f"burst-portable plan --strategy {strategy.name} shows all"
-            raise UnsupportedError(f"its plan is wrong: {wrong[0]}", next_step=next_step)
+            raise StrategyError(f"it is broken: its plan is wrong: {wrong[0]}", next_step=next_step)
+        if checked_plan(strategy, call) != plan:
+            next_step = f"burst-portable conform --strategy {strategy.name} shows where"
+            raise StrategyError("it is broken: two plans of this call differ, so ranks would", next_step=next_step)
     return plan
 
 
@@ -357,12 +370,12 @@ def by_label(strategy: type[Strategy], found: Iterable[Strategy], what: str) -> 
     """Return the `candidates` or `trials` of a strategy by label. `what` names them in error messages.
 
     Raises:
-        UnsupportedError: One of them is not of this strategy.
+        StrategyError: One of them is not of this strategy.
     """
     labeled = {}
     for one in found:
         if not isinstance(one, strategy):
             what = f"a {what} of the strategy {strategy.name!r} is not of its class"
-            raise UnsupportedError(what, got=shown(one), allowed=f"instances of {strategy.__name__}")
+            raise StrategyError(what, got=shown(one), allowed=f"instances of {strategy.__name__}")
         labeled[one.label] = one
     return labeled

@@ -17,9 +17,10 @@ from burst_portable.bench.masks import MASKS
 from burst_portable.bench.peers import Peer
 from burst_portable.bench.results import SCHEMA, append_rows, compare, markdown, read_rows
 from burst_portable.cli import main
+from burst_portable.cli.bench_worker import BenchJob, bench_local
 from burst_portable.cli.process import Ended
 from burst_portable.conformance import oracle as dense
-from burst_portable.errors import InputError
+from burst_portable.errors import CommunicationError, InputError, PeerLostError
 from burst_portable.layout import make_layout
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.registry import make_strategy
@@ -27,7 +28,14 @@ from burst_portable.strategies.registry import make_strategy
 SETTING = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
 
 
-class WrongEntry(Entry):
+class PlantedEntry(Entry):
+    """An entry whose name is not that of a strategy."""
+
+    def checked_plan(self, task, mesh):
+        return None
+
+
+class WrongEntry(PlantedEntry):
     """Scale the output of a strategy, so that the output and all gradients are wrong."""
 
     def prepare(self, task, mesh):
@@ -66,7 +74,7 @@ def test_measure_shows_wrong_and_refused_entries_without_speed():
         assert "none_such" in unknown["reason"]
 
 
-class LeavingEntry(Entry):
+class LeavingEntry(PlantedEntry):
     """End the process at its first use, as a package may that needs a device."""
 
     errors = Peer.errors
@@ -85,6 +93,98 @@ def test_peer_that_ends_the_process_has_reason():
     for planted, ring in run_threads(2, work):
         assert (planted["status"], planted["reason"]) == ("failed", "SystemExit: needs a GPU")
         assert ring["status"] == "ok"
+
+
+class DifferentPlans(PlantedEntry):
+    """Plan a ring on rank 0, and another strategy on all other ranks."""
+
+    def checked_plan(self, task, mesh):
+        return Entry("burst" if mesh.rank else "ring").checked_plan(task, mesh)
+
+
+class FailingRank(PlantedEntry):
+    """Raise an error on rank 1 before any rank runs."""
+
+    def checked_plan(self, task, mesh):
+        if mesh.rank:
+            raise KeyError("only here")
+
+
+def test_entries_whose_ranks_differ_are_rows():
+    """Ranks compare plans and errors before one of them waits for messages, and measure the other entries."""
+
+    def work(mesh):
+        entries = [DifferentPlans("planted"), FailingRank("failing"), Entry("ring")]
+        return Benchmark(mesh, torch.device("cpu"), SETTING, entries).measure(
+            "full", 31, "auto", [one.name for one in entries]
+        )
+
+    for planted, failing, ring in run_threads(3, work):
+        assert (planted["status"], failing["status"], ring["status"]) == ("failed", "failed", "ok")
+        assert "ring by ring with kv backward on rank 0, but burst by ring with q backward on ranks 1, 2; " in str(
+            planted
+        )
+        assert "`burst-portable conform --strategy planted`" in planted["reason"]
+        assert failing["reason"].startswith("failed on rank 1: KeyError: 'only here'; failed on rank 2: KeyError")
+
+
+class FailingRun(PlantedEntry):
+    """Raise an error on rank 1 while rank 0 waits for its messages."""
+
+    def prepare(self, task, mesh):
+        prepared = Entry("ring").prepare(task, mesh)
+
+        def forward():
+            if mesh.rank:
+                raise KeyError("only here")
+            return prepared.forward()
+
+        return replace(prepared, forward=forward)
+
+
+def test_rank_that_fails_alone_names_the_entry():
+    """It does not wait for the timeout of messages, which ends other ranks."""
+
+    def work(mesh):
+        entries, found = [FailingRun("planted"), Entry("ring")], []
+        benchmark = Benchmark(mesh, torch.device("cpu"), SETTING, entries, error_seconds=0.1)
+        benchmark.measure("full", 31, "auto", ["planted", "ring"], found.append)
+
+    with pytest.raises(
+        CommunicationError, match="rank 1: planted failed while other ranks run it; got KeyError: 'only"
+    ):
+        run_threads(2, work)
+
+
+def test_bench_goes_on_without_an_entry_that_ended_a_rank(monkeypatch):
+    """Ranks start again without it. Its other rows are failed, too; a rank lost elsewhere ends the command."""
+    runs, rows = [], []
+
+    def run_processes(job, folder, on_step, worker):
+        runs.append(job.work)
+        for mask, _, _, names in job.work:
+            for name in names:
+                on_step({"entry": name})
+                if name == "dies":
+                    raise PeerLostError("rank 1 ended with code 3")
+            on_step({"entry": ""})
+            if mask == "prefix_lm":
+                raise PeerLostError("rank 1 ended later")
+            on_step({"rows": [{"mask": mask, "entry": name, "status": "ok"} for name in names]})
+
+    monkeypatch.setattr("burst_portable.cli.bench_worker.run_processes", run_processes)
+    work = [(mask, 64, "auto", ["ring", "dies"]) for mask in ("full", "causal")]
+    job = BenchJob(ranks=2, ranks_per_node=None, backend="cpu", device_type="cpu", setting={}, work=work)
+    bench_local(job, rows.extend)
+    assert runs == [work, [(mask, 64, "auto", ["ring"]) for mask in ("full", "causal")]]
+    assert [(row["mask"], row["entry"], row["status"], row.get("reason")) for row in rows] == [
+        ("full", "dies", "failed", "rank 1 ended with code 3"),
+        ("causal", "dies", "failed", "it does not run again, since it ended a rank on full"),
+        ("full", "ring", "ok", None),
+        ("causal", "ring", "ok", None),
+    ]
+    with pytest.raises(PeerLostError, match="later"):
+        bench_local(replace(job, work=[("prefix_lm", 64, "auto", ["ring"])]), rows.extend)
 
 
 @pytest.mark.usefixtures("ranks_are_forked")

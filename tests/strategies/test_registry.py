@@ -16,7 +16,7 @@ from burst_portable.cli.flags import flag, make_named_strategy, strategy_flags
 from burst_portable.cli.plan import plan as plan_command
 from burst_portable.cli.run.command import run as run_command
 from burst_portable.conformance import check_backend
-from burst_portable.errors import BurstError, InputError, UnknownNameError, UnsupportedError
+from burst_portable.errors import BurstError, InputError, StrategyError, UnknownNameError, UnsupportedError
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies import registry
 from burst_portable.strategies.auto import AutoStrategy
@@ -27,11 +27,13 @@ from tests.support.plugins import install
 
 THEIRS = """
 from dataclasses import dataclass, replace
+from typing import ClassVar
 from burst_portable.errors import InputError
 from burst_portable.mask import Mask
 from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.base import Strategy, ring_plan
 from burst_portable.strategies.options import PREFETCH_STEPS, Option, option
+from burst_portable.strategies.registry import make_strategy
 from burst_portable.strategies.ring import RingStrategy
 
 @dataclass(frozen=True)
@@ -80,6 +82,17 @@ class NoReturn(Base):
 
     def plan(self, call):
         super().plan(call)
+
+@dataclass(frozen=True)
+class Unstable(Base):
+    name = "theirs"
+    title = "another plan each time"
+
+    def plan(self, call):
+        self.transfers.reverse()
+        return replace(make_strategy("ring", transfer=self.transfers[0]).plan(call), strategy=self.name)
+
+    transfers: ClassVar[list[str]] = ["ring", "direct"]
 
 @dataclass(frozen=True)
 class OtherName(Base):
@@ -160,6 +173,32 @@ class BadRoute(Base):
 
     def plan(self, call):
         return ring_plan(call, "theirs", side="kv", route=Unhashable(call.ranks))
+
+@dataclass(frozen=True)
+class Nothing(Base):
+    name = "nothing"
+    title = "no plan"
+
+    def plan(self, call):
+        return None
+
+@dataclass(frozen=True)
+class Lost(BadRoute):
+    name = "lost"
+    title = "a route without a hash"
+
+@dataclass(frozen=True)
+class Far(RingRoute):
+    def targets(self, owner, rank):
+        yield (rank + 2) % self.ranks
+
+@dataclass(frozen=True)
+class Farther(Base):
+    name = "farther"
+    title = "a wrong route"
+
+    def plan(self, call):
+        return ring_plan(call, self.name, side="kv", route=Far(call.ranks))
 
 @dataclass(frozen=True)
 class LazyRoute(Base):
@@ -305,7 +344,7 @@ def test_auto_never_chooses_inexact_strategy(package):
 )
 def test_load_rejects_invalid_strategies(package, target, message):
     package({"theirs": target})
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(StrategyError, match=message):
         make_strategy("theirs")
     reason = bp.plan(seq_len=128, ranks=4, heads=4).reason  # not named, so the remaining strategies still work
     assert "not theirs: the strategy 'theirs'" in reason
@@ -328,7 +367,8 @@ def test_load_rejects_invalid_strategies(package, target, message):
         ("FaultyCandidates", "it is broken: IndexError: none"),
         ("OurCandidate", "a candidate of the strategy 'theirs' is not of its class; got RingStrategy("),
         ("LabelCandidate", "is not of its class; got 'theirs'; allowed: instances of LabelCandidate"),
-        ("WrongRoute", "its plan is wrong: forward: 8 moves posted by only one"),
+        ("WrongRoute", "it is broken: its plan is wrong: forward: 8 moves posted by only one"),
+        ("Unstable", "it is broken: two plans of this call differ"),
     ],
 )
 def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, target, reason):
@@ -356,6 +396,7 @@ def test_broken_named_strategy_raises_clear_error(package, target):
         ("WrongRoute", "its plan is wrong: forward: 3 moves posted by only one"),
         ("Faulty", "KeyError: 'axis'"),
         ("LazyRoute", "AttributeError"),
+        ("NoReturn", "is broken: its `plan` returned no Plan; got None"),
     ],
 )
 def test_bench_shows_broken_strategy_and_measures_the_rest(package, target, reason):
@@ -447,6 +488,28 @@ def test_conform_names_reason_if_strategy_serves_no_case(package):
         UnsupportedError, match="'theirs' supports none of these cases; got theirs: theirs takes 3 ranks"
     ):
         check_backend("cpu", strategy="theirs", coverage="quick")
+
+
+@pytest.mark.parametrize(("name", "cause"), [("nothing", "returned no Plan"), ("lost", "cannot be hashed")])
+def test_conform_fails_for_broken_strategy(package, name, cause):
+    """Only a strategy that refuses a case is skipped there."""
+    package({name: f"their_strategies:{name.title()}"})
+    report = check_backend("cpu", strategy=name, coverage="quick", ranks=2, fail_fast=True)
+    assert not report.ok
+    assert [cause in result.message for result in report.failures] == [True]
+    assert not report.skipped
+
+
+def test_conform_shrinks_to_the_same_error_of_a_plan(package):
+    """On one rank, this route sends to itself, which is another error; a named case has its plan checked, too."""
+    package({"farther": "their_strategies:Farther"})
+    report = check_backend("cpu", strategy="farther", coverage="quick", ranks=3)
+    assert "ranks=3" in report.failures[0].name
+    assert "ranks=" not in report.failures[0].smallest  # specs leave out the default, which is two
+    assert "posted by only one of their two ranks" in report.failures[0].message
+    (again,) = check_backend("cpu", cases=[report.failures[0].smallest]).failures
+    assert again.message.startswith("its plan is wrong (`burst-portable plan` shows it): forward: ")
+    assert again.seconds < 10
 
 
 def test_conform_distinguishes_trial_from_strategy():

@@ -15,11 +15,13 @@ from burst_portable.planning.schedule import Steps
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.base import Strategy
 
+PLAN_ERROR = "its plan is wrong"
+
 
 def find_plan_error(case: Case, device: str) -> str:
     """Return what is wrong with the plan of a case; "" for a correct one."""
     if wrong := verify(plan_of(case, device)):
-        return f"its plan is wrong (`burst-portable plan` shows it): {'; '.join(wrong[:3])}"
+        return f"{PLAN_ERROR} (`burst-portable plan` shows it): {'; '.join(wrong[:3])}"
     return find_impurity(case.make_strategy(), case.make_call(device))
 
 
