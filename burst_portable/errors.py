@@ -56,6 +56,10 @@ class UnsupportedError(BurstError, NotImplementedError):
     """A valid request that the named strategy, kernel or backend does not support."""
 
 
+class MemoryLimitError(UnsupportedError):
+    """A call for which every strategy needs more memory than the limit that was given."""
+
+
 class StrategyError(BurstError, RuntimeError):
     """A strategy of a package that is broken: it fails to import, raises an unexpected error, or its plan is wrong."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +13,10 @@ from burst_portable.backends.selection import machines
 from burst_portable.cli import flags
 from burst_portable.cli.flags import flag, make_named_strategy, with_strategy_flags
 from burst_portable.cli.output import JsonName, JsonOption, check_picture, console, on_stderr, writing
-from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_comparison
+from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_comparison, unlimited
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, checked_ranks, plan_facts, verification_facts
 from burst_portable.config import from_environment
-from burst_portable.errors import InputError, unknown_name
+from burst_portable.errors import InputError, MemoryLimitError, unknown_name
 from burst_portable.planning.hardware import NEXT_STEP, HardwareSpec, MeasuredHardware, read_hardware_spec
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.planner import plan as make_plan
@@ -23,6 +24,8 @@ from burst_portable.strategies.registry import has_option, known, named_if_broke
 from burst_portable.utils.values import check_divides
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+WITH_DROPOUT = ("triton", "triton-tf32", "reference")
+"""Kernels that support dropout. This command imports none of them."""
 _DEFAULT_TFLOPS = 400.0
 _DEFAULT_BANDWIDTH = 100.0  # GB/s between ranks of a node
 _DEVICES_PER_NODE = 8  # usual largest number of devices of a server
@@ -55,6 +58,7 @@ def plan(
     options: Mapping[str, object],
     batch: Annotated[int, typer.Option(help="Sequences per call.")] = 1,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
+    dropout: Annotated[float, typer.Option(help="Probability of dropout of attention weights.")] = 0.0,
     tflops: Annotated[
         float | None, typer.Option(help=f"TFLOP/s per rank, for predicted times. Default: {_DEFAULT_TFLOPS:g}.")
     ] = None,
@@ -132,24 +136,25 @@ def plan(
     name = "auto" if compare else strategy
     has_nodes = strategy_name(name) in known() and has_option(name, "ranks_per_node")
     planner = make_named_strategy(name, ranks_per_node if has_nodes else None, options, hardware)
+    make = partial(
+        make_plan, seq_len=seq_len, ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        v_head_dim=v_head_dim, mask=mask, layout=layout, batch=batch, itemsize=DTYPES[dtype], dropout_p=dropout,
+    )  # fmt: skip
+    too_large: MemoryLimitError | None = None
     with named_if_broken(planner), console(stderr=True).status("planning"):  # a thousand ranks take seconds
-        made = make_plan(
-            seq_len=seq_len,
-            ranks=ranks,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            mask=mask,
-            strategy=planner,
-            layout=layout,
-            batch=batch,
-            itemsize=DTYPES[dtype],
-        )
+        try:
+            made = make(strategy=planner)
+        except MemoryLimitError as error:
+            if not compare:
+                raise
+            too_large, made = error, make(strategy=unlimited(planner))
         if not 0 <= rank < ranks:
             raise InputError("no such rank", got=rank, allowed=f"0 to {ranks - 1}")
-        facts = comparison_facts(made, planner, hardware) if compare else plan_facts(made, hardware, rank)
+        facts = comparison_facts(made, planner, hardware, too_large) if compare else plan_facts(made, hardware, rank)
     facts["notes"] = _notes(hardware, ranks, uses_defaults=hardware_file is None and intra_node_bandwidth is None)
+    if dropout:
+        kernels = ", ".join(WITH_DROPOUT)
+        facts["notes"].append(f"only the kernels {kernels} have dropout; the predicted times do not include it")
     if hardware_file is None and (file := from_environment().hardware_spec):
         facts["notes"].append(f"plan does not read BURST_HARDWARE_SPEC; --hardware-spec {file} uses its rates")
     out = console(quiet=json_option.stdout)
@@ -161,6 +166,8 @@ def plan(
 
             with writing(picture):
                 picture.write_text(draw_comparison(facts), encoding="utf-8")
+        if too_large is not None:
+            raise too_large
         return 0
     from burst_portable.cli.plan_view import show, show_check
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 from burst_portable import __version__
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts, call_facts, hardware_facts, memory_facts, sampled_ranks
-from burst_portable.errors import UnsupportedError
+from burst_portable.errors import MemoryLimitError, UnsupportedError
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
@@ -26,36 +27,57 @@ ALL = "all"
 SCHEMA = "burst_portable.plans/6"
 
 
-def comparison_facts(chosen: Plan, auto: Strategy, hardware: HardwareSpec) -> Facts:
-    """Return the costs of each strategy for the call of the plan that `auto` made."""
+def unlimited(auto: Strategy) -> Strategy:
+    """Return `auto` without its limit of memory."""
+    assert isinstance(auto, AutoStrategy), "only it has a limit"
+    return replace(auto, max_memory_mib=None)
+
+
+def comparison_facts(
+    chosen: Plan, auto: Strategy, hardware: HardwareSpec, too_large: MemoryLimitError | None = None
+) -> Facts:
+    """Return the costs of each strategy for the call of the plan that `auto` made.
+
+    If no strategy fits in the memory limit, `too_large` is the error of `auto`. The costs then include all that exceed
+    it, by memory.
+    """
     assert isinstance(auto, AutoStrategy), "it lists the candidates"
     call = chosen.call
     ranks = sampled_ranks(call.ranks, 0)
-    costs = []
+    costs: list[Facts] = []
+
+    def order(one: Facts) -> tuple[bool, bool, float]:
+        return one["label"] != chosen.label, not one["compared"], one["seconds"]
+
     candidates, unsupported = auto.list_candidates(call)
     for label, strategy in _all_strategies(candidates, unsupported).items():
         with collect_reason(strategy.name, label, unsupported):
             plan = candidate_plan(strategy, call)
             named = {"label": label, "title": strategy.title, "compared": label in candidates}
             row = {**named, **_costs(plan, hardware, ranks)}
-            peak = max(row["passes"][name]["memory"]["peak"] for name in PASSES)
-            if auto.max_memory_mib is not None and peak > auto.max_memory_mib << 20:
+            if too_large is not None:
+                costs.append(row)
+            if auto.max_memory_mib is not None and (peak := _peak(row)) > auto.max_memory_mib << 20:
                 limit = bytes_text(auto.max_memory_mib << 20)
                 raise UnsupportedError(f"it needs {bytes_text(peak)} per rank; the limit is {limit}")
-            costs.append(row)
+            if too_large is None:
+                costs.append(row)
     return {
         "schema": SCHEMA,
         "version": __version__,
         "problem": call_facts(call),
         "hardware": hardware_facts(hardware),
         "sampled_ranks": list(ranks),
-        "chosen": chosen.reason,
+        "chosen": chosen.reason if too_large is None else f"chose none: {too_large}",
         "not_compared": _not_compared(one["strategy"] for one in costs if not one["compared"]),
-        "strategies": sorted(
-            costs, key=lambda one: (one["label"] != chosen.label, not one["compared"], one["seconds"])
-        ),
+        "strategies": sorted(costs, key=order if too_large is None else _peak),
         "unsupported": unsupported,
     }
+
+
+def _peak(row: Facts) -> int:
+    """Return the memory of the pass that needs more."""
+    return max(int(row["passes"][name]["memory"]["peak"]) for name in PASSES)
 
 
 def _all_strategies(compared: Mapping[str, Strategy], unsupported: Iterable[str]) -> dict[str, Strategy]:
@@ -98,10 +120,12 @@ def show_comparison(console: Console, facts: Facts) -> None:
         "backward",
         "total",
     )
-    title = "the choice of auto, what it compared, and the rest; bytes, launches and memory are the largest of a rank"
+    fits = not facts["chosen"].startswith("chose none")
+    first = "the choice of auto, what it compared, and the rest" if fits else "none fits in the limit; by memory"
+    title = f"{first}; bytes, launches and memory are the largest of a rank"
     rows = table(*columns, left=("strategy",), title=title)
     for last, one in pairwise([None, *facts["strategies"]]):
-        if last is not None and last["compared"] and not one["compared"]:
+        if fits and last is not None and last["compared"] and not one["compared"]:
             rows.add_section()
         forward, backward = (one["passes"][name] for name in PASSES)
         rows.add_row(
@@ -110,7 +134,7 @@ def show_comparison(console: Console, facts: Facts) -> None:
             bytes_text(backward["sent_bytes"]),
             f"{forward['launches']} + {backward['launches']}",
             f"{forward['imbalance']:.3f}",
-            bytes_text(max(one["memory"]["peak"] for one in (forward, backward))),
+            bytes_text(_peak(one)),
             *(seconds_text(seconds) for seconds in (forward["seconds"], backward["seconds"], one["seconds"])),
         )
     console.print(rows, "")
@@ -126,6 +150,8 @@ def show_comparison(console: Console, facts: Facts) -> None:
         console.print(labelled("", f"compares {', '.join(alike)} {condition}"))
     for label, reason in facts["unsupported"].items():
         console.print(labelled("not", f"{label}: {reason}"))
+    for note in facts["notes"]:
+        console.print(labelled("note", note))
 
 
 def choice_text(facts: Facts) -> str:

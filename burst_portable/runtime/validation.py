@@ -26,7 +26,7 @@ from burst_portable.errors import (
 )
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
-from burst_portable.strategies.planner import LARGEST_HEAD, check_heads
+from burst_portable.strategies.planner import LARGEST_HEAD, check_heads, checked_probability
 from burst_portable.utils.values import as_float, as_int
 
 _PACKED = "packed sequences are a batch of one, x.unsqueeze(0), with mask=Mask.documents(cu_seqlens)"
@@ -220,9 +220,7 @@ def checked_softcap(softcap: float | None) -> float | None:
 
 def checked_dropout(p: Any, first_head: Any) -> tuple[float, int]:
     """Return the probability of dropout, and the index of the first query head in the model."""
-    number, head = as_number("dropout_p", p), as_int(first_head)
-    if not 0.0 <= number < 1.0:
-        raise InputError("dropout_p is no probability of dropout", got=shown(p), allowed="at least 0 and below 1")
+    number, head = checked_probability(as_number("dropout_p", p)), as_int(first_head)
     if head is None or not 0 <= head < _MOST_HEADS:
         allowed = "the number of query heads on the ranks before this one, if tensor parallelism divides heads"
         raise InputError("first_head is no index of a head", got=shown(first_head), allowed=allowed)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_portable.errors import InputError, UnsupportedError, shown
+from burst_portable.errors import InputError, MemoryLimitError, shown
 from burst_portable.layout import Segment
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost, plan_seconds
@@ -121,11 +121,11 @@ class AutoStrategy(Strategy):
         return replace(plans[best], reason="; ".join([chose, *left_out]))
 
     def _check_memory(self, needed: dict[str, int]) -> None:
-        """Raise `UnsupportedError` if none of these needs, in bytes by label, is within the limit."""
+        """Raise `MemoryLimitError` if none of these needs, in bytes by label, is within the limit."""
         if self.max_memory_mib is None or min(needed.values()) <= self.max_memory_mib << 20:
             return
         label = min(needed, key=needed.__getitem__)
-        raise UnsupportedError(
+        raise MemoryLimitError(
             "attention needs more memory than the limit of 'auto'",
             got=f"at least {bytes_text(needed[label])} per rank, of {label}",
             allowed=f"max_memory_mib={self.max_memory_mib}",

@@ -25,7 +25,7 @@ GradientCommDtype = Literal["float32", "input"]
 LocalBlockOrder = Literal["first", "last", "split"]
 """When a rank computes with its local block: before all remote blocks, after them, or one part before and one after."""
 RESERVED_FLAGS = frozenset((
-    "ablate", "backend", "batch", "check", "check_all", "deep", "dtype", "eval",
+    "ablate", "backend", "batch", "check", "check_all", "deep", "dropout", "dtype", "eval",
     "gradient_checkpointing", "hardware_file", "hardware_spec", "head_dim", "heads", "help", "inter_node_bandwidth",
     "intra_node_bandwidth", "json", "json_name", "kv_heads", "layout", "lr", "mask", "model", "no_check", "options",
     "picture", "profile", "rank", "ranks", "ranks_per_node", "report", "scoring", "seed", "seq_len", "show_steps",

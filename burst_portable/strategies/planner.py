@@ -14,13 +14,13 @@ from burst_portable.errors import InputError, LayoutError, ShapeError, shown, un
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import OF_MASKS, Layout, make_layout, suited
 from burst_portable.mask import Mask
-from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import checked_plan, strategy_of
 from burst_portable.utils.text import by_time
-from burst_portable.utils.values import size
+from burst_portable.utils.values import as_float, size
 
 LARGEST_HEAD = 1024  # far above what the kernels of any device support
 
@@ -38,6 +38,7 @@ def plan(
     layout: Layout | str = "zigzag",
     batch: int = 1,
     itemsize: int = 2,
+    dropout_p: float = 0.0,
 ) -> Plan:
     """Return the plan that `attention` would run, made without a device, for any number of ranks.
 
@@ -57,13 +58,24 @@ def plan(
             `plan(...).layout` to `shard` and `attention`.
         batch: Sequences per call.
         itemsize: Bytes of an element of Q, K and V.
+        dropout_p: As for `attention`. Strategies that do not support dropout raise an error.
 
     Raises:
         InputError: Sizes, names, a mask or a layout are invalid or do not fit together (a ValueError).
         UnsupportedError: The named strategy cannot serve this call.
     """
     call = call_of_sizes(seq_len, ranks, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, itemsize)
+    if probability := checked_probability(dropout_p):
+        call = replace(call, dropout=Dropout(probability))
     return planned_for(strategy_of(strategy), call, layout)
+
+
+def checked_probability(value: object) -> float:
+    """Return a probability of dropout. Raise `InputError` for any other value."""
+    number = as_float(value)
+    if number is None or not 0.0 <= number < 1.0:
+        raise InputError("dropout_p is no probability of dropout", got=shown(value), allowed="at least 0 and below 1")
+    return number
 
 
 def call_of_sizes(

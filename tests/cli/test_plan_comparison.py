@@ -8,7 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from burst_portable.backends.selection import kernels_of, load
 from burst_portable.cli import main
+from burst_portable.cli.plan import WITH_DROPOUT
+from burst_portable.kernels.base import Kernel
 from burst_portable.strategies.registry import classes
 
 CALL = ("plan", "--seq-len", "4096", "--ranks", "8", "--heads", "8", "--strategy", "all")
@@ -106,6 +109,36 @@ def test_plan_all_refuses_what_exceeds_the_memory_limit(capsys):
     for label in too_large:
         assert facts["unsupported"][label].startswith("it needs ")
         assert "; the limit is " in facts["unsupported"][label]
+
+
+def test_plan_all_lists_memory_if_nothing_fits(capsys):
+    every = facts_of(capsys)["strategies"]
+    assert main([*CALL, "--max-memory-mib", "1", "--json"]) == 2
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    peaks = [max(p["memory"]["peak"] for p in one["passes"].values()) for one in facts["strategies"]]
+    assert peaks == sorted(peaks)
+    assert {one["label"] for one in facts["strategies"]} == {one["label"] for one in every} <= set(facts["unsupported"])
+    assert facts["chosen"].startswith("chose none: attention needs more memory")
+    assert f"of {facts['strategies'][0]['label']}; allowed: max_memory_mib=1" in err
+    assert main([*CALL, "--max-memory-mib", "1"]) == 2
+    out, _ = capsys.readouterr()
+    assert "none fits in the limit; by memory" in out
+    assert "chose none: attention needs more memory" in out
+    assert main([*CALL[:-1], "auto", "--max-memory-mib", "1"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_plan_takes_dropout(capsys):
+    """Kernels with dropout are named, since this command imports none."""
+    every = [one for name in ("cpu", "cuda") for one in kernels_of(load(name)) if one.name != "flash-attn-4"]  # absent
+    kernels = [one if isinstance(one, Kernel) else one.load() for one in every]
+    assert {kernel.name for kernel in kernels if kernel.traits.supports_dropout} == set(WITH_DROPOUT)
+    for strategy in ("ring", "all"):
+        assert main([*CALL[:-1], strategy, "--dropout", "0.1"]) == 0
+        assert "note    only the kernels triton, triton-tf32, reference have dropout" in capsys.readouterr().out
+    assert main([*CALL, "--dropout", "1"]) == 2
+    assert "dropout_p is no probability of dropout; got 1.0; allowed: at least 0 and below 1" in capsys.readouterr().err
 
 
 def test_plan_refuses_picture_that_is_no_svg(capsys, tmp_path):

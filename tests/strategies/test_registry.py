@@ -28,7 +28,7 @@ from tests.support.plugins import install
 THEIRS = """
 from dataclasses import dataclass, replace
 from typing import ClassVar
-from burst_portable.errors import InputError
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.mask import Mask
 from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.base import Strategy, ring_plan
@@ -199,6 +199,16 @@ class Farther(Base):
 
     def plan(self, call):
         return ring_plan(call, self.name, side="kv", route=Far(call.ranks))
+
+@dataclass(frozen=True)
+class Undropped(Base):
+    name = "theirs"
+    title = "without dropout"
+
+    def plan(self, call):
+        if call.dropout is not None:
+            raise UnsupportedError("theirs has no dropout")
+        return ring_plan(call, self.name, side="kv", route=RingRoute(call.ranks))
 
 @dataclass(frozen=True)
 class LazyRoute(Base):
@@ -381,6 +391,17 @@ def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, targ
     facts = json.loads(capsys.readouterr().out)
     assert reason in facts["unsupported"]["theirs"]
     assert "ring" in {one["label"] for one in facts["strategies"]}
+
+
+def test_plan_all_names_strategies_without_dropout(package, capsys):
+    package({"theirs": "their_strategies:Undropped"})
+    plan_all = ["plan", "--seq-len", "225", "--ranks", "4", "--heads", "4", "--strategy", "all", "--json"]
+    assert main(plan_all) == 0
+    assert "theirs" in {one["label"] for one in json.loads(capsys.readouterr().out)["strategies"]}
+    assert main([*plan_all, "--dropout", "0.1"]) == 0
+    assert json.loads(capsys.readouterr().out)["unsupported"]["theirs"] == "theirs has no dropout"
+    with pytest.raises(UnsupportedError, match="theirs has no dropout"):
+        bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs", dropout_p=0.1)
 
 
 @pytest.mark.parametrize("target", ["NoReturn", "OtherName", "OtherMask", "OtherBackward", "BadRoute"])
