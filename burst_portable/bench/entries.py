@@ -20,10 +20,12 @@ from burst_portable.comm.base import Handles, Message, Transport, WrappedTranspo
 from burst_portable.comm.torch_dist import store_exchange
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, CommunicationError, StrategyError, in_a_line
+from burst_portable.kernels.dropout import weight_factors
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.measuring.timing import TransportClock
 from burst_portable.mesh import Mesh
+from burst_portable.planning.call import Dropout
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.verify import verify
 from burst_portable.runtime.explanation import explain
@@ -38,6 +40,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 """(out, dq, dk, dv) of this rank's tokens."""
 NAMES = ("out", "dq", "dk", "dv")
 _CHUNK = 256  # queries of the oracle at once
+SEED = 30
+"""Seed of dropout."""
 _LONGEST_REASON = 1000  # characters of an error that ranks share
 _VERDICT_SIZE = 16384  # bytes, more than such a reason and the name of a plan take as JSON
 # Largest relative errors in the 2-norm, and of one element relative to the largest: (32 bits and more, 16 bits).
@@ -54,6 +58,7 @@ class Setting:
     dtype: str
     layout: str
     rounds: int
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Task:
     kernel: str
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     """q, k, v and dO, [1, S, H, D]."""
+    dropout: float = 0.0
+    """Probability with which a weight of the softmax is dropped."""
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -180,7 +187,7 @@ class Entry:
         def forward() -> Tensor:
             return attention(
                 *leaves, mask=task.mask, mesh=mesh, strategy=self.name, layout=task.layout, kernel=task.kernel,
-                seq_len=task.layout.length, deterministic=False,
+                seq_len=task.layout.length, deterministic=False, dropout_p=task.dropout, dropout_seed=SEED,
             )  # fmt: skip
 
         return Prepared(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout))
@@ -198,7 +205,7 @@ class Entry:
         made = plan(
             seq_len=task.layout.length, ranks=mesh.size, heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
             v_head_dim=v.shape[3], mask=task.mask, strategy=self.name, layout=task.layout, batch=q.shape[0],
-            itemsize=q.element_size(),
+            itemsize=q.element_size(), dropout_p=task.dropout,
         )  # fmt: skip
         if wrong := verify(made):
             raise StrategyError(f"its plan is wrong: {wrong[0]}")
@@ -213,7 +220,7 @@ class Entry:
             return None
         return explain(
             *prepared.leaves, mask=task.mask, mesh=mesh, strategy=self.name, layout=task.layout, kernel=task.kernel,
-            seq_len=task.layout.length, deterministic=False,
+            seq_len=task.layout.length, deterministic=False, dropout_p=task.dropout,
         ).strategy.name  # fmt: skip
 
     def count(self, prepared: Prepared, task: Task, mesh: Mesh) -> list[Sent]:
@@ -276,10 +283,14 @@ def oracle(task: Task, scale: float) -> Results:
             box = (queries >= r.q_start) & (queries < r.q_stop) & (keys >= r.k_start) & (keys < r.k_stop)
             seen |= box & (queries - keys >= r.lo) & (queries - keys <= r.hi)
         weights = (q[:, rows] @ k.T * scale).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
-        out[:, rows] = weights @ v
-        dv += torch.einsum("hqk,hqd->kd", weights, dout[:, rows])
+        factors: Tensor | float = 1.0
+        if task.dropout:
+            dropout = Dropout(task.dropout, first_head=task.tensors[0].shape[2] - group, seed=SEED)
+            factors = weight_factors(dropout, keys[rows], keys, 1, group)[0]
+        out[:, rows] = (weights * factors) @ v
+        dv += torch.einsum("hqk,hqd->kd", weights * factors, dout[:, rows])
         delta = (dout[:, rows] * out[:, rows]).sum(-1, keepdim=True)
-        dscores = weights * (dout[:, rows] @ v.T - delta) * scale
+        dscores = weights * (dout[:, rows] @ v.T * factors - delta) * scale
         dq[:, rows] = dscores @ k
         dk += torch.einsum("hqk,hqd->kd", dscores, q[:, rows])
     return tuple(x.transpose(0, 1).unsqueeze(0) if x.dim() == 3 else x[None, :, None] for x in (out, dq, dk, dv))  # type: ignore[return-value]  # four
@@ -328,7 +339,11 @@ class Benchmark:
         """
         mask = named_mask(mask_name, length)
         task = Task(
-            mask, make_layout(self._setting.layout, length, self._mesh.size, mask), kernel, self._inputs(length)
+            mask,
+            make_layout(self._setting.layout, length, self._mesh.size, mask),
+            kernel,
+            self._inputs(length),
+            self._setting.dropout,
         )
         expected = oracle(task, self._setting.head_dim**-0.5)
         rows: list[Row] = []

@@ -82,7 +82,9 @@ class Peer(Entry):
     errors = (Exception, SystemExit)  # whatever other code raises; a package may exit where it cannot run
 
     def checked_plan(self, task: Task, mesh: Mesh) -> None:
-        """Return None: other libraries have no plan."""
+        """Return None: other libraries have no plan. Raise `UnsupportedError` with dropout."""
+        if task.dropout:
+            raise UnsupportedError("its dropout depends on the ranks, so no result is right")
 
     def prepare(self, task: Task, mesh: Mesh) -> Prepared:
         check_group(mesh)

@@ -49,7 +49,7 @@ from burst_portable.config import LauncherEnv, read_launcher_env
 from burst_portable.errors import InputError, LayoutError, format_error, shown, unknown_name
 from burst_portable.layout import NAMES, OF_DOCUMENTS
 from burst_portable.planning.plans import PASSES
-from burst_portable.strategies.planner import call_of_sizes
+from burst_portable.strategies.planner import call_of_sizes, checked_probability
 from burst_portable.strategies.registry import known, make_strategy, strategy_name
 from burst_portable.utils.text import split_list
 
@@ -111,6 +111,7 @@ def bench(
     layout: Annotated[
         str, typer.Option(help=f"{', '.join(NAMES)}; {' and '.join(OF_DOCUMENTS)} take masks of documents only.")
     ] = "zigzag",
+    dropout: Annotated[float, typer.Option(help="Probability of dropout of attention weights.")] = 0.0,
     seq_len: Annotated[
         str | None,
         typer.Option(
@@ -151,6 +152,7 @@ def bench(
         raise unknown_name("layout", layout, NAMES)
     if dtype is not None and dtype not in _DTYPES:
         raise unknown_name("dtype", dtype, _DTYPES)
+    probability = checked_probability(dropout)
     from burst_portable.backends.selection import kernels_of
     from burst_portable.cli.bench_worker import BenchJob, bench_local, bench_rank
     from burst_portable.cli.run.job import check_processes
@@ -189,6 +191,7 @@ def bench(
             "dtype": dtype or ("float32" if on_cpu else "bfloat16"),
             "layout": layout,
             "rounds": 3 if on_cpu else 7,
+            **({"dropout": probability} if probability else {}),
         }
         settings: Row = {"schema": SCHEMA, "version": __version__, "backend": chosen.name, **setting}
         settings |= {"device": _device_name(device_type, on_cpu=on_cpu), "versions": versions(_PACKAGES)}
@@ -345,10 +348,10 @@ def _resumed(path: Path | None, settings: Row) -> list[Row]:
         return []
     found, rows = read_rows(path)
     check_appendable(path)
-    if different := [name for name, value in settings.items() if found.get(name) != value]:
+    if different := [name for name in {**settings, **found} if found.get(name) != settings.get(name)]:
         name = different[0]
         raise InputError(
-            f"--resume names a file with another {name}", got=found.get(name), allowed=settings[name],
+            f"--resume names a file with another {name}", got=found.get(name), allowed=settings.get(name),
             next_step="name another file",
         )  # fmt: skip
     return rows

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from burst_portable import run_threads
-from burst_portable.bench.entries import Benchmark, Entry, Setting, Task, oracle
+from burst_portable.bench.entries import SEED, Benchmark, Entry, Setting, Task, oracle
 from burst_portable.bench.masks import MASKS
 from burst_portable.bench.peers import Peer
 from burst_portable.bench.results import SCHEMA, append_rows, compare, markdown, read_rows
@@ -22,6 +22,7 @@ from burst_portable.cli.process import Ended
 from burst_portable.conformance import oracle as dense
 from burst_portable.errors import CommunicationError, InputError, PeerLostError
 from burst_portable.layout import make_layout
+from burst_portable.planning.call import Dropout
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.registry import make_strategy
 
@@ -53,6 +54,34 @@ def test_oracle_equals_dense_attention(name):
         torch.testing.assert_close(found, whole[:, :, -found.shape[2] :], rtol=1e-9, atol=1e-11)
     assert mask.num_pairs(length) == int(dense.dense_mask(mask, length).sum())
     assert mask.fully_masked_tokens(length) == 0
+
+
+def test_measure_with_dropout_compares_all_strategies():
+    """The oracle equals dense attention with a mask by an independent generator; a wrong probability is wrong."""
+    setting, p = replace(SETTING, dropout=0.3), 0.3
+    mask, length = MASKS["causal"](61), 61
+    tensors = tuple(torch.randn(1, length, heads, 8) for heads in (4, 2, 2, 4))
+    task = Task(mask, make_layout("zigzag", length, 2, mask), "auto", tensors, p)
+    right = dense.attention(*tensors, dense.dense_mask(mask, length), scale=8**-0.5, dropout=Dropout(p, seed=SEED))
+    for found, whole in zip(oracle(task, 8**-0.5), (right.out, right.dq, right.dk, right.dv), strict=True):
+        torch.testing.assert_close(found, whole[:, :, -found.shape[2] :], rtol=1e-9, atol=1e-11)
+    names = ["ring", "burst", "ulysses", "distflash", "ring_self_attention"]
+
+    class OtherProbability(PlantedEntry):
+        def prepare(self, task, mesh):
+            return Entry("ring").prepare(replace(task, dropout=0.2), mesh)
+
+    def work(mesh):
+        entries = [*map(Entry, names), OtherProbability("planted"), Peer("peer")]
+        every = [*names, "planted", "peer"]
+        return Benchmark(mesh, torch.device("cpu"), setting, entries).measure("causal", 61, "auto", every)
+
+    for *ours, planted, peer in run_threads(2, work):
+        assert [row["status"] for row in ours] == ["ok"] * len(names)
+        assert planted["status"] == "wrong"
+        assert (peer["status"], peer["reason"]) == (
+            "refused", "its dropout depends on the ranks, so no result is right"
+        )  # fmt: skip
 
 
 def test_measure_shows_wrong_and_refused_entries_without_speed():
