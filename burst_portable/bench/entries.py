@@ -211,6 +211,10 @@ class Entry:
             raise StrategyError(f"its plan is wrong: {wrong[0]}")
         return made
 
+    def known_fault(self, task: Task) -> str:
+        """Return the known cause of wrong gradients of this row; "" if there is none."""
+        return ""
+
     def choice(self, prepared: Prepared, task: Task, mesh: Mesh) -> str | None:
         """Return the label of the strategy that `auto` chooses now. None for all other entries.
 
@@ -391,6 +395,9 @@ class Benchmark:
         if self._has_failed(entry, verdict, row):
             return None
         row.update(chose | self._check(prepared, found, expected, peak))
+        is_wrong = row["status"] == "wrong" and not row["reason"].startswith(f"{NAMES[0]} ")
+        if is_wrong and (fault := entry.known_fault(task)):
+            row["reason"] = f"{fault}; {row['reason']}"
         if row["status"] == "ok":
             row.update(self._sent(entry.count(prepared, task, self._mesh)))
             return prepared

@@ -191,8 +191,22 @@ class CountingCollectives(TorchDispatchMode):
         return dist.distributed_c10d._resolve_process_group(args[-1])
 
 
+def _shared_buffer(package: str, task: Task) -> str:
+    """Return the fault of the backward pass of zhuzilin/ring-flash-attention, which yunchang has copied.
+
+    It keeps ``dq_buffer.to(torch.float32)`` as its sum. In float32 that is the buffer itself, which the next block
+    overwrites.
+    """
+    if task.tensors[0].dtype != torch.float32:
+        return ""
+    return f"a fault of the package {package}: its ring adds gradients in a buffer of one block; use --dtype bfloat16"
+
+
 class RingFlashAttn(Peer):
     """zhuzilin/ring-flash-attention: its zigzag ring if causal, its plain ring if full."""
+
+    def known_fault(self, task: Task) -> str:
+        return _shared_buffer("ring_flash_attn", task)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -224,6 +238,9 @@ class RingFlashAttnLlama3(RingFlashAttn):
         super().__init__(name)
         self._at_once = at_once
 
+    def known_fault(self, task: Task) -> str:
+        return ""
+
     def layout(self, mask: Mask, length: int, ranks: int, kv_heads: int) -> Layout:
         return even_layout("contiguous", length, ranks, ranks)
 
@@ -250,6 +267,9 @@ class Yunchang(Peer):
 
     Its rings are zigzag if causal, and plain if full. Without rings, it is the package's Ulysses layer.
     """
+
+    def known_fault(self, task: Task) -> str:
+        return _shared_buffer(self.name, task)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

@@ -11,7 +11,7 @@ import torch
 import burst_portable as bp
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import find_violations
-from burst_portable.errors import InputError
+from burst_portable.errors import StrategyError
 from burst_portable.mask import Mask, Region
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
@@ -163,8 +163,8 @@ def test_verify_detects_lost_results_and_pairs_computed_twice():
 
 def test_helpers_that_cannot_be_planned_raise():
     call = make_plan(Mask.full(), "contiguous", "distflash", 4).call
-    with pytest.raises(InputError, match="from their owners"):
+    with pytest.raises(StrategyError, match="from their owners"):
         make_pass_plan(call, "kv", RingRoute(4), helpers=EarlyRanks(4))
     both = make_pass_plan(call, "kv", DirectRoute(4, 1, 1, 1.0), helpers=BothWays(4))
-    with pytest.raises(InputError, match="would compute with K and V and with queries"):
+    with pytest.raises(StrategyError, match="would compute with K and V and with queries"):
         both.steps_of(0)
