@@ -1,15 +1,16 @@
 """Define the backward kernel for Hopper (sm_90) that computes all gradients in one launch, in Gluon.
 
-A program has one loader and two adders, which are warps, and two workers. Each worker is a warpgroup that computes 64
-keys. So a program computes one block of 128 keys, for `span` query heads: one, or all that share the K/V head. Keys are
-the rows of all products, so Pᵀ and dSᵀ are register operands of dV and dK. Per block of BM queries, a worker computes::
+A program has two workers, one loader and one adder or, if ORDERED, two adders. A loader or adder is a warp. A worker is
+a warpgroup that computes 64 keys. So a program computes one block of 128 keys, for `span` query heads: one, or all that
+share the K/V head. Keys are the rows of all products, so Pᵀ and dSᵀ are register operands of dV and dK. Per block of BM
+queries, a worker computes::
 
     Sᵀ = K·Qᵀ       dPᵀ = V·dOᵀ     Pᵀ = exp2(Sᵀ - LSE)     dSᵀ = Pᵀ∘(dPᵀ - delta)
     dV += Pᵀ·dO     dQ = dS·K  (one half per worker; shared memory holds dS of both)  dK += dSᵀ·Q
 
-An adder adds dQ to global float32 by TMA. The second one works only if ORDERED. At the end, the workers add dK and dV
-in the same way. So the steps of a ring, and the query heads of one K/V head, accumulate without a merge. If nothing is
-to be added to dK and dV (STORE), they are written instead, in 16 bits or, for each query head, in float32.
+An adder adds dQ to global float32 by TMA. At the end, the workers add dK and dV in the same way. So the steps of a
+ring, and the query heads of one K/V head, accumulate without a merge. If nothing is to be added to dK and dV (STORE),
+they are written instead, in 16 bits or, for each query head, in float32.
 
 The order of the additions to dQ varies. If ORDERED, it is the order of the work rows, so the result is deterministic.
 In `order`, an int32 per query block is the turn of the visit that adds to it next. A program waits only for programs of
@@ -224,11 +225,12 @@ def _add_or_write(desc, at, source, begins, FRESH: gl.constexpr):
 @gluon.jit
 def _add_dq(
     dq_desc, dq2_desc, b, row, h, dq_sm, dq2_sm, dq_rdy, dq_emp, it, begins,
-    A: gl.constexpr, B: gl.constexpr, FRESH: gl.constexpr,
+    A: gl.constexpr, B: gl.constexpr, ORDERED: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """Add both workers' halves of one block of dQ to global memory, then mark their buffers as empty."""
+    SETS: gl.constexpr = 1 + ORDERED  # of barriers, one per adder
     for w in gl.static_range(2):
-        mbarrier.wait(dq_rdy.index(2 * (it % 2) + w), (it // 2) & 1)
+        mbarrier.wait(dq_rdy.index(2 * (it % SETS) + w), (it // SETS) & 1)
         if w == 1 and B:
             view = reinterpret(dq2_sm, gl.float32, [1, 64, 1, B], dq2_desc.layout)
             _add_or_write(dq2_desc, [b, row, h, A], view, begins, FRESH)
@@ -259,7 +261,7 @@ def _adder(
     n_runs = gl.load(work + 2)
     turns = table + gl.load(work + 7)
     it = 0
-    for g in range(span if ORDERED or PART == 0 else 0):
+    for g in range(span):
         for r in range(n_runs):
             first = gl.load(runs + 2 * r)
             count = gl.load(runs + 2 * r + 1)
@@ -283,7 +285,9 @@ def _adder(
                     # Reading takes about as long as half a block, so it starts before the turn is needed.
                     now = _read_turn(place + min(i + STEP, count - 1))
                 row = first + i * BM
-                _add_dq(dq_desc, dq2_desc, b, row, h + g, dq_sm, dq2_sm, dq_rdy, dq_emp, it + i, begins, A, B, FRESH)
+                _add_dq(
+                    dq_desc, dq2_desc, b, row, h + g, dq_sm, dq2_sm, dq_rdy, dq_emp, it + i, begins,
+                    A, B, ORDERED, FRESH)  # fmt: skip
                 if ORDERED:
                     _pass_turn(place + i, next_turn)
             it += count
@@ -424,7 +428,7 @@ def _step(
     else:
         reinterpret(dq_sm.index(WG), gl.float32, [64, 64], dq_rows).store(dq)
     fence_async_shared()
-    mbarrier.arrive(dq_rdy.index(2 * pair + WG), count=1)
+    mbarrier.arrive(dq_rdy.index((2 * pair if ORDERED else 0) + WG), count=1)
     if B:
         dk, dk2, ds = warpgroup_mma_wait(0, deps=[dkt, dkt2, ds])
     else:
@@ -585,7 +589,7 @@ def backward_kernel(
     do_rdy = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
     do_emp = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
     ds_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
-    dq_rdy = gl.allocate_shared_memory(gl.int64, [4, 1], bl)
+    dq_rdy = gl.allocate_shared_memory(gl.int64, [2 + 2 * ORDERED, 1], bl)
     dq_emp = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
     done = gl.allocate_shared_memory(gl.int64, [1], bl)
     mbarrier.init(kv_rdy, count=1)
@@ -597,9 +601,9 @@ def backward_kernel(
         mbarrier.init(do_emp.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(ds_rdy.index(i), count=2)
-        mbarrier.init(dq_rdy.index(i), count=1)
-        mbarrier.init(dq_rdy.index(2 + i), count=1)
         mbarrier.init(dq_emp.index(i), count=1)
+    for i in gl.static_range(2 + 2 * ORDERED):
+        mbarrier.init(dq_rdy.index(i), count=1)
     fence_async_shared()
     # The argument tuples are written inline, because a local variable would turn their constants into tensors.
     gl.warp_specialize([
@@ -621,4 +625,4 @@ def backward_kernel(
                   BM, A, B, ORDERED, FRESH)),
         (_adder, (1, dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, blocks,
                   BM, A, B, ORDERED, FRESH)),
-    ], [4, 1, 1, 1], [REGS, 24, 24, 24])  # fmt: skip
+    ][:4 + ORDERED], [4, 1, 1, 1][:3 + ORDERED], [REGS, 24, 24, 24][:3 + ORDERED])  # fmt: skip

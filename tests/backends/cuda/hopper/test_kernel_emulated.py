@@ -501,7 +501,7 @@ BACKWARD_BUGS = {
     "dQ with its rows as they come": (", [64, 64], dq_rows).store", ", [64, 64], None).store"),
     "dQ over one that TMA still reads": ("    mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)\n", ""),
     "dQ without a fence": ("    fence_async_shared()\n    mbarrier.arrive(dq_rdy", "    mbarrier.arrive(dq_rdy"),
-    "dQ is not waited for": ("        mbarrier.wait(dq_rdy.index(2 * (it % 2) + w), (it // 2) & 1)\n", ""),
+    "dQ is not waited for": ("        mbarrier.wait(dq_rdy.index(2 * (it % SETS) + w), (it // SETS) & 1)\n", ""),
     "dQ's buffer is free before TMA has read it": ("    tma.store_wait(0)\n    for w in", "    for w in"),
     "row terms are not waited for": ("    mbarrier.wait(do_rdy.index(slot), phase)\n", ""),
     "keys are not waited for": ("    mbarrier.wait(kv_rdy, 0)\n", ""),
