@@ -1,5 +1,7 @@
 """Write the tables of benchmarks/README.md and the numbers of docs/strategies.md from the files in benchmarks/results.
 
+The table of docs/backends.md has the speeds by which `auto` chooses between two kernels.
+
     python -m benchmarks.tables [--check]
 
 Each text lies between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`. Numbers are cut off, never rounded
@@ -20,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.script import end
+from burst_portable.backends.cuda.hopper.flash4_speeds import GAIN, SPEEDS
 from burst_portable.strategies.registry import strategy_name
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent / "README.md"
 STRATEGIES_PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
+BACKENDS_PAGE = STRATEGIES_PAGE.with_name("backends.md")
 PASSES = ("forward", "backward")
 
 Result = dict[str, Any]
@@ -235,7 +239,7 @@ def bench_numbers(name: str) -> list[str]:
     return textwrap.wrap(text, 100)
 
 
-HEAD_FILE = "head-sizes-h100-2026-11-25"
+HEAD_FILE = "head-sizes-h200-2026-11-28"
 HEAD_SIZES = {**{f"d{n}": str(n) for n in (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)}, "mla": "192, values 128"}
 HEAD_OTHERS = ("cudnn", "flash", "flex", "flash-attn-4")
 
@@ -267,7 +271,7 @@ def rate(one: Result) -> float:
     return sum(float(one["tflops"][name] * one["milliseconds"][name]) for name in PASSES) / total(one)
 
 
-FIRST_CALL_FILE = "first-call-h100-2026-11-25"
+FIRST_CALL_FILE = "first-call-h200-2026-11-28"
 FIRST_CALLS = {"cold": "cold", "in turn": "cold, in turn", "cached": "cached", "after ahead": "compiled ahead"}
 
 
@@ -328,13 +332,38 @@ HOST_FILE = "host-time-h200-2026-11-28"
 
 def host() -> list[str]:
     """Compare the host time of a remembered call with that of torch's SDPA, in microseconds."""
-    lines = ["| tokens | forward | SDPA | ratio | both passes | SDPA | ratio |", "| --- " * 7 + "|"]
+    labels = ("tokens", "heads", "forward", "SDPA", "ratio", "both passes", "SDPA", "ratio")
+    lines = [f"| {' | '.join(labels)} |", "| --- " * len(labels) + "|"]
     for one in load(HOST_FILE):
         cells = []
         for name in ("forward", "both passes"):
             ours, other = (one["microseconds"][f"{who}, {name}"] for who in ("attention", "SDPA"))
             cells += [str(ours), str(other), f"{ours / other:.2f}"]
-        lines.append(f"| {one['tokens']:,} | {' | '.join(cells)} |")
+        lines.append(f"| {one['tokens']:,} | {one['heads']} | {' | '.join(cells)} |")
+    return lines
+
+
+KINDS = {
+    "full": "full",
+    "causal": "causal",
+    "shared heads": "4 K/V heads",
+    "window": "window of 1,024",
+    "documents": "documents",
+    "documents, shared heads": "documents, 4 K/V heads",
+}
+
+
+def flash4() -> list[str]:
+    """Show the measured speeds by which flash-attn-4 is called. Those from which on it is are in bold."""
+    lines = [f"| head size | {' | '.join(KINDS.values())} |", "| --- " * (1 + len(KINDS)) + "|"]
+    for sizes in SPEEDS["full"]:
+        cells = []
+        for kind in KINDS:
+            passes = SPEEDS[kind].get(sizes)
+            known = [[f"**{x:.2f}**" if x >= GAIN else f"{x:.2f}" for x in one if x] for one in passes or ()]
+            cells.append("; ".join(", ".join(one) for one in known) or "-")
+        label = str(sizes[0]) if sizes[0] == sizes[1] else f"{sizes[0]}, values {sizes[1]}"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 
 
@@ -355,6 +384,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 
 PAGES: dict[Path, dict[str, Callable[[], list[str]]]] = {
     PAGE: TABLES,
+    BACKENDS_PAGE: {"flash4": flash4},
     STRATEGIES_PAGE: {f"bench-{name}": partial(bench_numbers, name) for name in BENCH_STRATEGIES},
 }
 

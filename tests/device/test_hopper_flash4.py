@@ -7,11 +7,10 @@ import torch
 
 from burst_portable.backends.cuda import library_kernels
 from burst_portable.backends.cuda.backend import CudaBackend
-from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.selection import choose_kernel
 from burst_portable.kernels.base import BackwardInputs, LazyKernel
 from tests.support.calls import kernel_call
-from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
+from tests.support.flash4_cases import OPTIONS, box, call_package_always, causal, compare_whole, inputs
 from tests.support.hopper_cases import gap, tiles_of
 
 # While it compiles, the package warns about its arguments and about deprecated functions.
@@ -36,8 +35,7 @@ def kernel():
 
 @pytest.fixture(autouse=True)
 def use_package_for_small_work(monkeypatch):
-    monkeypatch.setattr(flash4, "LEAST", 0)
-    monkeypatch.setattr(flash4, "LEAST_DOCUMENTS", 0)
+    call_package_always(monkeypatch)
 
 
 @pytest.mark.parametrize("length", [1, 129, 1000])
@@ -88,7 +86,7 @@ def test_flash4_other_masks(kernel, mask, dim):
     ],
 )
 def test_flash4_windows(kernel, length, left, dim, v_dim, dtype):
-    """Equal K/V and query heads: flash-attn-4 computes the gradients, and with heads of 32 and 192 the forward too."""
+    """Equal K/V and query heads: flash-attn-4 computes both passes."""
     left = length - 2 if left is None else left
     assert kernel._flash.load().traits.supports_causal_window
     tensors = inputs(length, length, (4, 4), dim, "cuda", dtype, v_dim=v_dim)
@@ -147,8 +145,7 @@ def test_flash4_strides(kernel, dim):
     compare_whole(kernel, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors), causal(300))
     for tiles in (causal(300), tiles_of("window:100", 300)):
         compare_whole(kernel, *torch.cat(tensors, 2).split(4, 2), tiles)
-    if dim == 64:  # at 128 our kernel computes the forward and rejects them
-        compare_whole(kernel, *torch.cat(tensors, 3)[..., 1:].split(dim, 3)[:3], tensors[3], causal(300))
+    compare_whole(kernel, *torch.cat(tensors, 3)[..., 1:].split(dim, 3)[:3], tensors[3], causal(300))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -176,15 +173,3 @@ def expect_same_numbers_in_graph(kernel, dout, q, k, v, tiles):
         graph.replay()
         for mine, good in zip(captured, step(), strict=True):
             assert gap(mine, good.double()) < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "heads", "mask"),
-    [(333, 1111, (4, 2), box), (1111, 333, (4, 4), box), (1000, 1000, (6, 2), causal)],
-    ids=["box", "box, own K/V heads", "causal, shared K/V heads"],
-)
-def test_flash4_long_forward_with_heads_of_128(kernel, monkeypatch, rows, columns, heads, mask):
-    """The package computes the forward from `flash4.LONG` rows on, here from 300."""
-    monkeypatch.setattr(flash4, "LONG", 300)
-    tiles = causal(rows) if mask is causal else box(rows, columns)
-    compare_whole(kernel, *inputs(rows, columns, heads, 128, "cuda"), tiles)

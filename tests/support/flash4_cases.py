@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from burst_portable.backends.cuda.hopper import flash4, flash4_speeds
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.numerics import row_delta
 from burst_portable.planning.tiles import Tile, Tiles
@@ -11,6 +12,15 @@ from tests.support.calls import settings
 from tests.support.hopper_cases import ORACLE, TOLERANCE, gap, randn, wide
 
 OPTIONS = settings(scale=0.1, deterministic=False)
+
+
+def call_package_always(monkeypatch):
+    """Let flash-attn-4 compute calls of all kinds and sizes that were measured, however small or slow."""
+    monkeypatch.setattr(flash4, "LEAST", 0)
+    monkeypatch.setattr(flash4, "LEAST_DOCUMENTS", 0)
+    monkeypatch.setattr(flash4_speeds, "PAIRS", dict.fromkeys(flash4_speeds.PAIRS, (0.5, 1.0)))
+    faster = {kind: dict.fromkeys(sizes, ((2.0, 2.0),) * 2) for kind, sizes in flash4_speeds.SPEEDS.items()}
+    monkeypatch.setattr(flash4_speeds, "SPEEDS", faster)
 
 
 def box(rows, columns):

@@ -3,6 +3,7 @@
 =================  ============================================================================================
 `kernel`           `HopperKernel`: launches the forward and the backward.
 `flash4`           `HopperFlash4Kernel`: calls flash-attn-4 if that was measured to be faster.
+`flash4_speeds`    The measured speeds by which it chooses.
 `forward`          the forward kernel.
 `backward`         the backward kernel that computes all gradients in one launch, for heads of up to 128.
 `split_backward`   the backward kernel with one launch per gradient, for larger heads.

@@ -589,16 +589,22 @@ def _declined(call: AttentionCall) -> str:
     return ""
 
 
-SLOW_HEADS = 16
-"""Largest head size with which the portable kernels were faster on one H100: 143 / 154 and 130 / 151 TFLOP/s forward /
-backward (benchmarks/attention.py, row d16, 2026-11-25)."""
+SLOW_HEADS, SLOW_KEYS = 16, 3000
+"""Largest head size, and mean keys per query from which the portable kernels were faster with it on one H200.
+
+Their speed divided by ours, both passes, with 16 heads of 16 (benchmarks/attention.py --matrix, 2026-11-28)::
+
+    tokens     causal    full    4 K/V heads    softcap    documents    window of 1,024
+    4,096      0.86      1.04    0.73           0.85       0.55         0.73
+    16,384     1.04      1.06    1.01           0.98       0.84         0.97
+"""
 
 
 def _slower(call: AttentionCall) -> str:
     """Return the reason why the portable kernels are faster for a call; "" if they are not."""
-    if max(call.head_dim, call.v_head_dim) > SLOW_HEADS:
+    if max(call.head_dim, call.v_head_dim) > SLOW_HEADS or call.num_pairs < SLOW_KEYS * call.layout.length:
         return ""
-    return f"the portable kernels were faster with heads of up to {SLOW_HEADS} on one H100"
+    return f"the portable kernels were faster with heads of up to {SLOW_HEADS} and long rows on one H200"
 
 
 @cache

@@ -5,8 +5,11 @@ The real package is tested in tests/device/test_hopper_flash4.py.
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ import torch
 pytest.importorskip("triton")
 from burst_portable.backends.cuda import library_kernels
 from burst_portable.backends.cuda.backend import CudaBackend
-from burst_portable.backends.cuda.hopper import flash4
+from burst_portable.backends.cuda.hopper import flash4, flash4_speeds
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
@@ -22,6 +25,8 @@ from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.backends.selection import choose_kernel
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs, LazyKernel
+from burst_portable.layout import make_layout
+from burst_portable.mask import Mask
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.runtime.prepare import plan_for_kernel
 from burst_portable.strategies.planner import plan
@@ -29,12 +34,13 @@ from tests.support.calls import kernel_call, settings
 from tests.support.emulated_operators import flash_4_package
 from tests.support.emulator.hopper import EmulatedKernels, emulate
 from tests.support.emulator.machine import Machine
-from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
+from tests.support.flash4_cases import OPTIONS, box, call_package_always, causal, compare_whole, inputs
 from tests.support.hopper_cases import ORACLE, gap, tiles_of, wide
 
 PAIR = "hopper+flash-attn-4"
-LEAST, LEAST_DOCUMENTS = flash4.LEAST, flash4.LEAST_DOCUMENTS
-BACKWARD_30 = "backward (30, 0)"
+LEAST, LEAST_DOCUMENTS, SPEEDS = flash4.LEAST, flash4.LEAST_DOCUMENTS, flash4_speeds.SPEEDS
+PAIRS, RESULTS = flash4_speeds.PAIRS, Path(__file__).parents[4] / "benchmarks" / "results"
+BOTH_30 = ["forward (30, 0)", "backward (30, 0)"]
 USUAL = kernel_call(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, v_head_dim=128, deterministic=False)
 
 
@@ -45,8 +51,7 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(hopper_kernel, "triton_reason", lambda: "")
     monkeypatch.setattr(hopper_kernel, "device_reason", lambda device: "")
     monkeypatch.setattr(library_kernels, "capabilities", lambda: ((9, 0),))
-    monkeypatch.setattr(flash4, "LEAST", 0)
-    monkeypatch.setattr(flash4, "LEAST_DOCUMENTS", 0)
+    call_package_always(monkeypatch)
 
 
 @pytest.fixture
@@ -69,24 +74,12 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("case", WHOLE)
-@pytest.mark.parametrize(
-    ("dim", "asked"),
-    [
-        (32, ["forward", "backward"]),
-        (64, ["forward", "backward"]),
-        (96, ["forward"]),
-        (128, ["backward"]),
-        (160, ["forward"]),
-        (192, ["forward", "backward"]),
-    ],
-)
-def test_package_computes_boxes_and_causal_squares(called, dim, asked, case):
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 192])
+def test_package_computes_boxes_and_causal_squares(called, dim, case):
     rows, columns, heads, tiles = WHOLE[case]
-    if dim == 96 and heads[0] == heads[1]:
-        asked = ["forward", "backward"]
     kernel, _ = kernel_of(replace(USUAL, heads=heads[0], kv_heads=heads[1], head_dim=dim, v_head_dim=dim))
     compare_whole(kernel, *inputs(rows, columns, heads, dim, "cpu"), tiles)
-    assert called == asked
+    assert called == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("dim", [40, 80, 112, 144])
@@ -104,12 +97,12 @@ def test_package_serves_no_heads_with_which_it_is_wrong(called, dim):
 
 
 @pytest.mark.parametrize("case", ["box", "causal"])
-def test_package_computes_gradients_of_latent_heads(called, case):
-    """Heads of 192 with values of 128: the forward of both is equally fast."""
+def test_package_computes_latent_heads(called, case):
+    """Heads of 192 with values of 128."""
     rows, columns, heads, tiles = WHOLE[case]
     kernel, _ = kernel_of(replace(USUAL, kv_heads=4, head_dim=192))
     compare_whole(kernel, *inputs(rows, columns, heads, 192, "cpu", v_dim=128), tiles)
-    assert called == ["backward"]
+    assert called == ["forward", "backward"]
 
 
 @pytest.mark.parametrize(
@@ -139,25 +132,6 @@ def test_ulysses_plan_gives_pair_one_causal_square(called):
     assert [len(one) for one in tiles] == [1, 4]
 
 
-@pytest.mark.parametrize(
-    ("case", "long", "faster"),
-    [
-        ("box", 70, True),
-        ("box", 71, False),
-        ("box, fewer K/V heads", 70, True),
-        ("causal, fewer K/V heads", 65, True),
-        ("causal, fewer K/V heads", 66, False),
-        ("causal", 131, False),
-    ],
-)
-def test_package_computes_long_forwards_with_heads_of_128(called, monkeypatch, case, long, faster):
-    """Above a threshold, the package computes calls without a mask, and causal calls with shared K/V heads."""
-    monkeypatch.setattr(flash4, "LONG", long)
-    rows, columns, heads, tiles = WHOLE[case]
-    compare_whole(kernel_of()[0], *inputs(rows, columns, heads, 128, "cpu"), tiles)
-    assert called == (["forward", "backward"] if faster else ["backward"])
-
-
 @pytest.mark.parametrize(("more", "asked"), [(0, ["forward", "backward"]), (1, [])])
 @pytest.mark.parametrize("case", ["box, fewer K/V heads", "causal"])
 def test_small_work_uses_own_kernel(called, monkeypatch, case, more, asked):
@@ -176,23 +150,22 @@ def test_least_work_threshold_equals_measurement():
 
 
 @pytest.mark.parametrize("left", [0, 1, 30, 88])
-def test_package_computes_gradients_of_causal_window(called, left):
+def test_package_computes_causal_window(called, left):
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of(f"window:{left}", 90))
-    assert called == [f"backward ({left}, 0)"]
+    assert called == [f"forward ({left}, 0)", f"backward ({left}, 0)"]
 
 
 @pytest.mark.parametrize(("dim", "v_dim"), [(32, 32), (192, 192), (64, 64), (96, 96), (192, 128)])
 @pytest.mark.parametrize("left", [1, 30])
 def test_package_computes_windows_of_other_head_sizes(called, left, dim, v_dim):
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), dim, "cpu", v_dim=v_dim), tiles_of(f"window:{left}", 90))
-    passes = ("forward", "backward") if (dim, v_dim) in ((32, 32), (192, 192)) else ("backward",)
-    assert called == [f"{name} ({left}, 0)" for name in passes]
+    assert called == [f"{name} ({left}, 0)" for name in ("forward", "backward")]
 
 
 @pytest.mark.parametrize("left", [89, 90, 1000])
 def test_window_wider_than_sequence_is_causal(called, left):
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of(f"window:{left}", 90))
-    assert called == ["backward"]
+    assert called == ["forward", "backward"]
 
 
 def test_window_gradients_accept_unaligned_inputs(called):
@@ -207,7 +180,7 @@ def test_window_gradients_accept_unaligned_inputs(called):
         kernel.backward_single_call(BackwardInputs(odd, q, k, v, across, out), tiles, OPTIONS), usual, strict=True
     ):
         assert torch.equal(mine, good)
-    assert called == [BACKWARD_30] * 2
+    assert called == [*BOTH_30, BOTH_30[1]]
 
 
 @pytest.mark.parametrize("installed", ["4.0.0b35", "4.0.0b4", "0.0.0", None])
@@ -216,41 +189,30 @@ def test_windows_of_unknown_package_version_use_own_kernel(monkeypatch, installe
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of("window:30", 90))
     assert called == []
     compare_whole(kernel_of()[0], *inputs(65, 65, (2, 2), 128, "cpu"), causal(65))
-    assert called == ["backward"]
+    assert called == ["forward", "backward"]
 
 
 def test_ignored_window_of_package_is_detected(monkeypatch):
     called = flash_4_package(monkeypatch, obeys=False)
-    with pytest.raises(AssertionError, match="dq"):
+    with pytest.raises(AssertionError, match="out"):
         compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of("window:30", 90))
-    assert called == [BACKWARD_30]
+    assert called == BOTH_30[:1]
 
 
 @pytest.mark.parametrize("text", ["documents:0,1,31,90", "full_documents:0,31,80,90", "documents:0,31,64,85"])
-@pytest.mark.parametrize(
-    ("dim", "v_dim", "asked"),
-    [
-        (32, 32, ["forward", "backward"]),
-        (64, 64, ["forward", "backward"]),
-        (96, 96, ["forward", "backward"]),
-        (128, 128, ["forward", "backward"]),
-        (160, 160, ["forward", "backward"]),
-        (192, 192, ["forward", "backward"]),
-        (192, 128, ["forward", "backward"]),
-    ],
-)
-def test_package_computes_documents(called, dim, v_dim, asked, text):
+@pytest.mark.parametrize(("dim", "v_dim"), [*((dim, dim) for dim in (32, 64, 96, 128, 160, 192)), (192, 128)])
+def test_package_computes_documents(called, dim, v_dim, text):
     compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), dim, "cpu", v_dim=v_dim), tiles_of(text, 90))
-    assert called == [f"{name} of 6" for name in asked]
+    assert called == ["forward of 6", "backward of 6"]
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 160])
 def test_package_computes_documents_with_shared_heads(called, dim):
     compare_whole(kernel_of()[0], *inputs(90, 90, (4, 2), dim, "cpu"), tiles_of("documents:0,31,85", 90))
-    assert called == [f"{name} of 4" for name in (("backward",) if dim == 128 else ("forward", "backward"))]
+    assert called == ["forward of 4", "backward of 4"]
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(192, (2, 1)), (256, (2, 2))])
+@pytest.mark.parametrize(("dim", "heads"), [(192, (2, 1)), (40, (2, 2))])
 def test_documents_with_other_heads_use_own_kernel(called, dim, heads):
     compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("documents:0,31,90", 90))
     assert called == []
@@ -274,6 +236,61 @@ def test_small_documents_use_own_kernel(called, monkeypatch, more, asked):
 def test_least_documents_threshold_equals_measurement():
     """Measured: 4 documents of 1,024 tokens with 16 heads of 192 are below it, 16 with heads of 32 above it."""
     assert 4 * 1024 * 1025 // 2 * 16 * 192 < LEAST_DOCUMENTS < 16 * 1024 * 1025 // 2 * 16 * 64 < LEAST
+
+
+def measured():
+    """Return the milliseconds of each row and provider of the run that `SPEEDS` was taken from."""
+    results = json.loads((RESULTS / "head-sizes-h200-2026-11-28.json").read_text())["results"]
+    return {(one["row"], one["provider"]): one.get("milliseconds") for one in results}
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "shared heads", "window", "documents"])
+def test_speeds_equal_measurement(kind):
+    times, found = measured(), {}
+    for size, sizes in {**{f"d{n}": (n, n) for n in (32, 64, 96, 128, 160, 192, 256)}, "mla": (192, 128)}.items():
+        rows = [f"{size}-{'gqa' if kind == 'shared heads' else kind}-{length}" for length in ("4k", "16k")]
+        pairs = [(times[row, "hopper-whole"], times.get((row, "flash-attn-4"))) for row in rows]
+        if all(theirs for _, theirs in pairs):
+            found[sizes] = tuple(
+                tuple(math.floor(100 * own[name] / theirs[name]) / 100 for own, theirs in pairs)
+                for name in ("forward", "backward")
+            )
+    assert found == SPEEDS[kind]
+
+
+@pytest.mark.parametrize(("kind", "mask"), [("full", "full"), ("causal", "causal"), ("window", "window:1024")])
+def test_pairs_equal_measurement(kind, mask):
+    exact = [Mask.parse(mask).num_pairs(length) * 16 for length in (4096, 16384)]
+    assert PAIRS[kind] == pytest.approx(exact, rel=5e-3)
+    assert all(least <= pairs for least, pairs in zip(PAIRS[kind], exact, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "tokens", "passes"),
+    [
+        ("causal", 128, 4096, (False, False)),  # 1.00 and 0.86 of our speed
+        ("causal", 128, 16384, (True, False)),  # 1.01 and 1.00
+        ("causal", 64, 4096, (False, False)),
+        ("causal", 64, 32768, (True, True)),
+        ("causal", 160, 4096, (True, True)),
+        ("causal", 160, 8192, (True, False)),  # between 1.15 and 0.99, and between 1.05 and 0.96
+        ("causal", 160, 16384, (False, False)),
+        ("causal", 192, 2048, (False, False)),  # not measured
+        ("causal", 80, 16384, (False, False)),  # wrong
+        ("full", 128, 4096, (True, True)),
+    ],
+)
+def test_faster_kernel_is_chosen(monkeypatch, kind, size, tokens, passes):
+    monkeypatch.setattr(flash4_speeds, "SPEEDS", SPEEDS)
+    monkeypatch.setattr(flash4_speeds, "PAIRS", PAIRS)
+    pairs = Mask.parse(kind).num_pairs(tokens) * 16
+    assert tuple(flash4_speeds.is_faster(kind, (size, size), which, pairs) for which in (0, 1)) == passes
+
+
+def test_pair_asks_package_only_where_it_is_faster(called, monkeypatch):
+    monkeypatch.setattr(flash4_speeds, "SPEEDS", {"causal": {(64, 64): ((1.5, 1.5), (0.9, 0.9))}})
+    compare_whole(kernel_of()[0], *inputs(65, 65, (2, 2), 64, "cpu"), causal(65))
+    assert called == ["forward"]
 
 
 def test_package_computes_float16(called):
@@ -304,7 +321,7 @@ def test_other_tiles_use_own_kernel(called, dim, case):
     assert called == []
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(32, (2, 1)), (64, (2, 1)), (160, (2, 2)), (128, (2, 1)), (128, (4, 2))])
+@pytest.mark.parametrize(("dim", "heads"), [(32, (2, 1)), (64, (2, 1)), (128, (2, 1)), (128, (4, 2))])
 def test_windows_with_other_heads_use_own_kernel(called, dim, heads):
     compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("window:30", 90))
     assert called == []
@@ -359,9 +376,13 @@ def test_auto_prefers_portable_kernels_for_small_heads(called, monkeypatch, pack
     if package == "absent":
         monkeypatch.setitem(sys.modules, "flash_attn", None)
     small = replace(USUAL, head_dim=16, v_head_dim=16)
+    assert kernel_of(small)[0].name == "hopper", "few keys per query"
+    small = replace(small, layout=make_layout("contiguous", 6000, 1))
     chosen, why = kernel_of(small)
     assert chosen.name not in (PAIR, "hopper")
-    assert "not hopper: the portable kernels were faster with heads of up to 16" in why
+    assert "not hopper: the portable kernels were faster with heads of up to 16 and long rows" in why
+    window = replace(small, mask=Mask.parse("window:1024"))
+    assert kernel_of(window)[0].name == "hopper", "few keys per query"
     assert kernel_of(small, "hopper")[1] == "named"
 
     class OnlyHopper(CudaBackend):
