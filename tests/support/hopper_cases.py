@@ -68,6 +68,13 @@ def use_one_program_per_kv_head(monkeypatch):
     new_kernel(monkeypatch)
 
 
+def add_by_query_head(monkeypatch):
+    """Let each query head add to dK and dV in a single call too, however little work there is."""
+    monkeypatch.setattr(configs, "HOST", 0)
+    monkeypatch.setattr(configs, "ADDING_LAUNCH", -1e9)
+    new_kernel(monkeypatch)
+
+
 def divide_by_query_head(monkeypatch):
     """Let each query head have its own programs in ordered backward passes, however few there are."""
     monkeypatch.setattr(configs, "APART_LAUNCH", -1e9)

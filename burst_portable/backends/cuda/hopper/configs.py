@@ -167,6 +167,7 @@ LATE = 6  # a program of the backward may take at most 1/LATE of the mean work o
 SPLIT_LATE = 1.5  # a program of the split backward may take at most 1/1.5 of the mean work of a multiprocessor
 ADDING_PROGRAM = 2  # inner blocks in whose time a program adds dK and dV of one head, and they are cast
 ADDING_LAUNCH = 5  # inner blocks in whose time gradients are cleared and cast, apart from those of programs
+HOST = 40  # inner blocks in whose time the host launches a backward: about 0.09 ms
 FEW = 4  # a second launch may accumulate the gradients of at most 1/FEW of all keys
 LONG_WALK = 8  # inner blocks, times multiprocessors per head; longer groups of an ordered table are not reversed
 APART = 64  # programs per multiprocessor that may write dK and dV apart: 128 KiB each with heads of 128
@@ -226,16 +227,18 @@ class Pass(NamedTuple):
     def divided_ends_first(self, table: LaunchTable) -> bool:
         """Return whether programs that compute one query head each end before programs that compute a group.
 
-        The former add dK and dV to float32 gradients, which are cleared before and cast after. Times are in inner
-        blocks. The constants were fitted to measurements of both on one H200: 117 rows of 2,048 to 16,384 tokens, heads
-        of 64 to 128, groups of 4 and 8. In none of the 93 that differed by 4 % or more was the slower way taken.
+        The former add dK and dV to float32 gradients, which are cleared before and cast after. The host needs longer
+        for that, so they never end first if the device ends before the host. Times are in inner blocks. The constants
+        were fitted to measurements of both on one H200: 117 rows of 2,048 to 16,384 tokens, heads of 64 to 128, groups
+        of 4 and 8. In none of the 93 that differed by 4 % or more was the slower way taken.
         """
         busy = [0] * self.processors
         for _ in range(self.all_heads // self.group):
             for length in table.lengths:
                 heapreplace(busy, busy[0] + length * self.group + 1)
         added = table.total + ADDING_PROGRAM * table.blocks
-        return max(busy) > added * self.all_heads / self.processors + table.longest / 2 + ADDING_LAUNCH
+        divided = added * self.all_heads / self.processors + table.longest / 2 + ADDING_LAUNCH
+        return max(busy) > max(divided, HOST)
 
     def longest_takes(self, table: LaunchTable, part: float) -> bool:
         """Return whether the longest program takes over 1/part of a multiprocessor's mean work, computing a group."""

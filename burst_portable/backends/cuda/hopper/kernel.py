@@ -227,10 +227,16 @@ class HopperKernel(Kernel):
             with on(q.device):
                 self._launch_split(split, x, tiles, call, (dq, dk, dv), store=True)
             return dq, dk, dv
-        launches = self._writing_launches(tiles, sizes_of(q, k, v), q.device, call.deterministic)
-        if not launches:
-            return _rounded(super().backward_single_call(x, tiles, call), x)
+        about = sizes_of(q, k, v)
+        launches = self._writing_launches(tiles, about, q.device, call.deterministic)
         dq = torch.empty_like(q, dtype=torch.float32, memory_format=_PLAIN)
+        if not launches:
+            (launch,) = self._adding_launches(tiles, about, q.device, False)
+            into = dq, *_zeros_like(k, v)
+            with on(q.device):
+                terms = _empty_terms(launch.cut.config.BM, q)
+                _launch_backward(launch, terms, x, call, into, store=False, writes_terms=True, is_fresh=True)
+            return _rounded(into, x)
         terms = _empty_terms(launches[0].cut.config.BM, q)
         with on(q.device):
             order = _empty_order(launches[0], q)
@@ -441,7 +447,10 @@ def _launch_backward(
     aligned_v, v_rows = compiled.aligned_panels("v", v, 64, values)
     copied = aligned.dout is not dout or aligned_q is not q or aligned_k is not k or aligned_v is not v
     made = compiled.backward(
-        (q.device.index, q.dtype, dim, value_dim, store, dk.dtype, call.softcap, ordered, is_fresh, order is None),
+        (
+            q.device.index, q.dtype, dim, value_dim, store, dk.dtype, call.softcap, ordered, ordered and is_fresh,
+            order is None,
+        ),
         launch.grid,
         (
             *q_rows, *k_rows, *v_rows, *compiled.panels("dout", aligned.dout, config.BM, values),
@@ -463,6 +472,15 @@ def _launch_backward(
     )  # fmt: skip
     if made is not None and not copied and (written is not None or not writes_terms):
         launch.bound.keep(places, (made,) if written is None else (written, made))
+
+
+def _zeros_like(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return contiguous float32 zeros with the shapes of k and v. One tensor for both takes less host time than two."""
+    if k.shape != v.shape:
+        dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    else:
+        dk, dv = torch.zeros((2, *k.shape), dtype=torch.float32, device=k.device).unbind()
+    return dk, dv
 
 
 def _rounded(sums: Gradients, x: BackwardInputs) -> Gradients:

@@ -27,6 +27,7 @@ from tests.support.hopper_cases import (
     MASKS,
     ORACLE,
     TOLERANCE,
+    add_by_query_head,
     compare,
     compare_backward,
     compare_forward,
@@ -49,6 +50,7 @@ from tests.support.hopper_cases import (
     use_yielding_programs,
     wide,
 )
+from tests.support.poison import fresh_memory_is_nan
 
 if triton_reason():
     pytest.skip(triton_reason(), allow_module_level=True)
@@ -208,6 +210,16 @@ def check_equal_and_exact(found, exact):
     for made in found:
         assert all(map(torch.equal, made, found[0]))
         assert all(gap(x - 0.25, y - 0.25) < 1e-2 for x, y in zip(made, exact, strict=True))
+
+
+@pytest.mark.parametrize("dim", [64, full(72)])
+def test_emulated_query_heads_add_to_cleared_gradients(dim, monkeypatch):
+    """Sums start in memory with NaN, which the launches clear."""
+    add_by_query_head(monkeypatch)
+    with fresh_memory_is_nan():
+        found, exact = gradients_in_orders("causal", dim, True, monkeypatch, deterministic=False)
+    assert all(gap(x - 0.25, y - 0.25) < 1e-2 for made in found for x, y in zip(made, exact, strict=True))
+    assert found[0][0].dtype == torch.bfloat16, "dQ in float32 shows that a program computed all heads of a group"
 
 
 @pytest.mark.parametrize(
