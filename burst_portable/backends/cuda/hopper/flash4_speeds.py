@@ -1,4 +1,4 @@
-"""List how fast flash-attn-4 was measured to be beside `HopperKernel`, and decide which of them computes a call.
+"""List the measured speed of flash-attn-4 relative to `HopperKernel`, and decide which of them computes a call.
 
 Device, versions, date and commands are in benchmarks/README.md.
 """
