@@ -3,7 +3,8 @@
     Machine(seed=0, eager=0.5).launch(kernel, grid, *arguments)    # tensors, Descriptors, numbers
 
 The Python of a kernel runs unchanged; `language` defines the names of the language. Each partition of
-gl.warp_specialize is a thread, of which one runs at a time. TMA copies and wgmma run between their start and the wait
+gl.warp_specialize is a thread, of which one runs at a time. Threads are greenlets, because the operating system's take
+longer to switch than to work. TMA copies and wgmma run between their start and the wait
 for them: as early as possible with eager=1, and only when no thread can continue with eager=0. A missing wait is
 therefore detected::
 
@@ -19,20 +20,21 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
+import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from tests.support.emulator.language import language_of
 from tests.support.emulator.memory import Pointer, Product, Shared
-from tests.support.one_core import one_core
 
 
 class Deadlock(AssertionError):
@@ -43,13 +45,6 @@ class _Stopped(BaseException):
     """Raised in a thread after another thread has failed."""
 
 
-def acquired_lock() -> threading.Lock:
-    """Return an acquired lock. Acquiring it again blocks until another thread releases it once."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
 @dataclass(eq=False)
 class Thread:
     """A partition of a program, and its pending hardware operations."""
@@ -57,7 +52,7 @@ class Thread:
     name: str
     program: tuple[int, ...]
     grid: tuple[int, ...]
-    go: threading.Lock = field(default_factory=acquired_lock)
+    body: greenlet | None = None
     ready: Callable[[], bool] = lambda: True
     waits_for: str = ""
     over: bool = False
@@ -82,7 +77,6 @@ class Machine:
         self._random = random.Random(seed)
         self._eager, self._together = eager, together
         self._threads: list[Thread] = []
-        self._host = acquired_lock()
         self._functions: dict[Any, FunctionType] = {}
         self._failure: BaseException | None = None
         self._language = language_of(self)
@@ -94,17 +88,18 @@ class Machine:
         function = self._bound(kernel)
         given = [Pointer.to(x) if isinstance(x, Tensor) else x for x in arguments]
         programs = list(itertools.product(*(range(n) for n in grid)))
-        with one_core():
+        with torch.inference_mode():
             for first in range(0, len(programs), self._together):
                 self._run_together(programs[first : first + self._together], tuple(grid), function, given)
 
     def _run_together(
         self, programs: Sequence[tuple[int, ...]], grid: tuple[int, ...], function: FunctionType, given: list[Any]
     ) -> None:
+        self._host = getcurrent()
         for at in programs:
             self.start(Thread(f"program {at}", at, grid), function, given)
-        self._hand_to(self._next())
-        self._host.acquire()
+        while following := self._next():  # a thread that is over returns to here
+            self._hand_to(following)
         self._threads.clear()
         while self.copies and self._failure is None:
             self.copies.pop()()
@@ -114,7 +109,7 @@ class Machine:
     def start(self, thread: Thread, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Add a thread, which begins at its first turn."""
         self._threads.append(thread)
-        threading.Thread(target=self._body, args=(thread, function, arguments), daemon=True).start()
+        thread.body = greenlet(partial(self._body, thread, function, arguments), parent=self._host)
 
     def turn(self, ready: Callable[[], bool] = lambda: True, waits_for: str = "") -> None:
         """Let other threads and engines run until the next turn of this thread, which requires `ready`."""
@@ -123,12 +118,10 @@ class Machine:
         following = self._next()
         if following is not me:
             self._hand_to(following)
-            me.go.acquire()
         if self._failure is not None:
             raise _Stopped
 
     def _body(self, me: Thread, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        me.go.acquire()
         try:
             if self._failure is None:
                 function(*arguments)
@@ -139,15 +132,10 @@ class Machine:
         except Exception as error:  # `launch` raises it  # noqa: BLE001
             self._failure = self._failure or error
         me.over = True
-        following = self._next()
-        if following is None:
-            self._host.release()
-        else:
-            self._hand_to(following)
 
     def _hand_to(self, thread: Thread) -> None:
         self.me = thread
-        thread.go.release()
+        thread.body.switch()
 
     def _next(self) -> Thread | None:
         """Return the next thread to run, or None if all are over. Engines may run in between."""
