@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
-from burst_portable.conformance.cases import STRATEGIES, Case, covering
+from burst_portable.conformance.cases import AXES, STRATEGIES, Case, covering
 from burst_portable.conformance.oracle import find_violations, relative_error
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import WrappedKernel
@@ -33,8 +33,15 @@ def check(case: Case) -> None:
         assert first.differs(other) == ""
 
 
-# By default, half of the pairs of a strategy and a mask. tests/planning/test_verify.py has the plans of all of them.
-COVERING = [pytest.param(case, marks=[pytest.mark.full] * (i % 2)) for i, case in enumerate(covering())]
+# By default, a third of the pairs of a strategy and a mask, in which every choice of each axis occurs.
+# tests/planning/test_verify.py has the plans of all pairs.
+COVERING = [pytest.param(case, marks=[pytest.mark.full] * (i % 3 > 0)) for i, case in enumerate(covering())]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_default_cases_have_every_choice(axis):
+    usual = [one.values[0] for one in COVERING if not one.marks]
+    assert {str(getattr(case, axis)) for case in usual} == set(map(str, AXES[axis]))
 
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
