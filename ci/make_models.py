@@ -43,9 +43,6 @@ Transformers' own attention.
   computes the loss in float32, many models their norms or routers, and eager attention its softmax.
 - **Float32 states** marks models with [recurrent layers](hugging_face.md#recurrent-layers), whose
   states Transformers computes in float32.
-- **Own loss** marks models that compute their loss themselves. With labels, they raise
-  `UnsupportedError` on a shard. Compute the loss from the logits
-  ([example](hugging_face.md#the-loss)).
 - **Not supported** models raise `UnsupportedError` with a longer reason than here
   ([limits](hugging_face.md#limits)).
 - **Not tried** models could not be made small enough; the reason is the error of the attempt.
@@ -76,6 +73,11 @@ No small models were made of these.
 | model type | class |
 | --- | --- |"""
 OWN_LOSS = "own loss"
+NOT_SUPPORTED = "- **Not supported** models"
+OF_OWN_LOSS = """- **Own loss** marks models that compute their loss themselves. With labels, they raise
+  `UnsupportedError` on a shard. Compute the loss from the logits
+  ([example](hugging_face.md#the-loss)).
+"""
 
 
 SHORT = {
@@ -133,7 +135,8 @@ def page(trials: dict[tuple[str, str], Trial]) -> str:
         "refused": "| model type | class | reason |\n| --- | --- | --- |",
         "not tried": "| model type | class | reason |\n| --- | --- | --- |",
     }
-    parts = [HEAD]
+    has_own_loss = any(trial.own_loss for trial in trials.values())
+    parts = [HEAD.replace(NOT_SUPPORTED, OF_OWN_LOSS + NOT_SUPPORTED) if has_own_loss else HEAD]
     for verdict, head in tables.items():
         rows = [row(*model, trial) for model, trial in trials.items() if trial.verdict == verdict]
         if rows:

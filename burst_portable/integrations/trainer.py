@@ -101,13 +101,18 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         Trainer counts the labels of each rank, and multiplies the loss by the number of ranks. That cancels out in the
         loss of labels, but not in a router loss.
         """
-        if num_items_in_batch is None or not self.args.average_tokens_across_devices or self._ranks == 1:
+        if (divisor := self._loss_divisor(num_items_in_batch)) == 1:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        count = num_items_in_batch / self._ranks
+        count = num_items_in_batch / divisor
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=count)
-        return (found[0] / self._ranks, *found[1:]) if return_outputs else found / self._ranks
+        return (found[0] / divisor, *found[1:]) if return_outputs else found / divisor
+
+    def _loss_divisor(self, num_items_in_batch: Any) -> int:
+        """Return by how much Trainer's count and loss are too large."""
+        is_counted = num_items_in_batch is not None and self.args.average_tokens_across_devices
+        return self._ranks if is_counted else 1
 
     # --------------------------------------------------------------------------------------------------- evaluation
 

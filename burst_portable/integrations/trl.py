@@ -27,16 +27,26 @@ class _Counted(SequenceTrainer):
     serves: ClassVar[tuple[str, ...]] = ("SFTTrainer", "DPOTrainer")
     _total_train_tokens: int  # of TRL
     _metrics: Any
+    router_aux_loss_coef: float
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         before, is_training = self._total_train_tokens, self.model.training
+        weight = self.router_aux_loss_coef
         loader = self.accelerator.gradient_state.active_dataloader
         rows = 0 if loader is None else loader.remainder
         try:
             if loader is not None:
                 loader.remainder = 0  # a remainder would cut the counts of other ranks from the means
-            loss = super().compute_loss(model, inputs, *arguments, **named)
+            # SequenceTrainer divides the loss by the ranks of a sequence. TRL multiplies all but the router loss by
+            # the number of processes.
+            self.router_aux_loss_coef = weight * self._loss_divisor(num_items_in_batch)
+            loss = super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
         finally:
+            self.router_aux_loss_coef = weight
             if loader is not None:
                 loader.remainder = rows
         if is_training:
@@ -50,7 +60,7 @@ class _Counted(SequenceTrainer):
 class SequenceSFTTrainer(_Counted, SFTTrainer):  # type: ignore[misc]  # TRL's names are Any, see pyproject.toml
     """TRL's `SFTTrainer` with ``SFTConfig(parallelism_config=SequenceParallelism(...))``.
 
-    Packing gives one row per batch. A router loss raises `UnsupportedError`.
+    Packing gives one row per batch.
     """
 
 
@@ -60,7 +70,7 @@ class SequenceDPOTrainer(_Counted, DPOTrainer):  # type: ignore[misc]
     The sequences of a reference model are sharded as well.
 
     Raises:
-        UnsupportedError: For `precompute_ref_log_probs`, which would gather each row once per rank, and router losses.
+        UnsupportedError: For `precompute_ref_log_probs`, which would gather each row once per rank.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -80,8 +90,7 @@ class SequenceGRPOTrainer(SequenceTrainer, GRPOTrainer):  # type: ignore[misc]
 
     Raises:
         InputError: If completions of one prompt would be on several data-parallel ranks.
-        UnsupportedError: For generation by other means than Transformers, statistics over all rows of the ranks, and
-            router losses.
+        UnsupportedError: For generation by other means than Transformers, and statistics over all rows of the ranks.
     """
 
     serves: ClassVar[tuple[str, ...]] = ("GRPOTrainer",)

@@ -23,7 +23,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.accelerate import SequenceParallelism
@@ -43,6 +43,10 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo": {"gradient_accumulation_steps": 2},
     "ipo with weights": {"loss_type": "ipo", "use_weighting": True},
     "grpo": {"gradient_accumulation_steps": 2, "loss_type": "grpo", "beta": 0.1},
+    "sft of experts": {"kind": "mixtral", "gradient_accumulation_steps": 2},
+    "packed sft of experts": {"kind": "mixtral", "packing": True, "max_length": 45},
+    "dpo of experts": {"kind": "mixtral"},
+    "grpo of experts": {"kind": "mixtral", "loss_type": "grpo"},
     "grpo of adapters": {"kind": "lora", "steps_per_generation": 2, "beta": 0.1},
 }
 
@@ -81,9 +85,11 @@ def make_trainer(folder: Path, name: str, parallelism: SequenceParallelism | Non
     """Return a trainer of two steps: TRL's own without `parallelism`."""
     options, data = dict(CASES[name]), {"processing_class": tokenizer()}
     is_adapted, is_alone = options.pop("kind", "") == "lora", parallelism is None
+    if "experts" in name:
+        options["router_aux_loss_coef"] = 0.5
     if is_adapted:
         data["peft_config"] = peft.LoraConfig(**LORA)
-    model = LlamaForCausalLM.from_pretrained(f"{folder} model")
+    model = AutoModelForCausalLM.from_pretrained(f"{folder} model")
     arguments: dict[str, Any] = {
         "output_dir": str(folder),
         "parallelism_config": parallelism,
@@ -154,7 +160,8 @@ def check_errors(folder: Path) -> None:
 def main(rank: int, folder: Path, sequences: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names:  # GRPO loads its reference model; a rank other than 0 saves nothing
-        make("llama", torch.float32).save_pretrained(folder / f"{name} {rank} model")
+        kind = "mixtral" if "experts" in name else "llama"
+        make(kind, torch.float32).save_pretrained(folder / f"{name} {rank} model")
     shares = rank < SHARING * sequences
     size, local = (SHARING * sequences, rank) if shares else (sequences, rank - SHARING * sequences)
     if size > 1:

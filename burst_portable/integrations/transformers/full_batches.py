@@ -74,11 +74,8 @@ def requested_outputs(
     if not flags["return_dict"]:
         raise UnsupportedError("full_batches=True needs a dictionary output", got="return_dict=False", allowed=True)
     has_labels, is_fused = kwargs.get("labels") is not None, bool(kwargs.get(FUSED))
-    if is_fused and (flags["output_router_logits"] or not has_labels):
-        what = "TRL's fused head on full batches needs labels, and has no router loss"
-        if has_labels:
-            raise UnsupportedError(what, got="output_router_logits", next_step="router_aux_loss_coef=0 of TRL's config")
-        raise UnsupportedError(what, got="no labels")
+    if is_fused and not has_labels:
+        raise UnsupportedError("TRL's fused head on full batches needs labels", got="no labels")
     gather = not has_labels if gather is None else gather
     # Every rank computes the full gradients of a head outside this call. Their average is right, their sum too large.
     is_summed = torch.is_grad_enabled() and not averaged

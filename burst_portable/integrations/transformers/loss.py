@@ -169,11 +169,11 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
 
 
-def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh) -> Tensor:
+def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh, padding: Tensor | None = None) -> Tensor:
     """Return this rank's part of the load-balancing loss (Switch Transformer, arXiv 2101.03961, equations 4 to 6).
 
-    The logits are ``[tokens, experts]`` per layer, of this rank's tokens. The sum of the results over ranks, and its
-    gradients, equal one device's for the unsharded sequence.
+    The logits are ``[tokens, experts]`` per layer, of this rank's tokens, of which `padding` does not count. The sum of
+    the results over ranks, and its gradients, equal one device's for the unsharded sequence.
     """
     experts = router_logits[0].shape[-1]
     # Counts of choices, then of tokens. In 16 bits, which may be the default dtype, they would stop at 256.
@@ -182,16 +182,19 @@ def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh) -> Tens
     for logits in router_logits:
         weights = logits.softmax(dim=-1)
         chosen = weights.detach().topk(top_k, dim=-1).indices
+        if padding is not None:
+            is_token = ~padding.flatten().to(logits.device)
+            weights, chosen = weights[is_token], chosen[is_token]
         counts[:experts] += torch.nn.functional.one_hot(chosen, experts).sum(dim=(0, 1))
-        counts[experts] += logits.shape[0]
+        counts[experts] += weights.shape[0]
         probability = probability + weights.float().sum(dim=0)
     counts = all_reduce(counts, mesh)
     share, rows = counts[:experts] / counts[experts], counts[experts]
     return experts * (share * probability).sum() / rows
 
 
-def check_router(config: Any, kwargs: dict[str, Any], mesh: Mesh, *, padded: bool, is_inner: bool) -> None:
-    """Raise `UnsupportedError` for a router loss that would count padding, or could not be replaced in the output.
+def check_router(config: Any, kwargs: dict[str, Any], mesh: Mesh, *, is_inner: bool) -> None:
+    """Raise `UnsupportedError` for a router loss that could not be replaced in the output.
 
     `is_inner`: Whether an inner model was called instead of the parallelized one, as `model.forward(...)` does. The
     outer model then computes its router loss from the tokens of a shard, after all hooks.
@@ -199,9 +202,6 @@ def check_router(config: Any, kwargs: dict[str, Any], mesh: Mesh, *, padded: boo
     requested = kwargs.get("output_router_logits")
     if not (getattr(config, "output_router_logits", False) if requested is None else requested):
         return
-    if padded:
-        next_step = "pass output_router_logits=False"
-        raise UnsupportedError("padding with a router loss, which would count it", next_step=next_step)
     if mesh.size == 1:
         return
     if is_inner:
@@ -212,12 +212,22 @@ def check_router(config: Any, kwargs: dict[str, Any], mesh: Mesh, *, padded: boo
         raise UnsupportedError("a router loss needs a dictionary output", got="return_dict=False", allowed=True)
 
 
-def with_router_loss(model: Any, output: Any, mesh: Mesh) -> Any:
-    """Replace the router loss of a model's output, if it has one, by that over all ranks, also in the total loss."""
+def with_router_loss(
+    model: Any, output: Any, mesh: Mesh, *, padding: Tensor | None = None, router_logits: Any = None
+) -> Any:
+    """Replace the router loss of a model's output, if it has one, by that over all ranks, also in the total loss.
+
+    Args:
+        model: The called model.
+        output: Its output.
+        mesh: The ranks of the sequence.
+        padding: Which of this rank's tokens are padding, and do not count.
+        router_logits: Those of the inner model, for an output without them, as of TRL's fused head.
+    """
     found = getattr(output, "aux_loss", None)
-    if not isinstance(found, Tensor) or mesh.size == 1:
+    if not isinstance(found, Tensor) or (mesh.size == 1 and padding is None):
         return output
-    logits = output.router_logits
+    logits = getattr(output, "router_logits", None) or router_logits
     top_k: Any = getattr(model, "num_experts_per_tok", None)
     # The second name is JetMoe's.
     weight: Any = getattr(model, "router_aux_loss_coef", getattr(model, "aux_loss_coef", None))
@@ -228,17 +238,21 @@ def with_router_loss(model: Any, output: Any, mesh: Mesh) -> Any:
     except UnsupportedError as error:
         broadcast_error(mesh, error, found)  # rounding may differ: other ranks may wait for the sum
         raise
-    part = router_loss(logits, top_k, mesh)
+    part = router_loss(logits, top_k, mesh, padding)
     if output.loss is not None:
         output.loss = output.loss + weight * (part - found)
     output.aux_loss = part
     return output
 
 
-def _check_known(model: Any, found: Tensor, logits: Sequence[Tensor], top_k: int | None, weight: float | None) -> None:
+def _check_known(
+    model: Any, found: Tensor, logits: Sequence[Tensor] | None, top_k: int | None, weight: float | None
+) -> None:
     """Raise `UnsupportedError` if the router loss is not `router_loss` of these tokens, or its weight is unknown."""
     got = "a model without a known weight of the loss or number of experts per token"
-    if top_k is not None and weight is not None:
+    if logits is None:
+        got = "an output without router logits"
+    elif top_k is not None and weight is not None:
         with torch.no_grad():
             ours = router_loss(logits, top_k, Mesh.single())
         # Only the order of the sums may differ. A NaN comes from the model.

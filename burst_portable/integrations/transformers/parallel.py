@@ -72,6 +72,7 @@ from burst_portable.integrations.transformers.loss import (
     shifts_labels,
     with_router_loss,
 )
+from burst_portable.integrations.transformers.masked_loss import has_masked_loss, with_masked_loss
 from burst_portable.integrations.transformers.outer_model import check_outer_models
 from burst_portable.integrations.transformers.packed_rows import (
     check_counted,
@@ -217,7 +218,7 @@ class ShardedModel:
         self._attentions: int = getattr(self._text.config, "num_hidden_layers", 0)
         self._before = self._text.config._attn_implementation
         self._hooks: list[Any] = []
-        self._drops_layers = drops_layers(model)
+        self._drops_layers, self._has_masked_loss = drops_layers(model), has_masked_loss(model)
         self._install()
 
     def __repr__(self) -> str:
@@ -355,8 +356,9 @@ class ShardedModel:
 
         Returns:
             input_ids, position_ids, labels and, if labels are shifted, shift_labels, each ``[B, S]``, or ``[1, S]`` for
-            joined rows. Also num_items_in_batch, seq_len, cu_seqlens; and padded, if there is padding. With several
-            ranks also batch_checksum, and an attention_mask that only parallelized models take.
+            joined rows. Also num_items_in_batch, seq_len, cu_seqlens; and, if the batch has padding, padded, which is
+            true for it. With several ranks also batch_checksum, and an attention_mask that only parallelized models
+            take.
 
         Raises:
             InputError: If arguments contradict each other, after `undo`, or with `full_batches`.
@@ -414,14 +416,15 @@ class ShardedModel:
             if self.full_batches:
                 kwargs, undivided = self._divide(module, kwargs)
             lengths = kwargs.pop("lengths", None)
-            sequence = self._prepare(module, kwargs)._replace(lengths=lengths)
+            sequence, running = self._prepare(module, kwargs)
+            sequence = sequence._replace(lengths=lengths)
         except Exception as error:
             # Otherwise the other ranks would match this rank's next call with the current one.
             broadcast_error(self.mesh, error, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             raise
         if not self._has_parts:
             sequence = sequence._replace(dropout_seed=self.dropout.begin())
-        self.call, self._running, self.attended, self.attending = sequence, RunningCall(module), 0, False
+        self.call, self._running, self.attended, self.attending = sequence, running, 0, False
         return (), kwargs | undivided
 
     @never_compiled("plans, transports and hooks are not graphs")
@@ -456,6 +459,8 @@ class ShardedModel:
         check_cache(kwargs)
         check_averaging(self.model, self.mesh, averaged=self.averaged_gradients)
         labels = kwargs.get("labels")
+        if self._has_masked_loss:
+            kwargs.pop("num_items_in_batch", None)  # as on one device, where the model takes the mean of each call
         self._outputs = requested_outputs(
             module, self.model, kwargs, gather=self.gather_outputs, averaged=self.averaged_gradients
         )
@@ -498,8 +503,8 @@ class ShardedModel:
             kwargs["inputs_embeds"] = shard(embeddings, self.mesh, layout=layout)
         return kwargs | inputs, undivided
 
-    def _prepare(self, module: Any, kwargs: dict[str, Any]) -> CallSequence:
-        """Return the sequence of a call, and change its arguments to those of a shard. Raise for unsupported ones."""
+    def _prepare(self, module: Any, kwargs: dict[str, Any]) -> tuple[CallSequence, RunningCall]:
+        """Return a call and its sequence, and change its arguments to those of a shard. Raise for unsupported ones."""
         seq_len, cu_seqlens, padded, batch_checksum = (
             kwargs.pop(name, None) for name in ("seq_len", "cu_seqlens", "padded", KEY)
         )
@@ -507,7 +512,8 @@ class ShardedModel:
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise wrong_tokens(tokens)
         check_cache(kwargs)
-        sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, bool(padded))
+        is_padded = isinstance(padded, Tensor)  # also a shard without padding, of a batch that has some
+        sequence = self._sequence(tokens.shape[1], seq_len, cu_seqlens, is_padded)
         if self._has_recurrent_layers:
             check_recurrent_sequence(sequence.layout, sequence.cu_seqlens)
         config = module.config.get_text_config()
@@ -519,7 +525,7 @@ class ShardedModel:
             kwargs["attention_mask"] = None
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
-        check_router(config, kwargs, self.mesh, padded=bool(padded), is_inner=module is not self.model)
+        check_router(config, kwargs, self.mesh, is_inner=module is not self.model)
         is_whole = self._outputs is not None and self._outputs.gather  # the outer model gets the states of all tokens
         if self.mesh.size > 1 and not is_whole and not has_head(self.model):
             check_outer_models(module)
@@ -552,7 +558,16 @@ class ShardedModel:
             outputs = self._outputs.text if self._outputs else ""
             rows = rows_checksum(tokens, self.mesh.rank) if is_unordered else None
             self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device, outputs, rows)
-        return sequence
+        labels = self._take_masked_labels(module, kwargs) if self.mesh.size > 1 else None
+        return sequence, RunningCall(module, padded if is_padded else None, labels)
+
+    def _take_masked_labels(self, module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """Remove the labels and their number from the arguments of a model that would divide by its own labels."""
+        if module is not self.model or not self._has_masked_loss or kwargs.get("labels") is None:
+            return None
+        if loss := sharded_loss(module):
+            loss.is_pending = False
+        return kwargs.pop("labels"), kwargs.pop("num_items_in_batch")
 
     def _begin_training(self, batch_checksum: Tensor | None, count: Any) -> None:
         """Check the training step of the last call, and prepare the checks of this one's."""
@@ -566,12 +581,15 @@ class ShardedModel:
     @never_compiled("plans, transports and hooks are not graphs")
     def _leave(self, module: Any, args: Any, output: Any) -> Any:
         """Check the call and replace its router loss (forward hook). A failed call has no output."""
-        if self._running is None or self._running.module is not module:
+        running = self._running
+        if running is None or running.module is not module:
+            if running is not None and getattr(output, "router_logits", None) is not None:
+                running.router_logits = output.router_logits
             return None
         self.dropout.end()
         sequence, self.call, self._running = self.call, None, None
         outputs, self._outputs = self._outputs, None
-        if output is None or (self.mesh.size == 1 and outputs is None):
+        if output is None or (self.mesh.size == 1 and outputs is None and running.padding is None):
             error = sys.exc_info()[1]
             if isinstance(error, Exception) and self._has_pending_attentions:
                 # Other ranks expect attentions of this call, and would match this rank's next call with them. Process
@@ -586,7 +604,11 @@ class ShardedModel:
         if outputs is not None:
             # Ranks that requested different outputs would wait for each other below.
             self._batch.confirm()
-        output = with_router_loss(module, output, self.mesh)
+        if running.masked_labels is not None:
+            output = with_masked_loss(output, *running.masked_labels)
+        output = with_router_loss(
+            module, output, self.mesh, padding=running.padding, router_logits=running.router_logits
+        )
         self._loss_scale.watch(getattr(output, "loss", None), self._has_all_labels, self.mesh)
         self._has_all_labels = None
         if outputs is not None and sequence is not None:

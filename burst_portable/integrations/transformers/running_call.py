@@ -1,4 +1,4 @@
-"""Find out whether a call of a module is part of another call that still runs."""
+"""Keep what a running call of a sharded model needs at its end, and find out whether another call is part of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import sys
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
+
 _HOOK_MODULES = ("burst_portable.integrations.", "torch._dynamo.")
 """Modules of frames between torch's call of a module and our hook. They end with the hook."""
 
 
 class RunningCall:
-    """A running call of a module, created in the hook before its forward."""
+    """A running call of a module, created in the hook before its forward.
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    Attributes:
+        module: The called module.
+        padding: Which of this rank's tokens are padding, ``[B, S]``. None: there is none.
+        masked_labels: Labels of the loss that is computed after the call, and their number on all ranks. None: none is.
+        router_logits: Those of the inner model ``[tokens, experts]`` per layer, if it returned any.
+    """
+
+    def __init__(
+        self, module: Any, padding: Tensor | None = None, masked_labels: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        self.module, self.padding, self.masked_labels = module, padding, masked_labels
+        self.router_logits: Any = None
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_HOOK_MODULES):
             frame = frame.f_back

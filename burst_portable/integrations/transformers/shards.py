@@ -73,7 +73,7 @@ class BatchDivider(NamedTuple):
             offsets = None if cu_seqlens is None else on_device(cu_seqlens, input_ids.device)
             inputs[KEY] = checksum(input_ids, labels, attention_mask, offsets)
         if padded:
-            inputs["padded"] = True
+            inputs["padded"] = shard(attention_mask == 0, self.mesh, layout=layout)
         batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=layout)
         self.position_check.remember(batch["position_ids"], input_ids.shape[1], cu_seqlens)
         if self.shifts_labels and predicts_first:

@@ -13,7 +13,6 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
-    BertForMaskedLM,
     BertModel,
     CLIPTextConfig,
     CLIPTextModel,
@@ -274,35 +273,33 @@ def test_parallelize_rejects_unsupported_models():
         parallelize(make("llama"), Mesh.single(), layout="zigzig")
 
 
-def test_loss_over_shard_only_raises():
-    """Old models compute the loss themselves; BERT's masked one forwards no arguments."""
-    model = BertForMaskedLM(ENCODER)
-    ids = tokens(2, 47)
+class OwnLossForCausalLM(LlamaForCausalLM):
+    """A model that computes its loss itself, as old ones do."""
 
-    def work(mesh: Mesh) -> tuple[int, ...]:
+    def forward(
+        self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None, **_: Any
+    ) -> Any:
+        out = super().forward(input_ids, attention_mask, position_ids, use_cache=False)
+        if labels is not None:
+            out["loss"] = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("full_batches", "told"), [(False, "from the logits"), (True, "Trainer has compute_loss_func")]
+)
+def test_loss_over_shard_only_raises(full_batches: bool, told: str):
+    model, ids = OwnLossForCausalLM(LlamaConfig(**SIZES)).double(), tokens(2, 47)
+
+    def work(mesh: Mesh) -> int:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh)
-        inputs = handle.shard(ids, ids)
-        assert "shift_labels" not in inputs
-        with pytest.raises(UnsupportedError, match="compute the loss from the logits"):
+        handle = parallelize(mine, mesh, full_batches=full_batches)
+        inputs = {"input_ids": ids, "labels": ids} if full_batches else handle.shard(ids)
+        with pytest.raises(UnsupportedError, match=f"computes its loss from this rank's tokens only.*{told}"):
             mine(**inputs)
-        return tuple(mine(**handle.shard(ids)).logits.shape)
+        return int(mine(**inputs | {"labels": None}).logits.shape[1])
 
-    assert [shape[1] for shape in run_threads(2, work)] == [23, 24]
-
-
-def test_loss_over_shard_of_full_batch_raises():
-    model = BertForMaskedLM(ENCODER)
-    ids = tokens(2, 47)
-
-    def work(mesh: Mesh) -> tuple[int, ...]:
-        mine = copy.deepcopy(model)
-        parallelize(mine, mesh, full_batches=True)
-        with pytest.raises(UnsupportedError, match="logits of all tokens; Trainer has compute_loss_func"):
-            mine(input_ids=ids, labels=ids)
-        return tuple(mine(input_ids=ids).logits.shape)
-
-    assert [shape[1] for shape in run_threads(2, work)] == [47, 47]
+    assert run_threads(2, work) == ([47, 47] if full_batches else [23, 24])
 
 
 def test_sharded_loss_without_counts_raises():

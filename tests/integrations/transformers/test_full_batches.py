@@ -276,10 +276,8 @@ def test_paused_model_generates_and_is_sharded_again() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-ROUTED = {"fused_lm_head": True, "labels": tokens(), "output_router_logits": True}
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fused head": ({"fused_lm_head": True}, UnsupportedError, "fused head .*no labels"),
-    "fused head with a router": (ROUTED, UnsupportedError, "fused head .*output_router_logits; router_aux_loss_coef=0"),
     "unknown tensor": ({"token_type_ids": tokens()}, InputError, "token_type_ids"),
     "ids and embeddings": ({"inputs_embeds": torch.rand(2, LENGTH, 32)}, InputError, "both"),
     "complex": ({"input_ids": None, "inputs_embeds": torch.rand(2, 9, 32).cfloat()}, DtypeError, "complex64"),

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import JetMoeConfig, JetMoeForCausalLM
+from trl.trainer.utils import add_fused_lm_head
 
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import MismatchError, UnsupportedError
-from burst_portable.integrations.transformers import all_reduce, parallelize
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.loss import router_loss, with_router_loss
-from tests.support.models import SIZES, assert_same, make, mesh_without_peer, on_one_device, on_ranks, tokens
+from tests.support.models import (
+    SIZES,
+    assert_same,
+    gradients_of,
+    make,
+    mesh_without_peer,
+    on_one_device,
+    on_ranks,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -26,6 +37,65 @@ def test_router_loss_is_over_all_tokens(kind: str, ranks: int):
     assert expected.loss > 1.1 * without.loss
     for answer in on_ranks(ranks, model, ids):
         assert_same(answer, expected, gradients=1e-6)  # rounding of a float32 sum
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_router_loss_does_not_count_padding(ranks: int):
+    """Ranks have different numbers of tokens. Without the mask, the router loss differs."""
+    model, mask = make("mixtral", output_router_logits=True, router_aux_loss_coef=0.7), torch.ones(2, 47).long()
+    mask[0, 19:], mask[1, 40:] = 0, 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter *= 30 if ".gate." in name else 1  # padding has one expert
+    ids = tokens() * mask
+    labels = ids.masked_fill(mask == 0, -100)
+    alone = copy.deepcopy(model)
+    expected = alone(input_ids=ids, labels=labels, attention_mask=mask)
+    expected.loss.backward()
+    assert abs(alone(input_ids=ids, labels=labels).aux_loss / expected.aux_loss - 1) > 1e-3
+
+    def work(mesh: Mesh) -> tuple[float, float, dict[str, torch.Tensor]]:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh)
+        out = mine(**handle.shard(ids, labels, attention_mask=mask))
+        out.loss.backward()
+        all_reduce_gradients(mine.parameters(), mesh)
+        both = [all_reduce(x.detach(), mesh).item() for x in (out.loss, out.aux_loss)]
+        return *both, gradients_of(mine)
+
+    for loss, router, gradients in run_threads(ranks, work):
+        assert loss == pytest.approx(expected.loss.item(), rel=1e-6)
+        assert router == pytest.approx(expected.aux_loss.item(), rel=1e-6)
+        for name, gradient in gradients_of(alone).items():
+            assert (gradients[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_fused_head_of_trl_has_router_loss_of_all_tokens():
+    """Its output has no router logits: they are those of the inner model."""
+    model, ids = make("mixtral", torch.float32, output_router_logits=True, router_aux_loss_coef=0.7), tokens()
+    mask = (torch.arange(ids.shape[1]) < torch.tensor([[19], [47]])).long()
+    batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    models = [copy.deepcopy(model) for _ in range(3)]
+    for each in models:
+        add_fused_lm_head(each)
+
+    def step(mine: Any, mesh: Mesh | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        out = mine(**batch, fused_lm_head=True)
+        (out.aux_loss * 0.7 - out.log_probs.sum() / 30).backward()
+        if mesh is not None:
+            all_reduce_gradients(mine.parameters(), mesh)
+        return [x.sum().item() for x in (out.aux_loss, out.log_probs, out.loss)], gradients_of(mine)
+
+    def work(mesh: Mesh) -> Any:
+        parallelize(models[mesh.rank], mesh, full_batches=True, gather_outputs=True)
+        return step(models[mesh.rank], mesh)
+
+    expected, gradients = step(models.pop())
+    for found in run_threads(2, work):
+        assert found[0] == pytest.approx(expected, rel=2e-6)
+        for name, gradient in gradients.items():
+            assert (found[1][name] - gradient).norm() <= 2e-5 * gradient.norm(), name
 
 
 def test_router_loss_of_jetmoe_reads_its_own_weight():
