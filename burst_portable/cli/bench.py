@@ -263,12 +263,12 @@ def _interrupted(rows: Sequence[Row], resume: Path | None) -> str:
     """Return what an interrupted command keeps, and how it goes on."""
     words = sys.argv[1:]
     command = shlex.join([PROGRAM, *words]) if words[:1] == ["bench"] else "the same command"
+    if not rows:
+        return f"interrupted before the first row; to begin again: {command}"
     if resume is None:
         return (
             f"interrupted; {len(rows)} rows are lost; with --resume FILE, rows are kept: {command} --resume rows.jsonl"
         )
-    if not rows:
-        return f"interrupted before the first row, so {resume} keeps none; to begin again: {command}"
     return f"interrupted; {resume} keeps {len(rows)} rows; to go on: {command}"
 
 

@@ -100,8 +100,16 @@ def show(report: Report, *, stderr: bool = False) -> None:
         out.print(f"skipped {count}: {escape(reason)}", soft_wrap=True)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     out.print(f"kernels: {escape(computed_text(report))}", soft_wrap=True)
-    out.print(f"evidence: {report.evidence_level} ({EVIDENCE_LEVELS[report.evidence_level]})", soft_wrap=True)
+    out.print(f"evidence: {escape(_evidence(report))}", soft_wrap=True)
     out.print(f"{escape(report.subject)} {_verdict(report)}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
+
+
+def _evidence(report: Report) -> str:
+    """Return the level of evidence, and what it means; for a device, on which kind of device the kernels ran."""
+    meaning = EVIDENCE_LEVELS[report.evidence_level]
+    if report.evidence_level == "device":
+        meaning = f"kernels ran on the real device {report.device['type']!r}, as the backend or the caller states"
+    return f"{report.evidence_level} ({meaning})"
 
 
 def _verdict(report: Report) -> str:

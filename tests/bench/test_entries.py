@@ -426,10 +426,11 @@ def test_bench_without_any_measured_entry_returns_1(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_interrupted_bench_tells_how_it_goes_on(tmp_path, capsys, monkeypatch, kept):
+@pytest.mark.parametrize(("kept", "count"), [(True, 2), (False, 2), (True, 0), (False, 0)])
+def test_interrupted_bench_tells_how_it_goes_on(tmp_path, capsys, monkeypatch, kept, count):
     def interrupted(job, on_rows):
-        on_rows([{"mask": "full", "entry": "ring"}] * 2)
+        if count:
+            on_rows([{"mask": "full", "entry": "ring"}] * count)
         raise Ended(signal.SIGINT)
 
     monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", interrupted)
@@ -438,6 +439,13 @@ def test_interrupted_bench_tells_how_it_goes_on(tmp_path, capsys, monkeypatch, k
     monkeypatch.setattr("sys.argv", ["burst-portable", *words])
     assert main() == 130
     command = "burst-portable bench --strategies ring"
+    if not count:
+        again = f"{command} --resume '{file}'" if kept else command
+        assert capsys.readouterr().err == (
+            f"burst-portable: interrupted before the first row; to begin again: {again}\n"
+        )
+        assert not file.exists()
+        return
     told = f"interrupted; {file} keeps 2 rows; to go on: {command} --resume '{file}'"
     lost = f"interrupted; 2 rows are lost; with --resume FILE, rows are kept: {command} --resume rows.jsonl"
     assert capsys.readouterr().err == f"burst-portable: {told if kept else lost}\n"

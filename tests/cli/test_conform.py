@@ -22,6 +22,9 @@ def test_conform_writes_every_format(tmp_path, capsys):
     left_out = "claims, kernels, attention, sizes, extremes, memory, determinism, profiler, group"
     assert f"cpu passed the selected tests (transport, fully_masked; not {left_out}): 1" in captured.out
     assert "reference was not examined: no selected test computed with it" in captured.out
+    assert (
+        "evidence: device (kernels ran on the real device 'cpu', as the backend or the caller states)" in captured.out
+    )
     # Without a terminal, there is one line per completed group.
     told = re.findall(r"^(\w+): (\d+) checks in \d+\.\d s$", captured.err, re.MULTILINE)
     counts = {line.check: line.passed + line.skipped for line in Report.from_json(files[0].read_text()).lines()}
