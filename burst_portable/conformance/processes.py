@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import group_options_of, known, load
 from burst_portable.config import listen_on_loopback
 from burst_portable.conformance.base import BackendUnderTest, describe_error, identity
@@ -37,6 +38,15 @@ REPORT_TIMEOUT = 3.0
 
 class RankError(Exception):
     """At least one rank that is a process did not return a result."""
+
+
+def skip_reason(target: BackendUnderTest, ranks: int) -> str:
+    """Return why this many processes cannot be connected on this machine; "" if they can."""
+    if type(target.backend).transport is Backend.transport:
+        return f"the backend {target.backend.name!r} has no transport, so it supports one rank only"
+    # Ranks on a device without streams may share it.
+    found = torch.get_device_module(target.device).device_count() if target.backend.capabilities.streams else ranks
+    return f"{ranks} ranks need {ranks} devices; found {found}" if found < ranks else ""
 
 
 def run_exchanges(target: BackendUnderTest, ranks: int, *, in_subgroup: bool = False) -> str:

@@ -31,7 +31,13 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles, make_tile
 from burst_portable.runtime.autograd import begin, observed, run_backward
 from burst_portable.runtime.executor import attend_first
-from burst_portable.runtime.prepare import kernel_for_plan, plan_for_kernel, prepared_call, with_checked_results
+from burst_portable.runtime.prepare import (
+    kernel_for_plan,
+    plan_fact,
+    plan_for_kernel,
+    prepared_call,
+    with_checked_results,
+)
 from burst_portable.strategies.planner import planned
 
 
@@ -54,7 +60,9 @@ def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transpo
     plan = plan_of(case, device.type)
     kernel = kernel_for_plan(plan, target.choose(plan.forward.call))
     plan = plan_for_kernel(plan, kernel)
-    unobserved = prepared_call(plan, target.backend, kernel, transport, call_signature({"case": case.spec()}))
+    unobserved = prepared_call(
+        plan, target.backend, kernel, transport, call_signature({"case": case.spec(), "strategy": plan_fact(plan)})
+    )
     mesh = Mesh(transport.rank, transport.size, lambda _: transport)
     prepared = observed(with_checked_results(unobserved), mesh)  # as in a call: a profiling session records it
     rows = torch.tensor(plan.call.layout.positions(transport.rank))

@@ -188,7 +188,10 @@ def make_result(target: BackendUnderTest, test: TestCase, outcome: Outcome, seco
     """Return the report's entry for an outcome. `text` names the smallest failing test. Default: this one."""
     text = text or test.text
     kernel = [] if target.kernel == "auto" else ["--kernel", target.kernel]
-    command = ["burst-portable", "conform", "--backend", target.backend.name, *kernel, "--case", text]
+    selected = ["--case", text]
+    if target.strategy and test.case is None:  # only then it is tested
+        selected = ["--strategy", target.strategy, "--only", test.check]
+    command = ["burst-portable", "conform", "--backend", target.backend.name, *kernel, *selected]
     return Result(
         check=test.check,
         name=test.name,

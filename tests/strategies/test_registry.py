@@ -28,6 +28,7 @@ from tests.support.plugins import install
 THEIRS = """
 from dataclasses import dataclass, replace
 from typing import ClassVar
+import torch.distributed as dist
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.mask import Mask
 from burst_portable.planning.routes import RingRoute
@@ -173,6 +174,16 @@ class BadRoute(Base):
 
     def plan(self, call):
         return ring_plan(call, "theirs", side="kv", route=Unhashable(call.ranks))
+
+@dataclass(frozen=True)
+class ByProcess(Base):
+    name = "by_process"
+    title = "another plan in each process"
+
+    def plan(self, call):
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        plan = make_strategy("ring", transfer="ring" if is_first else "direct").plan(call)
+        return replace(plan, strategy=self.name)
 
 @dataclass(frozen=True)
 class Nothing(Base):
@@ -519,6 +530,16 @@ def test_conform_fails_for_broken_strategy(package, name, cause):
     assert not report.ok
     assert [cause in result.message for result in report.failures] == [True]
     assert not report.skipped
+
+
+@pytest.mark.slow
+def test_conform_finds_plans_that_differ_between_processes(package):
+    """Threads have one process, so each of their cases passes."""
+    package({"by_process": "their_strategies:ByProcess"})
+    report = check_backend("cpu", strategy="by_process", cases=["attention:2-processes"], ranks=2)
+    assert [result.name for result in report.failures] == ["2-processes"]
+    assert "by_process by ring with kv backward on rank 0 but by_process by direct with" in report.failures[0].message
+    assert report.failures[0].command.endswith("--strategy by_process --only attention")
 
 
 def test_conform_shrinks_to_the_same_error_of_a_plan(package):

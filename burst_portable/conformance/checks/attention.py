@@ -29,7 +29,8 @@ from burst_portable.conformance.cases import (
 )
 from burst_portable.conformance.checks.plans import find_plan_error
 from burst_portable.conformance.oracle import Answer, Inputs, expected, make_inputs
-from burst_portable.conformance.running import run_case
+from burst_portable.conformance.processes import run_on_processes, skip_reason
+from burst_portable.conformance.running import gather_shards, run_case
 from burst_portable.strategies.registry import OURS, strategy_name
 
 Run = Callable[[BackendUnderTest, Case], Outcome]
@@ -217,8 +218,29 @@ def _chosen(target: BackendUnderTest, dtype: torch.dtype) -> set[str]:
     return names
 
 
+def _process_tests(target: BackendUnderTest) -> Iterator[TestCase]:
+    """Yield a test of the tested strategy, whose plans must be equal in other processes, too."""
+    if target.strategy and target.coverage != "quick" and target.ranks >= _PROCESSES:
+        yield make_plain_test("attention", f"{_PROCESSES}-processes", _run_in_processes, target)
+
+
+@skippable
+def _run_in_processes(target: BackendUnderTest) -> Outcome:
+    if reason := skip_reason(target, _PROCESSES):
+        return Outcome(skipped=reason)
+    case = Case(strategy=target.strategies[0], ranks=_PROCESSES)
+    if reason := case.conflict():
+        return Outcome(skipped=reason)
+    return compare(case, make_inputs(case), gather_shards(run_on_processes(target, case), case.make_layout()))
+
+
+_PROCESSES = 2
 ATTENTION = check_of_cases(
-    "attention", "forward, LSE and each gradient over ranks, against float64", attention_cases, by_strategy=True
+    "attention",
+    "forward, LSE and each gradient over ranks, against float64",
+    attention_cases,
+    _process_tests,
+    by_strategy=True,
 )
 
 

@@ -7,7 +7,6 @@ from itertools import product
 
 import torch
 
-from burst_portable.backends.base import Backend
 from burst_portable.conformance.base import (
     BackendUnderTest,
     Check,
@@ -21,7 +20,7 @@ from burst_portable.conformance.checks.attention import compare, make_case_test,
 from burst_portable.conformance.checks.kernel_contract import fitted
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.processes import run_exchanges, run_on_processes
+from burst_portable.conformance.processes import run_exchanges, run_on_processes, skip_reason
 from burst_portable.conformance.running import gather_shards, plan_of
 
 
@@ -59,7 +58,7 @@ def _group_tests(target: BackendUnderTest) -> Iterator[TestCase]:
     counts: tuple[int, ...] = (2, 3)
     cases: tuple[Case, ...] = _GROUP_CASES
     if target.coverage == "quick":  # two ranks cannot show that messages of two peers are exchanged
-        counts, cases = ((2,) if target.ranks < 3 or _skip_reason(target, 3) else (3,)), _GROUP_CASES[:1]
+        counts, cases = ((2,) if target.ranks < 3 or skip_reason(target, 3) else (3,)), _GROUP_CASES[:1]
     # With the preferred kernel, which may support 16 bits only. Its heads may be too few for the ranks.
     device, kernels = target.device.type, target.kernels
     fits = (fitted(case, kernels[0], device) if kernels else case for case in cases)
@@ -74,26 +73,17 @@ def _group_tests(target: BackendUnderTest) -> Iterator[TestCase]:
 
 
 def _messages(target: BackendUnderTest, ranks: int, in_subgroup: bool = False) -> Outcome:
-    if reason := _skip_reason(target, ranks):
+    if reason := skip_reason(target, ranks):
         return Outcome(skipped=reason)
     return Outcome(wrong=run_exchanges(target, ranks, in_subgroup=in_subgroup))
 
 
 def _attend(target: BackendUnderTest, case: Case) -> Outcome:
-    if reason := _skip_reason(target, case.ranks):
+    if reason := skip_reason(target, case.ranks):
         return Outcome(skipped=reason)
     shards = run_on_processes(target, case)
     record_kernel(target.choose(plan_of(case, target.device.type).forward.call).name)
     return compare(case, make_inputs(case), gather_shards(shards, case.make_layout()))
-
-
-def _skip_reason(target: BackendUnderTest, ranks: int) -> str:
-    """Return why this many processes cannot be connected on this machine; "" if they can."""
-    if type(target.backend).transport is Backend.transport:
-        return f"the backend {target.backend.name!r} has no transport, so it supports one rank only"
-    # Ranks on a device without streams may share it.
-    found = torch.get_device_module(target.device).device_count() if target.backend.capabilities.streams else ranks
-    return f"{ranks} ranks need {ranks} devices; found {found}" if found < ranks else ""
 
 
 GROUP = Check(
