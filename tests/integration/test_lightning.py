@@ -51,6 +51,24 @@ def test_lightning_with_two_sequences_equals_data_parallel(tmp_path: Path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2), (1, 2), (2, 4)])
+def test_fsdp_checkpoint_resumes_on_other_ranks(saving: int, loading: int, tmp_path: Path):
+    """An epoch on some ranks, and the next one on others. Each epoch validates, and generates three batches."""
+    run("tests.support.lightning_checkpoint_ranks", tmp_path, 1, 2)
+    expected = torch.load(tmp_path / "1 2.pt")
+    run("tests.support.lightning_checkpoint_ranks", tmp_path, saving, 1)
+    first = torch.load(tmp_path / f"{saving} 1.pt")
+    run("tests.support.lightning_checkpoint_ranks", tmp_path, loading, 2, tmp_path / f"{saving} 1.ckpt")
+    found = torch.load(tmp_path / f"{loading} 2.pt")
+    assert not torch.equal(first["weights"]["model.lm_head.weight"], found["weights"]["model.lm_head.weight"])
+    # Three ranks scale losses, which are float32, with rounding.
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-6, atol=1e-7)
+    assert len(expected["generated"]) == 8  # two before the training
+    assert all(map(torch.equal, first["generated"], expected["generated"][:5]))
+    assert all(map(torch.equal, found["generated"][-3:], expected["generated"][-3:]))
+
+
+@pytest.mark.full
 def test_lightning_example_equals_one_device():
     def losses(devices: str) -> list[float]:
         found = re.search(r"^losses: (.*)$", run("examples/train_with_lightning.py", "--devices", devices), re.M)

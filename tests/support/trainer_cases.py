@@ -36,6 +36,7 @@ FULL: dict[str, dict[str, Any]] = {
     "streamed": {"cp_size": 2, "streamed": True},
     "average of ranks": {"cp_size": 4, "average_tokens_across_devices": False},
     # Adam turns the rounding of gradients near zero into steps.
+    "rows without labels": {"ranks": 2, "cp_size": 2, "unlabelled": True},
     "labels at borders": {"ranks": 2, "cp_size": 2, "packed": True, "adam_epsilon": 1e-5},
 }
 """Options of `results`, by case."""
@@ -53,6 +54,11 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         return iter(rows(12))
+
+
+def without_labels(examples: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
+    """Return rows of which two thirds have no label, as prompts whose answer was cut off."""
+    return [x if i % 3 == 0 else x | {"labels": [-100] * len(x["labels"])} for i, x in enumerate(examples)]
 
 
 def pad(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -101,6 +107,7 @@ def make_trainer(
     held_out: int,
     streamed: bool = False,
     packed: bool = False,
+    unlabelled: bool = False,
     **settings: Any,
 ) -> Any:
     """Return a trainer of three steps of two batches. Without `parallelism`: Transformers' own."""
@@ -125,7 +132,7 @@ def make_trainer(
     is_routed = model.config.model_type == "mixtral"  # the router loss would count padding
     data = {
         "data_collator": DataCollatorWithFlattening() if is_routed else pack if packed else pad,
-        "train_dataset": Stream() if streamed else rows(12),
+        "train_dataset": Stream() if streamed else without_labels(rows(12)) if unlabelled else rows(12),
         "eval_dataset": rows(held_out),
     }
     trainer_class = Trainer if parallelism is None else SequenceTrainer

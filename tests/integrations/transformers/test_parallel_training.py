@@ -139,3 +139,36 @@ def test_training_configurations_equal_one_device(way: Way):
 def test_every_pair_of_settings_is_tested():
     assert len(FEW) < 40
     assert {pair for way in FEW for pair in pairs(way)} == {pair for way in EVERY for pair in pairs(way)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_model_generates_between_training_steps(ranks: int):
+    """As policy gradients do it: each step trains on the rows that the model generates, on every rank alike."""
+    model, prompts = make("llama"), tokens(batch=2, length=5)
+
+    def trained(mine: Any, mesh: Mesh | None = None) -> tuple[list[Tensor], list[float]]:
+        handle = None if mesh is None else parallelize(mine, mesh)
+        optimizer, rows, losses = torch.optim.SGD(mine.parameters(), lr=0.5), [], []
+        for _ in range(3):
+            with nullcontext() if handle is None else handle.paused():
+                rows.append(mine.generate(prompts, max_new_tokens=8, do_sample=False, pad_token_id=0))
+            labels = rows[-1].clone()
+            labels[:, :5] = -100
+            if handle is None or mesh is None:
+                loss = mine(input_ids=rows[-1], labels=labels).loss
+            else:
+                loss = mine(**handle.shard(rows[-1], labels)).loss
+            (-loss).backward()  # away from what it generates, so that the next rows differ
+            if mesh is not None:
+                all_reduce_gradients(mine.parameters(), mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach() if mesh is None else all_reduce(loss.detach(), mesh)))
+        return rows, losses
+
+    rows, losses = trained(copy.deepcopy(model))
+    assert not torch.equal(rows[0], rows[1])
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+    for found, values in run_threads(ranks, lambda mesh: trained(copies[mesh.rank], mesh)):
+        assert all(map(torch.equal, found, rows))
+        assert values == pytest.approx(losses, rel=1e-5)
