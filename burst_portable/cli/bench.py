@@ -200,9 +200,14 @@ def bench(
         rows = _resumed(resume, settings)
         done = {row_key(row) for row in rows}
         jobs = []
+        order: dict[object, int] = {}
         for size in sizes_of_mesh:
             lengths_here = lengths or [512 if on_cpu else 8192 * size]
             _check_sizes(mask_names, lengths_here, size, setting)
+            keys = (
+                (m, n, size, k, name) for m in mask_names for n in lengths_here for k in kernel_names for name in names
+            )
+            order |= {key: len(order) + i for i, key in enumerate(keys)}
             work = [
                 (mask, length, one, left)
                 for mask in mask_names
@@ -235,6 +240,7 @@ def bench(
                 if is_first:
                     _print_error(_interrupted(rows, resume))
                 raise
+    rows.sort(key=lambda row: order.get(row_key(row), -1))  # entries that ended a rank are reported first
     if is_first:
         made = table(*COLUMNS, left=("kernel", "strategy"))
         for column in made.columns[COLUMNS.index("strategy") + 1 :]:

@@ -451,6 +451,18 @@ def test_interrupted_bench_tells_how_it_goes_on(tmp_path, capsys, monkeypatch, k
     assert capsys.readouterr().err == f"burst-portable: {told if kept else lost}\n"
 
 
+def test_bench_lists_entries_that_ended_a_rank_in_order(capsys, monkeypatch):
+    def out_of_order(job, on_rows):
+        (mask, length, kernel, names), *_ = job.work
+        for name in reversed(names):
+            where = {"mask": mask, "seq_len": length, "ranks": job.ranks, "kernel": kernel}
+            on_rows([{**where, "entry": name, "status": "failed", "reason": "it ended a rank"}])
+
+    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", out_of_order)
+    assert main(["bench", "--strategies", "ring,burst,usp", "--masks", "full", "--json"]) == 1
+    assert [row["entry"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["ring", "burst", "usp"]
+
+
 def test_bench_rejects_short_forms_among_names_of_masks(capsys):
     assert main(["bench", "--masks", "full,window:5"]) == 2
     assert "pass short forms with --mask, once for each: --mask window:5" in capsys.readouterr().err
