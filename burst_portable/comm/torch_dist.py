@@ -56,7 +56,16 @@ class StoreExchange:
             raise self._error(error, turn, what, timeout) from error
 
     def _read(self, key: str, until: float) -> bytes:
-        self._store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
+        """Return the value of a key. A wait of the store delays Python's signal handlers, so each is short."""
+        while (left := until - time.monotonic()) > _STORE_WAIT:
+            started = time.monotonic()
+            try:
+                self._store.wait([key], timedelta(seconds=_STORE_WAIT))
+                return bytes(self._store.get(key))
+            except RuntimeError:
+                if time.monotonic() - started < _STORE_WAIT / 2:  # not a timeout: the store is lost
+                    raise
+        self._store.wait([key], timedelta(seconds=max(0.001, left)))
         return bytes(self._store.get(key))
 
     def _error(self, error: RuntimeError, turn: int, what: str, timeout: float) -> CommunicationError:
@@ -70,6 +79,7 @@ class StoreExchange:
         return CommunicationTimeoutError(wrong, got=text, next_step=LATE)
 
 
+_STORE_WAIT = 1.0  # seconds of one wait of a store
 _SHARE_SECONDS = 600.0  # default timeout for sharing bytes through the store
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import pytest
 import torch.distributed as dist
 
@@ -85,3 +88,25 @@ def test_note_exchange_without_process_group_ends():
     asking.run()
     assert asking.over.is_set()
     assert asking.notes == {}
+
+
+class Interrupted(Exception):
+    """A signal arrived."""
+
+
+def interrupt(number, frame):
+    raise Interrupted
+
+
+def test_share_handles_signals_while_it_waits():
+    """A launcher ends the ranks that wait for a lost one by a signal; a wait of the store would delay it."""
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        started = time.monotonic()
+        with pytest.raises(Interrupted):
+            StoreExchange(dist.HashStore(), 0, 2).share(b"", "sharing", 60.0)
+        assert time.monotonic() - started < 20
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
