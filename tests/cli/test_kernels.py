@@ -5,15 +5,18 @@ rest.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 
 import pytest
 
 from burst_portable.cli import main
 from burst_portable.cli.kernels import kernels
 from burst_portable.errors import UnknownNameError
-from burst_portable.kernels.triton.machine_code import launched_kernels
+from burst_portable.kernels.triton import machine_code
+from burst_portable.kernels.triton.machine_code import Record, launched_kernels
 
 
+@pytest.mark.full
 def test_kernels_json_of_one_chip(capsys):
     assert kernels(["gfx942"], [64], json_name="-") == 0
     told = json.loads(capsys.readouterr().out)
@@ -25,6 +28,20 @@ def test_kernels_json_of_one_chip(capsys):
         assert 0 < row["shared"] <= 64 * 1024
         assert row["registers"] > 0
         assert row["occupancy"] > 0
+
+
+def test_kernels_writes_records_and_fails_on_problems(capsys, monkeypatch):
+    """The compilation itself is tested in tests/kernels/triton/test_machine_code.py and test_evidence_rocm.py."""
+    good = Record("gfx942", "forward", 64, "128x64", 1.5, registers=200, shared=1024, occupancy=2, instruction="v_mfma")
+    bad = replace(good, kernel="keys", scratch=512)
+    for made, code in (([good], 0), ([good, bad], 1)):
+        monkeypatch.setattr(machine_code, "kernel_table", lambda *_, made=made: iter(made))
+        assert kernels(["gfx942"], [64], json_name="-") == code
+        told = json.loads(capsys.readouterr().out)
+        assert told["schema"] == "burst_portable.kernels/2"
+        assert [{**row, "problems": len(row["problems"])} for row in told["kernels"]] == [
+            {**asdict(record), "warnings": [], "problems": int(record is bad)} for record in made
+        ]
 
 
 def test_kernels_rejects_unknown_chip():
