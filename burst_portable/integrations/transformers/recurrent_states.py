@@ -41,7 +41,8 @@ _CACHES = ("cache_params", "past_key_values")
 def check_recurrent_sequence(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> None:
     """Raise `UnsupportedError` if recurrent layers cannot compute a sequence. Equal on all ranks."""
     if cu_seqlens is not None and len(cu_seqlens) > 2:
-        what, next_step = "packed documents in a model with recurrent layers", "pass one document per row, with padding"
+        what = "packed documents in a model with recurrent layers, which take states from one document to the next"
+        next_step = "pass one document per row, with padding"
         raise UnsupportedError(what, got=f"{len(cu_seqlens) - 1} documents", next_step=next_step)
     if layout.ranks > 1 and (fewest := min(map(layout.count, range(layout.ranks)))) < 2:
         got, allowed = f"{layout.length} tokens on {layout.ranks} ranks", "at least 2 tokens on each rank"

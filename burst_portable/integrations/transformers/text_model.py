@@ -17,6 +17,7 @@ from burst_portable.errors import ShapeError, UnsupportedError
 from burst_portable.integrations.transformers.attention import DeferredMask
 from burst_portable.integrations.transformers.batch_check import checksum
 from burst_portable.integrations.transformers.left_padding import roll_rows
+from burst_portable.integrations.transformers.packed_rows import documents_of
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.sharding import shard
@@ -35,17 +36,31 @@ _READY = ("shift_labels", "labels", "num_items_in_batch")
 def take_undivided(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Remove the tensors from the arguments of a call that the outer model gets undivided, and return them.
 
+    Positions of text that restart are packed documents. They are then part of the batch as well, and so are other
+    descriptions of the documents, which must match them.
+
     Raises:
-        UnsupportedError: For packed documents, which the positions of images do not have.
+        UnsupportedError: If documents are described without position ids, or differ between rows.
     """
     position_ids = kwargs.get("position_ids")
-    packed = [name for name in _OF_PACKING if kwargs.get(name) is not None]
-    if not packed and isinstance(position_ids, Tensor) and _restarts(position_ids, kwargs.get("attention_mask")):
-        packed = ["position_ids that do not count up"]
-    if packed:
-        next_step = "pass one document per row, with padding"
-        raise UnsupportedError("packed documents in a model with images", got=packed[0], next_step=next_step)
-    names = [name for name, x in kwargs.items() if name not in _OF_TOKENS and next(_tensors(x), None) is not None]
+    if isinstance(position_ids, Tensor) and _restarts(position_ids, kwargs.get("attention_mask")):
+        of_text = position_ids[0] if position_ids.dim() == 3 else position_ids
+        if (rows := len(documents_of(of_text))) > 1:
+            what, got = "packed documents that differ between rows, in a model with images", f"{rows} rows"
+            raise UnsupportedError(what, got=got, next_step="pass one row per batch")
+        undivided = _take(kwargs, (*_OF_TOKENS, *_OF_PACKING))
+        kwargs["position_ids"] = of_text
+        return undivided
+    if packed := [name for name in _OF_PACKING if kwargs.get(name) is not None]:
+        what = "packed documents without position_ids, in a model with images, which would count positions over them"
+        next_step = "pass position_ids of the text that restart at each document"
+        raise UnsupportedError(what, got=packed[0], next_step=next_step)
+    return _take(kwargs, _OF_TOKENS)
+
+
+def _take(kwargs: dict[str, Any], left: tuple[str, ...]) -> dict[str, Any]:
+    """Remove all arguments that contain tensors and are not among those `left`, and return them."""
+    names = [name for name, x in kwargs.items() if name not in left and next(_tensors(x), None) is not None]
     return {name: kwargs.pop(name) for name in names}
 
 

@@ -12,11 +12,11 @@ from transformers import masking_utils
 
 from burst_portable import Mask, Mesh, run_threads
 from burst_portable.errors import BurstError, InputError, MismatchError, ShapeError, UnsupportedError
-from burst_portable.integrations.transformers import parallelize, text_model
+from burst_portable.integrations.transformers import all_reduce_gradients, parallelize, text_model
 from burst_portable.integrations.transformers.attention import CallSequence, masks_of, read_mask
 from burst_portable.layout import make_layout
 from tests.support.image_models import models, trials
-from tests.support.models import checkpoint_activations
+from tests.support.models import checkpoint_activations, gradients_of
 
 TOLERANCE = 1e-6  # transformers computes losses, norms and RoPE in float32
 
@@ -122,15 +122,66 @@ def test_ranks_with_different_images_raise(name: str) -> None:
         _call(change, ranks=2)
 
 
-PACKED = torch.cat([torch.arange(20), torch.arange(27)]).expand(2, 47)
+def packed_row(name: str, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a batch of two rows with images, and one row of two documents, with the positions of the rows."""
+    inputs = models.batch(name, model)
+    rows, length = inputs["input_ids"].shape
+    packed = {key: x.reshape(1, -1) if x.shape[:2] == (rows, length) else x for key, x in inputs.items()}
+    positions = torch.arange(length).repeat(rows).unsqueeze(0)
+    if hasattr(model.model, "compute_3d_position_ids"):
+        given = {"input_ids", "image_grid_thw", "mm_token_type_ids"}.intersection(inputs)
+        missing = dict.fromkeys(("video_grid_thw", "attention_mask", "past_key_values"))
+        options = {key: inputs[key] for key in given} | missing | {"inputs_embeds": torch.zeros(rows, length, 1)}
+        planes = model.model.compute_3d_position_ids(**options)
+        positions = torch.cat([positions.unsqueeze(0), planes.reshape(3, 1, -1)])
+    return inputs, packed | {"position_ids": positions, "use_cache": False}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llava", "qwen3_vl"),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("qwen2_5_vl", "internvl", "mistral3", "glm4v", "aria")
+        ),
+    ],
+)
+def test_packed_documents_with_images_equal_rows_of_one_device(name: str) -> None:
+    """No token attends to the other document, and the first token of it has no label."""
+    model = models.make(name)
+    inputs, packed = packed_row(name, model)
+    alone = copy.deepcopy(model)
+    expected = alone(**inputs)
+    expected.loss.backward()
+
+    def on_a_rank(mesh: Mesh) -> tuple[float, Tensor, dict[str, Tensor]]:
+        part = copies[mesh.rank]
+        parallelize(part, mesh, full_batches=True, gather_outputs=True)
+        out = part(**packed)
+        out.loss.backward()
+        all_reduce_gradients(part.parameters(), mesh)
+        return out.loss.item(), out.logits.detach(), gradients_of(part)
+
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    for loss, logits, gradients in run_threads(2, on_a_rank):
+        assert loss == pytest.approx(expected.loss.item(), rel=TOLERANCE)
+        wanted = expected.logits.detach().reshape(logits.shape)
+        assert (logits - wanted).norm() <= TOLERANCE * wanted.norm()
+        torch.testing.assert_close(logits, wanted, rtol=TOLERANCE, atol=1e-7)
+        for key, gradient in gradients_of(alone).items():
+            assert (gradients[key] - gradient).norm() <= TOLERANCE * gradient.norm().clamp(min=1e-3), key
+
+
+PACKED = torch.stack([torch.cat([torch.arange(20), torch.arange(27)]), torch.arange(47)])
 
 
 @pytest.mark.parametrize(
     ("change", "error", "told"),
     [
-        ({"position_ids": PACKED}, UnsupportedError, "packed documents"),
-        ({"position_ids": PACKED.expand(4, 2, 47)}, UnsupportedError, "packed documents"),
-        ({"cu_seq_lens_q": torch.tensor([0, 20, 47])}, UnsupportedError, "packed documents"),
+        ({"position_ids": PACKED}, UnsupportedError, "differ between rows.*got 2 rows; pass one row per batch"),
+        ({"position_ids": PACKED.expand(4, 2, 47)}, UnsupportedError, "differ between rows"),
+        ({"cu_seq_lens_q": torch.tensor([0, 20, 47])}, UnsupportedError, "without position_ids.*got cu_seq_lens_q"),
         ({"router_state": torch.ones(2, 47)}, UnsupportedError, "unknown tensors .*router_state"),
         ({"logits_to_keep": 1}, UnsupportedError, "logits_to_keep"),
         ({"use_cache": True}, UnsupportedError, "no KV cache"),
@@ -140,6 +191,20 @@ PACKED = torch.cat([torch.arange(20), torch.arange(27)]).expand(2, 47)
 def test_call_with_images_rejects(change: dict[str, Any], error: type[BurstError], told: str) -> None:
     with pytest.raises(error, match=told):
         _call(lambda inputs, rank: inputs | change)
+
+
+def test_packed_documents_with_blocks_of_images_raise() -> None:
+    """Tokens of an image of Gemma 3 see each other: such masks are not combined with documents."""
+    model = models.make("gemma3")
+    _, packed = packed_row("gemma3", model)
+
+    def on_a_rank(mesh: Mesh) -> None:
+        part = copy.deepcopy(model)
+        parallelize(part, mesh, full_batches=True)
+        with pytest.raises(UnsupportedError, match="packed documents with images that see themselves"):
+            part(**packed)
+
+    run_threads(2, on_a_rank)
 
 
 def test_parallelize_rejects_parts_of_vision_language_models() -> None:
