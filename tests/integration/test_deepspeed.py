@@ -21,10 +21,11 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["language model", "classifier"])
 @pytest.mark.parametrize("sequences", [1, 2])
-def test_zero_stages_equal_one_device(sequences: int, tmp_path: Path):
+def test_zero_stages_equal_one_device(sequences: int, kind: str, tmp_path: Path):
     """Train each stage with accumulation and clipping, and compare losses and weights. Ranks check errors."""
-    done = run_program("tests.support.deepspeed_ranks", tmp_path, sequences, timeout=200)
+    done = run_program("tests.support.deepspeed_ranks", tmp_path, sequences, kind, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

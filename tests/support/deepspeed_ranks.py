@@ -1,6 +1,6 @@
 """Train with DeepSpeed on ranks that share sequences: tests/integration/test_deepspeed.py.
 
-python -m tests.support.deepspeed_ranks FOLDER SEQUENCES
+python -m tests.support.deepspeed_ranks FOLDER SEQUENCES [classifier]
 
 Two ranks share each of the concurrent sequences. Every rank compares the losses, norms and weights of each ZeRO stage
 with those of a loop on one device.
@@ -118,16 +118,14 @@ def train(stage: int, *, recompute: bool = False, classifies: bool = False) -> N
     engine.destroy()
 
 
-def main(rank: int, folder: Path, sequences: int) -> None:
+def main(rank: int, folder: Path, sequences: int, classifies: bool) -> None:
     torch.set_num_threads(1)
     size = SHARING * sequences
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # required but unused: the store is a file
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
-    for stage in range(4):
-        train(stage, recompute=stage == 3)
-    for stage in (1, 3):
-        train(stage, classifies=True)
+    for stage in (1, 3) if classifies else range(4):
+        train(stage, recompute=stage == 3 and not classifies, classifies=classifies)
     with pytest.raises(InputError, match="multiple of cp_size; got cp_size=3 for"):
         SequenceUnit(make("llama"), 3)
     with pytest.raises(InputError, match="model of Transformers; got Linear"):
@@ -137,4 +135,4 @@ def main(rank: int, folder: Path, sequences: int) -> None:
 
 if __name__ == "__main__":
     count = int(sys.argv[2])
-    run_forked(SHARING * count, main, Path(sys.argv[1]), count)
+    run_forked(SHARING * count, main, Path(sys.argv[1]), count, "classifier" in sys.argv)
