@@ -70,8 +70,6 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
             self._axes = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("data", "sequence"))
             self._mesh = Mesh.from_device_mesh(self._axes, "sequence")
 
-    # ---------------------------------------------------------------------------------------------------- the models
-
     def model_to_device(self) -> None:
         super().model_to_device()
         options = self._options | {"full_batches": True, "averaged_gradients": True}
@@ -105,8 +103,6 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
         self.sharded.clear()
         super().teardown()
 
-    # ------------------------------------------------------------------------------------------------------ the rows
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         assert self._axes is not None
@@ -128,8 +124,6 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
                 next_step="remove it, as Lightning makes one; or pass **trainer.distributed_sampler_kwargs",
             )
         return super().process_dataloader(dataloader)
-
-    # ------------------------------------------------------------------------------ values of one rank per sequence
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the sum or mean over sequences, unless there is another group. Ranks of one have equal values."""

@@ -63,8 +63,7 @@ def replace_attention(spec: Any, *, strategy: str = "auto", kernel: str = "auto"
             changes["core_attention"] = ModuleSpec(module=CoreAttention, params=params)
         return replace(part, **changes)
 
-    result = replaced(spec)
-    if result == spec:
+    if (result := replaced(spec)) == spec:
         raise InputError("the specification has no core_attention", got=type(spec).__name__)
     return result
 
@@ -139,14 +138,13 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron's names a
             kind = _PACKED.get(kind, kind)  # all padding is in cu_seqlens
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         elif query.shape[0] % 2 and self.mesh.size > 1:
-            what = "a rank needs two equal chunks, see megatron.core.utils.get_batch_on_this_cp_rank"
-            raise ShapeError(what, got=f"{query.shape[0]} tokens")
+            raise ShapeError("a rank needs two equal chunks, see get_batch_on_this_cp_rank", got=query.shape[0])
         sinks = None if self.softmax_offset is None else self.softmax_offset.to(query.device)
         options = {**self.options, "mask": _mask(documents, kind, self.window), "layout": layout, "sinks": sinks}
         if self.training and self.dropout_p:
             options |= {"dropout_p": self.dropout_p, "first_head": get_pg_rank(self.tp_group) * query.shape[2]}
-        out: Tensor = attend(*(x.transpose(0, 1) for x in (query, key, value)), **options)
-        return out.transpose(0, 1).flatten(2)
+        out = cast(Tensor, attend(*(x.transpose(0, 1) for x in (query, key, value)), **options)).transpose(0, 1)
+        return out.flatten(2)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return the learned sinks for a distributed checkpoint, as Megatron's attention does."""

@@ -47,8 +47,7 @@ def attention(
             positions of the tokens.
 
     Raises:
-        UnsupportedError: If the version of torchtitan is not supported, or its attention has options without an
-            equivalent.
+        UnsupportedError: If torchtitan's version is not supported, or an option of its attention has no equivalent.
         InputError: If the layout is unknown.
     """
     check_version("torchtitan", "0.3", "0.4")
