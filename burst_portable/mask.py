@@ -14,6 +14,7 @@ combines both. A region is a box, and a band across it along the diagonal::
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -294,12 +295,75 @@ class Mask:
         return cls(tuple(regions), f"share_question({len(ends) - 1})")
 
     @classmethod
+    def block_sparse(
+        cls,
+        length: int,
+        block_size: int,
+        percent: int,
+        seed: int = 0,
+        *,
+        causal: bool = False,
+        variable: bool = False,
+    ) -> Mask:
+        """Return the mask in which a block of queries sees its own block of keys, and other blocks at random.
+
+        These are the uniform and the variable block-sparse mask of LongCA-Bench. As there, every block of queries sees
+        the same number of blocks of keys, at least one, and those with the highest random scores. It has blocks of 64
+        and 128 tokens, variable ones of 128 to 1,024 on average, and shows 10 to 100 percent of them. It draws a mask
+        per K/V head, cuts queries and keys at different positions, and has no causal variant. Here, one draw and one
+        cut serve all heads, queries and keys, and a block always sees itself, so that no token is fully masked.
+
+        Args:
+            length: Tokens of the sequence.
+            block_size: Tokens of a block; the last one may be shorter.
+            percent: Percentage of all blocks, rounded down, that a block of queries sees. With `causal`: of the blocks
+                up to its own.
+            seed: Seed of the random numbers. Equal arguments give equal masks on every rank.
+            causal: Whether a token sees no later token.
+            variable: Whether blocks have random sizes of at least a quarter of `block_size`. There are length //
+                block_size of them. Default: equal sizes.
+
+        Raises:
+            MaskError: If an argument is out of range, or there are more than 1,024 blocks.
+        """
+        length = size("length", length)
+        block_size, percent = _at_least(1, "block_size", block_size), _at_least(1, "percent", percent)
+        seed = _at_least(0, "seed", seed)
+        if percent > 100:
+            raise MaskError("percent of a mask is out of range", got=percent, allowed="an int from 1 to 100")
+        for name, value in (("causal", causal), ("variable", variable)):
+            if not isinstance(value, bool):
+                raise MaskError(f"{name} must be a bool", got=shown(value), allowed="True or False")
+        blocks = max(1, length // block_size) if variable else -(-length // block_size)
+        if blocks > _MOST_SPARSE_BLOCKS:
+            least = -(-length // _MOST_SPARSE_BLOCKS)
+            raise MaskError(
+                "a block-sparse mask has too many blocks", got=f"{blocks:,} blocks of {block_size}",
+                allowed=f"{_MOST_SPARSE_BLOCKS:,}", next_step=f"use blocks of {least:,} tokens or more",
+            )  # fmt: skip
+        choose = random.Random(seed)
+        if variable:
+            ends = _random_ends(choose, length, blocks, least=max(1, block_size // 4))
+        else:
+            ends = [*range(0, length, block_size), length]
+        regions = []
+        for own, (start, stop) in enumerate(pairwise(ends)):
+            for first, past in _random_runs(choose, own + 1 if causal else blocks, own, percent):
+                lo = 0 if causal and past > own else -UNBOUNDED
+                regions.append(Region(start, stop, ends[first], ends[past], lo=lo))
+        kind = f"{'causal ' if causal else ''}{'variable ' if variable else ''}block_sparse"
+        return cls(tuple(regions), f"{kind}({block_size}, {percent} %, seed {seed})")
+
+    @classmethod
     def parse(cls, text: str, length: int | None = None) -> Mask:
         """Return the mask of a short form, as the command line takes it.
 
         ``full``, ``causal``, ``window:LEFT[:RIGHT]``, ``documents:0,A,B,...``, ``full_documents:0,A,...``,
         ``prefix:N``, ``sink:N:LEFT``, ``global:N:LEFT:RIGHT``, ``block_causal:SIZE`` (needs `length`),
         ``share_question:Q,A,A,...``.
+
+        ``block_sparse:SIZE:PERCENT[:SEED]`` needs `length` too. Its name may start with ``causal_``, ``variable_`` or
+        ``causal_variable_``.
 
         Args:
             text: The short form.
@@ -343,6 +407,39 @@ def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:
 
 
 _MOST_BLOCKS = 1 << 20  # each is a region in memory
+_MOST_SPARSE_BLOCKS = 1 << 10  # each may have half as many regions: up to half of `_MOST_BLOCKS`
+
+
+# Python keeps only the sequence of `random()` equal over its versions, so all choices are made with it.
+def _random_ends(choose: random.Random, length: int, blocks: int, least: int) -> list[int]:
+    """Return cumulative lengths of random blocks of at least `least` tokens: equal chances for all cuts of the rest."""
+    rest = length - blocks * least
+    cuts = sorted(int(choose.random() * (rest + 1)) for _ in range(blocks - 1))
+    return [0, *(cut + i * least for i, cut in enumerate(cuts, 1)), length]
+
+
+def _random_runs(choose: random.Random, blocks: int, own: int, percent: int) -> list[tuple[int, int]]:
+    """Return ranges [first, past) of neighbors among `percent` of the blocks: `own` and those of the highest scores."""
+    scores = [choose.random() for _ in range(blocks)]
+    scores[own] = 1.0  # above all others
+    best = sorted(range(blocks), key=scores.__getitem__, reverse=True)[: max(1, blocks * percent // 100)]
+    runs: list[tuple[int, int]] = []
+    for block in sorted(best):
+        first = runs.pop()[0] if runs and runs[-1][1] == block else block
+        runs.append((first, block + 1))
+    return runs
+
+
+def _block_sparse_form(prefix: str = "") -> tuple[str, Callable[[list[int], int | None], Mask]]:
+    """Return the usage and the parser of a block-sparse mask, with "causal_" and "variable_" in the prefix."""
+    usage = f"{prefix}block_sparse:SIZE:PERCENT[:SEED]"
+
+    def make(numbers: list[int], length: int | None) -> Mask:
+        if length is None:
+            raise MaskError(f"{usage} needs the length of the sequence")
+        return Mask.block_sparse(length, *numbers, causal="causal_" in prefix, variable="variable_" in prefix)
+
+    return usage, make
 
 
 _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
@@ -356,6 +453,10 @@ _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
     "global": ("global:TOKENS:LEFT:RIGHT", lambda n, _: Mask.global_window(*n)),
     "block_causal": ("block_causal:SIZE", _uniform_blocks),
     "share_question": ("share_question:QUESTION,ANSWER,ANSWER,...", lambda n, _: Mask.share_question(n)),
+    "block_sparse": _block_sparse_form(),
+    "causal_block_sparse": _block_sparse_form("causal_"),
+    "variable_block_sparse": _block_sparse_form("variable_"),
+    "causal_variable_block_sparse": _block_sparse_form("causal_variable_"),
 }
 
 

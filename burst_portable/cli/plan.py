@@ -46,7 +46,8 @@ def plan(
         str,
         typer.Option(
             help="full, causal, window:LEFT:RIGHT, documents:0,END,END, full_documents:0,END,END, prefix:N, "
-            "sink:N:LEFT, global:N:LEFT:RIGHT, block_causal:SIZE or share_question:Q,A,A, in tokens (docs/masks.md)."
+            "sink:N:LEFT, global:N:LEFT:RIGHT, block_causal:SIZE, share_question:Q,A,A, in tokens, or "
+            "block_sparse:SIZE:PERCENT (docs/masks.md)."
         ),
     ] = "causal",
     strategy: Annotated[

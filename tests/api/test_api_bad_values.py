@@ -79,6 +79,10 @@ FUNCTIONS = {
     "sink_window": (bp.Mask.sink_window, {"num_sink_tokens": 1, "left": 1}),
     "global_window": (bp.Mask.global_window, {"num_global_tokens": 1, "left": 1, "right": 1}),
     "block_causal": (bp.Mask.block_causal, {"cu_seqlens": (0, 16)}),
+    "block_sparse": (
+        bp.Mask.block_sparse,
+        {"length": 16, "block_size": 4, "percent": 50, "seed": 1, "causal": True, "variable": True},
+    ),
     "share_question": (bp.Mask.share_question, {"seqlens": (4, 4)}),
     "parse": (bp.Mask.parse, {"text": "block_causal:4", "length": 16}),
     "fully_masked_tokens": (bp.Mask.causal().fully_masked_tokens, {"length": 16}),

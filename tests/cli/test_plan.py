@@ -56,6 +56,19 @@ def test_plan_reports_pairs_flops_and_imbalance(capsys):
     assert forward["imbalance"] == backward["imbalance"] == pytest.approx(26 / 18)
 
 
+@pytest.mark.parametrize("mask", ["variable_block_sparse:2048:10", "causal_block_sparse:1024:10:3"])
+def test_plan_reports_imbalance_of_block_sparse_masks(capsys, mask):
+    """The dispatched layout balances them, a zigzag does not."""
+    call = ("--seq-len", "32k", "--ranks", "8", "--mask", mask)
+    dispatched = plan(capsys, *call, "--strategy", "dispatch", "--layout", "dispatched")
+    zigzag = plan(capsys, *call, "--strategy", "ring", "--layout", "zigzag")
+    pairs = [one["problem"]["num_pairs"] for one in (dispatched, zigzag)]
+    assert pairs == [Mask.parse(mask, 32768).num_pairs(32768)] * 2
+    for name in ("forward", "backward"):
+        assert dispatched["passes"][name]["imbalance"] < 1.05
+        assert zigzag["passes"][name]["imbalance"] > 1.3
+
+
 def test_plan_reports_bytes_of_ring(capsys):
     facts = plan(capsys, *TINY, "--strategy", "ring")
     kv = 4 * 2 * (16 + 8) * 4  # rows · K/V heads · (D + Dv) · bytes
