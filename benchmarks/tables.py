@@ -168,7 +168,7 @@ def bench_rows(file: str) -> list[Result]:
 
 
 def bench(file: str = BENCH_FILE, entries: tuple[str, ...] = BENCH_ENTRIES) -> list[str]:
-    """Compare all strategies on fourteen masks, as `burst-portable bench` measured them: TFLOP/s of both passes."""
+    """Compare all strategies on the masks of a file of `burst-portable bench`: TFLOP/s of both passes."""
     rows = [row for row in bench_rows(file) if row["status"] == "ok" and row["entry"] in entries]
     lines = [f"| mask | {' | '.join(f'`{name}`' for name in entries)} | ratio |"]
     lines.append("| --- " * (len(entries) + 2) + "|")

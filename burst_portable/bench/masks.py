@@ -1,4 +1,4 @@
-"""Define the masks of the benchmark: fourteen patterns of the kinds that long-context training uses.
+"""Define the masks of the benchmark: sixteen patterns of the kinds that long-context training uses.
 
 - full, causal: all pairs; a token and all earlier ones.
 - full_sliding, causal_sliding: a window to both sides, or to earlier tokens only.
@@ -11,6 +11,7 @@
 - prefix_lm_document: the same inside each document.
 - global_sliding: a window, and first tokens that see all tokens and that all tokens see.
 - sink_sliding: a causal window, and first tokens that all later ones see.
+- block_sparse, variable_block_sparse: a block sees itself and others at random, a fifth of all; equal or random sizes.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "prefix_lm_document": _prefix_documents,
     "global_sliding": lambda n: Mask.global_window(max(1, n // 32), n // 16, n // 16),
     "sink_sliding": lambda n: Mask.sink_window(max(1, n // 32), n // 8),
+    "block_sparse": lambda n: Mask.block_sparse(n, max(1, n // 16), 20),
+    "variable_block_sparse": lambda n: Mask.block_sparse(n, max(1, n // 16), 20, variable=True),
 }
 """A mask for a length, by name."""
 

@@ -1,4 +1,4 @@
-"""Define `burst-portable bench`, which compares the strategies on this machine over fourteen masks."""
+"""Define `burst-portable bench`, which compares the strategies on this machine over sixteen masks."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def bench(
         Path | None, typer.Option(help="Write an SVG picture of all speeds. Default: none.")
     ] = None,
 ) -> int:  # fmt: skip
-    """Compare strategies on this machine: speed, bytes and memory over fourteen masks.
+    """Compare strategies on this machine: speed, bytes and memory over sixteen masks.
 
     Installed implementations of other libraries are compared too, with the same local kernel if they use flash_attn.
     Results are first compared with float64 on one K/V head; a wrong entry has no speed. All entries of a mask are timed

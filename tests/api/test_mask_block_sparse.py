@@ -83,7 +83,7 @@ SIZES = {"length": 100, "block_size": 8, "percent": 40}
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_block_sparse_has_own_block_equal_counts_and_merged_regions(causal):
+def test_block_sparse_has_own_block_and_equal_counts(causal):
     for seed in range(20):
         mask = Mask.block_sparse(**SIZES, seed=seed, causal=causal)
         assert not faults(mask, **SIZES, causal=causal)

@@ -64,7 +64,8 @@ def test_equal_plans_have_equal_steps_and_times(key, other):
     time = {
         (one["mask"], one["entry"]): one["forward_seconds"] + one["backward_seconds"] for one in bench_rows(BENCH_FILE)
     }
-    ratios = [time[mask, name] / time[mask, other] for mask in MASKS]
+    ratios = [time[mask, name] / time[mask, other] for mask in {mask for mask, _ in time}]
+    assert len(ratios) == 14
     assert 1 / 1.01 < min(ratios) <= max(ratios) < 1.01
 
 
