@@ -309,9 +309,10 @@ class Mask:
 
         These are the uniform and the variable block-sparse mask of LongCA-Bench. As there, every block of queries sees
         the same number of blocks of keys, at least one, and those with the highest random scores. It has blocks of 64
-        and 128 tokens, variable ones of 128 to 1,024 on average, and shows 10 to 100 percent of them. It draws a mask
-        per K/V head, cuts queries and keys at different positions, and has no causal variant. Here, one draw and one
-        cut serve all heads, queries and keys, and a block always sees itself, so that no token is fully masked.
+        and 128 tokens and shows 10 to 100 percent of them; variable ones have 128 to 1,024 tokens on average, and 10 to
+        90 percent. It draws a mask per K/V head, cuts queries and keys at different positions, and has no causal one.
+        Here, one draw and one cut serve all heads, queries and keys, and a block always sees itself, so that no token
+        is fully masked.
 
         Args:
             length: Tokens of the sequence.
