@@ -62,7 +62,8 @@ def _axis_group(device_mesh: Any, axis: object) -> Any:
     names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
     text = f"a {axes}-D DeviceMesh ({', '.join(names) or 'without names'})"
     if axis is None and axes > 1:
-        example = f"mesh[{names[-1]!r}]" if names else "Mesh.from_device_mesh(mesh, axis)"
+        likely = [name for name in names if name == "sequence"] or names
+        example = " or ".join(f"mesh[{name!r}]" for name in likely) or "Mesh.from_device_mesh(mesh, axis)"
         raise InputError("no sequence axis given", got=text, next_step=f"pass a 1-D submesh: {example}")
     if isinstance(axis, str):
         if axis not in names:

@@ -103,6 +103,8 @@ def main() -> None:
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.exit(2, f"{parser.prog}: start it with torchrun\n")
+    if min(options.data, options.tensor) < 1 or int(os.environ["WORLD_SIZE"]) % (options.data * options.tensor):
+        parser.exit(2, f"{parser.prog}: --data times --tensor must divide {os.environ['WORLD_SIZE']} ranks\n")
     text = options.text.read_text() if options.text else "\n".join(pydoc_data.topics.topics.values())
     dist.init_process_group()
     if torch.accelerator.is_available():

@@ -156,7 +156,11 @@ def joint_verdict(name: str, verdicts: Sequence[Verdict]) -> Verdict:
     plans: dict[str, tuple[str, list[int]]] = {}
     for rank, one in enumerate(verdicts):
         plans.setdefault(one.digest, (one.plan, []))[1].append(rank)
-    sides = (f"{text} on {rank_names(ranks)}" for text, ranks in plans.values())
+    texts = [text for text, _ in plans.values()]
+    sides = [
+        f"{'another of that name' if text in texts[:number] else text} on {rank_names(ranks)}"
+        for number, (text, ranks) in enumerate(plans.values())
+    ]
     return Verdict(
         "failed", f"it is broken: ranks have different plans of one call: {', but '.join(sides)}; {next_step}"
     )

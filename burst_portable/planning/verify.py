@@ -26,6 +26,8 @@ def verify(
         progress: Called with the number of ranks that were walked, over both passes.
         ranks: A sample of ranks to walk. It does not show whether gradients reach their owners. Default: all.
     """
+    if wrong := _wrong_passes(plan):
+        return wrong  # their steps may not exist
     wrong = _wrong_heads(plan, plan.heads) if plan.heads else _wrong_groups(plan)
     done = 0
     for name, pass_plan in plan.passes():
@@ -35,12 +37,38 @@ def verify(
         for walked in rings.values():
             checker = _Checker(pass_plan, walked)
             for rank in walked:
+                try:
+                    pass_plan.steps_of(rank)
+                except Exception as error:  # noqa: BLE001  a route of another package may raise anything
+                    return [*wrong, f"{name}: the steps of rank {rank} cannot be made: {error!r}; see the route"]
                 checker.walk_blocks(rank)
                 checker.walk_order(rank)
                 checker.wrong += wrong_rows(pass_plan, rank)
                 done += 1
                 progress(done)
             wrong += [f"{name}: {call}" for call in checker.finish()]
+    return wrong
+
+
+def _wrong_passes(plan: Plan) -> list[str]:
+    """Return the errors of passes that no executor can run, or that would compute with other rows than the call's."""
+    p, wrong = plan.call, []
+    for name, pass_plan in plan.passes():
+        part = pass_plan.call
+        if pass_plan.name != name:
+            has = "no `gradient_route`" if name == "backward" else "a `gradient_route`, and results stay on their ranks"
+            wrong.append(f"{name}: it has {has}")
+        if name == "forward" and pass_plan.side != "kv":
+            wrong.append(f"{name}: it sends queries instead of K and V; their results would not be sent back")
+        if plan.score_rows and (pass_plan.trims or pass_plan.side != "kv" or plan.heads):
+            wrong.append(f"{name}: rows of scores need complete blocks of K and V of every rank, see `score_rows`")
+        if plan.heads:
+            continue  # see `_wrong_heads`
+        for before, after in ((p.layout, part.layout), (p.k_layout, part.k_layout)):
+            if before != after:
+                wrong.append(f"{name}: ranks compute with other rows, {after.name}, than those that they have")
+        if pass_plan.stride != 1:
+            wrong.append(f"{name}: its ring skips ranks, stride {pass_plan.stride}, but heads are not divided")
     return wrong
 
 

@@ -18,7 +18,7 @@ from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import checked_plan, strategy_of
+from burst_portable.strategies.registry import candidate_plan, checked_plan, named_if_broken, strategy_of
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import as_float, size
 
@@ -118,7 +118,15 @@ def _is_auto(layout: Layout | str) -> bool:
 @lru_cache(maxsize=256)
 def planned(strategy: Strategy, call: AttentionCall) -> Plan:
     """Return the strategy's plan for a call, cached."""
-    return checked_plan(strategy, call)
+    with named_if_broken(strategy):
+        return checked_plan(strategy, call)
+
+
+@lru_cache(maxsize=256)
+def planned_to_run(strategy: Strategy, call: AttentionCall) -> Plan:
+    """Return `planned`, after verifying the plan of another package's strategy: a wrong one gives wrong numbers."""
+    with named_if_broken(strategy):
+        return candidate_plan(strategy, call)
 
 
 @lru_cache(maxsize=256)

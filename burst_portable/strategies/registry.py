@@ -36,7 +36,7 @@ from burst_portable.strategies.options import RESERVED_FLAGS, Option, options_of
 
 GROUP = "burst_portable.strategies"
 _PAGE = "docs/strategies.md"
-_VERIFIED = 32  # ranks whose parts of a plan are verified before auto may choose it
+_VERIFIED = 32  # ranks whose parts of another package's plan are verified before it may run
 _OURS = {
     "ring": "burst_portable.strategies.ring:RingStrategy",
     "burst": "burst_portable.strategies.burst:BurstStrategy",
@@ -354,15 +354,15 @@ def candidate_plan(strategy: Strategy, call: AttentionCall) -> Plan:
         UnsupportedError: As `checked_plan`.
         StrategyError: As `checked_plan`, or the plan is wrong, or another one than before.
     """
-    plan = checked_plan(strategy, call)
+    plan, what = checked_plan(strategy, call), f"the strategy {strategy.name!r} is broken"
     if strategy.name not in OURS:
         few = None if call.ranks <= _VERIFIED else range(_VERIFIED)
         if wrong := verify(plan, ranks=few):
             next_step = f"burst-portable plan --strategy {strategy.name} shows all"
-            raise StrategyError(f"it is broken: its plan is wrong: {wrong[0]}", next_step=next_step)
+            raise StrategyError(f"{what}: its plan is wrong: {wrong[0]}", next_step=next_step)
         if checked_plan(strategy, call) != plan:
             next_step = f"burst-portable conform --strategy {strategy.name} shows where"
-            raise StrategyError("it is broken: two plans of this call differ, so ranks would", next_step=next_step)
+            raise StrategyError(f"{what}: two plans of this call differ, so ranks would", next_step=next_step)
     return plan
 
 

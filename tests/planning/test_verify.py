@@ -9,7 +9,7 @@ import pytest
 
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES
 from burst_portable.errors import InputError, LayoutError
-from burst_portable.layout import NAMES, OF_DOCUMENTS
+from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.plans import PassPlan, Plan, make_pass_plan
 from burst_portable.planning.routes import DirectRoute, RingRoute
@@ -39,6 +39,33 @@ def test_verify_accepts_all_strategies(strategy, layout, every):
             continue
         assert verify(plan) == [], (str(mask), ranks)
         assert verify(plan, ranks=sorted({0, ranks // 2})) == [], (str(mask), ranks)
+
+
+def other_pass(name, side="kv", layout=None, gradient=True, stride=1, route=None, **others):
+    """Return a ring plan of 4 ranks whose pass of this name is another one."""
+    plan = make_plan(Mask.causal(), ranks=4)
+    call = plan.call if layout is None else dataclasses.replace(plan.call, layout=make_layout(layout, 64, 4))
+    route = route or RingRoute(4)
+    made = make_pass_plan(call, side, route, route if gradient else None, stride)
+    return dataclasses.replace(plan, **{name: made}, **others)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("backward", {"layout": "contiguous"}, "backward: ranks compute with other rows, contiguous"),
+        ("forward", {"layout": "striped", "gradient": False}, "forward: ranks compute with other rows, striped"),
+        ("backward", {"stride": 2}, "backward: its ring skips ranks, stride 2"),
+        ("backward", {"gradient": False}, "backward: it has no `gradient_route`"),
+        ("forward", {}, "forward: it has a `gradient_route`"),
+        ("forward", {"side": "q", "gradient": False}, "forward: it sends queries"),
+        ("backward", {"score_rows": True, "side": "q"}, "backward: rows of scores need complete blocks"),
+        ("backward", {"route": DirectRoute(8, 1, 1, 1.0)}, "backward: the steps of rank 0 cannot be made: IndexError"),
+    ],
+)
+def test_verify_rejects_passes_that_cannot_run(name, change, says):
+    wrong = verify(other_pass(name, **change))
+    assert any(says in text for text in wrong), wrong
 
 
 class TestPlantedMistakes:

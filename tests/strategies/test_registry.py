@@ -30,7 +30,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 import torch.distributed as dist
 from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.layout import contiguous
 from burst_portable.mask import Mask
+from burst_portable.planning.plans import make_pass_plan
 from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.base import Strategy, ring_plan
 from burst_portable.strategies.options import PREFETCH_STEPS, Option, option
@@ -136,6 +138,15 @@ class OtherBackward(Base):
 
     def plan(self, call):
         return replace(super().plan(call), backward=super().plan(replace(call, mask=Mask.full())).backward)
+
+@dataclass(frozen=True)
+class OtherRows(Base):
+    name, title = "theirs", "a backward pass over other rows"
+
+    def plan(self, call):
+        plan = super().plan(call)
+        rows = replace(plan.call, layout=contiguous(call.layout.length, call.ranks))
+        return replace(plan, backward=make_pass_plan(rows, "kv", RingRoute(call.ranks), RingRoute(call.ranks)))
 
 @dataclass(frozen=True)
 class WrongRoute(Base):
@@ -384,12 +395,12 @@ def test_load_rejects_invalid_strategies(package, target, message):
         ("Faulty", "it is broken: KeyError: 'axis'"),
         ("Refusing", "theirs takes 3 ranks"),
         ("BadRoute", "the route Unhashable cannot be hashed; make it a frozen dataclass"),
-        ("LazyRoute", "it is broken: AttributeError"),
+        ("LazyRoute", "forward: the steps of rank 0 cannot be made: AttributeError"),
         ("FaultyCandidates", "it is broken: IndexError: none"),
         ("OurCandidate", "a candidate of the strategy 'theirs' is not of its class; got RingStrategy("),
         ("LabelCandidate", "is not of its class; got 'theirs'; allowed: instances of LabelCandidate"),
-        ("WrongRoute", "it is broken: its plan is wrong: forward: 8 moves posted by only one"),
-        ("Unstable", "it is broken: two plans of this call differ"),
+        ("WrongRoute", "the strategy 'theirs' is broken: its plan is wrong: forward: 8 moves posted by only one"),
+        ("Unstable", "the strategy 'theirs' is broken: two plans of this call differ"),
     ],
 )
 def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, target, reason):
@@ -402,6 +413,29 @@ def test_auto_and_plan_all_skip_broken_strategy_of_package(package, capsys, targ
     facts = json.loads(capsys.readouterr().out)
     assert reason in facts["unsupported"]["theirs"]
     assert "ring" in {one["label"] for one in facts["strategies"]}
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("Faulty", r"'theirs' \(from their_strategies:Faulty\) is broken; got KeyError: 'axis'"),
+        ("WrongRoute", "'theirs' is broken: its plan is wrong: forward: 8 moves"),
+        ("OtherRows", "'theirs' is broken: its plan is wrong: backward: ranks compute with other rows, contiguous"),
+    ],
+)
+def test_attention_refuses_broken_strategy_that_is_named(package, target, reason):
+    """Without the check, the gradients of `OtherRows` differ from those of one device by more than their size."""
+    package({"theirs": f"their_strategies:{target}"})
+    q = torch.randn(1, 64, 4, 8)
+
+    def run(mesh):
+        with pytest.raises(StrategyError, match=reason):
+            bp.attention(*(bp.shard(q, mesh) for _ in range(3)), mesh=mesh, strategy="theirs")
+
+    bp.run_threads(4, run)
+    if target == "Faulty":
+        with pytest.raises(StrategyError, match=reason):
+            bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs")
 
 
 def test_plan_all_names_strategies_without_dropout(package, capsys):
