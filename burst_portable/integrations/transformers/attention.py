@@ -85,6 +85,7 @@ def attend(
     try:
         sequence = _sequence(state, attention_mask)
         _check(sequence, attention_mask.band, query, key, others)
+        _check_causal(module, attention_mask.band, others.get("is_causal"))
         if dropout:
             _check_heads(state.model, query)
         masks = masks_of(attention_mask.band, sequence, query.shape[0])
@@ -155,6 +156,18 @@ def _check(sequence: CallSequence, band: Band, query: Tensor, key: Tensor, other
             next_step = "Transformers' losses ignore it: pass label_smoothing_factor to TrainingArguments, or compute "
             next_step += "the loss from the logits"
         raise UnsupportedError(what, got=", ".join(sorted(unknown)), next_step=next_step)
+
+
+def _check_causal(module: nn.Module, band: Band, argument: bool | None) -> None:
+    """Raise `UnsupportedError` if a layer with a causal mask was told that it is not causal.
+
+    On one device, Transformers then leaves such a mask out, if it creates none for rows without padding.
+    """
+    is_causal = getattr(module, "is_causal", True) if argument is None else argument
+    if band.lo >= 0 and is_causal is False:
+        what, got = "is_causal=False of a layer whose mask is causal", type(module).__name__
+        next_step = "set config.is_causal = False before the model is called, which the mask follows too"
+        raise UnsupportedError(what, got=got, next_step=next_step)
 
 
 def _check_heads(model: Any, query: Tensor) -> None:

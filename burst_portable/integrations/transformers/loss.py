@@ -76,6 +76,7 @@ class ShardedLoss:
         self.function, self.logits_bytes = function, logits_bytes
         self.is_pending = False
         self._next_step = OWN_FULL_LOSS if full_batches else OWN_LOSS
+        self._is_known_to_divide = function in LOSS_MAPPING.values()
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -100,7 +101,24 @@ class ShardedLoss:
         if self.function is ForCausalLMLoss:
             return causal_loss(*args, logits_bytes=self.logits_bytes, **kwargs)
         loss: Tensor = self.function(*args, **kwargs)
+        if not self._is_known_to_divide:
+            self._check_that_it_divides(loss, args, kwargs)
         return loss
+
+    def _check_that_it_divides(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `UnsupportedError` if twice the number of labels does not halve the loss. One nonzero loss shows it."""
+        with torch.no_grad():
+            half = self.function(*args, **{**kwargs, "num_items_in_batch": 2 * kwargs["num_items_in_batch"]})
+        if not loss.isfinite() or loss == 0:
+            return
+        if not torch.allclose(2 * half.float(), loss.detach().float(), rtol=1e-3):
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            raise UnsupportedError(
+                "this loss does not divide by num_items_in_batch, so the sum over ranks would be too large",
+                got=f"model.loss_function = {name}, {loss.item():.4f} and {half.item():.4f} with twice the number",
+                next_step="if num_items_in_batch is not None, return the sum over the labels divided by it",
+            )
+        self._is_known_to_divide = True
 
     def check_called(self, model: Any) -> None:
         """Raise `UnsupportedError` after a forward pass in which the function was not called."""

@@ -248,8 +248,11 @@ def test_loss_function_without_number_of_labels_raises():
         for call in (lambda: handle.shard(ids), lambda: model(**inputs)):
             with pytest.raises(UnsupportedError, match=r"no parameter num_items_in_batch.* add the parameter"):
                 call()
-        model.loss_function = ignores  # the same numbers, without the error
-        return all_reduce(model(**inputs).loss.detach(), mesh).item()
+        model.loss_function = ignores  # the same numbers
+        with pytest.raises(UnsupportedError, match=r"does not divide by num_items_in_batch.*got.*ignores, \d"):
+            model(**inputs)
+        logits = model(**{name: x for name, x in inputs.items() if "label" not in name}).logits
+        return all_reduce(ignores(logits, None, logits.shape[-1], inputs["shift_labels"]).detach(), mesh).item()
 
     assert run_threads(2, work)[0] == pytest.approx(2 * expected, rel=0.1)
 

@@ -53,6 +53,34 @@ def test_call_without_seq_len_raises(part: str) -> None:
     assert min(run_threads(2, work)) > 0.01
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_layer_that_is_not_causal_raises(when: str) -> None:
+    """On one device, sdpa attends to later tokens, as in recipes that make encoders of decoders."""
+    whole, ids = make("llama"), tokens(1, 32)
+    causal = whole(input_ids=ids).logits.detach()
+
+    def make_bidirectional(model: Any) -> Any:
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        return model
+
+    alone = make_bidirectional(copy.deepcopy(whole))
+    alone.set_attn_implementation("sdpa")
+    assert (alone(input_ids=ids).logits - causal).norm() > 0.1 * causal.norm()
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        if when == "before":
+            make_bidirectional(model)
+        handle = parallelize(model, mesh)
+        if when == "after":
+            make_bidirectional(model)
+        with pytest.raises(UnsupportedError, match=r"is_causal=False of a layer.*set config\.is_causal = False"):
+            model(**handle.shard(ids))
+
+    run_threads(2, work)
+
+
 def test_rows_sharded_by_caller_need_seq_len() -> None:
     whole, ids = make("llama"), tokens(1, 32)
     expected = whole(input_ids=ids).logits.detach()
