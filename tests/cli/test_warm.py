@@ -65,7 +65,7 @@ def test_calls_of_model_with_latent_attention(tmp_path):
     [
         ("sm_90", 128, False, "hopper"),
         ("sm_90", 128, True, "hopper"),
-        ("sm_90", 16, False, "triton"),
+        ("sm_90", 16, False, "hopper"),
         ("sm_80", 128, False, "triton"),
         ("gfx942", 128, True, "triton"),
     ],
