@@ -19,7 +19,7 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import candidate_plan, classes, collect_reason
+from burst_portable.strategies.registry import classes, collect_reason, verified_plan
 from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"
@@ -52,7 +52,7 @@ def comparison_facts(
     candidates, unsupported = auto.list_candidates(call)
     for label, strategy in _all_strategies(candidates, unsupported).items():
         with collect_reason(strategy.name, label, unsupported):
-            plan = candidate_plan(strategy, call)
+            plan = verified_plan(strategy, call)
             named = {"label": label, "title": strategy.title, "compared": label in candidates}
             row = {**named, **_costs(plan, hardware, ranks)}
             if too_large is not None:

@@ -22,7 +22,7 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Machine, Strategy
 from burst_portable.strategies.options import RANKS_PER_NODE, Option, option
-from burst_portable.strategies.registry import broken, by_label, candidate_plan, classes, collect_reason, make_strategy
+from burst_portable.strategies.registry import broken, by_label, classes, collect_reason, make_strategy, verified_plan
 from burst_portable.utils.text import by_time, bytes_text
 from burst_portable.utils.values import check_divides
 
@@ -93,7 +93,7 @@ class AutoStrategy(Strategy):
         candidates, refused = self.list_candidates(call)
         for label, strategy in candidates.items():
             with collect_reason(strategy.name, label, refused):
-                plan = candidate_plan(strategy, call)
+                plan = verified_plan(strategy, call)
                 if self.max_memory_mib is not None:
                     memory[label] = self._memory(plan)
                     if memory[label] > self.max_memory_mib << 20:

@@ -18,7 +18,7 @@ from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import candidate_plan, checked_plan, named_if_broken, strategy_of
+from burst_portable.strategies.registry import checked_plan, named_if_broken, strategy_of, verified_plan
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import as_float, size
 
@@ -63,6 +63,7 @@ def plan(
     Raises:
         InputError: Sizes, names, a mask or a layout are invalid or do not fit together (a ValueError).
         UnsupportedError: The named strategy cannot serve this call.
+        StrategyError: The named strategy is broken.
     """
     call = call_of_sizes(seq_len, ranks, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, itemsize)
     if probability := checked_probability(dropout_p):
@@ -126,7 +127,7 @@ def planned(strategy: Strategy, call: AttentionCall) -> Plan:
 def planned_to_run(strategy: Strategy, call: AttentionCall) -> Plan:
     """Return `planned`, after verifying the plan of another package's strategy: a wrong one gives wrong numbers."""
     with named_if_broken(strategy):
-        return candidate_plan(strategy, call)
+        return verified_plan(strategy, call)
 
 
 @lru_cache(maxsize=256)

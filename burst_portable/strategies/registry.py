@@ -344,11 +344,12 @@ def _text(value: object) -> str:
     return str(getattr(value, "name", value))
 
 
-def candidate_plan(strategy: Strategy, call: AttentionCall) -> Plan:
-    """Return `checked_plan` of a candidate. That of another package's strategy is also verified, and made again.
+def verified_plan(strategy: Strategy, call: AttentionCall) -> Plan:
+    """Return `checked_plan`. That of another package's strategy is also verified, and made again.
 
-    Otherwise ranks would wait for messages that no rank sends. Of many ranks, the first `_VERIFIED` are verified. Plans
-    that differ only between processes look alike here; ranks compare them before they run.
+    Otherwise ranks would wait for messages that no rank sends, or compute wrong numbers. Of many ranks, the first
+    `_VERIFIED` are verified. Plans that differ only between processes look alike here; ranks compare them before they
+    run.
 
     Raises:
         UnsupportedError: As `checked_plan`.

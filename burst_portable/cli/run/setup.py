@@ -31,7 +31,6 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import plan as make_plan
-from burst_portable.strategies.registry import named_if_broken
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -162,20 +161,19 @@ def _check_dropout(config: Any) -> None:
 
 def _plan(config: Any, job: Job, strategy: Strategy) -> Plan:
     """Return the plan of the layers with the most FLOPs, after planning all, as each may be unsupported."""
-    with named_if_broken(strategy):
-        plans = [
-            make_plan(
-                seq_len=job.seq_len,
-                ranks=job.ranks,
-                **sizes_of(config),
-                mask=mask,
-                strategy=strategy,
-                layout=job.layout,
-                batch=job.batch,
-                itemsize=getattr(torch, job.dtype).itemsize,
-            )
-            for mask in dict.fromkeys(masks_of_layers(config))
-        ]
+    plans = [
+        make_plan(
+            seq_len=job.seq_len,
+            ranks=job.ranks,
+            **sizes_of(config),
+            mask=mask,
+            strategy=strategy,
+            layout=job.layout,
+            batch=job.batch,
+            itemsize=getattr(torch, job.dtype).itemsize,
+        )
+        for mask in dict.fromkeys(masks_of_layers(config))
+    ]
     return max(plans, key=lambda plan: plan.call.num_pairs)
 
 
