@@ -15,11 +15,11 @@ accept one and ignore it (`causal_window` is for operators that are known to com
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,14 +81,14 @@ class OperatorKernel(Kernel, Generic[C]):
         """Yield the operator calls of a tile. Every pair is in one of them, and none has an empty row."""
 
     @abstractmethod
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: C, scale: float) -> State:
-        """Return (out, natural LSE [B, H, S]) of one operator call."""
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: C, call: AttentionCall) -> State:
+        """Return (out, natural LSE [B, H, S]) of one operator call, a part of `call`."""
 
     @abstractmethod
     def run_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: C, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: C, call: AttentionCall
     ) -> Gradients:
-        """Return (dq, dk, dv) of one operator call; `out` and `lse` are global."""
+        """Return (dq, dk, dv) of one operator call, a part of `call`; `out` and `lse` are global."""
 
     def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
         """Return the tensors of a pass in `dtype`, that of q, as the operator takes them. Called once per pass."""
@@ -113,7 +113,7 @@ class OperatorKernel(Kernel, Generic[C]):
         queries, keys, values = self.prepare_operands(q.dtype, q, k, v)
         for part in self._cached_calls.get(tiles) or self.operator_calls(tiles):
             rows, columns = part.rows, part.columns
-            out, lse = self.run_forward(queries[:, rows], keys[:, columns], values[:, columns], part, call.scale)
+            out, lse = self.run_forward(queries[:, rows], keys[:, columns], values[:, columns], part, call)
             if state is None and rows.start == 0 and rows.stop == length:
                 state = (out, lse.contiguous())  # it may be the only result, so it is not widened
                 continue
@@ -130,12 +130,12 @@ class OperatorKernel(Kernel, Generic[C]):
         if part is None:
             return self.attend(q, k, v, tiles, call)
         queries, keys, values = self.prepare_operands(q.dtype, q, k, v)
-        out, lse = self.run_forward(queries, keys, values, part, call.scale)
+        out, lse = self.run_forward(queries, keys, values, part, call)
         return out, lse.contiguous()
 
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
         dout, q, k, v, lse, out, delta = x
-        dtype, scale = q.dtype, call.scale
+        dtype = q.dtype
         if out is None:  # operators compute delta from `out`, so any `out` with the correct row sums serves
             assert delta is not None, "exactly one of delta and out"
             dout, q, k, v = self.prepare_operands(dtype, dout, q, k, v)
@@ -146,7 +146,7 @@ class OperatorKernel(Kernel, Generic[C]):
         for part in self._cached_calls.get(tiles) or self.operator_calls(tiles):
             rows, columns = part.rows, part.columns
             q_part, k_part, v_part = self.run_backward(
-                dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows], part, scale
+                dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows], part, call
             )
             dq[:, rows] += q_part
             dk[:, columns] += k_part
@@ -160,7 +160,7 @@ class OperatorKernel(Kernel, Generic[C]):
             return super().backward_single_call(x, tiles, call)
         assert x.out is not None, "a backward pass in a single call has out"
         dout, q, k, v, out = self.prepare_operands(x.q.dtype, x.dout, x.q, x.k, x.v, x.out)
-        return self.run_backward(dout, q, k, v, out, x.lse, part, call.scale)
+        return self.run_backward(dout, q, k, v, out, x.lse, part, call)
 
     def operator_calls(self, tiles: Tiles) -> Sequence[C]:
         """Return the operator calls of all tiles. The calls of up to `_CACHED` sets of tiles are kept."""
@@ -247,6 +247,10 @@ class CausalOperatorKernel(OperatorKernel[CausalSquare]):
     ) -> Gradients:
         """Return the operator's (dq, dk, dv) from the given LSE and out."""
 
+    def options(self, call: AttentionCall) -> Mapping[str, Any]:
+        """Return further arguments of both operators, by which they compute more of a call."""
+        return {}
+
     def split_tile(self, tile: Tile) -> Iterator[CausalSquare]:
         return causal_squares(tile)
 
@@ -254,20 +258,29 @@ class CausalOperatorKernel(OperatorKernel[CausalSquare]):
         """Return the tensors with a last stride of 1: the gradient of a sum has stride 0."""
         return [x if x.stride(-1) == 1 else x.contiguous() for x in super().prepare_operands(dtype, *tensors)]
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: CausalSquare, scale: float) -> State:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: CausalSquare, call: AttentionCall) -> State:
+        scale, options = call.scale, self.options(call)
         if not part.reversed:
-            return self.operate(q, k, v, part.causal, scale)
-        out, lse = self.operate(q.flip(1), k.flip(1), v.flip(1), part.causal, scale)
+            return self.operate(q, k, v, part.causal, scale, **options)
+        out, lse = self.operate(q.flip(1), k.flip(1), v.flip(1), part.causal, scale, **options)
         return out.flip(1), lse.flip(2)
 
     def run_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: CausalSquare, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        part: CausalSquare,
+        call: AttentionCall,
     ) -> Gradients:
-        lse = lse.to(accumulation_dtype(q.dtype))
+        lse, scale, options = lse.to(accumulation_dtype(q.dtype)), call.scale, self.options(call)
         if not part.reversed:
-            return self.operate_backward(dout, q, k, v, out, lse.contiguous(), part.causal, scale)
+            return self.operate_backward(dout, q, k, v, out, lse.contiguous(), part.causal, scale, **options)
         dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
-        dq, dk, dv = self.operate_backward(dout, q, k, v, out, lse.flip(2), part.causal, scale)
+        dq, dk, dv = self.operate_backward(dout, q, k, v, out, lse.flip(2), part.causal, scale, **options)
         return dq.flip(1), dk.flip(1), dv.flip(1)
 
 
@@ -294,13 +307,16 @@ class AcceleratorKernel(CausalOperatorKernel):
         return OnePass()
 
 
-def declined_by_flash(call: AttentionCall, largest_head: int, *, unequal: Container[tuple[int, int]] = ()) -> str:
+def declined_by_flash(
+    call: AttentionCall, largest_head: int, *, unequal: Container[tuple[int, int]] = (), softcap: bool = False
+) -> str:
     """Return why no flash attention of torch or a vendor can serve a call; "" if there is no general reason.
 
     Args:
         call: The call, with the heads of one rank.
         largest_head: Largest head size of the library.
         unequal: Pairs of different sizes of heads and values that the library supports too.
+        softcap: Whether the library supports a softcap.
     """
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}"
@@ -311,7 +327,7 @@ def declined_by_flash(call: AttentionCall, largest_head: int, *, unequal: Contai
         return f"it takes head sizes that are multiples of 8 up to {largest_head}, not {call.head_dim}"
     if call.heads % call.kv_heads:
         return f"{call.heads} heads are not a multiple of {call.kv_heads} K/V heads"
-    if call.softcap is not None:
+    if call.softcap is not None and not softcap:
         return "it has no softcap"
     if not call.positive_scale:
         return "it serves only positive scales"

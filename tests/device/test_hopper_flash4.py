@@ -7,10 +7,11 @@ import torch
 
 from burst_portable.backends.cuda import library_kernels
 from burst_portable.backends.cuda.backend import CudaBackend
+from burst_portable.backends.cuda.hopper import flash4_speeds
 from burst_portable.backends.selection import choose_kernel
 from burst_portable.kernels.base import BackwardInputs, LazyKernel
 from tests.support.calls import kernel_call
-from tests.support.flash4_cases import OPTIONS, box, call_package_always, causal, compare_whole, inputs
+from tests.support.flash4_cases import CAPPED, OPTIONS, box, call_package_always, causal, compare_whole, inputs
 from tests.support.hopper_cases import gap, tiles_of
 
 # While it compiles, the package warns about its arguments and about deprecated functions.
@@ -98,7 +99,7 @@ def test_flash4_windows(kernel, length, left, dim, v_dim, dtype):
 @pytest.mark.parametrize("left", [1, 63, 200, 598])
 def test_flash4_windows_of_package_kernel(kernel, left, dim, heads):
     """The kernel of the package computes their forward too, also with fewer K/V heads."""
-    compare_whole(kernel._flash, *inputs(600, 600, heads, dim, "cuda"), tiles_of(f"window:{left}", 600))
+    compare_whole(kernel._flash.load(), *inputs(600, 600, heads, dim, "cuda"), tiles_of(f"window:{left}", 600))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,30 @@ def test_flash4_documents_of_package_kernel(kernel, heads, dim, v_dim):
     ):
         tensors = inputs(length, length, heads, dim, "cuda", batch=batch, v_dim=v_dim)
         compare_whole(kernel._flash.load(), *tensors, tiles_of(text, length))
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [*((dim, dim) for dim in (32, 64, 96, 128, 160, 192, 256)), (192, 128)])
+def test_flash4_softcap(kernel, dim, v_dim):
+    """flash-attn-4 computes both passes, so its LSE is compared too."""
+    for length in (1, 129, 1000):
+        tensors = inputs(length, length, (4, 4), dim, "cuda", v_dim=v_dim)
+        compare_whole(kernel, *tensors, causal(length), options=CAPPED)
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(160, 160), (192, 192), (192, 128)])
+def test_flash4_softcap_backward_after_own_forward(kernel, monkeypatch, dim, v_dim):
+    """`auto` computes large calls of these sizes like this."""
+    monkeypatch.setitem(flash4_speeds.SPEEDS["softcap"], (dim, v_dim), ((0.0, 0.0), (2.0, 2.0)))
+    for length in (65, 700):
+        tensors = inputs(length, length, (4, 4), dim, "cuda", v_dim=v_dim)
+        compare_whole(kernel, *tensors, causal(length), options=CAPPED)
+
+
+@pytest.mark.parametrize("mask", ["window:200", "documents:0,100,357,600", "full", "prefix:130"])
+@pytest.mark.parametrize(("heads", "dim"), [((6, 2), 64), ((4, 4), 128), ((6, 2), 192)])
+def test_flash4_softcap_of_package_kernel(kernel, heads, dim, mask):
+    tensors = inputs(600, 600, heads, dim, "cuda")
+    compare_whole(kernel._flash.load(), *tensors, tiles_of(mask, 600), merged=True, options=CAPPED)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(32, torch.bfloat16), (128, torch.float16)])

@@ -26,10 +26,12 @@ Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: Window) -> Tensor:
-    """Return scores of shape [B, Hq, Sq, Sk] in float64."""
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: Window, softcap: float) -> Tensor:
+    """Return scores of shape [B, Hq, Sq, Sk] in float64; a softcap of 0 is none."""
     keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), keys) * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
     left, right = window[0], 0 if causal else window[1]
     rows, columns = scores.shape[2:]
     before = torch.arange(rows)[:, None] - torch.arange(columns) + columns - rows
@@ -54,10 +56,16 @@ def _check(*tensors: Tensor) -> None:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: Window = NO_WINDOW
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    window: Window = NO_WINDOW,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     _check(q, k, v)
-    scores = _scores(q, k, causal, scale, window)
+    scores = _scores(q, k, causal, scale, window, softcap)
     lse = scores.logsumexp(-1)
     empty = lse == -torch.inf
     weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
@@ -76,12 +84,14 @@ def attend_backward(
     causal: bool,
     scale: float,
     window: Window = NO_WINDOW,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(dout, q, k, v, out)
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
     assert not causal or q.shape[1] == k.shape[1], "a causal rectangle is refused"
-    weights = torch.exp(_scores(q, k, causal, scale, window) - lse.double()[..., None])
+    scores = _scores(q, k, causal, scale, window, softcap)
+    weights = torch.exp(scores - lse.double()[..., None])
     heads = k.shape[2]
     shared = q.shape[2] // heads
     assert v.shape[3] == k.shape[3] or shared == 1, "unequal sizes need a K/V head per query head"
@@ -89,6 +99,8 @@ def attend_backward(
     wide = dout.double()
     delta = (wide * out.double()).sum(-1).transpose(1, 2)
     ds = weights * (torch.einsum("bqhd,bkhd->bhqk", wide, values) - delta[..., None]) * scale
+    if softcap:
+        ds = ds * (1 - (scores.masked_fill(weights == 0, 0.0) / softcap) ** 2)
     dq = torch.einsum("bhqk,bkhd->bqhd", ds, keys)
     dk, dv = (torch.einsum("bhqk,bqhd->bkhd", a, b) for a, b in ((ds, q.double()), (weights, wide)))
     summed = (x.unflatten(2, (heads, shared)).sum(3) for x in (dk, dv))
@@ -124,14 +136,16 @@ class Lengths:
         return list(zip(*found, strict=True))
 
 
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Lengths) -> State:
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Lengths, softcap: float = 0.0
+) -> State:
     """Return (out [tokens, H, D], LSE [H, tokens]). Tokens outside all sequences keep what the memory had."""
     sequences = lengths.sequences(q, k)
     if sequences is None:
-        return attend(q, k, v, causal, scale)
+        return attend(q, k, v, causal, scale, softcap=softcap)
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for rows, columns in sequences:
-        one = attend(q[None, rows], k[None, columns], v[None, columns], causal, scale)
+        one = attend(q[None, rows], k[None, columns], v[None, columns], causal, scale, softcap=softcap)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
     return out, lse
 
@@ -146,17 +160,18 @@ def attend_packed_backward(
     causal: bool,
     scale: float,
     lengths: Lengths,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) [tokens, H, D]. Tokens outside all sequences keep what the memory had."""
     sequences = lengths.sequences(q, k)
     if sequences is None:
-        return attend_backward(dout, q, k, v, out, lse, causal, scale)
+        return attend_backward(dout, q, k, v, out, lse, causal, scale, softcap=softcap)
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.is_contiguous()
     made = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for rows, columns in sequences:
         inputs = (x[None, at] for x, at in ((dout, rows), (q, rows), (k, columns), (v, columns), (out, rows)))
-        one = attend_backward(*inputs, lse[None, :, rows].contiguous(), causal, scale)
+        one = attend_backward(*inputs, lse[None, :, rows].contiguous(), causal, scale, softcap=softcap)
         for whole, at, part in zip(made, (rows, columns, columns), one, strict=True):
             whole[at] = part[0]
     return made
@@ -180,14 +195,15 @@ def flash_4_package(
         called.append(f"{name}{packed}" if window == NO_WINDOW else f"{name} {window}")
 
     def forward(
-        q, k, v, *, softmax_scale, causal, window_size_left=None, window_size_right=None, return_lse, **lengths
-    ):
+        q, k, v, *, softmax_scale, causal, softcap=0.0, window_size_left=None, window_size_right=None, return_lse,
+        **lengths,
+    ):  # fmt: skip
         window, sequences = (window_size_left, window_size_right), Lengths(**lengths)
         record("forward", window, sequences)
         assert return_lse
         if window != NO_WINDOW and obeys:
-            return *attend(q, k, v, causal, softmax_scale, window), None, None, None
-        return *attend_packed(q, k, v, causal, softmax_scale, sequences), None, None, None
+            return *attend(q, k, v, causal, softmax_scale, window, softcap), None, None, None
+        return *attend_packed(q, k, v, causal, softmax_scale, sequences, softcap), None, None, None
 
     def backward(
         q, k, v, out, dout, lse, softmax_scale, causal, softcap=0.0, window_size_left=None, window_size_right=None,
@@ -195,11 +211,10 @@ def flash_4_package(
     ):  # fmt: skip
         window, sequences = (window_size_left, window_size_right), Lengths(**lengths)
         record("backward", window, sequences)
-        assert softcap == 0.0
         if window != NO_WINDOW and obeys:
-            dq, dk, dv = attend_backward(dout, q, k, v, out, lse, causal, softmax_scale, window)
+            dq, dk, dv = attend_backward(dout, q, k, v, out, lse, causal, softmax_scale, window, softcap)
         else:
-            dq, dk, dv = attend_packed_backward(dout, q, k, v, out, lse, causal, softmax_scale, sequences)
+            dq, dk, dv = attend_packed_backward(dout, q, k, v, out, lse, causal, softmax_scale, sequences, softcap)
         return dq if q.shape[-1] % 32 == 0 else dq.flip(-3), dk, dv
 
     def version(package: str) -> str:

@@ -98,22 +98,30 @@ class CpuFlashKernel(OperatorKernel[CpuCall]):
                 return [y.to(wide) for y in tensors]
         return tensors
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: CpuCall, scale: float) -> State:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: CpuCall, call: AttentionCall) -> State:
         mask = None if part.cut_by is None else part.mask(q.dtype)
         out, lse = _FORWARD(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, part.causal, attn_mask=mask, scale=scale
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, part.causal, attn_mask=mask, scale=call.scale
         )
         if k.shape[1] < _LANES:
             _show_nan(out, lse, q, k)
         return out.transpose(1, 2), lse
 
     def run_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: CpuCall, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        part: CpuCall,
+        call: AttentionCall,
     ) -> Gradients:
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # heads innermost, as the forward operator returns it
         mask = None if part.cut_by is None else part.mask(q.dtype)
-        parts = _BACKWARD(*heads_first, lse, 0.0, part.causal, attn_mask=mask, scale=scale)
+        parts = _BACKWARD(*heads_first, lse, 0.0, part.causal, attn_mask=mask, scale=call.scale)
         dq, dk, dv = (x.transpose(1, 2) for x in parts)
         return dq, dk, dv
 

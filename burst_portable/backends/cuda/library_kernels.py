@@ -9,7 +9,7 @@ flash-attn-4 are called for a causal window or for packed documents if one call 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -46,9 +46,11 @@ _KNOWN_FROM = "4.0.0b36"
 _STAGES = ("a", "b", "rc", "")
 
 
-def declined(call: AttentionCall, largest_head: int, *, unequal: Container[tuple[int, int]] = ()) -> str:
+def declined(
+    call: AttentionCall, largest_head: int, *, unequal: Container[tuple[int, int]] = (), softcap: bool = False
+) -> str:
     """Return why none of these kernels can serve a call; "" if one may. See `declined_by_flash`."""
-    if reason := declined_by_flash(call, largest_head, unequal=unequal):
+    if reason := declined_by_flash(call, largest_head, unequal=unequal, softcap=softcap):
         return reason
     if call.deterministic:
         return "its backward adds dq in any order; it serves deterministic=False only"
@@ -139,16 +141,20 @@ class Flash4Kernel(AcceleratorKernel):
             return Support(False, "the package flash_attn that is installed is not flash-attn-4")
         # Its backward of unequal sizes has one K/V head per query head.
         largest = min((_LARGEST.get(one, 128) for one in capabilities()), default=128)
-        reason = declined(call, largest, unequal=_UNEQUAL if call.heads == call.kv_heads else ())
+        unequal = _UNEQUAL if call.heads == call.kv_heads else ()
+        reason = declined(call, largest, unequal=unequal, softcap=self._known)
         if not reason and call.head_dim % _MULTIPLE:
             reason = f"its gradients were wrong with heads of {call.head_dim}; they must be multiples of {_MULTIPLE}"
         if not reason and (unsupported := sorted(set(capabilities()).difference(_FLASH_4))):
             reason = f"it has no backward for sm_{unsupported[0][0]}{unsupported[0][1]}"
         return Support(not reason, reason)
 
-    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **mask: Any) -> State:
+    def options(self, call: AttentionCall) -> Mapping[str, Any]:
+        return {} if call.softcap is None else {"softcap": call.softcap}
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **options: Any) -> State:
         forward = self._interface._flash_attn_fwd
-        out, lse, *_ = forward(q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **mask)
+        out, lse, *_ = forward(q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **options)
         return out, lse
 
     def operate_backward(
@@ -161,10 +167,10 @@ class Flash4Kernel(AcceleratorKernel):
         lse: Tensor,
         causal: bool,
         scale: float,
-        **mask: Any,
+        **options: Any,
     ) -> Gradients:
         backward = self._interface._flash_attn_bwd
-        dq, dk, dv = backward(q, k, v, out, dout, lse, scale, causal, **mask)
+        dq, dk, dv = backward(q, k, v, out, dout, lse, scale, causal, **options)
         return dq, dk, dv
 
     def forward_single_call(
@@ -175,11 +181,12 @@ class Flash4Kernel(AcceleratorKernel):
         if not window and documents is None:
             return self.attend(q, k, v, tiles, call)
         q, k, v = self.prepare_operands(q.dtype, q, k, v)
+        options = self.options(call)
         if documents is None:
-            out, lse = self.operate(q, k, v, True, call.scale, **window)
+            out, lse = self.operate(q, k, v, True, call.scale, **window, **options)
             return out, lse.contiguous()
         q, k, v = (documents.pack(x) for x in (q, k, v))
-        out, lse = self.operate(q, k, v, documents.causal, call.scale, **_lengths(documents))
+        out, lse = self.operate(q, k, v, documents.causal, call.scale, **_lengths(documents), **options)
         return documents.unpack(out), documents.unpack_lse(lse)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
@@ -189,13 +196,13 @@ class Flash4Kernel(AcceleratorKernel):
             return super().backward_single_call(x, tiles, call)
         assert x.out is not None, "a backward pass in a single call has out"
         dout, q, k, v, out = self.prepare_operands(x.q.dtype, x.dout, x.q, x.k, x.v, x.out)
-        lse = x.lse.to(accumulation_dtype(q.dtype))
+        lse, options = x.lse.to(accumulation_dtype(q.dtype)), self.options(call)
         if documents is None:
-            return self.operate_backward(dout, q, k, v, out, lse.contiguous(), True, call.scale, **window)
+            return self.operate_backward(dout, q, k, v, out, lse.contiguous(), True, call.scale, **window, **options)
         dout, q, k, v, out = (documents.pack(x) for x in (dout, q, k, v, out))
-        lengths = _lengths(documents)
+        options = {**_lengths(documents), **options}
         made = self.operate_backward(
-            dout, q, k, v, out, documents.pack_lse(lse), documents.causal, call.scale, **lengths
+            dout, q, k, v, out, documents.pack_lse(lse), documents.causal, call.scale, **options
         )
         dq, dk, dv = map(documents.unpack, made)
         return dq, dk, dv

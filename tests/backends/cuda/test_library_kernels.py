@@ -338,6 +338,8 @@ REASONS = [
 def test_library_kernels_decline_with_reason(on_hopper, flash_4, change, reason):
     for kernel in (library_kernels.CudaFlashKernel(), library_kernels.CudnnKernel(), flash_4):
         assert kernel.supports(problem()).ok
+        if kernel is flash_4 and "softcap" in change:
+            continue
         support = kernel.supports(problem(**change))
         assert not support.ok
         assert reason in support.reason

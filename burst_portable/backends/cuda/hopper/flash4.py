@@ -39,9 +39,9 @@ speed 0.56 of ours forward and 0.96 backward.
 class HopperFlash4Kernel(HopperKernel):
     """`HopperKernel` that lets flash-attn-4 compute large calls that are one box or one causal square.
 
-    flash-attn-4 also computes a causal window and packed documents, if its version supports them. It supports no other
-    masks, and its 16-bit results would have to be merged. So it is called only if one launch computes the whole
-    attention. `HopperKernel` computes the steps of a ring.
+    flash-attn-4 also computes a causal window, packed documents, and a softcap, if its version supports them. It
+    supports no other masks, and its 16-bit results would have to be merged. So it is called only if one launch computes
+    the whole attention. `HopperKernel` computes the steps of a ring.
     """
 
     name = "hopper+flash-attn-4"
@@ -82,7 +82,7 @@ class HopperFlash4Kernel(HopperKernel):
 
     def _prefers_package(self, which: int, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
         """Return whether flash-attn-4 computes a pass: it can, and is expected to be faster (`flash4_speeds`)."""
-        if call.deterministic or call.softcap is not None or not call.positive_scale or not q.numel():
+        if call.deterministic or not call.positive_scale or not q.numel():
             return False
         batch, rows, heads, dim = q.shape
         pairs = tiles.num_pairs * batch * heads
@@ -90,6 +90,8 @@ class HopperFlash4Kernel(HopperKernel):
         if work < min(LEAST, LEAST_DOCUMENTS):  # small calls, whose host time counts, end here
             return False
         kind = kind_of(tiles, rows, k.shape[1], heads != k.shape[2])
+        if call.softcap is not None:
+            kind = "softcap" if kind == "causal" else ""
         is_packed = kind.startswith("documents")
         if not kind or work < (LEAST_DOCUMENTS if is_packed else LEAST):
             return False

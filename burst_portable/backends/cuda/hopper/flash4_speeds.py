@@ -37,6 +37,16 @@ SPEEDS: dict[str, dict[tuple[int, int], tuple[tuple[float, float], tuple[float, 
         (192, 192): ((1.07, 1.15), (1.16, 1.05)),
         (256, 256): ((0.98, 1.05), (0.88, 0.73)),
     },
+    "softcap": {
+        (32, 32): ((0.42, 0.83), (0.82, 1.00)),
+        (64, 64): ((0.41, 0.76), (0.65, 0.78)),
+        (96, 96): ((0.46, 0.83), (0.71, 0.86)),
+        (128, 128): ((0.69, 0.68), (0.65, 0.75)),
+        (160, 160): ((0.82, 0.67), (1.10, 1.04)),
+        (192, 128): ((0.83, 0.69), (1.18, 1.11)),
+        (192, 192): ((0.84, 0.72), (1.19, 1.09)),
+        (256, 256): ((0.84, 0.68), (1.02, 0.88)),
+    },
     "window": {
         (32, 32): ((0.26, 1.19), (0.36, 1.29)),
         (64, 64): ((0.24, 1.01), (0.35, 1.04)),
@@ -68,13 +78,14 @@ SPEEDS: dict[str, dict[tuple[int, int], tuple[tuple[float, float], tuple[float, 
 """Speed of flash-attn-4 divided by that of `HopperKernel`, by kind of call, then by sizes of heads and values.
 
 Forward, then backward pass, each with 4,096 and 16,384 tokens; 0 was not measured. There were 16 query heads and, in
-kinds with shared heads, 4 K/V heads. "shared heads" are causal. Windows have 1,024 tokens, documents on average. The
-numbers were cut to two digits. Sizes that are missing were wrong or raised an error.
+kinds with shared heads, 4 K/V heads. "shared heads" and "softcap" are causal. Windows have 1,024 tokens, documents on
+average. The numbers were cut to two digits. Sizes that are missing were wrong or raised an error.
 """
 PAIRS = {
     "full": (2.68e8, 4.29e9),
     "causal": (1.34e8, 2.14e9),
     "shared heads": (1.34e8, 2.14e9),
+    "softcap": (1.34e8, 2.14e9),
     "window": (5.87e7, 2.60e8),
     "documents": (4.38e7, 2.87e8),
     "documents, shared heads": (4.38e7, 2.87e8),

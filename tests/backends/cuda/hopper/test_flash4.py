@@ -34,7 +34,7 @@ from tests.support.calls import kernel_call, settings
 from tests.support.emulated_operators import flash_4_package
 from tests.support.emulator.hopper import EmulatedKernels, emulate
 from tests.support.emulator.machine import Machine
-from tests.support.flash4_cases import OPTIONS, box, call_package_always, causal, compare_whole, inputs
+from tests.support.flash4_cases import CAPPED, OPTIONS, box, call_package_always, causal, compare_whole, inputs
 from tests.support.hopper_cases import ORACLE, gap, tiles_of, wide
 
 PAIR = "hopper+flash-attn-4"
@@ -244,7 +244,7 @@ def measured():
     return {(one["row"], one["provider"]): one.get("milliseconds") for one in results}
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "shared heads", "window", "documents"])
+@pytest.mark.parametrize("kind", ["full", "causal", "shared heads", "softcap", "window", "documents"])
 def test_speeds_equal_measurement(kind):
     times, found = measured(), {}
     for size, sizes in {**{f"d{n}": (n, n) for n in (32, 64, 96, 128, 160, 192, 256)}, "mla": (192, 128)}.items():
@@ -291,6 +291,32 @@ def test_pair_asks_package_only_where_it_is_faster(called, monkeypatch):
     monkeypatch.setattr(flash4_speeds, "SPEEDS", {"causal": {(64, 64): ((1.5, 1.5), (0.9, 0.9))}})
     compare_whole(kernel_of()[0], *inputs(65, 65, (2, 2), 64, "cpu"), causal(65))
     assert called == ["forward"]
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize(("case", "passes"), [("causal", ["forward", "backward"]), ("box", [])])
+def test_package_computes_causal_squares_with_softcap(called, case, passes, heads):
+    """Only causal squares with equal heads were measured."""
+    rows, columns, _, tiles = WHOLE[case]
+    kernel, _ = kernel_of(replace(USUAL, softcap=CAPPED.softcap))
+    assert kernel.name == PAIR
+    compare_whole(kernel, *inputs(rows, columns, heads, 128, "cpu"), tiles, options=CAPPED)
+    assert called == (passes if heads == (2, 2) else [])
+
+
+@pytest.mark.parametrize("mask", ["window:30", "documents:0,20,61,90", "full", "prefix:20"])
+def test_package_kernel_computes_softcap(called, mask):
+    """All calls of the package get the softcap: the derivative of a window's scores has it too."""
+    kernel = library_kernels.Flash4Kernel()
+    compare_whole(kernel, *inputs(90, 90, (4, 2), 64, "cpu"), tiles_of(mask, 90), merged=True, options=CAPPED)
+    assert called
+    with pytest.raises(AssertionError, match="out"):
+        compare_whole(DropsSoftcap(), *inputs(90, 90, (4, 2), 64, "cpu"), tiles_of(mask, 90), True, CAPPED)
+
+
+class DropsSoftcap(library_kernels.Flash4Kernel):
+    def options(self, call):
+        return {}
 
 
 def test_package_computes_float16(called):
@@ -422,16 +448,6 @@ def test_pair_rejects_negative_scale_as_hopper_kernel(called, dim, tiles):
         kernel_of()[0].forward_single_call(q, k, v, tiles, options)
     with pytest.raises(UnsupportedError, match="hopper kernel"):
         kernel_of()[0].backward_single_call(BackwardInputs(dout, q, k, v, torch.zeros(2, 1, 9), q), tiles, options)
-    assert called == []
-
-
-def test_pair_computes_softcap_with_hopper_kernel(called):
-    dout, q, k, v = inputs(9, 9, (1, 1), 64, "cpu")
-    options = settings(scale=0.1, softcap=2.0, deterministic=False)
-    out, lse = kernel_of()[0].forward_single_call(q, k, v, causal(9), options)
-    exact = ORACLE.attend(*wide(q, k, v), causal(9), options)
-    assert gap(out, exact[0]) < 9e-3
-    kernel_of()[0].backward_single_call(BackwardInputs(dout, q, k, v, lse, out), causal(9), options)
     assert called == []
 
 
