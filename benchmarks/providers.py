@@ -48,7 +48,7 @@ class Task:
     @cached_property
     def call(self) -> AttentionCall:
         """The attention call that a kernel is given."""
-        return AttentionCall.of(self.q, self.k, self.v, softcap=self.softcap, deterministic=False)
+        return AttentionCall.of(self.q, self.k, self.v, mask=self.mask, softcap=self.softcap, deterministic=False)
 
     @property
     def group(self) -> int:
@@ -190,7 +190,7 @@ def auto(task: Task) -> Calls:
 
 def auto_deterministic(task: Task) -> Calls:
     """Call the kernel that `auto` chooses for a call whose gradients must be the same in every run."""
-    call = AttentionCall.of(task.q, task.k, task.v, softcap=task.softcap, deterministic=True)
+    call = AttentionCall.of(task.q, task.k, task.v, mask=task.mask, softcap=task.softcap, deterministic=True)
     kernel, _ = choose_kernel(for_device(task.q.device.type), call)
     return in_16_bits(kernel, task, call)
 

@@ -285,7 +285,7 @@ def first_call() -> list[str]:
     return lines
 
 
-DETERMINISTIC_FILE = "deterministic-h200-2026-11-28"
+DETERMINISTIC_FILE = "deterministic-h200-2026-11-29"
 DETERMINISTIC_MASKS = {
     "causal": "causal",
     "full": "full",
@@ -328,7 +328,7 @@ def documents() -> list[str]:
     return lines
 
 
-HOST_FILE = "host-time-h200-2026-11-28"
+HOST_FILE = "host-time-h200-2026-11-29"
 
 
 def host() -> list[str]:
