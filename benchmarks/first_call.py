@@ -44,6 +44,7 @@ def ahead(kernel: str, head_dim: int, seq_len: int) -> dict[str, object]:
     )
     call = AttentionCall.of(q, k, k, mask=Mask.causal(), deterministic=False)
     chosen = next(one for one in kernels_of(load("cuda")) if one.name == kernel).load()
+    chosen.save_compiled_in(triton_cache())
     started = time.perf_counter()
     made = compile_call("sm_90", chosen, call, jobs=cores())
     return {

@@ -19,7 +19,7 @@ from burst_portable.cli.output import JsonOption, console, on_stderr, table
 from burst_portable.cli.run.job import DTYPES
 from burst_portable.cli.run.models import config_of, local_model
 from burst_portable.comm.agreement import call_signature
-from burst_portable.config import from_environment
+from burst_portable.config import from_environment, triton_cache
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, unknown_name
 from burst_portable.kernels.base import Kernel, Support, torch_dtype
 from burst_portable.planning.call import AttentionCall, KernelTraits
@@ -120,6 +120,7 @@ def launches_of(job: Job) -> Iterator[Callable[[], None]]:
                 got = f"the strategy {plan.strategy}, which stores rows of scores with torch's operators"
                 raise UnsupportedError("this strategy has no kernels to compile", got=got)
             kernel = kernel_for(backend, plan.forward.call, job.target, named)
+            kernel.save_compiled_in(triton_cache())
             for rank in range(call.ranks):
                 for heads_first in (False, True):
                     yield partial(_launch, absent_call(plan, backend, kernel, rank), heads_first=heads_first)

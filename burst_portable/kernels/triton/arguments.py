@@ -101,6 +101,7 @@ def compiled_kernel(
     target: str,
     configuration: object,
     next_step: str,
+    on_compiled: Callable[[Any], None] | None = None,
 ) -> Any:
     """Return Triton's compiled kernel for arguments; None if they have no memory, so that it cannot be launched.
 
@@ -111,6 +112,7 @@ def compiled_kernel(
         target: As for `name_compile_errors`.
         configuration: As for `name_compile_errors`.
         next_step: As for `name_compile_errors`.
+        on_compiled: Called with a kernel that is compiled while `unfinished` is set, by the thread that compiles it.
     """
     from triton import FutureKernel  # a kernel that another thread compiles
 
@@ -124,9 +126,19 @@ def compiled_kernel(
             if started is not None:
                 named = partial(_raise_named, kernel, target, configuration, next_step)
                 started.append(Unfinished(made.future, named))
+                if on_compiled is not None:
+                    made.future.add_done_callback(partial(pass_on, on_compiled))
             elif not absent:
                 made = made.result()
+        elif started is not None and on_compiled is not None:  # Triton's cache has it
+            on_compiled(made)
     return None if absent else made
+
+
+def pass_on(on_compiled: Callable[[Any], None], compilation: Future[Any]) -> None:
+    """Call a function with the kernel of a compilation, unless it failed: `Unfinished` raises its error."""
+    if not compilation.cancelled() and compilation.exception() is None:
+        on_compiled(compilation.result())
 
 
 _THREADS = 6

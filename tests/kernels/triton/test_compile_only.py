@@ -25,7 +25,10 @@ pytest.importorskip("triton")
 SCRIPT = """
 import json, sys
 import torch
+from burst_portable.backends.cuda.hopper import launch as launching
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
+from burst_portable.backends.cuda.hopper.saved_kernels import find
+from burst_portable.config import triton_cache
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.triton.compile_only import compile_call, compile_kernels
 from burst_portable.kernels.triton.triton_kernel import TritonKernel
@@ -44,8 +47,18 @@ def launch():
     out, lse = kernel.forward_single_call(q, k, v, tiles, call)
     kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, call)
 
+saved, file_of = [], launching.file_of
+
+def note(*about):
+    file = file_of(*about)
+    saved.append(find(file) is not None)
+    return file
+
+launching.file_of = note
+kernel.save_compiled_in(triton_cache())
 made = compile_call("sm_90", kernel, call, jobs=jobs) if device == "meta" else compile_kernels("sm_90", launch)
 print(json.dumps([(one.name, one.digest, one.cached) for one in made]))
+print(json.dumps(saved))
 """
 
 
@@ -54,7 +67,9 @@ def program(folder, **changes):
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    return script, environment_of_children(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0", **changes)
+    environment = environment_of_children(TRITON_CACHE_DIR=str(folder), **changes)
+    environment.pop("TRITON_INTERPRET", None)  # with a variable of the compiler, no kernel is saved for later processes
+    return script, environment
 
 
 def run_python(*command, environment):
@@ -70,13 +85,15 @@ def compiled(way, rows, folder, jobs=1, **changes):
     run = run_python if "LD_LIBRARY_PATH" in changes else run_program
     done = run(script, way, rows, jobs, environment=environment)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    kernels, saved = map(json.loads, done.stdout.splitlines()[-2:])
+    assert saved == [way == "hopper"] * (3 if way.startswith("hopper") else 0), "launches need no Triton"
+    return kernels
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["hopper", pytest.param("triton", marks=pytest.mark.full)])
 def test_compile_call_fills_cache_of_launch(kernel, tmp_path):
-    """Launches read the addresses and strides of real memory; nothing is left to compile for them."""
+    """Launches read the addresses and strides of real memory. They find all kernels, those of hopper without Triton."""
     ahead = compiled(f"{kernel} ahead", 512, tmp_path)
     assert len(ahead) == {"hopper": 3, "triton": 4}[kernel]
     assert not any(cached for *_, cached in ahead)

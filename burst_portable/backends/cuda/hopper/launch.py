@@ -88,10 +88,9 @@ class Launcher:
         if launch is not None:
             return launch(grid, args, stream, renewed)
         driver, options = kernel_driver(), {**options, **ALWAYS}
-        file = None
-        if self.folder is not None and unfinished.get() is None:
-            file = file_of(self.folder, self._name, "sm_90", key[1:], constants, options)
-        if file is not None and driver is not None:
+        file = file_of(self.folder, self._name, "sm_90", key[1:], constants, options) if self.folder else None
+        fills_cache = unfinished.get() is not None  # of Triton too, so a saved kernel is compiled again
+        if file is not None and driver is not None and not fills_cache:
             if any(isinstance(a, Tensor) and a.is_meta for a in args):
                 if file.is_file():  # the real launch reads it
                     return None
@@ -101,7 +100,8 @@ class Launcher:
         configuration, next_step = f"{key}, {tuple(constants)}, {options}", "name another kernel, such as 'triton'"
         kernel = self._load()
         every = (*_for_triton(args), *constants)
-        compiled = compiled_kernel(kernel, every, options, "sm_90", configuration, next_step)
+        on_compiled = partial(save, file) if fills_cache and file is not None and not file.is_file() else None
+        compiled = compiled_kernel(kernel, every, options, "sm_90", configuration, next_step, on_compiled)
         if compiled is None:
             self._launches[key] = _launch_nothing
             return None

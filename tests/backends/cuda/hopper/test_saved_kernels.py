@@ -1,5 +1,7 @@
 """Test that a saved kernel is launched as a compiled one, without Triton, and that another one is never found."""
 
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from burst_portable.backends.cuda.hopper.launch import Compiled, Launcher
 from burst_portable.backends.cuda.hopper.saved_kernels import Metadata, file_of, find, save
 from burst_portable.kernels.base import Kernel
 from burst_portable.kernels.checked_kernel import CheckedKernel
-from burst_portable.kernels.triton.arguments import unfinished
+from burst_portable.kernels.triton.arguments import pass_on, unfinished
 
 if triton_reason():
     pytest.skip(triton_reason(), allow_module_level=True)
@@ -142,6 +144,19 @@ def test_launcher_compiles_what_is_not_saved(driver, folder):
     finally:
         unfinished.reset(token)
     assert loads == ["meta", "real", "without a folder", "to fill the cache"]
+
+
+@pytest.mark.parametrize("state", ["compiled", "failed", "cancelled"])
+def test_only_compiled_kernels_are_saved_ahead(folder, state):
+    compilation = Future()
+    compilation.add_done_callback(partial(pass_on, partial(save, folder / "kernel")))
+    if state == "cancelled":
+        compilation.cancel()
+    elif state == "failed":
+        compilation.set_exception(RuntimeError("planted"))
+    else:
+        compilation.set_result(COMPILED)
+    assert find(folder / "kernel") == (("prepare_kernel", FACTS, CODE) if state == "compiled" else None)
 
 
 def test_constants_are_those_of_the_kernels():
