@@ -239,8 +239,27 @@ class RingRoute:
         return 1
 
 
+class FromOwners:
+    """The part of a `Route` that is common if each block comes from its owner, and its gradients go back to it."""
+
+    ranks: int
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        if owner == rank:
+            yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
+
+    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
+        return owner
+
+    def gradient_source(self, owner: int, rank: int) -> int | None:
+        return None
+
+    def gradient_delay_steps(self, source: int, target: int) -> int:
+        return 1
+
+
 @dataclass(frozen=True)
-class DirectRoute:
+class DirectRoute(FromOwners):
     """Each block comes from its owner, and its gradients go back to it. At each step another rank is the source.
 
     The first part of the local block is computed while the first remote block arrives, the rest while the gradients of
@@ -264,16 +283,3 @@ class DirectRoute:
         if not dependencies.needs(owner, rank):
             return None
         return owner, max(0, self.step(owner, rank) - self.prefetch_steps)
-
-    def targets(self, owner: int, rank: int) -> Iterator[int]:
-        if owner == rank:
-            yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
-
-    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
-        return owner
-
-    def gradient_source(self, owner: int, rank: int) -> int | None:
-        return None
-
-    def gradient_delay_steps(self, source: int, target: int) -> int:
-        return 1

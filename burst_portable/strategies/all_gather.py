@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from burst_portable.errors import UnsupportedError
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.planning.routes import BlockDependencies
+from burst_portable.planning.routes import BlockDependencies, FromOwners
 from burst_portable.strategies.base import OFFERED_AT_ONCE, Machine, Strategy, ring_plan, should_round_gradients
 from burst_portable.strategies.options import GRADIENT_COMM_DTYPE, GradientCommDtype, Option, option
 from burst_portable.utils.values import divisors
@@ -94,7 +94,7 @@ class AllGatherStrategy(Strategy):
 
 
 @dataclass(frozen=True)
-class GatherRoute:
+class GatherRoute(FromOwners):
     """Every block leaves its owner at step 0, and is computed with at step 1 together with the local block."""
 
     ranks: int
@@ -108,16 +108,3 @@ class GatherRoute:
 
     def block_source(self, dependencies: BlockDependencies, owner: int, rank: int) -> tuple[int, int] | None:
         return (owner, 0) if dependencies.needs(owner, rank) else None
-
-    def targets(self, owner: int, rank: int) -> Iterator[int]:
-        if owner == rank:
-            yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
-
-    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
-        return owner
-
-    def gradient_source(self, owner: int, rank: int) -> int | None:
-        return None
-
-    def gradient_delay_steps(self, source: int, target: int) -> int:
-        return 1
