@@ -85,8 +85,8 @@ def attention(
         strategy: "auto", the name of a strategy, or a strategy object with its options. "auto" selects the one with the
             shortest predicted time.
         layout: Order of tokens over ranks: "contiguous", "zigzag", "striped", "dispatched" (made from the mask) or a
-            `Layout`; for masks of documents also "whole_documents" and "document_zigzag". `plan_for_mesh` predicts the
-            fastest.
+            `Layout`; for masks of documents also "whole_documents" and "document_zigzag", for which full, causal and
+            window are one document. `plan_for_mesh` predicts the fastest.
         seq_len: Tokens of the unsharded sequence. Default: the length of a `Layout`, else S * ranks.
         scale: Factor of the scores. Default: 1 / sqrt(D).
         softcap: Scores become ``softcap * tanh(score / softcap)``. Default: no softcap.

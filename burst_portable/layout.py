@@ -237,7 +237,7 @@ def striped(length: int, ranks: int) -> Layout:
 
 
 def document_zigzag(cu_seqlens: Sequence[int], ranks: int) -> Layout:
-    """Split every document in a zigzag, so that packed causal work is balanced."""
+    """Split every document in a zigzag, so that packed causal work is balanced. One document gives `zigzag`."""
     return Layout("document_zigzag", cu_seqlens[-1], _zigzags(list(pairwise(cu_seqlens)), ranks))
 
 
@@ -444,6 +444,8 @@ class _Deal:
 
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 OF_DOCUMENTS = {"document_zigzag": document_zigzag, "whole_documents": whole_documents}
+MASKS_OF_DOCUMENTS = "masks of documents (full, causal and window are one document)"
+"""What `OF_DOCUMENTS` take, for help and errors."""
 OF_MASKS = (*OF_DOCUMENTS, "dispatched")
 """Layouts that depend on the mask."""
 NAMES = (*LAYOUTS, *OF_MASKS)
@@ -503,7 +505,10 @@ def _make(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
 
 
 def _document_cu_seqlens(name: str, mask: Mask | None, length: int) -> tuple[int, ...]:
-    """Return the cumulative lengths of documents: the squares on the diagonal that tile the sequence."""
+    """Return the cumulative lengths of documents: the squares on the diagonal that tile the sequence.
+
+    A mask with one region of all tokens, such as full, causal or a window, is one document.
+    """
     cu_seqlens = [0]
     for region in mask.regions if mask is not None else ():
         if (region.q_start, region.q_stop) != (region.k_start, region.k_stop) or region.q_start != cu_seqlens[-1]:
@@ -511,8 +516,9 @@ def _document_cu_seqlens(name: str, mask: Mask | None, length: int) -> tuple[int
         cu_seqlens.append(min(region.q_stop, length))
     if cu_seqlens[-1] != length:
         what = f"the layout {name!r} needs a mask of documents that fill the sequence"
+        got = "no mask" if mask is None else f"the mask {str(mask)!r} and {length} tokens"
         next_step = "pass Mask.documents(...), or use the layout 'zigzag'"
-        raise LayoutError(what, got=f"the mask {str(mask)!r} and {length} tokens", next_step=next_step)
+        raise LayoutError(what, got=got, allowed=MASKS_OF_DOCUMENTS, next_step=next_step)
     return tuple(cu_seqlens)
 
 

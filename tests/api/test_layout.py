@@ -117,6 +117,15 @@ def test_whole_documents_layout_is_balanced_and_sends_little(ranks, seed):
         assert sum(s.count % 128 == 0 for s in shard[: len(cut)]) == len(cut)
 
 
+@pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.window(7), Mask.window(3, 5)], ids=str)
+def test_masks_of_one_region_are_one_document(mask):
+    for length, ranks in ((128, 4), (53, 3), (7, 2)):
+        split = make_layout("document_zigzag", length, ranks, mask)
+        assert split.shards == make_layout("zigzag", length, ranks).shards
+        whole = make_layout("whole_documents", length, ranks, mask)
+        assert sorted(p for rank in range(ranks) for p in whole.positions(rank)) == list(range(length))
+
+
 @pytest.mark.parametrize(("rows", "most"), [(8192, 1.03), (4096, 1.05), (1024, 1.18)])
 def test_whole_documents_layout_balances_one_long_document(rows, most):
     """Blocks stay whole, which matters more if a rank has few of them."""
