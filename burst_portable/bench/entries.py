@@ -8,70 +8,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from burst_portable.api import attention
 from burst_portable.bench.masks import named_mask
-from burst_portable.comm.agreement import hashed_value
+from burst_portable.bench.oracle import NAMES, Expected, oracle
+from burst_portable.bench.task import SEED, Row, Setting, Task
+from burst_portable.bench.verdicts import VERDICT_SIZE, Verdict, joint_verdict
 from burst_portable.comm.base import Handles, Message, Transport, WrappedTransport
 from burst_portable.comm.torch_dist import store_exchange
 from burst_portable.config import Config
-from burst_portable.errors import BurstError, CommunicationError, StrategyError, in_a_line
-from burst_portable.kernels.dropout import weight_factors
-from burst_portable.layout import Layout, make_layout
-from burst_portable.mask import Mask
+from burst_portable.errors import CommunicationError, StrategyError
+from burst_portable.layout import make_layout
 from burst_portable.measuring.timing import TransportClock
 from burst_portable.mesh import Mesh
-from burst_portable.planning.call import Dropout
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.verify import verify
 from burst_portable.runtime.explanation import explain
-from burst_portable.runtime.prepare import plan_fact
 from burst_portable.sharding import shard
 from burst_portable.strategies.planner import plan
 from burst_portable.strategies.registry import strategy_name
-from burst_portable.utils.text import rank_names
 
-Row = dict[str, Any]
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
-"""(out, dq, dk, dv) of this rank's tokens."""
-NAMES = ("out", "dq", "dk", "dv")
-_CHUNK = 256  # queries of the oracle at once
-SEED = 30
-"""Seed of dropout."""
-_LONGEST_REASON = 1000  # characters of an error that ranks share
-_VERDICT_SIZE = 16384  # bytes, more than such a reason and the name of a plan take as JSON
+_T = TypeVar("_T")
 # Largest relative errors in the 2-norm, and of one element relative to the largest: (32 bits and more, 16 bits).
 _LIMITS = ((1e-4, 1e-3), (1.5e-2, 5e-2))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Sizes of a benchmark, equal on all ranks."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    layout: str
-    rounds: int
-    dropout: float = 0.0
-
-
-@dataclass(frozen=True)
-class Task:
-    """One row on one rank: the unsharded tensors that every rank has, and the mask."""
-
-    mask: Mask
-    layout: Layout
-    kernel: str
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    """q, k, v and dO, [1, S, H, D]."""
-    dropout: float = 0.0
-    """Probability with which a weight of the softmax is dropped."""
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -107,63 +70,6 @@ class Sent(NamedTuple):
 
     bytes: int
     messages: int
-
-
-class Verdict(NamedTuple):
-    """What one rank found about an entry.
-
-    Attributes:
-        status: "refused" or "failed"; "" for an entry that can run.
-        reason: Why.
-        plan: What its plan sends. Default: an entry without a plan.
-        digest: Digest of the plan's steps on all ranks.
-    """
-
-    status: str = ""
-    reason: str = ""
-    plan: str = ""
-    digest: str = ""
-
-    @classmethod
-    def of_error(cls, error: BaseException) -> Verdict:
-        """Return the verdict for an error. Only an entry that works may refuse; all other errors are failures."""
-        refused = isinstance(error, BurstError | ImportError) and not isinstance(error, StrategyError)
-        reason = str(error) if isinstance(error, BurstError) else in_a_line(error)
-        return cls("refused" if refused else "failed", reason[:_LONGEST_REASON])
-
-    @classmethod
-    def of_plan(cls, plan: Plan | None) -> Verdict:
-        """Return the verdict for a plan, or for an entry without one."""
-        if plan is None:
-            return cls()
-        fact, ranks = plan_fact(plan), range(plan.call.ranks)
-        steps = [[one.steps_of(rank) for rank in ranks] for _, one in plan.passes()]
-        return cls("", "", fact.name, hashed_value("", (fact.digest, steps)).digest)
-
-
-def joint_verdict(name: str, verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict of all ranks about an entry, given that of each in rank order.
-
-    An entry that only some ranks can run has failed: its ranks do not do the same.
-    """
-    first = verdicts[0]
-    next_step = f"`burst-portable conform --strategy {name}` examines it"
-    if len({one.status for one in verdicts}) > 1:
-        wrong = (f"{one.status} on rank {rank}: {one.reason}" for rank, one in enumerate(verdicts) if one.status)
-        return Verdict("failed", "; ".join([*wrong, next_step]))
-    if first.status or len({one.digest for one in verdicts}) == 1:
-        return first
-    plans: dict[str, tuple[str, list[int]]] = {}
-    for rank, one in enumerate(verdicts):
-        plans.setdefault(one.digest, (one.plan, []))[1].append(rank)
-    texts = [text for text, _ in plans.values()]
-    sides = [
-        f"{'another of that name' if text in texts[:number] else text} on {rank_names(ranks)}"
-        for number, (text, ranks) in enumerate(plans.values())
-    ]
-    return Verdict(
-        "failed", f"it is broken: ranks have different plans of one call: {', but '.join(sides)}; {next_step}"
-    )
 
 
 class Entry:
@@ -271,39 +177,6 @@ class CountingTransport(WrappedTransport):
         return self._wrapped.share(data, label, timeout)
 
 
-def oracle(task: Task, scale: float) -> Results:
-    """Compute the query heads of the last K/V head in float64, from the definition of a mask's regions.
-
-    Memory grows with the length, not with its square.
-    """
-    q, k, v, dout = task.tensors
-    group = q.shape[2] // k.shape[2]
-    q, dout = (x[0, :, -group:].transpose(0, 1).double() for x in (q, dout))
-    k, v = (x[0, :, -1].double() for x in (k, v))
-    length = k.shape[0]
-    out, dq, dk, dv = (torch.zeros_like(x) for x in (dout, q, k, v))
-    keys = torch.arange(length, device=k.device)
-    for start in range(0, length, _CHUNK):
-        rows = slice(start, min(start + _CHUNK, length))
-        queries = keys[rows].unsqueeze(1)
-        seen = torch.zeros(queries.shape[0], length, dtype=torch.bool, device=k.device)
-        for r in task.mask.regions_of_rows(rows.start, rows.stop):
-            box = (queries >= r.q_start) & (queries < r.q_stop) & (keys >= r.k_start) & (keys < r.k_stop)
-            seen |= box & (queries - keys >= r.lo) & (queries - keys <= r.hi)
-        weights = (q[:, rows] @ k.T * scale).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
-        factors: Tensor | float = 1.0
-        if task.dropout:
-            dropout = Dropout(task.dropout, first_head=task.tensors[0].shape[2] - group, seed=SEED)
-            factors = weight_factors(dropout, keys[rows], keys, 1, group)[0]
-        out[:, rows] = (weights * factors) @ v
-        dv += torch.einsum("hqk,hqd->kd", weights * factors, dout[:, rows])
-        delta = (dout[:, rows] * out[:, rows]).sum(-1, keepdim=True)
-        dscores = weights * (dout[:, rows] @ v.T * factors - delta) * scale
-        dq[:, rows] = dscores @ k
-        dk += torch.einsum("hqk,hqd->kd", dscores, q[:, rows])
-    return tuple(x.transpose(0, 1).unsqueeze(0) if x.dim() == 3 else x[None, :, None] for x in (out, dq, dk, dv))  # type: ignore[return-value]  # four
-
-
 class Benchmark:
     """The entries of rows, measured on all ranks of a mesh.
 
@@ -369,35 +242,19 @@ class Benchmark:
         self._time(mask.num_pairs(length), timed)
         return rows
 
-    def _examine(self, entry: Entry, task: Task, expected: Results, row: Row) -> Prepared | None:
+    def _examine(self, entry: Entry, task: Task, expected: Expected, row: Row) -> Prepared | None:
         """Run an entry once, and add its status to the row. Return its calls if it is right on all ranks."""
-        prepared: Prepared | None = None
-        try:
+
+        def prepare() -> tuple[Prepared, Verdict]:
             planned = entry.checked_plan(task, self._mesh)
-            prepared = entry.prepare(task, self._mesh)
-            verdict = Verdict.of_plan(planned)
-        except CommunicationError:
-            raise  # ranks have lost each other
-        except entry.errors as error:
-            verdict = Verdict.of_error(error)
-        if self._has_failed(entry, verdict, row):
+            return entry.prepare(task, self._mesh), Verdict.of_plan(planned)
+
+        if (prepared := self._attempt(entry, row, prepare)) is None:
             return None
-        assert prepared is not None, "no rank has failed"
-        chose: Row = {}
-        found: tuple[Tensor, ...] = ()
-        peak: int | None = None
-        verdict = Verdict()
-        try:
-            first = entry.choice(prepared, task, self._mesh)
-            found, peak = self._run(prepared)
-            if first is not None:
-                chose = {"chose_first": first, "chose": entry.choice(prepared, task, self._mesh)}
-        except CommunicationError:
-            raise  # ranks have lost each other
-        except entry.errors as error:
-            verdict = Verdict.of_error(error)
-        if self._has_failed(entry, verdict, row):
+        ran = self._attempt(entry, row, lambda: (self._run_once(entry, prepared, task), Verdict()))
+        if ran is None:
             return None
+        found, peak, chose = ran
         row.update(chose | self._check(prepared, found, expected, peak))
         is_wrong = row["status"] == "wrong" and not row["reason"].startswith(f"{NAMES[0]} ")
         if is_wrong and (fault := entry.known_fault(task)):
@@ -406,6 +263,17 @@ class Benchmark:
             row.update(self._sent(entry.count(prepared, task, self._mesh)))
             return prepared
         return None
+
+    def _attempt(self, entry: Entry, row: Row, step: Callable[[], tuple[_T, Verdict]]) -> _T | None:
+        """Return the result of a step of an entry; None if it failed on a rank, which adds its status to the row."""
+        result: _T | None = None
+        try:
+            result, verdict = step()
+        except CommunicationError:
+            raise  # ranks have lost each other
+        except entry.errors as error:
+            verdict = Verdict.of_error(error)
+        return None if self._has_failed(entry, verdict, row) else result
 
     def _has_failed(self, entry: Entry, verdict: Verdict, row: Row) -> bool:
         """Compare the verdicts of all ranks. Add the status of an entry that cannot run on all of them to the row.
@@ -433,14 +301,14 @@ class Benchmark:
 
         Processes share through the store of their group, which those messages cannot be mixed with.
         """
-        data = json.dumps(verdict).encode().ljust(_VERDICT_SIZE)
+        data = json.dumps(verdict).encode().ljust(VERDICT_SIZE)
         label, group = "sharing what each rank found about an entry", self._mesh.group
         timeout = self._error_seconds if verdict.status else self._mesh.config.timeout
         if group is None:
             shared = self._transport.share(data, label, timeout)
         else:
             shared = store_exchange(group).share(data, f"rank {self._mesh.rank}, {label}", timeout)
-        if any(len(one) != _VERDICT_SIZE for one in shared):  # threads share what passes share
+        if any(len(one) != VERDICT_SIZE for one in shared):  # threads share what passes share
             raise CommunicationError(f"rank {self._mesh.rank}: another rank runs a pass of this entry")
         return [Verdict(*json.loads(one)) for one in shared]
 
@@ -453,6 +321,13 @@ class Benchmark:
         )  # fmt: skip
         return q, k, v, dout
 
+    def _run_once(self, entry: Entry, prepared: Prepared, task: Task) -> tuple[tuple[Tensor, ...], int | None, Row]:
+        """Return the results of `_run`, and what `auto` chose before and after it."""
+        first = entry.choice(prepared, task, self._mesh)
+        found, peak = self._run(prepared)
+        chose = {} if first is None else {"chose_first": first, "chose": entry.choice(prepared, task, self._mesh)}
+        return found, peak, chose
+
     def _run(self, prepared: Prepared) -> tuple[tuple[Tensor, ...], int | None]:
         """Run both passes once. Return this rank's results and the peak memory beyond the inputs, if it is known."""
         if not self._streams:
@@ -463,16 +338,20 @@ class Benchmark:
         self._clock.settle()
         return found, torch.accelerator.max_memory_allocated() - before
 
-    def _check(self, prepared: Prepared, found: tuple[Tensor, ...], expected: Results, peak: int | None) -> Row:
+    def _check(self, prepared: Prepared, found: tuple[Tensor, ...], expected: Expected, peak: int | None) -> Row:
         """Return the status, the worst errors of all ranks, and the largest peak memory."""
         norm_limit, max_limit = _LIMITS[prepared.dout.dtype.itemsize < 4]
         errors, wrong = {}, []
-        for name, result, right in zip(NAMES, found, expected, strict=True):
+        for name, result, right in zip(NAMES, found, expected.results, strict=True):
             mine = prepared.shard(right)
             gap = result[:, :, -mine.shape[2] :].double() - mine
+            norm, largest = mine.norm(), right.abs().max()
+            if name in expected.terms:  # of a result that is 0
+                norm = norm or prepared.shard(expected.terms[name]).norm()
+                largest = largest or expected.terms[name].max()
             for label, one, whole, limit in (
-                (name, gap.norm(), mine.norm(), norm_limit),
-                (f"{name} (max)", gap.abs().max(), right.abs().max(), max_limit),
+                (name, gap.norm(), norm, norm_limit),
+                (f"{name} (max)", gap.abs().max(), largest, max_limit),
             ):
                 value = float(one / whole) if whole else float(one)
                 errors[label] = self._clock.slowest(value if value == value else float("inf"))

@@ -6,7 +6,7 @@
 - sliding_document: causal documents with a window inside each.
 - block_causal: equal blocks; a token sees its block and all earlier ones.
 - block_causal_document: the same inside each of two documents.
-- share_question: one question, and answers that see it and themselves.
+- share_question: one question, and up to four answers that see it and themselves; one token is only a question.
 - prefix_lm: the first tokens are visible to all; the rest is causal.
 - prefix_lm_document: the same inside each document.
 - global_sliding: a window, and first tokens that see all tokens and that all tokens see.
@@ -35,6 +35,11 @@ def _sequences(length: int) -> list[int]:
     question = max(1, length // 4)
     cuts = sorted({question + (length - question) * i // 4 for i in range(5)})
     return [question, *(b - a for a, b in pairwise(cuts))]
+
+
+def _share_question(length: int) -> Mask:
+    question, *answers = _sequences(length)
+    return Mask.share_question([question, *answers]) if answers else Mask.causal()
 
 
 def _prefix_documents(length: int) -> Mask:
@@ -66,7 +71,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "sliding_document": lambda n: Mask.documents(cu_seqlens(n), window=n // 16),
     "block_causal": lambda n: Mask.block_causal([*range(0, n, max(1, n // 16)), n]),
     "block_causal_document": _block_causal_documents,
-    "share_question": lambda n: Mask.share_question(_sequences(n)),
+    "share_question": _share_question,
     "prefix_lm": lambda n: Mask.prefix_lm(max(1, n // 4)),
     "prefix_lm_document": _prefix_documents,
     "global_sliding": lambda n: Mask.global_window(max(1, n // 32), n // 16, n // 16),

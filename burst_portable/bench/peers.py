@@ -25,10 +25,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_portable.backends.selection import for_device
-from burst_portable.bench.entries import Entry, Prepared, Sent, Task, sent_by_passes
+from burst_portable.bench.entries import Entry, Prepared, Sent, sent_by_passes
 from burst_portable.bench.flash_attn_stand_in import FlashAttn
 from burst_portable.bench.magi import MagiCall
 from burst_portable.bench.names import check_installed
+from burst_portable.bench.task import Task
 from burst_portable.errors import UnsupportedError
 from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask

@@ -46,8 +46,8 @@ from burst_portable.cli.output import (
 )
 from burst_portable.cli.process import Ended
 from burst_portable.config import LauncherEnv, read_launcher_env
-from burst_portable.errors import InputError, LayoutError, format_error, shown, unknown_name
-from burst_portable.layout import NAMES, OF_DOCUMENTS
+from burst_portable.errors import InputError, LayoutError, MaskError, format_error, shown, unknown_name
+from burst_portable.layout import NAMES
 from burst_portable.planning.plans import PASSES
 from burst_portable.strategies.planner import call_of_sizes, checked_probability
 from burst_portable.strategies.registry import known, make_strategy, strategy_name
@@ -56,6 +56,8 @@ from burst_portable.utils.text import split_list
 _DTYPES = ("float32", "bfloat16", "float16")
 _PACKAGES = ("torch", "triton", "ring-flash-attn", "yunchang", "magi-attention", "flash-attn-4")
 _LONGEST = 1 << 24  # tokens
+_GROUPS_OF_ENTRIES = ("all", "ours")
+"""Words in `--strategies`: ours are the strategies of the registry; all, also those of other libraries that can run."""
 _QUICK = ("full", "causal", "causal_document")
 _WIDTH_OF_NUMBERS = 8  # so that headers wrap, and names of strategies do not
 
@@ -97,7 +99,7 @@ def bench(
         typer.Option("--mask", help="Another mask as in `plan`, such as window:4096:0; repeatable. Default: none."),
     ] = None,
     strategies: Annotated[
-        str, typer.Option(help=f"all, ours, or names, separated by commas; also {', '.join(PEERS)}.")
+        str, typer.Option(help=f"ours, all, or names, separated by commas; peers: {', '.join(PEERS)}.")
     ] = "all",
     kernels: Annotated[str, typer.Option(help="Names of local kernels, separated by commas.")] = "auto",
     dtype: Annotated[
@@ -109,7 +111,7 @@ def bench(
     ] = None,
     head_dim: Annotated[int | None, typer.Option(help="Elements per head. Default: 128; 32 on CPUs.")] = None,
     layout: Annotated[
-        str, typer.Option(help=f"{', '.join(NAMES)}; {' and '.join(OF_DOCUMENTS)} take masks of documents only.")
+        str, typer.Option(help=f"{', '.join(NAMES)}; those of documents take documents, full, causal, or windows.")
     ] = "zigzag",
     dropout: Annotated[float, typer.Option(help="Probability of dropout of attention weights.")] = 0.0,
     seq_len: Annotated[
@@ -133,7 +135,8 @@ def bench(
 ) -> int:  # fmt: skip
     """Compare strategies on this machine: speed, bytes and memory over sixteen masks.
 
-    Installed implementations of other libraries are compared too, with the same local kernel if they use flash_attn.
+    `--strategies ours` compares the strategies of `plan`; `all` adds the installed peers: implementations of other
+    libraries, with the same local kernel if they use flash_attn. `ours,yunchang` adds one of them.
     Results are first compared with float64 on one K/V head; a wrong entry has no speed. All entries of a mask are timed
     in each round, in random order, and the slowest rank counts. TFLOP/s are per rank, by the visible pairs.
 
@@ -308,16 +311,19 @@ def _device_count(device_type: str) -> int:
 
 
 def _strategies(text: str, *, on_cpu: bool) -> list[str]:
-    """Return the names of entries: ours, and with "all" those of other libraries that can run here."""
-    if text in ("all", "ours"):
-        return [*known(), *(available_peers(on_cpu=on_cpu) if text == "all" else ())]
-    chosen = split_list(text)
-    for one in chosen:
-        if strategy_name(one) in known():
+    """Return names of entries. "ours" and "all" are those of several: see `_GROUPS_OF_ENTRIES`."""
+    chosen: list[str] = []
+    for one in split_list(text):
+        if one in _GROUPS_OF_ENTRIES:
+            chosen += [*known(), *(available_peers(on_cpu=on_cpu) if one == "all" else ())]
+        elif strategy_name(one) in known():
             make_strategy(one)
-        elif one not in PEERS:
-            raise unknown_name("strategy", one, [*known(), *PEERS])
-    return chosen
+            chosen.append(one)
+        elif one in PEERS:
+            chosen.append(one)
+        else:
+            raise unknown_name("strategy", one, [*_GROUPS_OF_ENTRIES, *known(), *PEERS])
+    return list(dict.fromkeys(chosen))
 
 
 def _mask_names(text: str | None, own: Sequence[str], *, quick: bool) -> list[str]:
@@ -340,12 +346,14 @@ def _check_sizes(masks: Sequence[str], lengths: Sequence[int], ranks: int, setti
     heads, kv_heads, head_dim, layout = (setting[name] for name in ("heads", "kv_heads", "head_dim", "layout"))
     for name in masks:
         for length in lengths:
-            mask = named_mask(name, length)
             try:
+                mask = named_mask(name, length)
                 call_of_sizes(length, ranks, heads, kv_heads, head_dim, None, mask, layout, 1, 4)
             except LayoutError as error:
-                next_step = "name masks of documents: --masks causal_document, or --mask documents:0,END,END"
+                next_step = "name masks of documents: --masks causal,causal_document, or --mask documents:0,END,END"
                 raise LayoutError(f"the mask {name}: {error}", next_step=next_step) from error
+            except MaskError as error:
+                raise MaskError(f"the mask {name} for --seq-len {length}: {error}") from error
 
 
 def _resumed(path: Path | None, settings: Row) -> list[Row]:

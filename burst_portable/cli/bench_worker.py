@@ -38,7 +38,7 @@ class BenchJob(RankJob):
     """One call of the command.
 
     Attributes:
-        setting: Fields of `bench.entries.Setting`.
+        setting: Fields of `bench.task.Setting`.
         work: (mask, length, kernel, names of entries) in order.
     """
 
@@ -128,7 +128,8 @@ def bench_rank(job: BenchJob, launcher: LauncherEnv, on_rows: OnRows) -> None:
 
 
 def _bench(job: BenchJob, mesh: Mesh, device: torch.device, on_rows: OnRows, on_entry: Callable[[str], None]) -> None:
-    from burst_portable.bench.entries import Benchmark, Setting
+    from burst_portable.bench.entries import Benchmark
+    from burst_portable.bench.task import Setting
 
     names = dict.fromkeys(name for *_, entries in job.work for name in entries)
     benchmark = Benchmark(mesh, device, Setting(**job.setting), list(map(_make_entry, names)))

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from burst_portable import run_threads
-from burst_portable.bench.entries import SEED, Benchmark, Entry, Setting, Task, oracle
+from burst_portable.bench.entries import Benchmark, Entry
 from burst_portable.bench.masks import MASKS
+from burst_portable.bench.names import PEERS
+from burst_portable.bench.oracle import oracle
 from burst_portable.bench.peers import Peer
 from burst_portable.bench.results import SCHEMA, append_rows, compare, markdown, read_rows
+from burst_portable.bench.task import SEED, Setting, Task
 from burst_portable.cli import main
 from burst_portable.cli.bench_worker import BenchJob, bench_local
 from burst_portable.cli.process import Ended
@@ -24,7 +27,7 @@ from burst_portable.errors import CommunicationError, InputError, PeerLostError
 from burst_portable.layout import make_layout
 from burst_portable.planning.call import Dropout
 from burst_portable.planning.verify import verify
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.registry import known, make_strategy
 
 SETTING = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
 
@@ -50,7 +53,7 @@ def test_oracle_equals_dense_attention(name):
     q, k, v, dout = (torch.randn(1, length, heads, 8) for heads in (4, 2, 2, 4))
     task = Task(mask, make_layout("zigzag", length, 2, mask), "auto", (q, k, v, dout))
     right = dense.attention(q, k, v, dout, dense.dense_mask(mask, length), scale=8**-0.5)
-    for found, whole in zip(oracle(task, 8**-0.5), (right.out, right.dq, right.dk, right.dv), strict=True):
+    for found, whole in zip(oracle(task, 8**-0.5).results, (right.out, right.dq, right.dk, right.dv), strict=True):
         torch.testing.assert_close(found, whole[:, :, -found.shape[2] :], rtol=1e-9, atol=1e-11)
     assert mask.num_pairs(length) == int(dense.dense_mask(mask, length).sum())
     assert mask.fully_masked_tokens(length) == 0
@@ -63,7 +66,7 @@ def test_measure_with_dropout_compares_all_strategies():
     tensors = tuple(torch.randn(1, length, heads, 8) for heads in (4, 2, 2, 4))
     task = Task(mask, make_layout("zigzag", length, 2, mask), "auto", tensors, p)
     right = dense.attention(*tensors, dense.dense_mask(mask, length), scale=8**-0.5, dropout=Dropout(p, seed=SEED))
-    for found, whole in zip(oracle(task, 8**-0.5), (right.out, right.dq, right.dk, right.dv), strict=True):
+    for found, whole in zip(oracle(task, 8**-0.5).results, (right.out, right.dq, right.dk, right.dv), strict=True):
         torch.testing.assert_close(found, whole[:, :, -found.shape[2] :], rtol=1e-9, atol=1e-11)
     names = ["ring", "burst", "ulysses", "distflash", "ring_self_attention"]
 
@@ -401,17 +404,44 @@ def test_layout_of_any_mask_is_used_and_others_are_refused(capsys):
         assert ring["status"] == dispatch["status"] == "ok"
         assert dispatch["forward_sent_bytes"] <= ring["forward_sent_bytes"]
     assert main(["bench", "--layout", "whole_documents"]) == 2
-    assert "the mask block_causal: the layout 'whole_documents' needs a mask of documents" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "the mask block_causal: the layout 'whole_documents' needs a mask of documents" in error
+    assert "allowed: masks of documents (full, causal and window are one document)" in error
 
 
 def test_bench_takes_layouts_of_documents_with_their_masks(tmp_path, monkeypatch):
     monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", own_threads)
-    arguments = ["bench", "--strategies", "ring", "--seq-len", "64", "--masks", "causal_document,sliding_document"]
+    masks = "full,causal,causal_sliding,causal_document,sliding_document"
+    arguments = ["bench", "--strategies", "ring", "--seq-len", "64", "--masks", masks]
     file = tmp_path / "a.json"
     assert main([*arguments, "--layout", "whole_documents", "--json", str(file)]) == 0
     settings, rows = read_rows(file)
     assert settings["layout"] == "whole_documents"
-    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert [row["status"] for row in rows] == ["ok"] * 5
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [("ours", PEERS), ("ours,ring", PEERS), ("all", ()), ("yunchang,ours", set(PEERS) - {"yunchang"})],
+)
+def test_bench_takes_groups_of_strategies_in_lists(text, missing, capsys, monkeypatch):
+    """Each entry runs once, in the order in which it is named first."""
+    jobs = []
+    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", lambda job, on_rows: jobs.append(job))
+    monkeypatch.setattr("burst_portable.cli.bench.available_peers", lambda *, on_cpu: [*PEERS])
+    assert main(["bench", "--masks", "causal", "--seq-len", "64", "--strategies", text]) == 0
+    ((_, _, _, names),) = jobs[0].work
+    expected = [*known(), *PEERS]
+    if text.startswith("yunchang"):
+        expected.insert(0, "yunchang")
+    assert list(names) == [name for name in dict.fromkeys(expected) if name not in missing]
+
+
+def test_bench_names_groups_of_strategies_in_errors(capsys):
+    assert main(["bench", "--strategies", "our"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown strategy; got 'our'; allowed: all, " in error
+    assert "did you mean 'ours'" in error
 
 
 def test_bench_without_any_measured_entry_returns_1(capsys, monkeypatch):
@@ -601,7 +631,14 @@ def own_threads(job, on_rows):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--mask", "documents:0,900"], "longer than the sequence"),
+        (
+            ["--mask", "documents:0,900"],
+            "the mask documents:0,900 for --seq-len 512: the mask 'documents(1)' is",
+        ),
+        (
+            ["--mask", "share_question:4"],
+            "the mask share_question:4 for --seq-len 512: share_question needs",
+        ),
         (["--mask", "windw:3"], "unknown mask; got 'windw'"),
         (["--mask", "window:x"], "the mask 'window:x' cannot be read; allowed: window:LEFT[:RIGHT]"),
         (["--heads", "6", "--kv-heads", "4"], "query heads are not a multiple"),
@@ -627,3 +664,31 @@ def test_plan_of_an_entry_is_verified_once(monkeypatch):
     monkeypatch.setattr("burst_portable.bench.entries.verify", counted)
     assert all(rows[0]["forward_messages"] == 1 for rows in run_threads(2, work))
     assert len(plans) == 2  # one per rank
+
+
+class LeakingEntry(PlantedEntry):
+    """Add a gradient to dq alone, also where it is 0 because a token sees only itself."""
+
+    def prepare(self, task, mesh):
+        prepared = Entry("ring").prepare(task, mesh)
+        q = prepared.leaves[0]
+        return replace(prepared, forward=lambda: prepared.forward() + (q - q.detach()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("ranks", "length"), [(1, 1), (2, 2), (2, 3), (1, 5), (3, 7)])
+def test_short_sequences_are_right_in_all_masks(ranks, length, dtype):
+    """A token that sees only itself has dq = 0; rounding of its terms is no error."""
+    setting = replace(SETTING, dtype=dtype, head_dim=32)
+    entries = [Entry("ring"), Entry("ulysses"), LeakingEntry("planted")]
+    if ranks == 3:
+        del entries[1]
+    names = [entry.name for entry in entries]
+
+    def work(mesh):
+        bench = Benchmark(mesh, torch.device("cpu"), setting, entries)
+        return [row for mask in MASKS for row in bench.measure(mask, length, "auto", names)]
+
+    for row in run_threads(ranks, work)[0]:
+        assert row["status"] == ("wrong" if row["entry"] == "planted" else "ok"), row
+        assert row["entry"] != "planted" or row["reason"].startswith("dq is off by"), row

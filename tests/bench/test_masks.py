@@ -9,7 +9,8 @@ import torch
 
 from burst_portable import run_threads
 from burst_portable.bench import masks
-from burst_portable.bench.entries import Benchmark, Entry, Setting
+from burst_portable.bench.entries import Benchmark, Entry
+from burst_portable.bench.task import Setting
 from burst_portable.mask import Mask
 
 SETTING = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
@@ -22,13 +23,19 @@ def test_sixteen_masks_are_listed():
     assert sorted(name for line in lines for name in line[2:].split(":")[0].split(", ")) == sorted(masks.MASKS)
 
 
-@pytest.mark.parametrize("length", [2, 15, 16, 17, 301, 1 << 24])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 15, 16, 17, 301, 1 << 24])
 def test_masks_fit_every_length(length):
     """The largest length is the longest sequence of `bench`."""
     for name in masks.MASKS:
         mask = masks.named_mask(name, length)
         assert mask.num_pairs(length) >= length
         assert len(mask.regions) < 100
+
+
+def test_share_question_of_one_token_is_a_question():
+    """`Mask.share_question` needs an answer, for which one token leaves no room."""
+    assert masks.named_mask("share_question", 1) == Mask.causal()
+    assert masks.named_mask("share_question", 2) == Mask.share_question((1, 1))
 
 
 class MissingRegion(Entry):

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from burst_portable.bench.entries import Benchmark, Entry, Setting
+from burst_portable.bench.entries import Benchmark, Entry
 from burst_portable.bench.names import PEERS
 from burst_portable.bench.peers import make_peer
+from burst_portable.bench.task import Setting
 from burst_portable.mesh import Mesh
 from tests.support.context_parallel_ranks import BACKWARD, FORWARD, ring, torchs
 from tests.support.forked import run_forked
