@@ -28,7 +28,7 @@ from burst_portable.planning.plans import (
     make_pass_plan,
 )
 from burst_portable.planning.routes import RingRoute
-from burst_portable.strategies.base import Machine, Strategy
+from burst_portable.strategies.base import Machine, Strategy, ring_plan
 from burst_portable.strategies.options import Option, option
 
 MOST_GROUPS = 8
@@ -71,6 +71,8 @@ class UlyssesStrategy(Strategy):
     def plan(self, call: AttentionCall) -> Plan:
         self.check(call)
         ranks = call.ranks
+        if ranks == 1:  # an exchange with no other rank would only copy
+            return ring_plan(call, self.name, side="kv", route=RingRoute(1))
         heads, kv_heads = heads_per_rank(call, ranks)
         # After the first all-to-all every rank has all rows, here in natural order: this is a call of one rank.
         # `runtime.prepare.plan_for_kernel` may change that to rank order: see `planning.plans`.

@@ -67,7 +67,7 @@ class ResultsOnly(Kernel):
         )
 
 
-def measured(strategy, call):
+def measured(strategy, call, ranks=RANKS):
     """Return (forward peak, backward peak) in bytes of each rank, with q, k, v and dO."""
     sizes = (call.heads, call.kv_heads, call.kv_heads, call.heads)
     whole = [torch.ones(call.batch, LENGTH, heads, DIM, dtype=call.dtype) for heads in sizes]
@@ -86,13 +86,13 @@ def measured(strategy, call):
         return forward + inputs, memory.peak + inputs + dout.nbytes
 
     with calls_with(kernel=lambda kernel: kernel if isinstance(kernel, ScoreRowKernel) else ResultsOnly()):
-        return bp.run_threads(RANKS, work)
+        return bp.run_threads(ranks, work)
 
 
-def planned(strategy, call):
+def planned(strategy, call, ranks=RANKS):
     sizes = {"heads": call.heads, "kv_heads": call.kv_heads, "head_dim": DIM, "batch": call.batch}
     options = {"mask": call.mask, "layout": call.layout, "itemsize": call.dtype.itemsize, "strategy": strategy}
-    return bp.plan(seq_len=LENGTH, ranks=RANKS, **sizes, **options)
+    return bp.plan(seq_len=LENGTH, ranks=ranks, **sizes, **options)
 
 
 NAMED = {label: one for label, one in STRATEGIES.items() if one.name != "auto"}  # it makes the plan of another one
@@ -108,6 +108,21 @@ def test_planned_peak_is_the_measured_one(label, every):
         for rank, peaks in enumerate(measured(strategy, call)):
             for name, peak in zip(PASSES, peaks, strict=True):
                 assert 0.9 * peak_memory(plan, name, rank) <= peak <= peak_memory(plan, name, rank), (call, rank, name)
+
+
+ON_ONE_RANK = [label for label, one in NAMED.items() if getattr(one, "ranks_per_node", None) is None]
+
+
+@pytest.mark.parametrize("label", ON_ONE_RANK)
+def test_one_rank_needs_no_memory_for_messages(label):
+    """Nothing is sent, so every strategy but the one that stores scores has the peak of `ring`."""
+    strategy, call = NAMED[label], CALLS[1]
+    plan = planned(strategy, call, ranks=1)
+    ((forward, backward),) = measured(strategy, call, ranks=1)
+    for name, peak in (("forward", forward), ("backward", backward)):
+        assert 0.9 * peak_memory(plan, name, 0) <= peak <= peak_memory(plan, name, 0), name
+        if not plan.score_rows:
+            assert peak_memory(plan, name, 0) == peak_memory(planned(NAMED["ring"], call, ranks=1), name, 0)
 
 
 def test_plan_memory_is_the_largest_peak():
