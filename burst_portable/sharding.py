@@ -129,7 +129,7 @@ def unshard(
         "dtype": str(local.dtype).removeprefix("torch."),
         "shape of a row": str(tuple(local.shape[1:])),
         "dim": str(dim % x.dim()),
-        "tokens": str(seq_len),
+        "tokens": hashed_value(str(seq_len), seq_len),
         "layout": hashed_value(layout.name, layout.shards),
     }
     agree(transport, call_signature(facts))

@@ -222,12 +222,17 @@ def _difference(texts: Sequence[str], digests: Sequence[bytes]) -> str:
     names = sorted({name for f in facts for name in f}, key=lambda name: (name != "tokens", name))
     if all("pass" in f for f in facts) and len({f["pass"] for f in facts}) > 1:  # most facts belong to one kind of pass
         names = ["pass", *(name for name in names if name != "pass" and all(name in f for f in facts))]
-    if len({f.get("tokens") for f in facts}) > 1:  # then positions and routes differ too, even under equal names
+    if len({_compared(f.get("tokens")) for f in facts}) > 1:  # then positions and routes differ, even if names do not
         names = [name for name in names if name not in _FOLLOWS_TOKENS or len({_shown(f.get(name)) for f in facts}) > 1]
     sides = [_sides(name, [f.get(name, "-") for f in facts]) for name in names]
     numbers = zip(*(unpack_from("<3Q", one, _DIGEST) for one in digests), strict=True)
     sides += [_sides(name, list(map(str, values))) for name, values in zip(_NUMBERS, numbers, strict=True)]
     return "; ".join(filter(None, sides)) or "facts that were too long to show"
+
+
+def _compared(value: Any) -> str:
+    """Return what ranks compare of a fact as it was received: see `_shown`."""
+    return str(value[1] if isinstance(value, list) else value)
 
 
 def _shown(value: Any) -> str:

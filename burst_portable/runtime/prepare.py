@@ -274,7 +274,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         plan, backend, kernel, reason = choose(call, mesh, request)
         transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     with_lse = request.return_lse
-    signature = _call_signature(plan, backend, kernel, transport, with_lse=with_lse)
+    tokens = _tokens_fact(call, q.shape[1], mesh, request)
+    signature = _call_signature(plan, backend, kernel, transport, tokens, with_lse=with_lse)
     prepared = prepared_call(plan, backend, kernel, transport, signature, with_lse=with_lse, reason=reason)
     kernel.save_compiled_in(triton_cache())
     compile_ahead(prepared, mesh, q, k, v, sinks)
@@ -376,7 +377,7 @@ def _strategy(
 
 
 def _call_signature(
-    plan: Plan, backend: Backend, kernel: Kernel, transport: Transport, *, with_lse: bool
+    plan: Plan, backend: Backend, kernel: Kernel, transport: Transport, tokens: HashedValue, *, with_lse: bool
 ) -> CallSignature:
     """Return the facts that must be equal on all ranks. Vendors must not differ: their partial results would be mixed.
 
@@ -395,7 +396,7 @@ def _call_signature(
             "batch": str(p.batch),
             "heads": f"{p.heads}, {p.kv_heads} of K and V",
             "head sizes": f"{p.head_dim}, {p.v_head_dim} of V",
-            "tokens": str(p.layout.length),
+            "tokens": tokens,
             "dtype": p.dtype,
             "mask": hashed_value(str(p.mask), p.mask.regions),
             "layout": hashed_value(p.layout.name, p.layout.shards),
@@ -408,6 +409,13 @@ def _call_signature(
             "LSE sent": "yes" if plan.heads and with_lse else "no",
         }
     )
+
+
+def _tokens_fact(call: AttentionCall, rows: int, mesh: Mesh, request: Request) -> HashedValue:
+    """Return the tokens of the unsharded sequence. Its name has the rows of this rank if they define the number."""
+    length = call.layout.length
+    is_given = request.seq_len is not None or isinstance(request.layout, Layout)
+    return hashed_value(str(length) if is_given else f"{rows} rows x {mesh.size} ranks = {length}", length)
 
 
 def plan_fact(plan: Plan) -> HashedValue:

@@ -42,7 +42,8 @@ def test_different_default_lengths_suggest_seq_len():
 
     def work(mesh):
         x = bp.shard(torch.ones(1, 101, 1, 8), mesh)
-        with pytest.raises(MismatchError, match=r"tokens: 102 on rank 0 but 100 on rank 1.*pass seq_len="):
+        shown = "tokens: 51 rows x 2 ranks = 102 on rank 0 but 50 rows x 2 ranks = 100 on rank 1"
+        with pytest.raises(MismatchError, match=f"{shown}.*pass seq_len="):
             bp.attention(x, x, x, mesh=mesh)
         assert bp.attention(x, x, x, mesh=mesh, seq_len=101).shape == x.shape
 
@@ -300,3 +301,19 @@ def test_agreement_truncates_long_facts(facts, message):
             agree(transport, call_signature(facts[transport.rank]))
 
     run_transports(2, work)
+
+
+def test_default_and_given_lengths_agree_if_equal():
+    """Only the number of tokens of the sequence is compared, not how a rank got it."""
+
+    def work(mesh):
+        q = torch.ones(1, 8, 2, 4)
+        given = {"seq_len": 24} if mesh.rank == 1 else {}
+        assert bp.attention(q, q, q, mesh=mesh, **given).shape == q.shape
+        longer = {"seq_len": 27} if mesh.rank == 1 else {}
+        rows = torch.ones(1, 9, 2, 4) if mesh.rank == 1 else q
+        told = r"tokens: 8 rows x 3 ranks = 24 on rank 0, 2 but 27 on rank 1"
+        with pytest.raises(MismatchError, match=told):
+            bp.attention(rows, rows, rows, mesh=mesh, **longer)
+
+    bp.run_threads(3, work)
