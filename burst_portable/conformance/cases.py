@@ -40,6 +40,8 @@ MASKS = {
     "global_window": Mask.global_window(3, 5, 2),
     "block_causal": Mask.block_causal((0, 8, 16, 24, 40, LENGTH)),
     "share_question": Mask.share_question((20, 10, 13, 10)),
+    "block_sparse": Mask.block_sparse(LENGTH, 8, 40),
+    "causal_block_sparse": Mask.block_sparse(LENGTH, 6, 50, causal=True, variable=True),
     "fully_masked_rows": Mask(Mask.documents((0, 9)).regions, "fully_masked_rows"),
     "custom": Mask((Region(5, 30, 0, 20, lo=3, hi=12), Region(30, LENGTH, 10, LENGTH, lo=-4), Region(0, 5, 40, 50))),
 }

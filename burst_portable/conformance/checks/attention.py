@@ -170,6 +170,8 @@ _QUICK_CASES = (
     Case("global_window", "zigzag", "burst", 2, "wide_heads", sinks=True),
     Case("block_causal", "striped", "ulysses", 3, "mqa", sinks=True),
     Case("share_question", "zigzag", "ring", 4, "wide_heads"),
+    Case("block_sparse", "dispatched", "dispatch", 3, "gqa"),
+    Case("causal_block_sparse", "zigzag", "burst(transfer=direct)", 4, "gqa"),
     Case("custom", "striped", "burst", 3, "gqa"),
     Case("causal", "striped", "usp", 4, "gqa", dropout=0.3),
     Case("causal", "zigzag", "ring", 1, "gqa"),

@@ -97,7 +97,7 @@ def declined(kernel: Kernel | LazyKernel, device: str) -> Iterator[Case]:
 def cases(coverage: str, axes: Axes) -> Iterator[Case]:
     """Yield every pair of choices, head sizes, and large and small scores; few cases for quick coverage."""
     if coverage == "quick":
-        masks = ("causal", "window", "documents", "fully_masked_rows", "custom")
+        masks = ("causal", "window", "documents", "fully_masked_rows", "custom", "causal_block_sparse")
         yield from (
             Case(mask, layout="contiguous", ranks=2, memory=MEMORY[i % len(MEMORY)]) for i, mask in enumerate(masks)
         )
