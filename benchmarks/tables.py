@@ -218,8 +218,8 @@ def bench_sentences(file: str, name: str) -> str:
     masks = compared(file)
     shares = {mask: min(times.values()) / times[name] for mask, times in masks.items() if name in times}
     if not shares:
-        statuses = {row["status"] for row in bench_rows(file) if row["entry"] == name}
-        return f"{where}, it was {'refused on all masks' if statuses == {'refused'} else 'not measured'}."
+        rows = [row for row in bench_rows(file) if row["entry"] == name]
+        return f"{where}, it was {refusal(rows) or 'not measured'}."
     assert len(shares) == len(masks), f"{name} is missing on some masks of {file}"
     behind = {mask: share for mask, share in shares.items() if share < 1}
     ahead = [mask for mask in shares if mask not in behind]
@@ -234,9 +234,19 @@ def bench_sentences(file: str, name: str) -> str:
     return f"{where}, it was the fastest on {in_words(ahead)}. Elsewhere, {reached}, least on {worst}."
 
 
+def refusal(rows: list[Result]) -> str:
+    """Return why the rows of a strategy were refused with one reason; "" if they were not."""
+    if {row["status"] for row in rows} != {"refused"}:
+        return ""
+    ((what, got, *_),) = {tuple(row["reason"].split("; ")) for row in rows}
+    return f"refused on all masks: {what} ({got.removeprefix('got ').partition(':')[0]})"
+
+
 def bench_numbers(name: str) -> list[str]:
     """Return a paragraph with the numbers of a strategy in all files of `burst-portable bench`."""
-    text = " ".join(["**Numbers.**", *(bench_sentences(file, name) for file in BENCH_MACHINES)])
+    is_measured = any(name in times for file in BENCH_MACHINES for times in compared(file).values())
+    sentences = [bench_sentences(file, name) for file in BENCH_MACHINES]
+    text = " ".join(["**Numbers.**", *sentences, *([] if is_measured else ["No speed was measured."])])
     return textwrap.wrap(text, 100)
 
 
