@@ -139,6 +139,7 @@ def bench(
     libraries, with the same local kernel if they use flash_attn. `ours,yunchang` adds one of them.
     Results are first compared with float64 on one K/V head; a wrong entry has no speed. All entries of a mask are timed
     in each round, in random order, and the slowest rank counts. TFLOP/s are per rank, by the visible pairs.
+    A rank that hangs ends its entry after BURST_TIMEOUT seconds (600 by default).
 
     Examples:
 
@@ -172,14 +173,14 @@ def bench(
         chosen, _ = flags.choose_backend(backend, 1 if launcher else max(sizes_of_mesh, default=1))
         device_type, on_cpu = chosen.capabilities.device_type, not chosen.capabilities.streams
         sizes_of_mesh = sizes_of_mesh or [2 if on_cpu else _device_count(device_type)]
-        kernel_names = split_list(kernels)
+        kernel_names = list(dict.fromkeys(split_list(kernels)))
         known_kernels = ["auto", *(one.name for one in kernels_of(chosen))]
         for one in kernel_names:
             if one not in known_kernels:
                 raise unknown_name(f"kernel of the backend {chosen.name!r}", one, known_kernels)
         if on_cpu and launcher is None:
             check_processes(max(sizes_of_mesh))
-        lengths = [tokens(one) for one in seq_len.split(",")] if seq_len else []
+        lengths = list(dict.fromkeys(map(tokens, seq_len.split(",")))) if seq_len else []
         if lengths and max(lengths) > _LONGEST:
             allowed = f"at most {_LONGEST:,} tokens, because every rank compares with the unsharded tensors"
             raise InputError("a sequence is too long", got=f"--seq-len {seq_len}", allowed=allowed)

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -435,6 +436,16 @@ def test_bench_takes_groups_of_strategies_in_lists(text, missing, capsys, monkey
     if text.startswith("yunchang"):
         expected.insert(0, "yunchang")
     assert list(names) == [name for name in dict.fromkeys(expected) if name not in missing]
+
+
+def test_bench_measures_repeated_choices_once(monkeypatch):
+    jobs = []
+    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", lambda job, on_rows: jobs.append(job))
+    arguments = ["--masks", "full,causal,full", "--seq-len", "64,33,64", "--kernels", "auto,reference,auto"]
+    assert main(["bench", "--strategies", "ring,burst,ring", "--ranks", "2,2", *arguments]) == 0
+    found = [(job.ranks, *one[:3], *one[3]) for job in jobs for one in job.work]
+    choices = product(["full", "causal"], [64, 33], ["auto", "reference"])
+    assert found == [(2, *one, "ring", "burst") for one in choices]
 
 
 def test_bench_names_groups_of_strategies_in_errors(capsys):
