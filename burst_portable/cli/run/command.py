@@ -45,7 +45,10 @@ def run(
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 1,
     lr: Annotated[float | None, typer.Option(help=f"Learning rate of AdamW. Default: {_LEARNING_RATE}.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights, and of dropout.")] = 0,
+    dropout: Annotated[
+        float, typer.Option(help="Probability of dropout of attention weights, by global position.")
+    ] = 0.0,
     scoring: Annotated[
         bool, typer.Option("--eval", help="Compute the perplexity of the text instead of training.")
     ] = False,
@@ -104,6 +107,7 @@ def run(
     from burst_portable.cli.run.job import Job, disable_garbage_collection
     from burst_portable.cli.run.view import View
     from burst_portable.config import read_launcher_env
+    from burst_portable.strategies.planner import checked_probability
 
     with disable_garbage_collection():
         from burst_portable.cli.run.setup import prepare
@@ -117,6 +121,8 @@ def run(
         ranks = number_of_ranks(ranks, launcher)
         if scoring and lr is not None:
             raise InputError("--lr requires training", got="--eval", next_step="omit one of them")
+        if scoring and dropout:
+            raise InputError("--dropout requires training", got="--eval", next_step="omit one of them")
         job = Job(
             model=model,
             text=text,
@@ -133,6 +139,7 @@ def run(
             layout=layout,
             dtype=dtype,
             gradient_checkpointing=gradient_checkpointing,
+            dropout=checked_probability(dropout),
             profile="kernels" if deep else "standard" if profile or ablate else "",
             ablate=ablate,
         )

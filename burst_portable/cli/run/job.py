@@ -135,6 +135,7 @@ class Job(RankJob):
         profile: Level of profiling, "standard" or "kernels"; "" for none.
         ablate: Whether one step is repeated without communication, attention kernels, or both.
         steps: Training steps, or batches that are scored.
+        dropout: Probability of attention dropout; 0 for none.
     """
 
     model: str
@@ -152,6 +153,7 @@ class Job(RankJob):
     profile: str
     ablate: bool
     steps: int = 0
+    dropout: float = 0.0
 
 
 def check_numbers(job: Job, steps: int | None) -> None:

@@ -129,6 +129,7 @@ def _job_facts(prepared: Prepared) -> Facts:
         "dtype": job.dtype,
         "learning_rate": None if job.scoring else job.learning_rate,
         "seed": job.seed,
+        **({"dropout": job.dropout} if job.dropout else {}),
         "gradient_checkpointing": job.gradient_checkpointing,
         "threads_per_rank": job.threads,
         "model": prepared.model,

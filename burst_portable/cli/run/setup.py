@@ -11,6 +11,7 @@ import torch
 from torch.nn import Embedding
 
 from burst_portable.cli.flags import choose_backend, make_named_strategy
+from burst_portable.cli.run.dropout import check_dropout_is_used, set_dropout
 from burst_portable.cli.run.job import DTYPES, Job, check_memory, check_numbers, check_processes, cores, hardware_of_run
 from burst_portable.cli.run.models import (
     check_tokens,
@@ -100,6 +101,8 @@ def prepare(job: Job, steps: int | None, *, local: bool) -> Prepared:
         raise unknown_name("kernel in BURST_KERNEL", settings.kernel, kernels)
     name, job = job.model, replace(job, model=local_model(job.model))
     config, checkpoint = config_of(job.model, job.seq_len), checkpoint_of(job.model)
+    if job.dropout:
+        set_dropout(config, job.dropout)
     sketch = _check_model(config, job)
     tokens, text = tokens_of(job.text, checkpoint)
     check_tokens(tokens, job.seq_len, config.vocab_size)
@@ -138,7 +141,9 @@ def _check_model(config: Any, job: Job) -> Any:
     check_model(sketch)
     check_positions(config, job.seq_len, watched=can_watch_positions(sketch))
     if not job.scoring:
-        _check_dropout(config)
+        _check_dropout(config, given=job.dropout)
+    if job.dropout:
+        check_dropout_is_used(sketch, job.dropout)
     if job.gradient_checkpointing:
         if job.scoring:
             what, next_step = "--gradient-checkpointing requires a backward pass", "omit one of them"
@@ -147,16 +152,23 @@ def _check_model(config: Any, job: Job) -> Any:
     return sketch
 
 
-def _check_dropout(config: Any) -> None:
-    """Raise `InputError` for dropout in training, which differs at random from the run on one device."""
+def _check_dropout(config: Any, *, given: float) -> None:
+    """Raise `InputError` for dropout in training, which differs at random from the run on one device.
+
+    Attention dropout by global position does not; it is `given` by --dropout.
+    """
     other_tasks = ("classifier", "summary")  # their heads are not part of a language model
     found = {
         name: value
         for name, value in config.to_dict().items()
-        if ("dropout" in name or name.endswith("pdrop")) and value and not name.startswith(other_tasks)
+        if ("dropout" in name or name.endswith("pdrop"))
+        and value
+        and not name.startswith(other_tasks)
+        and not (given and name == "attention_dropout")
     }
     if found:
-        raise InputError("dropout cannot be compared with one device", got=found, next_step="set it to 0 in the config")
+        next_step = "set it to 0 in the config; --dropout P sets attention_dropout, which is compared"
+        raise InputError("dropout cannot be compared with one device", got=found, next_step=next_step)
 
 
 def _plan(config: Any, job: Job, strategy: Strategy) -> Plan:
@@ -171,6 +183,7 @@ def _plan(config: Any, job: Job, strategy: Strategy) -> Plan:
             layout=job.layout,
             batch=job.batch,
             itemsize=getattr(torch, job.dtype).itemsize,
+            dropout_p=job.dropout,
         )
         for mask in dict.fromkeys(masks_of_layers(config))
     ]

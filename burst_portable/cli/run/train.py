@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from burst_portable.backends.selection import load
 from burst_portable.cli.flags import make_named_strategy
+from burst_portable.cli.run.dropout import ReferenceDropout, set_dropout
 from burst_portable.cli.run.job import Job, hardware_of_run
 from burst_portable.cli.run.models import (
     batches,
@@ -220,8 +221,13 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
 
 
 def run_reference(job: Job, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
-    """Run the job on one device with plain attention. Only the loop is code of this package."""
-    return _run(job, device, lambda model: None, on_step)
+    """Run the job on one device with plain attention. Only the loop, and dropout if any, is code of this package."""
+
+    def prepare(model: Any) -> None:
+        if job.dropout:
+            ReferenceDropout(model)
+
+    return _run(job, device, prepare, on_step)
 
 
 def _run(
@@ -231,10 +237,15 @@ def _run(
     tokens, _ = tokens_of(job.text, checkpoint_of(job.model))
     data = batches(tokens, job.seq_len, job.batch, job.steps)
     dtype = getattr(torch, job.dtype)
-    model, notes = build(job.model, config_of(job.model, job.seq_len), dtype, job.seed, device)
+    config = config_of(job.model, job.seq_len)
+    if job.dropout:
+        set_dropout(config, job.dropout)
+    model, notes = build(job.model, config, dtype, job.seed, device)
     if job.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     sharded = prepare(model)
+    if job.dropout:
+        torch.manual_seed(job.seed)  # each call takes the seed of its dropout from this generator
     trainer = Trainer(model, device, dtype, sharded)
     history = trainer.score(data, on_step) if job.scoring else trainer.train(data, job.learning_rate, on_step)
     backend = load(job.backend)

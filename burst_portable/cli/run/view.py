@@ -40,6 +40,7 @@ class View:
         work = f"{'score' if job.scoring else 'train'} {_count(job.steps, _unit(job.scoring))}"
         ranks = f"over {_count(job.ranks, 'rank')} on {job.backend}"
         dtype = f"{job.dtype}, gradient checkpointing" if job.gradient_checkpointing else job.dtype
+        dtype += f", attention dropout {job.dropout:g}" if job.dropout else ""
         self._console.print(f"[bold]{work}[/] of {job.batch} x {job.seq_len:,} tokens {ranks}, {dtype}")
         if prepared.backend_reason:
             self._line("", prepared.backend_reason, indent=2, style="dim")
