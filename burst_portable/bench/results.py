@@ -14,6 +14,10 @@ from burst_portable.utils.text import bytes_text
 
 SCHEMA = "burst_portable.bench/3"
 Row = dict[str, Any]
+_STATUSES = ("ok", "refused", "wrong", "failed")
+_SETTINGS = ("version", "backend", "heads", "kv_heads", "head_dim", "dtype", "layout", "rounds")
+"""Settings that every file has, and that pictures show."""
+_KEY = ("mask", "seq_len", "ranks", "kernel", "entry")
 COLUMNS = (
     "mask", "tokens", "ranks", "kernel", "strategy", "TFLOP/s, forward", "backward", "sent, forward", "backward",
     "peak memory",
@@ -36,9 +40,10 @@ def read_rows(path: Path) -> tuple[Row, list[Row]]:
         text = path.read_text(encoding="utf-8")
         settings, rows = _parsed(text)
         schema = settings["schema"]
-        for row in rows if schema == SCHEMA else ():
-            row_key(row)
-            _check_speeds(row)
+        if schema == SCHEMA:
+            _check_names("its settings", settings, _SETTINGS)
+            for number, row in enumerate(rows, 1):
+                _check_row(f"row {number}", row)
     except (OSError, ValueError, LookupError, TypeError) as error:
         next_step = "name a file that `bench --json` or `bench --resume` wrote"
         raise InputError(f"{path} is no file of a benchmark", got=in_a_line(error), next_step=next_step) from error
@@ -49,12 +54,29 @@ def read_rows(path: Path) -> tuple[Row, list[Row]]:
     return settings, rows
 
 
-def _check_speeds(row: Row) -> None:
-    """Raise `ValueError` if a speed is not a positive number."""
-    for name in PASSES:
-        value = row.get(f"{name}_tflops")
-        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise ValueError(f"{name}_tflops is {value!r}, not a positive number")
+def _check_row(where: str, row: Row) -> None:
+    """Raise `ValueError` if a row lacks what tables, pictures and comparisons read, or its speed is not positive."""
+    _check_names(where, row, (*_KEY, "status"))
+    if row["status"] not in _STATUSES:
+        raise ValueError(f"the status of {where} is {shown(row['status'])}, none of {', '.join(_STATUSES)}")
+    if row["status"] != "ok":
+        _check_names(where, row, ("reason",))
+        return
+    positive = [f"{name}_{what}" for name in PASSES for what in ("tflops", "seconds")]
+    counts = [*(f"{name}_sent_bytes" for name in PASSES), *(["peak_bytes"] if row.get("peak_bytes") else [])]
+    spreads = [name for name in (f"{name}_spread" for name in PASSES) if name in row]  # which old files lack
+    _check_names(where, row, (*positive, *counts, "peak_bytes"))
+    for name in (*positive, *counts, *spreads):
+        value, is_positive = row[name], name in positive
+        if type(value) not in (int, float) or not (value > 0 or (value == 0 and not is_positive)) or value == math.inf:
+            wanted = "a positive number" if is_positive else "a number from 0"
+            raise ValueError(f"{name} of {where} is {shown(value)}, not {wanted}")
+
+
+def _check_names(where: str, found: Row, names: Sequence[str]) -> None:
+    """Raise `ValueError` if an object lacks one of these names."""
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(f"no {missing[0]} in {where}")
 
 
 def _parsed(text: str) -> tuple[Row, list[Row]]:
@@ -159,8 +181,8 @@ NOISE = " ~"
 
 
 def _ratio(before: Row, after: Row, name: str) -> str:
-    """Return the speed of a pass over that of before, and `NOISE` if the repeats of a row differ by as much."""
-    ratio = before[f"{name}_seconds"] / after[f"{name}_seconds"]
+    """Return the TFLOP/s of a pass over those of before, and `NOISE` if the repeats of a row differ by as much."""
+    ratio = after[f"{name}_tflops"] / before[f"{name}_tflops"]
     spread = max(row.get(f"{name}_spread") or 0.0 for row in (before, after))
     return f"{ratio:.3f}{NOISE if 0 < abs(ratio - 1) <= spread else ''}"
 

@@ -78,4 +78,4 @@ def test_bench_draw_refuses_speed_that_is_no_positive_number(speed, tmp_path, ca
     file = tmp_path / "rows.json"
     file.write_text(json.dumps(made))
     assert main(["bench", "draw", str(file), "--picture", str(tmp_path / "x.svg")]) == 2
-    assert f"forward_tflops is {speed!r}, not a positive number" in capsys.readouterr().err
+    assert f"forward_tflops of row 1 is {speed!r}, not a positive number" in capsys.readouterr().err

@@ -351,8 +351,7 @@ def test_tables_show_what_auto_ran():
 
 def test_compare_reports_ratios_and_statuses():
     row = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
-    old = {**row, "forward_seconds": 2.0, "backward_seconds": 3.0}
-    new = {**row, "forward_seconds": 1.0, "backward_seconds": 6.0}
+    old, new = row | measured(2.0, 3.0), row | measured(1.0, 6.0)
     assert compare([old], [new]) == [("full, 8 tokens, 2 ranks, auto, ring", "2.000", "0.500")]
     assert compare([{**old, "ranks": 4}], [new]) == []
     assert compare([old], [{**row, "status": "wrong"}]) == [("full, 8 tokens, 2 ranks, auto, ring", "ok", "wrong")]
@@ -360,8 +359,8 @@ def test_compare_reports_ratios_and_statuses():
 
 def test_compare_marks_differences_within_the_spread(tmp_path, capsys):
     row = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
-    old = {**row, "forward_seconds": 2.0, "backward_seconds": 3.0, "forward_spread": 0.02, "backward_spread": 0.02}
-    new = {**row, "forward_seconds": 2.1, "backward_seconds": 3.1, "forward_spread": 0.01, "backward_spread": 0.05}
+    old = {**row, **measured(2.0, 3.0), "forward_spread": 0.02, "backward_spread": 0.02}
+    new = {**row, **measured(2.1, 3.1), "forward_spread": 0.01, "backward_spread": 0.05}
     assert compare([old], [new])[0][1:] == ("0.952", "0.968 ~")
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, one in zip(files, (old, new), strict=True):
@@ -542,8 +541,67 @@ def test_bench_rejects_an_unknown_kernel(capsys):
     assert "did you mean 'cpu_flash'" in capsys.readouterr().err
 
 
+SETTINGS = {"schema": SCHEMA, "version": "1", "backend": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8,
+            "dtype": "float32", "layout": "zigzag", "rounds": 3}  # fmt: skip
+
+
 def write_json(path, rows, **settings):
-    path.write_text(json.dumps({"settings": {"schema": SCHEMA, **settings}, "rows": rows}, indent=1))
+    path.write_text(json.dumps({"settings": {**SETTINGS, **settings}, "rows": rows}, indent=1))
+
+
+def measured(forward, backward, flops=1e12):
+    """Return the numbers of a row with the status "ok"."""
+    times = {"forward": forward, "backward": backward}
+    return {
+        **{f"{name}_seconds": value for name, value in times.items()},
+        **{f"{name}_tflops": flops / 1e12 / value for name, value in times.items()},
+        **{f"{name}_sent_bytes": 64 for name in times},
+        "peak_bytes": None,
+    }
+
+
+def test_compare_of_other_sizes_compares_the_rate_of_work():
+    """Twice as many heads in twice the time are equally fast."""
+    row = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
+    assert compare([row | measured(2.0, 3.0)], [row | measured(4.0, 6.0, flops=2e12)])[0][1:] == ("1.000", "1.000")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"status": None}, "no status in row 2"),
+        ({"status": "fine"}, "the status of row 2 is 'fine', none of ok, refused, wrong, failed"),
+        ({"status": "wrong"}, "no reason in row 2"),
+        ({"mask": None}, "no mask in row 2"),
+        ({"forward_tflops": None}, "no forward_tflops in row 2"),
+        ({"backward_seconds": 0.0}, "backward_seconds of row 2 is 0.0, not a positive number"),
+        ({"backward_seconds": "fast"}, "backward_seconds of row 2 is 'fast', not a positive number"),
+        ({"forward_tflops": float("nan")}, "forward_tflops of row 2 is nan, not a positive number"),
+        ({"forward_sent_bytes": -1}, "forward_sent_bytes of row 2 is -1, not a number from 0"),
+        ({"forward_spread": "x"}, "forward_spread of row 2 is 'x', not a number from 0"),
+        ({"peak_bytes": True}, "peak_bytes of row 2 is True, not a number from 0"),
+    ],
+)
+def test_files_with_damaged_rows_are_rejected(changes, told, tmp_path, capsys):
+    """None removes a name. Every command that reads files names the row."""
+    row = {"mask": "full", "seq_len": 64, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
+    right = row | measured(1.0, 2.0)
+    wrong = {name: value for name, value in {**right, **changes}.items() if value is not None or name == "peak_bytes"}
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    write_json(files[0], [right])
+    write_json(files[1], [right, wrong])
+    lines = tmp_path / "rows.jsonl"
+    append_rows(lines, SETTINGS, [right, wrong])
+    for words in (["compare", *files], ["draw", files[1], "--picture", tmp_path / "a.svg"], ["--resume", lines]):
+        assert main(["bench", *map(str, words)]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_files_without_settings_are_rejected(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"settings": {"schema": SCHEMA}, "rows": []}))
+    with pytest.raises(InputError, match="no version in its settings"):
+        read_rows(file)
 
 
 def test_bench_resume_keeps_a_file_of_json(tmp_path, capsys):
@@ -558,7 +616,7 @@ def test_bench_resume_keeps_a_file_of_json(tmp_path, capsys):
 
 def test_bench_compare_tells_differences_of_files(tmp_path, capsys):
     where = {"mask": "full", "seq_len": 64, "ranks": 2, "kernel": "auto", "status": "ok"}
-    rows = [where | {"entry": name, "forward_seconds": 1.0, "backward_seconds": 2.0} for name in ("ring", "burst")]
+    rows = [where | {"entry": name, **measured(1.0, 2.0)} for name in ("ring", "burst")]
     first, second, third = (tmp_path / f"{name}.json" for name in "abc")
     write_json(first, rows, dtype="float32")
     write_json(second, rows[:1], dtype="bfloat16")
