@@ -123,12 +123,15 @@ def test_compile_call_refuses_what_it_cannot_compile(kernel, head, reason):
 @pytest.mark.full
 @pytest.mark.parametrize("kernel", ["hopper", "triton"])
 def test_compile_call_with_threads_makes_equal_code(kernel, tmp_path):
-    """Triton's code generator has state; threads that shared it would make other code under the same key."""
+    """Triton's code generator has state; threads that shared it would make other code under the same key.
+
+    PTX is compared: of 20 runs with equal PTX, ptxas once allocated other registers.
+    """
     one, four = tmp_path / "one", tmp_path / "four"
     assert sorted(compiled(f"{kernel} ahead", 512, one)) == sorted(compiled(f"{kernel} ahead", 512, four, jobs=4))
-    binaries = [path.relative_to(one) for path in one.glob("*/*.cubin")]
-    assert len(binaries) >= 3
-    assert all((one / path).read_bytes() == (four / path).read_bytes() for path in binaries)
+    texts = [path.relative_to(one) for path in one.glob("*/*.ptx")]
+    assert len(texts) >= 3
+    assert all((one / path).read_bytes() == (four / path).read_bytes() for path in texts)
 
 
 @pytest.mark.full
