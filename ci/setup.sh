@@ -38,14 +38,17 @@ install() {
     .venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt "$@"
 }
 
+# Pip itself comes first: that of Python 3.11 needs twice the processor time to read the lists of versions.
+echo "setup: the pins of constraints.txt; torch is the largest"
+install "$(sed -n '/^pip==/p' constraints.txt)" || echo "setup: goes on with $(.venv/bin/python -m pip --version)" >&2
+
 # The pins name all packages, so nothing is resolved, and three processes install at once. torch is exact: from a looser
 # requirement on an x86-64 machine without a GPU pip takes the newest build with its gigabytes of CUDA libraries.
 # Triton has wheels for Linux only.
 pins() {
-    if [ "$(uname)" = Linux ]; then omit='^#\|^torch=='; else omit='^#\|^torch==\|^triton=='; fi
+    if [ "$(uname)" = Linux ]; then omit='^#\|^pip==\|^torch=='; else omit='^#\|^pip==\|^torch==\|^triton=='; fi
     grep -v "$omit" constraints.txt | sed -n "$1"
 }
-echo "setup: the pins of constraints.txt; torch is the largest"
 install --no-deps "$(sed -n '/^torch==/p' constraints.txt)" &
 torch=$!
 install --no-deps $(pins 'p;n') &
