@@ -13,8 +13,11 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
-import torch._dynamo  # the rejected calls import it
+import torch._decomp.decompositions_for_jvp  # the rejected calls import these four
+import torch._dynamo
+import torch._functorch.aot_autograd
 import torch.distributed as dist
+import torch.export._trace
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
