@@ -8,23 +8,22 @@ which stays off. It would remove our masks and divide counts of tokens by its nu
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from burst_portable.config import launched_processes
-from burst_portable.errors import InputError, UnsupportedError, format_error
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.integrations.schedulers import warn_about_schedulers
 from burst_portable.integrations.transformers.adapters import check_adapters, reads_logits
 from burst_portable.integrations.transformers.checks import part_below_head
-from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize, sharded_model_of
+from burst_portable.integrations.transformers.parallel import parallelize, sharded_model_of
+from burst_portable.integrations.transformers.sharded_model import ShardedModel
 from burst_portable.integrations.versions import importing
 from burst_portable.mesh import Mesh
-from burst_portable.utils.torch_modes import never_compiled
 
 with importing("accelerate", "burst-portable[transformers]"):
     from accelerate import Accelerator, ParallelismConfig
@@ -70,7 +69,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         self.sequence_size, self._replicas, self.has_model = cp_size, dp_replicate_size, False
         self._mesh: Mesh | None = None  # one for all models, which then share its connections
         self._accelerator: Any = None  # a weak reference
-        self._options = {"strategy": strategy, "layout": layout, "kernel": kernel}
+        self._options = {"strategy": strategy, "layout": layout, "kernel": kernel, "averaged_gradients": True}
         for name, value in (("cp_size", cp_size), ("dp_replicate_size", dp_replicate_size)):
             if value is not None and value < 1:
                 raise InputError(f"{name} must be positive", got=value)
@@ -186,47 +185,16 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
             self._mesh = Mesh.from_device_mesh(self.device_mesh, AXIS)
         elif self._mesh is None and dist.is_initialized():
             self._mesh = Mesh.single()  # otherwise `parallelize` raises if torchrun started several processes
-        inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
-        if inner is None:
+        if (inner := next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)) is None:
             raise InputError("SequenceParallelism needs a model of Transformers", got=type(model).__name__)
         check_adapters(inner, ranks=self.non_data_parallel_size, full_batches=True)
         inner = part_below_head(inner)
-        earlier = sharded_model_of(inner)
         self.has_model = True
         if gather_outputs is None and reads_logits(model):
             gather_outputs = True
-        if earlier is not None and earlier.averaged_gradients:
+        if (earlier := sharded_model_of(inner)) is not None and earlier.averaged_gradients:
             earlier.undo()
-        options = self._options | {"full_batches": True, "gather_outputs": gather_outputs}
-        sharded = parallelize(inner, self._mesh, averaged_gradients=True, **options)
-        self._watch_schedulers(inner)
+        sharded = parallelize(inner, self._mesh, full_batches=True, gather_outputs=gather_outputs, **self._options)
+        if self._accelerator is not None:
+            warn_about_schedulers(inner, self._accelerator, lambda: (self.total_size, self.non_data_parallel_size))
         return sharded
-
-    def _watch_schedulers(self, model: PreTrainedModel) -> None:
-        """Warn in the first training call of a model, on one rank, if accelerate steps a scheduler once per process.
-
-        Programs that multiply the length of a schedule by `num_processes` are right, and those that take the length of
-        the loader before `prepare` are wrong. A scheduler does not show which.
-        """
-
-        @never_compiled("hooks are not graphs")
-        def warn(module: PreTrainedModel, inputs: Any) -> None:
-            accelerator = None if self._accelerator is None else self._accelerator()
-            if accelerator is None or not torch.is_grad_enabled():
-                return
-            hook.remove()
-            prepared = accelerator._schedulers if accelerator.is_main_process else ()
-            if self.non_data_parallel_size > 1 and any(
-                scheduler.step_with_optimizer and not scheduler.split_batches for scheduler in prepared
-            ):
-                processes, sequences = self.total_size, self.total_size // self.non_data_parallel_size
-                message = format_error(
-                    "accelerate steps a prepared scheduler once per process, and the ranks of a sequence are several",
-                    got=f"{processes} steps per optimizer step, and {sequences} data-parallel ranks",
-                    allowed=f"a schedule with {processes} times as many steps as optimizer steps",
-                    next_step="otherwise do not pass the scheduler to prepare(), and step it if "
-                    "accelerator.sync_gradients is true",
-                )
-                warnings.warn(message, stacklevel=2)
-
-        hook = model.register_forward_pre_hook(warn)

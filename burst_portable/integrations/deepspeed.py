@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers.checks import part_below_head
-from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
+from burst_portable.integrations.transformers.parallel import parallelize
+from burst_portable.integrations.transformers.sharded_model import ShardedModel
 from burst_portable.integrations.versions import check_version, importing
 from burst_portable.mesh import Mesh
 

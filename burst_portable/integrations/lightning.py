@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
 from burst_portable.errors import InputError
+from burst_portable.integrations.transformers import ShardedModel, parallelize
 from burst_portable.integrations.transformers.adapters import check_adapters
 from burst_portable.integrations.transformers.checks import part_below_head
-from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
 from burst_portable.integrations.versions import check_version, importing
 from burst_portable.mesh import Mesh
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.accelerate import SequenceParallelism
-from burst_portable.integrations.transformers.parallel import ShardedModel
+from burst_portable.integrations.transformers.sharded_model import ShardedModel
 from burst_portable.integrations.versions import importing
 
 with importing("accelerate", "burst-portable[transformers]"):

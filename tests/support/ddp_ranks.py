@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from burst_portable import Mesh
 from burst_portable.config import Config
 from burst_portable.errors import InputError
-from burst_portable.integrations.transformers import parallel, parallelize
+from burst_portable.integrations.transformers import model_calls, parallelize
 from tests.support.forked import run_forked
 from tests.support.models import make, tokens
 
@@ -87,7 +87,7 @@ def train(rank: int, folder: str) -> None:
         except InputError as error:
             found.append(str(error))
     found.append(norm(summing, averaged=False))
-    parallel.check_averaging = lambda model, mesh, *, averaged: None
+    model_calls.check_averaging = lambda model, mesh, *, averaged: None
     found += [norm(wrap, averaged=False) for wrap in ways]
     found.append({f"{wrap.__name__} {way}": steps(make("llama"), wrap, way) for wrap in ways for way in LOSSES})
     if rank == 0:

@@ -14,6 +14,7 @@ from burst_portable.integrations.versions import importing
 
 with importing("transformers", "burst-portable[transformers]"):
     from burst_portable.integrations.transformers.checks import check_model
-    from burst_portable.integrations.transformers.parallel import ShardedModel, parallelize
+    from burst_portable.integrations.transformers.parallel import parallelize
+    from burst_portable.integrations.transformers.sharded_model import ShardedModel
 
 __all__ = ["ShardedModel", "all_reduce", "all_reduce_gradients", "check_model", "parallelize"]

@@ -28,6 +28,9 @@ from burst_portable.runtime.validation import broadcast_error
 from burst_portable.sharding import local_position_ids
 from burst_portable.utils.torch_modes import never_compiled
 
+NAME = "burst_portable"
+"""Name of our attention and mask functions in Transformers' interfaces."""
+
 ATTRIBUTE = "_burst_portable"
 """Attribute of each module of a parallelized model with its `ModelState`: models on two meshes have one each."""
 

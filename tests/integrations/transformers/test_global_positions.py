@@ -18,7 +18,7 @@ from transformers import (
 
 from burst_portable import Mesh, run_threads, unshard
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations.transformers import all_reduce_gradients, global_positions, parallel, parallelize
+from burst_portable.integrations.transformers import all_reduce_gradients, global_positions, model_calls, parallelize
 from tests.support.models import (
     SIZES,
     assert_same,
@@ -85,7 +85,7 @@ def test_rope_of_a_shard_alone_is_wrong(kind, monkeypatch):
     monkeypatch.setattr(global_positions, "depends_on_length", lambda module: False)
     with pytest.raises(UnsupportedError, match="RoPE of type"):
         on_ranks(2, model, ids, layout="contiguous")
-    monkeypatch.setattr(parallel, "check_positions", lambda *_, **__: None)
+    monkeypatch.setattr(model_calls, "check_positions", lambda *_, **__: None)
     answer = on_ranks(2, model, ids, layout="contiguous")[0]
     with pytest.raises(AssertionError):
         assert_same(answer, expected)

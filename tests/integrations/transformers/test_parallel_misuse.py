@@ -20,7 +20,7 @@ from burst_portable import Mesh, local_position_ids, run_threads
 from burst_portable.comm.local import LocalTransport
 from burst_portable.config import environment_of_children
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
-from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallel, parallelize
+from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, model_calls, parallelize
 from burst_portable.integrations.transformers.batch_check import checksum, parameter_checksum
 from tests.support.fork_server import run_program
 from tests.support.models import SIZES, make, tokens
@@ -212,7 +212,7 @@ def test_outer_model_of_parallelized_part_raises(outer: str, monkeypatch: pytest
 
     is_planted = False
     run_threads(2, work)
-    monkeypatch.setattr(parallel, "check_outer_models", lambda module: None)
+    monkeypatch.setattr(model_calls, "check_outer_models", lambda module: None)
     is_planted = True
     expected, wrong = output(whole, slice(0, 32)), run_threads(2, work)
     wrong = sum(wrong) / 2 if outer in ("labels", "compiled", "router") else wrong[0]

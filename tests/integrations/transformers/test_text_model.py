@@ -95,7 +95,7 @@ def test_planted_faults_of_images_differ_from_one_device(planted: str, monkeypat
             divided["attention_mask"] = None
         return divided
 
-    monkeypatch.setattr("burst_portable.integrations.transformers.parallel.divide", wrong)
+    monkeypatch.setattr("burst_portable.integrations.transformers.model_calls.divide", wrong)
     name = "gemma3" if planted == "blocks" else "qwen3_vl"
     model = models.make(name)
     assert trials.compare(model, models.batch(name, model), ranks=2) > 1e-3

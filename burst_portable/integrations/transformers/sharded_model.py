@@ -1,0 +1,205 @@
+"""The result of `parallelize`: installs the hooks of a sharded model, removes them, and divides batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from burst_portable.errors import InputError
+from burst_portable.integrations.transformers.attention import (
+    ATTRIBUTE,
+    NAME,
+    attend,
+    create_mask,
+)
+from burst_portable.integrations.transformers.batch_check import (
+    KEY,
+    shard_checksum,
+)
+from burst_portable.integrations.transformers.dropout_streams import DropoutStreams
+from burst_portable.integrations.transformers.global_positions import restore_positions, watch_positions
+from burst_portable.integrations.transformers.loss import (
+    sharded_loss,
+)
+from burst_portable.integrations.transformers.model_calls import ModelCalls
+from burst_portable.integrations.transformers.recurrent_states import StateExchange
+from burst_portable.integrations.transformers.shard_mark import ShardMark
+from burst_portable.integrations.transformers.shards import batch_arguments
+from burst_portable.layout import Layout
+from burst_portable.mask import checked_cu_seqlens
+
+
+class ShardedModel(ModelCalls):
+    """A model whose sequence is sharded over a mesh, and the state that its modules need. See `parallelize`.
+
+    Attributes:
+        model: The Transformers model, changed in place.
+        mesh: The ranks that share a sequence.
+        strategy: Name of the strategy, or the strategy itself.
+        layout: Name of the layout, or "auto".
+        kernel: Name of the kernel, or "auto".
+        seq_len: Tokens of the unsharded sequence, for calls without `seq_len`. May be set between calls.
+        full_batches: Whether calls take full batches.
+        gather_outputs: Whether such calls return the outputs of all tokens. None: in calls without labels. May be set
+            between calls, equally on all ranks.
+        averaged_gradients: Whether gradients of such calls will be averaged over the mesh, instead of summed.
+        call: The sequence of the running call.
+        attended: Number of finished attentions in that call.
+        attending: Whether an attention runs. After a failed call: whether the call failed in an attention.
+        dropout: The random numbers of calls.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._before = self._text.config._attn_implementation
+        self._install()
+
+    def __repr__(self) -> str:
+        state = "" if self._hooks else ", undone"
+        of = f"{type(self.model).__name__}, rank {self.mesh.rank} of {self.mesh.size}"
+        return f"ShardedModel({of}, strategy={self.strategy!r}, layout={self.layout!r}{state})"
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise `InputError`: calls go to the model."""
+        batch = "batch" if self.full_batches else "sharded.shard(batch)"
+        raise InputError("a ShardedModel is not called itself", next_step=f"call the model: model(**{batch})")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+        """Return the same object: process groups and transports cannot be copied."""
+        return self
+
+    def _install(self) -> None:
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, create_mask)
+        self._set_attention(NAME)
+        self._watch_loss(self.model)
+        for module in self._text.modules():
+            setattr(module, ATTRIBUTE, self)
+        for module in self._called_models():
+            setattr(module, ATTRIBUTE, self)
+            self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        if self._has_parts:
+            self._hooks.append(self._text.register_forward_pre_hook(self._enter_text, with_kwargs=True))
+            self._hooks.append(self._text.register_forward_hook(self._leave_text, always_call=True))
+        self.dropout = DropoutStreams(self._text, self.mesh.rank)
+        if self.mesh.size > 1:
+            self._hooks += StateExchange(self.mesh).hooks(self._text)
+        hooks, scaled = watch_positions(self._text)
+        self._hooks += hooks
+        self._watches_gradient = False
+        self._watches_positions, self._scales_by_row = bool(hooks or scaled), bool(scaled)
+        if self.averaged_gradients and self.mesh.size > 1:
+            self.mesh.averaged.add(self.model)
+
+    def undo(self) -> None:
+        """Restore the model. A second call does nothing."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.mesh.averaged.discard(self.model)
+        for module in self.model.modules():
+            if hasattr(module, ATTRIBUTE):
+                delattr(module, ATTRIBUTE)
+        self.dropout.remove()
+        restore_positions(self._text)
+        if loss := sharded_loss(self.model):
+            self.model.loss_function = loss.function
+        self._set_attention(self._before)
+
+    def _set_attention(self, name: str) -> None:
+        """Set the attention of all layers. Copied layers, as those of PEFT's layer replication, have copied configs."""
+        self._text.set_attn_implementation(name)
+        for module in self._text.modules():
+            if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+                config._attn_implementation = name
+
+    @contextmanager
+    def paused(self) -> Iterator[PreTrainedModel]:
+        """Restore the model in a `with` block, for example to generate, and shard it again afterwards."""
+        was_sharded = bool(self._hooks)
+        self.undo()
+        try:
+            yield self.model
+        finally:
+            if was_sharded:
+                self._install()
+
+    def __enter__(self) -> ShardedModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+    # ------------------------------------------------------------------------------------------ inputs of a call
+
+    def shard(
+        self,
+        input_ids: Tensor | Mapping[str, Any],
+        labels: Tensor | None = None,
+        *,
+        cu_seqlens: Any = None,
+        attention_mask: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """Return this rank's arguments for the model, from a batch that every rank has in full.
+
+        The loss of a rank is its part of the mean over all tokens. The sum over ranks equals one device's loss, and
+        the summed gradients equal one device's gradients. With `full_batches`, the model divides batches itself.
+
+        Args:
+            input_ids: Token ids of shape ``[B, N]``, equal on every rank. Or a tokenizer's or collator's batch with
+                `input_ids` and, if it has them, `labels`, `attention_mask`, `cu_seqlens` and `position_ids`. Position
+                ids that restart at 0 are packed documents, as `DataCollatorWithFlattening` makes them. As on one
+                device, the last token of a document then predicts the first label of the next one, unless it is -100.
+            labels: Shape ``[B, N]``, as for the model on one device; -100 for tokens without a label. Default:
+                `input_ids`, without the first token of each document; or no labels for models that do not shift them
+                (encoders).
+            cu_seqlens: Cumulative lengths of packed documents, starting with 0 and equal for all rows of the batch: a
+                sequence of ints, an array or a tensor. Or a sequence of them, one for each row. If they differ, as
+                those of position ids may, the rows are joined to one of ``B * N`` tokens. No label of a first token is
+                predicted.
+            attention_mask: Shape ``[B, N]``, 0 for padding, which must be at the end of its row and have the label
+                -100. Outputs of padding are undefined.
+
+        Returns:
+            input_ids, position_ids, labels and, if labels are shifted, shift_labels, each ``[B, S]``, or ``[1, S]`` for
+            joined rows. Also num_items_in_batch, seq_len, cu_seqlens; and, if the batch has padding, padded, which is
+            true for it. With several ranks also batch_checksum, and an attention_mask that only parallelized models
+            take.
+
+        Raises:
+            InputError: If arguments contradict each other, after `undo`, or with `full_batches`.
+        """
+        if self.full_batches:
+            what = "full_batches=True divides batches in the forward pass"
+            raise InputError(what, next_step="call model(**batch) with the full batch on every rank")
+        if not self._hooks:
+            raise InputError(
+                "undo() has restored the model, which would treat this shard as the full sequence; parallelize it again"
+            )
+        given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
+        batch = (
+            batch_arguments(input_ids, given) if isinstance(input_ids, Mapping) else {"input_ids": input_ids} | given
+        )
+        inputs = self._divider.divide(**batch)
+        if self.mesh.size == 1:
+            return inputs
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        key = shard_checksum(inputs[KEY], inputs["input_ids"], labels, inputs.get("num_items_in_batch"))
+        return inputs | {KEY: key, "attention_mask": ShardMark()}
+
+    def layout_of(self, seq_len: int, cu_seqlens: Any = None) -> Layout:
+        """Return the layout of a sequence, which `unshard` needs to gather outputs.
+
+        Args:
+            seq_len: Tokens of the unsharded sequence.
+            cu_seqlens: Cumulative lengths of packed documents, as in `shard`.
+        """
+        cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
+        return self._layouts.of(seq_len, cu_seqlens)
