@@ -20,8 +20,8 @@ from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.schedulers import warn_about_schedulers
 from burst_portable.integrations.transformers.adapters import check_adapters, reads_logits
 from burst_portable.integrations.transformers.checks import part_below_head
-from burst_portable.integrations.transformers.parallel import parallelize, sharded_model_of
-from burst_portable.integrations.transformers.sharded_model import ShardedModel
+from burst_portable.integrations.transformers.parallel import parallelize
+from burst_portable.integrations.transformers.sharded_model import ShardedModel, sharded_model_of
 from burst_portable.integrations.versions import importing
 from burst_portable.mesh import Mesh
 

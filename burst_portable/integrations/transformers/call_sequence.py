@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import warnings
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, LayoutError
-from burst_portable.integrations.transformers.attention import CallSequence
 from burst_portable.integrations.transformers.checks import keeps_activations, longer_than_trained
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.shards import on_device
+from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
 from burst_portable.mesh import Mesh
 from burst_portable.sharding import local_position_ids
 from burst_portable.utils.values import size
+
+
+class CallSequence(NamedTuple):
+    """The sequence of one call."""
+
+    seq_len: int  # of the unsharded sequence
+    layout: Layout
+    cu_seqlens: tuple[int, ...] | None = None  # of packed documents
+    padded: bool = False  # whether rows end with padding
+    lengths: tuple[int, ...] | None = None  # tokens of each row without its padding, if images attend to later tokens
+    dropout_seed: int | None = None  # see `dropout_streams`
 
 
 def sequence_of_call(

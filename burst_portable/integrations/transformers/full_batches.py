@@ -83,8 +83,8 @@ def requested_outputs(
         raise UnsupportedError(
             "a model without a head would be trained by full_batches=True",
             got=type(module).__name__,
-            next_step="call the parallelized model itself, not its forward() (PEFT's AdaptionPromptConfig does that); "
-            "disable gradients; divide batches by ShardedModel.shard; or average gradients (averaged_gradients=True)",
+            next_step="call the parallelized model itself; disable gradients; divide batches by ShardedModel.shard; or "
+            "average gradients (averaged_gradients=True)",
         )
     if is_summed and gather and flags["output_hidden_states"]:
         next_step = "disable gradients, pass output_hidden_states=False, or average gradients (averaged_gradients=True)"

@@ -11,10 +11,7 @@ from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.adapters import check_adapters
-from burst_portable.integrations.transformers.attention import (
-    NAME,
-    CallSequence,
-)
+from burst_portable.integrations.transformers.attention import NAME
 from burst_portable.integrations.transformers.batch_check import (
     KEY,
     BatchCheck,
@@ -29,7 +26,12 @@ from burst_portable.integrations.transformers.call_errors import (
     unknown_order,
     wrong_tokens,
 )
-from burst_portable.integrations.transformers.call_sequence import CallWarnings, positions_of, sequence_of_call
+from burst_portable.integrations.transformers.call_sequence import (
+    CallSequence,
+    CallWarnings,
+    positions_of,
+    sequence_of_call,
+)
 from burst_portable.integrations.transformers.checks import (
     PositionCheck,
     check_arguments,
@@ -62,7 +64,7 @@ from burst_portable.integrations.transformers.loss import (
     with_router_loss,
 )
 from burst_portable.integrations.transformers.masked_loss import has_masked_loss, with_masked_loss
-from burst_portable.integrations.transformers.outer_model import check_outer_models
+from burst_portable.integrations.transformers.outer_model import check_forward, check_outer_models
 from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
 from burst_portable.integrations.transformers.recurrent_states import check_recurrent_sequence
 from burst_portable.integrations.transformers.running_call import RunningCall
@@ -102,20 +104,25 @@ class ModelCalls:
         self.seq_len, self.kernel = seq_len, kernel
         self.full_batches, self.gather_outputs = full_batches, gather_outputs
         self.averaged_gradients, self._is_order_known = averaged_gradients, is_order_known
+        # Attentions of the last successful call.
+        self._attentions: int = getattr(self._text.config, "num_hidden_layers", 0)
+        self._hooks: list[Any] = []
+        self._drops_layers, self._has_masked_loss = drops_layers(model), has_masked_loss(model)
+        self._has_recurrent_layers = bool(recurrent_layers(self._text))
+        self._watches_positions, self._scales_by_row = False, False  # see `ShardedModel`
+        self.dropout = DropoutStreams(self._text, mesh.rank)
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        """Set the state of calls to that of a model that was not called yet."""
         self._outputs: Outputs | None = None  # of the running call, with full batches
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
         self._batch, self._position_check, self._loss_scale = BatchCheck(), PositionCheck(), LossScaleCheck()
         self._has_all_labels: Tensor | None = None  # of the running call
-        self._warnings = CallWarnings(model, mesh.rank)
-        # Attentions of the last successful call.
-        self._attentions: int = getattr(self._text.config, "num_hidden_layers", 0)
-        self._hooks: list[Any] = []
-        self._drops_layers, self._has_masked_loss = drops_layers(model), has_masked_loss(model)
-        self._has_recurrent_layers = bool(recurrent_layers(self._text))
-        self._watches_gradient, self._watches_positions, self._scales_by_row = False, False, False  # see `_install`
-        self.dropout = DropoutStreams(self._text, mesh.rank)
+        self._watches_gradient = False
+        self._warnings = CallWarnings(self.model, self.mesh.rank)
 
     @property
     def _has_parts(self) -> bool:
@@ -162,6 +169,13 @@ class ModelCalls:
         undivided: dict[str, Any] = {}
         try:
             check_adapters(self.model, ranks=self.mesh.size, full_batches=self.full_batches)
+            if module is not self.model and (self.mesh.size > 1 or self.full_batches):
+                check_forward(
+                    self.model,
+                    full_batches=self.full_batches,
+                    averaged=self.averaged_gradients,
+                    takes_labels=not self._has_masked_loss,
+                )
             if self.full_batches:
                 kwargs, undivided = self._divide(module, kwargs)
             lengths = kwargs.pop("lengths", None)

@@ -19,6 +19,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from burst_portable.errors import UnsupportedError
@@ -42,11 +43,46 @@ def check_outer_models(module: PreTrainedModel) -> None:
         frame = frame.f_back
 
 
+def check_forward(model: PreTrainedModel, *, full_batches: bool, averaged: bool, takes_labels: bool) -> None:
+    """Raise `UnsupportedError` if `forward` of the parallelized model was called and needs the hooks of the model.
+
+    Hooks of its inner model still run. They complete the arguments of a shard, and divide full batches.
+
+    Args:
+        model: The parallelized model, of which a part was called.
+        full_batches: Whether its calls take full batches.
+        averaged: Whether its gradients will be averaged over the ranks.
+        takes_labels: Whether its loss function, and not its forward, divides by the number of labels.
+    """
+    if (given := _running_forward(model)) is None:
+        return
+    got = _computes_from_shard(model, given)
+    if full_batches and got != "labels":
+        got = "gradients that will be summed over the ranks" if torch.is_grad_enabled() and not averaged else None
+    if got is None or (got == "labels" and takes_labels and not full_batches):
+        return
+    next_step = "call the model itself: model(**inputs), and not model.forward(**inputs)"
+    if full_batches and takes_labels:
+        next_step += " (PEFT's AdaptionPromptConfig does that); or divide batches by ShardedModel.shard"
+    what = f"{type(model).__name__}.forward() was called directly, so the hooks of the parallelized model did not run"
+    raise UnsupportedError(what, got=got, next_step=next_step)
+
+
+def _running_forward(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Return the variables of a running `forward` of a model, or None."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and (given := frame.f_locals).get("self") is model:
+            return given
+        frame = frame.f_back
+    return None
+
+
 def _computes_from_shard(model: PreTrainedModel, given: dict[str, Any]) -> str | None:
     """Return what a model with these arguments computes from the tokens of a shard, or None."""
     if not has_tokenwise_head(model):
         return "a head that reads single tokens"
-    for name in ("labels", "logits_to_keep"):
+    for name in ("logits_to_keep", "labels"):
         value = given.get(name)
         if value is not None and not (isinstance(value, int) and value == 0):
             return name

@@ -9,7 +9,7 @@ from burst_portable.integrations.transformers.attention import ATTRIBUTE
 from burst_portable.integrations.transformers.checks import check_model
 from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
 from burst_portable.integrations.transformers.recurrent_states import LAYOUT
-from burst_portable.integrations.transformers.sharded_model import ShardedModel
+from burst_portable.integrations.transformers.sharded_model import ShardedModel, release_copy
 from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
@@ -62,6 +62,7 @@ def parallelize(
         UnsupportedError: If the model cannot be sharded; the message contains the reason.
     """
     check_model(model, full_batches=full_batches)
+    release_copy(model)
     _check_free(model)
     name = _checked_layout(model, layout)
     if isinstance(strategy, str):
@@ -76,12 +77,6 @@ def parallelize(
     is_order_known = layout not in (None, "auto") or name == LAYOUT
     options = (full_batches, gather_outputs, averaged_gradients, is_order_known)
     return ShardedModel(model, as_mesh(mesh), strategy, name, seq_len, kernel, *options)
-
-
-def sharded_model_of(model: PreTrainedModel) -> ShardedModel | None:
-    """Return the `ShardedModel` of which this is the model, or None."""
-    found: ShardedModel | None = vars(model).get(ATTRIBUTE)
-    return None if found is None or found.model is not model else found
 
 
 def _checked_layout(model: PreTrainedModel, layout: str | None) -> str:

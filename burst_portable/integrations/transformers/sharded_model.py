@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -14,12 +15,12 @@ from burst_portable.integrations.transformers.attention import (
     ATTRIBUTE,
     NAME,
     attend,
-    create_mask,
 )
 from burst_portable.integrations.transformers.batch_check import (
     KEY,
     shard_checksum,
 )
+from burst_portable.integrations.transformers.deferred_mask import create_mask
 from burst_portable.integrations.transformers.dropout_streams import DropoutStreams
 from burst_portable.integrations.transformers.global_positions import restore_positions, watch_positions
 from burst_portable.integrations.transformers.loss import (
@@ -56,6 +57,7 @@ class ShardedModel(ModelCalls):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._before = self._text.config._attn_implementation
+        self._is_copy = False  # of a sharded model: the caller has no `ShardedModel` of it yet
         self._install()
 
     def __repr__(self) -> str:
@@ -69,8 +71,21 @@ class ShardedModel(ModelCalls):
         raise InputError("a ShardedModel is not called itself", next_step=f"call the model: model(**{batch})")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
-        """Return the same object: process groups and transports cannot be copied."""
-        return self
+        """Return the sharded model of a copy of the model, on the same mesh.
+
+        If only a part of the model is copied, return this object. The copied part then belongs to this model.
+        """
+        if id(self.model) not in memo:
+            return self
+        copied = memo[id(self)] = copy.copy(self)
+        copied._is_copy = True
+        copied.model, copied._text = (copy.deepcopy(part, memo) for part in (self.model, self._text))
+        copied.dropout = copy.deepcopy(self.dropout, memo)
+        copied._hooks = copy.deepcopy(self._hooks, memo)
+        copied._forget_calls()
+        if self.model in self.mesh.averaged:
+            self.mesh.averaged.add(copied.model)
+        return copied
 
     def _install(self) -> None:
         AttentionInterface.register(NAME, attend)
@@ -203,3 +218,16 @@ class ShardedModel(ModelCalls):
         """
         cu_seqlens = None if cu_seqlens is None else tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens))
         return self._layouts.of(seq_len, cu_seqlens)
+
+
+def sharded_model_of(model: PreTrainedModel) -> ShardedModel | None:
+    """Return the `ShardedModel` of which this is the model, or None."""
+    found: ShardedModel | None = vars(model).get(ATTRIBUTE)
+    return None if found is None or found.model is not model else found
+
+
+def release_copy(model: PreTrainedModel) -> None:
+    """Restore a model that is a copy of a sharded one, whose `ShardedModel` no caller has."""
+    found = sharded_model_of(model)
+    if found is not None and found._is_copy:
+        found.undo()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from burst_portable.errors import InputError, ShapeError, UnsupportedError, shown
-from burst_portable.integrations.transformers.attention import has_padding
 from burst_portable.integrations.transformers.batch_check import KEY, checksum
 from burst_portable.integrations.transformers.checks import PositionCheck
 from burst_portable.integrations.transformers.layouts import Layouts
@@ -21,6 +20,7 @@ from burst_portable.integrations.transformers.packed_rows import (
     next_labels,
     remove_packing,
 )
+from burst_portable.integrations.transformers.padding import has_padding
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import check_tensor
 from burst_portable.sharding import shard, shard_batch

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from burst_portable.errors import ShapeError, UnsupportedError
-from burst_portable.integrations.transformers.attention import DeferredMask
 from burst_portable.integrations.transformers.batch_check import checksum
+from burst_portable.integrations.transformers.deferred_mask import DeferredMask
 from burst_portable.integrations.transformers.left_padding import roll_rows
 from burst_portable.integrations.transformers.packed_rows import documents_of
 from burst_portable.layout import Layout

@@ -47,8 +47,9 @@ from burst_portable.errors import (
     UnsupportedError,
 )
 from burst_portable.integrations.transformers import parallelize
-from burst_portable.integrations.transformers.attention import Band, DeferredMask, read_mask
+from burst_portable.integrations.transformers.bands import Band, read_mask
 from burst_portable.integrations.transformers.checks import check_positions
+from burst_portable.integrations.transformers.deferred_mask import DeferredMask
 from burst_portable.integrations.transformers.loss import ShardedLoss
 from tests.support.models import SIZES, checkpoint_activations, make, mesh_without_peer, tokens
 

@@ -18,7 +18,8 @@ from burst_portable import Mesh, run_threads
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers import loss as losses
-from burst_portable.integrations.transformers.attention import Band, DeferredMask
+from burst_portable.integrations.transformers.bands import Band
+from burst_portable.integrations.transformers.deferred_mask import DeferredMask
 from burst_portable.layout import OF_DOCUMENTS
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.auto import AutoStrategy

@@ -13,7 +13,8 @@ from transformers import masking_utils
 from burst_portable import Mask, Mesh, run_threads
 from burst_portable.errors import BurstError, InputError, MismatchError, ShapeError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce_gradients, parallelize, text_model
-from burst_portable.integrations.transformers.attention import CallSequence, masks_of, read_mask
+from burst_portable.integrations.transformers.bands import masks_of, read_mask
+from burst_portable.integrations.transformers.call_sequence import CallSequence
 from burst_portable.layout import make_layout
 from tests.support.image_models import models, trials
 from tests.support.models import checkpoint_activations, gradients_of
