@@ -45,6 +45,9 @@ HINTS = {  # next step if ranks differ in a fact that the caller did not set
     "strategy": "if 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
     "rows of the batch": "load the same rows on all ranks of a sequence (divide data only over data-parallel ranks), "
     "and change them before shard(), or remove batch_checksum from all ranks' shards",
+    "rows of the masked batch": "load the same rows on all ranks of a sequence, and mask the same tokens: workers "
+    "of a data loader draw other random numbers on each rank, so pass seed= to DataCollatorForLanguageModeling, or use "
+    "no workers",
     "number of labels": "pass the number that handle.shard returned, or the labels of all ranks of the sequence",
     "requested outputs": "call the same module with the same arguments and gather_outputs on all ranks of a sequence",
     "dropout seed": "seed torch alike on all ranks (torch.manual_seed), or pass the same dropout_seed=; on CPUs, other "

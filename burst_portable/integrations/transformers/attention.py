@@ -124,8 +124,9 @@ def _sequence(state: Any, mask: Any) -> CallSequence:
 def _check(sequence: CallSequence, band: Band, query: Tensor, key: Tensor, others: dict[str, Any]) -> None:
     """Raise `UnsupportedError` for arguments that would make the result differ from one device's."""
     if sequence.padded and band.lo < 0:
-        next_step = "pass sequences without padding, or packed documents (see ShardedModel.shard)"
-        raise UnsupportedError("padding with a mask that sees later tokens", got=band, next_step=next_step)
+        what = "padding in a layer whose tokens attend to later ones, and that has no is_causal=False"
+        next_step = "leave out attention_mask, and pass cu_seqlens in which the padding of each row is a document"
+        raise UnsupportedError(what, got=band, next_step=next_step)
     if query.shape[2] != key.shape[2]:
         what = "queries and keys have different lengths, as with a cache or cross attention"
         raise UnsupportedError(what, got=f"{query.shape[2]} and {key.shape[2]}")

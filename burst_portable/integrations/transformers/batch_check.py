@@ -31,6 +31,8 @@ from burst_portable.mesh import Mesh
 KEY = "batch_checksum"
 """Name of the checksum among the arguments that `ShardedModel.shard` returns."""
 _FACTS = "rows of the batch", "number of labels", "values of the parameters", "requested outputs"
+_MASKED_ROWS = "rows of the masked batch"
+"""The first fact for models of masked tokens, which a collator chooses by random numbers."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _SAMPLED, _SAMPLED_VALUES = 4, 1 << 16  # smallest and largest parameters of each call, values of each smallest one
 _ROTATED, _STRIDED_VALUES = 16, 128  # other parameters of each call, values of each largest or other one
@@ -203,9 +205,12 @@ class BatchCheck:
 
     Over a host transport the ranks compare at once. Over a device transport the comparison stays on the device, so
     that the host does not wait; the next call, or `confirm`, reads its result.
+
+    `has_masked_tokens`: Whether batches have tokens that a collator masked. Default: they do not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_masked_tokens: bool = False) -> None:
+        self._facts = (_MASKED_ROWS, *_FACTS[1:]) if has_masked_tokens else _FACTS
         self._differs: HostCopy | None = None
         self._calls = 0  # successful ones: an error may have been raised by one rank before it called `compare`
 
@@ -252,7 +257,7 @@ class BatchCheck:
             checksums = [f"checksum {x % 2**64:016x}" for x in (batch_sum, parameter_sum)]
             texts = checksums[0], str(count), checksums[1], outputs
             order = {} if rows is None else {"position_ids": "none"}  # these ranks make the exchange below
-            agree(transport, call_signature({"pass": _CALL, **order, **dict(zip(_FACTS, texts, strict=True))}))
+            agree(transport, call_signature({"pass": _CALL, **order, **dict(zip(self._facts, texts, strict=True))}))
             self._calls += 1
             if rows is not None and transport.size > 1:
                 shared = transport.share(int(rows).to_bytes(8, "little", signed=True), _CALL)
@@ -280,7 +285,7 @@ class BatchCheck:
         *facts, rows_differ = pending.read()
         if not rows_differ:
             raise equal_rows()
-        for fact, differ in zip(_FACTS, facts, strict=True):
+        for fact, differ in zip(self._facts, facts, strict=True):
             if differ:
                 raise MismatchError(
                     f"the ranks of a sequence differed in the {fact} of the last call", next_step=HINTS[fact]

@@ -58,14 +58,15 @@ def divide_full_batch(
     batch, embeddings = batch_of(kwargs)
     if not isinstance(batch.get("input_ids"), Tensor):
         raise wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
-    if (padding := move_left_padding(batch, config)) is not None:
+    padding = move_left_padding(batch, config, divider.token_inputs, shifts_labels=divider.shifts_labels)
+    if padding is not None:
         if has_recurrent_layers:
             what = "padding at the beginning of rows in a model with recurrent layers"
             raise UnsupportedError(what, next_step="pad at the end of rows (padding_side='right')")
         embeddings = None if embeddings is None else roll_rows(embeddings, padding)
         undivided = rolled(undivided, padding, batch["input_ids"].shape[1])
     given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
-    arguments = batch_arguments(batch, given)
+    arguments = batch_arguments(batch, given, divider.token_inputs)
     inputs = divider.divide(**arguments)
     rows, length = batch["input_ids"].shape
     joined_rows = rows if inputs["seq_len"] != length else None

@@ -6,6 +6,7 @@ of the padding. This needs attention that depends on distances only, or position
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ from burst_portable.integrations.transformers.checks import has_relative_positio
 _ROWS = ("input_ids", "labels", "attention_mask")
 
 
-def move_left_padding(batch: dict[str, Any], config: Any) -> Tensor | None:
+def move_left_padding(
+    batch: dict[str, Any], config: Any, token_inputs: Sequence[str] = (), *, shifts_labels: bool = True
+) -> Tensor | None:
     """Move padding at the beginning of rows to their end, in place. Return its tokens per row, ``[B]``; None if none.
 
     Args:
         batch: `input_ids`, `labels` and `attention_mask` of shape ``[B, N]``, and perhaps `position_ids`. Those of
             rows with such padding are removed.
         config: Configuration of the model.
+        token_inputs: Names of other inputs with values for each token. Default: none.
+        shifts_labels: Whether a token is compared with the label of the next one. Default: it is.
 
     Raises:
         InputError: If the first token of such a row has a label, which one device predicts from padding.
@@ -38,7 +43,7 @@ def move_left_padding(batch: dict[str, Any], config: Any) -> Tensor | None:
     padding: Tensor = (counted == 0).sum(dim=1) % ids.shape[1]  # a row of padding only stays as it is
     if not bool(padding.any()):
         return None
-    if unknown := [name for name in batch if name not in (*_ROWS, "position_ids")]:
+    if unknown := [name for name in batch if name not in (*_ROWS, *token_inputs, "position_ids")]:
         raise UnsupportedError("padding at the beginning of rows with packed documents", got=", ".join(unknown))
     positions = batch.pop("position_ids", None)
     if not _equals(positions, counted - 1, token):
@@ -50,11 +55,11 @@ def move_left_padding(batch: dict[str, Any], config: Any) -> Tensor | None:
             next_step = "pad at the end of rows, or pass position_ids that count from the first token of each row"
             raise UnsupportedError("padding before a token of a model with absolute positions", next_step=next_step)
     first = batch["labels"].gather(1, padding.unsqueeze(1)).squeeze(1)
-    if bool(((first != -100) & (padding > 0)).any()):
+    if shifts_labels and bool(((first != -100) & (padding > 0)).any()):
         what = "the first token after padding has a label, which would be predicted from padding"
         next_step = "pad at the end of rows (padding_side='right' of the tokenizer), or give this token the label -100"
         raise InputError(what, allowed="-100", next_step=next_step)
-    for name in _ROWS:
+    for name in (*_ROWS, *(name for name in token_inputs if name in batch and batch[name].shape[:2] == ids.shape)):
         batch[name] = roll_rows(batch[name], padding)
     return padding
 

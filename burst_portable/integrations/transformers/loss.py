@@ -75,6 +75,7 @@ class ShardedLoss:
     def __init__(self, function: Any, *, logits_bytes: int = LOGITS_BYTES, full_batches: bool = False) -> None:
         self.function, self.logits_bytes = function, logits_bytes
         self.is_pending = False
+        self._count: Tensor | int | None = None  # for a model that does not pass it
         self._next_step = OWN_FULL_LOSS if full_batches else OWN_LOSS
         self._is_known_to_divide = function in LOSS_MAPPING.values()
 
@@ -83,8 +84,12 @@ class ShardedLoss:
         """Arguments that the function needs in addition to labels."""
         return ("shift_labels", "num_items_in_batch") if shifts_labels(self.function) else ("num_items_in_batch",)
 
-    def expect(self, kwargs: dict[str, Any]) -> None:
-        """Check the arguments before a forward pass. Raise `InputError` for labels without the required arguments."""
+    def expect(self, kwargs: dict[str, Any], *, passes_count: bool = True) -> None:
+        """Check the arguments before a forward pass. Raise `InputError` for labels without the required arguments.
+
+        `passes_count`: Whether the model passes `num_items_in_batch` to this function.
+        """
+        self._count = None if passes_count else kwargs.get("num_items_in_batch")
         has_labels = kwargs.get("labels") is not None
         self.is_pending = has_labels and not kwargs.get("fused_lm_head")  # TRL's head takes these arguments itself
         if has_labels and (missing := [name for name in self.required if kwargs.get(name) is None]):
@@ -94,6 +99,8 @@ class ShardedLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the result of `function`."""
+        if self._count is not None:
+            kwargs = {"num_items_in_batch": self._count, **kwargs}
         if missing := [name for name in self.required if kwargs.get(name) is None]:
             what, got = "the model does not pass the required arguments to its loss", f"no {' and no '.join(missing)}"
             raise UnsupportedError(what, got=got, next_step=self._next_step)

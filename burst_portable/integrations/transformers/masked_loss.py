@@ -1,4 +1,4 @@
-"""Compute the loss of masked language models whose forward divides by the labels that it gets, as BERT's.
+"""Compute the loss of models whose forward divides by the labels that it gets, as BERT's, of which none is shifted.
 
 Such a model takes the mean over its labels, without its `loss_function`. On a shard, that is the mean of one rank. So
 the model gets no labels, and the loss is computed from its logits, in their dtype as in the model. It is divided by the
@@ -16,13 +16,37 @@ from transformers import PreTrainedModel
 
 from burst_portable.errors import UnsupportedError
 
+_HEADS = ("ForMaskedLM", "ForTokenClassification")
+
+_GENERIC_HEADS = "transformers.modeling_layers"
+"""Module of the heads that decoders share. They do not pass `num_items_in_batch` to their `loss_function`."""
+
 
 def has_masked_loss(model: PreTrainedModel) -> bool:
-    """Return whether a model is one for masked language modeling that does not call its `loss_function`."""
-    if not any(cls.__name__.endswith("ForMaskedLM") for cls in type(model).__mro__):
+    """Return whether a model takes the mean cross entropy over labels itself, without its `loss_function`.
+
+    These are models of Transformers for masked language modeling and for the classification of tokens. The forward of
+    another package may compute another loss, for example with weights of classes.
+    """
+    if not any(cls.__name__.endswith(_HEADS) for cls in type(model).__mro__):
         return False
-    forward = inspect.unwrap(type(model).forward)
-    return "loss_function" not in forward.__code__.co_names
+    forward: Any = inspect.unwrap(type(model).forward)
+    names = forward.__code__.co_names
+    return forward.__module__.startswith("transformers.models.") and not {
+        "CrossEntropyLoss",
+        "mlm_loss_fct",
+    }.isdisjoint(names)
+
+
+def has_masked_tokens(model: PreTrainedModel) -> bool:
+    """Return whether a model is one for masked language modeling."""
+    return any(cls.__name__.endswith(_HEADS[0]) for cls in type(model).__mro__)
+
+
+def ignores_count(model: PreTrainedModel) -> bool:
+    """Return whether a model of Transformers takes the mean over its labels, whatever `num_items_in_batch` is."""
+    forward: Any = inspect.unwrap(type(model).forward)
+    return has_masked_loss(model) or forward.__module__ == _GENERIC_HEADS
 
 
 def with_masked_loss(output: Any, labels: Tensor, count: Tensor | int) -> Any:

@@ -63,13 +63,19 @@ from burst_portable.integrations.transformers.loss import (
     shifts_labels,
     with_router_loss,
 )
-from burst_portable.integrations.transformers.masked_loss import has_masked_loss, with_masked_loss
+from burst_portable.integrations.transformers.masked_loss import (
+    has_masked_loss,
+    has_masked_tokens,
+    ignores_count,
+    with_masked_loss,
+)
 from burst_portable.integrations.transformers.outer_model import check_forward, check_outer_models
+from burst_portable.integrations.transformers.padding import is_encoder
 from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
 from burst_portable.integrations.transformers.recurrent_states import check_recurrent_sequence
 from burst_portable.integrations.transformers.running_call import RunningCall
 from burst_portable.integrations.transformers.shard_mark import ShardMark
-from burst_portable.integrations.transformers.shards import BatchDivider
+from burst_portable.integrations.transformers.shards import BatchDivider, token_inputs_of
 from burst_portable.integrations.transformers.text_model import (
     divide,
 )
@@ -108,9 +114,11 @@ class ModelCalls:
         self._attentions: int = getattr(self._text.config, "num_hidden_layers", 0)
         self._hooks: list[Any] = []
         self._drops_layers, self._has_masked_loss = drops_layers(model), has_masked_loss(model)
+        self._ignores_count = ignores_count(model)
         self._has_recurrent_layers = bool(recurrent_layers(self._text))
         self._watches_positions, self._scales_by_row = False, False  # see `ShardedModel`
         self.dropout = DropoutStreams(self._text, mesh.rank)
+        self._is_encoder = is_encoder(model)
         self._forget_calls()
 
     def _forget_calls(self) -> None:
@@ -119,7 +127,8 @@ class ModelCalls:
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
-        self._batch, self._position_check, self._loss_scale = BatchCheck(), PositionCheck(), LossScaleCheck()
+        self._batch = BatchCheck(has_masked_tokens=has_masked_tokens(self.model))
+        self._position_check, self._loss_scale = PositionCheck(), LossScaleCheck()
         self._has_all_labels: Tensor | None = None  # of the running call
         self._watches_gradient = False
         self._warnings = CallWarnings(self.model, self.mesh.rank)
@@ -132,13 +141,28 @@ class ModelCalls:
     @property
     def shifts_labels(self) -> bool:
         """Return whether a token is compared with the label of the next one: true for all models but encoders."""
+        if self._separates_padding and self.model.base_model is self.model:
+            return False  # an encoder without a head, which names no loss
         return shifts_labels(loss_of(self.model))
+
+    @property
+    def _separates_padding(self) -> bool:
+        """Return whether padding of batches becomes a document. Models of several parts have causal text models."""
+        config: Any = self.model.config
+        return not self._has_parts and (self._is_encoder or getattr(config, "is_causal", None) is False)
 
     @property
     def _divider(self) -> BatchDivider:
         """Return the divider of a batch. Its fields may change between calls, as the model's loss function."""
-        options = {"shifts_labels": self.shifts_labels, "scales_by_row": self._scales_by_row}
-        return BatchDivider(self.mesh, self._layouts, self._position_check, **options)
+        return BatchDivider(
+            self.mesh,
+            self._layouts,
+            self._position_check,
+            shifts_labels=self.shifts_labels,
+            scales_by_row=self._scales_by_row,
+            separates_padding=self._separates_padding,
+            token_inputs=token_inputs_of(self.model),
+        )
 
     def _called_models(self) -> list[PreTrainedModel]:
         """Return the models that may be called. Callers that compute a loss themselves call the inner model."""
@@ -217,7 +241,7 @@ class ModelCalls:
         """Return this rank's arguments of a call with a full batch, and those that replace them in the end."""
         check_cache(kwargs)
         check_averaging(self.model, self.mesh, averaged=self.averaged_gradients)
-        if self._has_masked_loss:
+        if self._ignores_count:
             kwargs.pop("num_items_in_batch", None)  # as on one device, where the model takes the mean of each call
         self._outputs = requested_outputs(
             module, self.model, kwargs, gather=self.gather_outputs, averaged=self.averaged_gradients
@@ -248,7 +272,7 @@ class ModelCalls:
             self._layouts,
             seq_len=self.seq_len if seq_len is None else seq_len,
             cu_seqlens=cu_seqlens,
-            padded=is_padded,
+            padded=is_padded and not (self._separates_padding and cu_seqlens is not None),
         )
         if self._has_recurrent_layers:
             check_recurrent_sequence(sequence.layout, sequence.cu_seqlens)
@@ -281,7 +305,7 @@ class ModelCalls:
                 check_layerdrop(module)
             self._watch_loss(module)
             if loss := sharded_loss(module):
-                loss.expect(kwargs)
+                loss.expect(kwargs, passes_count=not self._ignores_count)
                 if not is_shard and kwargs.get("labels") is not None:
                     raise unknown_labels()
             if torch.is_grad_enabled():

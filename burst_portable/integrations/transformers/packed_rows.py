@@ -22,11 +22,12 @@ Documents = tuple[int, ...]
 
 
 class Rows(NamedTuple):
-    """Token ids, labels and attention mask ``[B, N]``, and the documents that are equal in all rows."""
+    """Token ids, labels and attention mask ``[B, N]``, other inputs ``[B, N, ...]``, and the documents of all rows."""
 
     input_ids: Tensor
     labels: Tensor | None
     attention_mask: Tensor | None
+    token_inputs: dict[str, Tensor]
     cu_seqlens: Documents | None
 
 
@@ -41,10 +42,11 @@ def checked_documents(cu_seqlens: Any) -> tuple[Documents, ...]:
     if not isinstance(cu_seqlens, Sequence | Tensor) or not len(cu_seqlens) or not _has_rows(cu_seqlens):
         return (tuple(checked_cu_seqlens("cu_seqlens", cu_seqlens)),)
     rows = tuple(tuple(checked_cu_seqlens(f"cu_seqlens[{i}]", row)) for i, row in enumerate(cu_seqlens))
-    return _equal_once(rows)
+    return equal_once(rows)
 
 
-def _equal_once(rows: tuple[Documents, ...]) -> tuple[Documents, ...]:
+def equal_once(rows: tuple[Documents, ...]) -> tuple[Documents, ...]:
+    """Return the documents of each row, or those of one row if all are equal."""
     return rows[:1] if len(set(rows)) == 1 else rows
 
 
@@ -54,7 +56,11 @@ def _has_rows(cu_seqlens: Any) -> bool:
 
 
 def join_rows(
-    input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None, documents: tuple[Documents, ...]
+    input_ids: Tensor,
+    labels: Tensor | None,
+    attention_mask: Tensor | None,
+    token_inputs: dict[str, Tensor],
+    documents: tuple[Documents, ...],
 ) -> Rows:
     """Return a batch ``[B, N]`` with different documents in each row as one row of B * N tokens.
 
@@ -75,7 +81,8 @@ def join_rows(
             raise InputError("cu_seqlens must end with their row", got=row[-1], allowed=length, next_step=next_step)
     ends = tuple(accumulate(b - a for row in documents for a, b in pairwise(row)))
     labels, attention_mask = (None if x is None else x.reshape(1, -1) for x in (labels, attention_mask))
-    return Rows(input_ids.reshape(1, -1), labels, attention_mask, (0, *ends))
+    token_inputs = {name: x.reshape(1, -1, *x.shape[2:]) for name, x in token_inputs.items()}
+    return Rows(input_ids.reshape(1, -1), labels, attention_mask, token_inputs, (0, *ends))
 
 
 def documents_of(position_ids: Tensor) -> tuple[Documents, ...]:
@@ -90,7 +97,7 @@ def documents_of(position_ids: Tensor) -> tuple[Documents, ...]:
     if not rows.shape[1] or not torch.equal(rows.to(torch.int64), torch.where(last_start < 0, -1, places - last_start)):
         raise UnsupportedError("position_ids must count up from 0 in each document")
     found = tuple((*row.nonzero().flatten().tolist(), rows.shape[1]) for row in is_first)
-    return _equal_once(found)
+    return equal_once(found)
 
 
 def check_mask(attention_mask: Any, rows: tuple[Documents, ...]) -> None:

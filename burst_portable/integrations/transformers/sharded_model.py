@@ -29,7 +29,7 @@ from burst_portable.integrations.transformers.loss import (
 from burst_portable.integrations.transformers.model_calls import ModelCalls
 from burst_portable.integrations.transformers.recurrent_states import StateExchange
 from burst_portable.integrations.transformers.shard_mark import ShardMark
-from burst_portable.integrations.transformers.shards import batch_arguments
+from burst_portable.integrations.transformers.shards import batch_arguments, token_inputs_of
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
 
@@ -169,7 +169,8 @@ class ShardedModel(ModelCalls):
 
         Args:
             input_ids: Token ids of shape ``[B, N]``, equal on every rank. Or a tokenizer's or collator's batch with
-                `input_ids` and, if it has them, `labels`, `attention_mask`, `cu_seqlens` and `position_ids`. Position
+                `input_ids` and, if it has them, `labels`, `attention_mask`, `cu_seqlens` and `position_ids`. Other
+                inputs of the model with values for each token, such as `token_type_ids`, are divided as well. Position
                 ids that restart at 0 are packed documents, as `DataCollatorWithFlattening` makes them. As on one
                 device, the last token of a document then predicts the first label of the next one, unless it is -100.
             labels: Shape ``[B, N]``, as for the model on one device; -100 for tokens without a label. Default:
@@ -199,9 +200,9 @@ class ShardedModel(ModelCalls):
                 "undo() has restored the model, which would treat this shard as the full sequence; parallelize it again"
             )
         given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
-        batch = (
-            batch_arguments(input_ids, given) if isinstance(input_ids, Mapping) else {"input_ids": input_ids} | given
-        )
+        batch = {"input_ids": input_ids} | given
+        if isinstance(input_ids, Mapping):
+            batch = batch_arguments(input_ids, given, token_inputs_of(self.model))
         inputs = self._divider.divide(**batch)
         if self.mesh.size == 1:
             return inputs

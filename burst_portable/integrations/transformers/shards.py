@@ -10,7 +10,7 @@ from torch import Tensor
 
 from burst_portable.errors import InputError, ShapeError, UnsupportedError, shown
 from burst_portable.integrations.transformers.batch_check import KEY, checksum
-from burst_portable.integrations.transformers.checks import PositionCheck
+from burst_portable.integrations.transformers.checks import PositionCheck, parameters_of
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.packed_rows import (
     check_mask,
@@ -20,10 +20,18 @@ from burst_portable.integrations.transformers.packed_rows import (
     next_labels,
     remove_packing,
 )
-from burst_portable.integrations.transformers.padding import has_padding
+from burst_portable.integrations.transformers.padding import has_padding, separated
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import check_tensor
 from burst_portable.sharding import shard, shard_batch
+
+_TOKEN_INPUTS = (
+    *("token_type_ids", "task_type_ids", "input_shape_ids", "input_pronunciation_ids", "bbox"),
+    *("xpath_tags_seq", "xpath_subs_seq"),
+)
+"""Inputs of models of Transformers that they convert to embeddings of each token, and use in no other way."""
+_OF_POSITIONS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Descriptions of documents in a batch: position ids, and others that must match them."""
 
 
 class BatchDivider(NamedTuple):
@@ -35,6 +43,8 @@ class BatchDivider(NamedTuple):
         position_check: Gets the position ids of each shard.
         shifts_labels: Whether a token is compared with the label of the next one.
         scales_by_row: Whether the model scales queries by their row number.
+        separates_padding: Whether padding becomes a document, because tokens attend to later ones.
+        token_inputs: Names of the model's other inputs with values for each token (see `token_inputs_of`).
     """
 
     mesh: Mesh
@@ -42,13 +52,29 @@ class BatchDivider(NamedTuple):
     position_check: PositionCheck
     shifts_labels: bool
     scales_by_row: bool
+    separates_padding: bool
+    token_inputs: tuple[str, ...]
 
     def divide(
-        self, input_ids: Any, labels: Any, cu_seqlens: Any, attention_mask: Any, *, predicts_first: bool = False
+        self,
+        input_ids: Any,
+        labels: Any,
+        cu_seqlens: Any,
+        attention_mask: Any,
+        *,
+        predicts_first: bool = False,
+        **token_inputs: Any,
     ) -> dict[str, Any]:
         """Return the result of `shard`, after checking the types of its arguments.
 
-        `predicts_first`: Whether the last token of a document predicts the first one of the next, if that has a label.
+        Args:
+            input_ids: As in `shard`.
+            labels: As in `shard`.
+            cu_seqlens: As in `shard`.
+            attention_mask: As in `shard`.
+            predicts_first: Whether the last token of a document predicts the first one of the next, if that has a
+                label.
+            token_inputs: Other inputs of the model ``[B, N, ...]``.
         """
         for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
             if x is not None or name == "input_ids":
@@ -59,19 +85,28 @@ class BatchDivider(NamedTuple):
             raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape), next_step=next_step)
         if not input_ids.numel():
             raise ShapeError("the batch has no tokens", got=tuple(input_ids.shape), allowed="at least one token")
-        padded, length = has_padding(attention_mask, input_ids, labels), input_ids.shape[1]
+        for name, x in token_inputs.items():
+            check_tensor(name, x)
+            if x.shape[:2] != input_ids.shape:
+                got, allowed = tuple(x.shape), f"{tuple(input_ids.shape)}, and perhaps more dimensions"
+                raise ShapeError(f"{name} has no value for each token", got=got, allowed=allowed)
+        length = input_ids.shape[1]
+        padded = has_padding(attention_mask, input_ids, input_ids if labels is None and self.shifts_labels else labels)
+        if padded and self.separates_padding:
+            documents = separated(documents, attention_mask)
         cu_seqlens = documents[0] if documents else None
         if len(documents) > 1:
             if self.scales_by_row:
                 what = "documents that differ between rows, in a model that scales queries by their row number"
                 raise UnsupportedError(what, next_step="pass one row per batch")
-            rows = join_rows(input_ids, labels, attention_mask, documents)
-            input_ids, labels, attention_mask, cu_seqlens = rows
+            rows = join_rows(input_ids, labels, attention_mask, token_inputs, documents)
+            input_ids, labels, attention_mask, token_inputs, cu_seqlens = rows
         layout = self.layouts.of(input_ids.shape[1], cu_seqlens)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
         if self.mesh.size > 1:
             offsets = None if cu_seqlens is None else on_device(cu_seqlens, input_ids.device)
-            inputs[KEY] = checksum(input_ids, labels, attention_mask, offsets)
+            inputs[KEY] = checksum(input_ids, labels, attention_mask, offsets, *token_inputs.values())
+        inputs |= {name: shard(x, self.mesh, layout=layout) for name, x in token_inputs.items()}
         if padded:
             inputs["padded"] = shard(attention_mask == 0, self.mesh, layout=layout)
         batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=layout)
@@ -94,13 +129,29 @@ class BatchDivider(NamedTuple):
         return batch | inputs
 
 
-def batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `ShardedModel.shard` from a batch and the arguments that were passed with it."""
+def token_inputs_of(model: Any) -> tuple[str, ...]:
+    """Return the names of a model's inputs with values for each token ``[B, N, ...]``, apart from ids and masks."""
+    return tuple(name for name in _TOKEN_INPUTS if name in parameters_of(model))
+
+
+def batch_arguments(
+    batch: Mapping[str, Any], given: Mapping[str, Any], token_inputs: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the arguments of `BatchDivider.divide`.
+
+    Args:
+        batch: Tensors of a tokenizer or collator.
+        given: Arguments that were passed with it.
+        token_inputs: Names of the model's other inputs. Default: none.
+
+    Raises:
+        InputError: If an argument is missing, was passed twice, or cannot be divided.
+    """
     if "input_ids" not in batch:
         raise InputError("the batch has no input_ids", got=", ".join(map(shown, batch)) or "an empty batch")
     if twice := [name for name, value in given.items() if value is not None and name in batch]:
         raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
-    arguments, allowed = {**given, **batch}, ("input_ids", *given)
+    arguments, allowed = {**given, **batch}, ("input_ids", *given, *token_inputs)
     if (position_ids := arguments.pop("position_ids", None)) is not None:
         documents = documents_of(position_ids)
         remove_packing(arguments, documents)
@@ -109,9 +160,14 @@ def batch_arguments(batch: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
         arguments["cu_seqlens"] = documents if is_packed else None
         arguments["predicts_first"] = is_packed and arguments["labels"] is not None
     if unknown := sorted(set(arguments) - {*allowed, "predicts_first"}):
-        what, got = "shard() cannot divide every tensor of this batch", ", ".join(map(shown, unknown))
-        next_step = "remove these tensors from the batch"
-        raise InputError(what, got=got, allowed=", ".join(allowed), next_step=next_step)
+        raise InputError(
+            "not every tensor of this batch can be divided",
+            got=", ".join(map(shown, unknown)),
+            allowed=", ".join((*allowed, *_OF_POSITIONS)),
+            next_step="remove these tensors from the batch; if the model needs one that has values for each token "
+            "[B, N, ...], divide it by burst_portable.shard(x, mesh, layout=sharded.layout_of(N)), and pass it to the "
+            "model next to the result of sharded.shard",
+        )
     return arguments
 
 

@@ -83,12 +83,15 @@ def test_shard_rejects_unsupported_padding(mask: Tensor, labels: Any, error: typ
         handle.shard(ids, labels and labels(ids), attention_mask=mask)
 
 
-def test_encoder_that_sees_padding_raises():
+def test_unmarked_encoder_with_padding_raises():
+    """Its layers do not have is_causal=False, so its padding is not separated."""
     ids = tokens(len(HELD))
     model = BertForMaskedLM(BertConfig(**SIZES))
+    for module in model.modules():
+        vars(module).pop("is_causal", None)
     with parallelize(model, Mesh.single()) as handle:
         inputs = handle.shard(ids, labelled(ids), attention_mask=MASK)
-        with pytest.raises(UnsupportedError, match="sees later tokens"):
+        with pytest.raises(UnsupportedError, match=r"has no is_causal=False; got a mask in which every token attends"):
             model(**inputs)
 
 

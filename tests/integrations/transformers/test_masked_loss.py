@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM, ModernBertForMaskedLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    ModernBertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.trainer_utils import seed_worker
 
 from burst_portable import Mesh, run_threads
-from burst_portable.errors import UnsupportedError
+from burst_portable.errors import MismatchError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.masked_loss import has_masked_loss
 from tests.support.models import LENGTH, SIZES, gradients_of, make, tokens
@@ -87,5 +100,39 @@ def test_masked_loss_needs_a_dictionary():
         handle = parallelize(mine, mesh)
         with pytest.raises(UnsupportedError, match="needs a dictionary output; got return_dict=False"):
             mine(**handle.shard(ids, ids), return_dict=False)
+
+    run_threads(2, work)
+
+
+def test_tokens_masked_by_unseeded_workers_raise():
+    """Trainer seeds its workers differently on each rank."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({str(i): i for i in range(64)}, unk_token="0")),
+        mask_token="1",
+        pad_token="2",
+    )
+    examples = [{"input_ids": row.tolist()} for row in tokens(4, 40)]
+
+    def batch_of(rank: int, seed: int | None) -> dict[str, torch.Tensor]:
+        loader = DataLoader(
+            examples,
+            batch_size=4,
+            num_workers=1,
+            collate_fn=DataCollatorForLanguageModeling(tokenizer, seed=seed),
+            worker_init_fn=partial(seed_worker, num_workers=1, rank=rank),
+            generator=torch.Generator().manual_seed(1),
+        )
+        return next(iter(loader))
+
+    whole = model_of("bert")
+    batches = {seed: [batch_of(rank, seed) for rank in range(2)] for seed in (None, 5)}
+
+    def work(mesh: Mesh) -> None:
+        mine = copy.deepcopy(whole)
+        sharded = parallelize(mine, mesh)
+        equal, different = ({**batches[seed][mesh.rank]} for seed in (5, None))
+        mine(**sharded.shard(equal))
+        with pytest.raises(MismatchError, match=r"rows of the masked batch.*pass seed= to DataCollatorForLanguage"):
+            mine(**sharded.shard(different))
 
     run_threads(2, work)
