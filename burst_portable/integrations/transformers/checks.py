@@ -43,9 +43,12 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
             raise UnsupportedError("cross attention is not supported: its keys are another sequence", got=name)
     keep = kwargs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
-        raise UnsupportedError("logits_to_keep would count tokens of a shard, not of the sequence", got=keep, allowed=0)
+        what = "logits_to_keep would count tokens of a shard, not of the sequence"
+        next_step = "take them from the output, or call generate() within sharded.paused()"
+        raise UnsupportedError(what, got=keep, allowed=0, next_step=next_step)
     if kwargs.get("output_attentions"):
-        raise UnsupportedError("output_attentions is not supported: attention weights are never computed")
+        what, next_step = "output_attentions is not supported: attention weights are never computed", "leave it out"
+        raise UnsupportedError(what, next_step=next_step)
 
 
 def check_cache(kwargs: dict[str, Any]) -> None:
@@ -106,6 +109,7 @@ def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) ->
 
 LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 HEADS = (*LANGUAGE_HEADS, "ForTokenClassification")
+_READS_SINGLE_TOKENS = "a head or a pooler that reads single tokens, which only one rank has"
 LAYER_TYPES = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 LONGER_CONTEXT = (
     "set a larger max_position_embeddings in the config, with a fixed RoPE scaling (linear, yarn or llama3); "
@@ -134,7 +138,13 @@ def check_model(model: Any, *, full_batches: bool = False) -> None:
             else "pass the model before it is wrapped (DDP, torch.compile); of PEFT, pass model.get_base_model()",
         )
     if reason := _unsupported_reason(model, full_batches=full_batches):
-        raise UnsupportedError(f"{type(model).__name__} cannot be sharded", got=reason)
+        next_step = None
+        if reason == _READS_SINGLE_TOKENS and model.base_model is not model:
+            next_step = "use a trainer of burst_portable.integrations, which shards the base model of a classifier; or "
+            next_step += "parallelize(model.base_model, mesh, full_batches=True, averaged_gradients=True)"
+        elif reason == _READS_SINGLE_TOKENS:
+            next_step = "create the model without a pooler, if it allows that (add_pooling_layer=False)"
+        raise UnsupportedError(f"{type(model).__name__} cannot be sharded", got=reason, next_step=next_step)
 
 
 def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -> str | None:
@@ -164,7 +174,7 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
     if getattr(config, "output_attentions", False):
         return "output_attentions, but attention weights are never computed"
     if not has_tokenwise_head(model):
-        return "a head or a pooler that reads single tokens, which only one rank has"
+        return _READS_SINGLE_TOKENS
     return None
 
 

@@ -20,6 +20,7 @@ _AFTER_BACKWARD = (
     "with gradient checkpointing, which computes layers again in the backward pass, call undo() or enter paused() "
     "after backward()"
 )
+_IF_UNDONE = "if undo() was called before backward(), call it afterwards"
 
 
 class DeferredMask:
@@ -45,7 +46,7 @@ class DeferredMask:
         parts = index if isinstance(index, tuple) else (index,)
         if any(part not in (slice(None), slice(0, None), ...) for part in parts):
             what, got = "the model uses a part of its mask, whose rows would be those of a shard", f"mask[{index}]"
-            raise UnsupportedError(what, got=got, next_step=_AFTER_BACKWARD)
+            raise UnsupportedError(what, got=got, next_step=_IF_UNDONE)
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -53,7 +54,7 @@ class DeferredMask:
         if name.startswith("_"):
             raise AttributeError(name)
         what = "the model computes with its mask, which is not a tensor in a sharded model"
-        raise UnsupportedError(what, got=f"mask.{name}", next_step=_AFTER_BACKWARD)
+        raise UnsupportedError(what, got=f"mask.{name}", next_step=_IF_UNDONE)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:

@@ -39,6 +39,14 @@ def has_padding(attention_mask: Tensor | None, input_ids: Tensor, labels: Tensor
     """
     if attention_mask is None:
         return False
+    if attention_mask.dim() == 4:
+        raise UnsupportedError(
+            "a mask with a value for each pair of tokens would grow with the square of the sequence",
+            got=f"attention_mask of shape {tuple(attention_mask.shape)}",
+            allowed="[batch, tokens], 0 for padding",
+            next_step="pass cu_seqlens for packed documents, or set windows and chunks in the model's config; for "
+            "other masks, build the model with burst_portable.nn.SelfAttention and a Mask",
+        )
     if attention_mask.shape != input_ids.shape:
         got, allowed = tuple(attention_mask.shape), tuple(input_ids.shape)
         raise ShapeError("attention_mask and input_ids have different shapes", got=got, allowed=allowed)

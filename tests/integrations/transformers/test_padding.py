@@ -13,6 +13,8 @@ from transformers import (
     BertForMaskedLM,
     BertForTokenClassification,
     BertModel,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
     ErnieConfig,
     ErnieForMaskedLM,
     LlamaConfig,
@@ -231,3 +233,38 @@ def test_loss_of_another_package_raises() -> None:
             mine(**sharded.shard(batch))
 
     run_threads(2, work)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_padded_classifier_with_an_encoder_equals_one_device(ranks: int) -> None:
+    """Its base model is sharded, and its head reads the first token of each row on every rank."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+    config = DistilBertConfig(**sizes, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0, num_labels=3)
+    model = DistilBertForSequenceClassification(config).double().train()
+    batch = _batch(HELD["different rows"]) | {"labels": torch.tensor([0, 2, 1])}
+    alone = copy.deepcopy(model)
+    expected = alone(**batch).loss
+    expected.backward()
+    gradients = gradients_of(alone)
+
+    def work(mesh: Mesh) -> None:
+        mine = copy.deepcopy(model)
+        parallelize(mine.base_model, mesh, full_batches=True, averaged_gradients=True)
+        loss = mine(**batch).loss
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+        for name, parameter in mine.named_parameters():
+            average = all_reduce(parameter.grad, mesh) / mesh.size
+            assert (average - gradients[name]).norm() <= 1e-9 * gradients[name].norm().clamp(min=1e-3), name
+
+    run_threads(ranks, work)
+
+
+@pytest.mark.parametrize("full_batches", [False, True], ids=["shards", "full batches"])
+def test_mask_of_pairs_raises(full_batches: bool) -> None:
+    model = make("llama")
+    sharded = parallelize(model, Mesh.single(), full_batches=full_batches)
+    call = model if full_batches else sharded.shard
+    with pytest.raises(UnsupportedError, match=r"each pair of tokens.*pass cu_seqlens for packed documents"):
+        call(input_ids=tokens(1, LENGTH), attention_mask=torch.ones(1, 1, LENGTH, LENGTH).tril())
