@@ -26,6 +26,9 @@ ATTRIBUTE = "_burst_portable"
 SCALES_BY_ROW = "_burst_scales_by_row"
 """Attribute of each attention module whose queries `attend` scales (see `global_positions`)."""
 
+DOCUMENTS = "recurrent_documents"
+"""Argument of a call that models pass on to their layers: documents of this rank, for `recurrent_states`."""
+
 # Arguments that do not change the attention: the mask already contains them (windows, positions), or they are for other
 # layers (the loss, the router). Any other argument is an error.
 _IGNORED = frozenset(
@@ -33,6 +36,7 @@ _IGNORED = frozenset(
         *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "layer_idx"),
         *("sliding_window", "is_causal", "window_size"),
         *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep"),
+        DOCUMENTS,
         *("output_hidden_states", "output_router_logits", "return_dict"),
     }
 )

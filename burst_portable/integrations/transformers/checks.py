@@ -144,6 +144,8 @@ def check_model(model: Any, *, full_batches: bool = False) -> None:
             next_step += "parallelize(model.base_model, mesh, full_batches=True, averaged_gradients=True)"
         elif reason == _READS_SINGLE_TOKENS:
             next_step = "create the model without a pooler, if it allows that (add_pooling_layer=False)"
+        elif getattr(model, "_is_stateful", False):
+            next_step = "docs/hugging_face.md, 'Recurrent layers', lists the layers that continue from rank to rank"
         raise UnsupportedError(f"{type(model).__name__} cannot be sharded", got=reason, next_step=next_step)
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.adapters import check_adapters
-from burst_portable.integrations.transformers.attention import NAME
+from burst_portable.integrations.transformers.attention import DOCUMENTS, NAME
 from burst_portable.integrations.transformers.batch_check import (
     KEY,
     BatchCheck,
@@ -72,7 +72,10 @@ from burst_portable.integrations.transformers.masked_loss import (
 from burst_portable.integrations.transformers.outer_model import check_forward, check_outer_models
 from burst_portable.integrations.transformers.padding import is_encoder
 from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
-from burst_portable.integrations.transformers.recurrent_states import check_recurrent_sequence
+from burst_portable.integrations.transformers.recurrent_states import (
+    check_recurrent_sequence,
+    local_documents,
+)
 from burst_portable.integrations.transformers.running_call import RunningCall
 from burst_portable.integrations.transformers.shard_mark import ShardMark
 from burst_portable.integrations.transformers.shards import BatchDivider, token_inputs_of
@@ -275,7 +278,9 @@ class ModelCalls:
             padded=is_padded and not (self._separates_padding and cu_seqlens is not None),
         )
         if self._has_recurrent_layers:
-            check_recurrent_sequence(sequence.layout, sequence.cu_seqlens)
+            check_recurrent_sequence(sequence.layout)
+            if sequence.cu_seqlens is not None and len(sequence.cu_seqlens) > 2:
+                kwargs[DOCUMENTS] = local_documents(sequence.layout, self.mesh.rank, sequence.cu_seqlens)
         config = module.config.get_text_config()
         check_positions(config, sequence.seq_len, watched=self._watches_positions)
         self._warnings.check(config, sequence)

@@ -5,6 +5,8 @@ the state in which rank r - 1 ended, which it receives together with the last to
 gradients of both return in the backward pass. Layers get and set these states through their argument for a cache, so a
 `LocalStates` replaces the cache.
 
+Packed documents begin without a state. A layer computes those of a rank one after another.
+
 A layer computes on one rank at a time: rank r starts when rank r - 1 has finished the same layer. Rank r - 1 then
 computes its next layers, until one of them is attention. So for n recurrent layers in a row, the last rank finishes
 W - 1 layers later than it would by itself.
@@ -14,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from burst_portable.comm.agreement import Facts, agree, call_signature
 from burst_portable.comm.base import Message
 from burst_portable.errors import UnsupportedError
+from burst_portable.integrations.transformers.attention import ATTRIBUTE, DOCUMENTS
 from burst_portable.integrations.transformers.checks import parameters_of
 from burst_portable.integrations.transformers.recurrent_layers import Sizes, product, recurrent_layers, sizes_of
 from burst_portable.layout import Layout
@@ -38,15 +42,31 @@ _CACHES = ("cache_params", "past_key_values")
 """Names of the argument for a cache."""
 
 
-def check_recurrent_sequence(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> None:
+def check_recurrent_sequence(layout: Layout) -> None:
     """Raise `UnsupportedError` if recurrent layers cannot compute a sequence. Equal on all ranks."""
-    if cu_seqlens is not None and len(cu_seqlens) > 2:
-        what = "packed documents in a model with recurrent layers, which take states from one document to the next"
-        next_step = "pass one document per row, with padding"
-        raise UnsupportedError(what, got=f"{len(cu_seqlens) - 1} documents", next_step=next_step)
     if layout.ranks > 1 and (fewest := min(map(layout.count, range(layout.ranks)))) < 2:
         got, allowed = f"{layout.length} tokens on {layout.ranks} ranks", "at least 2 tokens on each rank"
         raise UnsupportedError(f"a rank with {fewest} tokens and recurrent layers", got=got, allowed=allowed)
+
+
+class LocalDocuments(NamedTuple):
+    """The parts of packed documents on one rank.
+
+    Attributes:
+        borders: Numbers of this rank's tokens at which parts begin, then their number: ``(0, ..., S)``.
+        continues: Whether the first part belongs to a document that begins on an earlier rank.
+    """
+
+    borders: tuple[int, ...]
+    continues: bool
+
+
+def local_documents(layout: Layout, rank: int, cu_seqlens: tuple[int, ...]) -> LocalDocuments:
+    """Return the parts of documents on a rank, of a sequence with the layout "contiguous"."""
+    count = layout.count(rank)
+    start = sum(map(layout.count, range(rank)))
+    inside = (end - start for end in cu_seqlens)
+    return LocalDocuments((0, *(x for x in inside if 0 < x < count), count), start not in cu_seqlens)
 
 
 class LocalStates:
@@ -55,10 +75,12 @@ class LocalStates:
     Attributes:
         recurrent: The recurrent state ``[B, ...]``: before the call the first one, or None; then the last one.
         conv: Inputs of the convolution that precede the next token, ``[B, C, K - 1]``. None: zeros.
+        earlier: Outputs of the layer ``[B, S, H]`` for earlier documents on this rank.
     """
 
     def __init__(self, sizes: Sizes, recurrent: Tensor | None = None, conv: Tensor | None = None) -> None:
         self._sizes, self.recurrent, self.conv = sizes, recurrent, conv
+        self.earlier: list[Tensor] = []
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None, so that the layer convolves all its tokens (see `update_conv_state`)."""
@@ -115,6 +137,9 @@ class StateExchange:
         """Replace the cache by the states after the previous rank's tokens (pre-hook)."""
         names = parameters_of(layer)
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        documents = _documents_of(layer, kwargs)
+        if documents is None and self._mesh.size == 1:
+            return (), kwargs
         if kwargs.get("attention_mask") is not None:
             got = type(kwargs["attention_mask"]).__name__
             raise UnsupportedError(f"a mask in the recurrent layer {type(layer).__name__}", got=got)
@@ -130,15 +155,21 @@ class StateExchange:
             anchor = hidden.new_zeros(0, requires_grad=needed)
             hidden, received = _Receive.apply(hidden, anchor, self, batch * sizes.total, dtype)  # type: ignore[no-untyped-call]  # of torch
             states, kwargs["hidden_states"] = LocalStates.unpacked(received, sizes, batch), hidden
-        kwargs[next(name for name in _CACHES if name in names)] = states
+        cache = next(name for name in _CACHES if name in names)
+        if documents is not None:
+            states, kwargs["hidden_states"] = _compute_earlier(layer, kwargs, cache, sizes, states, documents)
+        kwargs[cache] = states
         return (), kwargs
 
     @never_compiled("transports and hooks are not graphs")
     def _leave(self, sizes: Sizes, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         """Send the states after this rank's tokens to the next rank (hook)."""
+        states = next((kwargs[name] for name in _CACHES if name in kwargs), None)
+        if isinstance(states, LocalStates) and states.earlier:
+            output = torch.cat([*states.earlier, output], dim=1)
         if self._mesh.rank == self._mesh.size - 1:
             return output
-        states: LocalStates = next(kwargs[name] for name in _CACHES if name in kwargs)
+        assert isinstance(states, LocalStates)
         packed = states.packed(_dtype(output))
         if packed.numel() != (expected := output.shape[0] * sizes.total):
             what = f"the states of {type(layer).__name__} have an unknown size"
@@ -176,6 +207,48 @@ class StateExchange:
             for handle in receives:
                 handle.wait()
         return buffer.view(dtype)
+
+
+def _documents_of(layer: Any, kwargs: dict[str, Any]) -> LocalDocuments | None:
+    """Remove this rank's documents from the arguments of a layer, and return them. None: it has a part of one only.
+
+    Models pass them on to their layers, also in a recomputation, in which the sequence of the call is unknown.
+    """
+    documents: LocalDocuments | None = kwargs.pop(DOCUMENTS, None)
+    call = getattr(layer, ATTRIBUTE).call
+    if documents is None and call is not None and len(call.cu_seqlens or ()) > 2:
+        what = f"packed documents in {type(layer).__name__}, whose model does not pass arguments of a call on to it"
+        raise UnsupportedError(what, next_step="pass one document per row, with padding")
+    return documents
+
+
+def _compute_earlier(
+    layer: nn.Module, kwargs: dict[str, Any], cache: str, sizes: Sizes, states: LocalStates, documents: LocalDocuments
+) -> tuple[LocalStates, Tensor]:
+    """Compute a layer for all documents of this rank but the last. Return the states and the input of the last one.
+
+    Args:
+        layer: The recurrent layer.
+        kwargs: Its arguments.
+        cache: Name of the argument for a cache.
+        sizes: Sizes of its states.
+        states: States after the previous rank's tokens.
+        documents: Documents on this rank.
+    """
+    hidden: Tensor = kwargs["hidden_states"]
+    earlier: list[Tensor] = []
+    if not documents.continues:
+        states = LocalStates(sizes)
+    *parts, last = pairwise(documents.borders)
+    for start, stop in parts:
+        tokens = hidden[:, start:stop]
+        if stop - start == 1:  # a layer that gets one token and states would update them in place
+            tokens = tokens.expand(-1, 2, -1)
+        output: Tensor = layer.forward(**kwargs | {"hidden_states": tokens, cache: states})
+        earlier.append(output[:, : stop - start])
+        states = LocalStates(sizes)
+    states.earlier = earlier
+    return states, hidden[:, slice(*last)]
 
 
 def _dtype(x: Tensor) -> torch.dtype:

@@ -102,8 +102,7 @@ class ShardedModel(ModelCalls):
             self._hooks.append(self._text.register_forward_pre_hook(self._enter_text, with_kwargs=True))
             self._hooks.append(self._text.register_forward_hook(self._leave_text, always_call=True))
         self.dropout = DropoutStreams(self._text, self.mesh.rank)
-        if self.mesh.size > 1:
-            self._hooks += StateExchange(self.mesh).hooks(self._text)
+        self._hooks += StateExchange(self.mesh).hooks(self._text)
         hooks, scaled = watch_positions(self._text)
         self._hooks += hooks
         self._watches_gradient = False

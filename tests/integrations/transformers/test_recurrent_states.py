@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -200,13 +201,90 @@ def test_undo_restores_recurrent_layers():
     assert torch.equal(model(input_ids=ids).logits, expected)
 
 
+def _documents_alone(model, ids, ends):
+    """Return the loss and the gradients of one device that computes documents one by one, in double precision."""
+    alone = copy.deepcopy(model)
+    losses, count = [], 0
+    for start, stop in pairwise(ends):
+        logits = alone(input_ids=ids[:, start:stop], use_cache=False).logits[:, :-1]
+        labels = ids[:, start + 1 : stop]
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        count += labels.numel()
+    loss = sum(losses) / count
+    loss.backward()
+    return loss.detach(), gradients_of(alone)
+
+
+# Documents of one token, parts of one token at the border of two ranks (23 or 24), and a border of documents there.
+PACKED = [(0, 9, 10, 33, 47), (0, 24, 47), (0, 25, 47), (0, 23, 24, 47), (0, 1, 2, 46, 47), (0, 47)]
+
+
+@pytest.mark.parametrize("ends", PACKED, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_equal_documents_alone(kind, ends):
+    model, ids = make(kind), tokens()
+    expected, gradients = _documents_alone(model, ids, ends)
+    labels = ids.index_fill(1, torch.tensor(ends[:-1]), -100)
+
+    def work(mesh):
+        full_batches = mesh.size == 3
+        mine = copy.deepcopy(model)
+        if mesh.size == 2:
+            checkpoint_activations(mine)
+        sharded = parallelize(mine, mesh, full_batches=full_batches)
+        batch = {"input_ids": ids, "labels": labels, "cu_seqlens": ends}
+        loss = mine(**batch if full_batches else sharded.shard(batch)).loss
+        loss.backward()
+        all_reduce_gradients(mine.parameters(), mesh)
+        total = loss.detach() if full_batches else all_reduce(loss.detach(), mesh)
+        torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+        found = gradients_of(mine)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).norm() <= 2e-5 * gradient.norm(), name
+
+    for ranks in (1, 2, 3):
+        run_threads(ranks, work)
+
+
+def test_documents_that_continue_states_change_the_loss():
+    """States that are not reset at a border count."""
+    model, ids, ends = make("bamba"), tokens(), (0, 9, 10, 33, 47)
+    expected, _ = _documents_alone(model, ids, ends)
+    with torch.no_grad():
+        labels = ids.index_fill(1, torch.tensor(ends[:-1]), -100)
+        assert abs(model(input_ids=ids, labels=labels).loss - expected) > 1e-2 * expected
+
+
+def test_rows_with_different_documents_and_recurrent_layers():
+    model, ids, rows = make("qwen3_next"), tokens(), ((0, 20, 47), (0, 5, 31, 47))
+    alone = [_documents_alone(model, ids[i : i + 1], ends) for i, ends in enumerate(rows)]
+    weights = [47 - 2, 47 - 3]  # labels
+    expected = sum(w * loss for w, (loss, _) in zip(weights, alone, strict=True)) / sum(weights)
+
+    def work(mesh):
+        mine = copy.deepcopy(model)
+        inputs = parallelize(mine, mesh).shard(ids, cu_seqlens=rows)
+        return all_reduce(mine(**inputs).loss.detach(), mesh)
+
+    for loss in run_threads(2, work):
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+
+
+def _drop_documents(layer, args, kwargs):
+    kwargs.pop("recurrent_documents")
+    return args, kwargs
+
+
 def test_unsupported_sequences_of_recurrent_models_raise():
     model, ids = make("bamba"), tokens()
     for layout in ("zigzag", "auto"):
         with pytest.raises(UnsupportedError, match=r"recurrent layers continue.*contiguous"):
             parallelize(model, mesh_without_peer(), layout=layout)
-    for mesh in (Mesh.single(), mesh_without_peer()):  # one rank would mix documents as well
-        with parallelize(model, mesh) as sharded, pytest.raises(UnsupportedError, match=r"packed documents.*2 doc"):
+    with parallelize(model, Mesh.single()) as sharded:
+        for layer in model.model.layers:  # as a model that does not pass on the arguments of its call
+            layer.register_forward_pre_hook(_drop_documents, with_kwargs=True)
+        with pytest.raises(UnsupportedError, match=r"packed documents in BambaMixer.*pass one document per row"):
             model(**sharded.shard(ids, cu_seqlens=(0, 20, 47)))
     with (
         parallelize(model, mesh_without_peer()) as sharded,
