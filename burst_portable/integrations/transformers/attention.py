@@ -147,10 +147,11 @@ def _check(sequence: CallSequence, band: Band, query: Tensor, key: Tensor, other
 def _check_causal(module: nn.Module, band: Band, argument: bool | None) -> None:
     """Raise `UnsupportedError` if a layer with a causal mask was told that it is not causal.
 
-    On one device, Transformers then leaves such a mask out, if it creates none for rows without padding.
+    On one device, Transformers then leaves such a mask out, if it creates none for rows without padding. It always
+    creates one if tokens of a group attend to each other (PaliGemma).
     """
     is_causal = getattr(module, "is_causal", True) if argument is None else argument
-    if band.lo >= 0 and is_causal is False:
+    if band.lo >= 0 and band.blocks is None and is_causal is False:
         what, got = "is_causal=False of a layer whose mask is causal", type(module).__name__
         next_step = "set config.is_causal = False before the model is called, which the mask follows too"
         raise UnsupportedError(what, got=got, next_step=next_step)

@@ -40,6 +40,14 @@ def test_all_families_give_results_of_one_device(name: str) -> None:
             assert trials.compare(model, inputs, ranks, models.FAMILIES[name].reference) <= TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["paligemma"])
+def test_layers_marked_as_not_causal_equal_one_device(name: str) -> None:
+    """Their mask has groups, so that one device never leaves it out."""
+    model = models.make(name)
+    assert any(getattr(module, "is_causal", None) is False for module in trials.text_model_of(model).modules())
+    assert trials.try_images(name).verdict == "equal"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
