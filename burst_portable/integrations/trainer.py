@@ -7,11 +7,12 @@ devices. This class shards the model, and keeps one copy of the outputs of each 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.errors import InputError, UnsupportedError, format_error
 from burst_portable.integrations.accelerate import SequenceParallelism
 from burst_portable.integrations.transformers.sharded_model import ShardedModel
 from burst_portable.integrations.versions import importing
@@ -19,6 +20,8 @@ from burst_portable.integrations.versions import importing
 with importing("accelerate", "burst-portable[transformers]"):
     from accelerate.utils.operations import recursively_apply
     from transformers import Trainer
+    from transformers.trainer_pt_utils import find_batch_size
+    from transformers.trainer_utils import has_length
 
 
 class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are Any, see pyproject.toml
@@ -48,6 +51,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
             raise UnsupportedError("this trainer of TRL on ranks that share sequences", got=of_trl, allowed=allowed)
         _check_order(type(self))
         self.sharded: ShardedModel | None = None
+        self._batch_rows: int | None = None  # of the last batch of an evaluation
         super().__init__(*arguments, **named)
         if self.sharded is None:
             self._shard_model(self.model)
@@ -121,6 +125,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss, and the logits of all tokens unless `prediction_loss_only`."""
         assert self.sharded is not None
+        self._batch_rows = find_batch_size(inputs)
         before = self.sharded.gather_outputs
         self.sharded.gather_outputs = before if prediction_loss_only else True
         try:
@@ -131,14 +136,27 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         finally:
             self.sharded.gather_outputs = before
 
-    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
+        sequences = self.accelerator.num_processes // self._ranks
+        if sequences > 1 and not has_length(dataloader) and self.accelerator.is_main_process:
+            message = format_error(
+                "the last batch of a dataset without a length repeats rows, which the evaluation counts again",
+                got=f"{sequences} sequences at a time",
+                next_step="evaluate a dataset with a length; or ignore this if the number of rows is a multiple of "
+                f"{sequences * self.args.eval_batch_size}",
+            )
+            warnings.warn(message, stacklevel=2)
         self.gather_function = self._gather_rows
-        return super().evaluation_loop(*arguments, **named)
+        return super().evaluation_loop(dataloader, *arguments, **named)
 
     def _gather_rows(self, data: Any) -> Any:
         """Return tensors of the rows of all data-parallel ranks, as `gather_for_metrics`: each row once."""
-        processes, state = self.accelerator.num_processes, self.accelerator.gradient_state
-        rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        processes, state, rows = self.accelerator.num_processes, self.accelerator.gradient_state, None
+        if state.end_of_dataloader and state.remainder > 0:
+            rows = state.remainder
+        elif state.end_of_dataloader and state.remainder < 0 and self._batch_rows is not None:
+            # Without a length, the last batch shows its rows. Trainer repeats its loss as for a full batch.
+            rows = self._batch_rows * (processes // self._ranks)
 
         def gather(x: Tensor) -> Tensor:
             is_number = x.dim() == 0  # a router loss, for example

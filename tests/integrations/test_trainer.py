@@ -22,7 +22,7 @@ from burst_portable.integrations.trainer import SequenceTrainer
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.packed_rows import documents_of
 from tests.support.models import make
-from tests.support.trainer_cases import forget_accelerator, model_of, pad, rows
+from tests.support.trainer_cases import forget_accelerator, model_of, pad, predicted_labels, rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
 EXAMPLES = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (9, 4, 12)]
@@ -248,6 +248,35 @@ def test_trainer_reads_datasets_without_a_length_on_each_rank(tmp_path: Path):
 
     trainer = SequenceTrainer(make("llama"), arguments(tmp_path, SequenceParallelism()), train_dataset=Stream())
     assert type(trainer.get_train_dataloader()).__name__ == "DataLoaderShard"
+
+
+@pytest.mark.filterwarnings("error:the last batch of a dataset without a length")  # for several sequences only
+def test_trainer_weights_last_batch_of_dataset_without_a_length(tmp_path: Path):
+    """Accelerate does not know how many rows the last batch has, and would count its loss as that of a full batch."""
+
+    class Stream(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(rows(7))
+
+    model, found = make("llama", torch.float32), []
+    for trainer_class, parallelism in ((Trainer, None), (SequenceTrainer, SequenceParallelism())):
+        given = arguments(tmp_path, parallelism, per_device_eval_batch_size=3)
+        trainer = trainer_class(model, given, data_collator=pad, compute_metrics=predicted_labels)
+        found.append([trainer.evaluate(Stream())[f"eval_{name}"] for name in ("loss", "labels", "logit")])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    with torch.no_grad():
+        losses = [float(model(**pad(rows(7)[start : start + 3])).loss) for start in (0, 3, 6)]
+    of_rows = (3 * losses[0] + 3 * losses[1] + losses[2]) / 7
+    assert found[1][0] == pytest.approx(of_rows, rel=1e-6)
+    assert abs(sum(losses) / 3 - of_rows) > 1e-3  # the mean over batches is another number
+
+
+def test_trainer_warns_of_repeated_rows_without_a_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trainer = SequenceTrainer(make("llama"), arguments(tmp_path, SequenceParallelism()), eval_dataset=rows(4))
+    monkeypatch.setattr(Trainer, "evaluation_loop", lambda *_, **__: "evaluated")
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.warns(UserWarning, match="without a length repeats rows.*got 2 sequences .*a multiple of 16"):
+        assert trainer.evaluation_loop(iter(()), "evaluation") == "evaluated"
 
 
 def test_parallelize_without_accelerator_names_it(monkeypatch: pytest.MonkeyPatch):
