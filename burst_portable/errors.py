@@ -92,7 +92,10 @@ class CommunicationTimeoutError(CommunicationError, TimeoutError):
     """A transfer that exceeded its timeout."""
 
 
-LATE = "check what that rank is doing, or increase the timeout (BURST_TIMEOUT, or timeout= of Config or run_threads)"
+LATE = (
+    "check what that rank is doing (all ranks must make this call, also in evaluations), or increase the timeout "
+    "(BURST_TIMEOUT, or timeout= of Config or run_threads)"
+)
 """Next step for a rank that is late."""
 SAME_CALLS = "all ranks of a mesh must make the same calls in the same order"
 """Next step for ranks that make different calls."""

@@ -492,7 +492,7 @@ def _make(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
     _check_ranks(name, ranks)
     if length < ranks:
         got = f"{ranks} ranks for {length} tokens"
-        next_step = f"use fewer ranks, or pad the sequence to at least {ranks} tokens"
+        next_step = f"use fewer ranks, or pad the sequence to at least {ranks} tokens (pad_to_multiple_of)"
         raise LayoutError("more ranks than tokens", got=got, allowed=f"at most {length} ranks", next_step=next_step)
     if name in OF_DOCUMENTS:
         return OF_DOCUMENTS[name](_document_cu_seqlens(name, mask, length), ranks)

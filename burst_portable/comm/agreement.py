@@ -43,8 +43,8 @@ _TITLE = ("pass", "mask", "case")
 HINTS = {  # next step if ranks differ in a fact that the caller did not set
     "tokens": "if ranks hold different numbers of tokens, pass seq_len= (tokens of the unsharded sequence)",
     "strategy": "if 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
-    "rows of the batch": "load the same rows on all ranks of a sequence (divide data only over data-parallel ranks), "
-    "and change them before shard(), or remove batch_checksum from all ranks' shards",
+    "rows of the batch": "load the same rows on all ranks of a sequence (divide data only over data-parallel ranks, "
+    "and seed shuffling alike), and change them before shard(), or remove batch_checksum from all ranks' shards",
     "rows of the masked batch": "load the same rows on all ranks of a sequence, and mask the same tokens: workers "
     "of a data loader draw other random numbers on each rank, so pass seed= to DataCollatorForLanguageModeling, or use "
     "no workers",
@@ -53,7 +53,8 @@ HINTS = {  # next step if ranks differ in a fact that the caller did not set
     "dropout seed": "seed torch alike on all ranks (torch.manual_seed), or pass the same dropout_seed=; on CPUs, other "
     "dropout draws a number per element, so give all ranks the same number of tokens",
     "rows that cross nodes": "name one kernel= for all ranks",
-    "values of the parameters": "seed ranks alike or load one checkpoint; call all_reduce_gradients before each step",
+    "values of the parameters": "seed ranks alike or load one checkpoint; before each step, let DDP or FSDP2 "
+    "average gradients (with accelerate: prepare(model)), or call all_reduce_gradients",
 }
 # If one of these differs, `auto` may choose different strategies.
 _CAUSES = ("mask", "batch", "heads", "head sizes", "dtype", "backend")

@@ -76,7 +76,10 @@ class SequenceDPOTrainer(_Counted, DPOTrainer):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **named: Any) -> None:
         args = named.get("args", arguments[2] if len(arguments) > 2 else None)
         if args is not None and args.precompute_ref_log_probs:
-            raise UnsupportedError("precompute_ref_log_probs on ranks that share sequences", got=True, allowed=False)
+            next_step = "remove it: the reference model then computes them in each step, sharded as well"
+            raise UnsupportedError(
+                "precompute_ref_log_probs on ranks that share sequences", got=True, allowed=False, next_step=next_step
+            )
         super().__init__(*arguments, **named)
         if self.ref_model is not None:
             self.accelerator.parallelism_config.parallelize(self.accelerator.unwrap_model(self.ref_model))
@@ -107,7 +110,8 @@ class SequenceGRPOTrainer(SequenceTrainer, GRPOTrainer):  # type: ignore[misc]
             "top_entropy_quantile": args.top_entropy_quantile < 1,
         }
         if found := [name for name, is_set in unsupported.items() if is_set]:
-            raise UnsupportedError("GRPO on ranks that share sequences", got=", ".join(found))
+            next_step = "remove it from the arguments; scale_rewards may be 'group' or 'none'"
+            raise UnsupportedError("GRPO on ranks that share sequences", got=", ".join(found), next_step=next_step)
         _check_rows(
             "num_generations", args.per_device_train_batch_size * args.steps_per_generation, self.num_generations
         )
