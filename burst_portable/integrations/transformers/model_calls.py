@@ -69,7 +69,11 @@ from burst_portable.integrations.transformers.masked_loss import (
     ignores_count,
     with_masked_loss,
 )
-from burst_portable.integrations.transformers.outer_model import check_forward, check_outer_models
+from burst_portable.integrations.transformers.outer_model import (
+    check_forward,
+    check_outer_models,
+    check_padded_outer_models,
+)
 from burst_portable.integrations.transformers.padding import is_encoder
 from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
 from burst_portable.integrations.transformers.recurrent_states import (
@@ -291,8 +295,11 @@ class ModelCalls:
         check_no_document_lengths(kwargs)
         check_router(config, kwargs, self.mesh, is_inner=module is not self.model)
         is_whole = self._outputs is not None and self._outputs.gather  # the outer model gets the states of all tokens
-        if self.mesh.size > 1 and not is_whole and not has_head(self.model):
-            check_outer_models(module)
+        if self.mesh.size > 1 and not has_head(self.model):
+            if not is_whole:
+                check_outer_models(module)
+            elif is_padded:
+                check_padded_outer_models(module)
         given = kwargs.get("position_ids")
         is_unordered = self.mesh.size > 1 and not is_shard and given is None
         if is_unordered and not self._is_order_known:

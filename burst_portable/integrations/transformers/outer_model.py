@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from burst_portable.errors import UnsupportedError
-from burst_portable.integrations.transformers.checks import has_tokenwise_head
+from burst_portable.integrations.transformers.checks import LANGUAGE_HEADS, has_tokenwise_head
 
 
 def check_outer_models(module: PreTrainedModel) -> None:
@@ -41,6 +41,35 @@ def check_outer_models(module: PreTrainedModel) -> None:
             if is_outer and (got := _computes_from_shard(model, given)):
                 _raise_if_around(model, module, got)
         frame = frame.f_back
+
+
+def check_padded_outer_models(module: PreTrainedModel) -> None:
+    """Raise `UnsupportedError` if the head of a model around `module` may read the states of padding.
+
+    Such states are not those of one device, where padding attends to tokens.
+
+    Args:
+        module: The called model, which is parallelized and returns the states of all tokens.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        model = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(model, PreTrainedModel) and model is not module and not _ignores_padding(model):
+            raise UnsupportedError(
+                f"{type(model).__name__} may read the states of padding, which are not those of one device",
+                got="a batch with padding",
+                allowed=f"names that end with {', '.join(_IGNORE_PADDING)}",
+                next_step="pass rows of one length without padding",
+            )
+        frame = frame.f_back
+
+
+_IGNORE_PADDING = (*LANGUAGE_HEADS, "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice")
+"""Endings of the names of heads that read labeled tokens, or one token of each row that is no padding."""
+
+
+def _ignores_padding(model: PreTrainedModel) -> bool:
+    return model.base_model is model or any(cls.__name__.endswith(_IGNORE_PADDING) for cls in type(model).__mro__)
 
 
 def check_forward(model: PreTrainedModel, *, full_batches: bool, averaged: bool, takes_labels: bool) -> None:

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
 
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import DtypeError, InputError, MismatchError, UnsupportedError
@@ -16,6 +21,7 @@ from burst_portable.integrations.transformers import (
     all_reduce,
     all_reduce_gradients,
     full_batches,
+    model_calls,
     parallelize,
     shards,
 )
@@ -172,6 +178,37 @@ def test_head_outside_gets_gradients_of_one_device(kind: str, side: str, ranks: 
             error = (found[name] - gradient).norm() / gradient.norm()
             assert error < 1e-6, name  # RoPE and norms are computed in float32
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left", "unchecked"])
+def test_head_that_reads_padding_raises(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """The softmax of LlamaForQuestionAnswering includes the states of padding, which are not those of one device."""
+    if side == "unchecked":
+        monkeypatch.setattr(model_calls, "check_padded_outer_models", lambda _: None)
+    model = LlamaForQuestionAnswering(LlamaConfig(**SIZES)).double()
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    if side != "none":
+        mask[1, :9] = side != "left"
+        mask[1, LENGTH - 9 :] = side == "left"
+    places = {"start_positions": torch.tensor([10, 11]), "end_positions": torch.tensor([12, 15])}
+    batch = {"input_ids": tokens(), "attention_mask": mask} | places
+
+    def loss_of_rank(mesh: Mesh) -> Tensor:
+        m = copies[mesh.rank]
+        parallelize(part_below_head(m), mesh, full_batches=True, averaged_gradients=True)
+        if side in ("left", "right"):
+            with pytest.raises(UnsupportedError, match="LlamaForQuestionAnswering may read the states of padding"):
+                m(**batch)
+            return torch.zeros(())
+        return m(**batch).loss.detach()
+
+    expected = copy.deepcopy(model)(**batch).loss
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    for loss in run_threads(2, loss_of_rank):
+        if side == "none":
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+        elif side == "unchecked":
+            assert abs(loss / expected - 1) > 1e-5, "the planted fault"
 
 
 def test_hidden_states_get_gradients_of_one_device() -> None:
