@@ -8,7 +8,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -25,10 +24,10 @@ STEPS = ("forward step", "backward step", "to heads", "to sequence", "that ranks
 
 
 @pytest.fixture(scope="module")
-def play():
+def play(forked_python):
     """Return a function that runs scenarios concurrently in a separate server."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.faulty_ranks"],
+        [forked_python, "-m", "tests.support.faulty_ranks"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

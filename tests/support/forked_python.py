@@ -3,12 +3,14 @@
     forked_python     fixture: the path of the program
     ranks_are_forked  fixture: commands and `multiprocessing` start their ranks by the program
 
-An interpreter of a rank imports torch and Transformers in four seconds. Tests of signals need a new interpreter.
+An interpreter of a rank imports torch and Transformers in four seconds. The program passes on SIGINT and SIGTERM. Its
+process has the environment of the server in /proc, and ends without the functions of `atexit`.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import multiprocessing.spawn
 import os
 import runpy
@@ -16,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,7 +30,7 @@ import torch
 
 from tests.support.fork_server import server_context
 
-# It sends its arguments, environment, folder and open files to the server, and ends as the forked process does.
+# It sends arguments, environment, folder, open files and signals to the server, and ends as the forked process does.
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
 files = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -37,6 +40,8 @@ with socket.socket(socket.AF_UNIX) as link:
     what = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), files]).encode()
     socket.send_fds(link, [len(what).to_bytes(8, "little")], files)
     link.sendall(what)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: link.send(bytes([number])))
     code = int(link.recv(16) or b"1")
 if code < 0:
     signal.signal(-code, signal.SIG_DFL)
@@ -87,7 +92,7 @@ def _serve(listener: socket.socket, program: str) -> None:
 
 
 def _supervise(link: socket.socket) -> None:
-    """Start the process, and report its end. End it if the program ends first."""
+    """Start the process, send it the program's signals, and report its end. End it if the program ends first."""
     size, received, *_ = socket.recv_fds(link, 8, 64)
     with link.makefile("rb") as stream:
         what = json.loads(stream.read(int.from_bytes(size, "little")))
@@ -98,8 +103,11 @@ def _supervise(link: socket.socket) -> None:
     for file in received:
         os.close(file)
     ended = os.pidfd_open(process)
-    if ended not in select.select([link, ended], [], [])[0]:
-        os.kill(process, signal.SIGKILL)
+    while ended not in select.select([link, ended], [], [])[0]:
+        number = link.recv(1)
+        os.kill(process, number[0] if number else signal.SIGKILL)
+        if not number:
+            break
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     try:
         link.sendall(str(code).encode())
@@ -118,9 +126,11 @@ def _run(what: tuple[list[str], dict[str, str], str, list[int]], received: list[
         os.close(file)
     # The server's own streams may be files, which seek.
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    multiprocessing.current_process().daemon = False  # it may start processes
     os.environ.clear()
     os.environ |= environment
     os.chdir(folder)
+    tempfile.tempdir = None  # read from the environment again
     paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:0] = ["", *paths]
     while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):  # an option of Python

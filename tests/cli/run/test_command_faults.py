@@ -86,8 +86,12 @@ class Run:
 
     def processes(self) -> list[int]:
         """Return all processes that the run started, directly or indirectly."""
-        every = psutil.process_iter(["environ"])  # environ is None for ended processes and those of other users
-        return [one.pid for one in every if (one.info["environ"] or {}).get(MARK) == self.mark]
+        every = psutil.process_iter(["environ", "cwd"])  # None for ended processes and those of other users
+        return [one.pid for one in every if self._is_own(one.info["environ"] or {}, one.info["cwd"])]
+
+    def _is_own(self, environment: dict[str, str], folder: str | None) -> bool:
+        """Return whether a process is one of the run. Forked processes have the folder, and no new environment."""
+        return environment.get(MARK) == self.mark or folder == str(self.folder)
 
     def wait_for_ranks(self) -> list[int]:
         """Return the rank processes after they have connected to each other."""
@@ -164,13 +168,18 @@ def test_failed_rank_ends_run(run, program, fault, at, told):
 
 
 @pytest.mark.slow
-def test_run_listens_on_loopback_only_and_cleans_up_on_sigterm(run):
+@pytest.mark.parametrize("python", ["forked", pytest.param("new", marks=pytest.mark.full)])
+def test_run_listens_on_loopback_only_and_cleans_up_on_sigterm(run, python, forked_python):
+    """Signals reach forked processes. New interpreters, which import torch three times, run with -m full."""
+    if python == "forked":
+        run.program = (forked_python, "-m")
     run.start()
     ranks = run.wait_for_ranks()
     listening = [address for pid in run.processes() for address in connections(pid)[0]]
     assert listening, "gloo listens for its peers"
     assert [a for a in listening if not is_loopback(a)] == []
     assert all(is_loopback(a) for pid in ranks for a in connections(pid)[1])
+    assert run.files(), "the folder of the job, which must go"
     at = time.monotonic()
     run.process.terminate()
     _, err = run.process.communicate(timeout=30)
