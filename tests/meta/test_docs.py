@@ -94,6 +94,7 @@ def test_page_python_blocks_run(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=name_of)
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_page_console_blocks_match_commands(page, capsys):
     for block in blocks(page):
         if block.language != "console":

@@ -35,6 +35,7 @@ def equipment(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ranks_are_forked")
 def test_chip_launches_pass_on_simulated_driver(equipment):
     """The compiled kernels are launched twice: forward, merge, delta, and both halves of backward."""
     results = list(equipment("machine_code").launched("gfx942", "--quick"))
@@ -102,8 +103,8 @@ def test_tune_estimates_step_from_machine_code(equipment):
     assert tune.units(body, "gfx90a") == (64.0, 20, 32.0)
 
 
-def test_conform_script_without_device_prints_reason():
-    environment = environment_of_children(PYTHON=sys.executable, PYTHONPATH=str(ROOT))
+def test_conform_script_without_device_prints_reason(forked_python):
+    environment = environment_of_children(PYTHON=forked_python, PYTHONPATH=str(ROOT))
     command = ["sh", str(FOLDER / "conform.sh")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 2, done.stderr
