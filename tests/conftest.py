@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.compilers import compilers  # noqa: F401  (a fixture)
-from tests.support.forked_python import forked_python, ranks_are_forked  # noqa: F401  (fixtures)
+from tests.support.forked_python import forked_python, pytest_configure, ranks_are_forked  # noqa: F401  (fixtures)
 from tests.support.poison import fresh_memory_is_nan
 from tests.support.triton_interpreter import ask  # noqa: F401  (a fixture)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 
 import pytest
 
-from tests.support.fork_server import server_context
+from tests.support.forked_python import forked_multiprocessing
 
 
 @pytest.fixture(scope="module")
-def compilers() -> Iterator[Executor]:
+def compilers(forked_python: str) -> Iterator[Executor]:
     """Start processes on both cores of CI, because these tests mostly compile."""
-    with ProcessPoolExecutor(2, mp_context=server_context()) as pool:
+    context = multiprocessing.get_context("spawn")
+    with forked_multiprocessing(forked_python), ProcessPoolExecutor(2, mp_context=context) as pool:
         yield pool
