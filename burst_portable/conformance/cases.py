@@ -338,21 +338,28 @@ def covering(axes: Axes = AXES, *, tries: int = 24) -> list[Case]:
     Greedy and deterministic. For a pair that is still missing, `tries` random completions are compared; the one with
     most missing pairs is taken. A pair without a possible completion (Ulysses on 8 ranks with 12 heads) is left out.
     """
+    return list(_covering(tuple((axis, tuple(values)) for axis, values in axes.items()), tries))
+
+
+@lru_cache(maxsize=64)  # the checks of a backend list the cases of a kernel several times
+def _covering(items: tuple[tuple[str, tuple[Any, ...]], ...], tries: int) -> tuple[Case, ...]:
+    axes = dict(items)
     random_ = random.Random(0)
     missing = dict.fromkeys(_pairs(axes))
     cases = []
     while missing:
         pair = next(iter(missing))
         completions = [_complete(dict(pair), axes, random_) for _ in range(tries)]
-        possible = [case for case in completions if case.possible()]
-        if not possible:
+        # Whether a case is possible takes longer to find out than how many pairs it has.
+        completions.sort(key=lambda case: sum(pair in missing for pair in _pairs_of(case, axes)), reverse=True)
+        best = next((case for case in completions if case.possible()), None)
+        if best is None:
             del missing[pair]
             continue
-        best = max(possible, key=lambda case: sum(pair in missing for pair in _pairs_of(case, axes)))
         cases.append(best)
         for covered in _pairs_of(best, axes):
             missing.pop(covered, None)
-    return cases
+    return tuple(cases)
 
 
 Pair = tuple[tuple[str, object], tuple[str, object]]
