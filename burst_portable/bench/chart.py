@@ -13,9 +13,11 @@ from typing import Any
 from burst_portable.bench.results import Row
 from burst_portable.planning.plans import PASSES
 
-WIDTH, _LEFT, _RIGHT = 1280, 88, 12
+WIDTH, _LEFT, _RIGHT = 1280, 88, 12  # a picture is wider if the words below its groups need it
 _PANEL, _GAP, LINE = 250, 46, 24  # heights: a panel, above it, and of a line of text
 _FONT, SMALL = 19, 17
+_CHARACTER = 0.56  # mean width of a character, in heights of its font
+_SPACE = 6  # pixels between words of neighbors
 # Of Okabe and Ito, which most color-blind people can distinguish, then darker and lighter ones.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#000000", "#7F7F7F", "#6A3D9A",
            "#B2DF8A", "#8C510A", "#882255", "#FB9A99")  # fmt: skip
@@ -51,14 +53,14 @@ def draw(settings: Row, rows: Sequence[Row]) -> str:
     for line in _caption(settings, rows):
         top += LINE
         parts.append(text_element(_LEFT, top, line))
-    return page(parts, top + 14)
+    return page(parts, top + 14, math.ceil(_LEFT + _group_width(groups) * len(groups) + _RIGHT))
 
 
 def _legend(colors: dict[str, str]) -> tuple[list[str], int]:
     """Return the lines of the legend, and where they end."""
     parts, x, y = [], _LEFT, LINE
     for name, color in colors.items():
-        width = 34 + len(name) * _FONT * 0.56
+        width = 34 + len(name) * _FONT * _CHARACTER
         if x + width > WIDTH - _RIGHT:
             x, y = _LEFT, y + LINE + 4
         parts += [
@@ -78,12 +80,14 @@ def _panel(
     unit, factor = ("TFLOP/s", 1) if largest >= 1 else ("GFLOP/s", 1000)
     high = math.ceil(largest / tick) * tick
     bottom, parts = top + _PANEL, []
+    width = _group_width(groups)
     for i in range(round(high / tick) + 1):
         y = bottom - _PANEL * i * tick / high
-        parts.append(f'<path d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}" stroke="{"#ddd" if i else "black"}"/>')
+        parts.append(
+            f'<path d="M{_LEFT} {y:.1f}H{_LEFT + width * len(groups):.0f}" stroke="{"#ddd" if i else "black"}"/>'
+        )
         parts.append(text_element(_LEFT - 8, y + 6, f"{i * tick * factor:g}", "end"))
     parts.append(text_element(_LEFT, top - 12, f"{name}, {unit} per rank", weight="bold"))
-    width = _group_width(groups)
     bar = width * 0.86 / max(1, len(colors))
     for i, group in enumerate(groups):
         for j, (entry, color) in enumerate(colors.items()):
@@ -104,7 +108,9 @@ def _panel(
 
 
 def _group_width(groups: Sequence[str]) -> float:
-    return (WIDTH - _LEFT - _RIGHT) / max(1, len(groups))
+    """Return the pixels of a group of bars: an equal part of `WIDTH`, or as many as the longest word below it needs."""
+    longest = max((len(word) for name in groups for word in name.split("_")), default=0)
+    return max((WIDTH - _LEFT - _RIGHT) / max(1, len(groups)), longest * SMALL * _CHARACTER + _SPACE)
 
 
 def _tick(largest: float) -> float:
@@ -133,10 +139,10 @@ def _caption(settings: Row, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def page(parts: Sequence[str], height: int) -> str:
-    """Return an SVG file of these elements: `WIDTH` pixels wide, on white."""
+def page(parts: Sequence[str], height: int, width: int = WIDTH) -> str:
+    """Return an SVG file of these elements on white."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="{_FONT}">\n'
         f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )

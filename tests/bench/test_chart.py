@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from burst_portable.bench.chart import draw
+from burst_portable.bench.masks import MASKS
 from burst_portable.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +40,21 @@ def test_draw_has_proportional_bars_and_none_for_wrong_entries():
     assert "2 ranks on a &amp; b; 64 tokens, 4 query and 2 K/V heads, head size 8, float32; zigzag layout" in image
     assert "burst-portable 1; torch 9" in image
     assert "No bar: not supported. x: wrong or failed." in image
+
+
+def test_draw_separates_words_below_groups_of_all_masks():
+    rows = [row("ring", mask=name) for name in MASKS]
+    image = draw(SETTINGS, rows)
+    lines = {}
+    for x, y, word in re.findall(r'x="([\d.]+)" y="([\d.]+)" text-anchor="middle"[^>]*>(\w+)<', image):
+        lines.setdefault(y, []).append((float(x), len(word)))
+    assert sum(map(len, lines.values())) == sum(len(name.split("_")) for name in MASKS)
+    character = 0.55 * 17  # pixels; the mean of `document` in Helvetica
+    for words in lines.values():
+        for (left, first), (right, second) in pairwise(sorted(words)):
+            assert right - left > character * (first + second) / 2 + 4
+    width, right = (float(re.search(pattern, image)[1]) for pattern in (r'width="(\d+)"', r"H([\d.]+)\""))
+    assert right < width
 
 
 def test_picture_of_docs_has_numbers_of_its_file(tmp_path):
