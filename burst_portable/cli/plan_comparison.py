@@ -89,7 +89,8 @@ def _all_strategies(compared: Mapping[str, Strategy], unsupported: Iterable[str]
 def _not_compared(names: Iterable[str]) -> dict[str, str]:
     """Return when `auto` compares each of these strategies, by name."""
     every = classes()
-    return {name: every[name].offered or "not for this call" for name in names}
+    inexact = "never: it computes another mask than asked for"
+    return {name: (every[name].offered or "not for this call") if every[name].exact else inexact for name in names}
 
 
 def _costs(plan: Plan, hardware: HardwareSpec, ranks: tuple[int, ...]) -> Facts:

@@ -309,7 +309,8 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
 
     Raises:
         UnsupportedError: The strategy cannot serve the call.
-        StrategyError: It returns no plan, or one of another call or name.
+        StrategyError: It returns no plan, or one of another call or name. The call of a strategy that is not `exact`
+            has the mask that it `computes`.
         InputError: See `Strategy.plan`.
     """
     plan = strategy.plan(call)
@@ -320,6 +321,8 @@ def checked_plan(strategy: Strategy, call: AttentionCall) -> Plan:
         raise StrategyError(
             f"{what}: its plan has another name", got=shown(plan.strategy), next_step="pass `self.name` to the plan"
         )
+    if not strategy.exact:
+        call = replace(call, mask=strategy.computes(call.mask))
     for name, made, free in (
         ("its plan", plan.call, ()),
         ("its forward pass", plan.forward.call, _OF_PASSES),

@@ -19,6 +19,7 @@ from burst_portable.cli.run.command import run as run_command
 from burst_portable.conformance import check_backend
 from burst_portable.errors import BurstError, InputError, StrategyError, UnknownNameError, UnsupportedError
 from burst_portable.planning.hardware import HardwareSpec
+from burst_portable.planning.verify import verify
 from burst_portable.strategies import registry
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.options import RESERVED_FLAGS
@@ -111,6 +112,24 @@ class OtherMask(Base):
 
     def plan(self, call):
         return super().plan(replace(call, mask=Mask.full()))
+
+@dataclass(frozen=True)
+class Inexact(Strategy):
+    name, title = "inexact", "the full mask instead of any other"
+    exact = False
+
+    def plan(self, call):
+        return ring_plan(replace(call, mask=Mask.full()), self.name, side="kv", route=RingRoute(call.ranks))
+
+    def computes(self, mask):
+        return Mask.full()
+
+@dataclass(frozen=True)
+class InexactWrong(Inexact):
+    name, title = "inexact", "another mask than it states"
+
+    def computes(self, mask):
+        return Mask.causal()
 
 @dataclass(frozen=True)
 class OtherScale(Base):
@@ -353,6 +372,23 @@ def test_auto_never_chooses_inexact_strategy(package):
     package({"theirs": "their_strategies:Theirs"}, exact=False)
     assert bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs").strategy == "theirs"
     assert "theirs" not in bp.plan(seq_len=96, ranks=4, heads=4).reason
+
+
+def test_inexact_strategy_computes_the_mask_that_it_states(package, capsys):
+    package({"inexact": "their_strategies:Inexact"})
+    plan = bp.plan(seq_len=64, ranks=4, heads=4, mask="causal", strategy="inexact")
+    assert (plan.call.mask, plan.call.num_pairs, verify(plan)) == (bp.Mask.full(), 64 * 64, [])
+    assert main(["conform", "--backend", "cpu", "--strategy", "inexact", "--quick"]) == 0
+    assert main(["plan", "--seq-len", "64", "--ranks", "4", "--strategy", "all"]) == 0
+    assert "compares inexact never: it computes another mask than asked for" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_inexact_strategy_with_another_mask_is_broken(package):
+    package({"inexact": "their_strategies:InexactWrong"})
+    with pytest.raises(StrategyError, match=r"its plan has another mask; got 'full'; allowed: causal"):
+        bp.plan(seq_len=64, ranks=4, heads=4, mask="window:8:0", strategy="inexact")
 
 
 @pytest.mark.parametrize(
