@@ -172,7 +172,7 @@ def plan(
         return 0
     from burst_portable.cli.plan_view import show, show_check
 
-    with named_if_broken(planner):
+    with out, named_if_broken(planner):  # `out` writes at the end: an error of the output is not the strategy's
         facts["check"] = _check(made, check_all) if check else {"done": False}
         show(out, made, facts, steps=show_steps)
     json_option.write(facts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -526,6 +527,14 @@ def test_plan_names_package_of_broken_strategy_in_a_line(package, capsys, target
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert f"the strategy 'theirs' (from their_strategies:{target}) is broken; got {error}" in err
+
+
+def test_plan_blames_no_strategy_if_output_cannot_be_written(package, capsys, monkeypatch):
+    package({"theirs": "their_strategies:Theirs"})
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["plan", "--seq-len", "64", "--ranks", "4", "--heads", "4", "--strategy", "theirs"]) == 1
+    assert capsys.readouterr().err == "burst-portable: the output cannot be written: No space left on device\n"
 
 
 @pytest.mark.slow
