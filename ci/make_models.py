@@ -83,14 +83,14 @@ OF_OWN_LOSS = """- **Own loss** marks models that compute their loss themselves.
 SHORT = {
     "an attention that does not go through": "attention outside AttentionInterface",
     "a recurrent state": "recurrent state",
-    "positions that start at": "positions count from the padding token",
+    "embeddings of positions that": "positions depend on padding",
     "a model of several parts": "several parts; pass its language model",
     "a forward without position_ids": "no position_ids in forward",
     "an encoder and a decoder": "encoder-decoder",
     "tokens that interact outside attention": "tokens meet outside attention",
     "a head or a pooler": "reads single tokens",
     "the model computes with its mask": "changes its mask",
-    "the mask did not come from": "makes its own mask",
+    "the model makes its attention mask": "makes its own mask",
 }
 """Short forms of reasons, by how a reason begins."""
 HEADINGS = {

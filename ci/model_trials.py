@@ -58,12 +58,14 @@ VARIANTS: tuple[dict[str, Any], ...] = ({}, {"num_key_value_heads": 4})
 OPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "cpmant": {"prompt_length": 4, "prompt_types": 4, "segment_types": 4},
+    "esm": {"pad_token_id": 1, "mask_token_id": 3},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 9},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0]},
     "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
+    "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -31,7 +31,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("llama4_text", "Llama4ForCausalLM", "equal"),
         ("bert", "BertForMaskedLM", "equal"),
         ("modernbert", "ModernBertForMaskedLM", "equal"),
-        ("roberta", "RobertaForMaskedLM", "refused"),
+        ("roberta", "RobertaForMaskedLM", "equal"),
         ("mamba", "MambaForCausalLM", "refused"),
     ],
 )

@@ -111,18 +111,25 @@ def _scaled_by_row(module: Any, query: Tensor, mesh: Mesh, sequence: CallSequenc
 def _sequence(state: Any, mask: Any) -> CallSequence:
     """Return the sequence of a mask. The first use, in the forward pass that created it, binds it to the call."""
     if not isinstance(mask, DeferredMask):
-        raise UnsupportedError(
-            "the mask did not come from transformers' mask functions",
-            got="None" if mask is None else type(mask).__name__,
-            next_step="if a hook removed it (accelerate adds one for cp_size), use no other context parallelism"
-            if mask is None
-            else "pass no attention_mask; pass cu_seqlens of packed documents to handle.shard",
-        )
+        raise _unknown_mask(mask)
     if mask.sequence is None:
         if state.call is None:
             raise InputError("a layer ran outside its model's forward: call the model that was parallelized")
         mask.sequence = state.call
     return mask.sequence
+
+
+def _unknown_mask(mask: Any) -> UnsupportedError:
+    if mask is None:
+        what = "the mask did not come from transformers' mask functions"
+        next_step = "if a hook removed it (accelerate adds one for cp_size), use no other context parallelism"
+        return UnsupportedError(what, got="None", next_step=next_step)
+    return UnsupportedError(
+        "the model makes its attention mask itself, without transformers' mask functions, as LayoutLM does",
+        got=type(mask).__name__,
+        allowed="models that call create_causal_mask, create_bidirectional_mask and the like",
+        next_step="docs/tried_models.md lists models that are supported",
+    )
 
 
 def _check(sequence: CallSequence, band: Band, query: Tensor, key: Tensor, others: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from burst_portable.integrations.transformers.call_errors import wrong_tokens
 from burst_portable.integrations.transformers.full_batches import batch_of
 from burst_portable.integrations.transformers.left_padding import move_left_padding, roll_rows
 from burst_portable.integrations.transformers.packed_rows import check_counted
+from burst_portable.integrations.transformers.padding_positions import POSITIONS, add_positions
 from burst_portable.integrations.transformers.shards import BatchDivider, batch_arguments
 from burst_portable.integrations.transformers.text_model import checksum_of, lengths_of, rolled, take_undivided
 from burst_portable.sharding import shard
@@ -58,7 +59,11 @@ def divide_full_batch(
     batch, embeddings = batch_of(kwargs)
     if not isinstance(batch.get("input_ids"), Tensor):
         raise wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
-    padding = move_left_padding(batch, config, divider.token_inputs, shifts_labels=divider.shifts_labels)
+    token_inputs = divider.token_inputs
+    if divider.padding_idx is not None:
+        add_positions(batch, divider.padding_idx, has_embeddings=embeddings is not None)
+        token_inputs = (*token_inputs, POSITIONS)
+    padding = move_left_padding(batch, config, token_inputs, shifts_labels=divider.shifts_labels)
     if padding is not None:
         if has_recurrent_layers:
             what = "padding at the beginning of rows in a model with recurrent layers"
@@ -66,7 +71,7 @@ def divide_full_batch(
         embeddings = None if embeddings is None else roll_rows(embeddings, padding)
         undivided = rolled(undivided, padding, batch["input_ids"].shape[1])
     given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
-    arguments = batch_arguments(batch, given, divider.token_inputs)
+    arguments = batch_arguments(batch, given, token_inputs)
     inputs = divider.divide(**arguments)
     rows, length = batch["input_ids"].shape
     joined_rows = rows if inputs["seq_len"] != length else None

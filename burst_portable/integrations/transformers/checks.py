@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError, format_error
+from burst_portable.integrations.transformers.padding_positions import has_unknown_positions, padding_indices
 from burst_portable.integrations.transformers.recurrent_layers import RECURRENT_TYPES, recurrent_layers
 from burst_portable.mesh import Mesh
 
@@ -110,6 +111,8 @@ def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) ->
 LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 HEADS = (*LANGUAGE_HEADS, "ForTokenClassification")
 _READS_SINGLE_TOKENS = "a head or a pooler that reads single tokens, which only one rank has"
+_COUNTS_PADDING = "embeddings of positions that depend on padding otherwise than RoBERTa's, or without pad_token_id"
+_SCALES_BY_ROW = "token_dropout, which scales embeddings by the masked tokens of a whole row, as in ESM-2"
 LAYER_TYPES = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 LONGER_CONTEXT = (
     "set a larger max_position_embeddings in the config, with a fixed RoPE scaling (linear, yarn or llama3); "
@@ -144,6 +147,8 @@ def check_model(model: Any, *, full_batches: bool = False) -> None:
             next_step += "parallelize(model.base_model, mesh, full_batches=True, averaged_gradients=True)"
         elif reason == _READS_SINGLE_TOKENS:
             next_step = "create the model without a pooler, if it allows that (add_pooling_layer=False)"
+        elif reason == _SCALES_BY_ROW:
+            next_step = "create the model with token_dropout=False, which changes results of models trained with it"
         elif getattr(model, "_is_stateful", False):
             next_step = "docs/hugging_face.md, 'Recurrent layers', lists the layers that continue from rank to rank"
         raise UnsupportedError(f"{type(model).__name__} cannot be sharded", got=reason, next_step=next_step)
@@ -153,7 +158,9 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder and a decoder, with cross attention to another sequence"
-    if config.sub_configs or config.get_text_config() is not config:
+    if any(getattr(config, name, None) is not None for name in config.sub_configs) or (
+        config.get_text_config() is not config
+    ):
         return _unsupported_part(model, full_batches=full_batches)
     layer_types = set(getattr(config, "layer_types", None) or ())
     continued = {id(part) for layer in recurrent_layers(model) for part in layer.modules()}
@@ -171,8 +178,10 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
         _mixes_tokens(m) for m in model.modules() if id(m) not in continued
     ):
         return "tokens that interact outside attention, in a convolution or in embeddings of neighbors"
-    if any("position" in name and getattr(m, "padding_idx", None) is not None for name, m in model.named_modules()):
-        return "positions that start at its padding token, as in RoBERTa"
+    if has_unknown_positions(model):
+        return _COUNTS_PADDING
+    if getattr(config, "token_dropout", False):
+        return _SCALES_BY_ROW
     if getattr(config, "output_attentions", False):
         return "output_attentions, but attention weights are never computed"
     if not has_tokenwise_head(model):
@@ -188,6 +197,8 @@ def _unsupported_part(model: PreTrainedModel, *, full_batches: bool) -> str | No
         return f"{parts}; pass its language model"
     if recurrent_layers(text):
         return f"{parts}, of which {type(text).__name__} is not supported: recurrent layers within several parts"
+    if padding_indices(text):
+        return f"{parts}, of which {type(text).__name__} is not supported: positions that count from its padding token"
     if reason := _unsupported_reason(text):
         return f"{parts}, of which {type(text).__name__} is not supported: {reason}"
     return None if full_batches else f"{parts}; pass full_batches=True, or its language model"

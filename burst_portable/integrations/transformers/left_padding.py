@@ -14,6 +14,7 @@ from torch import Tensor
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.checks import has_relative_positions
+from burst_portable.integrations.transformers.padding_positions import POSITIONS
 
 _ROWS = ("input_ids", "labels", "attention_mask")
 
@@ -46,7 +47,7 @@ def move_left_padding(
     if unknown := [name for name in batch if name not in (*_ROWS, *token_inputs, "position_ids")]:
         raise UnsupportedError("padding at the beginning of rows with packed documents", got=", ".join(unknown))
     positions = batch.pop("position_ids", None)
-    if not _equals(positions, counted - 1, token):
+    if POSITIONS not in batch and not _equals(positions, counted - 1, token):
         places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if positions is not None and not _equals(positions, places, token):
             allowed = "numbers that count from 0 at the first token or at the beginning of a row"

@@ -75,6 +75,11 @@ from burst_portable.integrations.transformers.outer_model import (
     check_padded_outer_models,
 )
 from burst_portable.integrations.transformers.padding import is_encoder
+from burst_portable.integrations.transformers.padding_positions import (
+    checked_shard_positions,
+    padding_index,
+    positions_of_rows,
+)
 from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
 from burst_portable.integrations.transformers.recurrent_states import (
     check_recurrent_sequence,
@@ -125,7 +130,7 @@ class ModelCalls:
         self._has_recurrent_layers = bool(recurrent_layers(self._text))
         self._watches_positions, self._scales_by_row = False, False  # see `ShardedModel`
         self.dropout = DropoutStreams(self._text, mesh.rank)
-        self._is_encoder = is_encoder(model)
+        self._is_encoder, self._padding_idx = is_encoder(model), padding_index(self._text)
         self._forget_calls()
 
     def _forget_calls(self) -> None:
@@ -169,6 +174,7 @@ class ModelCalls:
             scales_by_row=self._scales_by_row,
             separates_padding=self._separates_padding,
             token_inputs=token_inputs_of(self.model),
+            padding_idx=self._padding_idx,
         )
 
     def _called_models(self) -> list[PreTrainedModel]:
@@ -305,7 +311,7 @@ class ModelCalls:
         if is_unordered and not self._is_order_known:
             raise unknown_order(sequence.layout.name)
         if not self._position_check.is_known(given, sequence.seq_len, sequence.cu_seqlens):
-            kwargs["position_ids"] = checked_positions(given, positions_of(sequence, self.mesh, tokens.device), tokens)
+            kwargs["position_ids"] = self._checked_positions(kwargs, sequence, tokens)
         kwargs["attention_mask"] = None
         if takes(module, "use_cache"):
             kwargs["use_cache"] = False
@@ -331,6 +337,16 @@ class ModelCalls:
             self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device, outputs, rows)
         labels = self._take_masked_labels(module, kwargs) if self.mesh.size > 1 else None
         return sequence, RunningCall(module, padded if is_padded else None, labels)
+
+    def _checked_positions(self, kwargs: dict[str, Any], sequence: CallSequence, tokens: Tensor) -> Tensor:
+        """Return the position ids of a call. Raise `InputError` if given ones are not those of this rank."""
+        given, ids = kwargs.get("position_ids"), kwargs.get("input_ids")
+        places = positions_of(sequence, self.mesh, tokens.device)
+        if self._padding_idx is None:
+            return checked_positions(given, places, tokens)
+        if given is None and self.mesh.size == 1:
+            return positions_of_rows(ids, places, self._padding_idx, sequence.cu_seqlens)
+        return checked_shard_positions(given, ids, places, self._padding_idx)
 
     def _take_masked_labels(self, module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
         """Remove the labels and their number from the arguments of a model that would divide by its own labels."""

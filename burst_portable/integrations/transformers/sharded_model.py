@@ -201,7 +201,7 @@ class ShardedModel(ModelCalls):
         given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
         batch = {"input_ids": input_ids} | given
         if isinstance(input_ids, Mapping):
-            batch = batch_arguments(input_ids, given, token_inputs_of(self.model))
+            batch = batch_arguments(input_ids, given, token_inputs_of(self.model), self._padding_idx)
         inputs = self._divider.divide(**batch)
         if self.mesh.size == 1:
             return inputs

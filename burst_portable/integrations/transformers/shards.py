@@ -21,6 +21,11 @@ from burst_portable.integrations.transformers.packed_rows import (
     remove_packing,
 )
 from burst_portable.integrations.transformers.padding import has_padding, separated
+from burst_portable.integrations.transformers.padding_positions import (
+    POSITIONS,
+    positions_from_padding,
+    take_positions,
+)
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import check_tensor
 from burst_portable.sharding import shard, shard_batch
@@ -45,6 +50,7 @@ class BatchDivider(NamedTuple):
         scales_by_row: Whether the model scales queries by their row number.
         separates_padding: Whether padding becomes a document, because tokens attend to later ones.
         token_inputs: Names of the model's other inputs with values for each token (see `token_inputs_of`).
+        padding_idx: Id of the padding token, if positions count from it. None: they count from 0.
     """
 
     mesh: Mesh
@@ -54,6 +60,7 @@ class BatchDivider(NamedTuple):
     scales_by_row: bool
     separates_padding: bool
     token_inputs: tuple[str, ...]
+    padding_idx: int | None
 
     def divide(
         self,
@@ -101,6 +108,8 @@ class BatchDivider(NamedTuple):
                 raise UnsupportedError(what, next_step="pass one row per batch")
             rows = join_rows(input_ids, labels, attention_mask, token_inputs, documents)
             input_ids, labels, attention_mask, token_inputs, cu_seqlens = rows
+        if self.padding_idx is not None and POSITIONS not in token_inputs:
+            token_inputs |= {POSITIONS: positions_from_padding(input_ids, self.padding_idx, cu_seqlens)}
         layout = self.layouts.of(input_ids.shape[1], cu_seqlens)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
         if self.mesh.size > 1:
@@ -110,6 +119,8 @@ class BatchDivider(NamedTuple):
         if padded:
             inputs["padded"] = shard(attention_mask == 0, self.mesh, layout=layout)
         batch = shard_batch(input_ids, labels, cu_seqlens=cu_seqlens, mesh=self.mesh, layout=layout)
+        if POSITIONS in inputs:
+            batch["position_ids"] = inputs.pop(POSITIONS)
         self.position_check.remember(batch["position_ids"], input_ids.shape[1], cu_seqlens)
         if self.shifts_labels and predicts_first:
             shifted = next_labels(labels, length)
@@ -135,7 +146,10 @@ def token_inputs_of(model: Any) -> tuple[str, ...]:
 
 
 def batch_arguments(
-    batch: Mapping[str, Any], given: Mapping[str, Any], token_inputs: Sequence[str] = ()
+    batch: Mapping[str, Any],
+    given: Mapping[str, Any],
+    token_inputs: Sequence[str] = (),
+    padding_idx: int | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `BatchDivider.divide`.
 
@@ -143,6 +157,7 @@ def batch_arguments(
         batch: Tensors of a tokenizer or collator.
         given: Arguments that were passed with it.
         token_inputs: Names of the model's other inputs. Default: none.
+        padding_idx: Id of the padding token, if positions count from it. Default: they count from 0.
 
     Raises:
         InputError: If an argument is missing, was passed twice, or cannot be divided.
@@ -152,6 +167,8 @@ def batch_arguments(
     if twice := [name for name, value in given.items() if value is not None and name in batch]:
         raise InputError(f"{twice[0]} is in the batch and was passed as an argument", next_step="pass it once")
     arguments, allowed = {**given, **batch}, ("input_ids", *given, *token_inputs)
+    if padding_idx is not None:
+        take_positions(arguments, padding_idx)
     if (position_ids := arguments.pop("position_ids", None)) is not None:
         documents = documents_of(position_ids)
         remove_packing(arguments, documents)

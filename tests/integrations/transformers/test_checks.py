@@ -27,8 +27,6 @@ from transformers import (
     MobileBertForMaskedLM,
     OPTConfig,
     OPTForCausalLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
@@ -263,7 +261,6 @@ def test_parallelize_rejects_unsupported_models():
     for model, told in (
         (LlamaForSequenceClassification(LlamaConfig(**SIZES)), "a head or a pooler"),
         (BertModel(ENCODER), "a head or a pooler"),
-        (RobertaForMaskedLM(RobertaConfig(**ENCODER.to_diff_dict())), "padding token"),
         (MobileBertForMaskedLM(MobileBertConfig(**SIZES, embedding_size=16)), "outside attention"),
     ):
         with pytest.raises(UnsupportedError, match=told):
