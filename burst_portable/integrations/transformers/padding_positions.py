@@ -23,7 +23,8 @@ _COUNT = "create_position_ids_from_input_ids"
 
 def padding_indices(model: nn.Module) -> list[int | None]:
     """Return the padding index of each module that counts positions from it, as the embeddings of RoBERTa do."""
-    return [m.position_embeddings.padding_idx for m in model.modules() if _counts_from_padding(m)]
+    counting: list[Any] = [module for module in model.modules() if _counts_from_padding(module)]
+    return [module.position_embeddings.padding_idx for module in counting]
 
 
 def _counts_from_padding(module: Any) -> bool:
