@@ -22,6 +22,7 @@ from burst_portable.integrations.transformers.batch_check import (
 from burst_portable.integrations.transformers.batch_division import divide_full_batch
 from burst_portable.integrations.transformers.call_errors import (
     no_attention,
+    padding_first,
     unknown_labels,
     unknown_order,
     wrong_tokens,
@@ -266,6 +267,8 @@ class ModelCalls:
             has_parts=self._has_parts,
             has_recurrent_layers=self._has_recurrent_layers,
         )
+        if divided.padding is not None and self._separates_padding and not has_head(self.model):
+            raise padding_first()
         self._outputs = self._outputs._replace(padding=divided.padding, joined_rows=divided.joined_rows)
         return divided.kwargs, divided.undivided
 

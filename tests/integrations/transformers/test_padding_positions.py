@@ -236,3 +236,16 @@ def test_embeddings_scaled_by_masked_tokens_of_a_row_raise() -> None:
 def test_left_padding_of_shards_raises() -> None:
     with parallelize(make("roberta"), Mesh.single()) as sharded, pytest.raises(UnsupportedError, match="padding_side"):
         sharded.shard(batch_of("left"))
+
+
+def test_left_padding_of_an_encoder_below_a_classifier_raises() -> None:
+    """The head reads the first token of each row: on one device, padding that attends to the tokens of its row."""
+    batch = batch_of("left")
+    del batch["labels"]
+    with (
+        parallelize(
+            make("roberta_tokens").roberta, Mesh.single(), full_batches=True, averaged_gradients=True
+        ) as sharded,
+        pytest.raises(UnsupportedError, match=r"a classifier that reads the first token.*padding_side='right'"),
+    ):
+        sharded.model(**batch)
