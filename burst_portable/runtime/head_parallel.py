@@ -412,7 +412,7 @@ class HeadExecutor(Executor):
         if dout is None:
             rows = p.layout.count(prepared.transport.rank)
             dout = saved[0].new_zeros((p.batch, rows, p.heads, p.v_head_dim))
-        dout = arrived(dout)
+        dout = arrived(dout).resolve_neg()  # messages are copies of memory, which has the opposite sign
         reshard = Reshard(prepared, dout.device, backward=True)
         exchanges = [reshard.to_heads([(dout, group.q_heads)]) for group in groups]
         sizes = ((p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.v_head_dim))

@@ -517,8 +517,10 @@ def test_mask_rejects_documents_past_maximum_length():
         bp.attention(q, q, q, mask=f"documents:0,4,{(1 << 60) - 1}")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_attention_of_negated_views_equals_copies(ranks: int):
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "auto"), (2, "auto"), (2, "ring"), (2, "burst"), (2, "ulysses"), (4, "usp")]
+)
+def test_attention_of_negated_views_equals_copies(ranks: int, strategy: str):
     """The memory of a negated view has the opposite sign, and kernels and messages read memory."""
     x = torch.randn(1, 16, 2, 8, dtype=torch.complex128)
 
@@ -527,7 +529,7 @@ def test_attention_of_negated_views_equals_copies(ranks: int):
         for view in (x.conj().imag, x.conj().imag.clone()):
             q = (bp.shard(view, mesh) if view.is_neg() is False else torch._neg_view(-bp.shard(view, mesh))).detach()
             q.requires_grad_()
-            out = bp.attention(q, q, q, mesh=mesh)
+            out = bp.attention(q, q, q, mesh=mesh, strategy=strategy)
             out.backward(torch._neg_view(torch.ones_like(out)) if view.is_neg() else -torch.ones_like(out))
             found += [out.detach(), q.grad]
         return found
