@@ -126,7 +126,8 @@ class Request(NamedTuple):
         deterministic = _deterministic(deterministic)
         if not isinstance(return_lse, bool):
             raise InputError("return_lse must be a bool", got=shown(return_lse), allowed="True or False")
-        if dropout_p != 0.0 or first_head != 0:
+        is_dropped = not isinstance(dropout_p, int | float) or dropout_p != 0.0
+        if is_dropped or type(first_head) is not int or first_head != 0:
             dropout_p, first_head = checked_dropout(dropout_p, first_head)
         return Request(
             mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse, dropout_p, first_head

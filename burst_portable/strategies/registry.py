@@ -70,7 +70,7 @@ def load(name: str) -> type[Strategy]:
         return _imported(name, _OURS[name])
     registered = _registered()
     if not isinstance(name, str) or name not in registered:
-        section = "#tensor-parallelism" if name == "tensor_parallel" else ""
+        section = "#tensor-parallelism" if isinstance(name, str) and name == "tensor_parallel" else ""
         raise unknown_name("strategy", name, registered, _PAGE + section)
     origins = registered[name]
     if len(origins) > 1:

@@ -38,11 +38,13 @@ Q, KV, IDS = torch.ones(1, 16, 4, 8), torch.ones(1, 16, 2, 8), torch.arange(16).
 CHOICES = {"mask": "causal", "mesh": MESH, "strategy": "ring", "layout": "zigzag"}
 OPTIONS = {"seq_len": 16, "scale": 1.0, "softcap": 2.0, "kernel": "auto", "deterministic": True}
 CALL = {"q": Q, "k": KV, "v": KV, "sinks": torch.zeros(4)} | CHOICES | OPTIONS
+DROPOUT = {"dropout_p": 0.5, "first_head": 0}
 PLANNED = {"seq_len": 16, "ranks": 2, "heads": 2}
 
 FUNCTIONS = {
     "attention": (bp.attention, CALL | {"return_lse": False}),
-    "explain": (lambda **a: str(bp.explain(**a)), CALL | {"device": "cpu"}),
+    "attention with dropout": (bp.attention, CALL | DROPOUT | {"dropout_seed": 1}),
+    "explain": (lambda **a: str(bp.explain(**a)), CALL | DROPOUT | {"device": "cpu"}),
     "partial_attention": (
         bp.partial_attention,
         {
@@ -98,6 +100,7 @@ FUNCTIONS = {
         {"ranks": 2, "timeout": 5.0, "ranks_per_node": 1, "backend": "cpu"},
     ),
     "make_layout": (bp.make_layout, {"name": "zigzag", "length": 16, "ranks": 2, "mask": None}),
+    "make_strategy": (lambda name, **a: bp.make_strategy(name, **a), {"name": "ring", "prefetch_steps": 2}),
     "ring": (lambda **a: bp.plan(strategy=bp.make_strategy("ring", **a), **PLANNED), {"transfer": "direct"}),
     "double_ring": (
         lambda **a: bp.plan(strategy=bp.make_strategy("double_ring", **a), **PLANNED),
