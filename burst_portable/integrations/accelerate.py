@@ -89,7 +89,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
             InputError: If no model was parallelized yet. The ranks of a sequence would then compute the same.
         """
         if self.device_mesh is not None and self.non_data_parallel_size > 1 and not self.has_model:
-            next_step = "use SequenceTrainer in the place of Trainer, or one of integrations.trl; with an Accelerator, "
+            next_step = "use SequenceTrainer in the place of Trainer (burst_portable.integrations.trainer), or one of "
+            next_step += "burst_portable.integrations.trl; with an Accelerator, "
             next_step += "call parallelize(model) of this object before prepare"
             raise InputError("no model is sharded by this SequenceParallelism", next_step=next_step)
         return False

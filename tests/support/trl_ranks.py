@@ -145,7 +145,7 @@ def check_errors(folder: Path) -> None:
         usual |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
         return config(**usual, parallelism_config=SequenceParallelism(), **options)
 
-    with pytest.raises(InputError, match=r"use SequenceTrainer .*or one of integrations\.trl"):
+    with pytest.raises(InputError, match=r"use SequenceTrainer .*or one of burst_portable\.integrations\.trl"):
         trl.SFTTrainer(model, args=arguments(trl.SFTConfig), train_dataset=completions(), **data)
     args = arguments(trl.DPOConfig, precompute_ref_log_probs=True)
     with pytest.raises(UnsupportedError, match="precompute_ref_log_probs"):
