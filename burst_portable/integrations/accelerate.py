@@ -163,6 +163,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
             got, allowed = accelerator.num_processes, self.total_size
             raise InputError("accelerate uses a part of the processes", got=got, allowed=allowed, next_step=_ON_CPUS)
         self._accelerator = weakref.ref(accelerator)
+        self.has_model = False  # that of an earlier accelerator may now be in a Trainer, whose sums count all ranks
 
     def parallelize(self, model: nn.Module, *, gather_outputs: bool | None = None) -> ShardedModel:
         """Shard the sequences of a model. Call it on all ranks, after the `Accelerator` was created.

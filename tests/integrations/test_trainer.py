@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -141,6 +142,17 @@ def test_configuration_rejects_accelerators(kind: DistributedType, sizes: dict[s
     accelerator: Any = SimpleNamespace(distributed_type=kind, num_processes=1, is_fsdp2=False)
     with pytest.raises((InputError, UnsupportedError), match=words):
         config._validate_accelerator(accelerator)
+
+
+def test_second_accelerator_needs_its_own_model():
+    """A plain Trainer makes one, and would gather the outputs of a row from each rank of the sequence."""
+    config = SequenceParallelism(cp_size=2)
+    config.device_mesh, config.has_model = object(), True  # after `parallelize` for another accelerator
+    assert not config.cp_enabled
+    accelerator = Mock(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
+    config._validate_accelerator(accelerator)
+    with pytest.raises(InputError, match="no model is sharded by this SequenceParallelism; use SequenceTrainer"):
+        _ = config.cp_enabled
 
 
 def test_trainer_rejects_other_trainers_of_trl_by_name():
