@@ -89,9 +89,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
             InputError: If no model was parallelized yet. The ranks of a sequence would then compute the same.
         """
         if self.device_mesh is not None and self.non_data_parallel_size > 1 and not self.has_model:
-            next_step = "use SequenceTrainer in the place of Trainer (burst_portable.integrations.trainer), or one of "
-            next_step += "burst_portable.integrations.trl; with an Accelerator, "
-            next_step += "call parallelize(model) of this object before prepare"
+            next_step = "use SequenceTrainer (integrations.trainer) or one of burst_portable.integrations.trl, not "
+            next_step += "Trainer; with an Accelerator, call parallelize(model) of this object before prepare"
             raise InputError("no model is sharded by this SequenceParallelism", next_step=next_step)
         return False
 
@@ -162,8 +161,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         if accelerator.num_processes != self.total_size:
             got, allowed = accelerator.num_processes, self.total_size
             raise InputError("accelerate uses a part of the processes", got=got, allowed=allowed, next_step=_ON_CPUS)
-        self._accelerator = weakref.ref(accelerator)
-        self.has_model = False  # that of an earlier accelerator may now be in a Trainer, whose sums count all ranks
+        self._accelerator, self.has_model = weakref.ref(accelerator), False  # a Trainer sums an older model twice
 
     def parallelize(self, model: nn.Module, *, gather_outputs: bool | None = None) -> ShardedModel:
         """Shard the sequences of a model. Call it on all ranks, after the `Accelerator` was created.
