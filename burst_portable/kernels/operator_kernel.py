@@ -248,7 +248,7 @@ class CausalOperatorKernel(OperatorKernel[CausalSquare]):
         """Return the operator's (dq, dk, dv) from the given LSE and out."""
 
     def options(self, call: AttentionCall) -> Mapping[str, Any]:
-        """Return further arguments of both operators, by which they compute more of a call."""
+        """Return arguments that `operate` and `operate_backward` of a subclass take as well. Default: none."""
         return {}
 
     def split_tile(self, tile: Tile) -> Iterator[CausalSquare]:

@@ -42,7 +42,7 @@ fewer K/V heads than query heads. Sizes of 32, 64, 96, 128, 160, 192 and 256, an
 _UNEQUAL = ((192, 128),)
 """Sizes of heads and values that differ and that it supports: those of multi-head latent attention."""
 _KNOWN_FROM = "4.0.0b36"
-"""The first version of flash-attn-4 whose windows (H100) and documents (H200) were compared with the reference."""
+"""The first version of flash-attn-4 whose windows (H100), documents and softcaps (H200) equaled the reference."""
 _STAGES = ("a", "b", "rc", "")
 
 

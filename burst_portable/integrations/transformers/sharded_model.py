@@ -11,21 +11,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from burst_portable.errors import InputError
-from burst_portable.integrations.transformers.attention import (
-    ATTRIBUTE,
-    NAME,
-    attend,
-)
-from burst_portable.integrations.transformers.batch_check import (
-    KEY,
-    shard_checksum,
-)
+from burst_portable.integrations.transformers.attention import ATTRIBUTE, NAME, attend
+from burst_portable.integrations.transformers.batch_check import KEY, shard_checksum
 from burst_portable.integrations.transformers.deferred_mask import create_mask
 from burst_portable.integrations.transformers.dropout_streams import DropoutStreams
 from burst_portable.integrations.transformers.global_positions import restore_positions, watch_positions
-from burst_portable.integrations.transformers.loss import (
-    sharded_loss,
-)
+from burst_portable.integrations.transformers.loss import sharded_loss
 from burst_portable.integrations.transformers.model_calls import ModelCalls
 from burst_portable.integrations.transformers.recurrent_states import StateExchange
 from burst_portable.integrations.transformers.shard_mark import ShardMark

@@ -282,6 +282,13 @@ def test_flash_attention_4_splits_documents_of_unknown_version(monkeypatch):
     assert set(called) == {"forward", "backward"}
 
 
+def test_flash_attention_4_of_unknown_version_has_no_softcap(on_hopper, monkeypatch):
+    for installed, known in (("4.0.0b36", True), ("4.0.0b35", False)):
+        emulated_operators.flash_4_package(monkeypatch, installed)
+        support = library_kernels.Flash4Kernel().supports(problem(softcap=30.0))
+        assert (support.ok, support.reason) == (known, "" if known else "it has no softcap")
+
+
 VERSIONS = {
     "4.0.0b36": True, "4.0.0b37": True, "4.0.0b100": True, "4.0.0rc1": True, "4.0.0": True, "4.0.0.post1": True,
     "4.0.1a1": True, "4.1.0b2": True, "4.1": True, "5.0.0": True, "10.0.0": True, "4.0.0b36+cu130": True,
