@@ -50,8 +50,13 @@ def move_left_padding(
     if POSITIONS not in batch and not _equals(positions, counted - 1, token):
         places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if positions is not None and not _equals(positions, places, token):
-            allowed = "numbers that count from 0 at the first token or at the beginning of a row"
-            raise UnsupportedError("position_ids of rows that begin with padding", allowed=allowed)
+            raise UnsupportedError(
+                "position_ids of rows that begin with padding",
+                got=_first_wrong(positions, counted - 1, token),
+                allowed="numbers that count from 0 at the first token or at the beginning of a row",
+                next_step="pass attention_mask.cumsum(dim=1) - 1; or leave them out if the model has RoPE, or pad at "
+                "the end of rows",
+            )
         if not has_relative_positions(config):
             next_step = "pad at the end of rows, or pass position_ids that count from the first token of each row"
             raise UnsupportedError("padding before a token of a model with absolute positions", next_step=next_step)
@@ -70,6 +75,14 @@ def _equals(positions: Any, expected: Tensor, token: Tensor) -> bool:
     if not isinstance(positions, Tensor) or positions.shape not in (expected.shape, expected[:1].shape):
         return False
     return bool(((positions == expected) | ~token).all())
+
+
+def _first_wrong(positions: Any, expected: Tensor, token: Tensor) -> str:
+    """Return a text that describes position ids which are not the expected ones ``[B, N]`` at all tokens."""
+    if not isinstance(positions, Tensor) or positions.shape not in (expected.shape, expected[:1].shape):
+        return f"shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
+    row, place = ((positions != expected) & token).nonzero()[0].tolist()
+    return f"{positions.expand_as(expected)[row, place].item()} at token {place} of row {row}"
 
 
 def roll_rows(x: Tensor, shift: Tensor) -> Tensor:

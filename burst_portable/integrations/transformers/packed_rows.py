@@ -89,13 +89,22 @@ def documents_of(position_ids: Tensor) -> tuple[Documents, ...]:
     """Return the documents of each row of position ids ``[B, N]``, which count from 0; of one row if all are equal."""
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[0] == 0:
         got = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else type(position_ids).__name__
-        raise UnsupportedError("position_ids of a batch must be [batch, tokens]", got=got)
+        next_step = "leave them out for rows of one document"
+        raise UnsupportedError("position_ids of a batch must be [batch, tokens]", got=got, next_step=next_step)
     rows = position_ids.cpu()
     is_first = rows == 0
     places = torch.arange(rows.shape[1], device="cpu").expand(rows.shape)
     last_start = torch.where(is_first, places, -1).cummax(dim=1).values
     if not rows.shape[1] or not torch.equal(rows.to(torch.int64), torch.where(last_start < 0, -1, places - last_start)):
-        raise UnsupportedError("position_ids must count up from 0 in each document")
+        wrong = (rows != torch.where(last_start < 0, -1, places - last_start)).nonzero()
+        row, place = wrong[0].tolist() if len(wrong) else (0, 0)
+        raise UnsupportedError(
+            "position_ids must count up from 0 in each document",
+            got=f"{rows[row, place].item()} at token {place} of row {row}" if rows.numel() else "no tokens",
+            allowed="numbers that continue, also on padding, or that begin at 0 again",
+            next_step="leave out position_ids for rows of one document, also with padding; for packed documents, "
+            "pass cu_seqlens=(0, end, ...) in their place",
+        )
     found = tuple((*row.nonzero().flatten().tolist(), rows.shape[1]) for row in is_first)
     return equal_once(found)
 

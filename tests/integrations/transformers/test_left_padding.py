@@ -79,7 +79,13 @@ ERRORS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "absolute positions": ({}, ABSOLUTE, UnsupportedError, "absolute positions"),
     "chunks": ({}, LlamaConfig(attention_chunk_size=8), UnsupportedError, "absolute positions"),
     "label": (LABELED, RELATIVE, InputError, "predicted from padding; .*padding_side='right'"),
-    "other positions": ({"position_ids": torch.ones(3, LENGTH)}, RELATIVE, UnsupportedError, "position_ids of rows"),
+    "other positions": (
+        {"position_ids": torch.ones(3, LENGTH)},
+        RELATIVE,
+        UnsupportedError,
+        r"position_ids of rows.*got 1.0 at token 9 of row 0; allowed: .*; pass attention_mask\.cumsum\(dim=1\) - 1",
+    ),
+    "shape of positions": ({"position_ids": torch.ones(2, 9)}, RELATIVE, UnsupportedError, r"got shape \(2, 9\)"),
     "documents": ({"cu_seqlens": (0, 20, LENGTH)}, RELATIVE, UnsupportedError, "packed documents"),
 }
 
