@@ -49,12 +49,3 @@ def no_attention(module: PreTrainedModel, name: str) -> UnsupportedError:
         next_step = "omit model.set_attn_implementation() after parallelize(), or call undo() and parallelize() again"
         return UnsupportedError(what, got=used, allowed=name, next_step=next_step)
     return UnsupportedError(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
-
-
-def padding_first() -> UnsupportedError:
-    """Return the error of an encoder without a head for rows that begin with padding, which a classifier may read."""
-    return UnsupportedError(
-        "padding at the beginning of rows of an encoder without a head: a classifier that reads the first token would "
-        "read padding, whose states differ from those of one device",
-        next_step="pad at the end of rows (padding_side='right' of the tokenizer)",
-    )

@@ -5,28 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.adapters import check_adapters
-from burst_portable.integrations.transformers.attention import DOCUMENTS, NAME
-from burst_portable.integrations.transformers.batch_check import (
-    KEY,
-    BatchCheck,
-    checksum_of_call,
-    has_all_labels,
-    rows_checksum,
-)
+from burst_portable.integrations.transformers.attention import NAME
 from burst_portable.integrations.transformers.batch_division import divide_full_batch
-from burst_portable.integrations.transformers.call_errors import (
-    no_attention,
-    padding_first,
-    unknown_labels,
-    unknown_order,
-    wrong_tokens,
-)
+from burst_portable.integrations.transformers.call_errors import no_attention, unknown_labels, unknown_order
 from burst_portable.integrations.transformers.call_sequence import (
     CallSequence,
     CallWarnings,
@@ -40,12 +26,9 @@ from burst_portable.integrations.transformers.checks import (
     check_layerdrop,
     check_no_document_lengths,
     check_positions,
-    checked_positions,
-    drops_layers,
     has_head,
     parameters_of,
     takes,
-    text_model_of,
 )
 from burst_portable.integrations.transformers.dropout_streams import DropoutStreams
 from burst_portable.integrations.transformers.full_batches import (
@@ -54,44 +37,32 @@ from burst_portable.integrations.transformers.full_batches import (
     full_output,
     requested_outputs,
 )
-from burst_portable.integrations.transformers.gradient_checks import LossScaleCheck, watch_gradient
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import (
     ShardedLoss,
     check_router,
     loss_of,
     sharded_loss,
-    shifts_labels,
     with_router_loss,
 )
-from burst_portable.integrations.transformers.masked_loss import (
-    has_masked_loss,
-    has_masked_tokens,
-    ignores_count,
-    with_masked_loss,
-)
+from burst_portable.integrations.transformers.masked_loss import with_masked_loss
+from burst_portable.integrations.transformers.model_facts import ModelFacts
 from burst_portable.integrations.transformers.outer_model import (
     check_forward,
     check_outer_models,
-    check_padded_outer_models,
+    check_padding_below_heads,
 )
-from burst_portable.integrations.transformers.padding import is_encoder
-from burst_portable.integrations.transformers.padding_positions import (
-    checked_shard_positions,
-    padding_index,
-    positions_of_rows,
-)
-from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
-from burst_portable.integrations.transformers.recurrent_states import (
-    check_recurrent_sequence,
-    local_documents,
-)
+from burst_portable.integrations.transformers.rank_agreement import RankAgreement
 from burst_portable.integrations.transformers.running_call import RunningCall
-from burst_portable.integrations.transformers.shard_mark import ShardMark
-from burst_portable.integrations.transformers.shards import BatchDivider, token_inputs_of
-from burst_portable.integrations.transformers.text_model import (
-    divide,
+from burst_portable.integrations.transformers.shard_arguments import (
+    ShardArguments,
+    complete_arguments,
+    recurrent_arguments,
+    shard_positions,
+    take_shard_arguments,
 )
+from burst_portable.integrations.transformers.shards import BatchDivider, token_inputs_of
+from burst_portable.integrations.transformers.text_model import divide
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.strategies.base import Strategy
@@ -117,21 +88,17 @@ class ModelCalls:
         averaged_gradients: bool = False,
         is_order_known: bool = True,
     ) -> None:
-        self._text = text_model_of(model)  # the model itself, or the part whose sequence is sharded
-        self._layouts = Layouts(layout, self._text, mesh, strategy, kernel)
+        self._facts = ModelFacts(model)
+        self._layouts = Layouts(layout, self._facts.text, mesh, strategy, kernel)
         self.model, self.mesh, self.strategy, self.layout = model, mesh, strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
         self.full_batches, self.gather_outputs = full_batches, gather_outputs
         self.averaged_gradients, self._is_order_known = averaged_gradients, is_order_known
         # Attentions of the last successful call.
-        self._attentions: int = getattr(self._text.config, "num_hidden_layers", 0)
+        self._attentions: int = getattr(self._facts.text.config, "num_hidden_layers", 0)
         self._hooks: list[Any] = []
-        self._drops_layers, self._has_masked_loss = drops_layers(model), has_masked_loss(model)
-        self._ignores_count = ignores_count(model)
-        self._has_recurrent_layers = bool(recurrent_layers(self._text))
         self._watches_positions, self._scales_by_row = False, False  # see `ShardedModel`
-        self.dropout = DropoutStreams(self._text, mesh.rank)
-        self._is_encoder, self._padding_idx = is_encoder(model), padding_index(self._text)
+        self.dropout = DropoutStreams(self._facts.text, mesh.rank)
         self._forget_calls()
 
     def _forget_calls(self) -> None:
@@ -140,29 +107,8 @@ class ModelCalls:
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
         self._running: RunningCall | None = None
-        self._batch = BatchCheck(has_masked_tokens=has_masked_tokens(self.model))
-        self._position_check, self._loss_scale = PositionCheck(), LossScaleCheck()
-        self._has_all_labels: Tensor | None = None  # of the running call
-        self._watches_gradient = False
-        self._warnings = CallWarnings(self.model, self.mesh.rank)
-
-    @property
-    def _has_parts(self) -> bool:
-        """Return whether the model has a text model among several parts, which divides its rows itself."""
-        return self._text is not self.model
-
-    @property
-    def shifts_labels(self) -> bool:
-        """Return whether a token is compared with the label of the next one: true for all models but encoders."""
-        if self._separates_padding and self.model.base_model is self.model:
-            return False  # an encoder without a head, which names no loss
-        return shifts_labels(loss_of(self.model))
-
-    @property
-    def _separates_padding(self) -> bool:
-        """Return whether padding of batches becomes a document. Models of several parts have causal text models."""
-        config: Any = self.model.config
-        return not self._has_parts and (self._is_encoder or getattr(config, "is_causal", None) is False)
+        self._agreement = RankAgreement(self.model, self.mesh, full_batches=self.full_batches)
+        self._position_check, self._warnings = PositionCheck(), CallWarnings(self.model, self.mesh.rank)
 
     @property
     def _divider(self) -> BatchDivider:
@@ -171,20 +117,12 @@ class ModelCalls:
             self.mesh,
             self._layouts,
             self._position_check,
-            shifts_labels=self.shifts_labels,
+            shifts_labels=self._facts.shifts_labels,
             scales_by_row=self._scales_by_row,
-            separates_padding=self._separates_padding,
+            separates_padding=self._facts.separates_padding,
             token_inputs=token_inputs_of(self.model),
-            padding_idx=self._padding_idx,
+            padding_idx=self._facts.padding_idx,
         )
-
-    def _called_models(self) -> list[PreTrainedModel]:
-        """Return the models that may be called. Callers that compute a loss themselves call the inner model."""
-        models = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
-        if self._has_parts:
-            around = (model for model in models if model is not self._text)
-            return [model for model in around if any(part is self._text for part in model.modules())]
-        return [model for model in models if "position_ids" in parameters_of(model)]
 
     def _watch_loss(self, model: PreTrainedModel) -> None:
         """Install the sharded loss, also if the model's loss function was replaced since."""
@@ -212,18 +150,16 @@ class ModelCalls:
                     self.model,
                     full_batches=self.full_batches,
                     averaged=self.averaged_gradients,
-                    takes_labels=not self._has_masked_loss,
+                    takes_labels=not self._facts.has_masked_loss,
                 )
             if self.full_batches:
                 kwargs, undivided = self._divide(module, kwargs)
-            lengths = kwargs.pop("lengths", None)
             sequence, running = self._prepare(module, kwargs)
-            sequence = sequence._replace(lengths=lengths)
         except Exception as error:
             # Otherwise the other ranks would match this rank's next call with the current one.
             broadcast_error(self.mesh, error, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             raise
-        if not self._has_parts:
+        if not self._facts.has_parts:
             sequence = sequence._replace(dropout_seed=self.dropout.begin())
         self.call, self._running, self.attended, self.attending = sequence, running, 0, False
         return (), kwargs | undivided
@@ -255,118 +191,87 @@ class ModelCalls:
         """Return this rank's arguments of a call with a full batch, and those that replace them in the end."""
         check_cache(kwargs)
         check_averaging(self.model, self.mesh, averaged=self.averaged_gradients)
-        if self._ignores_count:
+        facts = self._facts
+        if facts.ignores_count:
             kwargs.pop("num_items_in_batch", None)  # as on one device, where the model takes the mean of each call
-        self._outputs = requested_outputs(
+        outputs = requested_outputs(
             module, self.model, kwargs, gather=self.gather_outputs, averaged=self.averaged_gradients
         )
         divided = divide_full_batch(
             dict(kwargs),
             module.config.get_text_config(),
             self._divider,
-            has_parts=self._has_parts,
-            has_recurrent_layers=self._has_recurrent_layers,
+            has_parts=facts.has_parts,
+            has_recurrent_layers=facts.has_recurrent_layers,
         )
-        if divided.padding is not None and self._separates_padding and not has_head(self.model):
-            raise padding_first()
-        self._outputs = self._outputs._replace(padding=divided.padding, joined_rows=divided.joined_rows)
+        if outputs.gather and not has_head(self.model) and "padded" in divided.kwargs:
+            check_padding_below_heads(module, reads_first=facts.separates_padding and divided.padding is not None)
+        self._outputs = outputs._replace(padding=divided.padding, joined_rows=divided.joined_rows)
         return divided.kwargs, divided.undivided
 
     def _prepare(self, module: Any, kwargs: dict[str, Any]) -> tuple[CallSequence, RunningCall]:
         """Return a call and its sequence, and change its arguments to those of a shard. Raise for unsupported ones."""
-        seq_len, cu_seqlens, padded, batch_checksum = (
-            kwargs.pop(name, None) for name in ("seq_len", "cu_seqlens", "padded", KEY)
-        )
-        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise wrong_tokens(tokens)
+        shard = take_shard_arguments(kwargs)
         check_cache(kwargs)
-        is_padded = isinstance(padded, Tensor)  # also a shard without padding, of a batch that has some
+        sequence = self._sequence_of(shard)
+        if self._facts.has_recurrent_layers:
+            kwargs |= recurrent_arguments(sequence, self.mesh.rank)
+        self._check(module, kwargs, sequence)
+        is_unordered = self.mesh.size > 1 and shard.is_divided_by_caller and kwargs.get("position_ids") is None
+        if is_unordered and not self._is_order_known:
+            raise unknown_order(sequence.layout.name)
+        if not self._position_check.is_known(kwargs.get("position_ids"), sequence.seq_len, sequence.cu_seqlens):
+            kwargs["position_ids"] = shard_positions(kwargs, sequence, self.mesh, self._facts.padding_idx)
+        complete_arguments(module, kwargs)
+        labels = None
+        if self.mesh.size > 1:
+            self._expect_loss(module, kwargs, shard)
+            outputs = self._outputs.text if self._outputs else ""
+            self._agreement.begin(shard, kwargs, outputs=outputs, is_unordered=is_unordered)
+            labels = self._take_masked_labels(module, kwargs)
+        return sequence, RunningCall(module, shard.padding, labels)
+
+    def _sequence_of(self, shard: ShardArguments) -> CallSequence:
+        is_document = self._facts.separates_padding and shard.cu_seqlens is not None
         sequence = sequence_of_call(
-            tokens.shape[1],
+            shard.tokens.shape[1],
             self.mesh,
             self._layouts,
-            seq_len=self.seq_len if seq_len is None else seq_len,
-            cu_seqlens=cu_seqlens,
-            padded=is_padded and not (self._separates_padding and cu_seqlens is not None),
+            seq_len=self.seq_len if shard.seq_len is None else shard.seq_len,
+            cu_seqlens=shard.cu_seqlens,
+            padded=shard.padding is not None and not is_document,
         )
-        if self._has_recurrent_layers:
-            check_recurrent_sequence(sequence.layout)
-            if sequence.cu_seqlens is not None and len(sequence.cu_seqlens) > 2:
-                kwargs[DOCUMENTS] = local_documents(sequence.layout, self.mesh.rank, sequence.cu_seqlens)
+        return sequence._replace(lengths=shard.lengths)
+
+    def _check(self, module: Any, kwargs: dict[str, Any], sequence: CallSequence) -> None:
+        """Raise an error for arguments with which the model would not compute the results of one device."""
         config = module.config.get_text_config()
         check_positions(config, sequence.seq_len, watched=self._watches_positions)
         self._warnings.check(config, sequence)
-        is_shard = batch_checksum is not None or isinstance(kwargs.get("attention_mask"), ShardMark)
-        if isinstance(kwargs.get("attention_mask"), ShardMark):
-            kwargs["attention_mask"] = None
         check_arguments(kwargs)
         check_no_document_lengths(kwargs)
         check_router(config, kwargs, self.mesh, is_inner=module is not self.model)
-        is_whole = self._outputs is not None and self._outputs.gather  # the outer model gets the states of all tokens
-        if self.mesh.size > 1 and not has_head(self.model):
-            if not is_whole:
-                check_outer_models(module)
-            elif is_padded:
-                check_padded_outer_models(module)
-        given = kwargs.get("position_ids")
-        is_unordered = self.mesh.size > 1 and not is_shard and given is None
-        if is_unordered and not self._is_order_known:
-            raise unknown_order(sequence.layout.name)
-        if not self._position_check.is_known(given, sequence.seq_len, sequence.cu_seqlens):
-            kwargs["position_ids"] = self._checked_positions(kwargs, sequence, tokens)
-        kwargs["attention_mask"] = None
-        if takes(module, "use_cache"):
-            kwargs["use_cache"] = False
-        if (count := kwargs.get("num_items_in_batch")) is not None:
-            # A batch without labels has the loss 0, not 0 / 0. Not in `shard`: callers may sum its counts.
-            kwargs["num_items_in_batch"] = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         if self.mesh.size > 1:
-            if self._drops_layers:
+            if not has_head(self.model) and not (self._outputs is not None and self._outputs.gather):
+                check_outer_models(module)  # which would get the states of a shard
+            if self._facts.drops_layers:
                 check_layerdrop(module)
-            self._watch_loss(module)
-            if loss := sharded_loss(module):
-                loss.expect(kwargs, passes_count=not self._ignores_count)
-                if not is_shard and kwargs.get("labels") is not None:
-                    raise unknown_labels()
-            if torch.is_grad_enabled():
-                self._begin_training(batch_checksum, kwargs.get("num_items_in_batch"))
-            if batch_checksum is not None:
-                labels = kwargs.get("shift_labels", kwargs.get("labels"))
-                batch_checksum = checksum_of_call(batch_checksum, kwargs.get("input_ids"), labels, tokens.device)
-            count = kwargs.get("num_items_in_batch")
-            outputs = self._outputs.text if self._outputs else ""
-            rows = rows_checksum(tokens, self.mesh.rank) if is_unordered else None
-            self._batch.compare(batch_checksum, count, self.model.parameters(), self.mesh, tokens.device, outputs, rows)
-        labels = self._take_masked_labels(module, kwargs) if self.mesh.size > 1 else None
-        return sequence, RunningCall(module, padded if is_padded else None, labels)
 
-    def _checked_positions(self, kwargs: dict[str, Any], sequence: CallSequence, tokens: Tensor) -> Tensor:
-        """Return the position ids of a call. Raise `InputError` if given ones are not those of this rank."""
-        given, ids = kwargs.get("position_ids"), kwargs.get("input_ids")
-        places = positions_of(sequence, self.mesh, tokens.device)
-        if self._padding_idx is None:
-            return checked_positions(given, places, tokens)
-        if given is None and self.mesh.size == 1:
-            return positions_of_rows(ids, places, self._padding_idx, sequence.cu_seqlens)
-        return checked_shard_positions(given, ids, places, self._padding_idx)
+    def _expect_loss(self, module: Any, kwargs: dict[str, Any], shard: ShardArguments) -> None:
+        """Prepare the loss function of a call. Raise an error for labels of which it is unknown what they are."""
+        self._watch_loss(module)
+        if loss := sharded_loss(module):
+            loss.expect(kwargs, passes_count=not self._facts.ignores_count)
+            if shard.is_divided_by_caller and kwargs.get("labels") is not None:
+                raise unknown_labels()
 
     def _take_masked_labels(self, module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
         """Remove the labels and their number from the arguments of a model that would divide by its own labels."""
-        if module is not self.model or not self._has_masked_loss or kwargs.get("labels") is None:
+        if module is not self.model or not self._facts.has_masked_loss or kwargs.get("labels") is None:
             return None
         if loss := sharded_loss(module):
             loss.is_pending = False
         return kwargs.pop("labels"), kwargs.pop("num_items_in_batch")
-
-    def _begin_training(self, batch_checksum: Tensor | None, count: Any) -> None:
-        """Check the training step of the last call, and prepare the checks of this one's."""
-        if not self._watches_gradient:
-            self._watches_gradient = True
-            self._hooks += watch_gradient(self.model, self.mesh)
-        if not self.full_batches:
-            self._loss_scale.begin(self.model, self.mesh)
-            self._has_all_labels = has_all_labels(batch_checksum, count)
 
     @never_compiled("plans, transports and hooks are not graphs")
     def _leave(self, module: Any, args: Any, output: Any) -> Any:
@@ -388,19 +293,18 @@ class ModelCalls:
             return None
         self._attentions = self.attended
         if not self.attended:
-            raise no_attention(self._text if self._has_parts else module, NAME)
+            raise no_attention(self._facts.text if self._facts.has_parts else module, NAME)
         if loss := sharded_loss(module):
             loss.check_called(module)
         if outputs is not None:
             # Ranks that requested different outputs would wait for each other below.
-            self._batch.confirm()
+            self._agreement.confirm()
         if running.masked_labels is not None:
             output = with_masked_loss(output, *running.masked_labels)
         output = with_router_loss(
             module, output, self.mesh, padding=running.padding, router_logits=running.router_logits
         )
-        self._loss_scale.watch(getattr(output, "loss", None), self._has_all_labels, self.mesh)
-        self._has_all_labels = None
+        self._agreement.end(getattr(output, "loss", None))
         if outputs is not None and sequence is not None:
             scale = self.mesh.size if self.averaged_gradients else 1
             return full_output(output, self.mesh, sequence.layout, outputs, scale)

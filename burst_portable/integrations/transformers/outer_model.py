@@ -43,33 +43,50 @@ def check_outer_models(module: PreTrainedModel) -> None:
         frame = frame.f_back
 
 
-def check_padded_outer_models(module: PreTrainedModel) -> None:
-    """Raise `UnsupportedError` if the head of a model around `module` may read the states of padding.
+def check_padding_below_heads(module: PreTrainedModel, *, reads_first: bool) -> None:
+    """Raise `UnsupportedError` if a head may read the states of padding, which are not those of one device.
 
-    Such states are not those of one device, where padding attends to tokens.
+    On one device, padding attends to tokens of its row. Here it does not in an encoder, and in a decoder it also
+    attends to padding.
 
     Args:
-        module: The called model, which is parallelized and returns the states of all tokens.
+        module: The called model, which is parallelized and returns the states of all tokens of a padded batch.
+        reads_first: Whether a head that reads the first token of a row would read padding. It may be one that is no
+            model of Transformers, so that no such model is found around `module`.
     """
+    around = _running_models_around(module)
+    ignoring = _IGNORE_PADDING if reads_first else (*_IGNORE_PADDING, *_READ_ONE_TOKEN)
+    reading = [model for model in around if not any(cls.__name__.endswith(ignoring) for cls in type(model).__mro__)]
+    if not reading and (around or not reads_first):
+        return
+    name = type(reading[0]).__name__ if reading else "a head that reads the first token of a row"
+    reads_one = not reading or (reads_first and name.endswith(_READ_ONE_TOKEN))
+    raise UnsupportedError(
+        f"{name} may read the states of padding, which are not those of one device",
+        got="a batch whose rows begin with padding" if reads_first else "a batch with padding",
+        allowed=f"models whose names end with {', '.join(ignoring)}",
+        next_step="pad at the end of rows (padding_side='right' of the tokenizer)"
+        if reads_one
+        else "pass rows of one length without padding",
+    )
+
+
+_IGNORE_PADDING = (*LANGUAGE_HEADS, "ForTokenClassification")
+"""Endings of the names of models whose heads read labeled tokens only."""
+_READ_ONE_TOKEN = ("ForSequenceClassification", "ForMultipleChoice")
+"""Of models whose heads read one token of each row: the last one that is no padding, or the first one in encoders."""
+
+
+def _running_models_around(module: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models with a head whose `forward` calls `module`, the inner ones first."""
+    found: list[PreTrainedModel] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         model = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(model, PreTrainedModel) and model is not module and not _ignores_padding(model):
-            raise UnsupportedError(
-                f"{type(model).__name__} may read the states of padding, which are not those of one device",
-                got="a batch with padding",
-                allowed=f"names that end with {', '.join(_IGNORE_PADDING)}",
-                next_step="pass rows of one length without padding",
-            )
+        if isinstance(model, PreTrainedModel) and model is not module and model.base_model is not model:
+            found.append(model)
         frame = frame.f_back
-
-
-_IGNORE_PADDING = (*LANGUAGE_HEADS, "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice")
-"""Endings of the names of heads that read labeled tokens, or one token of each row that is no padding."""
-
-
-def _ignores_padding(model: PreTrainedModel) -> bool:
-    return model.base_model is model or any(cls.__name__.endswith(_IGNORE_PADDING) for cls in type(model).__mro__)
+    return found
 
 
 def check_forward(model: PreTrainedModel, *, full_batches: bool, averaged: bool, takes_labels: bool) -> None:

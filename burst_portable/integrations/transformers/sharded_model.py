@@ -47,7 +47,7 @@ class ShardedModel(ModelCalls):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._before = self._text.config._attn_implementation
+        self._before = self._facts.text.config._attn_implementation
         self._is_copy = False  # of a sharded model: the caller has no `ShardedModel` of it yet
         self._install()
 
@@ -70,7 +70,7 @@ class ShardedModel(ModelCalls):
             return self
         copied = memo[id(self)] = copy.copy(self)
         copied._is_copy = True
-        copied.model, copied._text = (copy.deepcopy(part, memo) for part in (self.model, self._text))
+        copied.model, copied._facts = (copy.deepcopy(x, memo) for x in (self.model, self._facts))
         copied.dropout = copy.deepcopy(self.dropout, memo)
         copied._hooks = copy.deepcopy(self._hooks, memo)
         copied._forget_calls()
@@ -83,20 +83,19 @@ class ShardedModel(ModelCalls):
         AttentionMaskInterface.register(NAME, create_mask)
         self._set_attention(NAME)
         self._watch_loss(self.model)
-        for module in self._text.modules():
+        for module in self._facts.text.modules():
             setattr(module, ATTRIBUTE, self)
-        for module in self._called_models():
+        for module in self._facts.called_models():
             setattr(module, ATTRIBUTE, self)
             self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
-        if self._has_parts:
-            self._hooks.append(self._text.register_forward_pre_hook(self._enter_text, with_kwargs=True))
-            self._hooks.append(self._text.register_forward_hook(self._leave_text, always_call=True))
-        self.dropout = DropoutStreams(self._text, self.mesh.rank)
-        self._hooks += StateExchange(self.mesh).hooks(self._text)
-        hooks, scaled = watch_positions(self._text)
+        if self._facts.has_parts:
+            self._hooks.append(self._facts.text.register_forward_pre_hook(self._enter_text, with_kwargs=True))
+            self._hooks.append(self._facts.text.register_forward_hook(self._leave_text, always_call=True))
+        self.dropout = DropoutStreams(self._facts.text, self.mesh.rank)
+        self._hooks += StateExchange(self.mesh).hooks(self._facts.text)
+        hooks, scaled = watch_positions(self._facts.text)
         self._hooks += hooks
-        self._watches_gradient = False
         self._watches_positions, self._scales_by_row = bool(hooks or scaled), bool(scaled)
         if self.averaged_gradients and self.mesh.size > 1:
             self.mesh.averaged.add(self.model)
@@ -108,20 +107,21 @@ class ShardedModel(ModelCalls):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._agreement.remove_hooks()
         self.mesh.averaged.discard(self.model)
         for module in self.model.modules():
             if hasattr(module, ATTRIBUTE):
                 delattr(module, ATTRIBUTE)
         self.dropout.remove()
-        restore_positions(self._text)
+        restore_positions(self._facts.text)
         if loss := sharded_loss(self.model):
             self.model.loss_function = loss.function
         self._set_attention(self._before)
 
     def _set_attention(self, name: str) -> None:
         """Set the attention of all layers. Copied layers, as those of PEFT's layer replication, have copied configs."""
-        self._text.set_attn_implementation(name)
-        for module in self._text.modules():
+        self._facts.text.set_attn_implementation(name)
+        for module in self._facts.text.modules():
             if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
                 config._attn_implementation = name
 
@@ -192,7 +192,7 @@ class ShardedModel(ModelCalls):
         given = {"labels": labels, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
         batch = {"input_ids": input_ids} | given
         if isinstance(input_ids, Mapping):
-            batch = batch_arguments(input_ids, given, token_inputs_of(self.model), self._padding_idx)
+            batch = batch_arguments(input_ids, given, token_inputs_of(self.model), self._facts.padding_idx)
         inputs = self._divider.divide(**batch)
         if self.mesh.size == 1:
             return inputs

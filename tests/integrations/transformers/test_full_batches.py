@@ -184,7 +184,7 @@ def test_head_outside_gets_gradients_of_one_device(kind: str, side: str, ranks: 
 def test_head_that_reads_padding_raises(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     """The softmax of LlamaForQuestionAnswering includes the states of padding, which are not those of one device."""
     if side == "unchecked":
-        monkeypatch.setattr(model_calls, "check_padded_outer_models", lambda _: None)
+        monkeypatch.setattr(model_calls, "check_padding_below_heads", lambda _, **__: None)
     model = LlamaForQuestionAnswering(LlamaConfig(**SIZES)).double()
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     if side != "none":

@@ -20,6 +20,7 @@ from transformers import (
     RobertaConfig,
     RobertaForCausalLM,
     RobertaForMaskedLM,
+    RobertaForSequenceClassification,
     RobertaForTokenClassification,
     RobertaPreLayerNormConfig,
     RobertaPreLayerNormForMaskedLM,
@@ -42,6 +43,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta": (RobertaForMaskedLM, RobertaConfig, {}),
     "roberta_causal": (RobertaForCausalLM, RobertaConfig, {"is_decoder": True}),
     "roberta_tokens": (RobertaForTokenClassification, RobertaConfig, {"num_labels": 64}),
+    "roberta_row": (RobertaForSequenceClassification, RobertaConfig, {"num_labels": 3}),
     "roberta_prelayernorm": (RobertaPreLayerNormForMaskedLM, RobertaPreLayerNormConfig, {}),
     "xlm_roberta": (XLMRobertaForMaskedLM, XLMRobertaConfig, {}),
     "xlm_roberta_xl": (XLMRobertaXLForMaskedLM, XLMRobertaXLConfig, {}),
@@ -125,7 +127,9 @@ def on_full_batches(ranks: int, model: Any, batch: dict[str, Tensor]) -> list[tu
 
 
 @pytest.mark.parametrize("side", ["none", "right"])
-@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in MODELS), ("roberta", 1), ("roberta", 3)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [*((kind, 2) for kind in MODELS if kind != "roberta_row"), ("roberta", 1), ("roberta", 3)]
+)
 def test_shards_equal_one_device(kind: str, ranks: int, side: str) -> None:
     model, batch = make(kind), batch_of(side)
     expected = expected_of(model, batch)
@@ -218,7 +222,7 @@ def test_planted_fault_of_positions_of_a_shard_is_visible(monkeypatch: pytest.Mo
     expected = expected_of(model, batch)
     name = "burst_portable.integrations.transformers.shards.positions_from_padding"
     monkeypatch.setattr(name, lambda ids, idx, documents: torch.arange(ids.shape[1]).expand_as(ids) + idx + 1)
-    module = "burst_portable.integrations.transformers.model_calls.checked_shard_positions"
+    module = "burst_portable.integrations.transformers.shard_arguments.checked_shard_positions"
     monkeypatch.setattr(module, lambda given, *others: given)
     assert (on_shards(2, model, batch)[0][1] - expected[1]).abs().max() > 1e-2
 
@@ -238,14 +242,41 @@ def test_left_padding_of_shards_raises() -> None:
         sharded.shard(batch_of("left"))
 
 
-def test_left_padding_of_an_encoder_below_a_classifier_raises() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_left_padding_below_a_head_of_tokens_equals_one_device(ranks: int) -> None:
+    model, batch = make("roberta_tokens"), batch_of("left")
+    expected = expected_of(model, batch)
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def work(mesh: Mesh) -> tuple[float, Tensor, dict[str, Tensor]]:
+        m = copies[mesh.rank]
+        parallelize(m.roberta, mesh, full_batches=True, averaged_gradients=True)
+        out = m(**batch)
+        out.loss.backward()
+        averaged = {name: all_reduce(x, mesh) / mesh.size for name, x in gradients_of(m).items()}
+        return out.loss.item(), out.logits.detach(), averaged
+
+    for found in run_threads(ranks, work):
+        assert_equal(found, expected, batch)
+
+
+@pytest.mark.parametrize("head", ["row", "own"])
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_left_padding_below_a_head_that_reads_it_raises(
+    head: str, is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The head reads the first token of each row: on one device, padding that attends to the tokens of its row."""
-    batch = batch_of("left")
+    model, batch = make("roberta_row").eval(), batch_of("left")
     del batch["labels"]
-    with (
-        parallelize(
-            make("roberta_tokens").roberta, Mesh.single(), full_batches=True, averaged_gradients=True
-        ) as sharded,
-        pytest.raises(UnsupportedError, match=r"a classifier that reads the first token.*padding_side='right'"),
-    ):
-        sharded.model(**batch)
+    of_rows = (lambda: model(**batch).logits) if head == "row" else lambda: model.roberta(**batch)[0][:, 0]
+    with torch.no_grad():
+        expected = of_rows()
+        parallelize(model.roberta, Mesh.single(), full_batches=True, averaged_gradients=True)
+        if is_checked:
+            name = "RobertaForSequenceClassification" if head == "row" else "a head that reads the first token"
+            with pytest.raises(UnsupportedError, match=rf"{name}.*begin with padding.*padding_side='right'"):
+                of_rows()
+        else:
+            module = "burst_portable.integrations.transformers.model_calls.check_padding_below_heads"
+            monkeypatch.setattr(module, lambda *_, **__: None)
+            assert (of_rows() - expected).abs().max() > 1e-4, "the planted fault"

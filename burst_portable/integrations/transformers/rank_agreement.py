@@ -1,0 +1,76 @@
+"""Compare a call with those of the other ranks of its sequence, and find training loops that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burst_portable.integrations.transformers.batch_check import (
+    BatchCheck,
+    checksum_of_call,
+    has_all_labels,
+    rows_checksum,
+)
+from burst_portable.integrations.transformers.gradient_checks import LossScaleCheck, watch_gradient
+from burst_portable.integrations.transformers.masked_loss import has_masked_tokens
+from burst_portable.integrations.transformers.shard_arguments import ShardArguments
+from burst_portable.mesh import Mesh
+
+
+class RankAgreement:
+    """The comparisons of a model's calls. They need those of earlier calls, so a copy of a model has its own."""
+
+    def __init__(self, model: PreTrainedModel, mesh: Mesh, *, full_batches: bool) -> None:
+        self._model, self._mesh, self._full_batches = model, mesh, full_batches
+        self._batch, self._loss_scale = BatchCheck(has_masked_tokens=has_masked_tokens(model)), LossScaleCheck()
+        self._has_all_labels: Tensor | None = None  # of the running call
+        self._gradient_hooks: list[Any] | None = None
+
+    def begin(self, shard: ShardArguments, kwargs: dict[str, Any], *, outputs: str, is_unordered: bool) -> None:
+        """Check the training step of the last call, and compare this call on all ranks, before the model runs.
+
+        Args:
+            shard: What the call says about its shard.
+            kwargs: Its other arguments.
+            outputs: Description of the outputs that will be gathered; empty for none.
+            is_unordered: Whether only the layout tells the order of tokens that the caller divided.
+
+        Raises:
+            InputError: If the last loss was scaled wrongly, or ranks have equal tokens that they must not have.
+            MismatchError: If ranks differ.
+        """
+        count = kwargs.get("num_items_in_batch")
+        if torch.is_grad_enabled():
+            self._begin_training(shard.checksum, count)
+        checksum = shard.checksum
+        if checksum is not None:
+            labels = kwargs.get("shift_labels", kwargs.get("labels"))
+            checksum = checksum_of_call(checksum, kwargs.get("input_ids"), labels, shard.tokens.device)
+        rows = rows_checksum(shard.tokens, self._mesh.rank) if is_unordered else None
+        device = shard.tokens.device
+        self._batch.compare(checksum, count, self._model.parameters(), self._mesh, device, outputs, rows)
+
+    def _begin_training(self, batch_checksum: Tensor | None, count: Any) -> None:
+        if self._gradient_hooks is None:
+            self._gradient_hooks = watch_gradient(self._model, self._mesh)
+        if not self._full_batches:
+            self._loss_scale.begin(self._model, self._mesh)
+            self._has_all_labels = has_all_labels(batch_checksum, count)
+
+    def confirm(self) -> None:
+        """Wait for the comparison of the running call. Raise its error."""
+        self._batch.confirm()
+
+    def end(self, loss: Any) -> None:
+        """Watch the factor of the loss of a call that has ended, if it has one."""
+        self._loss_scale.watch(loss, self._has_all_labels, self._mesh)
+        self._has_all_labels = None
+
+    def remove_hooks(self) -> None:
+        """Stop watching gradients, until the next training call."""
+        for hook in self._gradient_hooks or ():
+            hook.remove()
+        self._gradient_hooks = None
