@@ -1,4 +1,4 @@
-"""Train one model with each sequence over all GPUs of a host: this library, and torch's context_parallel.
+"""Train one model with each sequence over all GPUs of a host: this library, torch's context_parallel, and Ulysses.
 
     torchrun --nproc-per-node 8 benchmarks/end_to_end.py --layers 16
 
@@ -20,24 +20,23 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
+from benchmarks.other_models import BACKENDS, BOOK, NAME, ROTATIONS, ContextParallel, Ulysses
 from benchmarks.ranks import Clock, Guard, join, leave
 from benchmarks.report import setting
 from benchmarks.script import count, end, names
@@ -50,17 +49,14 @@ from burst_portable.errors import InputError
 from burst_portable.gradients import all_reduce
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
-from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of
 from burst_portable.strategies.registry import OURS as STRATEGIES
 
-NAME = "context_parallel"
 TENSOR = "tensor_"
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-ROTATIONS = ("allgather", "alltoall")
 CONTESTANTS = (
     *("burst_portable", *(f"burst_portable {name}" for name in STRATEGIES)),
     *(f"burst_portable {name} {TENSOR}{ranks}" for ranks in (2, 4) for name in STRATEGIES),
     *(" ".join((NAME, *how)) for how in ((), *product(BACKENDS), *product(BACKENDS, ROTATIONS))),
+    BOOK,
 )
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -123,45 +119,13 @@ def shard_weights(model: Any, axis: DeviceMesh, dtype: torch.dtype) -> None:
         fully_shard(part, mesh=axis, mp_policy=policy)
 
 
-class ContextParallel:
-    """torch's context_parallel, with the interface of the training loop. It shards tokens, labels and positions."""
-
-    def __init__(self, model: Any, device: torch.device, backend: str, rotate: str) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        AttentionInterface.register(NAME, sdpa_attention_forward)
-        AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # positions that jump are no packed documents
-        model.set_attn_implementation(NAME)
-        model.loss_function = ShardedLoss(loss_of(model))
-        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._backend, self._rotate = BACKENDS[backend], rotate
-        self._inputs: dict[str, Any] = {}
-
-    @contextmanager
-    def around(self, ids: Tensor) -> Iterator[None]:
-        from torch.distributed.tensor.experimental import context_parallel
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-        set_rotate_method(self._rotate)
-        next_ones = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-        cut = [ids.clone(), next_ones, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)]
-        with sdpa_kernel(self._backend), context_parallel(
-            self._mesh, buffers=cut, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(cut)
-        ):  # fmt: skip
-            self._inputs = {
-                "input_ids": cut[0], "labels": cut[1], "shift_labels": cut[1], "position_ids": cut[2],
-                "num_items_in_batch": torch.tensor(ids.numel() - ids.shape[0], device=ids.device), "use_cache": False,
-            }  # fmt: skip
-            yield
-
-    def shard(self, ids: Tensor) -> dict[str, Any]:
-        return self._inputs
-
-
 def theirs(model: Any, mesh: bp.Mesh, device: torch.device, backend: str, rotate: str) -> Contestant:
     handle = ContextParallel(model, device, backend, rotate)
     return Contestant(f"{NAME} {backend} {rotate}", model, Sharded(handle, mesh), handle.around)
+
+
+def by_the_book(model: Any, mesh: bp.Mesh, kernel: str) -> Contestant:
+    return Contestant(BOOK, model, Sharded(Ulysses(model, mesh, kernel), mesh))
 
 
 def full_gradient(parameter: Tensor) -> Tensor:
@@ -286,6 +250,8 @@ class Run:
         if kind == NAME:
             backend, _, rotate = (how or "cudnn").partition(" ")
             made = theirs(model, self.mesh, self.links.device, backend, rotate or "allgather")
+        elif name == BOOK:
+            made = by_the_book(model, self.mesh, self.arguments.kernel)
         else:
             mesh = self.mesh if tensor == 1 else bp.Mesh.from_device_mesh(grid, "sequence")
             result.plan = self.planned(mesh, model, how or "auto", tensor)
@@ -418,9 +384,9 @@ def main(given: list[str] | None = None) -> None:
         type=names(CONTESTANTS),
         default=f"burst_portable,{NAME}",
         help="The first is the reference of losses and gradients. "
-        f"burst_portable [STRATEGY] [{TENSOR}N with --fsdp], {NAME} [cudnn or flash] [allgather or alltoall]",
+        f"burst_portable [STRATEGY] [{TENSOR}N with --fsdp], {NAME} [cudnn or flash] [allgather or alltoall], {BOOK}",
     )
-    parser.add_argument("--kernel", default="auto", help="Our local kernel. Default: auto.")
+    parser.add_argument("--kernel", default="auto", help="Local kernel of burst_portable and Ulysses. Default: auto.")
     parser.add_argument("--keep", dest="recompute", action="store_false", help="keep activations")
     parser.add_argument("--fsdp", action="store_true", help="Shard weights by FSDP2, in bf16 if --dtype is bfloat16.")
     parser.add_argument("--vocab-size", type=count, help="Tokens of the vocabulary. Default: that of --shape.")

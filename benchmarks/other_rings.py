@@ -91,6 +91,14 @@ def _to_rows(x: Tensor, group: Any) -> Tensor:
     return came.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
+def ulysses_by_the_book(
+    q: Tensor, k: Tensor, v: Tensor, local: LocalKernel, scale: float, visible: Visible, group: Any
+) -> Tensor:
+    """Return the attention of contiguous shards [1, S / W, H, D], with gradients."""
+    out: Tensor = _Ulysses.apply(q, k, v, local, scale, visible, group)
+    return out
+
+
 def plain_ulysses(task: Task) -> Calls:
     ranks, heads, kv_heads = task.links.size, task.q.shape[2], task.k.shape[2]
     if heads % ranks or task.length % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -100,7 +108,7 @@ def plain_ulysses(task: Task) -> Calls:
     local, visible = LocalKernel(task.kernel, task.q[:, :, : heads // ranks], few), _whole(task)
     if local.operator is not None and not isinstance(visible, bool):
         raise Absent(f"the operator {task.kernel} knows no mask {task.mask}")
-    call = partial(_Ulysses.apply, q, k, v, local, task.scale, visible, task.links.group)
+    call = partial(ulysses_by_the_book, q, k, v, local, task.scale, visible, task.links.group)
     return through_autograd(call, (q, k, v), task.dout)
 
 

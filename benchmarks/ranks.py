@@ -45,12 +45,16 @@ class Links:
 
 
 def join(timeout: float) -> Links:
-    """Connect the ranks, one per device if there are devices. Raise `InputError` without a launcher."""
+    """Connect the ranks, one per device if there are devices.
+
+    Raise `InputError` without a launcher, and for more ranks than devices.
+    """
     if "RANK" not in os.environ:
         raise InputError("this measures several ranks; start it with torchrun, as --help shows")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is not None:
+        check_device(local, torch.accelerator.device_count())
         torch.accelerator.set_device_index(local)
         device = torch.device(kind.type, local)
         of_kind = for_device(kind.type)
@@ -66,6 +70,13 @@ def join(timeout: float) -> Links:
     )
     dist.init_process_group(backend, **options)
     return Links(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device, timeout)
+
+
+def check_device(local_rank: int, devices: int) -> None:
+    """Raise `InputError` if this host has no device for a rank."""
+    if local_rank >= devices:
+        got, allowed = f"local rank {local_rank}", f"{devices} ranks per host, one per device"
+        raise InputError("this host has no device for the rank", got=got, allowed=allowed)
 
 
 def leave() -> None:

@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 8 benchmarks/ring.py --rows 32k,128k-gqa --kernels hopper,cudnn --contestants all
 
 Every contestant uses the same local kernel. Results are checked before they are timed. Calls run in random order, ten
-in a row (fewer if one takes longer than 20 ms) and single ones; the slowest rank counts. TFLOP/s are per GPU and count
-the visible pairs: forward 4·pairs·H·D, backward 2.5 times that. "Nothing sent" has the same tiles and merges, with
-blocks that arrived before. "Plain call" is one kernel call with a rank's share of the work. JSON and a picture are
-written after every row, so a run that stops early keeps its rows. On CPUs, use --rows tiny --kernels auto
---transports gloo.
+in a row (fewer if one takes longer than 20 ms, one if it takes a second) and single ones; the slowest rank counts.
+TFLOP/s are per GPU and count the visible pairs: forward 4·pairs·H·D, backward 2.5 times that. "Nothing sent" has the
+same tiles and merges, with blocks that arrived before. "Plain call" is one kernel call with a rank's share of the work.
+JSON and a picture are written after every row, so a run that stops early keeps its rows. On CPUs, use --rows tiny
+--kernels auto --transports gloo.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from burst_portable.planning.tiles import find_tiles
 
 ERROR_LIMIT = 1.2e-2  # relative, against attention of one device; both lose 2e-3 to 4e-3 in bf16
 CALLS, AT_ONCE = 10, 0.2  # calls back to back, at most; seconds that they should take together
+LONG = 1.0  # seconds of a call whose pause before the next one has no share in its time
 COLD = 4  # rounds with single calls; where they take longer than calls back to back may, the first alone
 LINK_SIZES = (8 << 20, 64 << 20, 256 << 20)
 STRATEGIES = (
@@ -134,13 +135,14 @@ class Entry:
     result: Measured
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def due(self, which: str, rounds: int) -> tuple[int, ...]:
-        """Return how many calls in a row are measured in this round; the same on all ranks."""
+    def due(self, which: str, rounds: int) -> tuple[tuple[str, int], ...]:
+        """Return what is measured in this round, and in how many calls in a row; the same on all ranks."""
+        single = f"{which}, cold"
         if not rounds:
-            return (1,)
-        one = self.seconds[f"{which}, cold"][0]
-        several = max(2, min(CALLS, round(AT_ONCE / one)))
-        return (several, 1) if several == CALLS and rounds < COLD else (several,)
+            return ((single, 1),)
+        one = self.seconds[single][0]
+        several = max(2, min(CALLS, round(AT_ONCE / one))) if one < LONG else 1
+        return ((which, several), (single, 1)) if several == CALLS and rounds < COLD else ((which, several),)
 
 
 class Run:
@@ -257,11 +259,11 @@ class Run:
         started, rounds = time.monotonic(), 0
         while rounds < 2 or self.clock.slowest(time.monotonic() - started) < self.arguments.seconds:
             passes = [(entry, which) for entry in entries for which in ("forward", "backward")]
-            order = [(entry, which, calls) for entry, which in passes for calls in entry.due(which, rounds)]
+            order = [(entry, which, *due) for entry, which in passes for due in entry.due(which, rounds)]
             chance.shuffle(order)
-            for entry, which, calls in order:
+            for entry, which, kind, calls in order:
                 seconds = self.clock.time(entry.calls[which == "backward"], calls)
-                entry.seconds.setdefault(which if calls > 1 else f"{which}, cold", []).append(seconds)
+                entry.seconds.setdefault(kind, []).append(seconds)
             rounds += 1
         flops = 4 * num_pairs * row.heads[0] * row.head / self.links.size
         for entry in entries:

@@ -24,14 +24,15 @@ from burst_portable.bench.flash_attn_stand_in import LocalKernel
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("seconds", "later"), [(1e-3, (10, 1)), (2e-2, (10, 1)), (5e-2, (4,)), (1.0, (2,))])
-def test_due_repeats_long_calls_less_often(seconds, later):
-    """One call is timed first; short calls then fill a fifth of a second."""
+@pytest.mark.parametrize(("seconds", "calls"), [(1e-3, 10), (2e-2, 10), (5e-2, 4), (0.9, 2), (1.0, 1)])
+def test_due_repeats_long_calls_less_often(seconds, calls):
+    """One call is timed first; short calls then fill a fifth of a second, and are timed singly in some rounds."""
     entry = Entry((None, None), Measured("row", "name", "kernel"))
-    assert entry.due("forward", 0) == (1,)
+    single, in_a_row = ("forward, cold", 1), ("forward", calls)
+    assert entry.due("forward", 0) == (single,)
     entry.seconds["forward, cold"] = [seconds]
-    assert entry.due("forward", 1) == later
-    assert entry.due("forward", 9) == later[:1]
+    assert entry.due("forward", 1) == ((in_a_row, single) if calls == 10 else (in_a_row,))
+    assert entry.due("forward", 9) == (in_a_row,)
 
 
 def test_compared_pairs_results_of_one_round():

@@ -16,10 +16,11 @@ from torch.nn.attention import SDPBackend
 
 import burst_portable as bp
 from benchmarks import attention, picture, providers, tables
+from benchmarks.ranks import check_device
 from benchmarks.report import Result, beside, print_matrix, setting
 from benchmarks.script import accelerator, count, current_device, end, file, names, share
 from burst_portable.backends.selection import for_device
-from burst_portable.errors import BackendUnavailableError, CommunicationTimeoutError, UnknownNameError
+from burst_portable.errors import BackendUnavailableError, CommunicationTimeoutError, InputError, UnknownNameError
 from burst_portable.layout import Segment
 from burst_portable.planning.tiles import find_tiles
 
@@ -286,3 +287,9 @@ def test_print_matrix_names_best_other_of_both_passes(capsys):
 
     print_matrix([result("auto", [1, 1], [1, 3]), result("cudnn", [2, 2], [1, 4]), result("flex", [1, 1], [3, 7])])
     assert "cudnn 9/9 1.500" in capsys.readouterr().out
+
+
+def test_check_device_rejects_more_ranks_than_devices():
+    check_device(1, 2)
+    with pytest.raises(InputError, match="no device for the rank; got local rank 2; allowed: 2 ranks per host"):
+        check_device(2, 2)

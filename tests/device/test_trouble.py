@@ -18,22 +18,24 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 TRANSPORTS = ["auto", "nccl", "peer_copy"]
+SILENT = ("late", "stopped", "killed")
+"""Faults after which rank 1 tells nothing."""
 
 
 def play(folder: Path, what: str, transport: str, ranks: int) -> dict[int, dict]:
-    """Run a job on all ranks and return the JSON of each rank, except that of a late or killed rank."""
+    """Run a job on all ranks and return the JSON of each rank, except that of a rank that is silent."""
     command = [sys.executable, "-m", "tests.support.device_trouble", str(ranks), str(folder)]
     processes = [subprocess.Popen([*command, str(r), what, transport], cwd=ROOT) for r in range(ranks)]
     try:
         for rank, process in enumerate(processes):
-            if what not in ("late", "killed") or rank != 1:
+            if what not in SILENT or rank != 1:
                 process.wait(timeout=200)
     finally:
         for process in processes:
             process.kill()
             process.wait()
     told = {int(path.stem[4:]): json.loads(path.read_text()) for path in folder.glob("rank*.json")}
-    silent = [rank for rank in range(ranks) if rank not in told and not (what in ("late", "killed") and rank == 1)]
+    silent = [rank for rank in range(ranks) if rank not in told and not (what in SILENT and rank == 1)]
     assert not silent, f"no word of {silent}, which ended with {[processes[r].returncode for r in silent]}; {told}"
     return told
 
@@ -70,7 +72,7 @@ def test_captured_graph_of_all_ranks_replays(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", ["late", "killed"])
+@pytest.mark.parametrize("what", SILENT)
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
 def test_late_or_lost_peer_raises_and_is_named(tmp_path, what, transport):
     said = play(tmp_path, what, transport, 2)

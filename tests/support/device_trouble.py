@@ -167,7 +167,7 @@ def graph(rank: int, device: torch.device, config: Config) -> dict[str, object]:
 
 
 def fault(rank: int, device: torch.device, config: Config, what: str, folder: Path) -> dict[str, object]:
-    """Delay or kill rank 1 in its third step; the other ranks must raise and end."""
+    """Delay, stop or kill rank 1 in its third step; the other ranks must raise and end."""
     mesh = bp.Mesh.from_group(config=config)
     for _ in range(2):
         train(mesh, device, 1024, 0)
@@ -176,8 +176,8 @@ def fault(rank: int, device: torch.device, config: Config, what: str, folder: Pa
     torch.accelerator.synchronize()
     if rank == 1:
         (folder / "struck").touch()
-        if what == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if what != "late":
+            os.kill(os.getpid(), STRIKES[what])  # all threads of the process end or pause
         time.sleep(60)
         os._exit(0)
     started = time.monotonic()
@@ -224,13 +224,15 @@ def outcome_of(work: Callable[[], None]) -> dict[str, object]:
     return {"error": "", "message": "nothing was noticed", "seconds": time.monotonic() - started}
 
 
-FAULTS = ("late", "killed", "shapes", "memory")
+FAULTS = ("late", "stopped", "killed", "shapes", "memory")
+STRIKES = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 PLAYS: dict[str, Callable[[int, torch.device, Config, Path], dict[str, object]]] = {
     "stress": lambda rank, device, config, _: stress(rank, device, config),
     "stress_groups": lambda rank, device, config, _: stress(rank, device, config, groups=True),
     "allocations": lambda rank, device, config, _: allocations(rank, device, config),
     "graph": lambda rank, device, config, _: graph(rank, device, config),
     "late": lambda rank, device, config, folder: fault(rank, device, config, "late", folder),
+    "stopped": lambda rank, device, config, folder: fault(rank, device, config, "stopped", folder),
     "killed": lambda rank, device, config, folder: fault(rank, device, config, "killed", folder),
     "shapes": lambda rank, device, config, _: outcome_of(lambda: disagree(rank, device, config)),
     "memory": lambda rank, device, config, _: outcome_of(lambda: run_out_of_memory(rank, device, config)),
