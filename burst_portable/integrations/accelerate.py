@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from burst_portable.config import launched_processes
-from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.errors import InputError
+from burst_portable.integrations.accelerator_check import ON_CPUS, check_accelerator
+from burst_portable.integrations.gathering import gather_rows, warn_about_gathering
 from burst_portable.integrations.schedulers import warn_about_schedulers
 from burst_portable.integrations.transformers.adapters import check_adapters, reads_logits
 from burst_portable.integrations.transformers.checks import part_below_head
@@ -27,12 +29,10 @@ from burst_portable.mesh import Mesh
 
 with importing("accelerate", "burst-portable[transformers]"):
     from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import DistributedType
     from transformers import PreTrainedModel
 
 AXIS = "cp"
 """Name of the mesh axis. accelerate's data loaders give equal rows to ranks that differ only along it."""
-_ON_CPUS = "without accelerators, pass use_cpu=True to TrainingArguments, or cpu=True to Accelerator"
 
 
 class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerate's names are Any
@@ -54,6 +54,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
     Attributes:
         sequence_size: Number of ranks that share a sequence. None: not determined yet.
         has_model: Whether a model is sharded, or will be by a trainer.
+        gathers_rows: Whether `gather_for_metrics` is used, or a trainer gathers rows itself.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         layout: str | None = None,
         kernel: str = "auto",
     ) -> None:
-        self.sequence_size, self._replicas, self.has_model = cp_size, dp_replicate_size, False
+        self.sequence_size, self._replicas = cp_size, dp_replicate_size
+        self.has_model = self.gathers_rows = False
         self._mesh: Mesh | None = None  # one for all models, which then share its connections
         self._accelerator: Any = None  # a weak reference
         self._options = {"strategy": strategy, "layout": layout, "kernel": kernel, "averaged_gradients": True}
@@ -144,23 +146,12 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
             raise InputError(
                 "the product of the sizes must be the number of processes",
                 got=f"{got}{self.dp_shard_size} for {processes} processes",
-                next_step=f"start with torchrun or accelerate launch; {_ON_CPUS}",
+                next_step=f"start with torchrun or accelerate launch; {ON_CPUS}",
             )
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Check that gradients will be averaged over all ranks. Accelerate calls it."""
-        if self.tp_size > 1 or self.cp_size > 1 or self.sp_size > 1:
-            sizes = f"tp_size={self.tp_size}, cp_size={self.cp_size}, sp_size={self.sp_size}"
-            raise UnsupportedError("SequenceParallelism with another model parallelism", got=sizes)
-        kind = accelerator.distributed_type
-        if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
-            kind == DistributedType.FSDP and not accelerator.is_fsdp2
-        ):
-            got = "FSDP version 1" if kind == DistributedType.FSDP else kind.value
-            raise UnsupportedError("SequenceParallelism needs DDP or FSDP2", got=got, allowed="DDP, FSDP version 2")
-        if accelerator.num_processes != self.total_size:
-            got, allowed = accelerator.num_processes, self.total_size
-            raise InputError("accelerate uses a part of the processes", got=got, allowed=allowed, next_step=_ON_CPUS)
+        check_accelerator(accelerator, self)
         self._accelerator, self.has_model = weakref.ref(accelerator), False  # a Trainer sums an older model twice
 
     def parallelize(self, model: nn.Module, *, gather_outputs: bool | None = None) -> ShardedModel:
@@ -171,8 +162,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         Args:
             model: A Transformers model, or one with adapters of PEFT. Its calls take full batches: see
                 `transformers.parallelize`. Of a classifier, the base model is sharded.
-            gather_outputs: As in `transformers.parallelize`. Default: also in calls with labels if an adapter reads
-                their logits.
+            gather_outputs: As in `transformers.parallelize`. Default: with labels as well if an adapter reads logits.
 
         Raises:
             InputError: If no accelerator has this configuration, or there is no Transformers model.
@@ -197,4 +187,14 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         sharded = parallelize(inner, self._mesh, full_batches=True, gather_outputs=gather_outputs, **self._options)
         if self._accelerator is not None:
             warn_about_schedulers(inner, self._accelerator, lambda: (self.total_size, self.non_data_parallel_size))
+            warn_about_gathering(inner, self._accelerator, self)
         return sharded
+
+    def gather_for_metrics(self, data: Any) -> Any:
+        """Return the rows of all sequences, each once and on every rank, in place of accelerate's function.
+
+        Args:
+            data: Tensors ``[rows, ...]``, also in tuples, lists and dictionaries, or a list of one object per row.
+        """
+        self.gathers_rows = True
+        return gather_rows(self._accelerator and self._accelerator(), data, self.non_data_parallel_size)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from burst_portable.errors import InputError, UnsupportedError, format_error
 from burst_portable.integrations.accelerate import SequenceParallelism
+from burst_portable.integrations.gathering import gather_rows
 from burst_portable.integrations.transformers.sharded_model import ShardedModel
 from burst_portable.integrations.versions import importing
 
 with importing("accelerate", "burst-portable[transformers]"):
-    from accelerate.utils.operations import recursively_apply
     from transformers import Trainer
     from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import has_length
@@ -77,6 +77,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
             next_step = "use one SequenceParallelism, or create each TrainingArguments right before its trainer"
             raise InputError(what, got="another parallelism_config", next_step=next_step)
         parallelism.has_model = True  # below, after the constructors of subclasses of Trainer
+        parallelism.gathers_rows = True
 
     def call_model_init(self, trial: Any = None) -> Any:
         return self._shard_model(super().call_model_init(trial))
@@ -150,21 +151,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         return super().evaluation_loop(dataloader, *arguments, **named)
 
     def _gather_rows(self, data: Any) -> Any:
-        """Return tensors of the rows of all data-parallel ranks, as `gather_for_metrics`: each row once."""
-        processes, state, rows = self.accelerator.num_processes, self.accelerator.gradient_state, None
-        if state.end_of_dataloader and state.remainder > 0:
-            rows = state.remainder
-        elif state.end_of_dataloader and state.remainder < 0 and self._batch_rows is not None:
-            # Without a length, the last batch shows its rows. Trainer repeats its loss as for a full batch.
-            rows = self._batch_rows * (processes // self._ranks)
-
-        def gather(x: Tensor) -> Tensor:
-            is_number = x.dim() == 0  # a router loss, for example
-            if processes > self._ranks:
-                x = self.accelerator.gather(x).unflatten(0, (processes, -1))[:: self._ranks].flatten(0, 1)
-            return x if is_number else x[:rows]
-
-        return recursively_apply(gather, data, error_on_other_type=True)
+        return gather_rows(self.accelerator, data, self._ranks, batch_rows=self._batch_rows)
 
     # ------------------------------------------------------------------------------------- numbers of equal batches
 

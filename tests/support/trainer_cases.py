@@ -213,7 +213,24 @@ def accelerate_loop(parallelism: SequenceParallelism | None, *, is_sharded: bool
             optimizer.step()
             optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
-    return {"losses": losses, "weights": weights(accelerator.unwrap_model(model))}
+    found = {"losses": losses, "weights": weights(accelerator.unwrap_model(model))}
+    return found | evaluated_rows(accelerator, parallelism, model)
+
+
+def evaluated_rows(accelerator: Accelerator, parallelism: SequenceParallelism | None, model: Any) -> dict[str, Any]:
+    """Return losses of rows, and objects, as an own loop gathers them. The last batch has one row."""
+    gather = accelerator.gather_for_metrics if parallelism is None else parallelism.gather_for_metrics
+    loader = accelerator.prepare(DataLoader(rows(7), batch_size=2, collate_fn=pad))  # type: ignore[arg-type]
+    found: dict[str, list[Any]] = {"row losses": [], "row names": [], "as of accelerate": []}
+    model.eval()
+    for batch in loader:
+        with torch.no_grad():
+            logits = model(**{name: x for name, x in batch.items() if name != "labels"}).logits
+        of_tokens = torch.nn.functional.cross_entropy(logits[:, :-1].mT, batch["labels"][:, 1:], reduction="none")
+        found["row losses"].append(gather({"loss": of_tokens.sum(dim=1)})["loss"])
+        found["row names"] += gather([str(row[:3].tolist()) for row in batch["input_ids"]])
+        found["as of accelerate"].append(accelerator.gather_for_metrics(of_tokens.sum(dim=1)))
+    return found | {name: torch.cat(found[name]) for name in ("row losses", "as of accelerate")}
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

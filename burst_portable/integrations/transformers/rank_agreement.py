@@ -36,7 +36,7 @@ class RankAgreement:
             shard: What the call says about its shard.
             kwargs: Its other arguments.
             outputs: Description of the outputs that will be gathered; empty for none.
-            is_unordered: Whether only the layout tells the order of tokens that the caller divided.
+            is_unordered: Whether the order of tokens, which the caller divided, is that of the layout.
 
         Raises:
             InputError: If the last loss was scaled wrongly, or ranks have equal tokens that they must not have.
