@@ -99,7 +99,8 @@ class Ulysses:
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **_: Any
     ) -> tuple[Tensor, None]:
         """Return out [B, S, H, D] of q, k and v [B, H, S, D]."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        # Under autocast, rotary embeddings turn Q and K into float32.
+        q, k, v = (x.transpose(1, 2).to(v.dtype) for x in (q, k, v))
         if self._local is None:
             heads, kv_heads = (max(1, x.shape[2] // self._mesh.size) for x in (q, k))
             self._local = LocalKernel(self._kernel, q[:, :, :heads], k[:, :, :kv_heads])
