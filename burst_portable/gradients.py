@@ -218,7 +218,10 @@ def _unique(parameters: Any) -> list[Tensor]:
 def _sum_bucket(bucket: list[Tensor], missing: set[Tensor], mesh: Mesh) -> None:
     """Sum the gradients of some parameters, and the number of ranks that have one. This rank has no `missing` ones."""
     gradients = [_gradient(parameter) for parameter in bucket]
-    has_gradient = gradients[0].new_tensor([float(parameter not in missing) for parameter in bucket])
+    has_gradient = gradients[0].new_ones(len(bucket))
+    for number, parameter in enumerate(bucket):
+        if parameter in missing:
+            has_gradient[number] = 0  # a tensor made of a list would wait for the device
     total = _sum(torch.cat([*(g.reshape(-1) for g in gradients), has_gradient]), mesh)
     *sums, counts = total.split([*(g.numel() for g in gradients), len(bucket)])
     for gradient, part in zip(gradients, sums, strict=True):

@@ -207,15 +207,18 @@ def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh, padding
     for logits in router_logits:
         weights = logits.softmax(dim=-1)
         chosen = weights.detach().topk(top_k, dim=-1).indices
-        if padding is not None:
-            is_token = ~padding.flatten().to(logits.device)
-            weights, chosen = weights[is_token], chosen[is_token]
-        counts[:experts] += torch.nn.functional.one_hot(chosen, experts).sum(dim=(0, 1))
-        counts[experts] += weights.shape[0]
+        choices = counts.new_zeros(weights.shape).scatter_(1, chosen, 1.0)  # `one_hot` would wait for some devices
+        rows: Tensor | int = len(weights)
+        if padding is not None:  # selected rows would wait for the device, which knows their number
+            is_token = ~padding.flatten().to(logits.device, non_blocking=True)
+            weights, choices = (x.where(is_token.unsqueeze(1), 0) for x in (weights, choices))
+            rows = is_token.sum()
+        counts[:experts] += choices.sum(dim=0)
+        counts[experts] += rows
         probability = probability + weights.float().sum(dim=0)
     counts = all_reduce(counts, mesh)
-    share, rows = counts[:experts] / counts[experts], counts[experts]
-    return experts * (share * probability).sum() / rows
+    share = counts[:experts] / counts[experts]
+    return experts * (share * probability).sum() / counts[experts]
 
 
 def check_router(config: Any, kwargs: dict[str, Any], mesh: Mesh, *, is_inner: bool) -> None:
@@ -238,7 +241,13 @@ def check_router(config: Any, kwargs: dict[str, Any], mesh: Mesh, *, is_inner: b
 
 
 def with_router_loss(
-    model: Any, output: Any, mesh: Mesh, *, padding: Tensor | None = None, router_logits: Any = None
+    model: Any,
+    output: Any,
+    mesh: Mesh,
+    *,
+    padding: Tensor | None = None,
+    router_logits: Any = None,
+    check: RouterCheck | None = None,
 ) -> Any:
     """Replace the router loss of a model's output, if it has one, by that over all ranks, also in the total loss.
 
@@ -248,6 +257,7 @@ def with_router_loss(
         mesh: The ranks of the sequence.
         padding: Which of this rank's tokens are padding, and do not count.
         router_logits: Those of the inner model, for an output without them, as of TRL's fused head.
+        check: The check of the model's router loss. Default: one that knows nothing yet.
     """
     found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor) or (mesh.size == 1 and padding is None):
@@ -259,7 +269,7 @@ def with_router_loss(
     if (text := getattr(getattr(model, "config", None), "text_config", None)) is not None:  # of a model with images
         top_k, weight = (getattr(text, name, None) for name in ("num_experts_per_tok", "router_aux_loss_coef"))
     try:
-        _check_known(model, found, logits, top_k, weight)
+        (check or RouterCheck()).run(model, found, logits, top_k, weight)
     except UnsupportedError as error:
         broadcast_error(mesh, error, found)  # rounding may differ: other ranks may wait for the sum
         raise
@@ -270,19 +280,33 @@ def with_router_loss(
     return output
 
 
-def _check_known(
-    model: Any, found: Tensor, logits: Sequence[Tensor] | None, top_k: int | None, weight: float | None
-) -> None:
-    """Raise `UnsupportedError` if the router loss is not `router_loss` of these tokens, or its weight is unknown."""
-    got = "a model without a known weight of the loss or number of experts per token"
-    if logits is None:
-        got = "an output without router logits"
-    elif top_k is not None and weight is not None:
-        with torch.no_grad():
-            ours = router_loss(logits, top_k, Mesh.single())
-        # Only the order of the sums may differ. A NaN comes from the model.
-        if torch.allclose(ours, found.float(), rtol=1e-4, equal_nan=True):
-            return
-        got = f"{found.item():.6f} instead of {ours.item():.6f}"
-    what = f"the router loss of {type(model).__name__} cannot be computed over ranks"
-    raise UnsupportedError(what, got=got, next_step="pass output_router_logits=False")
+class RouterCheck:
+    """Checks that the router loss of a model is `router_loss`. One finite value shows it: a check waits for the device.
+
+    Losses of another number of experts or layers are checked again.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, ...]] = set()
+
+    def run(
+        self, model: Any, found: Tensor, logits: Sequence[Tensor] | None, top_k: int | None, weight: float | None
+    ) -> None:
+        """Raise `UnsupportedError` if the loss is not `router_loss` of these tokens, or its weight is unknown."""
+        got = "a model without a known weight of the loss or number of experts per token"
+        if logits is None:
+            got = "an output without router logits"
+        elif top_k is not None and weight is not None:
+            kind = (top_k, len(logits), logits[0].shape[-1])
+            if kind in self._known:
+                return
+            with torch.no_grad():
+                ours = router_loss(logits, top_k, Mesh.single())
+            # Only the order of the sums may differ. A NaN comes from the model.
+            if torch.allclose(ours, found.float(), rtol=1e-4, equal_nan=True):
+                if found.isfinite():
+                    self._known.add(kind)
+                return
+            got = f"{found.item():.6f} instead of {ours.item():.6f}"
+        what = f"the router loss of {type(model).__name__} cannot be computed over ranks"
+        raise UnsupportedError(what, got=got, next_step="pass output_router_logits=False")

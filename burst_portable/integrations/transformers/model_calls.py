@@ -39,6 +39,7 @@ from burst_portable.integrations.transformers.full_batches import (
 )
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import (
+    RouterCheck,
     ShardedLoss,
     check_router,
     loss_of,
@@ -109,6 +110,7 @@ class ModelCalls:
         self._running: RunningCall | None = None
         self._agreement = RankAgreement(self.model, self.mesh, full_batches=self.full_batches)
         self._position_check, self._warnings = PositionCheck(), CallWarnings(self.model, self.mesh.rank)
+        self._router_check = RouterCheck()
 
     @property
     def _divider(self) -> BatchDivider:
@@ -302,7 +304,12 @@ class ModelCalls:
         if running.masked_labels is not None:
             output = with_masked_loss(output, *running.masked_labels)
         output = with_router_loss(
-            module, output, self.mesh, padding=running.padding, router_logits=running.router_logits
+            module,
+            output,
+            self.mesh,
+            padding=running.padding,
+            router_logits=running.router_logits,
+            check=self._router_check,
         )
         self._agreement.end(getattr(output, "loss", None))
         if outputs is not None and sequence is not None:
