@@ -27,21 +27,21 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cpu") if found is None else torch.device(found.type, rank)
 
 
-def join(folder: Path, rank: int, ranks: int, *, port: int | None = None) -> torch.device:
-    """Start the process group of the ranks and return this rank's device, which is then the current one.
+def join(folder: Path, rank: int, ranks: int) -> torch.device:
+    """Start the process group of the ranks, as torchrun's, and return this rank's device, which is the current one.
 
-    A single rank has no process group, unless `port` is given. With it, the environment is that of torchrun.
+    A single rank has no process group.
     """
     device = device_of(rank)
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
         torch.accelerator.set_device_index(rank)
+    if ranks == 1:
+        return device
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or 1)}  # unused, if the store is a file
-    if ranks == 1 and port is None:
-        return device
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # required but unused, because the store is a file
     if device.type == "cpu":
         options: dict[str, object] = {"backend": "gloo"}
     else:
@@ -67,12 +67,15 @@ def run_ranks(program: str, folder: Path, ranks: int, *words: str, timeout: floa
     """
     outputs = [folder / f"output of {rank} of {ranks} {' '.join(words)}.txt" for rank in range(ranks)]
     command = [sys.executable, "-m", f"tests.support.{program}", str(folder)]
+    first_only = {"CUDA_VISIBLE_DEVICES": "0"} if ranks == 1 else {}  # Trainer would use all devices
     processes = []
     try:
         for rank, output in enumerate(outputs):
             with output.open("w") as file:
                 one = [*command, str(rank), str(ranks), *words]
-                processes.append(subprocess.Popen(one, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
+                processes.append(
+                    subprocess.Popen(one, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=os.environ | first_only)
+                )
         codes = [process.wait(timeout=timeout) for process in processes]
     finally:
         for process in processes:
