@@ -27,17 +27,17 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cpu") if found is None else torch.device(found.type, rank)
 
 
-def join(folder: Path, rank: int, ranks: int) -> torch.device:
+def join(folder: Path, rank: int, ranks: int, *, has_group: bool | None = None) -> torch.device:
     """Start the process group of the ranks, as torchrun's, and return this rank's device, which is the current one.
 
-    A single rank has no process group.
+    `has_group`: Whether there is such a group. Default: for more than one rank.
     """
     device = device_of(rank)
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
         torch.accelerator.set_device_index(rank)
-    if ranks == 1:
+    if not (ranks > 1 if has_group is None else has_group):
         return device
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
