@@ -46,9 +46,8 @@ def join(folder: Path, rank: int, ranks: int, *, has_group: bool | None = None) 
         options: dict[str, object] = {"backend": "gloo"}
     else:
         options = {"backend": for_device(device.type).capabilities.process_group, "device_id": device}
-    dist.init_process_group(
-        **options, store=dist.FileStore(str(folder / f"store of {ranks}"), ranks), rank=rank, world_size=ranks
-    )
+    store = dist.FileStore(str(folder / f"store of {' '.join(sys.argv[3:])}"), ranks)
+    dist.init_process_group(**options, store=store, rank=rank, world_size=ranks)
     return device
 
 
