@@ -43,7 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ["one document", "packed"])
 def test_recurrent_layers_of_fla_equal_reference(results: dict[str, Any], case: str) -> None:
-    """The error of two ranks is that of one: their states and the gradients of these are handed on."""
+    """The error of two ranks is that of one: the first rank sends its states, and receives their gradients."""
     expected, *found = (one[case] for one in results.values())
     errors = [{name: error_of(one[name], x) for name, x in expected.items()} for one in found]
     print(case, [max(one.items(), key=lambda item: item[1]) for one in errors])

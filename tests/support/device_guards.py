@@ -78,7 +78,7 @@ def step_of(case: str, device: torch.device, mesh: Mesh) -> Callable[[], Tensor]
 
 
 def step_without_gradient(device: torch.device, mesh: Mesh) -> Callable[[], None]:
-    """Return a sum of gradients of which the last rank has none, so that it asks the others."""
+    """Return a sum of gradients of which the last rank has none, so that it asks the other ranks."""
     parameters = [torch.zeros(5, device=device, requires_grad=True) for _ in range(2)]
 
     def step() -> None:
