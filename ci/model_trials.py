@@ -61,12 +61,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "esm": {"pad_token_id": 1, "mask_token_id": 3},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 9},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0]},
     "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
+    "zamba": {"layer_types": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
 }
 LARGEST = 5_000_000  # parameters; a larger model has sizes under names that SIZES lacks

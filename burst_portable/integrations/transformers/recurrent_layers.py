@@ -1,7 +1,7 @@
 """List the recurrent layers of Transformers that can continue the states of another rank, and the sizes of states.
 
-They read their tokens in order and take and return their states through an argument for a cache. Mamba 1 is missing:
-its layers ignore the state of a cache if there is more than one token.
+They read their tokens in order and take and return their states through an argument for a cache. Mamba 1 layers ignore
+the state of a cache if there is more than one token; `selective_scans` continues those.
 """
 
 from __future__ import annotations
@@ -38,6 +38,14 @@ def _conv_sizes(conv: nn.Conv1d) -> tuple[int, int]:
     return conv.in_channels, conv.kernel_size[0] - 1
 
 
+def _jamba(layer: Any) -> Sizes:
+    return Sizes((1, layer.intermediate_size, layer.ssm_state_size), _conv_sizes(layer.conv1d))
+
+
+def _zamba(layer: Any) -> Sizes:
+    return Sizes((layer.n_mamba_heads, layer.mamba_head_dim, layer.ssm_state_size), _conv_sizes(layer.conv1d))
+
+
 def _mamba2(layer: Any) -> Sizes:
     return Sizes((layer.num_heads, layer.head_dim, layer.ssm_state_size), _conv_sizes(layer.conv1d))
 
@@ -54,8 +62,10 @@ _SIZES: dict[str, Callable[[Any], Sizes]] = {
     "BambaMixer": _mamba2,
     "FalconH1Mixer": _mamba2,
     "GraniteMoeHybridMambaLayer": _mamba2,
+    "JambaMambaMixer": _jamba,
     "NemotronHMamba2Mixer": _mamba2,
     "Zamba2MambaMixer": _mamba2,
+    "ZambaMambaMixer": _zamba,
     "OlmoHybridGatedDeltaNet": _gated_delta_net,
     "Qwen3NextGatedDeltaNet": _gated_delta_net,
     "Qwen3_5GatedDeltaNet": _gated_delta_net,
@@ -65,6 +75,8 @@ _SIZES: dict[str, Callable[[Any], Sizes]] = {
     "Lfm3ShortConv": _short_convolution,
 }
 """Sizes of the states of each supported layer, by the name of its class."""
+PASSES_MASK_ONLY = {"JambaMambaDecoderLayer"}
+"""Names of layers that pass their mask on to a recurrent layer, but no other arguments of the call."""
 RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "moe", "mlp"}
 """Types of layers in configs of models with such layers, next to those of attention."""
 

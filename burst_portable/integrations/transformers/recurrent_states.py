@@ -1,4 +1,4 @@
-"""Continue the recurrent layers of hybrid models from rank to rank: Mamba 2, Gated DeltaNet and short convolutions.
+"""Continue the recurrent layers of hybrid models from rank to rank: Mamba, Gated DeltaNet and short convolutions.
 
 Such a layer reads its tokens in order and keeps a state. With the layout "contiguous", rank r computes its tokens from
 the state in which rank r - 1 ended, which it receives together with the last tokens before its convolution. The
@@ -27,7 +27,14 @@ from burst_portable.comm.base import Message
 from burst_portable.errors import UnsupportedError
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, DOCUMENTS
 from burst_portable.integrations.transformers.checks import parameters_of
-from burst_portable.integrations.transformers.recurrent_layers import Sizes, product, recurrent_layers, sizes_of
+from burst_portable.integrations.transformers.recurrent_layers import (
+    PASSES_MASK_ONLY,
+    Sizes,
+    product,
+    recurrent_layers,
+    sizes_of,
+)
+from burst_portable.integrations.transformers.selective_scans import SelectiveScan, selective_scan_of
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.utils.torch_modes import never_compiled
@@ -40,6 +47,8 @@ LABEL = "recurrent states"
 
 _CACHES = ("cache_params", "past_key_values")
 """Names of the argument for a cache."""
+_MASK = "attention_mask"
+"""Name of the argument for a mask."""
 
 
 def check_recurrent_sequence(layout: Layout) -> None:
@@ -76,11 +85,15 @@ class LocalStates:
         recurrent: The recurrent state ``[B, ...]``: before the call the first one, or None; then the last one.
         conv: Inputs of the convolution that precede the next token, ``[B, C, K - 1]``. None: zeros.
         earlier: Outputs of the layer ``[B, S, H]`` for earlier documents on this rank.
+        continues: Whether the last document may continue on the next rank, which then needs the last states.
     """
 
-    def __init__(self, sizes: Sizes, recurrent: Tensor | None = None, conv: Tensor | None = None) -> None:
-        self._sizes, self.recurrent, self.conv = sizes, recurrent, conv
+    def __init__(self, sizes: Sizes, scan: SelectiveScan | None) -> None:
+        self._sizes, self._scan = sizes, scan
+        self.recurrent: Tensor | None = None
+        self.conv: Tensor | None = None
         self.earlier: list[Tensor] = []
+        self.continues = True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None, so that the layer convolves all its tokens (see `update_conv_state`)."""
@@ -96,24 +109,31 @@ class LocalStates:
             self.conv = x.new_zeros(x.shape[0], channels, before)
         full = torch.cat([self.conv.to(x.dtype), x], dim=-1)
         self.conv = full[..., full.shape[-1] - before :]
+        self._conv_inputs = full
         return full
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
-        """Keep the state after the last token of this rank."""
+        """Keep the state after the last token of this rank, which a Mamba 1 layer has computed from zeros."""
+        if self._scan is not None and (self.continues or self.recurrent is not None):
+            state = self._scan.resume(self.recurrent, self._conv_inputs)
         self.recurrent = state
         return state
+
+    def of_next_document(self) -> LocalStates:
+        """Return the states before a document that begins on this rank."""
+        return LocalStates(self._sizes, self._scan)
 
     def packed(self, dtype: torch.dtype) -> Tensor:
         """Return the states after the layer as one tensor, one-dimensional."""
         states = [self.conv] if self._sizes.recurrent is None else [self.recurrent, self.conv]
         return torch.cat([x.to(dtype).flatten() for x in states if x is not None])
 
-    @classmethod
-    def unpacked(cls, x: Tensor, sizes: Sizes, batch: int) -> LocalStates:
-        """Return the states of which `x` is the result of `packed`."""
+    def unpack(self, x: Tensor, batch: int) -> None:
+        """Set the states of which `x` is the result of `packed`."""
+        sizes = self._sizes
         recurrent, conv = x.split([batch * product(sizes.recurrent), batch * product(sizes.conv)])
-        state = None if sizes.recurrent is None else recurrent.view(batch, *sizes.recurrent)
-        return cls(sizes, state, conv.view(batch, *sizes.conv))
+        self.recurrent = None if sizes.recurrent is None else recurrent.view(batch, *sizes.recurrent)
+        self.conv = conv.view(batch, *sizes.conv)
 
 
 class StateExchange:
@@ -126,13 +146,24 @@ class StateExchange:
     def hooks(self, model: nn.Module) -> Iterator[Any]:
         """Install hooks on the recurrent layers, and yield their handles."""
         for layer in recurrent_layers(model):
-            sizes = sizes_of(layer)
-            yield layer.register_forward_pre_hook(partial(self._enter, sizes), with_kwargs=True)
+            sizes, scan = sizes_of(layer), selective_scan_of(layer)
+            yield layer.register_forward_pre_hook(partial(self._enter, sizes, scan), with_kwargs=True)
             yield layer.register_forward_hook(partial(self._leave, sizes), with_kwargs=True)
+            if scan is not None:
+                yield from scan.hooks()
+        for layer in model.modules():
+            # FSDP2 derives a class from that of a layer.
+            if PASSES_MASK_ONLY & {base.__name__ for base in type(layer).__mro__}:
+                yield layer.register_forward_pre_hook(_pass_documents, with_kwargs=True)
 
     @never_compiled("transports and hooks are not graphs")
     def _enter(
-        self, sizes: Sizes, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        sizes: Sizes,
+        scan: SelectiveScan | None,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the cache by the states after the previous rank's tokens (pre-hook)."""
         names = parameters_of(layer)
@@ -140,13 +171,15 @@ class StateExchange:
         documents = _documents_of(layer, kwargs)
         if documents is None and self._mesh.size == 1:
             return (), kwargs
-        if kwargs.get("attention_mask") is not None:
-            got = type(kwargs["attention_mask"]).__name__
+        if kwargs.get(_MASK) is not None:
+            got = type(kwargs[_MASK]).__name__
             raise UnsupportedError(f"a mask in the recurrent layer {type(layer).__name__}", got=got)
         hidden: Tensor = kwargs["hidden_states"]
         batch, dtype = hidden.shape[0], _dtype(hidden)
         self._agree(batch, sizes, dtype, hidden.device.type)
-        states = LocalStates(sizes)
+        if scan is not None:
+            scan.check_projections()
+        states = LocalStates(sizes, scan)
         if self._mesh.rank > 0:
             # The gradient of the states is sent even if the layer's input needs none.
             needed = torch.is_grad_enabled() and (
@@ -154,10 +187,11 @@ class StateExchange:
             )
             anchor = hidden.new_zeros(0, requires_grad=needed)
             hidden, received = _Receive.apply(hidden, anchor, self, batch * sizes.total, dtype)  # type: ignore[no-untyped-call]  # of torch
-            states, kwargs["hidden_states"] = LocalStates.unpacked(received, sizes, batch), hidden
+            kwargs["hidden_states"] = hidden
+            states.unpack(received, batch)
         cache = next(name for name in _CACHES if name in names)
         if documents is not None:
-            states, kwargs["hidden_states"] = _compute_earlier(layer, kwargs, cache, sizes, states, documents)
+            states, kwargs["hidden_states"] = _compute_earlier(layer, kwargs, cache, states, documents)
         kwargs[cache] = states
         return (), kwargs
 
@@ -209,12 +243,23 @@ class StateExchange:
         return buffer.view(dtype)
 
 
+@never_compiled("hooks are not graphs")
+def _pass_documents(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace the mask, which a layer passes on to its recurrent layer, by this rank's documents (pre-hook)."""
+    documents = kwargs.pop(DOCUMENTS, None)
+    return args, kwargs if documents is None else kwargs | {_MASK: documents}
+
+
 def _documents_of(layer: Any, kwargs: dict[str, Any]) -> LocalDocuments | None:
     """Remove this rank's documents from the arguments of a layer, and return them. None: it has a part of one only.
 
     Models pass them on to their layers, also in a recomputation, in which the sequence of the call is unknown.
     """
     documents: LocalDocuments | None = kwargs.pop(DOCUMENTS, None)
+    if documents is None and isinstance(kwargs.get(_MASK), LocalDocuments):
+        documents = kwargs.pop(_MASK)
     call = getattr(layer, ATTRIBUTE).call
     if documents is None and call is not None and len(call.cu_seqlens or ()) > 2:
         what = f"packed documents in {type(layer).__name__}, whose model does not pass arguments of a call on to it"
@@ -223,7 +268,7 @@ def _documents_of(layer: Any, kwargs: dict[str, Any]) -> LocalDocuments | None:
 
 
 def _compute_earlier(
-    layer: nn.Module, kwargs: dict[str, Any], cache: str, sizes: Sizes, states: LocalStates, documents: LocalDocuments
+    layer: nn.Module, kwargs: dict[str, Any], cache: str, states: LocalStates, documents: LocalDocuments
 ) -> tuple[LocalStates, Tensor]:
     """Compute a layer for all documents of this rank but the last. Return the states and the input of the last one.
 
@@ -231,22 +276,22 @@ def _compute_earlier(
         layer: The recurrent layer.
         kwargs: Its arguments.
         cache: Name of the argument for a cache.
-        sizes: Sizes of its states.
         states: States after the previous rank's tokens.
         documents: Documents on this rank.
     """
     hidden: Tensor = kwargs["hidden_states"]
     earlier: list[Tensor] = []
     if not documents.continues:
-        states = LocalStates(sizes)
+        states = states.of_next_document()
     *parts, last = pairwise(documents.borders)
     for start, stop in parts:
+        states.continues = False
         tokens = hidden[:, start:stop]
         if stop - start == 1:  # a layer that gets one token and states would update them in place
             tokens = tokens.expand(-1, 2, -1)
         output: Tensor = layer.forward(**kwargs | {"hidden_states": tokens, cache: states})
         earlier.append(output[:, : stop - start])
-        states = LocalStates(sizes)
+        states = states.of_next_document()
     states.earlier = earlier
     return states, hidden[:, slice(*last)]
 

@@ -1,4 +1,4 @@
-"""Test recurrent layers, whose states go from rank to rank: Mamba 2, Gated DeltaNet and short convolutions."""
+"""Test recurrent layers, whose states go from rank to rank: Mamba, Gated DeltaNet and short convolutions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,26 @@ def _lfm2():
     return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SMALL, layer_types=["conv", "conv", FULL]))
 
 
-KINDS = {"qwen3_next": _qwen3_next, "bamba": _bamba, "granite": _granite, "lfm2": _lfm2}
+def _jamba(**options):
+    experts = {**EXPERTS, "num_experts": 4, "expert_layer_offset": 0}
+    attention = {"attn_layer_period": 3, "attn_layer_offset": 2}
+    config = transformers.JambaConfig(**SMALL, **experts, **attention, mamba_d_state=8, **options)
+    return transformers.JambaForCausalLM(config)
+
+
+def _zamba():
+    config = transformers.ZambaConfig(**SMALL, layers_block_type=[LINEAR, "hybrid", "hybrid"], mamba_d_state=8)
+    return transformers.ZambaForCausalLM(config)
+
+
+KINDS = {
+    "qwen3_next": _qwen3_next,
+    "bamba": _bamba,
+    "granite": _granite,
+    "lfm2": _lfm2,
+    "jamba": _jamba,
+    "zamba": _zamba,
+}
 
 
 def make(kind):
@@ -102,7 +121,7 @@ class LosesGradients(LosesStates):
 
 
 @pytest.mark.parametrize("bug", [LosesStates, LosesGradients])
-@pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "lfm2", "jamba", "zamba"])
 def test_recurrent_model_without_handed_states_differs(kind, bug):
     model, ids = make(kind), tokens()
     expected = on_one_device(model, ids)
@@ -123,7 +142,7 @@ def test_recurrent_model_without_handed_states_differs(kind, bug):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "jamba", "zamba"])
 def test_recomputed_recurrent_layers_equal_one_device(kind, use_reentrant):
     model, ids = make(kind), tokens()
     expected = on_one_device(model, ids)
@@ -171,26 +190,36 @@ def test_partly_frozen_recurrent_model_equals_one_device(trained):
         assert_near(answer, expected)
 
 
-def test_recurrent_model_with_full_batches_equals_one_device():
-    model, ids = make("bamba"), tokens()
+@pytest.mark.parametrize("kind", ["bamba", "jamba", "zamba"])
+def test_recurrent_model_with_full_batches_equals_one_device(kind):
+    model, ids = make(kind), tokens()
     mask = torch.ones_like(ids)
     mask[1, 20:] = 0
     labels = ids.masked_fill(mask == 0, -100)
+    padded = ids.masked_fill(mask == 0, 63)  # other padding
     models = [copy.deepcopy(model) for _ in range(2)]
-    expected = model(input_ids=ids, labels=labels, attention_mask=mask).loss.item()
+    expected = model(input_ids=ids, labels=labels, attention_mask=mask).loss
+    expected.backward()
+    gradients = gradients_of(model)
 
     def work(mesh):
         mine = models[mesh.rank]
         sharded = parallelize(mine, mesh, full_batches=True)
         with torch.no_grad():
-            loss = mine(input_ids=ids, labels=labels, attention_mask=mask).loss.item()
-            with pytest.raises(UnsupportedError, match="padding at the beginning of rows"):
+            other = mine(input_ids=padded, labels=labels, attention_mask=mask).loss.item()
+            with pytest.raises(UnsupportedError, match=r"padding (at the beginning of rows|before a token)"):
                 mine(input_ids=ids, attention_mask=mask.flip(1))
-        return loss, sharded.layout
+        loss = mine(input_ids=ids, labels=labels, attention_mask=mask).loss
+        loss.backward()
+        all_reduce_gradients(mine.parameters(), mesh)
+        return loss.item(), other, gradients_of(mine), sharded.layout
 
-    for loss, layout in run_threads(2, work):
-        assert loss == pytest.approx(expected, rel=1e-6)
+    for loss, other, found, layout in run_threads(2, work):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert other == pytest.approx(expected.item(), rel=1e-6)
         assert layout == "contiguous"
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).norm() <= 2e-5 * gradient.norm(), name
 
 
 def test_undo_restores_recurrent_layers():
