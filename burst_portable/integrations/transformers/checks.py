@@ -112,7 +112,7 @@ LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 HEADS = (*LANGUAGE_HEADS, "ForTokenClassification")
 _READS_SINGLE_TOKENS = "a head or a pooler that reads single tokens, which only one rank has"
 _COUNTS_PADDING = "embeddings of positions that depend on padding otherwise than RoBERTa's, or without pad_token_id"
-_SCALES_BY_ROW = "token_dropout, which scales embeddings by the masked tokens of a whole row, as in ESM-2"
+_SCALES_BY_ROW = "token_dropout in other models than ESM's encoders, which scales embeddings by masked tokens of a row"
 LAYER_TYPES = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 LONGER_CONTEXT = (
     "set a larger max_position_embeddings in the config, with a fixed RoPE scaling (linear, yarn or llama3); "
@@ -180,7 +180,10 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
         return "tokens that interact outside attention, in a convolution or in embeddings of neighbors"
     if has_unknown_positions(model):
         return _COUNTS_PADDING
-    if getattr(config, "token_dropout", False):
+    # Padding of an encoder becomes a document. That of a decoder would count as tokens.
+    if getattr(config, "token_dropout", False) and (
+        getattr(config, "is_decoder", False) or not any(map(can_drop_tokens, model.modules()))
+    ):
         return _SCALES_BY_ROW
     if getattr(config, "output_attentions", False):
         return "output_attentions, but attention weights are never computed"
@@ -248,6 +251,11 @@ def _pools_tokens(model: nn.Module) -> bool:
 
 def _mixes_tokens(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+
+
+def can_drop_tokens(module: nn.Module) -> bool:
+    """Return whether embeddings may depend on the masked tokens of a row in the way of ESM-2 (see `token_dropout`)."""
+    return type(module).__name__ == "EsmEmbeddings"
 
 
 def drops_layers(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from burst_portable.integrations.transformers.model_calls import ModelCalls
 from burst_portable.integrations.transformers.recurrent_states import StateExchange
 from burst_portable.integrations.transformers.shard_mark import ShardMark
 from burst_portable.integrations.transformers.shards import batch_arguments, token_inputs_of
+from burst_portable.integrations.transformers.token_dropout import restore_token_dropout, watch_token_dropout
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
 
@@ -96,6 +97,7 @@ class ShardedModel(ModelCalls):
         self._hooks += StateExchange(self.mesh).hooks(self._facts.text)
         hooks, scaled = watch_positions(self._facts.text)
         self._hooks += hooks
+        self._hooks += watch_token_dropout(self._facts.text)
         self._watches_positions, self._scales_by_row = bool(hooks or scaled), bool(scaled)
         if self.averaged_gradients and self.mesh.size > 1:
             self.mesh.averaged.add(self.model)
@@ -114,6 +116,7 @@ class ShardedModel(ModelCalls):
                 delattr(module, ATTRIBUTE)
         self.dropout.remove()
         restore_positions(self._facts.text)
+        restore_token_dropout(self._facts.text)
         if loss := sharded_loss(self.model):
             self.model.loss_function = loss.function
         self._set_attention(self._before)

@@ -232,11 +232,6 @@ def test_model_without_padding_token_raises() -> None:
         parallelize(make("roberta", pad_token_id=None), Mesh.single())
 
 
-def test_embeddings_scaled_by_masked_tokens_of_a_row_raise() -> None:
-    with pytest.raises(UnsupportedError, match="token_dropout, which scales embeddings"):
-        parallelize(make("esm", token_dropout=True), Mesh.single())
-
-
 def test_left_padding_of_shards_raises() -> None:
     with parallelize(make("roberta"), Mesh.single()) as sharded, pytest.raises(UnsupportedError, match="padding_side"):
         sharded.shard(batch_of("left"))
