@@ -19,7 +19,9 @@ from burst_portable.errors import DtypeError, InputError, UnsupportedError
 from burst_portable.gradients import all_reduce
 from burst_portable.integrations.transformers.batch_check import KEY
 from burst_portable.integrations.transformers.checks import has_head
+from burst_portable.integrations.transformers.gradient_parts import check_differentiated_once
 from burst_portable.integrations.transformers.left_padding import roll_rows
+from burst_portable.integrations.transformers.ungathered import UngatheredOutput
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.sharding import shard, unshard
@@ -175,7 +177,11 @@ def full_output(output: Any, mesh: Mesh, layout: Layout, requested: Outputs, sca
         if name in output:
             # Of the next token: the last token has none.
             fields[name] = full(output[name])[:, :-1]
-    return type(output)(**fields)
+    found = type(output)(**fields)
+    for name in _OUTPUTS:
+        if name in output and name not in fields:
+            vars(found)[name] = UngatheredOutput(name)  # no item, so that frameworks do not gather or copy it
+    return found
 
 
 def _gathered(x: Tensor, mesh: Mesh, layout: Layout, scale: int) -> Tensor:
@@ -212,4 +218,5 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        check_differentiated_once()
         return shard(grad, ctx.mesh, layout=ctx.layout) * ctx.scale, None, None, None

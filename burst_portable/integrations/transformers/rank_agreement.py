@@ -15,6 +15,7 @@ from burst_portable.integrations.transformers.batch_check import (
     rows_checksum,
 )
 from burst_portable.integrations.transformers.gradient_checks import LossScaleCheck, watch_gradient
+from burst_portable.integrations.transformers.gradient_parts import check_differentiated_once
 from burst_portable.integrations.transformers.masked_loss import has_masked_tokens
 from burst_portable.integrations.transformers.shard_arguments import ShardArguments
 from burst_portable.mesh import Mesh
@@ -65,7 +66,9 @@ class RankAgreement:
         self._batch.confirm()
 
     def end(self, loss: Any) -> None:
-        """Watch the factor of the loss of a call that has ended, if it has one."""
+        """Watch the backward pass of the loss of a call that has ended, if it has one."""
+        if isinstance(loss, Tensor) and loss.requires_grad and self._mesh.size > 1:
+            loss.register_hook(lambda _: check_differentiated_once())
         self._loss_scale.watch(loss, self._has_all_labels, self._mesh)
         self._has_all_labels = None
 

@@ -92,6 +92,9 @@ class BatchDivider(NamedTuple):
             raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape), next_step=next_step)
         if not input_ids.numel():
             raise ShapeError("the batch has no tokens", got=tuple(input_ids.shape), allowed="at least one token")
+        if labels is not None and labels.shape != input_ids.shape:
+            what = "labels and input_ids have different shapes"
+            raise ShapeError(what, got=tuple(labels.shape), allowed=tuple(input_ids.shape))
         for name, x in token_inputs.items():
             check_tensor(name, x)
             if x.shape[:2] != input_ids.shape:
@@ -182,8 +185,8 @@ def batch_arguments(
             got=", ".join(map(shown, unknown)),
             allowed=", ".join((*allowed, *_OF_POSITIONS)),
             next_step="remove these tensors from the batch; if the model needs one that has values for each token "
-            "[B, N, ...], divide it by burst_portable.shard(x, mesh, layout=sharded.layout_of(N)), and pass it to the "
-            "model next to the result of sharded.shard",
+            "[B, N, ...], and full_batches=False, divide it by burst_portable.shard(x, mesh, "
+            "layout=sharded.layout_of(N)), and pass it to the model next to the result of sharded.shard",
         )
     return arguments
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from transformers import (
 )
 
 from burst_portable import Mesh, run_threads
-from burst_portable.errors import DtypeError, InputError, MismatchError, UnsupportedError
+from burst_portable.errors import DtypeError, InputError, MismatchError, ShapeError, UnsupportedError
 from burst_portable.integrations.transformers import (
     all_reduce,
     all_reduce_gradients,
     full_batches,
     model_calls,
     parallelize,
+    rank_agreement,
     shards,
 )
 from burst_portable.integrations.transformers.checks import part_below_head
@@ -259,6 +261,80 @@ def test_outputs_of_tokens_are_left_out_of_calls_with_labels(ranks: int) -> None
             return [*model(input_ids=tokens(), labels=tokens())], [*model(tokens()), *model.model(tokens())]
 
     assert ranks_of(ranks, make("llama"), keys) == [(["loss"], ["logits", "last_hidden_state"])] * ranks
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.argmax(-1),
+        lambda x: x[:, :-1],
+        lambda x: x**2,
+        lambda x: 2 * x,
+        lambda x: torch.nn.functional.softmax(x, dim=-1),
+        lambda x: torch.stack(tensors=[x]),
+        len,
+        bool,
+    ],
+)
+def test_use_of_outputs_that_were_left_out_names_the_next_step(use: Any) -> None:
+    """Transformers leaves them None, and an error about None does not contain the next step."""
+    model = make("llama")
+    parallelize(model, Mesh.single(), full_batches=True)
+    with torch.no_grad():
+        output = model(input_ids=tokens(), labels=tokens(), output_hidden_states=True)
+    assert "logits" not in output
+    assert not hasattr(output.logits, "shape")
+    for name in ("logits", "hidden_states"):
+        with pytest.raises(
+            InputError, match=rf"return the {name} of all tokens.*gather_outputs=True.*trainer\.sharded"
+        ):
+            use(getattr(output, name))
+    assert pickle.loads(pickle.dumps(output)).keys() == output.keys()
+
+
+@pytest.mark.parametrize("of", ["loss", "logits"])
+def test_penalty_of_gradients_raises(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a head is differentiated without attention, which would raise. Its parts do not add up."""
+    model = make("llama")
+
+    def penalty(m: Any, mesh: Mesh | None = None) -> Tensor:
+        output = m(input_ids=tokens(), labels=tokens())
+        value = output.loss if of == "loss" else output.logits.logsumexp(-1).mean()
+        (gradient,) = torch.autograd.grad(value, [m.lm_head.weight], create_graph=True)
+        return gradient.square().sum().detach()
+
+    def raised(m: Any, mesh: Mesh) -> None:
+        with pytest.raises(UnsupportedError, match=r"part of the gradient.* pass with create_graph=True"):
+            penalty(m, mesh)
+
+    expected = penalty(copy.deepcopy(model))
+    ranks_of(2, model, raised, gather_outputs=True)
+    for module in (full_batches, rank_agreement):
+        monkeypatch.setattr(module, "check_differentiated_once", lambda: None)
+    for found in ranks_of(2, model, penalty, gather_outputs=True):
+        assert (found / expected - 1).abs() > 1e-2, "the planted fault"
+
+
+def test_penalty_of_gradients_of_shards_raises() -> None:
+    def work(mesh: Mesh) -> None:
+        sharded = parallelize(model := make("llama"), mesh)
+        loss = model(**sharded.shard(tokens())).loss
+        with pytest.raises(UnsupportedError, match="create_graph=True"):
+            torch.autograd.grad(loss, [model.lm_head.weight], create_graph=True)
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize("shape", [(2, LENGTH - 1), (2 * LENGTH,)])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_labels_of_another_shape_raise(shape: tuple[int, ...], is_padded: bool) -> None:
+    model, mask = make("llama"), torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, LENGTH - 4 * is_padded :] = 0
+    with (
+        parallelize(model, Mesh.single(), full_batches=True),
+        pytest.raises(ShapeError, match=r"labels and input_ids have different shapes; got \(.*; allowed: \(2, 47\)"),
+    ):
+        model(input_ids=tokens(), attention_mask=mask, labels=torch.zeros(shape, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
