@@ -30,12 +30,14 @@ class DividedBatch(NamedTuple):
             padding mask: padding is at the end.
         padding: Tokens of padding at the beginning of each row ``[B]``, which were moved to its end. None: none.
         joined_rows: Number of rows that the call has as one. None: rows are not joined.
+        is_padding: Which tokens of the rows are padding ``[B, N]``, before it was moved. None: none is.
     """
 
     kwargs: dict[str, Any]
     undivided: dict[str, Any]
     padding: Tensor | None
     joined_rows: int | None
+    is_padding: Tensor | None
 
 
 def divide_full_batch(
@@ -63,6 +65,7 @@ def divide_full_batch(
     if divider.padding_idx is not None:
         add_positions(batch, divider.padding_idx, has_embeddings=embeddings is not None)
         token_inputs = (*token_inputs, POSITIONS)
+    mask = batch.get("attention_mask")
     padding = move_left_padding(batch, config, token_inputs, shifts_labels=divider.shifts_labels)
     if padding is not None:
         if has_recurrent_layers:
@@ -89,7 +92,8 @@ def divide_full_batch(
         del inputs["input_ids"]
         layout = divider.layouts.of(inputs["seq_len"], inputs["cu_seqlens"])
         kwargs["inputs_embeds"] = shard(embeddings, divider.mesh, layout=layout)
-    return DividedBatch(kwargs | inputs, undivided, padding, joined_rows)
+    is_padding = mask == 0 if isinstance(mask, Tensor) and "padded" in inputs else None
+    return DividedBatch(kwargs | inputs, undivided, padding, joined_rows, is_padding)
 
 
 def _with_rows(

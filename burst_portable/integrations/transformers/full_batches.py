@@ -44,12 +44,14 @@ class Outputs(NamedTuple):
 
     `padding`: Tokens of padding at the beginning of each row ``[B]``, which were moved to its end. None: none.
     `joined_rows`: Number of rows that the call has as one. None: rows are not joined.
+    `is_padding`: Which tokens of the rows are padding ``[B, N]``. None: none is.
     """
 
     gather: bool
     text: str
     padding: Tensor | None = None
     joined_rows: int | None = None
+    is_padding: Tensor | None = None
 
 
 def requested_outputs(

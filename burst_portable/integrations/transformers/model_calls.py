@@ -208,7 +208,9 @@ class ModelCalls:
         )
         if outputs.gather and not has_head(self.model) and "padded" in divided.kwargs:
             check_padding_below_heads(module, reads_first=facts.separates_padding and divided.padding is not None)
-        self._outputs = outputs._replace(padding=divided.padding, joined_rows=divided.joined_rows)
+        self._outputs = outputs._replace(
+            padding=divided.padding, joined_rows=divided.joined_rows, is_padding=divided.is_padding
+        )
         return divided.kwargs, divided.undivided
 
     def _prepare(self, module: Any, kwargs: dict[str, Any]) -> tuple[CallSequence, RunningCall]:
@@ -314,7 +316,8 @@ class ModelCalls:
         self._agreement.end(getattr(output, "loss", None))
         if outputs is not None and sequence is not None:
             scale = self.mesh.size if self.averaged_gradients else 1
-            return full_output(output, self.mesh, sequence.layout, outputs, scale)
+            output = full_output(output, self.mesh, sequence.layout, outputs, scale)
+            return self._agreement.watch_outputs(output, outputs.is_padding)
         return output
 
     @property

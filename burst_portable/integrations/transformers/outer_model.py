@@ -35,8 +35,7 @@ def check_outer_models(module: PreTrainedModel) -> None:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "forward":
-            given = frame.f_locals
-            model = given.get("self")
+            given, model = frame.f_locals, _first_argument(frame)
             is_outer = isinstance(model, PreTrainedModel) and model is not module
             if is_outer and (got := _computes_from_shard(model, given)):
                 _raise_if_around(model, module, got)
@@ -47,7 +46,7 @@ def check_padding_below_heads(module: PreTrainedModel, *, reads_first: bool) -> 
     """Raise `UnsupportedError` if a head may read the states of padding, which are not those of one device.
 
     On one device, padding attends to tokens of its row. Here it does not in an encoder, and in a decoder it also
-    attends to padding.
+    attends to padding. In training, `padding_gradients` finds heads that do read it; this check is for evaluation too.
 
     Args:
         module: The called model, which is parallelized and returns the states of all tokens of a padded batch.
@@ -82,7 +81,7 @@ def _running_models_around(module: PreTrainedModel) -> list[PreTrainedModel]:
     found: list[PreTrainedModel] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        model = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        model = _first_argument(frame) if frame.f_code.co_name == "forward" else None
         if isinstance(model, PreTrainedModel) and model is not module and model.base_model is not model:
             found.append(model)
         frame = frame.f_back
@@ -118,10 +117,16 @@ def _running_forward(model: PreTrainedModel) -> dict[str, Any] | None:
     """Return the variables of a running `forward` of a model, or None."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "forward" and (given := frame.f_locals).get("self") is model:
-            return given
+        if frame.f_code.co_name == "forward" and _first_argument(frame) is model:
+            return frame.f_locals
         frame = frame.f_back
     return None
+
+
+def _first_argument(frame: FrameType) -> Any:
+    """Return the first argument of a running function: the object of a method, whatever its name is there."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
 
 
 def _computes_from_shard(model: PreTrainedModel, given: dict[str, Any]) -> str | None:

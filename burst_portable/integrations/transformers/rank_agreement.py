@@ -17,6 +17,7 @@ from burst_portable.integrations.transformers.batch_check import (
 from burst_portable.integrations.transformers.gradient_checks import LossScaleCheck, watch_gradient
 from burst_portable.integrations.transformers.gradient_parts import check_differentiated_once
 from burst_portable.integrations.transformers.masked_loss import has_masked_tokens
+from burst_portable.integrations.transformers.padding_gradients import PaddingGradients
 from burst_portable.integrations.transformers.shard_arguments import ShardArguments
 from burst_portable.mesh import Mesh
 
@@ -27,6 +28,7 @@ class RankAgreement:
     def __init__(self, model: PreTrainedModel, mesh: Mesh, *, full_batches: bool) -> None:
         self._model, self._mesh, self._full_batches = model, mesh, full_batches
         self._batch, self._loss_scale = BatchCheck(has_masked_tokens=has_masked_tokens(model)), LossScaleCheck()
+        self._padding = PaddingGradients(mesh)
         self._has_all_labels: Tensor | None = None  # of the running call
         self._gradient_hooks: list[Any] | None = None
 
@@ -71,6 +73,11 @@ class RankAgreement:
             loss.register_hook(lambda _: check_differentiated_once())
         self._loss_scale.watch(loss, self._has_all_labels, self._mesh)
         self._has_all_labels = None
+
+    def watch_outputs(self, output: Any, is_padding: Tensor | None) -> Any:
+        """Return the output of a full batch, after its backward pass is watched. `is_padding`: None if none is."""
+        self._padding.watch(output, is_padding)
+        return output
 
     def remove_hooks(self) -> None:
         """Stop watching gradients, until the next training call."""
