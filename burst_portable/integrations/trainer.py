@@ -11,6 +11,8 @@ import warnings
 from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from burst_portable.errors import InputError, UnsupportedError, format_error
 from burst_portable.integrations.accelerate import SequenceParallelism
@@ -92,6 +94,18 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
             )
         self.sharded = self.accelerator.parallelism_config.parallelize(model)
         return model
+
+    def _wrap_model(self, model: Any, training: bool = True, **named: Any) -> Any:
+        """Return the model, wrapped if Trainer does it. Accelerate wraps it in DDP afterwards, if it is not prepared.
+
+        `evaluate` and `predict` before `train` prepare the model without DDP, so that each rank would train alone.
+        """
+        is_wrapped = isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel | FSDPModule)
+        if training and self.accelerator.num_processes > 1 and not is_wrapped:
+            model = self.model
+            self.accelerator._models = [x for x in self.accelerator._models if getattr(x, "_orig_mod", x) is not model]
+            vars(model).pop("_is_accelerate_prepared", None)
+        return super()._wrap_model(model, training=training, **named)
 
     @property
     def _ranks(self) -> int:

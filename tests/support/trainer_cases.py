@@ -22,22 +22,23 @@ RANKS = 4
 LENGTHS = (15, 22, 9, 31, 12, 17, 26, 40, 11, 23, 19, 35)  # ragged rows, which no number of ranks divides
 LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
 
+STEADY: dict[str, Any] = {"adam_epsilon": 1e-5}
+"""Otherwise Adam turns the rounding of gradients near zero into steps."""
 CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": True}
 USUAL: dict[str, dict[str, Any]] = {"two sequences": {"cp_size": 2}}
 FULL: dict[str, dict[str, Any]] = {
-    "one sequence": {"cp_size": 4},
+    "one sequence": {"cp_size": 4, **STEADY},
     "adapters": {"cp_size": 4, "kind": "lora"},
     "adapters, two sequences": {"cp_size": 2, "kind": "lora"},
     "checkpointing": {"cp_size": 2, **CHECKPOINTING},
     "checkpointed adapters": {"cp_size": 4, "kind": "lora", **CHECKPOINTING},
-    "compiled": {"ranks": 2, "cp_size": 2, "torch_compile": True, "torch_compile_backend": "eager"},
+    "compiled": {"ranks": 2, "cp_size": 2, "torch_compile": True, "torch_compile_backend": "eager", **STEADY},
     "label smoothing": {"cp_size": 2, "label_smoothing_factor": 0.1},
     "experts": {"cp_size": 4, "kind": "mixtral"},
     "streamed": {"cp_size": 2, "streamed": True},
-    "average of ranks": {"cp_size": 4, "average_tokens_across_devices": False},
-    # Adam turns the rounding of gradients near zero into steps.
+    "average of ranks": {"cp_size": 4, "average_tokens_across_devices": False, **STEADY},
     "rows without labels": {"ranks": 2, "cp_size": 2, "unlabelled": True},
-    "labels at borders": {"ranks": 2, "cp_size": 2, "packed": True, "adam_epsilon": 1e-5},
+    "labels at borders": {"ranks": 2, "cp_size": 2, "packed": True, **STEADY},
 }
 """Options of `results`, by case."""
 
@@ -159,6 +160,7 @@ def results(
     # The last batches are smaller than others, or would repeat rows.
     options = {"batch": 2 * replicas if alone else 2, "held_out": 12 if replicas > 1 else 11, **settings}
     trainer = make_trainer(folder, parallelism, model_of(kind), **options)
+    before = trainer.evaluate()["eval_loss"]  # as programs do, for comparison
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     evaluated, predicted = trainer.evaluate(), trainer.predict(rows(options["held_out"] - 4))
@@ -166,6 +168,7 @@ def results(
         "loss": [entry["loss"] for entry in steps],
         "grad_norm": [entry["grad_norm"] for entry in steps],
         "evaluated": [evaluated[f"eval_{name}"] for name in ("loss", "labels", "logit")],
+        "evaluated before": before,
         "predicted loss": predicted.metrics["test_loss"],
         "labels": torch.from_numpy(predicted.label_ids),
         "logits": torch.from_numpy(logits_of(predicted))[torch.from_numpy(predicted.label_ids) != -100],
