@@ -16,7 +16,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.providers import PROVIDERS, Absent, Calls, Task, checked_heads, make_task, the_call_of_users
 from benchmarks.report import HostTimes, Result, print_matrix, print_tables, write
-from benchmarks.script import end, names, share
+from benchmarks.script import count, end, names, share
 
 ERROR_LIMIT = 1.2e-2  # relative, against float32 on the same bf16 inputs; plain bf16 attention loses 2e-3 to 4e-3
 LSE_LIMIT = 1e-4
@@ -87,14 +87,14 @@ HEADS: dict[str, tuple[int, int | None]] = {
 MATRIX_MASKS = ("causal", "full", "gqa", "documents", "window", "softcap")
 
 
-def matrix(length: str) -> dict[str, Row]:
-    """Return a row for each head size and each mask at one length; 16 query heads, and 4 K/V heads in rows "gqa".
+def matrix(length: str, chosen: Sequence[str] = MATRIX_MASKS) -> dict[str, Row]:
+    """Return a row for each head size and mask at one length; 16 query heads, and 4 K/V heads in rows "gqa".
 
     Documents have 1,024 tokens on average, windows have 1,024 tokens, and the softcap is 50.
     """
     tokens, rows = LENGTHS[length], {}
     masks = {"documents": _documents(tokens, tokens // 1024), "window": "window:1024", "full": "full"}
-    for mask in MATRIX_MASKS:
+    for mask in chosen:
         for name, (head, v_head) in HEADS.items():
             heads, softcap = (16, 4 if mask == "gqa" else 16), 50.0 if mask == "softcap" else None
             found = Row(tokens, heads, head, masks.get(mask, "causal"), v_head=v_head, softcap=softcap)
@@ -229,7 +229,7 @@ def peak(call: Callable[[], object]) -> int:
     return torch.accelerator.max_memory_allocated() - before
 
 
-def measure(entries: list[Entry], seconds: float, least: int = 5) -> None:
+def measure(entries: list[Entry], seconds: float, least: int) -> None:
     """Time all calls in random order, round after round. The device is never idle within a round."""
     started, rounds = time.time(), 0
     while rounds < least or time.time() - started < seconds:
@@ -292,12 +292,12 @@ def compile_row(name: str, row: Row, providers: list[str]) -> None:
     torch.accelerator.synchronize()
 
 
-def run_row(name: str, row: Row, providers: list[str], seconds: float) -> list[Result]:
+def run_row(name: str, row: Row, providers: list[str], seconds: float, least: int) -> list[Result]:
     task = task_of(name, row)
     expected = reference(task)
     entries, results = prepare(task, providers, expected)
     del expected
-    measure(entries, seconds)
+    measure(entries, seconds, least)
     for entry in entries:
         finish(entry, row, task)
     return results
@@ -320,6 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=names(ROWS), help=f"Rows, separated by commas: {', '.join(ROWS)}. Default: all.")
     parser.add_argument("--matrix", type=names(LENGTHS), help="Rows of every head size and mask at these lengths.")
+    parser.add_argument("--masks", type=names(MATRIX_MASKS), help="Masks of --matrix. Default: all.")
     parser.add_argument(
         "--share", type=share, default="0/1", help="I/N: only row I, I + N, ... of those named. Default: 0/1."
     )
@@ -327,13 +328,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="Only the rows and providers that fit a short run.")
     parser.add_argument("--providers", type=names(PROVIDERS), help=f"Providers: {', '.join(PROVIDERS)}. Default: all.")
     parser.add_argument("--seconds", type=float, default=6.0, help="Seconds of measuring per row. Default: 6.")
+    parser.add_argument("--rounds", type=count, default=5, help="Least rounds per row. Default: 5.")
     parser.add_argument("--no-host", dest="host", action="store_false", help="Do not measure host times.")
     parser.add_argument("--label", default="attention", help="Name of the files in --out.")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="Folder of the files.")
     arguments = parser.parse_args()
     rows = {name: ROWS[name] for name in arguments.rows or ()}
     for length in arguments.matrix or ():
-        rows |= matrix(length)
+        rows |= matrix(length, arguments.masks or MATRIX_MASKS)
     rows = rows or {n: r for n, r in ROWS.items() if r.quick or not arguments.quick}
     serving = worth_compiling if arguments.matrix else (lambda _, named: named)
     first, step = arguments.share
@@ -346,7 +348,7 @@ def main() -> None:
     results: list[Result] = []
     hosts = host_times(providers) if arguments.host else {}
     for name, row in rows.items():
-        results += run_row(name, row, serving(row, providers), arguments.seconds)
+        results += run_row(name, row, serving(row, providers), arguments.seconds, arguments.rounds)
         print(f"{name} done", flush=True)
         write(results, hosts, arguments.out, arguments.label)  # after every row: a cut run keeps what it has
     if arguments.matrix:

@@ -131,7 +131,7 @@ def test_flash4_softcap(kernel, dim, v_dim):
 @pytest.mark.parametrize(("dim", "v_dim"), [(160, 160), (192, 192), (192, 128)])
 def test_flash4_softcap_backward_after_own_forward(kernel, monkeypatch, dim, v_dim):
     """`auto` computes large calls of these sizes like this."""
-    monkeypatch.setitem(flash4_speeds.SPEEDS["softcap"], (dim, v_dim), ((0.0, 0.0), (2.0, 2.0)))
+    monkeypatch.setitem(flash4_speeds.SPEEDS["softcap"], (dim, v_dim), ((0.0,) * 3, (2.0,) * 3))
     for length in (65, 700):
         tensors = inputs(length, length, (4, 4), dim, "cuda", v_dim=v_dim)
         compare_whole(kernel, *tensors, causal(length), options=CAPPED)

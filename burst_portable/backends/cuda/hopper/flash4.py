@@ -19,20 +19,12 @@ from burst_portable.numerics import State
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
 
-LEAST = 1.5e10
-"""Minimum of pairs times query heads times head size for which flash-attn-4 is called. Heads below 64 count as 64.
+LEAST = {FORWARD: 1.5e10, BACKWARD: 8e9}
+"""Minimum of pairs times query heads times head size for which flash-attn-4 computes a pass.
 
-Below it, its host time is longer than its device time: on one H100, a forward took 107 to 180 us of the host. A window
-of 1,024 in 16,384 tokens with 16 heads of 32 (1.7e10 as counted here) took 170 us of the device, and a causal square of
-4,096 tokens with 16 heads of 160 (2.1e10) 150 us (benchmarks/attention.py, 2026-11-25). In one run on an H200, its
-speed in such squares was 0.57 of ours with heads of 32, and 1.23 with 4 K/V heads (2026-11-28).
-"""
-LEAST_DOCUMENTS = 8e9
-"""As `LEAST`, for documents.
-
-The device needs more time per pair for them. With heads of 32 in 16,384 tokens (8.6e9), both passes took 575 us of the
-device and 489 us of the host. With 4,096 tokens and heads of 192 and values of 128 (6.4e9), its host time made its
-speed 0.56 of ours forward and 0.96 backward.
+Heads below 64 count as 64. Below it, the package may take longer on the host than on the device: 107 to 180 us for a
+forward and 161 us for a backward pass on the host of one H200, and up to twice as long if other processes load it. With
+4,096 tokens and heads of 192, a window of 1,024 (1.1e10) took 100 us of the device forward and 314 us backward.
 """
 
 
@@ -86,19 +78,17 @@ class HopperFlash4Kernel(HopperKernel):
             return False
         batch, rows, heads, dim = q.shape
         pairs = tiles.num_pairs * batch * heads
-        work = pairs * max(dim, 64)
-        if work < min(LEAST, LEAST_DOCUMENTS):  # small calls, whose host time counts, end here
+        if pairs * max(dim, 64) < LEAST[which]:
             return False
         kind = kind_of(tiles, rows, k.shape[1], heads != k.shape[2])
         if call.softcap is not None:
             kind = "softcap" if kind == "causal" else ""
-        is_packed = kind.startswith("documents")
-        if not kind or work < (LEAST_DOCUMENTS if is_packed else LEAST):
-            return False
-        if not is_faster(kind, (dim, v.shape[3]), which, pairs):
+        if not kind or not is_faster(kind, (dim, v.shape[3]), which, pairs):
             return False
         traits = self._flash.load().traits
-        return traits.supports_documents if is_packed else kind != "window" or traits.supports_causal_window
+        if kind.startswith("documents"):
+            return traits.supports_documents
+        return kind != "window" or traits.supports_causal_window
 
 
 @lru_cache(maxsize=512)
