@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from burst_portable.errors import InputError, UnsupportedError, format_error
 from burst_portable.integrations.accelerate import SequenceParallelism
+from burst_portable.integrations.compute_loss import check_order, warn_about_counts
 from burst_portable.integrations.gathering import gather_rows
 from burst_portable.integrations.transformers.sharded_model import ShardedModel
 from burst_portable.integrations.versions import importing
@@ -51,7 +52,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         if of_trl not in (None, *self.serves):
             allowed = "SFTTrainer, DPOTrainer and GRPOTrainer, by the classes of burst_portable.integrations.trl"
             raise UnsupportedError("this trainer of TRL on ranks that share sequences", got=of_trl, allowed=allowed)
-        _check_order(type(self))
+        check_order(type(self), SequenceTrainer, self.known_losses)
         self.sharded: ShardedModel | None = None
         self._batch_rows: int | None = None  # of the last batch of an evaluation
         super().__init__(*arguments, **named)
@@ -78,6 +79,8 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
             what = "accelerate keeps the configuration of an earlier Accelerator"
             next_step = "use one SequenceParallelism, or create each TrainingArguments right before its trainer"
             raise InputError(what, got="another parallelism_config", next_step=next_step)
+        if self.args.average_tokens_across_devices and self._ranks > 1 and self.accelerator.is_main_process:
+            warn_about_counts(type(self), SequenceTrainer, self.accelerator.num_processes)
         parallelism.has_model = True  # below, after the constructors of subclasses of Trainer
         parallelism.gathers_rows = True
 
@@ -181,19 +184,3 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._ranks
-
-
-def _check_order(trainer: type[SequenceTrainer]) -> None:
-    """Raise `UnsupportedError` if a class behind `SequenceTrainer` overrides `compute_loss`.
-
-    `SequenceTrainer` divides its loss by the ranks, which is wrong if the override ignores `num_items_in_batch`.
-    """
-    classes = trainer.__mro__
-    for base in classes[classes.index(SequenceTrainer) + 1 :]:
-        is_known = base in trainer.known_losses or base.__module__.partition(".")[0] in ("transformers", "trl")
-        if "compute_loss" in vars(base) and not is_known:
-            raise UnsupportedError(
-                "a compute_loss behind that of SequenceTrainer, whose loss would be divided by the ranks of a sequence",
-                got=f"{base.__name__}.compute_loss in {trainer.__name__}",
-                next_step=f"name SequenceTrainer last: class {trainer.__name__}({base.__name__}, SequenceTrainer)",
-            )

@@ -19,6 +19,7 @@ from transformers import DataCollatorWithFlattening, LlamaForSequenceClassificat
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.accelerate import SequenceParallelism
+from burst_portable.integrations.compute_loss import warn_about_counts
 from burst_portable.integrations.trainer import SequenceTrainer
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.packed_rows import documents_of
@@ -192,6 +193,38 @@ def test_trainer_rejects_losses_behind_it_by_order():
     for allowed in (known, type("Mine", (Their, SequenceTrainer), {})):
         with pytest.raises(TypeError, match="unknown"):  # of Trainer, after the check of the order
             allowed(unknown=0)
+
+
+class Divides:
+    def compute_loss(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return model(**inputs).logits.sum() / num_items_in_batch
+
+
+class Multiplies:
+    def compute_loss(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return model(**inputs).logits.sum() / num_items_in_batch * self.accelerator.num_processes
+
+
+class Passes:
+    def compute_loss(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        parent: Any = super()
+        return parent.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+class Ignores:
+    def compute_loss(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return model(**inputs).logits.mean()
+
+
+@pytest.mark.parametrize("base", [Divides, Multiplies, Passes, Ignores])
+def test_loss_divided_by_the_count_of_processes_warns(base: type[Any], recwarn: pytest.WarningsRecorder):
+    """On two ranks of one sequence, gradients of `Divides` were half of those of one device, without a word."""
+    warn_about_counts(type("Mine", (base, SequenceTrainer), {}), SequenceTrainer, 2)
+    found = [str(warning.message) for warning in recwarn]
+    assert len(found) == (base is Divides)
+    if found:
+        assert "got Divides.compute_loss" in found[0]
+        assert "return loss * self.accelerator.num_processes" in found[0]
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT reads it
