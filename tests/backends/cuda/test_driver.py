@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burst_portable.backends.cuda.driver import Described, KernelDriver, pack_described, packing, ready
-from burst_portable.backends.cuda.hopper.kernel import triton_reason
+from burst_portable.backends.cuda.hopper.support import triton_reason
 from burst_portable.errors import DeviceError, UnsupportedError
 
 if triton_reason():

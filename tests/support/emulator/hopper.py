@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.hopper import backward as hopper_backward
+from burst_portable.backends.cuda.hopper import backward_launches
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper import launch as launch_tables
@@ -72,9 +73,15 @@ class EmulatedKernels:
         return torch.zeros(1, dtype=torch.int32)
 
 
+def replace_in_launches(monkeypatch: Any, name: str, value: Any) -> None:
+    """Replace a function of `launch` or `driver` in both modules that launch kernels with it."""
+    for module in (hopper_kernel, backward_launches):
+        monkeypatch.setattr(module, name, value)
+
+
 def emulate(monkeypatch: Any, kernels: EmulatedKernels) -> None:
     """Replace the compiled Hopper kernels by the emulated ones until the test ends."""
-    monkeypatch.setattr(hopper_kernel, "compiled_kernels", lambda: kernels)
+    replace_in_launches(monkeypatch, "compiled_kernels", lambda: kernels)
     monkeypatch.setattr(launch_tables, "processors", lambda device: _PROCESSORS)
-    monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 0)
+    replace_in_launches(monkeypatch, "current_stream", lambda device: 0)
     monkeypatch.setattr(hopper_kernel, "on", lambda device: nullcontext())

@@ -1,18 +1,20 @@
 """Attention for Hopper (sm_90), in Gluon.
 
-=================  ============================================================================================
-`kernel`           `HopperKernel`: launches the forward and the backward.
-`flash4`           `HopperFlash4Kernel`: calls flash-attn-4 if that was measured to be faster.
-`flash4_speeds`    The measured speeds by which it chooses.
-`forward`          the forward kernel.
-`backward`         the backward kernel that computes all gradients in one launch, for heads of up to 128.
-`split_backward`   the backward kernel with one launch per gradient, for larger heads.
-`parts`            functions that the kernels share: shared memory, TMA, softmax, softcap, masks, layouts.
-`block_tables`     tables of the blocks that each program visits, built from a list of tiles.
-`configs`          block sizes by head size, and the choice of the launches of a pass.
-`saved_kernels`    compiled kernels on disk, which a new process finds without Triton.
-`launch`           launches with little host time (`backends.cuda.driver`); tables kept on their device.
-=================  ============================================================================================
+===================  ==========================================================================================
+`kernel`             `HopperKernel`: the methods of a kernel.
+`support`            the calls that it supports.
+`backward_launches`  the launches of a backward pass.
+`flash4`             `HopperFlash4Kernel`: calls flash-attn-4 if that was measured to be faster.
+`flash4_speeds`      The measured speeds by which it chooses.
+`forward`            the forward kernel.
+`backward`           the backward kernel that computes all gradients in one launch, for heads of up to 128.
+`split_backward`     the backward kernel with one launch per gradient, for larger heads.
+`parts`              functions that the kernels share: shared memory, TMA, softmax, softcap, masks, layouts.
+`block_tables`       tables of the blocks that each program visits, built from a list of tiles.
+`configs`            block sizes by head size, and the choice of the launches of a pass.
+`saved_kernels`      compiled kernels on disk, which a new process finds without Triton.
+`launch`             launches with little host time (`backends.cuda.driver`); tables kept on their device.
+===================  ==========================================================================================
 
 Shared memory holds a head as two panels of columns (`configs.panels`). Their sizes are powers of two, and the second
 panel may be empty. So one kernel supports all head sizes. Its constants A and B are the columns of the two panels of Q

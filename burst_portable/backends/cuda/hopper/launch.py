@@ -33,7 +33,14 @@ from burst_portable.backends.cuda.hopper.configs import (
 from burst_portable.backends.cuda.hopper.saved_kernels import file_of, find, save
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import align_rows
-from burst_portable.kernels.triton.arguments import ALWAYS, Address, compiled_kernel, name_compile_errors, unfinished
+from burst_portable.kernels.triton.arguments import (
+    ALWAYS,
+    LOG2_E,
+    Address,
+    compiled_kernel,
+    name_compile_errors,
+    unfinished,
+)
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.utils.cache import Cache
@@ -223,6 +230,17 @@ def tma_strides(name: str, x: Tensor) -> list[int]:
             next_step="make it contiguous or use the triton kernel",
         )
     return [*strides, 1]
+
+
+def check_last_stride(name: str, x: Tensor) -> None:
+    """Raise `UnsupportedError` if the last dimension of x is not contiguous."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        raise UnsupportedError(f"the last stride of {name} must be 1", got=x.stride(), next_step="make it contiguous")
+
+
+def score_factor(call: AttentionCall) -> float:
+    """Return the factor from QKᵀ to the exponent of 2 in the softmax or, with a softcap, in its tanh."""
+    return call.scale * LOG2_E if call.softcap is None else 2.0 * call.scale / call.softcap * LOG2_E
 
 
 class Compiled(Descriptors):

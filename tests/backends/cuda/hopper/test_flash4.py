@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from burst_portable.backends.cuda import library_kernels
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.cuda.hopper import flash4, flash4_speeds
-from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper import support as hopper_support
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.machines import hardware_of_machine
@@ -48,8 +48,8 @@ USUAL = kernel_call(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, v
 def on_hopper(monkeypatch):
     """Simulate an H100 with emulated kernels."""
     emulate(monkeypatch, EmulatedKernels(Machine(1, 0.5)))
-    monkeypatch.setattr(hopper_kernel, "triton_reason", lambda: "")
-    monkeypatch.setattr(hopper_kernel, "device_reason", lambda device: "")
+    monkeypatch.setattr(hopper_support, "triton_reason", lambda: "")
+    monkeypatch.setattr(hopper_support, "device_reason", lambda device: "")
     monkeypatch.setattr(library_kernels, "capabilities", lambda: ((9, 0),))
     call_package_always(monkeypatch)
 
@@ -441,7 +441,7 @@ def test_pair_declines_broken_package():
 
 def test_pair_declines_without_importing_package(monkeypatch):
     """The import takes seconds and may fail."""
-    monkeypatch.setattr(hopper_kernel, "device_reason", lambda device: "it runs on sm_90, not on sm_80")
+    monkeypatch.setattr(hopper_support, "device_reason", lambda device: "it runs on sm_90, not on sm_80")
     assert "sm_80" in HopperFlash4Kernel(None).supports(USUAL).reason
 
 

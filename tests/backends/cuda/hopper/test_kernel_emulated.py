@@ -13,11 +13,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda.hopper import backward, block_tables, configs, kernel, launch
+from burst_portable.backends.cuda.hopper import backward, backward_launches, block_tables, configs, kernel, launch
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
-from burst_portable.backends.cuda.hopper.kernel import triton_reason
 from burst_portable.backends.cuda.hopper.launch import forward_launch, sizes_of
+from burst_portable.backends.cuda.hopper.support import triton_reason
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.planning.call import LEAST_SCALE
 from burst_portable.planning.tiles import Tile, Tiles
@@ -249,8 +249,8 @@ def test_emulated_ordered_gradients_of_divided_keys(mask, dim, single_call, monk
 
 ORDERED_BUGS = {
     "all parts write the same rows": (block_tables, "written = [(k_block * i,", "written = [(0 * i,"),
-    "one part only": (kernel, "one.sum((1, 4))", "one[:, 0].sum(3)"),
-    "one query head only": (kernel, "one.sum((1, 4))", "one.sum(1)[:, :, :, 0]"),
+    "one part only": (backward_launches, "one.sum((1, 4))", "one[:, 0].sum(3)"),
+    "one query head only": (backward_launches, "one.sum((1, 4))", "one.sum(1)[:, :, :, 0]"),
 }
 
 
@@ -547,6 +547,11 @@ def use_planted(source, text, replaced, folder, monkeypatch):
             monkeypatch.setattr(configs, name, getattr(module, name))
     elif source is configs:
         monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
+    elif source is backward_launches:
+        for name in ("compiled_kernels", "current_stream"):  # the emulated versions
+            monkeypatch.setattr(module, name, getattr(kernel, name))
+        for name in ("keys_of", "sums_apart"):
+            monkeypatch.setattr(kernel, name, getattr(module, name))
     else:
         for name in ("compiled_kernels", "current_stream", "on"):  # the emulated versions
             monkeypatch.setattr(module, name, getattr(kernel, name))
@@ -682,7 +687,11 @@ def test_emulation_finds_bug_of_partial_blocks(bug, tmp_path, monkeypatch):
 
 APART_BUGS = {
     "sums that nobody casts": (kernel, "dk[:, keys], dv[:, keys] = sums", "dk[:, keys] = sums[0]"),
-    "the first keys in the place of those apart": (kernel, "k=x.k[:, keys],", "k=x.k[:, : keys.stop - keys.start],"),
+    "the first keys in the place of those apart": (
+        backward_launches,
+        "k=x.k[:, keys],",
+        "k=x.k[:, : keys.stop - keys.start],",
+    ),
     "sums that begin with anything": (kernel, "sums = [torch.zeros(", "sums = [torch.empty("),
     "keys before them in no launch": (configs, "_of_keys(tiles, 0, start)", "_of_keys(tiles, 0, 0)"),
     "keys behind them in no launch": (configs, "_of_keys(tiles, stop, n_keys)", "_of_keys(tiles, stop, stop)"),

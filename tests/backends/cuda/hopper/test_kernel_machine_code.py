@@ -4,7 +4,8 @@ from importlib.metadata import version
 
 import pytest
 
-from burst_portable.backends.cuda.hopper.kernel import HopperKernel, triton_reason
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
+from burst_portable.backends.cuda.hopper.support import triton_reason
 
 pytest.importorskip("triton")
 if triton_reason():

@@ -12,11 +12,13 @@ from burst_portable.backends.cuda import driver as cuda_driver
 from burst_portable.backends.cuda.driver import MAP, Described
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper import launch
-from burst_portable.backends.cuda.hopper.kernel import HopperKernel, triton_reason
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.hopper.launch import Compiled
+from burst_portable.backends.cuda.hopper.support import triton_reason
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.planning.tiles import Tiles, make_tile
 from tests.support.calls import settings
+from tests.support.emulator.hopper import replace_in_launches
 
 if triton_reason():
     pytest.skip(triton_reason(), allow_module_level=True)
@@ -76,9 +78,9 @@ def driver(monkeypatch):
     monkeypatch.setattr(launch, "ready", ready)
     kernels = Compiled()
     kernels.counter = lambda device, stream: COUNTERS[stream]
-    monkeypatch.setattr(hopper_kernel, "compiled_kernels", lambda: kernels)
+    replace_in_launches(monkeypatch, "compiled_kernels", lambda: kernels)
     monkeypatch.setattr(hopper_kernel, "on", lambda device: nullcontext())
-    monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 0)
+    replace_in_launches(monkeypatch, "current_stream", lambda device: 0)
     monkeypatch.setattr(torch, "empty", functools.cache(torch.empty))
     monkeypatch.setattr(torch, "empty_like", like)
     monkeypatch.setattr(torch, "tensor", lambda numbers, dtype: table(tuple(numbers), dtype))
@@ -230,7 +232,7 @@ def test_equal_launch_is_repeated_without_packing(driver, run, dim, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(cuda_driver.Ready, "__call__", None)
         assert launches(driver, run, kernel, base_inputs(dim)) == first
-        patch.setattr(hopper_kernel, "placed", lambda *_: ("new",))
+        replace_in_launches(patch, "placed", lambda *_: ("new",))
         with pytest.raises(TypeError):  # the planted bug: a key that is never found
             run(kernel, base_inputs(dim))
 
@@ -262,14 +264,14 @@ def without_numbers(_, *tensors):
     ],
 )
 def test_planted_incomplete_key_repeats_stale_launch(driver, monkeypatch, run, dim, placed, case):
-    monkeypatch.setattr(hopper_kernel, "placed", placed)
+    replace_in_launches(monkeypatch, "placed", placed)
     assert differs(driver, run, dim, BOTH[case])
 
 
 def test_repeated_launch_gets_counter_of_its_stream(driver, monkeypatch):
     kernel = HopperKernel()
     plain = [launches(driver, forward, kernel, base_inputs())[0] for _ in range(2)][1]
-    monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 3)
+    replace_in_launches(monkeypatch, "current_stream", lambda device: 3)
     (repeated,) = launches(driver, forward, kernel, base_inputs())
     (packed,) = launches(driver, forward, HopperKernel(), base_inputs())
     assert repeated == packed

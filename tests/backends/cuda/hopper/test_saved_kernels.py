@@ -10,9 +10,10 @@ import torch
 
 from burst_portable import Mesh, attention
 from burst_portable.backends.cuda.hopper import configs, kernel, launch
-from burst_portable.backends.cuda.hopper.kernel import HopperKernel, triton_reason
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.hopper.launch import Compiled, Launcher
 from burst_portable.backends.cuda.hopper.saved_kernels import Metadata, file_of, find, save
+from burst_portable.backends.cuda.hopper.support import triton_reason
 from burst_portable.kernels.base import Kernel
 from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.kernels.triton.arguments import pass_on, unfinished
