@@ -1,4 +1,4 @@
-"""Define `HopperKernel`. It launches the forward kernel, and `backward_launches` launches the others.
+"""Define `HopperKernel`. It launches the forward kernel; see `backward_launches` for the backward pass.
 
 Triton is imported when a kernel is first launched, not before.
 """
