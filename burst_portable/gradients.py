@@ -221,7 +221,7 @@ def _sum_bucket(bucket: list[Tensor], missing: set[Tensor], mesh: Mesh) -> None:
     has_gradient = gradients[0].new_ones(len(bucket))
     for number, parameter in enumerate(bucket):
         if parameter in missing:
-            has_gradient[number] = 0  # a tensor made of a list would wait for the device
+            has_gradient[number].zero_()  # `has_gradient[number] = 0` would copy a number from the host and wait
     total = _sum(torch.cat([*(g.reshape(-1) for g in gradients), has_gradient]), mesh)
     *sums, counts = total.split([*(g.numel() for g in gradients), len(bucket)])
     for gradient, part in zip(gradients, sums, strict=True):

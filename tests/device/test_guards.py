@@ -42,6 +42,6 @@ def test_training_step_does_not_wait(waits: list[dict[str, list[str]]], case: st
 
 
 def test_wait_of_missing_gradient_is_recorded(waits: list[dict[str, list[str]]]) -> None:
-    """A rank without a gradient asks whether another one has it."""
+    """A rank without a gradient waits once: it reads how many ranks have one."""
     names = [[place.rpartition(":")[0] for place in found["without gradient"]] for found in waits]
     assert names == [[], ["gradients.py:_sum_bucket"]]

@@ -39,17 +39,26 @@ def place() -> str:
 class HostReads(TorchDispatchMode):
     """Records in `places` the lines of the package that read a value or the number of true values of a tensor.
 
+    `x[0] = 1` is recorded as well: on a GPU it copies the number from the host, and waits for the copy.
+
     It works on CPUs, where such an operator does not wait. `Tensor.tolist` and `Tensor.cpu` are not recorded there.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
+        self._number: torch.Tensor | None = None
+        """The newest tensor that torch made of a number or a list of the program."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS or (func in _INDEXED and any(_is_mask(x) for x in args[1])):
+        is_masked = func in _INDEXED and any(_is_mask(x) for x in args[1])
+        is_number = func is torch.ops.aten.copy_.default and args[1] is self._number
+        if func in _READS or is_masked or is_number:
             self.places.append(place())
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default:
+            self._number = result
+        return result
 
 
 def _is_mask(index: Any) -> bool:

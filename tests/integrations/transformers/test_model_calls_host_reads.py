@@ -54,3 +54,32 @@ def test_read_of_attention_mask_is_recorded() -> None:
     options = {"labels": tokens().masked_fill(PADDED == 0, -100), "attention_mask": PADDED}
     for places in run_threads(2, lambda mesh: places_of_step(mesh, models[mesh.rank], **options)):
         assert {place.rpartition(":")[0] for place in places} == {"padding.py:has_padding"}
+
+
+def test_number_copied_from_host_is_recorded() -> None:
+    """`x[2] = 0` copies a tensor of the host to an element. `zero_` and a slice pass the number to a kernel."""
+    x = torch.ones(3)
+    with HostReads() as reads:
+        x[1].zero_()
+        x[:1] = 2
+        assert reads.places == []
+        x[2] = 0
+    assert reads.places == [""]
+    assert x.tolist() == [2, 0, 0]
+
+
+def places_of_sum(mesh: Mesh) -> list[str]:
+    """Return the places of the package that read or write one number on this rank. The last rank has one gradient."""
+    mesh.transport("cpu").host = False
+    parameters = [torch.zeros(5, requires_grad=True) for _ in range(3)]
+    for parameter in parameters[: 1 if mesh.rank == mesh.size - 1 else 2]:
+        parameter.grad = torch.ones(5)
+    with HostReads() as reads:
+        all_reduce_gradients(parameters, mesh)
+    assert [None if p.grad is None else p.grad.tolist() for p in parameters] == [[2] * 5, [1] * 5, None]
+    return [place for place in reads.places if place]
+
+
+def test_missing_gradient_copies_no_number_from_host() -> None:
+    """A rank without a gradient reads the number of ranks that have one, by `tolist`, which is not recorded."""
+    assert run_threads(2, places_of_sum) == [[], []]
