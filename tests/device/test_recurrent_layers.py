@@ -22,7 +22,7 @@ pytestmark = [
 ]
 RANKS = 2
 ERROR = 2e-2
-"""Largest error of a gradient, of its norm: fla multiplies float32 in TF32."""
+"""Largest error of logits or a gradient, of its norm: fla multiplies float32 in TF32."""
 
 
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -31,7 +31,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the losses and gradients of one device by torch and by fla, and of each rank by fla."""
+    """Return the results of one device by torch and by fla, and of each rank by fla."""
     pytest.importorskip("transformers")
     folder: Path = tmp_path_factory.mktemp("recurrent")
     for kind, ranks in (("reference", 1), ("fla", 1), ("fla", RANKS)):
@@ -41,15 +41,32 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: torch.load(folder / f"{name}.pt") for name in names}
 
 
-@pytest.mark.parametrize("case", ["one document", "packed"])
-def test_recurrent_layers_of_fla_equal_reference(results: dict[str, Any], case: str) -> None:
+CASES = pytest.mark.parametrize("case", ["one document", "packed"])
+
+
+@CASES
+def test_outputs_of_fla_equal_reference(results: dict[str, Any], case: str) -> None:
+    """Losses, and the logits of all tokens: those of the second rank depend on states of the first one."""
+    expected, *found = (one[case][0] for one in results.values())
+    errors = [error_of(one["logits"], expected["logits"]) for one in found]
+    print(case, errors)
+    alone, *shared = errors
+    assert alone < ERROR
+    for one, error in zip(found[1:], shared, strict=True):
+        assert one["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-3)
+        assert error < 3 * alone + 1e-4
+
+
+@CASES
+def test_gradients_of_fla_equal_reference(results: dict[str, Any], case: str) -> None:
     """The error of two ranks is that of one: the first rank sends its states, and receives their gradients."""
-    expected, *found = (one[case] for one in results.values())
+    if refusals := {one["refusal"] for one in results.values()} - {""}:
+        pytest.skip(f"fla: {refusals.pop()}")
+    expected, *found = (one[case][1] for one in results.values())
     errors = [{name: error_of(one[name], x) for name, x in expected.items()} for one in found]
     print(case, [max(one.items(), key=lambda item: item[1]) for one in errors])
     alone, *shared = (max(one.values()) for one in errors)
     assert alone < ERROR
     for one, error in zip(found[1:], shared, strict=True):
         assert one.keys() == expected.keys()
-        assert one["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-3)
         assert error < 3 * alone + 1e-4

@@ -335,3 +335,30 @@ def test_recurrent_layers_with_different_batches_raise():
                 model(**inputs)
 
     run_threads(2, work)
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """Identity whose backward pass raises, as that of an operator of fla that has no gradients on a device."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("please upgrade Triton to >= 3.7.1")
+
+
+def test_error_of_operator_in_backward_pass_is_raised():
+    """The error is raised as it is. The first rank, which waits for gradients of its states, ends too."""
+    models = [make("qwen3_next") for _ in range(2)]
+
+    def work(mesh):
+        mine = models[mesh.rank]
+        if mesh.rank == 1:
+            projection = mine.model.layers[1].linear_attn.out_proj
+            projection.register_forward_pre_hook(lambda _, args: (RaisesInBackward.apply(args[0]),))
+        mine(**parallelize(mine, mesh).shard(tokens())).loss.backward()
+
+    with pytest.raises(RuntimeError, match=r"^please upgrade Triton to >= 3\.7\.1$"):
+        run_threads(2, work)
