@@ -5,7 +5,8 @@
 A Llama with random weights trains on shards of a sequence, on CPUs over gloo or on GPUs over NCCL. Its steps alternate
 with those of an equal model that is not parallelized: it has the same attention over the ranks and no checks. After
 them, each rank makes the comparison that a step contains (`integrations.transformers.batch_check`) once more. Prints
-the median time of each, and of the processor of rank 0, since elapsed time on a busy machine means little.
+the median time of each, and of the processor of rank 0, since elapsed time on a busy machine means little. The ratio of
+both kinds of steps is taken in each round; its quartiles show whether it differs from 1.
 
 --together steps run without a wait for the device between them, as in training.
 """
@@ -17,7 +18,7 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from burst_portable.integrations.transformers.batch_check import BatchCheck, che
 
 UNCHECKED = "unchecked"
 NAMES = ("step", "step without checks", "comparison")
+KINDS = ("elapsed", "processor")
+"""Kinds of time."""
 
 
 def without_checks(model: Any, mesh: bp.Mesh, ids: Tensor) -> Callable[[], Tensor]:
@@ -69,8 +72,25 @@ def timed(work: Callable[[], object], device: torch.device) -> tuple[float, floa
     return time.perf_counter() - started, busy
 
 
-def measure(given: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Return the median milliseconds of a training step, of one without checks, and of a comparison."""
+def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    found = list(values)
+    low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+    return low, middle, high
+
+
+def ratios(times: dict[str, list[tuple[float, float]]]) -> dict[str, tuple[float, float, float]]:
+    """Return the quartiles of the quotients of a step and the step without checks of the same round.
+
+    Args:
+        times: Elapsed seconds and those of the processor, in each round.
+    """
+    rounds = list(zip(times["step"], times["step without checks"], strict=True))
+    return {what: quartiles(step[i] / without[i] for step, without in rounds) for i, what in enumerate(KINDS)}
+
+
+def measure(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the median milliseconds of a training step, of one without checks, and of a comparison, and `ratios`."""
     torch.manual_seed(0)
     heads = max(1, given.hidden // 64)
     config = LlamaConfig(
@@ -109,11 +129,12 @@ def measure(given: argparse.Namespace, device: torch.device) -> dict[str, float]
             if number >= 2:  # the first comparison reads all parameters
                 times[name].append((elapsed / given.together, busy / given.together))
     columns = {name: zip(*pairs, strict=True) for name, pairs in times.items()}
-    return {
+    milliseconds = {
         f"{name}, {what}": 1e3 * statistics.median(column)
         for name, pair in columns.items()
-        for what, column in zip(("elapsed", "processor"), pair, strict=True)
+        for what, column in zip(KINDS, pair, strict=True)
     }
+    return {"milliseconds": milliseconds, "ratio of steps, quartiles": ratios(times)}
 
 
 def main() -> None:
@@ -130,17 +151,17 @@ def main() -> None:
     if device.type != "cpu":
         torch.accelerator.set_device_index(dist.get_node_local_rank())
         device = current_device()
-    found: dict[str, Any] = measure(given, device)
+    found = measure(given, device)
     if dist.get_rank() == 0:
-        for what in ("elapsed", "processor"):
-            step, without, compared = (found[f"{name}, {what}"] for name in NAMES)
+        for what, (low, middle, high) in found["ratio of steps, quartiles"].items():
+            step, without, compared = (found["milliseconds"][f"{name}, {what}"] for name in NAMES)
             print(
-                f"{what:10} step {step:9.3f} ms, without checks {without:9.3f} ms ({step / without - 1:+.2%}), "
-                f"comparison {compared:7.3f} ms, {compared / step:.2%} of the step"
+                f"{what:10} step {step:9.3f} ms, without checks {without:9.3f} ms; ratio {middle:.3f}, half of the "
+                f"rounds {low:.3f} to {high:.3f}; comparison {compared:7.3f} ms, {compared / step:.2%} of the step"
             )
         if given.json is not None:
             sizes = {name: getattr(given, name) for name in ("seq_len", "hidden", "layers", "rounds", "together")}
-            result = {"setting": setting(), "ranks": dist.get_world_size(), **sizes, "milliseconds": found}
+            result = {"setting": setting(), "ranks": dist.get_world_size(), **sizes, **found}
             given.json.write_text(json.dumps(result, indent=1) + "\n")
     leave()
 
