@@ -4,9 +4,9 @@
 
 A Llama with random weights trains on shards of a sequence, on CPUs over gloo or on GPUs over NCCL. Its steps alternate
 with those of an equal model that is not parallelized: it has the same attention over the ranks and no checks. After
-them, each rank makes the comparison that a step contains (`integrations.transformers.batch_check`) once more. Prints
-the median time of each, and of the processor of rank 0, since elapsed time on a busy machine means little. The ratio of
-both kinds of steps is taken in each round; its quartiles show whether it differs from 1.
+them, each rank makes the comparison that a step contains (`BatchCheck` of `integrations.transformers`) once more.
+Prints the median time of each, and of the processor of rank 0, since elapsed time on a busy machine means little. The
+ratio of both kinds of steps is taken in each round; its quartiles show whether it differs from 1.
 
 --together steps run without a wait for the device between them, as in training.
 """
@@ -31,7 +31,7 @@ from benchmarks.ranks import leave
 from benchmarks.report import setting
 from benchmarks.script import count, current_device, end, file
 from burst_portable.integrations.transformers import parallelize
-from burst_portable.integrations.transformers.batch_check import BatchCheck, checksum
+from burst_portable.integrations.transformers.training.batch_check import BatchCheck, checksum
 
 UNCHECKED = "unchecked"
 NAMES = ("step", "step without checks", "comparison")

@@ -18,7 +18,7 @@ from burst_portable import Mesh, local_position_ids, run_threads, shard, unshard
 from burst_portable.errors import UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, check_model, parallelize
 from burst_portable.integrations.transformers.loss import OWN_LOSS
-from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers, sizes_of
+from burst_portable.integrations.transformers.models.recurrent_layers import recurrent_layers, sizes_of
 
 T = TypeVar("T")
 LENGTH, BATCH, VOCABULARY, RANKS = 47, 2, 64, (2, 3)  # 47 is divisible by neither

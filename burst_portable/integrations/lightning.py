@@ -20,8 +20,8 @@ from torch.utils.data import DistributedSampler
 
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers import ShardedModel, parallelize
-from burst_portable.integrations.transformers.adapters import check_adapters
-from burst_portable.integrations.transformers.checks import part_below_head
+from burst_portable.integrations.transformers.models.adapters import check_adapters
+from burst_portable.integrations.transformers.models.checks import part_below_head
 from burst_portable.integrations.versions import check_version, importing
 from burst_portable.mesh import Mesh
 

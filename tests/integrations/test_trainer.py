@@ -22,7 +22,7 @@ from burst_portable.integrations.accelerate import SequenceParallelism
 from burst_portable.integrations.compute_loss import warn_about_counts
 from burst_portable.integrations.trainer import SequenceTrainer
 from burst_portable.integrations.transformers import parallelize
-from burst_portable.integrations.transformers.packed_rows import documents_of
+from burst_portable.integrations.transformers.batches.packed_rows import documents_of
 from tests.support.models import make
 from tests.support.trainer_cases import forget_accelerator, model_of, pad, predicted_labels, rows
 

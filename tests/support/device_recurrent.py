@@ -23,7 +23,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM  # noqa: E402
 
 from burst_portable import Mesh, all_reduce, all_reduce_gradients, unshard  # noqa: E402
 from burst_portable.integrations.transformers import parallelize  # noqa: E402
-from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers  # noqa: E402
+from burst_portable.integrations.transformers.models.recurrent_layers import recurrent_layers  # noqa: E402
 from tests.support.device_programs import join, start  # noqa: E402
 
 TOKENS = 700

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations.transformers.checks import text_model_of
-from burst_portable.integrations.transformers.dropout_streams import DropoutStreams
+from burst_portable.integrations.transformers.layers.dropout_streams import DropoutStreams
+from burst_portable.integrations.transformers.models.checks import text_model_of
 from burst_portable.kernels.dropout import weight_factors
 from burst_portable.planning.call import Dropout
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations.transformers.adapters import check_adapters
 from burst_portable.integrations.transformers.attention import NAME
-from burst_portable.integrations.transformers.batch_division import divide_full_batch
+from burst_portable.integrations.transformers.batches.divider import BatchDivider, token_inputs_of
 from burst_portable.integrations.transformers.call_errors import no_attention, unknown_labels, unknown_order
 from burst_portable.integrations.transformers.call_sequence import (
     CallSequence,
@@ -19,24 +18,10 @@ from burst_portable.integrations.transformers.call_sequence import (
     positions_of,
     sequence_of_call,
 )
-from burst_portable.integrations.transformers.checks import (
-    PositionCheck,
-    check_arguments,
-    check_cache,
-    check_layerdrop,
-    check_no_document_lengths,
-    check_positions,
-    has_head,
-    parameters_of,
-    takes,
-)
-from burst_portable.integrations.transformers.dropout_streams import DropoutStreams
-from burst_portable.integrations.transformers.full_batches import (
-    Outputs,
-    check_averaging,
-    full_output,
-    requested_outputs,
-)
+from burst_portable.integrations.transformers.full_batches.division import divide_full_batch
+from burst_portable.integrations.transformers.full_batches.outputs import Outputs, full_output, requested_outputs
+from burst_portable.integrations.transformers.full_batches.text_model import divide
+from burst_portable.integrations.transformers.layers.dropout_streams import DropoutStreams
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import (
     RouterCheck,
@@ -48,7 +33,19 @@ from burst_portable.integrations.transformers.loss import (
 )
 from burst_portable.integrations.transformers.masked_loss import with_masked_loss
 from burst_portable.integrations.transformers.model_facts import ModelFacts
-from burst_portable.integrations.transformers.outer_model import (
+from burst_portable.integrations.transformers.models.adapters import check_adapters
+from burst_portable.integrations.transformers.models.checks import (
+    PositionCheck,
+    check_arguments,
+    check_cache,
+    check_layerdrop,
+    check_no_document_lengths,
+    check_positions,
+    has_head,
+    parameters_of,
+    takes,
+)
+from burst_portable.integrations.transformers.models.outer_model import (
     check_forward,
     check_outer_models,
     check_padding_below_heads,
@@ -62,8 +59,7 @@ from burst_portable.integrations.transformers.shard_arguments import (
     shard_positions,
     take_shard_arguments,
 )
-from burst_portable.integrations.transformers.shards import BatchDivider, token_inputs_of
-from burst_portable.integrations.transformers.text_model import divide
+from burst_portable.integrations.transformers.training.averaging import check_averaging
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.strategies.base import Strategy

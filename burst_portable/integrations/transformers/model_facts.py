@@ -6,12 +6,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from burst_portable.integrations.transformers.checks import drops_layers, parameters_of, text_model_of
+from burst_portable.integrations.transformers.batches.padding import is_encoder
 from burst_portable.integrations.transformers.loss import loss_of, shifts_labels
 from burst_portable.integrations.transformers.masked_loss import has_masked_loss, ignores_count
-from burst_portable.integrations.transformers.padding import is_encoder
-from burst_portable.integrations.transformers.padding_positions import padding_index
-from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
+from burst_portable.integrations.transformers.models.checks import drops_layers, parameters_of, text_model_of
+from burst_portable.integrations.transformers.models.padding_positions import padding_index
+from burst_portable.integrations.transformers.models.recurrent_layers import recurrent_layers
 
 
 class ModelFacts:

@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.integrations.transformers.attention import ATTRIBUTE
-from burst_portable.integrations.transformers.checks import check_model
-from burst_portable.integrations.transformers.recurrent_layers import recurrent_layers
-from burst_portable.integrations.transformers.recurrent_states import LAYOUT
+from burst_portable.integrations.transformers.layers.recurrent_states import LAYOUT
+from burst_portable.integrations.transformers.models.checks import check_model
+from burst_portable.integrations.transformers.models.recurrent_layers import recurrent_layers
 from burst_portable.integrations.transformers.sharded_model import ShardedModel, release_copy
 from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.strategies.base import Strategy

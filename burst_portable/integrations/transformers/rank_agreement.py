@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from burst_portable.integrations.transformers.batch_check import (
+from burst_portable.integrations.transformers.masked_loss import has_masked_tokens
+from burst_portable.integrations.transformers.shard_arguments import ShardArguments
+from burst_portable.integrations.transformers.training.batch_check import (
     BatchCheck,
     checksum_of_call,
     has_all_labels,
     rows_checksum,
 )
-from burst_portable.integrations.transformers.gradient_checks import LossScaleCheck, watch_gradient
-from burst_portable.integrations.transformers.gradient_parts import check_differentiated_once
-from burst_portable.integrations.transformers.masked_loss import has_masked_tokens
-from burst_portable.integrations.transformers.padding_gradients import PaddingGradients
-from burst_portable.integrations.transformers.shard_arguments import ShardArguments
+from burst_portable.integrations.transformers.training.gradient_checks import LossScaleCheck, watch_gradient
+from burst_portable.integrations.transformers.training.gradient_parts import check_differentiated_once
+from burst_portable.integrations.transformers.training.padding_gradients import PaddingGradients
 from burst_portable.mesh import Mesh
 
 

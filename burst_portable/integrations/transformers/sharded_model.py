@@ -12,16 +12,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, NAME, attend
-from burst_portable.integrations.transformers.batch_check import KEY, shard_checksum
+from burst_portable.integrations.transformers.batches.divider import batch_arguments, token_inputs_of
 from burst_portable.integrations.transformers.deferred_mask import create_mask
-from burst_portable.integrations.transformers.dropout_streams import DropoutStreams
-from burst_portable.integrations.transformers.global_positions import restore_positions, watch_positions
+from burst_portable.integrations.transformers.layers.dropout_streams import DropoutStreams
+from burst_portable.integrations.transformers.layers.global_positions import restore_positions, watch_positions
+from burst_portable.integrations.transformers.layers.recurrent_states import StateExchange
+from burst_portable.integrations.transformers.layers.token_dropout import restore_token_dropout, watch_token_dropout
 from burst_portable.integrations.transformers.loss import sharded_loss
 from burst_portable.integrations.transformers.model_calls import ModelCalls
-from burst_portable.integrations.transformers.recurrent_states import StateExchange
 from burst_portable.integrations.transformers.shard_mark import ShardMark
-from burst_portable.integrations.transformers.shards import batch_arguments, token_inputs_of
-from burst_portable.integrations.transformers.token_dropout import restore_token_dropout, watch_token_dropout
+from burst_portable.integrations.transformers.training.batch_check import KEY, shard_checksum
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
 

@@ -21,7 +21,7 @@ from burst_portable.comm.local import LocalTransport
 from burst_portable.config import environment_of_children
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, model_calls, parallelize
-from burst_portable.integrations.transformers.batch_check import checksum, parameter_checksum
+from burst_portable.integrations.transformers.training.batch_check import checksum, parameter_checksum
 from tests.support.fork_server import run_program
 from tests.support.models import SIZES, make, tokens
 
@@ -263,7 +263,7 @@ def test_shard_in_model_that_is_not_parallelized_raises(called: str) -> None:
 BEFORE_THE_GROUP = """
 import torch, burst_portable as bp
 from burst_portable.integrations.transformers import all_reduce_gradients, parallelize
-from burst_portable.integrations.transformers.batch_check import checksum
+from burst_portable.integrations.transformers.training.batch_check import checksum
 from tests.support.models import make
 q = torch.ones(1, 8, 2, 8)
 positions = lambda: bp.local_position_ids(seq_len=8)

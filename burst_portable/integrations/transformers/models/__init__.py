@@ -1,0 +1,10 @@
+"""Check which models can be sharded, and read facts about them.
+
+====================  =================================================================================
+`checks`              whether a model, its arguments and its positions are supported.
+`recurrent_layers`    the recurrent layers that can continue, and the sizes of their states.
+`padding_positions`   positions that count from the id of the padding token.
+`adapters`            adapters of PEFT.
+`outer_model`         the model that calls a parallelized base model.
+====================  =================================================================================
+"""

@@ -1,0 +1,356 @@
+"""Check whether a model can be sharded: tokens interact only in attention, and position ids can be passed."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from burst_portable.errors import InputError, UnsupportedError, format_error
+from burst_portable.integrations.transformers.models.padding_positions import has_unknown_positions, padding_indices
+from burst_portable.integrations.transformers.models.recurrent_layers import RECURRENT_TYPES, recurrent_layers
+from burst_portable.mesh import Mesh
+
+
+def parameters_of(module: Any) -> list[str]:
+    """Return the argument names of a module's forward, in order."""
+    return list(inspect.signature(module.forward).parameters)
+
+
+def takes(module: Any, name: str) -> bool:
+    """Return whether a module's forward accepts an argument of that name."""
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def check_arguments(kwargs: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for padding, cross attention and arguments that count tokens of the sequence."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 0).all())):
+        raise UnsupportedError(
+            "this attention_mask is not supported",
+            got="padding" if isinstance(mask, Tensor) and mask.dim() == 2 else type(mask).__name__,
+            allowed="None, or [batch, tokens] without a zero",
+            next_step="pass the mask to sharded.shard, or pack documents (see ShardedModel.shard)",
+        )
+    for name in ("encoder_hidden_states", "encoder_attention_mask"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError("cross attention is not supported: its keys are another sequence", got=name)
+    keep = kwargs.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        what = "logits_to_keep would count tokens of a shard, not of the sequence"
+        next_step = "take them from the output, or call generate() within sharded.paused()"
+        raise UnsupportedError(what, got=keep, allowed=0, next_step=next_step)
+    if kwargs.get("output_attentions"):
+        what, next_step = "output_attentions is not supported: attention weights are never computed", "leave it out"
+        raise UnsupportedError(what, next_step=next_step)
+
+
+def check_cache(kwargs: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` if a call passes or requests a KV cache, as `generate` does."""
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise UnsupportedError(
+            "a sharded model has no KV cache, so it cannot generate",
+            next_step="call generate(), also with use_cache=False, within sharded.paused() (trainer.sharded of "
+            "SequenceTrainer, trainer.strategy.sharded[0] of Lightning), or use a copy of the model that is not "
+            "sharded; in other calls, leave out use_cache and past_key_values",
+        )
+
+
+def check_no_document_lengths(kwargs: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for Transformers' arguments of document lengths, which would count a shard's tokens."""
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        if kwargs.get(name) is not None:
+            next_step = "pass cu_seqlens= of the unsharded row to sharded.shard"
+            raise UnsupportedError(
+                "document lengths that count tokens of a shard are not supported", got=name, next_step=next_step
+            )
+
+
+class PositionCheck:
+    """Checks the position ids of calls. Those that `shard` returned last are known, and not read from the device."""
+
+    def __init__(self) -> None:
+        self._shard: tuple[weakref.ref[Tensor], int, int, tuple[int, ...] | None] | None = None
+
+    def remember(self, position_ids: Tensor, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> None:
+        """Keep the position ids of a shard ``[B, S]``, until they change or the next ones are made."""
+        if not position_ids.is_inference():  # these do not count their changes
+            self._shard = weakref.ref(position_ids), position_ids._version, seq_len, cu_seqlens
+
+    def is_known(self, given: Tensor | None, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> bool:
+        """Return whether position ids are the unchanged ones of `remember`, made for this sequence."""
+        if given is None or self._shard is None:
+            return False
+        known, version, *sequence = self._shard
+        is_same = known() is given and given._version == version
+        return is_same and sequence == [seq_len, cu_seqlens]
+
+
+def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) -> Tensor:
+    """Return the position ids ``[1 or B, S]``. Raise `InputError` if given ones are not those of this rank."""
+    if given is None:
+        return expected.unsqueeze(0)
+    fits = given.dim() == 2 and given.shape[0] in (1, tokens.shape[0]) and given.shape[1] == expected.shape[0]
+    if not fits or not bool((given == expected).all()):
+        raise InputError(
+            "position_ids are not those of this rank's tokens",
+            got=f"{tuple(given.shape)}, from {given.flatten()[0].item()}" if given.numel() else "an empty tensor",
+            allowed=f"{expected.shape[0]} positions, from {expected[0].item()}",
+            next_step="leave them out; for packed documents pass cu_seqlens=(0, end, ...)",
+        )
+    return given
+
+
+LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
+HEADS = (*LANGUAGE_HEADS, "ForTokenClassification")
+_READS_SINGLE_TOKENS = "a head or a pooler that reads single tokens, which only one rank has"
+_COUNTS_PADDING = "embeddings of positions that depend on padding otherwise than RoBERTa's, or without pad_token_id"
+_SCALES_BY_ROW = "token_dropout in other models than ESM's encoders, which scales embeddings by masked tokens of a row"
+LAYER_TYPES = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+LONGER_CONTEXT = (
+    "set a larger max_position_embeddings in the config, with a fixed RoPE scaling (linear, yarn or llama3); "
+    "docs/hugging_face.md, 'Longer contexts', has an example"
+)
+"""What to do if a sequence is longer than the positions of a model."""
+
+
+def check_model(model: Any, *, full_batches: bool = False) -> None:
+    """Raise an error if a model cannot be sharded.
+
+    Args:
+        model: The model.
+        full_batches: Whether calls take full batches, which models of several parts need.
+
+    Raises:
+        InputError: If it is not a Transformers model.
+        UnsupportedError: If it is not supported; the message contains the reason.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(
+            "parallelize needs a transformers model",
+            got=type(model).__name__,
+            next_step="pass the model first: parallelize(model, mesh)"
+            if isinstance(model, Mesh | ProcessGroup | DeviceMesh)
+            else "pass the model before it is wrapped (DDP, torch.compile); of PEFT, pass model.get_base_model()",
+        )
+    if reason := _unsupported_reason(model, full_batches=full_batches):
+        next_step = None
+        if reason == _READS_SINGLE_TOKENS and model.base_model is not model:
+            next_step = "use a trainer of burst_portable.integrations, which shards the base model of a classifier; or "
+            next_step += "parallelize(model.base_model, mesh, full_batches=True, averaged_gradients=True)"
+        elif reason == _READS_SINGLE_TOKENS:
+            next_step = "create the model without a pooler, if it allows that (add_pooling_layer=False)"
+        elif reason == _SCALES_BY_ROW:
+            next_step = "create the model with token_dropout=False, which changes results of models trained with it"
+        elif getattr(model, "_is_stateful", False):
+            next_step = "docs/hugging_face.md, 'Recurrent layers', lists the layers that continue from rank to rank"
+        raise UnsupportedError(f"{type(model).__name__} cannot be sharded", got=reason, next_step=next_step)
+
+
+def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -> str | None:
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder and a decoder, with cross attention to another sequence"
+    if any(getattr(config, name, None) is not None for name in config.sub_configs) or (
+        config.get_text_config() is not config
+    ):
+        return _unsupported_part(model, full_batches=full_batches)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    continued = {id(part) for layer in recurrent_layers(model) for part in layer.modules()}
+    unknown = layer_types - LAYER_TYPES - (RECURRENT_TYPES if continued else set())
+    # Models with a recurrent state (Mamba, RWKV, hybrids) have this flag: their scan would restart on every shard.
+    if getattr(model, "_is_stateful", False) and (unknown or not (layer_types or continued)):
+        return "a recurrent state along the sequence"
+    if unknown:
+        return f"layers that are not attention: {', '.join(sorted(unknown))}"
+    if not model._can_set_attn_implementation():
+        return "an attention that does not go through transformers' AttentionInterface"
+    if "position_ids" not in parameters_of(model):
+        return "a forward without position_ids, which every shard needs"
+    if getattr(config, "trigram_input", False) or any(
+        _mixes_tokens(m) for m in model.modules() if id(m) not in continued
+    ):
+        return "tokens that interact outside attention, in a convolution or in embeddings of neighbors"
+    if has_unknown_positions(model):
+        return _COUNTS_PADDING
+    # Padding of an encoder becomes a document. That of a decoder would count as tokens.
+    if getattr(config, "token_dropout", False) and (
+        getattr(config, "is_decoder", False) or not any(map(can_drop_tokens, model.modules()))
+    ):
+        return _SCALES_BY_ROW
+    if getattr(config, "output_attentions", False):
+        return "output_attentions, but attention weights are never computed"
+    if not has_tokenwise_head(model):
+        return _READS_SINGLE_TOKENS
+    return None
+
+
+def _unsupported_part(model: PreTrainedModel, *, full_batches: bool) -> str | None:
+    """Return why a model of several parts, for example a vision-language model, is not supported."""
+    parts = f"a model of several parts ({', '.join(model.config.sub_configs)})"
+    text = text_model_of(model)
+    if text is model or not has_head(model):
+        return f"{parts}; pass its language model"
+    if recurrent_layers(text):
+        return f"{parts}, of which {type(text).__name__} is not supported: recurrent layers within several parts"
+    if padding_indices(text):
+        return f"{parts}, of which {type(text).__name__} is not supported: positions that count from its padding token"
+    if reason := _unsupported_reason(text):
+        return f"{parts}, of which {type(text).__name__} is not supported: {reason}"
+    return None if full_batches else f"{parts}; pass full_batches=True, or its language model"
+
+
+def has_head(model: Any) -> bool:
+    """Return whether a model computes logits and a loss. Some models of several parts have no base model (Llama 4)."""
+    if text_model_of(model) is not model:
+        return bool(model.can_generate())
+    return model.base_model is not model
+
+
+def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the text model within a model of several parts, or the model itself if it has no such part."""
+    config = model.config.get_text_config()
+    if config is model.config:
+        return model
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model)
+    return next((part for part in parts if part.config is config), model)
+
+
+def part_below_head(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that frameworks shard: the base model of a classifier, else the model itself.
+
+    Its head gets the hidden states of all tokens, and computes the loss on every rank. Gradients must be averaged.
+    """
+    base = model.base_model
+    is_language_model = any(cls.__name__.endswith(LANGUAGE_HEADS) for cls in type(model).__mro__)
+    if is_language_model or base is model or not isinstance(base, PreTrainedModel) or text_model_of(model) is not model:
+        return model
+    return base
+
+
+def has_tokenwise_head(model: PreTrainedModel) -> bool:
+    """Return whether all layers after attention process each token independently."""
+    if model.base_model is model:
+        return not _pools_tokens(model)
+    return any(base.__name__.endswith(HEADS) for base in type(model).__mro__)
+
+
+def _pools_tokens(model: nn.Module) -> bool:
+    """Return whether the output of a model has a `pooler_output`, unless the model was created without a pooler."""
+    if hasattr(model, "pooler"):
+        return model.pooler is not None
+    return "Pooling" in str(inspect.signature(type(model).forward).return_annotation)
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+
+
+def can_drop_tokens(module: nn.Module) -> bool:
+    """Return whether embeddings may depend on the masked tokens of a row in the way of ESM-2 (see `token_dropout`)."""
+    return type(module).__name__ == "EsmEmbeddings"
+
+
+def drops_layers(model: nn.Module) -> bool:
+    """Return whether a module may skip layers at random."""
+    return any(hasattr(m, "layerdrop") for m in model.modules())
+
+
+def check_layerdrop(model: Any) -> None:
+    """Raise `UnsupportedError` if layers are skipped at random in training: ranks would skip different ones."""
+    if rates := [m.layerdrop for m in model.modules() if m.training and getattr(m, "layerdrop", 0)]:
+        raise UnsupportedError(
+            "layerdrop is not supported: each rank would skip different layers",
+            got=f"layerdrop={max(rates)}",
+            allowed=0,
+            next_step="set layerdrop=0 in the model's config before creating it",
+        )
+
+
+LENGTH_ROPE = ("dynamic", "longrope")
+"""Types of RoPE whose frequencies depend on the largest position id."""
+
+
+def check_positions(config: Any, seq_len: int, *, watched: bool = False) -> None:
+    """Raise `UnsupportedError` if the model uses positions in a way that gives other results on a shard.
+
+    `watched`: Whether `global_positions` found the modules that do so, and changed them.
+    """
+    if watched:
+        return
+    _check_rope(config, seq_len)
+    scale = getattr(config, "floor_scale", None)
+    # Llama 4 scales queries by their row number in layers without RoPE. The factor is 1 below `floor_scale`.
+    if scale is not None and getattr(config, "attn_temperature_tuning", False) and seq_len >= scale:
+        raise UnsupportedError(
+            "attention temperature depends on the row number, which differs on a shard",
+            got=f"{seq_len} tokens",
+            allowed=f"fewer than {scale}",
+            next_step="or set attn_temperature_tuning=False in the config",
+        )
+
+
+def _check_rope(config: Any, seq_len: int) -> None:
+    """Raise `UnsupportedError` if RoPE frequencies depend on the largest position id, which differs between ranks."""
+    for parameters in _rope_parameters(config):
+        kind = parameters.get("rope_type", "default")
+        if kind not in LENGTH_ROPE:
+            continue
+        longest = getattr(config, "max_position_embeddings", None)
+        trained = parameters.get("original_max_position_embeddings") or longest or 0
+        if seq_len > trained:
+            raise UnsupportedError(
+                f"RoPE of type {kind!r} depends on the largest position id, which differs between ranks",
+                got=f"{seq_len} tokens",
+                allowed=f"at most {trained}",
+                next_step=LONGER_CONTEXT,
+            )
+
+
+def has_relative_positions(config: Any) -> bool:
+    """Return whether attention depends on positions only by the distances between tokens."""
+    parameters = list(_rope_parameters(config))
+    if not parameters or any("llama_4_scaling_beta" in p for p in parameters):
+        return False
+    chunks = getattr(config, "attention_chunk_size", None)
+    return not chunks and not getattr(config, "attn_temperature_tuning", False)
+
+
+def longer_than_trained(config: Any, length: int) -> str | None:
+    """Return a warning if a document is longer than the positions of a model with RoPE, which computes without them."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None or length <= longest or not any(_rope_parameters(config)):
+        return None
+    return format_error(
+        "a document is longer than the model's max_position_embeddings, and RoPE extrapolates",
+        got=f"{length} tokens",
+        allowed=f"at most {longest}",
+        next_step=LONGER_CONTEXT,
+    )
+
+
+def keeps_activations(model: nn.Module) -> str | None:
+    """Return a warning if layers are to be recomputed in the backward pass, but the model is in evaluation mode."""
+    if model.training or not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return None
+    return format_error(
+        "gradient checkpointing has no effect in evaluation mode, so all activations stay in memory",
+        got="model.training=False, and gradients are enabled",
+        next_step="call model.train() before training, or disable gradients (torch.no_grad) for evaluation",
+    )
+
+
+def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the RoPE parameters of a config: one set, or one per type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters or "rope_theta" in parameters:
+        yield parameters
+    else:
+        yield from (p for p in parameters.values() if isinstance(p, dict))
