@@ -169,7 +169,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         """
         processes = dist.get_world_size() if dist.is_initialized() else launched_processes()
         if self._accelerator is None and self.device_mesh is None and processes > 1:
-            next_step = "create Accelerator(parallelism_config=...) or the trainer first"
+            next_step = "create Accelerator(parallelism_config=...) or the trainer first; a process has one config"
             raise InputError("no accelerator has this SequenceParallelism yet", next_step=next_step)
         if self._mesh is None and self.device_mesh is not None and self.non_data_parallel_size > 1:
             self._mesh = Mesh.from_device_mesh(self.device_mesh, AXIS)
