@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -171,6 +172,31 @@ def tensor_parallel_block(_: Path) -> Example:
     return names, lambda names: close(names["x"], y)
 
 
+def check_programs() -> None:
+    """Run programs of docs/hugging_face.md on ranks with different seeds, as those of torchrun.
+
+    A program that draws other rows or weights on each rank raises `MismatchError`.
+    """
+    step, trainer, accelerate = (
+        next(block for block in fences("hugging_face.md", "python") if word in block)
+        for word in ("def train_step", "SequenceTrainer(", "Accelerator(")
+    )
+    torch.manual_seed(dist.get_rank())
+    names = run(step, "training step", {})
+    loss, gradient = names["train_step"](bp.Mesh.from_group())
+    assert close(loss, names["loss_1"])
+    assert close(gradient, names["grad_1"])
+    for name, code in (("Trainer", trainer), ("accelerate", accelerate)):
+        torch.manual_seed(dist.get_rank())
+        AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first configuration of a process
+        names = run(code, name, {})
+        model = names["trainer"].model if name == "Trainer" else names["model"]
+        weights = torch.cat([x.detach().flatten() for x in model.parameters()])
+        every = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, weights)
+        assert all(torch.equal(x, weights) for x in every), name
+
+
 HIGH_PRIORITY = Named("import torch.distributed as dist")
 TENSOR_PARALLEL = Named(
     "import burst_portable as bp\n"
@@ -210,7 +236,7 @@ EXAMPLES: dict[str, list[Callable[[Path], Example] | Named]] = {
         full_weights,
         resumed_states,
         Named("from burst_portable.integrations.transformers import parallelize", "model mesh input_ids labels"),
-        Named("from trl import SFTConfig", "model dataset tokenizer"),
+        Named(names="model dataset tokenizer"),
         longer_context,
     ],
     "profiling.md": [ablated_step],
@@ -227,5 +253,6 @@ def main() -> int:
                 continue
             names, check = make(Path(sys.argv[1]))
             assert check(run(code, f"py block {number} of {page}", names)), (page, number)
+    check_programs()
     dist.destroy_process_group()
     return 0
