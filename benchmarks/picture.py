@@ -23,7 +23,7 @@ Names = dict[str, str]
 Panel = tuple[str, Names, Names]
 """A file, some of its rows by their label, and some of its entries (providers or contestants) by their label."""
 
-_KERNELS, _TWO = "local-kernels-h100-2026-11-25", "strategies-h100x2-2026-11-25"
+_KERNELS, _TWO = "local-kernels-h100-2026-11-25", "strategies-h200x2-2026-11-29"
 SPEED_PANELS: tuple[Panel, ...] = (
     (
         _KERNELS,
@@ -179,7 +179,7 @@ def pictures() -> dict[Path, str]:
     kernels = draw_panels(
         SPEED_PANELS, "One H100, bf16, 16,384 tokens, head size 128, unless named", "TFLOP/s of visible pairs"
     )
-    ranks = draw_panels(RANK_PANELS, "Two H100, bf16, causal, the same local kernel for all", "TFLOP/s per GPU")
+    ranks = draw_panels(RANK_PANELS, "Two H200, bf16, causal, the same local kernel for all", "TFLOP/s per GPU")
     return {IMAGES / "speed.svg": kernels, IMAGES / "ranks.svg": ranks}
 
 

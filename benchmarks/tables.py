@@ -55,7 +55,8 @@ KERNEL_ROWS = {
     "striped": "1 step of a striped ring",
 }
 OTHER_KERNELS = {"flash-attn-4": "flash-attn-4", "cudnn": "cuDNN", "flex-flash": "flex-flash", "flex": "flex"}
-STRATEGY_FILE, STRATEGY_FILE_OF_FOUR = "strategies-h100x2-2026-11-25", "strategies-x4-2026-11-28"
+STRATEGY_FILE, STRATEGY_FILE_OF_FOUR = "strategies-h200x2-2026-11-29", "strategies-x4-2026-11-28"
+STRATEGY_FILE_OF_H100 = "strategies-h100x2-2026-11-25"  # with cuDNN, and over NCCL
 STRATEGY_ROWS = {
     "32k": "causal 32k",
     "32k-gqa": "causal 32k, 8 K/V",
@@ -137,7 +138,7 @@ def portable() -> list[str]:
 
 def strategies(file: str = STRATEGY_FILE) -> list[str]:
     """Compare `auto` with the fastest other implementation on the same local kernel."""
-    column = "kernel" if file == STRATEGY_FILE else "GPU"
+    column = "GPU" if file == STRATEGY_FILE_OF_FOUR else "kernel"
     head = f"| mask and size | {column} | `auto` | its choice | best other | ratio | of one call |"
     lines, results = [head, "| --- " * 7 + "|"], load(file)
     for run, row in dict.fromkeys((one["run"], one["row"]) for one in results):
@@ -157,8 +158,8 @@ def strategies(file: str = STRATEGY_FILE) -> list[str]:
     return lines
 
 
-BENCH_FILE, BENCH_FILE_OF_FOUR = "bench-h100x2-2026-11-25", "bench-h200x4-2026-11-28"
-BENCH_ENTRIES = ("auto", "ring", "burst", "double_ring", "usp", "all_gather", "distflash", "ulysses")
+BENCH_FILE, BENCH_FILE_OF_FOUR = "bench-h200x2-2026-11-29", "bench-h200x4-2026-11-28"
+BENCH_ENTRIES = ("auto", "ulysses", "dispatch", "distflash", "ring", "all_gather", "burst")
 BENCH_ENTRIES_OF_FOUR = ("auto", "ulysses", "dispatch", "distflash", "ring", "all_gather", "usp", "burst")
 
 
@@ -185,7 +186,7 @@ def bench(file: str = BENCH_FILE, entries: tuple[str, ...] = BENCH_ENTRIES) -> l
     return lines
 
 
-BENCH_MACHINES = {BENCH_FILE_OF_FOUR: "On four H200", BENCH_FILE: "On two H100"}
+BENCH_MACHINES = {BENCH_FILE_OF_FOUR: "On four H200", BENCH_FILE: "On two H200"}
 BENCH_STRATEGIES = (
     *("ring", "burst", "double_ring", "distflash", "all_gather", "dispatch"),
     *("ring_self_attention", "ulysses", "usp"),
@@ -385,6 +386,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "first-call": first_call,
     "portable": portable,
     "strategies": strategies,
+    "strategies-h100": partial(strategies, STRATEGY_FILE_OF_H100),
     "strategies-4": partial(strategies, STRATEGY_FILE_OF_FOUR),
     "bench": bench,
     "bench-4": partial(bench, BENCH_FILE_OF_FOUR, BENCH_ENTRIES_OF_FOUR),

@@ -15,7 +15,7 @@ from burst_portable.bench.masks import MASKS
 from burst_portable.cli import main
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ROOT / "benchmarks" / "results" / "bench-h100x2-2026-11-25.json"
+MEASURED = ROOT / "benchmarks" / "results" / "bench-h200x2-2026-11-29.json"
 SETTINGS = {"version": "1", "backend": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "rounds": 3,
             "dtype": "float32", "layout": "zigzag", "device": "a & b", "versions": {"torch": "9"}}  # fmt: skip
 

@@ -111,7 +111,7 @@ def test_auto_rejects_head_groups_with_small_gain(run):
     assert took[chosen] < 1.002 * min(took.values())
 
 
-BENCH = Path(__file__).parents[2] / "benchmarks" / "results" / "bench-h100x2-2026-11-25.json"
+BENCH = RESULTS / "bench-h100x2-2026-11-25.json"
 
 
 def test_auto_on_h100_chooses_ulysses_where_it_was_faster():

@@ -7,7 +7,7 @@ extra time of 4,096 tokens over that rate. Kernels on H200: between the rate of 
 Links: GB/s per rank, ten messages back to back, the slowest rank; NVLink through switches, NCCL 2.28.9, torch 2.11.0.
 They were measured on H200. H100 has the same NVLink, and its peer copies between two ranks were measured too
 (benchmarks/ring.py, 2026-11-25). With these numbers, `auto` chooses Ulysses for the five masks of
-benchmarks/results/bench-h100x2-2026-11-25.json on which it was the fastest.
+tests/strategies/measured/bench-h100x2-2026-11-25.json on which it was the fastest.
 """
 
 from __future__ import annotations
