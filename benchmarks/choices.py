@@ -3,7 +3,8 @@
     python -m benchmarks.choices
 
 The regret of a row is the measured time of the strategy with the least predicted time over that of the fastest one,
-less 1. Only strategies that were measured are compared, both passes together. No device is needed.
+less 1. Only strategies that were measured are compared, both passes together. A row of `auto` counts as the options
+that it chose, if the file names them. No device is needed.
 """
 
 from __future__ import annotations
@@ -64,14 +65,15 @@ def choices(adjust: Callable[[HardwareSpec], HardwareSpec] = lambda hardware: ha
 
 
 def _of_bench(path: Path, adjust: Callable[[HardwareSpec], HardwareSpec]) -> Iterator[Choice]:
-    """Yield the choices in a file of `burst-portable bench`. Its row of `auto` is no candidate."""
+    """Yield the choices in a file of `burst-portable bench`. Its row of `auto` is the candidate that it chose."""
     settings, rows = read_rows(path)
     by_mask: dict[tuple[str, int, int], dict[str, float]] = {}
     for row in rows:
-        if row["status"] == "ok" and row["entry"] not in (*PEERS, "auto"):
-            key = (row["mask"], row["seq_len"], row["ranks"])
+        label = row.get("chose", "") if row["entry"] == "auto" else row["entry"]
+        if row["status"] == "ok" and label and label not in PEERS:
+            of_mask = by_mask.setdefault((row["mask"], row["seq_len"], row["ranks"]), {})
             seconds = row["forward_seconds"] + row["backward_seconds"]
-            by_mask.setdefault(key, {})[row["entry"]] = seconds
+            of_mask[label] = min(seconds, of_mask.get(label, seconds))
     sizes = {name: settings[name] for name in ("heads", "kv_heads", "head_dim", "layout")}
     for (mask, length, ranks), measured in by_mask.items():
         hardware = adjust(replace(_hardware(settings["device"], ranks), kernel=_TRAITS))
@@ -91,11 +93,11 @@ def _hardware(device: str, ranks: int) -> HardwareSpec:
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(f"{'file, ms':26} {'row':22} {'chosen':12} {'predicted':>9} {'measured':>9}  {'fastest':12} measured  regret")
+    print(f"{'file, ms':26} {'row':22} {'chosen':46} {'predicted':>9} {'measured':>9}  {'fastest':46} measured  regret")
     for one in choices():
         milliseconds = (f"{1e3 * value:9.2f}" for value in (one.predicted[one.chosen], one.measured[one.chosen]))
-        fastest = f"{one.fastest:12} {1e3 * one.measured[one.fastest]:8.2f}"
-        print(f"{one.file:26} {one.row:22} {one.chosen:12} {' '.join(milliseconds)}  {fastest}  {one.regret:6.1%}")
+        fastest = f"{one.fastest:46} {1e3 * one.measured[one.fastest]:8.2f}"
+        print(f"{one.file:26} {one.row:22} {one.chosen:46} {' '.join(milliseconds)}  {fastest}  {one.regret:6.1%}")
     return 0
 
 
