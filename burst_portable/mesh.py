@@ -312,15 +312,17 @@ class Mesh:
             raise unknown_name("transport in BURST_TRANSPORT or Config", named, filter(None, ("auto", plain, name)))
         if not name:
             return plain, "the only one"
-        found = self._direct.get(device_type) if direct else "blocks are handed on from rank to rank"
+        found = self._direct.get(device_type)
+        instead = f"remove the reason, or set the transport to 'auto' or {plain!r}"
         if self.group is None:
             found = "these ranks are in no process group"
+        elif not direct:
+            found = "blocks are handed on from rank to rank"
+            instead = "take a strategy whose messages go straight to their users, or leave the transport to 'auto'"
         if not isinstance(found, str):
             return name, "named" if named != "auto" else "messages go straight to where they are used"
         if named != "auto":
-            what = f"the transport {name!r} cannot serve this call"
-            next_step = "take a strategy whose messages go straight to their users, or leave the transport to 'auto'"
-            raise UnsupportedError(what, got=found, next_step=next_step)
+            raise UnsupportedError(f"the transport {name!r} cannot serve this call", got=found, next_step=instead)
         return plain, f"not {name}: {found}"
 
     def may_be_direct(self, device_type: str) -> bool:

@@ -286,8 +286,13 @@ def test_unavailable_direct_transport_falls_back_or_raises(one_process):
     assert mesh.transport_for("cpu", direct=True)[1] == "not straight: two hosts"
     assert mesh.expected_transport("cpu", direct=True) == ("local", "not straight: two hosts")
     assert not mesh.may_be_direct("cpu")
-    with pytest.raises(UnsupportedError, match="'straight' cannot serve this call; got two hosts"):
-        on_straight(one_process, Straight("two hosts"), "straight").transport_for("cpu", direct=True)
+    named = on_straight(one_process, Straight("two hosts"), "straight")
+    for direct, said in (
+        (True, r"got two hosts; remove the reason, or set the transport to 'auto' or 'local'$"),
+        (False, r"got blocks are handed on from rank to rank; take a strategy whose messages go straight"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"'straight' cannot serve this call; {said}"):
+            named.transport_for("cpu", direct=direct)
 
 
 class Talking(Straight):

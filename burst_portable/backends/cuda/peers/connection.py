@@ -62,6 +62,7 @@ def connect(other: Transport, group: Any, timeout: float, *, host: str | None = 
         "reason": unavailable(),
         "host": this_host() if host is None else host,
         "gpu": str(torch.cuda.get_device_properties(device).uuid),
+        "index": str(device.index),
     }
     facts_of_ranks = share_facts(other, facts, "asking for peer copies")
     reasons = _reasons(facts_of_ranks)
@@ -81,6 +82,8 @@ def connect(other: Transport, group: Any, timeout: float, *, host: str | None = 
             memory.watch.timeout = timeout
             return transport
         reasons += failures
+    if len({facts["index"] for facts in facts_of_ranks}) < other.size:  # torch's symmetric memory rejects this
+        reasons.append("ranks have one number for different GPUs; let each rank see all of them (CUDA_VISIBLE_DEVICES)")
     raise UnsupportedError(f"peer copies were tried and failed: {'; '.join(dict.fromkeys(reasons))}")
 
 

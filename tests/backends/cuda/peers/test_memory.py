@@ -134,6 +134,10 @@ def test_different_inbox_sizes_raise_mismatch_error(machine):
             lambda m, monkeypatch: monkeypatch.setattr(Driver, "copy", lambda *a: None),
             "tried and failed: rank 0: received other bytes",
         ),
+        (
+            lambda m, monkeypatch: monkeypatch.setattr(Driver, "copy", lambda *a: None),
+            r"one number for different GPUs; let each rank see all of them \(CUDA_VISIBLE_DEVICES\)$",
+        ),
     ],
 )
 def test_connect_raises_with_reason(machine, monkeypatch, change, reason):
