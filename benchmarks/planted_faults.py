@@ -14,13 +14,15 @@ The products of a slow rank and the copies of a slow link go on between steps, a
 Otherwise, that rank would enter the next step late, which is another fault.
 
 Prints a line per fault and writes JSON. The exit code is 1 if a fault is not named, or if a cause is named without a
-fault. On CPUs, slow ranks and links are left out: ranks share cores and memory.
+fault. A slow link that is not slower than the other links in the profile is TOO WEAK instead: then nothing was planted
+that a profile could name. On CPUs, slow ranks and links are left out: ranks share cores and memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import threading
 import time
@@ -48,6 +50,7 @@ from burst_portable.strategies.registry import make_strategy
 DELAY = 0.5  # of a step, which the late rank sleeps
 COPIED = 1 << 28  # bytes per copy of the slow link: about 1 ms over NVLink
 COPIES = 4  # copies at a time, so that they take most of the link
+WEAK = 1.5  # times the speed of a slow link: other links must be faster than this, or the copies did not slow it
 AHEAD = 2  # products or copies that wait in a stream, so that it never lacks them
 FIRST = -1  # priority of products whose programs start before those of attention
 
@@ -135,10 +138,34 @@ def planted(fault: Fault, rank: int, device: torch.device, seconds: float) -> It
     elif fault.name == "slow link" and rank == fault.rank:
         source = torch.empty(COPIED, dtype=torch.uint8, device=device)
         target = torch.empty(COPIED, dtype=torch.uint8, device=torch.device(device.type, fault.peer))
-        with beside(lambda: target.copy_(source, non_blocking=True), device, COPIES, 0):
+        with beside(copies(source, target), device, COPIES, 0):
             yield lambda: None
     else:
         yield lambda: None
+
+
+def copies(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+    """Return a function that copies between devices on the current stream.
+
+    torch lets a copy wait for the current stream of the target's device, and that stream for the copy. So each of the
+    copies that run at the same time has its own stream there.
+    """
+    there = cycle([torch.Stream(target.device) for _ in range(COPIES)])
+
+    def copy() -> None:
+        here = torch.accelerator.current_stream(source.device)
+        with next(there), here:
+            target.copy_(source, non_blocking=True)
+
+    return copy
+
+
+def slowed(links: list[dict[str, Any]], fault: Fault) -> float | None:
+    """Return the median speed of the other links over that of the planted one; None without a planted link."""
+    speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in links}
+    mine = speeds.pop((fault.rank, fault.peer), None)
+    known = [speed for speed in speeds.values() if speed]
+    return statistics.median(known) / mine if mine and known else None
 
 
 def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torch.device) -> dict[str, Any] | None:
@@ -174,7 +201,10 @@ def run(fault: Fault, arguments: argparse.Namespace, mesh: bp.Mesh, device: torc
     right = named[0] == wanted[0] and (fault.rank < 0 or named[1] == wanted[1]) and fault.peer in (-1, named[2])
     most = [{key: one[key] for key in ("kind", "rank", "peer", "share")} for one in found["bottlenecks"][:3]]
     facts = {key: found[key] for key in ("causes", "links", "ranks", "ring_steps")}
-    return {"fault": fault.name, "right": right, "named": named, "text": summary["text"], "largest": most, **facts}
+    how_much = slowed(found["links"], fault)
+    weak = not right and how_much is not None and how_much < WEAK
+    about = {"fault": fault.name, "right": right, "too_weak": weak, "slowed": how_much, "named": named}
+    return {**about, "text": summary["text"], "largest": most, **facts}
 
 
 def main() -> int:
@@ -193,7 +223,8 @@ def main() -> int:
     code = 0
     if links.rank == 0:
         for one in results:
-            print(f"{one['fault']:12} {'named' if one['right'] else 'NOT NAMED'}: {one['text'][:150]}")
+            said = "named" if one["right"] else "TOO WEAK" if one["too_weak"] else "NOT NAMED"
+            print(f"{one['fault']:12} {said}: {one['text'][:150]}")
             code |= not one["right"]
         if arguments.out is not None:
             facts = {"setting": {**setting(), "ranks": links.size}, "results": results}
