@@ -10,7 +10,7 @@ expected one. The device is held until the host has queued everything, so that b
 `ring` profiles a few steps at level "kernels", and compares exposed communication and span with the tracer's events,
 from a rank's first attention kernel to its last.
 
-`cost` runs steps without a profiler and at the three levels, in turns.
+`cost` runs steps at each of the three levels and without a profiler, in turns.
 
 JSON goes to --out. The exit code is 1 if a part differs by more than 2 % of the span.
 
@@ -24,6 +24,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -50,7 +51,10 @@ from burst_portable.profiling.intervals import Timeline
 from burst_portable.runtime.prepared_call import installed
 
 WITHIN = 0.02  # of the span
-_SETTLING = 2  # steps before those that are timed: after the pause that the turn before ended with, clocks are higher
+_SETTLING, _MAX_SETTLING = 2, 50  # steps before those that are timed, at least and at most
+_SETTLING_SECONDS = 0.3  # of steps before those that are timed: after a pause, a device has higher clocks
+_PAUSE = 0.5  # seconds before the steps of a turn that starts a tracer, and before those without it
+_CALLS = 3  # steps that are timed together
 COMPARED = ("span", "compute", "exposed_comm")
 
 
@@ -128,37 +132,67 @@ def ring(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, steps: in
 
 
 def cost(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, clock: Clock, rounds: int) -> Found:
-    """Return the seconds of a step at each level, in turns, on the slowest rank.
+    """Return the seconds of a step at each level and without it, in turns, on the slowest rank.
 
-    The extra of a level is the median of paired differences.
+    A session of "basic" or "standard" is open for all of its rounds, as in a training that is profiled. Its start and
+    its end make pauses, after which a device has other clocks. A tracer has to start and end, so both turns of
+    "kernels" begin after the same pause. The extra of a level is the median of paired differences.
     """
     step = steps_of(row, mesh, device, strategy)
-    levels = (None, "basic", "standard", "kernels")
-    seen: dict[str, list[float]] = {str(level): [] for level in levels}
-    with bp.profile("basic", mesh=mesh) as always:  # as a training that is always watched: one session for all of it
-        for index in range(-2, rounds):
-            for level in levels if index % 2 else levels[::-1]:
-                took = _timed(step, level, mesh, always, clock)
-                if index >= 0:
-                    seen[str(level)].append(took)
-    off = statistics.median(seen["None"])
-    pairs = {level: zip(seen["None"], seen[level], strict=True) for level in levels[1:]}
-    extra = {level: statistics.median(watched - unwatched for unwatched, watched in p) for level, p in pairs.items()}
-    return {"row": row, "rounds": rounds, "seconds": seen, "off": off, "share": {n: e / off for n, e in extra.items()}}
+    settling = _steps_to_settle(step, clock)
+    seen: dict[str, dict[str, list[float]]] = {}
+    for level in ("basic", "standard"):
+        with bp.profile(level, mesh=mesh) as session:
+            observe = installed.get()
+
+            def turn(recorded: bool, session: Any = session, observe: Any = observe) -> float:
+                token = installed.set(observe if recorded else None)
+                try:
+                    return _timed(step, clock, settling)
+                finally:
+                    installed.reset(token)
+                    if recorded:
+                        session.mark()
+
+            seen[level] = _in_turns(turn, rounds)
+
+    def traced(recorded: bool) -> float:
+        with bp.profile("kernels", mesh=mesh) if recorded else nullcontext():
+            time.sleep(_PAUSE)
+            return _timed(step, clock, settling)
+
+    seen["kernels"] = _in_turns(traced, rounds)
+    off = statistics.median(took for one in seen.values() for took in one["off"])
+    extra = {
+        level: statistics.median(on - off for off, on in zip(one["off"], one["on"], strict=True))
+        for level, one in seen.items()
+    }
+    return {"row": row, "rounds": rounds, "settling": settling, "seconds": seen, "off": off,
+            "share": {level: one / off for level, one in extra.items()}}  # fmt: skip
 
 
-def _timed(step: Callable[[], None], level: str | None, mesh: bp.Mesh, always: Any, clock: Clock) -> float:
-    token = installed.set(None) if level != "basic" else None
-    try:
-        with bp.profile(level, mesh=mesh) if level in ("standard", "kernels") else nullcontext():
-            for _ in range(_SETTLING):
-                step()
-            return clock.time(step, 3)
-    finally:
-        if token is not None:
-            installed.reset(token)
-        else:
-            always.mark()
+def _steps_to_settle(step: Callable[[], None], clock: Clock) -> int:
+    """Return the number of steps, equal on all ranks, after which the clocks of a device have settled."""
+    for _ in range(_SETTLING):
+        step()
+    return max(_SETTLING, min(_MAX_SETTLING, round(_SETTLING_SECONDS / clock.time(step, _CALLS))))
+
+
+def _in_turns(turn: Callable[[bool], float], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds with and without a profile. The first of a round alternates, and two rounds warm up."""
+    seen: dict[str, list[float]] = {"off": [], "on": []}
+    for index in range(-2, rounds):
+        for recorded in (False, True) if index % 2 else (True, False):
+            took = turn(recorded)
+            if index >= 0:
+                seen["on" if recorded else "off"].append(took)
+    return seen
+
+
+def _timed(step: Callable[[], None], clock: Clock, settling: int) -> float:
+    for _ in range(settling):
+        step()
+    return clock.time(step, _CALLS)
 
 
 # ----------------------------------------------------------------------------------------- the command
