@@ -20,7 +20,7 @@ _CHARACTER = 0.56  # mean width of a character, in heights of its font
 _SPACE = 6  # pixels between words of neighbors
 # Of Okabe and Ito, which most color-blind people can distinguish, then darker and lighter ones.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#000000", "#7F7F7F", "#6A3D9A",
-           "#B2DF8A", "#8C510A", "#882255", "#FB9A99")  # fmt: skip
+           "#B2DF8A", "#8C510A", "#882255", "#FB9A99", "#999933", "#40E0D0")  # fmt: skip
 
 
 def draw(settings: Row, rows: Sequence[Row]) -> str:

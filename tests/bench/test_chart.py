@@ -96,3 +96,10 @@ def test_bench_draw_refuses_speed_that_is_no_positive_number(speed, tmp_path, ca
     file.write_text(json.dumps(made))
     assert main(["bench", "draw", str(file), "--picture", str(tmp_path / "x.svg")]) == 2
     assert f"forward_tflops of row 1 is {speed!r}, not a positive number" in capsys.readouterr().err
+
+
+def test_every_entry_of_the_largest_benchmark_has_another_color(tmp_path):
+    """The file has fifteen entries: with fourteen colors, `yunchang` had that of `ring`."""
+    assert main(["bench", "draw", str(MEASURED), "--picture", str(tmp_path / "made.svg")]) == 0
+    legend = re.findall(r'width="16" height="16" fill="(#\w+)"', (tmp_path / "made.svg").read_text())
+    assert len(set(legend)) == len(legend) == 15
