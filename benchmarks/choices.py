@@ -19,7 +19,7 @@ import burst_portable as bp
 from benchmarks.script import end
 from burst_portable.backends.cuda.machines import hardware_of_machine
 from burst_portable.bench.masks import MASKS
-from burst_portable.bench.names import PEERS
+from burst_portable.bench.peer_names import PEERS
 from burst_portable.bench.results import read_rows
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import plan_seconds

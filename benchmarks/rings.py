@@ -18,7 +18,7 @@ import burst_portable as bp
 from benchmarks.providers import Absent
 from benchmarks.ranks import Links
 from benchmarks.ring_rows import Row
-from burst_portable.bench.entries import backward_of
+from burst_portable.bench.benchmark import backward_of
 from burst_portable.comm.base import Exchange, Transport
 from burst_portable.errors import BurstError
 from burst_portable.layout import Layout

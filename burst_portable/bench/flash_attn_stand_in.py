@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.selection import choose_kernel, for_device
-from burst_portable.bench.names import check_installed
+from burst_portable.bench.peer_names import check_installed
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.operator_kernel import CausalOperatorKernel
 from burst_portable.numerics import accumulation_dtype, as_dtype

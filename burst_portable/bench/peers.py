@@ -28,7 +28,7 @@ from burst_portable.backends.selection import for_device
 from burst_portable.bench.entries import Entry, Prepared, Sent, sent_by_passes
 from burst_portable.bench.flash_attn_stand_in import FlashAttn
 from burst_portable.bench.magi import MagiCall
-from burst_portable.bench.names import check_installed
+from burst_portable.bench.peer_names import check_installed
 from burst_portable.bench.task import Task
 from burst_portable.errors import UnsupportedError
 from burst_portable.layout import Layout, Segment, make_layout
@@ -252,12 +252,12 @@ class RingFlashAttnLlama3(RingFlashAttn):
         group = shards.q.shape[2] // shards.k.shape[2]
         if self._flash_attn.local(shards.q[:, :, : heads * group], shards.k[:, :, :heads]).operator is not None:
             raise UnsupportedError(f"the kernel {shards.kernel} supports no documents in one call")
-        *told, keys = module.llama3_flash_attn_prepare_cu_seqlens(
+        *prepared, keys = module.llama3_flash_attn_prepare_cu_seqlens(
             torch.tensor(cu_seqlens, dtype=torch.int32), causal, shards.rank, shards.ranks
         )
         leaves = tuple(x[0].detach().requires_grad_() for x in shards.leaves)
         call = partial(
-            module.llama3_flash_attn_varlen_func, *leaves, *told, heads_k_stride=heads, local_k_slice=keys,
+            module.llama3_flash_attn_varlen_func, *leaves, *prepared, heads_k_stride=heads, local_k_slice=keys,
             causal=causal, window_size=(left, -1), group=shards.group,
         )  # fmt: skip
         return call, leaves, shards.dout[0], _batched

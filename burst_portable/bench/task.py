@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 
-Row = dict[str, Any]
 SEED = 30
 """Seed of dropout."""
 

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from burst_portable import __version__
 from burst_portable.bench.chart import draw
 from burst_portable.bench.masks import MASKS, named_mask
-from burst_portable.bench.names import PEERS, available_peers, versions
+from burst_portable.bench.peer_names import PEERS, available_peers, versions
 from burst_portable.bench.results import (
     COLUMNS,
     NOISE,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burst_portable.bench.names import PEERS
+from burst_portable.bench.peer_names import PEERS
 from burst_portable.bench.results import Row
 from burst_portable.cli.process import Ended
 from burst_portable.cli.run.job import RankJob
@@ -128,7 +128,7 @@ def bench_rank(job: BenchJob, launcher: LauncherEnv, on_rows: OnRows) -> None:
 
 
 def _bench(job: BenchJob, mesh: Mesh, device: torch.device, on_rows: OnRows, on_entry: Callable[[str], None]) -> None:
-    from burst_portable.bench.entries import Benchmark
+    from burst_portable.bench.benchmark import Benchmark
     from burst_portable.bench.task import Setting
 
     names = dict.fromkeys(name for *_, entries in job.work for name in entries)

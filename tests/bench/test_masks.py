@@ -9,7 +9,8 @@ import torch
 
 from burst_portable import run_threads
 from burst_portable.bench import masks
-from burst_portable.bench.entries import Benchmark, Entry
+from burst_portable.bench.benchmark import Benchmark
+from burst_portable.bench.entries import Entry
 from burst_portable.bench.task import Setting
 from burst_portable.mask import Mask
 

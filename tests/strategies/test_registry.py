@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.bench.entries import Benchmark, Entry
+from burst_portable.bench.benchmark import Benchmark
+from burst_portable.bench.entries import Entry
 from burst_portable.bench.task import Setting
 from burst_portable.cli import main
 from burst_portable.cli.flags import flag, make_named_strategy, strategy_flags

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from burst_portable.bench.entries import Benchmark, Entry
-from burst_portable.bench.names import PEERS
+from burst_portable.bench.benchmark import Benchmark
+from burst_portable.bench.entries import Entry
+from burst_portable.bench.peer_names import PEERS
 from burst_portable.bench.peers import make_peer
 from burst_portable.bench.task import Setting
 from burst_portable.mesh import Mesh

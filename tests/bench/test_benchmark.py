@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from burst_portable import run_threads
-from burst_portable.bench.entries import Benchmark, Entry
+from burst_portable.bench.benchmark import Benchmark
+from burst_portable.bench.entries import Entry
 from burst_portable.bench.masks import MASKS
-from burst_portable.bench.names import PEERS
 from burst_portable.bench.oracle import oracle
+from burst_portable.bench.peer_names import PEERS
 from burst_portable.bench.peers import Peer
 from burst_portable.bench.results import SCHEMA, append_rows, compare, markdown, read_rows
 from burst_portable.bench.task import SEED, Setting, Task
