@@ -5,9 +5,10 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress
@@ -52,6 +53,12 @@ from burst_portable.planning.plans import PASSES
 from burst_portable.strategies.planner import call_of_sizes, checked_probability
 from burst_portable.strategies.registry import known, make_strategy, strategy_name
 from burst_portable.utils.text import split_list
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from burst_portable.backends.base import Backend
+    from burst_portable.cli.bench_worker import BenchJob, Work
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PACKAGES = ("torch", "triton", "ring-flash-attn", "yunchang", "magi-attention", "flash-attn-4")
@@ -157,8 +164,7 @@ def bench(
     if dtype is not None and dtype not in _DTYPES:
         raise unknown_name("dtype", dtype, _DTYPES)
     probability = checked_probability(dropout)
-    from burst_portable.backends.selection import kernels_of
-    from burst_portable.cli.bench_worker import BenchJob, bench_local, bench_rank
+    from burst_portable.cli.bench_worker import BenchJob
     from burst_portable.cli.run.job import check_processes
 
     launcher = read_launcher_env()
@@ -173,88 +179,41 @@ def bench(
         chosen, _ = flags.choose_backend(backend, 1 if launcher else max(sizes_of_mesh, default=1))
         device_type, on_cpu = chosen.capabilities.device_type, not chosen.capabilities.streams
         sizes_of_mesh = sizes_of_mesh or [2 if on_cpu else _device_count(device_type)]
-        kernel_names = list(dict.fromkeys(split_list(kernels)))
-        known_kernels = ["auto", *(one.name for one in kernels_of(chosen))]
-        for one in kernel_names:
-            if one not in known_kernels:
-                raise unknown_name(f"kernel of the backend {chosen.name!r}", one, known_kernels)
+        kernel_names = _kernel_names(kernels, chosen)
         if on_cpu and launcher is None:
             check_processes(max(sizes_of_mesh))
-        lengths = list(dict.fromkeys(map(tokens, seq_len.split(",")))) if seq_len else []
-        if lengths and max(lengths) > _LONGEST:
-            allowed = f"at most {_LONGEST:,} tokens, because every rank compares with the unsharded tensors"
-            raise InputError("a sequence is too long", got=f"--seq-len {seq_len}", allowed=allowed)
-        if lengths and min(lengths) < max(sizes_of_mesh):
-            allowed = f"at least {max(sizes_of_mesh)} tokens"
-            raise InputError("a sequence is too short", got=f"--seq-len {seq_len}", allowed=allowed)
-        default_heads, default_kv_heads, default_head_dim = (4, 2, 32) if on_cpu else (64, 8, 128)
         setting: dict[str, Any] = {
-            "heads": default_heads if heads is None else heads,
-            "kv_heads": (default_kv_heads if heads is None else heads) if kv_heads is None else kv_heads,
-            "head_dim": default_head_dim if head_dim is None else head_dim,
+            **_sizes(heads, kv_heads, head_dim, on_cpu=on_cpu),
             "dtype": dtype or ("float32" if on_cpu else "bfloat16"),
             "layout": layout,
             "rounds": 3 if on_cpu else 7,
             **({"dropout": probability} if probability else {}),
         }
+        lengths = _checked_lengths(seq_len, max(sizes_of_mesh))
         settings: Row = {"schema": SCHEMA, "version": __version__, "backend": chosen.name, **setting}
         settings |= {"device": _device_name(device_type, on_cpu=on_cpu), "versions": versions(_PACKAGES)}
         names = _strategies(strategies, on_cpu=on_cpu)
         mask_names = _mask_names(masks, own_masks or [], quick=quick)
         rows = _resumed(resume, settings)
-        done = {row_key(row) for row in rows}
-        jobs = []
-        order: dict[object, int] = {}
+        work: dict[int, list[Work]] = {}
         for size in sizes_of_mesh:
             lengths_here = lengths or [512 if on_cpu else 8192 * size]
             _check_sizes(mask_names, lengths_here, size, setting)
-            keys = (
-                (m, n, size, k, name) for m in mask_names for n in lengths_here for k in kernel_names for name in names
+            work[size] = list(product(mask_names, lengths_here, kernel_names, [names]))
+        left = _without(work, {row_key(row) for row in rows})
+        jobs = [
+            BenchJob(
+                ranks=size, ranks_per_node=None, backend=chosen.name, device_type=device_type, setting=setting,
+                work=left[size],
             )
-            order |= {key: len(order) + i for i, key in enumerate(keys)}
-            work = [
-                (mask, length, one, left)
-                for mask in mask_names
-                for length in lengths_here
-                for one in kernel_names
-                if (left := [name for name in names if (mask, length, size, one, name) not in done])
-            ]
-            jobs.append(
-                BenchJob(
-                    ranks=size, ranks_per_node=None, backend=chosen.name, device_type=device_type, setting=setting,
-                    work=work,
-                )
-            )  # fmt: skip
-        with Progress(**on_stderr(quiet=not is_first)) as bar:
-            progress = bar.add_task("measuring", total=sum(len(names) for job in jobs for *_, names in job.work))
-
-            def on_rows(found: list[Row]) -> None:
-                rows.extend(found)
-                bar.advance(progress, len(found))
-                if is_first and resume is not None:
-                    with writing(resume):
-                        append_rows(resume, settings, found)
-
-            try:
-                for job in jobs:
-                    if job.work:
-                        bench_local(job, on_rows) if launcher is None else bench_rank(job, launcher, on_rows)
-            except (Ended, KeyboardInterrupt):
-                bar.stop()
-                if is_first:
-                    _print_error(_interrupted(rows, resume))
-                raise
+            for size in sizes_of_mesh
+        ]  # fmt: skip
+        _measure(jobs, launcher, rows, settings, resume)
+    every = ((mask, n, size, one, name) for size in work for mask, n, one, names in work[size] for name in names)
+    order: dict[object, int] = {key: i for i, key in enumerate(every)}
     rows.sort(key=lambda row: order.get(row_key(row), -1))  # entries that ended a rank are reported first
     if is_first:
-        made = table(*COLUMNS, left=("kernel", "strategy"))
-        for column in made.columns[COLUMNS.index("strategy") + 1 :]:
-            column.max_width = _WIDTH_OF_NUMBERS
-        for row in rows:
-            made.add_row(*cells(row))
-        output = console(stderr=json_option.stdout)
-        output.print(made)
-        for text, masks_of_reason in reasons(rows).items():
-            output.print(labelled("not", f"{text} ({masks_of_reason})"))
+        _show(rows, console(stderr=json_option.stdout))
         json_option.write({"settings": settings, "rows": rows})
         if markdown_file is not None:
             with writing(markdown_file):
@@ -267,6 +226,93 @@ def bench(
             _print_error(f"no entry was measured: {len(rows)} refused, wrong or failed, for the reasons above")
         return 1
     return int(any(row["status"] in ("wrong", "failed") for row in rows if row["entry"] not in PEERS))
+
+
+def _measure(
+    jobs: Sequence[BenchJob], launcher: LauncherEnv | None, rows: list[Row], settings: Row, resume: Path | None
+) -> None:
+    """Run the jobs and append their rows to `rows`. The first rank also appends them to the file `resume`, if given."""
+    from burst_portable.cli.bench_worker import bench_local, bench_rank
+
+    is_first = launcher is None or launcher.rank == 0
+    with Progress(**on_stderr(quiet=not is_first)) as bar:
+        progress = bar.add_task("measuring", total=sum(len(names) for job in jobs for *_, names in job.work))
+
+        def on_rows(found: list[Row]) -> None:
+            rows.extend(found)
+            bar.advance(progress, len(found))
+            if is_first and resume is not None:
+                with writing(resume):
+                    append_rows(resume, settings, found)
+
+        try:
+            for job in jobs:
+                if job.work:
+                    bench_local(job, on_rows) if launcher is None else bench_rank(job, launcher, on_rows)
+        except (Ended, KeyboardInterrupt):
+            bar.stop()
+            if is_first:
+                _print_error(_interrupted(rows, resume))
+            raise
+
+
+def _show(rows: Sequence[Row], output: Console) -> None:
+    """Print the table of the rows, and why entries have no speed."""
+    made = table(*COLUMNS, left=("kernel", "strategy"))
+    for column in made.columns[COLUMNS.index("strategy") + 1 :]:
+        column.max_width = _WIDTH_OF_NUMBERS
+    for row in rows:
+        made.add_row(*cells(row))
+    output.print(made)
+    for text, masks_of_reason in reasons(rows).items():
+        output.print(labelled("not", f"{text} ({masks_of_reason})"))
+
+
+def _kernel_names(text: str, backend: Backend) -> list[str]:
+    """Return the names of `--kernels`. Raise `UnknownNameError` for a kernel that the backend does not have."""
+    from burst_portable.backends.selection import kernels_of
+
+    names = list(dict.fromkeys(split_list(text)))
+    known_kernels = ["auto", *(one.name for one in kernels_of(backend))]
+    for one in names:
+        if one not in known_kernels:
+            raise unknown_name(f"kernel of the backend {backend.name!r}", one, known_kernels)
+    return names
+
+
+def _checked_lengths(text: str | None, ranks: int) -> list[int]:
+    """Return the lengths of `--seq-len`, if it is given. Raise `InputError` for one that `ranks` ranks cannot hold."""
+    lengths = list(dict.fromkeys(map(tokens, text.split(",")))) if text else []
+    if lengths and max(lengths) > _LONGEST:
+        allowed = f"at most {_LONGEST:,} tokens, because every rank compares with the unsharded tensors"
+        raise InputError("a sequence is too long", got=f"--seq-len {text}", allowed=allowed)
+    if lengths and min(lengths) < ranks:
+        raise InputError("a sequence is too short", got=f"--seq-len {text}", allowed=f"at least {ranks} tokens")
+    return lengths
+
+
+def _sizes(heads: int | None, kv_heads: int | None, head_dim: int | None, *, on_cpu: bool) -> dict[str, int]:
+    """Return heads, K/V heads and head size, with defaults for those that are not given."""
+    default_heads, default_kv_heads, default_head_dim = (4, 2, 32) if on_cpu else (64, 8, 128)
+    if kv_heads is None:
+        kv_heads = default_kv_heads if heads is None else heads
+    return {
+        "heads": default_heads if heads is None else heads,
+        "kv_heads": kv_heads,
+        "head_dim": default_head_dim if head_dim is None else head_dim,
+    }
+
+
+def _without(work: Mapping[int, Sequence[Work]], done: Collection[object]) -> dict[int, list[Work]]:
+    """Return the work by number of ranks, without entries whose keys (`row_key`) are done."""
+    return {
+        size: [
+            (mask, length, kernel, left)
+            for mask, length, kernel, names in parts
+            if (left := [name for name in names if (mask, length, size, kernel, name) not in done])
+        ]
+        for size, parts in work.items()
+    }
 
 
 def _interrupted(rows: Sequence[Row], resume: Path | None) -> str:
