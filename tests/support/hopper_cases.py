@@ -77,7 +77,7 @@ def add_by_query_head(monkeypatch):
 
 def divide_by_query_head(monkeypatch):
     """Let each query head have its own programs in ordered backward passes, however few there are."""
-    monkeypatch.setattr(configs, "APART_LAUNCH", -1e9)
+    monkeypatch.setattr(configs, "SEPARATE_LAUNCH", -1e9)
     new_kernel(monkeypatch)
 
 

@@ -91,7 +91,7 @@ def keys_of(launch: PreparedLaunch[BackwardCut], x: BackwardInputs) -> tuple[sli
     return keys, x._replace(k=x.k[:, keys], v=x.v[:, keys])
 
 
-def sums_apart(
+def separate_sums(
     launch: PreparedLaunch[BackwardCut],
     terms: Tensor,
     x: BackwardInputs,
@@ -102,10 +102,10 @@ def sums_apart(
     writes_terms: bool = False,
     is_fresh: bool = False,
 ) -> list[Tensor]:
-    """Add to dq, and return dk and dv in float32: the sums of the tensors that programs of a launch write apart.
+    """Add to dq, and return dk and dv in float32: the sums of the tensors that programs of a launch write separately.
 
     Args:
-        launch: Launch whose programs write dk and dv apart (`BackwardCut.apart`).
+        launch: Launch whose programs write dk and dv separately (`BackwardCut.separate`).
         terms: See `launch_backward`.
         x: Inputs with the keys of the launch only.
         call: Settings of the call.
@@ -116,13 +116,13 @@ def sums_apart(
     """
     q, rows = x.q, x.k.shape[1]
     written = sum(count for _, count in launch.parts) * KEY_BLOCK or rows
-    apart = [
+    separate = [
         torch.empty(x.shape[0], written, q.shape[2], x.shape[3], dtype=torch.float32, device=q.device)
         for x in (x.k, x.v)
     ]
-    into = dq, apart[0], apart[1]
+    into = dq, separate[0], separate[1]
     launch_backward(launch, terms, x, call, into, order, store=True, writes_terms=writes_terms, is_fresh=is_fresh)
-    return [_summed(each.unflatten(2, (x.k.shape[2], -1)), launch.parts, rows) for each in apart]
+    return [_summed(each.unflatten(2, (x.k.shape[2], -1)), launch.parts, rows) for each in separate]
 
 
 def _summed(x: Tensor, parts: Sequence[tuple[Span, int]], keys: int) -> Tensor:

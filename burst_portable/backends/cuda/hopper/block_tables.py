@@ -189,7 +189,7 @@ def backward_table(
     k_block: int,
     every_block_of: int = 0,
     *,
-    apart: Span | None = None,
+    excluded: Span | None = None,
     fill: tuple[int, int] | None = None,
 ) -> LaunchTable:
     """Return the table of the backward: outer blocks of keys, inner blocks of queries.
@@ -203,11 +203,11 @@ def backward_table(
         k_block: Keys per outer block.
         every_block_of: Number of keys if blocks write their gradients instead of adding to them, else 0. Then no block
             is divided. Blocks without visible queries are included, because they must write 0.
-        apart: [start, stop) of the keys that another launch computes, as whole blocks. No tile may contain them.
+        excluded: [start, stop) of the keys that another launch computes, as whole blocks. No tile may contain them.
         fill: (heads, multiprocessors). Blocks are divided so that the parts of all heads end at about the same time.
             Default: into parts of at most `_longest_of` inner blocks.
     """
-    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, apart)
+    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, excluded)
     most = _part_length_of(collected, fill) if fill else _longest_of(collected)
     blocks = []
     for span, block in collected.items():
@@ -228,7 +228,7 @@ def ordered_table(
     *,
     short: int,
     starts: Sequence[int] = (0,),
-    apart: Span | None = None,
+    excluded: Span | None = None,
     later: Sequence[int] = (),
 ) -> LaunchTable:
     """Return a table of the backward whose additions to each inner block have the order of the table.
@@ -243,10 +243,10 @@ def ordered_table(
         every_block_of: See `backward_table`.
         short: Number of inner blocks up to which an outer block is short. See `_order`.
         starts: See `query_starts`.
-        apart: See `backward_table`.
+        excluded: See `backward_table`.
         later: `LaunchTable.turns` of a launch after this one. Default: there is none.
     """
-    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, apart, q_block, starts)
+    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, excluded, q_block, starts)
     order, waits = _order(collected, q_block, short)
     return replace(_pack_ordered(order, rows, q_block, starts, later=later), waits=waits, long=long)
 
@@ -308,16 +308,16 @@ def _collect_backward(
     q_block: int,
     k_block: int,
     every_block_of: int,
-    apart: Span | None,
+    excluded: Span | None,
     align: int = 4,
     starts: Sequence[int] = (0,),
 ) -> tuple[dict[Span, _Block], Span | None]:
     """Return the outer blocks of keys by span, and `LaunchTable.long`. The arguments are as in `backward_table`."""
     turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
     keys = max((t.q_stop for t in turned), default=0)
-    spans = _spans(turned, every_block_of or keys, k_block, apart or ())
-    if apart is not None:
-        spans = [span for span in spans if not apart[0] <= span[0] < apart[1]]
+    spans = _spans(turned, every_block_of or keys, k_block, excluded or ())
+    if excluded is not None:
+        spans = [span for span in spans if not excluded[0] <= span[0] < excluded[1]]
     collected = _collect(turned, spans, k_block, q_block, rows, align, starts)
     usual = _longest_of(collected)
     long = [span for span, block in collected.items() if block.length > usual]

@@ -170,9 +170,9 @@ ADDING_LAUNCH = 5  # inner blocks in whose time gradients are cleared and cast, 
 HOST = 40  # inner blocks in whose time the host launches a backward: about 0.09 ms
 FEW = 4  # a second launch may accumulate the gradients of at most 1/FEW of all keys
 LONG_WALK = 8  # inner blocks, times multiprocessors per head; longer groups of an ordered table are not reversed
-APART = 64  # programs per multiprocessor that may write dK and dV apart: 128 KiB each with heads of 128
-APART_PROGRAM = 3  # inner blocks in whose time a program writes dK and dV apart, and they are added
-APART_LAUNCH = 25  # inner blocks in whose time the sums of dK and dV are launched: about 0.05 ms
+SEPARATE_PROGRAMS = 64  # per multiprocessor, that may write dK and dV separately: 128 KiB each with heads of 128
+SEPARATE_PROGRAM = 3  # inner blocks in whose time a program writes dK and dV separately, and they are added
+SEPARATE_LAUNCH = 25  # inner blocks in whose time the sums of dK and dV are launched: about 0.05 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +184,14 @@ class BackwardCut:
         span: Query heads that one program computes.
         keys: [start, stop) of the keys that the launch reads, and whose gradients it accumulates; None for all keys.
         ordered: Whether the additions to dQ have the order of the table, so that the result is deterministic.
-        apart: Whether each program writes dK and dV of its query head in float32, to be added later.
+        separate: Whether each program writes dK and dV of its query head in float32, to be added later.
     """
 
     config: BackwardConfig
     span: int
     keys: Span | None = None
     ordered: bool = False
-    apart: bool = False
+    separate: bool = False
 
 
 class Pass(NamedTuple):
@@ -301,8 +301,8 @@ def writing_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tu
     config = backward_config(about.dim, about.value_dim)
     whole = BackwardCut(config, about.group)
 
-    def table_of(tiles: Tiles, apart: Span | None = None) -> LaunchTable:
-        return backward_table(tiles, about.rows, config.BM, KEY_BLOCK, about.keys, apart=apart)
+    def table_of(tiles: Tiles, excluded: Span | None = None) -> LaunchTable:
+        return backward_table(tiles, about.rows, config.BM, KEY_BLOCK, about.keys, excluded=excluded)
 
     def fits(table: LaunchTable) -> bool:
         if not about.ends_late(table):
@@ -315,7 +315,7 @@ def writing_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tu
     if table.long is None or not about.few(table.long):
         return []
     around, seen = _around(tiles, table.long, about.keys)
-    rest = table_of(around, apart=table.long)
+    rest = table_of(around, excluded=table.long)
     if not fits(rest):
         return []
     divided = backward_table(seen, about.rows, config.BM, KEY_BLOCK, fill=(about.all_heads, about.processors))
@@ -327,8 +327,8 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
 
     Only one program adds to dK and dV of a key: it computes all query heads of a K/V head. The longest program then
     ends late, by half of its time on average. If that costs more, each query head has separate programs, which write
-    dK and dV apart. A second launch divides a few keys that are visible to very many queries, and writes the gradients
-    of each part apart.
+    dK and dV separately. A second launch divides a few keys that are visible to very many queries, and writes the
+    gradients of each part separately.
 
     Args:
         tiles: Visible pairs.
@@ -338,17 +338,17 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
     config, processors = backward_config(about.dim, about.value_dim), about.processors
     starts = query_starts(tiles, about.rows, config.BM)
 
-    def table_of(tiles: Tiles, written: int, without: Span | None = None, later: Sequence[int] = ()) -> LaunchTable:
+    def table_of(tiles: Tiles, written: int, excluded: Span | None = None, later: Sequence[int] = ()) -> LaunchTable:
         short = LONG_WALK * processors // about.heads
         return ordered_table(
-            tiles, about.rows, config.BM, KEY_BLOCK, written, short=short, starts=starts, apart=without, later=later
+            tiles, about.rows, config.BM, KEY_BLOCK, written, short=short, starts=starts, excluded=excluded, later=later
         )
 
     def cut_of(tiles: Tiles, table: LaunchTable) -> tuple[BackwardCut, LaunchTable]:
         programs = -(-about.keys // KEY_BLOCK) * about.all_heads / processors
         gain = table.longest * (about.group - 1) / 2
-        if gain > APART_PROGRAM * programs + APART_LAUNCH and programs <= APART:
-            return BackwardCut(config, 1, ordered=True, apart=True), table_of(tiles, about.keys)
+        if gain > SEPARATE_PROGRAM * programs + SEPARATE_LAUNCH and programs <= SEPARATE_PROGRAMS:
+            return BackwardCut(config, 1, ordered=True, separate=True), table_of(tiles, about.keys)
         return BackwardCut(config, about.group, ordered=True), table
 
     written = about.keys if writes else 0
@@ -363,7 +363,7 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
 
     rest = cut_of(around, table_of(around, written, table.long, divided_after().turns))
     divided = divided_after(rest[1].turns)
-    return [rest, (BackwardCut(config, 1, table.long, ordered=True, apart=True), divided)]
+    return [rest, (BackwardCut(config, 1, table.long, ordered=True, separate=True), divided)]
 
 
 def split_divides(tiles: Tiles, about: Pass, config: SplitConfig) -> bool:

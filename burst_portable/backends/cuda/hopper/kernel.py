@@ -21,7 +21,7 @@ from burst_portable.backends.cuda.hopper.backward_launches import (
     launch_backward,
     launch_split,
     rounded,
-    sums_apart,
+    separate_sums,
 )
 from burst_portable.backends.cuda.hopper.configs import (
     MERGE_32,
@@ -197,11 +197,11 @@ class HopperKernel(Kernel):
                 terms = empty_terms(launches[0].cut.config.BM, q)
                 for launch in launches:
                     first = launch is launches[0]
-                    if not launch.cut.apart:
+                    if not launch.cut.separate:
                         launch_backward(launch, terms, x, call, into, store=False, writes_terms=first)
                         continue
                     keys, part = keys_of(launch, x)
-                    sums = sums_apart(launch, terms, part, call, into[0], writes_terms=first)
+                    sums = separate_sums(launch, terms, part, call, into[0], writes_terms=first)
                     for gradient, total in zip(into[1:], sums, strict=True):
                         gradient[:, keys] += total
 
@@ -236,8 +236,8 @@ class HopperKernel(Kernel):
         terms = empty_terms(launches[0].cut.config.BM, q)
         with on(q.device):
             order = empty_order(launches[0], q)
-            if launches[0].cut.apart:
-                sums = sums_apart(launches[0], terms, x, call, dq, order, writes_terms=True, is_fresh=True)
+            if launches[0].cut.separate:
+                sums = separate_sums(launches[0], terms, x, call, dq, order, writes_terms=True, is_fresh=True)
                 dk, dv = (total.to(k.dtype) for total in sums)
             else:
                 dk, dv = torch.empty_like(k, memory_format=_PLAIN), torch.empty_like(v, memory_format=_PLAIN)
@@ -245,8 +245,8 @@ class HopperKernel(Kernel):
                 launch_backward(launches[0], terms, x, call, into, order, store=True, writes_terms=True, is_fresh=True)
             for launch in launches[1:]:
                 keys, part = keys_of(launch, x)
-                if launch.cut.apart:
-                    sums = sums_apart(launch, terms, part, call, dq, is_fresh=True)
+                if launch.cut.separate:
+                    sums = separate_sums(launch, terms, part, call, dq, is_fresh=True)
                 else:
                     sums = [torch.zeros(few.shape, dtype=torch.float32, device=k.device) for few in (part.k, part.v)]
                     launch_backward(launch, terms, part, call, (dq, sums[0], sums[1]), store=False)

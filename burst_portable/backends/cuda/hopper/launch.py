@@ -342,8 +342,8 @@ def forward_launch(
     side_by_side = _side_by_side(about.heads, about.group, about.keys * about.dim * 4)
     in_a_row = turns(table, about) if yields_to_comm else 0
     programs = -(-items // in_a_row) if in_a_row else min(items, about.processors)
-    told = (items, in_a_row, about.heads, about.group, table.blocks, side_by_side)
-    return PreparedLaunch(cut, _upload(table, device), (programs, 1, 1), told)
+    heads = (items, in_a_row, about.heads, about.group, table.blocks, side_by_side)
+    return PreparedLaunch(cut, _upload(table, device), (programs, 1, 1), heads)
 
 
 def adding_launches(
@@ -366,7 +366,7 @@ def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.d
     room = about.rows * about.dim * 4 * group
     side_by_side = heads // span if table.waits else _side_by_side(heads // span, group // span, room)
     grid = (side_by_side, table.blocks, about.all_heads // span // side_by_side)
-    told = (about.all_heads, heads, group, 1 if cut.apart else group, span, side_by_side)
+    arguments = (about.all_heads, heads, group, 1 if cut.separate else group, span, side_by_side)
     turns = cleared = None
     if cut.ordered:
         turns = torch.tensor(table.turns, dtype=torch.int32).to(device)
@@ -375,7 +375,7 @@ def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.d
         }
         marks = [int(part in parts) for part in range(-(-(about.rows + cut.config.BM) // ROWS_OF_TERMS))]
         cleared = torch.tensor(marks, dtype=torch.int32).to(device)
-    return PreparedLaunch(cut, _upload(table, device), grid, told, turns, cleared, table.parts)
+    return PreparedLaunch(cut, _upload(table, device), grid, arguments, turns, cleared, table.parts)
 
 
 def split_launch(

@@ -190,21 +190,21 @@ def test_ordered_rows_of_long_groups_have_increasing_keys(mask):
 def test_ordered_cuts_divide_sinks_and_keep_windows_whole(writes):
     about, make = a_pass(16384, 16, group=4), writing_cuts if writes else adding_cuts
     (whole, rest), (apart, divided) = make(mask_tiles("sink:64:1024", 16384), about, ordered=True)
-    assert (whole.span, whole.keys, whole.apart) == (4, None, False)
-    assert (apart.span, apart.keys, apart.apart, apart.ordered) == (1, (0, 64), True, True)
+    assert (whole.span, whole.keys, whole.separate) == (4, None, False)
+    assert (apart.span, apart.keys, apart.separate, apart.ordered) == (1, (0, 64), True, True)
     assert rest.longest <= 18
     assert divided.parts == (((0, 64), divided.blocks),)
     assert divided.longest <= 32 < divided.total
     outs = [divided.numbers[16 * n + i] for n in range(divided.blocks) for i in (9, 6)]
     assert outs == [128 * (n + i) for n in range(divided.blocks) for i in (0, 1)]
     ((window, _),) = make(mask_tiles("window:1024", 16384), about, ordered=True)
-    assert (window.span, window.apart) == (4, False)
+    assert (window.span, window.separate) == (4, False)
 
 
-@pytest.mark.parametrize(("length", "apart"), [(16384, True), (1 << 18, False)])
-def test_ordered_cut_by_query_head_takes_bounded_memory(length, apart):
+@pytest.mark.parametrize(("length", "separate"), [(16384, True), (1 << 18, False)])
+def test_ordered_cut_by_query_head_takes_bounded_memory(length, separate):
     ((cut, _),) = adding_cuts(mask_tiles("causal", length), a_pass(length, 16, group=4), ordered=True)
-    assert cut.apart is apart
+    assert cut.separate is separate
 
 
 def test_ordered_rows_that_begin_together_wait():
@@ -361,7 +361,7 @@ def test_writing_cuts_takes_the_faster_of_two_measured_ways(mask, length, heads,
 def test_backward_table_starts_blocks_after_excluded_keys():
     """This also holds if only a few keys follow."""
     tiles = Tiles([Tile(0, 900, 0, 300, -900, 900), Tile(0, 900, 500, 700, 0, 900)])
-    table = backward_table(tiles, 900, 64, 128, 900, apart=(300, 500))
+    table = backward_table(tiles, 900, 64, 128, 900, excluded=(300, 500))
     spans = sorted(tuple(table.numbers[16 * w : 16 * w + 7 : 6]) for w in range(table.blocks))
     assert spans == [(0, 128), (128, 256), (256, 300), (500, 628), (628, 756), (756, 884), (884, 900)]
 

@@ -231,7 +231,7 @@ def test_emulated_query_heads_add_to_cleared_gradients(dim, monkeypatch):
     ],
 )  # fmt: skip
 def test_emulated_ordered_gradients_by_query_head(mask, dim, single_call, monkeypatch):
-    """Programs of query heads that share a K/V head write dK and dV apart."""
+    """Programs of query heads that share a K/V head write dK and dV separately."""
     divide_by_query_head(monkeypatch)
     check_equal_and_exact(*gradients_in_orders(mask, dim, single_call, monkeypatch, deterministic=True))
 
@@ -550,7 +550,7 @@ def use_planted(source, text, replaced, folder, monkeypatch):
     elif source is backward_launches:
         for name in ("compiled_kernels", "current_stream"):  # the emulated versions
             monkeypatch.setattr(module, name, getattr(kernel, name))
-        for name in ("keys_of", "sums_apart"):
+        for name in ("keys_of", "separate_sums"):
             monkeypatch.setattr(kernel, name, getattr(module, name))
     else:
         for name in ("compiled_kernels", "current_stream", "on"):  # the emulated versions
@@ -685,9 +685,9 @@ def test_emulation_finds_bug_of_partial_blocks(bug, tmp_path, monkeypatch):
     assert finds_bug(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
 
 
-APART_BUGS = {
+SECOND_LAUNCH_BUGS = {
     "sums that nobody casts": (kernel, "dk[:, keys], dv[:, keys] = sums", "dk[:, keys] = sums[0]"),
-    "the first keys in the place of those apart": (
+    "the first keys in the place of those of the launch": (
         backward_launches,
         "k=x.k[:, keys],",
         "k=x.k[:, : keys.stop - keys.start],",
@@ -700,9 +700,9 @@ APART_BUGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", APART_BUGS)
+@pytest.mark.parametrize("bug", SECOND_LAUNCH_BUGS)
 def test_emulation_finds_bug_of_second_launch(bug, tmp_path, machine, monkeypatch):
-    use_planted(*APART_BUGS[bug], tmp_path, monkeypatch)
+    use_planted(*SECOND_LAUNCH_BUGS[bug], tmp_path, monkeypatch)
     given = second_launch_inputs(monkeypatch, 1, 1, 1, 128, tiles_with_long_block(300, 310), (256, 310))
     with pytest.raises(AssertionError):
         compare_whole(*given)
