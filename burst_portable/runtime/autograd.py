@@ -1,4 +1,4 @@
-"""Run a prepared call with gradients: the only `torch.autograd.Function`, and the begin of a pass."""
+"""Run a prepared call with gradients: the `torch.autograd.Function` of attention, and the beginning of a pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Execute the steps of one rank, for every strategy. (`head_parallel` exchanges tokens for heads before and after.)
+"""Execute the steps of one rank, for all strategies but `ring_self_attention` (`score_rows`).
+
+`head_groups` runs them for one group of heads after the other. `head_parallel` exchanges tokens for heads before and
+after them.
 
 One pass, as `forward_rows` and `backward_rows` run it::
 

@@ -1,7 +1,7 @@
 """Make the mask, the layout and the plan from the arguments of a call.
 
-Every call of `attention` gets its mask (`mask_of`), its layout (`layout_of`) and its plan (`planned`) here. `plan`,
-which is `burst_portable.plan`, makes a plan from sizes and names, without tensors, ranks or a device.
+Every call of `attention` gets its mask (`mask_of`), its layout (`layout_of`) and its plan (`planned_to_run`) here.
+`plan`, which is `burst_portable.plan`, makes a plan from sizes and names, without tensors, ranks or a device.
 """
 
 from __future__ import annotations
