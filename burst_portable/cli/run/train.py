@@ -30,7 +30,7 @@ from burst_portable.cli.run.models import (
     tokens_of,
 )
 from burst_portable.gradients import all_reduce, all_reduce_gradients
-from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers import ShardedModel, parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.mesh import Mesh
 from burst_portable.profiling.session import Session, profile
@@ -67,12 +67,12 @@ class Sharded:
     """Objects of a rank that a run on one device does not have.
 
     Attributes:
-        handle: The `ShardedModel`, which shards batches.
+        model: Shards batches.
         mesh: The mesh of the ranks.
         session: Records the attention calls.
     """
 
-    handle: Any
+    model: ShardedModel
     mesh: Mesh
     session: Session | None = None
 
@@ -154,7 +154,7 @@ class Trainer:
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype.itemsize < 4):
             if self.sharded is None:  # transformers shifts the labels and computes the mean, without this package
                 return self.model(input_ids=ids, labels=ids, use_cache=False).loss, tokens
-            return self.model(**self.sharded.handle.shard(ids)).loss, tokens
+            return self.model(**self.sharded.model.shard(ids)).loss, tokens
 
     def _global_loss(self, loss: Tensor) -> float:
         value = loss.detach().double()
@@ -206,9 +206,9 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
             head_dim = sizes_of(model.config)["head_dim"]
             hardware = hardware_of_run(load(job.backend), job.ranks, mesh.config.hardware_spec, job.dtype, head_dim)
             strategy = make_named_strategy(job.strategy, job.ranks_per_node, job.options, hardware)
-            handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
+            sharded = parallelize(model, mesh, strategy=strategy, layout=job.layout)
             session.mark()  # building the model is not part of the first step
-            return Sharded(handle, mesh, session)
+            return Sharded(sharded, mesh, session)
 
         def end_step(history: StepHistory) -> None:
             session.mark()
