@@ -17,7 +17,7 @@ VERDICT_SIZE = 16384
 
 
 class Verdict(NamedTuple):
-    """What one rank found about an entry.
+    """Result of one rank for an entry, before it is measured.
 
     Attributes:
         status: "refused" or "failed"; "" for an entry that can run.

@@ -47,7 +47,7 @@ class BenchJob(RankJob):
 
 
 class Running:
-    """What a benchmark has done.
+    """Progress of a benchmark.
 
     Attributes:
         entry: Name of the entry that ranks examine now; "" for none.

@@ -48,7 +48,7 @@ HINTS = {  # next step if ranks differ in a fact that the caller did not set
     "rows of the masked batch": "load the same rows on all ranks of a sequence, and mask the same tokens: workers "
     "of a data loader draw other random numbers on each rank, so pass seed= to DataCollatorForLanguageModeling, or use "
     "no workers",
-    "number of labels": "pass the number that handle.shard returned, or the labels of all ranks of the sequence",
+    "number of labels": "pass the number that sharded.shard returned, or the labels of all ranks of the sequence",
     "requested outputs": "call the same module with the same arguments and gather_outputs on all ranks of a sequence",
     "dropout seed": "seed torch alike on all ranks (torch.manual_seed), or pass the same dropout_seed=; on CPUs, other "
     "dropout draws a number per element, so give all ranks the same number of tokens",

@@ -21,7 +21,7 @@ NAME = "burst_portable"
 """Name of our attention and mask functions in Transformers' interfaces."""
 
 ATTRIBUTE = "_burst_portable"
-"""Attribute of each module of a parallelized model with its `ModelState`: models on two meshes have one each."""
+"""Attribute of each module of a parallelized model with its `ShardedModel`: models on two meshes have one each."""
 
 SCALES_BY_ROW = "_burst_scales_by_row"
 """Attribute of each attention module whose queries `attend` scales (see `global_positions`)."""
@@ -152,7 +152,7 @@ def _check(sequence: CallSequence, band: Band, query: Tensor, key: Tensor, other
 
 
 def _check_causal(module: nn.Module, band: Band, argument: bool | None) -> None:
-    """Raise `UnsupportedError` if a layer with a causal mask was told that it is not causal.
+    """Raise `UnsupportedError` for is_causal=False of a layer with a causal mask.
 
     On one device, Transformers then leaves such a mask out, if it creates none for rows without padding. It always
     creates one if tokens of a group attend to each other (PaliGemma).

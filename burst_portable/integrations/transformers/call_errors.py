@@ -1,4 +1,4 @@
-"""Errors of calls of a sharded model, which say how to call it instead."""
+"""Create the errors of calls of a sharded model, with the call to make instead."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def create_mask(
     if isinstance(attention_mask, DeferredMask):
         return attention_mask
     if attention_mask is not None and not bool(attention_mask.all()):  # some models pass a mask of ones
-        next_step = "pass the mask to handle.shard, or pack documents (see ShardedModel.shard)"
+        next_step = "pass the mask to sharded.shard, or pack documents (see ShardedModel.shard)"
         raise UnsupportedError("a padding mask reached a sharded attention", next_step=next_step)
     # A static cache passes its offset as a tensor.
     if q_length != kv_length or bool(q_offset != 0) or bool(kv_offset != 0):

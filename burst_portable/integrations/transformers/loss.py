@@ -94,7 +94,7 @@ class ShardedLoss:
         self.is_pending = has_labels and not kwargs.get("fused_lm_head")  # TRL's head takes these arguments itself
         if has_labels and (missing := [name for name in self.required if kwargs.get(name) is None]):
             what = "labels must be shifted before sharding, and the loss divided by the tokens of all ranks"
-            next_step = "call the model with handle.shard(input_ids, labels)"
+            next_step = "call model(**sharded.shard(input_ids, labels))"
             raise InputError(what, got=f"labels without {' and '.join(missing)}", next_step=next_step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -257,7 +257,7 @@ def with_router_loss(
         mesh: The ranks of the sequence.
         padding: Which of this rank's tokens are padding, and do not count.
         router_logits: Those of the inner model, for an output without them, as of TRL's fused head.
-        check: The check of the model's router loss. Default: one that knows nothing yet.
+        check: The check of the model's router loss. Default: a new one.
     """
     found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor) or (mesh.size == 1 and padding is None):

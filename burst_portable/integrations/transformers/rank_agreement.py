@@ -36,10 +36,11 @@ class RankAgreement:
         """Check the training step of the last call, and compare this call on all ranks, before the model runs.
 
         Args:
-            shard: What the call says about its shard.
+            shard: The arguments of its shard.
             kwargs: Its other arguments.
             outputs: Description of the outputs that will be gathered; empty for none.
-            is_unordered: Whether the order of tokens, which the caller divided, is that of the layout.
+            is_unordered: Whether the caller divided the tokens and passed no position ids, so that their order is
+                assumed to be that of the layout.
 
         Raises:
             InputError: If the last loss was scaled wrongly, or ranks have equal tokens that they must not have.

@@ -18,7 +18,7 @@ from burst_portable.mesh import Mesh
 
 
 class ShardArguments(NamedTuple):
-    """What a call says about its shard, in arguments that no model takes.
+    """Facts about the shard of a call, from arguments that no model takes.
 
     Attributes:
         tokens: Ids ``[B, S]`` or embeddings ``[B, S, H]`` of this rank.

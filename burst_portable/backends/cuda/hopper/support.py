@@ -1,4 +1,4 @@
-"""Say which calls `HopperKernel` supports on a device, and for which the portable kernels are faster."""
+"""Decide which calls `HopperKernel` supports on a device, and for which the portable kernels are faster."""
 
 from __future__ import annotations
 

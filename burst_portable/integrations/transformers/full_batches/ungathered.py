@@ -1,4 +1,4 @@
-"""Replace outputs that a call with a full batch does not gather, so that their use says how to get them.
+"""Replace outputs that a call with a full batch does not gather by objects whose use raises an error.
 
 Transformers leaves out fields that are None. A program that reads `output.logits` then fails at the first operation,
 with an error about None.
