@@ -30,6 +30,7 @@ class CallSequence(NamedTuple):
     padded: bool = False  # whether rows end with padding
     lengths: tuple[int, ...] | None = None  # tokens of each row without its padding, if images attend to later tokens
     dropout_seed: int | None = None  # see `dropout_streams`
+    longest: int | None = None  # largest position of one device plus 1, if padding makes it differ from documents
 
 
 def sequence_of_call(

@@ -94,7 +94,7 @@ class ModelCalls:
         # Attentions of the last successful call.
         self._attentions: int = getattr(self._facts.text.config, "num_hidden_layers", 0)
         self._hooks: list[Any] = []
-        self._watches_positions, self._scales_by_row = False, False  # see `ShardedModel`
+        self._depends_on_length, self._scales_by_row = False, False  # see `ShardedModel`
         self.dropout = DropoutStreams(self._facts.text, mesh.rank)
         self._forget_calls()
 
@@ -109,6 +109,11 @@ class ModelCalls:
         self._router_check = RouterCheck()
 
     @property
+    def _watches_positions(self) -> bool:
+        """Return whether modules depend on positions of other ranks, and were changed for that."""
+        return self._depends_on_length or self._scales_by_row
+
+    @property
     def _divider(self) -> BatchDivider:
         """Return the divider of a batch. Its fields may change between calls, as the model's loss function."""
         return BatchDivider(
@@ -117,6 +122,7 @@ class ModelCalls:
             self._position_check,
             shifts_labels=self._facts.shifts_labels,
             scales_by_row=self._scales_by_row,
+            depends_on_length=self._depends_on_length,
             separates_padding=self._facts.separates_padding,
             token_inputs=token_inputs_of(self.model),
             padding_idx=self._facts.padding_idx,
@@ -241,7 +247,7 @@ class ModelCalls:
             cu_seqlens=shard.cu_seqlens,
             padded=shard.padding is not None and not is_document,
         )
-        return sequence._replace(lengths=shard.lengths)
+        return sequence._replace(lengths=shard.lengths, longest=shard.longest)
 
     def _check(self, module: Any, kwargs: dict[str, Any], sequence: CallSequence) -> None:
         """Raise an error for arguments with which the model would not compute the results of one device."""

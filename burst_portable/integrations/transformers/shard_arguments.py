@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from burst_portable.integrations.transformers.attention import DOCUMENTS
+from burst_portable.integrations.transformers.batches.divider import LONGEST
 from burst_portable.integrations.transformers.call_errors import wrong_tokens
 from burst_portable.integrations.transformers.call_sequence import CallSequence, positions_of
 from burst_portable.integrations.transformers.layers.recurrent_states import check_recurrent_sequence, local_documents
@@ -28,6 +29,7 @@ class ShardArguments(NamedTuple):
         checksum: Checksum of the undivided batch. None: the caller divided the tokens, or there is one rank.
         is_divided_by_caller: Whether the caller divided the tokens without `shard`.
         lengths: Tokens of each row without its padding, for masks of images. None: unknown.
+        longest: Largest position of one device plus 1. None: tokens of the longest document.
     """
 
     tokens: Tensor
@@ -37,6 +39,7 @@ class ShardArguments(NamedTuple):
     checksum: Tensor | None
     is_divided_by_caller: bool
     lengths: tuple[int, ...] | None
+    longest: int | None
 
 
 def take_shard_arguments(kwargs: dict[str, Any]) -> ShardArguments:
@@ -45,8 +48,8 @@ def take_shard_arguments(kwargs: dict[str, Any]) -> ShardArguments:
     Raises:
         ShapeError: If the call has no tokens of shape ``[B, S, ...]``.
     """
-    names = ("seq_len", "cu_seqlens", "padded", KEY, "lengths")
-    seq_len, cu_seqlens, padding, checksum, lengths = (kwargs.pop(name, None) for name in names)
+    names = ("seq_len", "cu_seqlens", "padded", KEY, "lengths", LONGEST)
+    seq_len, cu_seqlens, padding, checksum, *facts = (kwargs.pop(name, None) for name in names)
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         raise wrong_tokens(tokens)
@@ -54,7 +57,7 @@ def take_shard_arguments(kwargs: dict[str, Any]) -> ShardArguments:
     if is_marked:
         kwargs["attention_mask"] = None
     padding = padding if isinstance(padding, Tensor) else None
-    return ShardArguments(tokens, seq_len, cu_seqlens, padding, checksum, checksum is None and not is_marked, lengths)
+    return ShardArguments(tokens, seq_len, cu_seqlens, padding, checksum, checksum is None and not is_marked, *facts)
 
 
 def recurrent_arguments(sequence: CallSequence, rank: int) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class ShardedModel(ModelCalls):
         hooks, scaled = watch_positions(self._facts.text)
         self._hooks += hooks
         self._hooks += watch_token_dropout(self._facts.text)
-        self._watches_positions, self._scales_by_row = bool(hooks or scaled), bool(scaled)
+        self._depends_on_length, self._scales_by_row = bool(hooks), bool(scaled)
         if self.averaged_gradients and self.mesh.size > 1:
             self.mesh.averaged.add(self.model)
 
@@ -179,8 +179,8 @@ class ShardedModel(ModelCalls):
         Returns:
             input_ids, position_ids, labels and, if labels are shifted, shift_labels, each ``[B, S]``, or ``[1, S]`` for
             joined rows. Also num_items_in_batch, seq_len, cu_seqlens; and, if the batch has padding, padded, which is
-            true for it. With several ranks also batch_checksum, and an attention_mask that only parallelized models
-            take.
+            true for it. If RoPE depends on the length of padded rows, longest. With several ranks also batch_checksum,
+            and an attention_mask that only parallelized models take.
 
         Raises:
             InputError: If arguments contradict each other, after `undo`, or with `full_batches`.

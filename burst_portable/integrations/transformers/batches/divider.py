@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,8 @@ _TOKEN_INPUTS = (
     *("xpath_tags_seq", "xpath_subs_seq"),
 )
 """Inputs of models of Transformers that they convert to embeddings of each token, and use in no other way."""
+LONGEST = "longest"
+"""Argument of a call: the largest position of one device plus 1, if its documents do not show it."""
 _OF_POSITIONS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Descriptions of documents in a batch: position ids, and others that must match them."""
 
@@ -48,6 +51,7 @@ class BatchDivider(NamedTuple):
         position_check: Gets the position ids of each shard.
         shifts_labels: Whether a token is compared with the label of the next one.
         scales_by_row: Whether the model scales queries by their row number.
+        depends_on_length: Whether frequencies of RoPE depend on the largest position.
         separates_padding: Whether padding becomes a document, because tokens attend to later ones.
         token_inputs: Names of the model's other inputs with values for each token (see `token_inputs_of`).
         padding_idx: Id of the padding token, if positions count from it. None: they count from 0.
@@ -58,6 +62,7 @@ class BatchDivider(NamedTuple):
     position_check: PositionCheck
     shifts_labels: bool
     scales_by_row: bool
+    depends_on_length: bool
     separates_padding: bool
     token_inputs: tuple[str, ...]
     padding_idx: int | None
@@ -102,7 +107,10 @@ class BatchDivider(NamedTuple):
                 raise ShapeError(f"{name} has no value for each token", got=got, allowed=allowed)
         length = input_ids.shape[1]
         padded = has_padding(attention_mask, input_ids, input_ids if labels is None and self.shifts_labels else labels)
+        inputs: dict[str, Any] = {}
         if padded and self.separates_padding:
+            if self.depends_on_length:
+                inputs[LONGEST] = max((b - a for row in documents for a, b in pairwise(row)), default=length)
             documents = separated(documents, attention_mask)
         cu_seqlens = documents[0] if documents else None
         if len(documents) > 1:
@@ -114,7 +122,7 @@ class BatchDivider(NamedTuple):
         if self.padding_idx is not None and POSITIONS not in token_inputs:
             token_inputs |= {POSITIONS: positions_from_padding(input_ids, self.padding_idx, cu_seqlens)}
         layout = self.layouts.of(input_ids.shape[1], cu_seqlens)
-        inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
+        inputs |= {"seq_len": input_ids.shape[1], "cu_seqlens": cu_seqlens}
         if self.mesh.size > 1:
             offsets = None if cu_seqlens is None else on_device(cu_seqlens, input_ids.device)
             inputs[KEY] = checksum(input_ids, labels, attention_mask, offsets, *token_inputs.values())

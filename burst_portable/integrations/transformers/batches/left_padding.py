@@ -20,7 +20,12 @@ _ROWS = ("input_ids", "labels", "attention_mask")
 
 
 def move_left_padding(
-    batch: dict[str, Any], config: Any, token_inputs: Sequence[str] = (), *, shifts_labels: bool = True
+    batch: dict[str, Any],
+    config: Any,
+    token_inputs: Sequence[str] = (),
+    *,
+    shifts_labels: bool = True,
+    has_recurrent_layers: bool = False,
 ) -> Tensor | None:
     """Move padding at the beginning of rows to their end, in place. Return its tokens per row, ``[B]``; None if none.
 
@@ -30,6 +35,7 @@ def move_left_padding(
         config: Configuration of the model.
         token_inputs: Names of other inputs with values for each token. Default: none.
         shifts_labels: Whether a token is compared with the label of the next one. Default: it is.
+        has_recurrent_layers: Whether layers have states along the sequence, which read padding. Default: none has.
 
     Raises:
         InputError: If the first token of such a row has a label, which one device predicts from padding.
@@ -44,6 +50,9 @@ def move_left_padding(
     padding: Tensor = (counted == 0).sum(dim=1) % ids.shape[1]  # a row of padding only stays as it is
     if not bool(padding.any()):
         return None
+    if has_recurrent_layers:
+        what = "padding at the beginning of rows in a model with recurrent layers"
+        raise UnsupportedError(what, next_step="pad at the end of rows (padding_side='right')")
     if unknown := [name for name in batch if name not in (*_ROWS, *token_inputs, "position_ids")]:
         raise UnsupportedError("padding at the beginning of rows with packed documents", got=", ".join(unknown))
     positions = batch.pop("position_ids", None)

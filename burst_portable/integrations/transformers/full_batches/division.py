@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_portable.errors import DtypeError, InputError, UnsupportedError
-from burst_portable.integrations.transformers.batches.divider import BatchDivider, batch_arguments
+from burst_portable.errors import DtypeError, InputError
+from burst_portable.integrations.transformers.batches.divider import LONGEST, BatchDivider, batch_arguments
 from burst_portable.integrations.transformers.batches.left_padding import move_left_padding, roll_rows
 from burst_portable.integrations.transformers.batches.packed_rows import check_counted
 from burst_portable.integrations.transformers.call_errors import wrong_tokens
@@ -77,17 +77,25 @@ def divide_full_batch(
     if divider.padding_idx is not None:
         add_positions(batch, divider.padding_idx, has_embeddings=embeddings is not None)
         token_inputs = (*token_inputs, POSITIONS)
-    mask = batch.get("attention_mask")
-    padding = move_left_padding(batch, config, token_inputs, shifts_labels=divider.shifts_labels)
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    padding = move_left_padding(
+        batch,
+        config,
+        token_inputs,
+        shifts_labels=divider.shifts_labels,
+        has_recurrent_layers=has_recurrent_layers,
+    )
     if padding is not None:
-        if has_recurrent_layers:
-            what = "padding at the beginning of rows in a model with recurrent layers"
-            raise UnsupportedError(what, next_step="pad at the end of rows (padding_side='right')")
         embeddings = None if embeddings is None else roll_rows(embeddings, padding)
         undivided = rolled(undivided, padding, batch["input_ids"].shape[1])
     given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
     arguments = batch_arguments(batch, given, token_inputs)
     inputs = divider.divide(**arguments)
+    if padding is not None and positions is not None and divider.depends_on_length:
+        # One device takes the largest position that was passed, of rows that count from their first token.
+        inputs[LONGEST] = longest = int(positions.max()) + 1
+        if KEY in inputs:
+            inputs[KEY] = inputs[KEY] + longest
     rows, length = batch["input_ids"].shape
     joined_rows = rows if inputs["seq_len"] != length else None
     if joined_rows is not None and embeddings is not None:

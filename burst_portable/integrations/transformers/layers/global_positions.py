@@ -83,9 +83,10 @@ def _add_last(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         )
     kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
     positions: Tensor = kwargs[_POSITIONS]
-    longest = max(stop - start for start, stop in pairwise(call.cu_seqlens or (0, call.seq_len)))
+    longest = call.longest or max(stop - start for start, stop in pairwise(call.cu_seqlens or (0, call.seq_len)))
     last = positions.new_full((*positions.shape[:-1], 1), longest - 1)
-    kwargs[_POSITIONS] = torch.cat([positions, last], -1)
+    # Padding may have larger positions than those of one device. No token attends to it.
+    kwargs[_POSITIONS] = torch.cat([positions.clamp(max=longest - 1), last], -1)
     return (), kwargs
 
 

@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import (
+    EuroBertConfig,
+    EuroBertForMaskedLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -18,7 +20,7 @@ from transformers import (
 
 from burst_portable import Mesh, run_threads, unshard
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations.transformers import all_reduce_gradients, model_calls, parallelize
+from burst_portable.integrations.transformers import all_reduce_gradients, model_calls, parallelize, shard_arguments
 from burst_portable.integrations.transformers.layers import global_positions
 from tests.support.models import (
     SIZES,
@@ -175,3 +177,62 @@ def test_rope_outside_a_call_raises():
     parallelize(model, mesh_without_peer())
     with pytest.raises(InputError, match="outside its model's forward"):
         model.model.rotary_emb(torch.zeros(1, 4, 8), torch.arange(4)[None])
+
+
+SHORT = 20  # tokens of the longest padded row, fewer than `TRAINED`
+
+
+def padded_batch(is_left: bool) -> dict[str, torch.Tensor]:
+    """Return rows of 20 and 9 tokens with padding; position ids that count from their first token if it is first."""
+    ids = tokens()
+    mask = (torch.arange(ids.shape[1]) < torch.tensor([[SHORT], [9]])).long()
+    mask = mask.flip(1) if is_left else mask
+    token = (mask.cumsum(1) > 1) & (mask != 0)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~token, -100)}
+    return batch | ({"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_left else {})
+
+
+def encoder(kind: str) -> EuroBertForMaskedLM:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "max_position_embeddings": TRAINED, "pad_token_id": 0}
+    return EuroBertForMaskedLM(EuroBertConfig(**sizes, rope_parameters=dict(LONG if kind == "long" else DYNAMIC)))
+
+
+PADDED = {
+    "dynamic": dynamic,
+    "longrope": long,
+    "dynamic encoder": lambda: encoder("dynamic").double().train(),
+    "longrope encoder": lambda: encoder("long").double().train(),
+}
+
+
+def padded_difference(kind: str, ranks: int, *, is_left: bool) -> float:
+    """Return the largest difference of loss and logits of tokens from one device."""
+    model, batch = PADDED[kind](), padded_batch(is_left)
+    token = batch["attention_mask"] != 0
+    alone = copy.deepcopy(model)
+    alone.set_attn_implementation("sdpa")
+    expected = alone(**batch)
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def work(mesh: Mesh) -> float:
+        parallelize(models[mesh.rank], mesh, full_batches=True, gather_outputs=True)
+        out = models[mesh.rank](**batch)
+        difference = (out.logits - expected.logits)[token].abs().max()
+        return max(difference.item(), 1e-3 * (out.loss - expected.loss).abs().item())
+
+    return max(run_threads(ranks, work))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("is_left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("kind", PADDED)
+def test_largest_position_of_padded_rows_counts(kind: str, is_left: bool, ranks: int) -> None:
+    assert padded_difference(kind, ranks, is_left=is_left) < 1e-9
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_length_of_padded_rows_alone_is_wrong(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = shard_arguments.take_shard_arguments
+    monkeypatch.setattr(model_calls, "take_shard_arguments", lambda kwargs: without(kwargs)._replace(longest=None))
+    assert padded_difference(kind, 2, is_left=True) > 1e-5

@@ -322,6 +322,14 @@ def test_unsupported_sequences_of_recurrent_models_raise():
         model(**sharded.shard(ids[:, :3]))
 
 
+def test_left_padding_of_recurrent_models_names_the_right_side():
+    model, ids = make("jamba"), tokens()  # no RoPE: other models without it take position_ids, this one does not
+    mask = (torch.arange(47) >= torch.tensor([[9], [0]])).long()
+    sharded = parallelize(model, mesh_without_peer(), full_batches=True)
+    with sharded, pytest.raises(UnsupportedError, match=r"recurrent layers; pad at the end of rows"):
+        model(input_ids=ids, attention_mask=mask)
+
+
 def test_recurrent_layers_with_different_batches_raise():
     models = [make("bamba"), make("bamba")]
 
