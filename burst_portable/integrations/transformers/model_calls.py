@@ -178,7 +178,7 @@ class ModelCalls:
             raise InputError(what, got=got, next_step=f"call the {type(self.model).__name__}")
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
         if self._watches_positions and kwargs.get("position_ids") is not None:
-            what = "RoPE that depends on the longest position, with position_ids"
+            what = "RoPE by the longest position, or queries scaled by their row, with position_ids"
             raise UnsupportedError(what, got=type(module).__name__, next_step="leave out position_ids")
         device = next(x.device for x in kwargs.values() if isinstance(x, Tensor))
         positions = positions_of(self.call, self.mesh, device).unsqueeze(0)

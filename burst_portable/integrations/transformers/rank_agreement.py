@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from burst_portable.integrations.transformers.masked_loss import has_masked_tokens
+from burst_portable.integrations.transformers.model_settings import settings_of
 from burst_portable.integrations.transformers.shard_arguments import ShardArguments
 from burst_portable.integrations.transformers.training.batch_check import (
     BatchCheck,
@@ -55,7 +57,13 @@ class RankAgreement:
             checksum = checksum_of_call(checksum, kwargs.get("input_ids"), labels, shard.tokens.device)
         rows = rows_checksum(shard.tokens, self._mesh.rank) if is_unordered else None
         device = shard.tokens.device
-        self._batch.compare(checksum, count, self._model.parameters(), self._mesh, device, outputs, rows)
+        mode = [
+            "train()" if self._model.training else "eval()",
+            "gradients" * torch.is_grad_enabled() or "no gradients",
+        ]
+        outputs = ", ".join([outputs or "those of a shard", *mode])
+        settings = partial(settings_of, self._model)
+        self._batch.compare(checksum, count, self._model.parameters(), self._mesh, device, outputs, rows, settings)
 
     def _begin_training(self, batch_checksum: Tensor | None, count: Any) -> None:
         if self._gradient_hooks is None:

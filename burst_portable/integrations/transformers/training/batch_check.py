@@ -16,7 +16,7 @@ so that ranks find a shard that was changed afterwards, without an additional ex
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from burst_portable.comm.agreement import HINTS, agree, call_signature
+from burst_portable.comm.agreement import HINTS, Facts, agree, call_signature
 from burst_portable.errors import InputError, MismatchError
 from burst_portable.mesh import Mesh
 
@@ -38,7 +38,7 @@ _SAMPLED, _SAMPLED_VALUES = 4, 1 << 16  # smallest and largest parameters of eac
 _ROTATED, _STRIDED_VALUES = 16, 128  # other parameters of each call, values of each largest or other one
 _STEP = 40503  # elements between the first values of two calls; odd, so that the column of a matrix changes as well
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as int64
-_CALL = "call of the model"
+_CALL, _FIRST = "call of the model", "first call of the model"
 
 
 def checksum(*tensors: Tensor | None) -> Tensor:
@@ -223,6 +223,7 @@ class BatchCheck:
         device: torch.device,
         outputs: str = "",
         rows: Tensor | None = None,
+        settings: Callable[[], Facts] | None = None,
     ) -> None:
         """Compare this rank's batch and parameters with those of the other ranks. All ranks of the mesh must call this.
 
@@ -236,6 +237,7 @@ class BatchCheck:
             device: Device of the model's arguments.
             outputs: Description of the outputs that will be gathered. Default: none.
             rows: Checksum ``[]`` of this rank's tokens, which must not be equal on all ranks. Default: they may be.
+            settings: Function that returns the facts of the model that the first call compares. Default: none.
 
         Raises:
             MismatchError: On every rank, if batches, numbers of labels, parameters or outputs differ. Over a device
@@ -245,6 +247,8 @@ class BatchCheck:
         transport = mesh.transport(device.type)
         transport.check_in_sync()
         self.confirm()
+        if not self._calls and settings is not None:
+            agree(transport, call_signature({"pass": _FIRST, **settings()}))
         given = [_number(x, device) for x in (batch, labels)]
         of_outputs = _number(zlib.crc32(outputs.encode()), device)
         if self._calls:
