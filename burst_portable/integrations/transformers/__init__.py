@@ -17,11 +17,12 @@ The modules, in the order in which these lines reach them. The map of a folder i
 `layouts`                            the layout of each sequence.
 `batches/`                           from rows of the batch to this rank's arguments (`batches.divider`).
 `shard_mark`                         the error of other models that get these arguments.
-`model_calls`                        hooks around each call of the model. They use the next six rows:
+`model_calls`                        hooks around each call of the model. They use the next seven rows:
 `shard_arguments`, `call_sequence`   arguments that `shard` added; the unsharded sequence of a call.
 `model_facts`, `running_call`        facts about the model, and what the end of a call needs from its beginning.
 `full_batches/`                      the same for calls that take full batches, and their gathered outputs.
-`rank_agreement`, `training/`        comparisons of ranks; errors for training that would be wrong.
+`rank_agreement`, `model_settings`   comparisons of ranks: their calls, and settings that weights do not show.
+`training/`                          errors for training that would be wrong.
 `loss`, `masked_loss`                losses over the tokens of all ranks.
 `call_errors`                        errors of calls.
 `attention`                          the attention function of each layer, which calls `burst_portable.attention`.
