@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from burst_portable.backends.cuda.hopper import block_tables, configs
+from burst_portable.backends.cuda.hopper import block_tables, configs, outer_blocks
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.hopper.launch import sizes_of, writing_launches
 from burst_portable.kernels.base import BackwardInputs
@@ -83,14 +83,14 @@ def divide_by_query_head(monkeypatch):
 
 def split_long_blocks(monkeypatch):
     """Compute long key blocks in a second launch, however short the sequence is."""
-    monkeypatch.setattr(block_tables, "SHORT", 0)
+    monkeypatch.setattr(outer_blocks, "SHORT", 0)
     new_kernel(monkeypatch)
 
 
 def divide_ordered_long_blocks(monkeypatch):
     """Divide long key blocks of ordered backward passes into parts of four query blocks, however few there are."""
     monkeypatch.setattr(configs, "SPLIT_LATE", 1e9)
-    monkeypatch.setattr(block_tables, "part_length", lambda *_: 4)
+    monkeypatch.setattr(outer_blocks, "part_length", lambda *_: 4)
     split_long_blocks(monkeypatch)
 
 

@@ -10,7 +10,8 @@
 `backward`           the backward kernel that computes all gradients in one launch, for heads of up to 128.
 `split_backward`     the backward kernel with one launch per gradient, for larger heads.
 `parts`              functions that the kernels share: shared memory, TMA, softmax, softcap, masks, layouts.
-`block_tables`       tables of the blocks that each program visits, built from a list of tiles.
+`outer_blocks`       from a list of tiles to the blocks that each program visits.
+`block_tables`       tables of these blocks, and their format.
 `configs`            block sizes by head size, and the choice of the launches of a pass.
 `saved_kernels`      compiled kernels on disk, which a new process finds without Triton.
 `launch`             launches with little host time (`backends.cuda.driver`); tables kept on their device.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.driver import Bound, current_stream
-from burst_portable.backends.cuda.hopper.block_tables import Span
 from burst_portable.backends.cuda.hopper.configs import DQ, DV, KEY_BLOCK, BackwardCut, SplitConfig, panels
 from burst_portable.backends.cuda.hopper.launch import (
     ROWS_OF_TERMS,
@@ -19,6 +18,7 @@ from burst_portable.backends.cuda.hopper.launch import (
     placed,
     score_factor,
 )
+from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.kernels.base import BackwardInputs, Gradients, align_rows
 from burst_portable.kernels.triton.arguments import padded as padded_size
 from burst_portable.numerics import row_delta

@@ -3,12 +3,8 @@
 `forward_table` is for the forward. In the backward, additions to dQ have any order (`backward_table`) or the order of
 the table (`ordered_table`, and `divided_table` for few keys that very many queries see).
 
-A launch table lists the inner blocks that each outer block visits. In the forward, outer blocks contain queries and
-inner blocks contain keys. In the backward, outer blocks contain keys and inner blocks contain queries.
-
-An inner block is full if all its pairs are visible. Full blocks are stored as runs of consecutive blocks. An inner
-block that a band or a border cuts is masked. It has an entry with its bounds. So the size of a table is proportional to
-the borders of the mask, not to its area. A table is one flat list of int32::
+A launch table lists the inner blocks that each outer block visits: see `outer_blocks`. A table is one flat list of
+int32::
 
     work    16 per outer block     outer start, offset of its runs, number of runs, number of full blocks,
                                    offset of its masked entries, number of masked entries, outer stop,
@@ -31,8 +27,6 @@ replace the entry in the work row: the number of masked blocks before the full b
 gradients. The runs contain all visited blocks in this order, masked ones too, except the entry in the work
 row.
 
-Blocks may start at any index. Inner blocks of the backward start at multiples of 4.
-
 In an ordered table, the work rows that visit an inner block add to it in the order of the table. So inner blocks start
 at multiples of their size. They are counted from the first query or from the start of a long document
 (`query_starts`). A run ends where the next visitor changes. The first visit of a block writes it. But blocks at the
@@ -43,28 +37,33 @@ part writes separate gradients, in the order of the work rows. The outer stop is
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
-from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.backends.cuda.hopper.outer_blocks import (
+    LONG_DOCUMENT,
+    OuterBlock,
+    Span,
+    collect_blocks,
+    collect_key_blocks,
+    divide,
+    find_spans,
+    length_limit,
+    part_length_of,
+)
+from burst_portable.planning.tiles import Tiles
 
 _WORK = 16  # int32 values per work row
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # entry of a masked block without visible pairs
-SHORT = 64  # inner blocks; an outer block that visits at most this many need not be divided
-_LONG = 4  # outer blocks; a block starts at the start of each document that is at least this long
 _OUTLIER = 4  # times the median length of a group of an ordered table, which is not reversed for a longer block
 NONE = -1  # turn after the last visit of an inner block
 _LATER = -2  # turn after the last visit of a launch, if a later launch visits the inner block again
-_PART = 8  # inner blocks; adding the gradients of a shorter part takes more time than the division saves
 
 # Query blocks of one head that run at the same time. Each starts 1 MiB of K and V after the previous one.
 ABREAST = 32
-
-Span = tuple[int, int]
-"""[start, stop) of outer indices. It is shorter than the block size if the next block starts at a document's start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class LaunchTable:
     Attributes:
         numbers: The int32 values of the table.
         blocks: Work rows, which is the number of outer blocks (or parts of them) that are launched per head.
-        long: Outer indices from the first to the last block that visits more inner blocks than `_longest_of`; None
+        long: Outer indices from the first to the last block that visits more inner blocks than `length_limit`; None
             if there is none. Dividing these blocks is faster.
         lengths: Number of inner blocks of each work row.
         turns: Of an ordered table, the turn of the first visit of each inner block, or `NONE`. Empty for other tables.
@@ -106,48 +105,6 @@ class LaunchTable:
         return sum(self.lengths)
 
 
-@dataclass(slots=True)
-class _Block:
-    """Inner blocks that one outer block visits.
-
-    Attributes:
-        runs: (first inner index, number of blocks) of each run of full blocks.
-        masked: Entries of the masked blocks.
-        banded: Whether a band cuts one of its tiles. Adjacent outer blocks then visit more or fewer inner blocks.
-        late: Number of masked blocks that the backward visits after the full blocks, the last ones in `masked`.
-    """
-
-    runs: list[tuple[int, int]] = field(default_factory=list)
-    masked: list[tuple[int, ...]] = field(default_factory=list)
-    banded: bool = False
-    late: int = 0
-
-    @property
-    def full(self) -> int:
-        return sum(count for _, count in self.runs)
-
-    @property
-    def length(self) -> int:
-        return self.full + len(self.masked)
-
-    @property
-    def early(self) -> int:
-        """Number of masked blocks that the backward visits before the full blocks."""
-        return len(self.masked) - self.late
-
-    def sort(self) -> None:
-        """Visit the inner blocks of the backward by increasing index, unless masked blocks lie between full ones."""
-        self.runs.sort()
-        self.masked.sort()
-        if self.runs and all(not self.runs[0][0] < entry[0] < self.runs[-1][0] for entry in self.masked):
-            self.late = sum(entry[0] > self.runs[0][0] for entry in self.masked)
-
-    def walked(self) -> list[tuple[int, int]]:
-        """Return (first inner index, number of blocks) of the runs of the backward, in the order of its visits."""
-        single = [(entry[0], 1) for entry in self.masked]
-        return [*single[: self.early], *self.runs, *single[self.early :]]
-
-
 def forward_table(
     tiles: Tiles, rows: int, q_block: int, k_block: int, every_block: bool, mebibyte: int = 1 << 30
 ) -> LaunchTable:
@@ -163,11 +120,11 @@ def forward_table(
         every_block: Include blocks without visible keys, because they must write 0 and -inf.
         mebibyte: Number of inner blocks whose K and V take 1 MiB.
     """
-    spans = _spans(tiles, rows, q_block)
-    blocks = _collect(tiles, spans, q_block, k_block)
+    spans = find_spans(tiles, rows, q_block)
+    blocks = collect_blocks(tiles, spans, q_block, k_block)
     if every_block:
         for span in spans:
-            blocks.setdefault(span, _Block(masked=[_HIDDEN]))
+            blocks.setdefault(span, OuterBlock(masked=[_HIDDEN]))
     for number, (span, block) in enumerate(blocks.items()):
         if not block.masked:  # convert the first full block to a masked one whose mask shows all pairs
             (start, count), *rest = block.runs
@@ -179,7 +136,7 @@ def forward_table(
             # of a causal square have different lengths and need no offset.
             skip = number % ABREAST * mebibyte
             block.runs = [part for run in block.runs for part in _rotated(run, skip, k_block)]
-    return _pack(blocks.items(), peel=True)
+    return pack(blocks.items(), peel=True)
 
 
 def backward_table(
@@ -205,18 +162,18 @@ def backward_table(
             is divided. Blocks without visible queries are included, because they must write 0.
         excluded: [start, stop) of the keys that another launch computes, as whole blocks. No tile may contain them.
         fill: (heads, multiprocessors). Blocks are divided so that the parts of all heads end at about the same time.
-            Default: into parts of at most `_longest_of` inner blocks.
+            Default: into parts of at most `length_limit` inner blocks.
     """
-    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, excluded)
-    most = _part_length_of(collected, fill) if fill else _longest_of(collected)
+    collected, long = collect_key_blocks(tiles, rows, q_block, k_block, every_block_of, excluded)
+    most = part_length_of(collected, fill) if fill else length_limit(collected)
     blocks = []
     for span, block in collected.items():
         # Each run starts at the block's own index. Otherwise, programs that run at the same time would add to the same
         # rows of dq at the same time.
         block.runs = [part for run in block.runs for part in _rotated(run, (span[0] - run[0]) // q_block, q_block)]
-        parts = [block] if every_block_of else _divided(block, most, q_block)
+        parts = [block] if every_block_of else divide(block, most, q_block)
         blocks += [(span, part) for part in parts]
-    return _pack(blocks, peel=False, long=long)
+    return pack(blocks, peel=False, long=long)
 
 
 def ordered_table(
@@ -246,7 +203,7 @@ def ordered_table(
         excluded: See `backward_table`.
         later: `LaunchTable.turns` of a launch after this one. Default: there is none.
     """
-    collected, long = _collect_backward(tiles, rows, q_block, k_block, every_block_of, excluded, q_block, starts)
+    collected, long = collect_key_blocks(tiles, rows, q_block, k_block, every_block_of, excluded, q_block, starts)
     order, waits = _order(collected, q_block, short)
     return replace(_pack_ordered(order, rows, q_block, starts, later=later), waits=waits, long=long)
 
@@ -274,12 +231,12 @@ def divided_table(
         starts: See `query_starts`.
         earlier: `LaunchTable.turns` of a launch before this one. Default: there is none.
     """
-    collected, _ = _collect_backward(tiles, rows, q_block, k_block, 0, None, q_block, starts)
-    most = _part_length_of(collected, fill)
+    collected, _ = collect_key_blocks(tiles, rows, q_block, k_block, 0, None, q_block, starts)
+    most = part_length_of(collected, fill)
     order, parts = [], []
     for span, block in sorted(collected.items(), key=lambda item: item[0]):
         block.sort()
-        made = list(_divided(block, most, q_block))
+        made = list(divide(block, most, q_block))
         order += [(span, part) for part in made]
         parts.append((span, len(made)))
     written = [(k_block * i, k_block * (i + 1)) for i in range(len(order))]
@@ -298,145 +255,9 @@ def query_starts(tiles: Tiles, rows: int, q_block: int) -> tuple[int, ...]:
             candidates.append(start)
         reached = max(reached, stop)
     following = (*candidates[1:], rows)
-    long = [at for at, end in zip(candidates, following, strict=True) if at >= 4 and end - at >= _LONG * q_block]
+    least = LONG_DOCUMENT * q_block
+    long = [at for at, end in zip(candidates, following, strict=True) if at >= 4 and end - at >= least]
     return (0, *(at - at % 4 for at in long))
-
-
-def _collect_backward(
-    tiles: Tiles,
-    rows: int,
-    q_block: int,
-    k_block: int,
-    every_block_of: int,
-    excluded: Span | None,
-    align: int = 4,
-    starts: Sequence[int] = (0,),
-) -> tuple[dict[Span, _Block], Span | None]:
-    """Return the outer blocks of keys by span, and `LaunchTable.long`. The arguments are as in `backward_table`."""
-    turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
-    keys = max((t.q_stop for t in turned), default=0)
-    spans = _spans(turned, every_block_of or keys, k_block, excluded or ())
-    if excluded is not None:
-        spans = [span for span in spans if not excluded[0] <= span[0] < excluded[1]]
-    collected = _collect(turned, spans, k_block, q_block, rows, align, starts)
-    usual = _longest_of(collected)
-    long = [span for span, block in collected.items() if block.length > usual]
-    if every_block_of:
-        collected |= {span: _Block() for span in spans if span not in collected}
-    return collected, (min(long)[0], max(long)[1]) if long else None
-
-
-def _spans(tiles: Iterable[Tile], length: int, size: int, cuts: Iterable[int] = ()) -> list[Span]:
-    """Return the spans of the outer blocks. A block starts at 0, at `cuts` and at the start of each long document.
-
-    If blocks start with their document, the diagonal lies in one inner block per outer block. A block that ends early
-    takes as much time as a full one, so blocks do not start at short documents.
-
-    Example with 16 keys per block and a document of 40 rows from row 8 on. On the right, a block starts at row 8::
-
-        0   #...........         0    #...........     rows 0 to 7
-        8   .#..........         8    .#..........
-        16  .##.........         24   .##.........
-        32  .###........         40   .###........
-    """
-    bounds = sorted({t.q_start for t in tiles if 0 < t.q_start < length} | {length})
-    long = {bound for bound, following in pairwise(bounds) if following - bound >= _LONG * size}
-    starts = sorted({0} | long | {cut for cut in cuts if 0 < cut < length})
-    ranges = pairwise([*starts, length])
-    return [(at, min(at + size, stop)) for start, stop in ranges for at in range(start, stop, size)]
-
-
-def _longest_of(blocks: dict[Span, _Block]) -> int:
-    """Return the number of inner blocks above which an outer block is divided: twice the mean, at least `SHORT`.
-
-    The long blocks of each head start first, but those of the last head end last.
-    """
-    total = sum(block.length for block in blocks.values())
-    return max(SHORT, 2 * -(-total // max(1, len(blocks))))
-
-
-def _part_length_of(blocks: dict[Span, _Block], fill: tuple[int, int]) -> int:
-    """Return `part_length` of the blocks; `fill` is as in `backward_table`."""
-    return part_length([block.length for block in blocks.values()], *fill)
-
-
-def part_length(lengths: list[int], heads: int, processors: int) -> int:
-    """Return the maximum number of inner blocks per part for which the last part of all heads ends earliest."""
-
-    def ends(most: int) -> int:
-        parts = heads * sum(-(-length // most) for length in lengths)
-        return -(-parts // processors) * (most + 1)  # start and end of a part take about as long as a block
-
-    longest = max(lengths, default=_PART)
-    return min((max(_PART, -(-longest // parts)) for parts in range(1, processors + 1)), key=ends)
-
-
-def _divided(block: _Block, most: int, inner: int) -> Iterator[_Block]:
-    """Yield parts of one block. They have about equal lengths, at most `most` inner blocks each."""
-    each = -(-block.length // -(-block.length // most))
-    left = _Block(list(block.runs), list(block.masked))
-    while left.length:
-        part = _Block(masked=left.masked[:each])
-        left.masked = left.masked[each:]
-        while left.runs and part.length < each:
-            start, count = left.runs.pop(0)
-            taken = min(count, each - part.length)
-            part.runs.append((start, taken))
-            if taken < count:
-                left.runs.insert(0, (start + taken * inner, count - taken))
-        yield part
-
-
-def _collect(
-    tiles: Iterable[Tile],
-    spans: list[Span],
-    outer: int,
-    inner: int,
-    queries: int | None = None,
-    align: int = 1,
-    origins: Sequence[int] = (0,),
-) -> dict[Span, _Block]:
-    """Return the outer blocks that visit at least one inner block, by span. See `_visit`."""
-    blocks: dict[Span, _Block] = {}
-    starts = [start for start, _ in spans]
-    for tile in tiles:
-        origin = origins[bisect_right(origins, tile.k_start) - 1]
-        for at in range(bisect_right(starts, tile.q_start) - 1, bisect_left(starts, tile.q_stop)):
-            _visit(blocks.setdefault(spans[at], _Block()), spans[at], tile, outer, inner, queries, align, origin)
-    return {span: block for span, block in blocks.items() if block.length}
-
-
-def _visit(
-    block: _Block, span: Span, tile: Tile, outer: int, inner: int, queries: int | None, align: int, origin: int
-) -> None:
-    """Add the inner blocks that an outer block visits in one tile, from the first visible inner index on.
-
-    Outer blocks have `outer` rows, inner blocks `inner`. In the forward, `queries` is None, and outer indices after the
-    block's stop count as visible, because they are never stored. In the backward, it is the number of inner rows.
-    Padding after them counts as visible, because its row terms are -inf and P is 0. Inner blocks start at multiples of
-    `align` from `origin` on. In the backward these are multiples of 4, since TMA reads float32 row terms only from
-    multiples of 16 bytes.
-    """
-    block.banded |= not tile.full
-    top, bottom = span
-    first, last = max(top, tile.q_start), min(bottom, tile.q_stop) - 1
-    start, stop = max(tile.k_start, first - tile.hi), min(tile.k_stop, last - tile.lo + 1)
-    start -= (start - origin) % align
-    count = -(-(stop - start) // inner)
-    whole_outer = first == top and last + 1 == bottom and (queries is None or bottom - top == outer)
-    full_from, full_to = count, count
-    if whole_outer:
-        # inner indices that are visible from every outer index of the block
-        seen_start, seen_stop = max(tile.k_start, last - tile.hi), min(tile.k_stop, first - tile.lo + 1)
-        if seen_stop == queries:
-            seen_stop = start + count * inner
-        full_from = min(count, max(0, -(-(seen_start - start) // inner)))
-        full_to = max(full_from, min(count, (seen_stop - start) // inner))
-    if full_to > full_from:
-        block.runs.append((start + full_from * inner, full_to - full_from))
-    for i in (*range(full_from), *range(full_to, count)):
-        at = start + i * inner
-        block.masked.append((at, tile.k_start, tile.k_stop, first, last + 1, tile.lo, tile.hi, 0))
 
 
 def _rotated(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int, int]]:
@@ -458,7 +279,7 @@ class _Visit:
 
 
 def _pack_ordered(
-    order: Sequence[tuple[Span, _Block]],
+    order: Sequence[tuple[Span, OuterBlock]],
     rows: int,
     inner: int,
     starts: Sequence[int],
@@ -507,7 +328,7 @@ def _pack_ordered(
             same = [turn] * len(blocks)
             following[blocks.start : blocks.stop] = turns[blocks.start : blocks.stop] = same
         visited.append(pieces)
-    table = _pack(order, peel=False, visited=visited[::-1], written=written)
+    table = pack(order, peel=False, visited=visited[::-1], written=written)
     return replace(table, turns=tuple(turns), cleared=_cleared(turns, earlier, shared, inner, starts, stops, numbers))
 
 
@@ -561,7 +382,7 @@ def _repeats(visits: list[_Visit], inner: int) -> Iterator[tuple[_Visit, int]]:
             seen[number] += 1
 
 
-def _order(collected: dict[Span, _Block], inner: int, short: int) -> tuple[list[tuple[Span, _Block]], bool]:
+def _order(collected: dict[Span, OuterBlock], inner: int, short: int) -> tuple[list[tuple[Span, OuterBlock]], bool]:
     """Return the outer blocks of an ordered table in the order in which programs wait least, and `LaunchTable.waits`.
 
     All outer blocks visit inner blocks by increasing index. In groups that visit the same inner blocks, such as those
@@ -574,7 +395,7 @@ def _order(collected: dict[Span, _Block], inner: int, short: int) -> tuple[list[
     inner blocks. Programs of one head visit the same inner blocks at the same time. In the other order, the L2 would
     have to hold those of all heads: 16,384 causal tokens took twice as long on one H100.
     """
-    groups: list[list[tuple[Span, _Block]]] = []
+    groups: list[list[tuple[Span, OuterBlock]]] = []
     ends: list[int] = []
     for span, block in sorted(collected.items(), key=lambda item: item[0]):
         block.sort()
@@ -605,8 +426,8 @@ def _equal_parts(values: Sequence[int], where: range) -> Iterator[tuple[range, i
         at = stop
 
 
-def _pack(
-    blocks: Iterable[tuple[Span, _Block]],
+def pack(
+    blocks: Iterable[tuple[Span, OuterBlock]],
     *,
     peel: bool,
     long: Span | None = None,
@@ -650,6 +471,6 @@ def _pack(
     return LaunchTable(numbers, len(order), long, lengths)
 
 
-def _walked(block: _Block, *, peel: bool) -> list[tuple[int, ...]]:
+def _walked(block: OuterBlock, *, peel: bool) -> list[tuple[int, ...]]:
     """Return (first inner index, number of blocks) of the runs of an outer block, in the order of its visits."""
     return [*block.runs, *((entry[0], 1) for entry in block.masked[1:])] if peel else [*block.walked()]

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from burst_portable.backends.cuda.hopper.block_tables import (
     LaunchTable,
-    Span,
     backward_table,
     divided_table,
     forward_table,
     ordered_table,
     query_starts,
 )
+from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.planning.tiles import Tiles
 
 OUT_16, OUT_32, MERGE_32 = 0, 1, 2

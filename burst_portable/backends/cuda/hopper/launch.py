@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.driver import Bound, Described, kernel_driver, pack_described, ready
-from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, Span, backward_table
+from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table
 from burst_portable.backends.cuda.hopper.configs import (
     KEY_BLOCK,
     BackwardCut,
@@ -30,6 +30,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     turns,
     writing_cuts,
 )
+from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.backends.cuda.hopper.saved_kernels import file_of, find, save
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import align_rows

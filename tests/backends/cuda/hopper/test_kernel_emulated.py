@@ -542,7 +542,6 @@ def use_planted(source, text, replaced, folder, monkeypatch):
     """Use the module with one text replaced in backward passes."""
     module = plant(source, (text, replaced), folder)
     if source is block_tables:
-        module.SHORT, module.part_length = block_tables.SHORT, block_tables.part_length
         for name in ("backward_table", "ordered_table", "divided_table"):
             monkeypatch.setattr(configs, name, getattr(module, name))
     elif source is configs:
