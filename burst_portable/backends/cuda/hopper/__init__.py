@@ -12,6 +12,7 @@
 `parts`              functions that the kernels share: shared memory, TMA, softmax, softcap, masks, layouts.
 `outer_blocks`       from a list of tiles to the blocks that each program visits.
 `block_tables`       tables of these blocks, and their format.
+`ordered_tables`     tables for a deterministic backward.
 `configs`            block sizes by head size, and the choice of the launches of a pass.
 `saved_kernels`      compiled kernels on disk, which a new process finds without Triton.
 `launch`             launches with little host time (`backends.cuda.driver`); tables kept on their device.

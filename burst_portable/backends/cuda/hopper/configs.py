@@ -13,14 +13,8 @@ from functools import cache
 from heapq import heapreplace
 from typing import NamedTuple
 
-from burst_portable.backends.cuda.hopper.block_tables import (
-    LaunchTable,
-    backward_table,
-    divided_table,
-    forward_table,
-    ordered_table,
-    query_starts,
-)
+from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
+from burst_portable.backends.cuda.hopper.ordered_tables import divided_table, ordered_table, query_starts
 from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.planning.tiles import Tiles
 

@@ -8,15 +8,9 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 
-from burst_portable.backends.cuda.hopper.block_tables import (
-    LaunchTable,
-    backward_table,
-    divided_table,
-    forward_table,
-    ordered_table,
-    query_starts,
-)
+from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
 from burst_portable.backends.cuda.hopper.configs import Pass, adding_cuts, forward_cut, turns, writing_cuts
+from burst_portable.backends.cuda.hopper.ordered_tables import divided_table, ordered_table, query_starts
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda.hopper import backward, backward_launches, block_tables, configs, kernel, launch
+from burst_portable.backends.cuda.hopper import backward, backward_launches, configs, kernel, launch, ordered_tables
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
 from burst_portable.backends.cuda.hopper.launch import forward_launch, sizes_of
@@ -248,7 +248,7 @@ def test_emulated_ordered_gradients_of_divided_keys(mask, dim, single_call, monk
 
 
 ORDERED_BUGS = {
-    "all parts write the same rows": (block_tables, "written = [(k_block * i,", "written = [(0 * i,"),
+    "all parts write the same rows": (ordered_tables, "written = [(k_block * i,", "written = [(0 * i,"),
     "one part only": (backward_launches, "one.sum((1, 4))", "one[:, 0].sum(3)"),
     "one query head only": (backward_launches, "one.sum((1, 4))", "one.sum(1)[:, :, :, 0]"),
 }
@@ -274,7 +274,7 @@ FRESH_BUGS = {
 @pytest.mark.parametrize("bug", FRESH_BUGS)
 def test_emulation_finds_bug_of_fresh_gradients(bug, tmp_path, monkeypatch):
     """Each first visit of a block of dQ writes it, unless the block is cleared before."""
-    use_planted(block_tables, *FRESH_BUGS[bug], tmp_path, monkeypatch)
+    use_planted(ordered_tables, *FRESH_BUGS[bug], tmp_path, monkeypatch)
     hopper_cases.new_kernel(monkeypatch)  # the other one keeps launches
     masks = (("documents:0,333,700", 96, 700), (SHORT_DOCUMENTS, 96, 300))
 
@@ -541,8 +541,8 @@ def plant(module, change, folder):
 def use_planted(source, text, replaced, folder, monkeypatch):
     """Use the module with one text replaced in backward passes."""
     module = plant(source, (text, replaced), folder)
-    if source is block_tables:
-        for name in ("backward_table", "ordered_table", "divided_table"):
+    if source is ordered_tables:
+        for name in ("ordered_table", "divided_table"):
             monkeypatch.setattr(configs, name, getattr(module, name))
     elif source is configs:
         monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
