@@ -1,4 +1,4 @@
-"""Make random lists of disjoint tiles, and count the pairs that a launch table of the Hopper kernels covers."""
+"""Make lists of disjoint tiles and their dense masks, and count the pairs that a Hopper launch table covers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,50 @@ import numpy as np
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
-from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.backends.cuda.hopper.configs import Pass
+from burst_portable.layout import Segment
+from burst_portable.mask import Mask
+from burst_portable.planning.tiles import Tile, Tiles, find_tiles
 
 pytest.importorskip("triton")
 from burst_portable.planning.tiles import make_tile
 
 SEQ = 700
+
+CASES = {
+    "full": [Tile(0, SEQ, 0, SEQ, -SEQ, SEQ)],
+    "causal": [Tile(0, SEQ, 0, SEQ, 0, SEQ)],
+    "anticausal": [Tile(0, SEQ, 0, SEQ, -SEQ, 0)],
+    "window": [Tile(0, SEQ, 0, SEQ, 0, 150)],
+    "short rows": [Tile(130, 200, 0, 600, -SEQ, SEQ)],
+    "one pair": [Tile(300, 301, 500, 501, -200, -200)],
+    "documents": [Tile(0, 100, 0, 100, 0, 99), Tile(100, 250, 100, 250, 0, 149), Tile(250, 700, 250, 700, 0, 449)],
+    "sink and window": [Tile(0, SEQ, 8, SEQ, 0, 100), Tile(0, SEQ, 0, 8, 0, SEQ)],
+    "long documents": [Tile(0, 90, 0, 90, 0, 89), Tile(90, 640, 90, 640, 0, 549), Tile(640, 700, 640, 700, 0, 59)],
+    "a document and what all see": [Tile(0, SEQ, 0, 50, -SEQ, SEQ), Tile(77, 690, 77, 690, 0, 600)],
+    "nothing": [],
+}
+
+
+def dense(tiles: Tiles, length: int = SEQ) -> np.ndarray:
+    """Return how often the tiles contain each pair [rows, columns]."""
+    seen = np.zeros((length, length), dtype=np.int8)
+    rows, columns = np.arange(length)[:, None], np.arange(length)[None, :]
+    for t in tiles:
+        inside = (rows >= t.q_start) & (rows < t.q_stop) & (columns >= t.k_start) & (columns < t.k_stop)
+        seen += inside & (rows - columns >= t.lo) & (rows - columns <= t.hi)
+    return seen
+
+
+def a_pass(length: int, heads: int, group: int = 1, dim: int = 128) -> Pass:
+    """Return the sizes of a pass of one batch row, in which `group` query heads share a K/V head."""
+    return Pass(1, length, length, heads, heads // group, dim, dim, processors=132)
+
+
+def mask_tiles(mask: str, length: int) -> Tiles:
+    """Return the tiles of a mask over one shard that holds all tokens."""
+    segment = (Segment(0, length),)
+    return find_tiles(Mask.parse(mask, length), segment, segment)
 
 
 def count_visits(table: LaunchTable, outer: int, inner: int, *, peel: bool, length: int = SEQ) -> np.ndarray:

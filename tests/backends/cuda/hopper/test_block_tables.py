@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain, pairwise
 
-import numpy as np
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
-from burst_portable.backends.cuda.hopper.configs import Pass, adding_cuts, forward_cut, turns, writing_cuts
-from burst_portable.backends.cuda.hopper.ordered_tables import divided_table, ordered_table, query_starts
+from burst_portable.backends.cuda.hopper.configs import forward_cut, turns, writing_cuts
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles
-from tests.support.launch_tables import LENGTH, LISTS, SEQ, count_visits, random_tiles
+from tests.support.launch_tables import (
+    CASES,
+    LENGTH,
+    LISTS,
+    SEQ,
+    a_pass,
+    count_visits,
+    dense,
+    mask_tiles,
+    random_tiles,
+)
 
 pytest.importorskip("triton")
-
-SHORT = 64
-"""Inner blocks up to which groups of the ordered tables here have decreasing indices."""
-
-CASES = {
-    "full": [Tile(0, SEQ, 0, SEQ, -SEQ, SEQ)],
-    "causal": [Tile(0, SEQ, 0, SEQ, 0, SEQ)],
-    "anticausal": [Tile(0, SEQ, 0, SEQ, -SEQ, 0)],
-    "window": [Tile(0, SEQ, 0, SEQ, 0, 150)],
-    "short rows": [Tile(130, 200, 0, 600, -SEQ, SEQ)],
-    "one pair": [Tile(300, 301, 500, 501, -200, -200)],
-    "documents": [Tile(0, 100, 0, 100, 0, 99), Tile(100, 250, 100, 250, 0, 149), Tile(250, 700, 250, 700, 0, 449)],
-    "sink and window": [Tile(0, SEQ, 8, SEQ, 0, 100), Tile(0, SEQ, 0, 8, 0, SEQ)],
-    "long documents": [Tile(0, 90, 0, 90, 0, 89), Tile(90, 640, 90, 640, 0, 549), Tile(640, 700, 640, 700, 0, 59)],
-    "a document and what all see": [Tile(0, SEQ, 0, 50, -SEQ, SEQ), Tile(77, 690, 77, 690, 0, 600)],
-    "nothing": [],
-}
-
-
-def dense(tiles: Tiles, length: int = SEQ) -> np.ndarray:
-    seen = np.zeros((length, length), dtype=np.int8)
-    rows, columns = np.arange(length)[:, None], np.arange(length)[None, :]
-    for t in tiles:
-        inside = (rows >= t.q_start) & (rows < t.q_stop) & (columns >= t.k_start) & (columns < t.k_stop)
-        seen += inside & (rows - columns >= t.lo) & (rows - columns <= t.hi)
-    return seen
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,155 +42,6 @@ def test_backward_table_equals_mask(name):
     seen = count_visits(backward_table(tiles, SEQ, 64, 128), 128, 64, peel=False)
     assert (seen[:SEQ, :SEQ] == dense(tiles).T).all()
     assert (seen[SEQ:] == 0).all(), "keys past the end must be hidden: their P is not finite"
-
-
-def check_order(table: LaunchTable, inner: int, starts: Sequence[int] = (0,), rows: int = SEQ) -> None:
-    """Check that each visit of an inner block passes the turn to the next one, and that every row is written before.
-
-    A row is written if it is cleared, or if the first visit of its block may write it. Only visits of one document may
-    write its rows. `starts` are the first rows of the documents.
-    """
-    turn, written = list(table.turns), np.zeros(rows + inner, dtype=bool)
-    for start, stop in table.cleared:
-        written[start:stop] = True
-    for number in range(table.blocks):
-        runs_at, runs = table.numbers[16 * number + 1 : 16 * number + 3]
-        turns_at = table.numbers[16 * number + 7]
-        for r in range(runs):
-            start, count = table.numbers[runs_at + 2 * r : runs_at + 2 * r + 2]
-            first, mine, following, begins = table.numbers[turns_at + 4 * r : turns_at + 4 * r + 4]
-            origin = max(at for at in starts if at <= start)
-            end = min([at for at in starts if at > start], default=rows + inner)
-            assert (start - origin) % inner == 0, "a visit touches one inner block of its document"
-            assert mine % table.blocks == number
-            for block in range(count):
-                at = start + block * inner
-                assert turn[first + block] == mine, (number, block)
-                assert following != mine, "a visit before may not be over"
-                turn[first + block] = following
-                assert not begins or at + inner <= end, "a block of two documents is written"
-                assert begins or written[at : min(at + inner, end, rows)].all(), "a sum without a start"
-                assert not begins or not written[at : at + inner].any() or any(a <= at < b for a, b in table.cleared)
-                written[at : min(at + inner, end)] = True
-    assert set(turn) <= {-1}, turn
-    assert written[:rows].all()
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("every_block_of", [0, SEQ])
-def test_ordered_table_equals_mask_and_has_order(name, every_block_of):
-    table = ordered_table(Tiles(CASES[name]), SEQ, 64, 128, every_block_of, short=SHORT)
-    seen = count_visits(table, 128, 64, peel=False)
-    assert (seen[:SEQ, :SEQ] == dense(Tiles(CASES[name])).T).all()
-    assert (seen[SEQ:] == 0).all()
-    check_order(table, 64)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_divided_ordered_table_equals_mask_and_has_order(name):
-    table = divided_table(Tiles(CASES[name]), SEQ, 64, 128, fill=(1, 132))
-    seen = count_visits(table, 128, 64, peel=False)
-    assert (seen[:SEQ, :SEQ] == dense(Tiles(CASES[name])).T).all()
-    check_order(table, 64)
-    assert sum(count for _, count in table.parts) == table.blocks
-
-
-DOCUMENTS = Tiles([Tile(at, stop, at, stop, 0, stop) for at, stop in ((0, 333), (333, 650), (650, 700), (700, 1000))])
-
-
-def test_ordered_blocks_start_at_long_documents():
-    starts = query_starts(DOCUMENTS, 1000, 64)
-    assert starts == (0, 332, 700), "not at a short document, and at multiples of 4"
-    table = ordered_table(DOCUMENTS, 1000, 64, 128, 1000, short=SHORT, starts=starts)
-    assert table.cleared == ((320, 332), (332, 396), (652, 700), (700, 764)), "blocks at the borders of documents"
-    check_order(table, 64, starts, 1000)
-    aligned = ordered_table(DOCUMENTS, 1000, 64, 128, 1000, short=SHORT)
-    assert table.total < aligned.total
-
-
-def test_query_starts_are_where_no_tile_continues():
-    window = Tile(0, 4096, 0, 4096, 0, 1023)
-    sink = Tile(1100, 4096, 0, 64, -4096, 4096)
-    assert query_starts(Tiles([window, sink]), 4096, 64) == (0,)
-
-
-def test_check_order_finds_visit_that_writes_a_shared_block():
-    """A first visit that writes a block with rows of two documents would erase sums of the second one."""
-    starts = query_starts(DOCUMENTS, 1000, 64)
-    table = ordered_table(DOCUMENTS, 1000, 64, 128, 1000, short=SHORT, starts=starts)
-    shared = 320
-    for number in range(table.blocks):
-        runs_at, runs = table.numbers[16 * number + 1 : 16 * number + 3]
-        for r in range(runs):
-            if table.numbers[runs_at + 2 * r] == shared:
-                table.numbers[table.numbers[16 * number + 7] + 4 * r + 3] = 1
-    with pytest.raises(AssertionError, match="two documents"):
-        check_order(table, 64, starts, 1000)
-
-
-def test_check_order_finds_wrong_next_visitor():
-    table = ordered_table(Tiles(CASES["causal"]), SEQ, 64, 128, short=SHORT)
-    table.numbers[table.numbers[7] + 2] += 1
-    with pytest.raises(AssertionError):
-        check_order(table, 64)
-
-
-def ordered_rows(mask: str, length: int, heads: int = 16) -> tuple[list[int], bool, list[bool]]:
-    """Return the key block of each work row, `waits`, and whether each row begins where no earlier row has been."""
-    shard = (Segment(0, length),)
-    tiles = find_tiles(Mask.parse(mask, length), shard, shard)
-    (_, table), *_ = writing_cuts(tiles, a_pass(length, heads), ordered=True)
-    rows = [table.numbers[16 * n : 16 * n + 8] for n in range(table.blocks)]
-    begins = [table.turns[table.numbers[row[1]] // 64] == number for number, row in enumerate(rows)]
-    return [row[0] // 128 for row in rows], table.waits, begins
-
-
-@pytest.mark.parametrize("mask", ["window:1024", "documents:0,1024,2048,6144,8192"])
-def test_ordered_rows_begin_where_no_other_has_been(mask):
-    keys, waits, begins = ordered_rows(mask, 8192)
-    assert all(begins)
-    assert not waits
-    assert keys[0] == (47 if mask.startswith("documents") else 63), "the longest document first, its last keys first"
-
-
-@pytest.mark.parametrize("mask", ["causal", "prefix:9000"])
-def test_ordered_rows_of_long_groups_have_increasing_keys(mask):
-    keys, waits, begins = ordered_rows(mask, 16384)
-    assert keys == sorted(keys)
-    assert waits
-    assert not all(begins)
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_ordered_cuts_divide_sinks_and_keep_windows_whole(writes):
-    about, make = a_pass(16384, 16, group=4), writing_cuts if writes else adding_cuts
-    (whole, rest), (apart, divided) = make(mask_tiles("sink:64:1024", 16384), about, ordered=True)
-    assert (whole.span, whole.keys, whole.separate) == (4, None, False)
-    assert (apart.span, apart.keys, apart.separate, apart.ordered) == (1, (0, 64), True, True)
-    assert rest.longest <= 18
-    assert divided.parts == (((0, 64), divided.blocks),)
-    assert divided.longest <= 32 < divided.total
-    outs = [divided.numbers[16 * n + i] for n in range(divided.blocks) for i in (9, 6)]
-    assert outs == [128 * (n + i) for n in range(divided.blocks) for i in (0, 1)]
-    ((window, _),) = make(mask_tiles("window:1024", 16384), about, ordered=True)
-    assert (window.span, window.separate) == (4, False)
-
-
-@pytest.mark.parametrize(("length", "separate"), [(16384, True), (1 << 18, False)])
-def test_ordered_cut_by_query_head_takes_bounded_memory(length, separate):
-    ((cut, _),) = adding_cuts(mask_tiles("causal", length), a_pass(length, 16, group=4), ordered=True)
-    assert cut.separate is separate
-
-
-def test_ordered_rows_that_begin_together_wait():
-    _, waits, _ = ordered_rows("full", 2048)
-    assert waits
-
-
-def test_ordered_table_size_grows_with_border_not_area():
-    n = 1 << 17
-    for tile in (Tile(0, n, 0, n, 0, n - 1), Tile(0, n, 0, n, 0, 4095), Tile(0, n, 0, n, -n, n)):
-        assert len(ordered_table(Tiles([tile]), n, 64, 128, n, short=SHORT).numbers) <= 80 * (n // 128)
 
 
 def test_tables_mask_border_blocks_only():
@@ -259,15 +91,6 @@ def test_backward_table_splits_long_blocks_to_add_gradients():
     assert max(map(len, added)) <= 64
     assert sorted(chain(*written)) == sorted(chain(*added)), "the same, no more and no less"
     assert not backward_table(Tiles([Tile(0, n, 0, n, 0, n)]), n, 64, 128).long, "causal: twice the average"
-
-
-def a_pass(length: int, heads: int, group: int = 1, dim: int = 128) -> Pass:
-    return Pass(1, length, length, heads, heads // group, dim, dim, processors=132)
-
-
-def mask_tiles(mask: str, length: int) -> Tiles:
-    segment = (Segment(0, length),)
-    return find_tiles(Mask.parse(mask, length), segment, segment)
 
 
 @pytest.mark.parametrize(
@@ -474,8 +297,3 @@ def test_backward_tables_equal_random_masks(size: tuple[int, int]) -> None:
             found = count_visits(table, *reversed(size), peel=False, length=LENGTH)
             assert (found[:columns, :rows] == seen.T).all(), seed
             assert not found[columns:, :rows].any(), seed
-            for starts in ((0,), query_starts(tiles, rows, size[0])):
-                table = ordered_table(tiles, rows, *size, every_block_of, short=SHORT, starts=starts)
-                found = count_visits(table, *reversed(size), peel=False, length=LENGTH)
-                assert (found[:columns, :rows] == seen.T).all(), seed
-                check_order(table, size[0], starts, rows)
