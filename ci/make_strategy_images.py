@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import burst_portable as bp
-from burst_portable.planning.plans import PassPlan, Plan, heads_of_rank
+from burst_portable.planning.head_division import heads_of_rank
+from burst_portable.planning.plans import PassPlan, Plan
 from burst_portable.planning.schedule import Step
 from burst_portable.strategies.registry import make_strategy
 

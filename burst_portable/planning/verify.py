@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from burst_portable.planning.plans import HeadSplit, PassPlan, Plan, block_pairs, heads_of_rank
+from burst_portable.planning.head_division import HeadSplit, heads_of_rank
+from burst_portable.planning.plans import PassPlan, Plan, block_pairs
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import BlockTiles, Compute, Step
 from burst_portable.planning.tiles import Tiles, find_tiles

@@ -37,8 +37,8 @@ from burst_portable.kernels.base import BackwardInputs, arrived
 from burst_portable.layout import Layout, Segment
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.planning.cost import STRIDED_BATCHES
+from burst_portable.planning.head_division import HeadGroup, HeadRange, heads_of_rank
 from burst_portable.planning.messages import Field, head_room
-from burst_portable.planning.plans import HeadGroup, HeadRange, heads_of_rank
 from burst_portable.runtime.executor import backward_rows, forward_rows
 from burst_portable.runtime.prepared_call import Executor, PreparedCall
 

@@ -19,14 +19,8 @@ from dataclasses import dataclass, replace
 from burst_portable.errors import UnsupportedError
 from burst_portable.layout import contiguous
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.plans import (
-    HeadSplit,
-    Plan,
-    can_divide_heads,
-    can_group_heads,
-    heads_per_rank,
-    make_pass_plan,
-)
+from burst_portable.planning.head_division import HeadSplit, can_divide_heads, can_group_heads, heads_per_rank
+from burst_portable.planning.plans import Plan, make_pass_plan
 from burst_portable.planning.routes import RingRoute
 from burst_portable.strategies.base import Machine, Strategy, ring_plan
 from burst_portable.strategies.options import Option, option

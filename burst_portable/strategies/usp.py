@@ -32,7 +32,8 @@ from typing import Literal
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.plans import HeadSplit, Plan, can_divide_heads, heads_per_rank
+from burst_portable.planning.head_division import HeadSplit, can_divide_heads, heads_per_rank
+from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Side
 from burst_portable.strategies.base import (
     OFFERED_IN_NODES,

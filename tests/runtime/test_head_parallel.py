@@ -22,7 +22,7 @@ from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.cost import plan_cost, reshard_bytes
 from burst_portable.planning.hardware import HardwareSpec
-from burst_portable.planning.plans import can_group_heads, split_heads
+from burst_portable.planning.head_division import can_group_heads, split_heads
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.planning.verify import verify
 from burst_portable.runtime.head_parallel import row_orders
