@@ -19,7 +19,8 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.head_division import heads_per_rank
 from burst_portable.planning.memory import score_bytes
 from burst_portable.planning.messages import exchanges, local_block_size, message_sizes, row_size
-from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, keeps_rank_order
+from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
+from burst_portable.planning.rank_order import keeps_rank_order
 from burst_portable.planning.routes import Move, Rows, to_pack
 from burst_portable.planning.schedule import Compute, interleave_groups
 

@@ -18,7 +18,8 @@ from functools import lru_cache
 
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.messages import PassMessages, StepMessages, exchanges
-from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, keeps_rank_order, with_rank_order
+from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
+from burst_portable.planning.rank_order import keeps_rank_order, with_rank_order
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step, interleave_groups
 

@@ -17,7 +17,7 @@
 
 To heads, a rank gets one message per group from every other rank, packed in one copy per tensor, or sent without
 packing (`Transport.supports_strided_sends`). Received rows are in the order of ranks, and are used in place if the plan
-has rank order (`planning.plans.with_rank_order`). Back, there is one message per tensor, without a copy in that case.
+has rank order (see `planning.rank_order`). Back, there is one message per tensor, without a copy in that case.
 """
 
 from __future__ import annotations

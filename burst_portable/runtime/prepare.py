@@ -34,7 +34,8 @@ from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.messages import Inboxes, inboxes
-from burst_portable.planning.plans import Plan, with_rank_order
+from burst_portable.planning.plans import Plan
+from burst_portable.planning.rank_order import with_rank_order
 from burst_portable.runtime.ahead import compile_ahead
 from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_groups import GroupExecutor

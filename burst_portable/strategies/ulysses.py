@@ -69,7 +69,7 @@ class UlyssesStrategy(Strategy):
             return ring_plan(call, self.name, side="kv", route=RingRoute(1))
         heads, kv_heads = heads_per_rank(call, ranks)
         # After the first all-to-all every rank has all rows, here in natural order: this is a call of one rank.
-        # `runtime.prepare.plan_for_kernel` may change that to rank order: see `planning.plans`.
+        # `runtime.prepare.plan_for_kernel` may change that to rank order: see `planning.rank_order`.
         local = replace(
             call,
             layout=contiguous(call.layout.length, 1),

@@ -15,7 +15,8 @@ from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.head_division import HeadSplit
 from burst_portable.planning.messages import inboxes
-from burst_portable.planning.plans import Plan, with_rank_order
+from burst_portable.planning.plans import Plan
+from burst_portable.planning.rank_order import with_rank_order
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.auto import AutoStrategy

@@ -8,7 +8,7 @@ import burst_portable as bp
 from burst_portable.layout import Layout, Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.plans import keeps_rank_order, with_rank_order
+from burst_portable.planning.rank_order import keeps_rank_order, with_rank_order
 from burst_portable.strategies.registry import make_strategy
 
 USUAL = {"heads": 6, "kv_heads": 6, "head_dim": 64, "mask": "full", "layout": "contiguous"}
