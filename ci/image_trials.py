@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burst_portable import Mesh, run_threads
 from burst_portable.integrations.transformers import all_reduce_gradients, parallelize
-from burst_portable.integrations.transformers.models.checks import text_model_of
+from burst_portable.integrations.transformers.models.model_parts import text_model_of
 
 
 def try_images(name: str) -> Trial:

@@ -21,7 +21,7 @@ from burst_portable.integrations.accelerator_check import ON_CPUS, check_acceler
 from burst_portable.integrations.gathering import gather_rows, warn_about_gathering
 from burst_portable.integrations.schedulers import warn_about_schedulers
 from burst_portable.integrations.transformers.models.adapters import check_adapters, reads_logits
-from burst_portable.integrations.transformers.models.checks import part_below_head
+from burst_portable.integrations.transformers.models.model_parts import part_below_head
 from burst_portable.integrations.transformers.parallel import parallelize
 from burst_portable.integrations.transformers.sharded_model import ShardedModel, sharded_model_of
 from burst_portable.integrations.versions import importing

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from burst_portable.errors import InputError
-from burst_portable.integrations.transformers.models.checks import part_below_head
+from burst_portable.integrations.transformers.models.model_parts import part_below_head
 from burst_portable.integrations.transformers.parallel import parallelize
 from burst_portable.integrations.transformers.sharded_model import ShardedModel
 from burst_portable.integrations.versions import check_version, importing

@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers import ShardedModel, parallelize
 from burst_portable.integrations.transformers.models.adapters import check_adapters
-from burst_portable.integrations.transformers.models.checks import part_below_head
+from burst_portable.integrations.transformers.models.model_parts import part_below_head
 from burst_portable.integrations.versions import check_version, importing
 from burst_portable.mesh import Mesh
 

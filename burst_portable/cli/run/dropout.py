@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.layers.dropout_streams import DropoutStreams
-from burst_portable.integrations.transformers.models.checks import text_model_of
+from burst_portable.integrations.transformers.models.model_parts import text_model_of
 from burst_portable.kernels.dropout import weight_factors
 from burst_portable.planning.call import Dropout
 

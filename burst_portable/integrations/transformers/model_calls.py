@@ -41,10 +41,10 @@ from burst_portable.integrations.transformers.models.checks import (
     check_layerdrop,
     check_no_document_lengths,
     check_positions,
-    has_head,
     parameters_of,
     takes,
 )
+from burst_portable.integrations.transformers.models.model_parts import has_head
 from burst_portable.integrations.transformers.models.outer_model import (
     check_forward,
     check_outer_models,

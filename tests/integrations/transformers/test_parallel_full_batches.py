@@ -27,7 +27,7 @@ from burst_portable.integrations.transformers import (
 )
 from burst_portable.integrations.transformers.batches import divider
 from burst_portable.integrations.transformers.full_batches import outputs
-from burst_portable.integrations.transformers.models.checks import part_below_head
+from burst_portable.integrations.transformers.models.model_parts import part_below_head
 from burst_portable.sharding import shard_batch
 from tests.support.models import LENGTH, SIZES, gradients_of, make, tokens
 

@@ -16,7 +16,7 @@ from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.gradients import all_reduce
 from burst_portable.integrations.transformers.batches.left_padding import roll_rows
 from burst_portable.integrations.transformers.full_batches.ungathered import UngatheredOutput
-from burst_portable.integrations.transformers.models.checks import has_head
+from burst_portable.integrations.transformers.models.model_parts import has_head
 from burst_portable.integrations.transformers.training.batch_check import KEY
 from burst_portable.integrations.transformers.training.gradient_parts import check_differentiated_once
 from burst_portable.layout import Layout

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError, format_error
+from burst_portable.integrations.transformers.models.model_parts import has_head, has_tokenwise_head, text_model_of
 from burst_portable.integrations.transformers.models.padding_positions import has_unknown_positions, padding_indices
 from burst_portable.integrations.transformers.models.recurrent_layers import RECURRENT_TYPES, recurrent_layers
 from burst_portable.mesh import Mesh
@@ -108,8 +109,6 @@ def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) ->
     return given
 
 
-LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
-HEADS = (*LANGUAGE_HEADS, "ForTokenClassification")
 _READS_SINGLE_TOKENS = "a head or a pooler that reads single tokens, which only one rank has"
 _COUNTS_PADDING = "embeddings of positions that depend on padding otherwise than RoBERTa's, or without pad_token_id"
 _SCALES_BY_ROW = "token_dropout in other models than ESM's encoders, which scales embeddings by masked tokens of a row"
@@ -205,48 +204,6 @@ def _unsupported_part(model: PreTrainedModel, *, full_batches: bool) -> str | No
     if reason := _unsupported_reason(text):
         return f"{parts}, of which {type(text).__name__} is not supported: {reason}"
     return None if full_batches else f"{parts}; pass full_batches=True, or its language model"
-
-
-def has_head(model: Any) -> bool:
-    """Return whether a model computes logits and a loss. Some models of several parts have no base model (Llama 4)."""
-    if text_model_of(model) is not model:
-        return bool(model.can_generate())
-    return model.base_model is not model
-
-
-def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the text model within a model of several parts, or the model itself if it has no such part."""
-    config = model.config.get_text_config()
-    if config is model.config:
-        return model
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model)
-    return next((part for part in parts if part.config is config), model)
-
-
-def part_below_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model that frameworks shard: the base model of a classifier, else the model itself.
-
-    Its head gets the hidden states of all tokens, and computes the loss on every rank. Gradients must be averaged.
-    """
-    base = model.base_model
-    is_language_model = any(cls.__name__.endswith(LANGUAGE_HEADS) for cls in type(model).__mro__)
-    if is_language_model or base is model or not isinstance(base, PreTrainedModel) or text_model_of(model) is not model:
-        return model
-    return base
-
-
-def has_tokenwise_head(model: PreTrainedModel) -> bool:
-    """Return whether all layers after attention process each token independently."""
-    if model.base_model is model:
-        return not _pools_tokens(model)
-    return any(base.__name__.endswith(HEADS) for base in type(model).__mro__)
-
-
-def _pools_tokens(model: nn.Module) -> bool:
-    """Return whether the output of a model has a `pooler_output`, unless the model was created without a pooler."""
-    if hasattr(model, "pooler"):
-        return model.pooler is not None
-    return "Pooling" in str(inspect.signature(type(model).forward).return_annotation)
 
 
 def _mixes_tokens(module: nn.Module) -> bool:

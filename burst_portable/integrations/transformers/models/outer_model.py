@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from burst_portable.errors import UnsupportedError
-from burst_portable.integrations.transformers.models.checks import LANGUAGE_HEADS, has_tokenwise_head
+from burst_portable.integrations.transformers.models.model_parts import LANGUAGE_HEADS, has_tokenwise_head
 
 
 def check_outer_models(module: PreTrainedModel) -> None:
