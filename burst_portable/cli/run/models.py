@@ -149,7 +149,7 @@ def config_of(name: str, seq_len: int) -> Any:
     _check_sizes({name: getattr(config, name, None) for name in _SIZES}, _SIZES)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
-        from burst_portable.integrations.transformers.models.checks import LONGER_CONTEXT
+        from burst_portable.integrations.transformers.models.position_limits import LONGER_CONTEXT
 
         what = "the sequence is longer than the model's max_position_embeddings"
         raise InputError(what, got=f"--seq-len {seq_len}", allowed=f"at most {longest}", next_step=LONGER_CONTEXT)

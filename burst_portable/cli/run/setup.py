@@ -27,7 +27,8 @@ from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.integrations.transformers.layers.global_positions import can_watch_positions
 from burst_portable.integrations.transformers.layouts import masks_of_layers, sizes_of
-from burst_portable.integrations.transformers.models.checks import check_model, check_positions
+from burst_portable.integrations.transformers.models.checks import check_model
+from burst_portable.integrations.transformers.models.position_limits import check_positions
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.base import Strategy

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from burst_portable.errors import InputError, LayoutError
 from burst_portable.integrations.transformers.batches.divider import on_device
 from burst_portable.integrations.transformers.layouts import Layouts
-from burst_portable.integrations.transformers.models.checks import keeps_activations, longer_than_trained
+from burst_portable.integrations.transformers.models.checks import keeps_activations
+from burst_portable.integrations.transformers.models.position_limits import longer_than_trained
 from burst_portable.layout import Layout
 from burst_portable.mask import checked_cu_seqlens
 from burst_portable.mesh import Mesh

@@ -40,7 +40,6 @@ from burst_portable.integrations.transformers.models.checks import (
     check_cache,
     check_layerdrop,
     check_no_document_lengths,
-    check_positions,
     parameters_of,
     takes,
 )
@@ -50,6 +49,7 @@ from burst_portable.integrations.transformers.models.outer_model import (
     check_outer_models,
     check_padding_below_heads,
 )
+from burst_portable.integrations.transformers.models.position_limits import check_positions
 from burst_portable.integrations.transformers.rank_agreement import RankAgreement
 from burst_portable.integrations.transformers.running_call import RunningCall
 from burst_portable.integrations.transformers.shard_arguments import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations.transformers.models.checks import has_relative_positions
 from burst_portable.integrations.transformers.models.padding_positions import POSITIONS
+from burst_portable.integrations.transformers.models.position_limits import has_relative_positions
 
 _ROWS = ("input_ids", "labels", "attention_mask")
 

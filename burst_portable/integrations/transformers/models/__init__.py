@@ -4,6 +4,7 @@
 `checks`              whether a model, its arguments and its positions are supported.
 `model_parts`         the head, the base model and the text model of a model.
 `recurrent_layers`    the recurrent layers that can continue, and the sizes of their states.
+`position_limits`     how a model uses positions, and the longest sequence that they allow.
 `padding_positions`   positions that count from the id of the padding token.
 `adapters`            adapters of PEFT.
 `outer_model`         the model that calls a parallelized base model.

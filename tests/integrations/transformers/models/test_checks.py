@@ -48,7 +48,7 @@ from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.bands import Band, read_mask
 from burst_portable.integrations.transformers.deferred_mask import DeferredMask
 from burst_portable.integrations.transformers.loss import ShardedLoss
-from burst_portable.integrations.transformers.models.checks import check_positions
+from burst_portable.integrations.transformers.models.position_limits import check_positions
 from tests.support.models import SIZES, checkpoint_activations, make, mesh_without_peer, tokens
 
 ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
