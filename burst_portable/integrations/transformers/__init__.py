@@ -17,7 +17,8 @@ The modules, in the order in which these lines reach them. The map of a folder i
 `layouts`                            the layout of each sequence.
 `batches/`                           from rows of the batch to this rank's arguments (`batches.divider`).
 `shard_mark`                         the error of other models that get these arguments.
-`model_calls`                        hooks around each call of the model. They use the next seven rows:
+`model_calls`                        hooks around each call of the model. They use the next eight rows:
+`call_arguments`                     arguments and position ids that are not supported.
 `shard_arguments`, `call_sequence`   arguments that `shard` added; the unsharded sequence of a call.
 `model_facts`, `running_call`        facts about the model, and what the end of a call needs from its beginning.
 `full_batches/`                      the same for calls that take full batches, and their gathered outputs.

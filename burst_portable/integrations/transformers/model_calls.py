@@ -11,6 +11,12 @@ from transformers import PreTrainedModel
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.attention import NAME
 from burst_portable.integrations.transformers.batches.divider import BatchDivider, token_inputs_of
+from burst_portable.integrations.transformers.call_arguments import (
+    PositionCheck,
+    check_arguments,
+    check_cache,
+    check_no_document_lengths,
+)
 from burst_portable.integrations.transformers.call_errors import no_attention, unknown_labels, unknown_order
 from burst_portable.integrations.transformers.call_sequence import (
     CallSequence,
@@ -34,15 +40,7 @@ from burst_portable.integrations.transformers.loss import (
 from burst_portable.integrations.transformers.masked_loss import with_masked_loss
 from burst_portable.integrations.transformers.model_facts import ModelFacts
 from burst_portable.integrations.transformers.models.adapters import check_adapters
-from burst_portable.integrations.transformers.models.checks import (
-    PositionCheck,
-    check_arguments,
-    check_cache,
-    check_layerdrop,
-    check_no_document_lengths,
-    parameters_of,
-    takes,
-)
+from burst_portable.integrations.transformers.models.checks import check_layerdrop, parameters_of, takes
 from burst_portable.integrations.transformers.models.model_parts import has_head
 from burst_portable.integrations.transformers.models.outer_model import (
     check_forward,

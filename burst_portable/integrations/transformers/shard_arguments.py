@@ -8,10 +8,11 @@ from torch import Tensor
 
 from burst_portable.integrations.transformers.attention import DOCUMENTS
 from burst_portable.integrations.transformers.batches.divider import LONGEST
+from burst_portable.integrations.transformers.call_arguments import checked_positions
 from burst_portable.integrations.transformers.call_errors import wrong_tokens
 from burst_portable.integrations.transformers.call_sequence import CallSequence, positions_of
 from burst_portable.integrations.transformers.layers.recurrent_states import check_recurrent_sequence, local_documents
-from burst_portable.integrations.transformers.models.checks import checked_positions, takes
+from burst_portable.integrations.transformers.models.checks import takes
 from burst_portable.integrations.transformers.models.padding_positions import checked_shard_positions, positions_of_rows
 from burst_portable.integrations.transformers.shard_mark import ShardMark
 from burst_portable.integrations.transformers.training.batch_check import KEY

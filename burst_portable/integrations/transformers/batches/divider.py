@@ -19,8 +19,9 @@ from burst_portable.integrations.transformers.batches.packed_rows import (
     remove_packing,
 )
 from burst_portable.integrations.transformers.batches.padding import has_padding, separated
+from burst_portable.integrations.transformers.call_arguments import PositionCheck
 from burst_portable.integrations.transformers.layouts import Layouts
-from burst_portable.integrations.transformers.models.checks import PositionCheck, parameters_of
+from burst_portable.integrations.transformers.models.checks import parameters_of
 from burst_portable.integrations.transformers.models.padding_positions import (
     POSITIONS,
     positions_from_padding,

@@ -1,7 +1,7 @@
 """Check which models can be sharded, and read facts about them.
 
 ====================  =================================================================================
-`checks`              whether a model, its arguments and its positions are supported.
+`checks`              whether a model is supported.
 `model_parts`         the head, the base model and the text model of a model.
 `recurrent_layers`    the recurrent layers that can continue, and the sizes of their states.
 `position_limits`     how a model uses positions, and the longest sequence that they allow.
