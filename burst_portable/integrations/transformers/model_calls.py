@@ -40,7 +40,7 @@ from burst_portable.integrations.transformers.loss import (
 from burst_portable.integrations.transformers.masked_loss import with_masked_loss
 from burst_portable.integrations.transformers.model_facts import ModelFacts
 from burst_portable.integrations.transformers.models.adapters import check_adapters
-from burst_portable.integrations.transformers.models.checks import check_layerdrop, parameters_of, takes
+from burst_portable.integrations.transformers.models.checks import check_layerdrop
 from burst_portable.integrations.transformers.models.model_parts import has_head
 from burst_portable.integrations.transformers.models.outer_model import (
     check_forward,
@@ -48,6 +48,7 @@ from burst_portable.integrations.transformers.models.outer_model import (
     check_padding_below_heads,
 )
 from burst_portable.integrations.transformers.models.position_limits import check_positions
+from burst_portable.integrations.transformers.models.signatures import parameters_of, takes
 from burst_portable.integrations.transformers.rank_agreement import RankAgreement
 from burst_portable.integrations.transformers.running_call import RunningCall
 from burst_portable.integrations.transformers.shard_arguments import (

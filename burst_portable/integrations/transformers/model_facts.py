@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 from burst_portable.integrations.transformers.batches.padding import is_encoder
 from burst_portable.integrations.transformers.loss import loss_of, shifts_labels
 from burst_portable.integrations.transformers.masked_loss import has_masked_loss, ignores_count
-from burst_portable.integrations.transformers.models.checks import drops_layers, parameters_of
+from burst_portable.integrations.transformers.models.checks import drops_layers
 from burst_portable.integrations.transformers.models.model_parts import text_model_of
 from burst_portable.integrations.transformers.models.padding_positions import padding_index
 from burst_portable.integrations.transformers.models.recurrent_layers import recurrent_layers
+from burst_portable.integrations.transformers.models.signatures import parameters_of
 
 
 class ModelFacts:

@@ -12,8 +12,8 @@ from burst_portable.integrations.transformers.call_arguments import checked_posi
 from burst_portable.integrations.transformers.call_errors import wrong_tokens
 from burst_portable.integrations.transformers.call_sequence import CallSequence, positions_of
 from burst_portable.integrations.transformers.layers.recurrent_states import check_recurrent_sequence, local_documents
-from burst_portable.integrations.transformers.models.checks import takes
 from burst_portable.integrations.transformers.models.padding_positions import checked_shard_positions, positions_of_rows
+from burst_portable.integrations.transformers.models.signatures import takes
 from burst_portable.integrations.transformers.shard_mark import ShardMark
 from burst_portable.integrations.transformers.training.batch_check import KEY
 from burst_portable.mesh import Mesh

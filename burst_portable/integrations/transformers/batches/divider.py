@@ -21,12 +21,12 @@ from burst_portable.integrations.transformers.batches.packed_rows import (
 from burst_portable.integrations.transformers.batches.padding import has_padding, separated
 from burst_portable.integrations.transformers.call_arguments import PositionCheck
 from burst_portable.integrations.transformers.layouts import Layouts
-from burst_portable.integrations.transformers.models.checks import parameters_of
 from burst_portable.integrations.transformers.models.padding_positions import (
     POSITIONS,
     positions_from_padding,
     take_positions,
 )
+from burst_portable.integrations.transformers.models.signatures import parameters_of
 from burst_portable.integrations.transformers.training.batch_check import KEY, checksum
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import check_tensor

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, SCALES_BY_ROW
-from burst_portable.integrations.transformers.models.checks import parameters_of
 from burst_portable.integrations.transformers.models.position_limits import LENGTH_ROPE
+from burst_portable.integrations.transformers.models.signatures import parameters_of
 from burst_portable.utils.torch_modes import never_compiled
 
 _POSITIONS = "position_ids"

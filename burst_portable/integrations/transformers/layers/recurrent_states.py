@@ -27,7 +27,6 @@ from burst_portable.comm.base import Message
 from burst_portable.errors import UnsupportedError
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, DOCUMENTS
 from burst_portable.integrations.transformers.layers.selective_scans import SelectiveScan, selective_scan_of
-from burst_portable.integrations.transformers.models.checks import parameters_of
 from burst_portable.integrations.transformers.models.recurrent_layers import (
     PASSES_MASK_ONLY,
     Sizes,
@@ -35,6 +34,7 @@ from burst_portable.integrations.transformers.models.recurrent_layers import (
     recurrent_layers,
     sizes_of,
 )
+from burst_portable.integrations.transformers.models.signatures import parameters_of
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.utils.torch_modes import never_compiled

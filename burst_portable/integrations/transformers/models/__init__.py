@@ -6,6 +6,7 @@
 `recurrent_layers`    the recurrent layers that can continue, and the sizes of their states.
 `position_limits`     how a model uses positions, and the longest sequence that they allow.
 `padding_positions`   positions that count from the id of the padding token.
+`signatures`          arguments of the forward of a module.
 `adapters`            adapters of PEFT.
 `outer_model`         the model that calls a parallelized base model.
 ====================  =================================================================================

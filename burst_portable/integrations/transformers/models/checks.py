@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import nn
@@ -14,19 +13,8 @@ from burst_portable.errors import InputError, UnsupportedError, format_error
 from burst_portable.integrations.transformers.models.model_parts import has_head, has_tokenwise_head, text_model_of
 from burst_portable.integrations.transformers.models.padding_positions import has_unknown_positions, padding_indices
 from burst_portable.integrations.transformers.models.recurrent_layers import RECURRENT_TYPES, recurrent_layers
+from burst_portable.integrations.transformers.models.signatures import parameters_of
 from burst_portable.mesh import Mesh
-
-
-def parameters_of(module: Any) -> list[str]:
-    """Return the argument names of a module's forward, in order."""
-    return list(inspect.signature(module.forward).parameters)
-
-
-def takes(module: Any, name: str) -> bool:
-    """Return whether a module's forward accepts an argument of that name."""
-    parameters = inspect.signature(module.forward).parameters
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
 
 _READS_SINGLE_TOKENS = "a head or a pooler that reads single tokens, which only one rank has"
 _COUNTS_PADDING = "embeddings of positions that depend on padding otherwise than RoBERTa's, or without pad_token_id"
