@@ -6,5 +6,6 @@
 `global_positions`    RoPE by the longest position, and scales of queries by their row.
 `token_dropout`       scales of embeddings by the masked tokens of a document.
 `dropout_streams`     random numbers of dropout.
+`disabled_flag`       a flag of modules that is disabled while the model is sharded.
 ====================  =================================================================================
 """

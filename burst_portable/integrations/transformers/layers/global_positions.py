@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, SCALES_BY_ROW
+from burst_portable.integrations.transformers.layers.disabled_flag import DisabledFlag
 from burst_portable.integrations.transformers.models.position_limits import LENGTH_ROPE
 from burst_portable.integrations.transformers.models.signatures import parameters_of
 from burst_portable.utils.torch_modes import never_compiled
@@ -23,6 +24,7 @@ from burst_portable.utils.torch_modes import never_compiled
 _POSITIONS = "position_ids"
 _SCALE = ("attn_scale", "floor_scale", "use_rope")
 """Attributes of a module that scales queries by their row if it has no RoPE."""
+_TUNING = DisabledFlag("attn_temperature_tuning", SCALES_BY_ROW)
 
 
 def watch_positions(model: nn.Module) -> tuple[list[Any], int]:
@@ -33,25 +35,19 @@ def watch_positions(model: nn.Module) -> tuple[list[Any], int]:
     """
     hooks: list[Any] = []
     scaled = 0
-    module: Any
     for module in model.modules():
         if depends_on_length(module):
             hooks.append(module.register_forward_pre_hook(_add_last, with_kwargs=True))
             hooks.append(module.register_forward_hook(_drop_last))
         elif scales_by_row(module):
-            module.attn_temperature_tuning = False
-            setattr(module, SCALES_BY_ROW, True)
+            _TUNING.disable(module)
             scaled += 1
     return hooks, scaled
 
 
 def restore_positions(model: nn.Module) -> None:
     """Restore the modules that `watch_positions` changed, apart from the hooks."""
-    module: Any
-    for module in model.modules():
-        if hasattr(module, SCALES_BY_ROW):
-            delattr(module, SCALES_BY_ROW)
-            module.attn_temperature_tuning = True
+    _TUNING.restore(model)
 
 
 def can_watch_positions(model: nn.Module) -> bool:
@@ -68,7 +64,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 def scales_by_row(module: nn.Module) -> bool:
     """Return whether an attention scales queries by their row number."""
-    tunes = getattr(module, "attn_temperature_tuning", False)
+    tunes = getattr(module, _TUNING.name, False)
     return bool(tunes) and all(hasattr(module, name) for name in _SCALE)
 
 

@@ -18,12 +18,12 @@ from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.gradients import all_reduce
 from burst_portable.integrations.transformers.attention import ATTRIBUTE
 from burst_portable.integrations.transformers.batches.divider import on_device
+from burst_portable.integrations.transformers.layers.disabled_flag import DisabledFlag
 from burst_portable.integrations.transformers.models.checks import can_drop_tokens
 from burst_portable.sharding import local_position_ids
 from burst_portable.utils.torch_modes import never_compiled
 
-_MARK = "_burst_drops_tokens"
-"""Attribute of modules whose `token_dropout` was disabled."""
+_DROPOUT = DisabledFlag("token_dropout", "_burst_drops_tokens")
 _KEPT = 1 - 0.15 * 0.8
 """Share of tokens that are not masked in the training of all ESM models. `EsmEmbeddings` has it as a number too."""
 
@@ -34,8 +34,7 @@ def watch_token_dropout(model: nn.Module) -> list[Any]:
     module: Any
     for module in model.modules():
         if can_drop_tokens(module) and module.token_dropout:
-            module.token_dropout = False
-            setattr(module, _MARK, True)
+            _DROPOUT.disable(module)
             words = module.word_embeddings
             hooks.append(module.register_forward_pre_hook(partial(_check, words)))
             hooks.append(words.register_forward_hook(partial(_scale, module)))
@@ -44,11 +43,7 @@ def watch_token_dropout(model: nn.Module) -> list[Any]:
 
 def restore_token_dropout(model: nn.Module) -> None:
     """Restore the modules that `watch_token_dropout` changed, apart from the hooks."""
-    module: Any
-    for module in model.modules():
-        if hasattr(module, _MARK):
-            delattr(module, _MARK)
-            module.token_dropout = True
+    _DROPOUT.restore(model)
 
 
 def _check(words: nn.Module, module: Any, args: Any) -> None:
