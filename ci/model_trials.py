@@ -256,19 +256,19 @@ def _attends(model: PreTrainedModel, plain: str, ids: Tensor, logits: Tensor) ->
 
 
 def _on_a_rank(model: PreTrainedModel, mesh: Mesh, ids: Tensor, labels: Tensor, own_loss: bool) -> Answer:
-    handle = parallelize(model, mesh)
+    sharded = parallelize(model, mesh)
     if own_loss:
-        positions = local_position_ids(mesh, seq_len=ids.shape[1], layout=handle.layout).unsqueeze(0)
-        rows = shard(ids, mesh, layout=handle.layout)
+        positions = local_position_ids(mesh, seq_len=ids.shape[1], layout=sharded.layout).unsqueeze(0)
+        rows = shard(ids, mesh, layout=sharded.layout)
         out = model(input_ids=rows, position_ids=positions, seq_len=ids.shape[1])
-        loss = _loss(out.logits, shard(labels, mesh, layout=handle.layout)) * out.logits.shape[1] / ids.shape[1]
+        loss = _loss(out.logits, shard(labels, mesh, layout=sharded.layout)) * out.logits.shape[1] / ids.shape[1]
     else:
-        out = model(**handle.shard(ids, labels))
+        out = model(**sharded.shard(ids, labels))
         loss = out.loss
     loss.backward()
     all_reduce_gradients(model.parameters(), mesh)
     whole = all_reduce(loss.detach().reshape(1), mesh).item()
-    logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=handle.layout)
+    logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=sharded.layout)
     return Answer(logits, whole, gradients(model))
 
 

@@ -92,8 +92,8 @@ def calls(x: Tensor, with_lse: bool, model: PreTrainedModel) -> None:
     assert_type(module, bp.nn.SelfAttention)
     assert_type(module(x, seq_len=8), Tensor)
     assert_type(bp.nn.apply_rotary_embedding(x, x), Tensor)
-    with parallelize(model, mesh) as handle:
-        assert_type(handle, ShardedModel)
+    with parallelize(model, mesh) as sharded:
+        assert_type(sharded, ShardedModel)
     assert_type(conformance.check_backend("cpu"), conformance.Report)
     bp.atention  # type: ignore[attr-defined]
     conformance.chek_backend  # type: ignore[attr-defined]

@@ -47,13 +47,13 @@ def batches() -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def backward(model: Any, handle: ShardedModel, data: DeviceMesh, averaged: int) -> None:
+def backward(model: Any, sharded: ShardedModel, data: DeviceMesh, averaged: int) -> None:
     """Run backward as a trainer does.
 
     The loss is divided by the labels of all data ranks and multiplied by the number of ranks that average gradients.
     """
     ids, labels = (x[data.get_local_rank()] for x in batches())
-    inputs = handle.shard(ids, labels)
+    inputs = sharded.shard(ids, labels)
     dist.all_reduce(inputs["num_items_in_batch"], group=data.get_group())
     (model(**inputs).loss * averaged).backward()
 
@@ -64,20 +64,20 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def ddp_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
-    handle = parallelize(model, mesh)
+    sharded = parallelize(model, mesh)
     wrapped = DistributedDataParallel(model)
-    backward(wrapped, handle, grid["data"], averaged=grid.size())
+    backward(wrapped, sharded, grid["data"], averaged=grid.size())
     return gradients(model)
 
 
 def fsdp_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
     """Return gradients if FSDP shards parameters over all ranks."""
-    handle = parallelize(model, mesh)
+    sharded = parallelize(model, mesh)
     everybody = grid["data", "sequence"]._flatten()
     for layer in model.model.layers:
         fully_shard(layer, mesh=everybody)
     fully_shard(model, mesh=everybody)
-    backward(model, handle, grid["data"], averaged=grid.size())
+    backward(model, sharded, grid["data"], averaged=grid.size())
     with pytest.raises(InputError, match="already"):
         all_reduce_gradients(model.parameters(), mesh)
     all_reduce_gradients(
@@ -88,11 +88,11 @@ def fsdp_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor
 
 def fsdp_accumulated_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
     """Return gradients if each data rank calls the model once per row, and FSDP sums them in the last call."""
-    handle = parallelize(model, mesh)
+    sharded = parallelize(model, mesh)
     for part in [*model.model.layers, model]:
         fully_shard(part, mesh=grid["data", "sequence"]._flatten())
     rows = (x[grid["data"].get_local_rank()].split(1) for x in batches())
-    step = [handle.shard(ids, labels) for ids, labels in zip(*rows, strict=True)]
+    step = [sharded.shard(ids, labels) for ids, labels in zip(*rows, strict=True)]
     labels = sum(inputs["num_items_in_batch"] for inputs in step)
     dist.all_reduce(labels, group=grid["data"].get_group())
     for number, inputs in enumerate(step, 1):
@@ -106,9 +106,9 @@ def fsdp_over_data_gradients(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[s
     for layer in model.model.layers:
         fully_shard(layer, mesh=grid["data"])
     fully_shard(model, mesh=grid["data"])
-    handle = parallelize(model, mesh)
+    sharded = parallelize(model, mesh)
     checkpoint_activations(model)
-    backward(model, handle, grid["data"], averaged=DATA)
+    backward(model, sharded, grid["data"], averaged=DATA)
     all_reduce_gradients(model.parameters(), mesh)
     return gradients(model)
 

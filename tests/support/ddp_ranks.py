@@ -35,12 +35,12 @@ LOSSES = ("factor", "none", "count", "accumulated")
 def steps(model: Any, wrap: Callable[[Any], Any], way: str) -> list[Any]:
     """Return the norms of the gradients of two steps, or of one and the text of the error."""
     ids, found = tokens(1, 32), list[Any]()
-    handle = parallelize(model, Mesh.from_group(config=Config(timeout=60)))
+    sharded = parallelize(model, Mesh.from_group(config=Config(timeout=60)))
     wrapped: Any = wrap(model)
     try:
         for _ in range(2):
             for _ in range(2 if way == "accumulated" else 1):
-                inputs = handle.shard(ids)
+                inputs = sharded.shard(ids)
                 if way == "count":
                     inputs["num_items_in_batch"] = inputs["num_items_in_batch"] / RANKS
                 factor = RANKS if way == "factor" else 1

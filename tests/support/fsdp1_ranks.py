@@ -27,7 +27,7 @@ def train(rank: int, folder: str, use_orig_params: bool) -> None:
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     mesh, model, ids = Mesh.from_group(config=Config(timeout=60)), make("llama").float(), tokens(1, 32)
-    handle = parallelize(model, mesh)
+    sharded = parallelize(model, mesh)
     policy = ModuleWrapPolicy({type(model.model.layers[0])})
     wrapped = FullyShardedDataParallel(
         model, use_orig_params=use_orig_params, device_id=torch.device("cpu"), auto_wrap_policy=policy
@@ -35,7 +35,7 @@ def train(rank: int, folder: str, use_orig_params: bool) -> None:
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     losses = []
     for _ in range(3):
-        loss = wrapped(**handle.shard(ids)).loss
+        loss = wrapped(**sharded.shard(ids)).loss
         (loss * RANKS).backward()  # FSDP averages
         optimizer.step()
         optimizer.zero_grad()

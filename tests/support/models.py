@@ -110,12 +110,12 @@ def on_ranks(
 
     def work(mesh: Mesh) -> Answer:
         mine = models[mesh.rank]
-        handle = parallelize(mine, mesh, **options)
-        out = (wrap(mine) if wrap else mine)(**handle.shard(ids, labels))
+        sharded = parallelize(mine, mesh, **options)
+        out = (wrap(mine) if wrap else mine)(**sharded.shard(ids, labels))
         out.loss.backward()
         all_reduce_gradients(mine.parameters(), mesh, bucket_bytes=bucket_bytes)
         loss = all_reduce(out.loss.detach().reshape(1), mesh).item()
-        layout = handle.layout_of(ids.shape[1], None)
+        layout = sharded.layout_of(ids.shape[1], None)
         logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=layout)
         return Answer(loss, logits, gradients_of(mine))
 

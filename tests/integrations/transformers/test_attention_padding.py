@@ -54,9 +54,9 @@ def test_padded_batch_equals_one_device(kind: str, ranks: int, held: Tensor, exa
 
     def work(mesh: Mesh) -> Answer:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh)
-        inputs = handle.shard(ids, labels, attention_mask=mask)
-        layout = handle.layout_of(LENGTH, None)
+        sharded = parallelize(mine, mesh)
+        inputs = sharded.shard(ids, labels, attention_mask=mask)
+        layout = sharded.layout_of(LENGTH, None)
         return answer(mine, inputs, mesh, lambda x: unshard(x, mesh, seq_len=LENGTH, layout=layout))
 
     alone = copy.deepcopy(model)
@@ -79,8 +79,8 @@ def test_padded_batch_equals_one_device(kind: str, ranks: int, held: Tensor, exa
 )
 def test_shard_rejects_unsupported_padding(mask: Tensor, labels: Any, error: type[BurstError], told: str):
     ids = tokens(len(HELD))
-    with parallelize(make("llama"), Mesh.single()) as handle, pytest.raises(error, match=told):
-        handle.shard(ids, labels and labels(ids), attention_mask=mask)
+    with parallelize(make("llama"), Mesh.single()) as sharded, pytest.raises(error, match=told):
+        sharded.shard(ids, labels and labels(ids), attention_mask=mask)
 
 
 def test_unmarked_encoder_with_padding_raises():
@@ -89,8 +89,8 @@ def test_unmarked_encoder_with_padding_raises():
     model = BertForMaskedLM(BertConfig(**SIZES))
     for module in model.modules():
         vars(module).pop("is_causal", None)
-    with parallelize(model, Mesh.single()) as handle:
-        inputs = handle.shard(ids, labelled(ids), attention_mask=MASK)
+    with parallelize(model, Mesh.single()) as sharded:
+        inputs = sharded.shard(ids, labelled(ids), attention_mask=MASK)
         with pytest.raises(UnsupportedError, match=r"has no is_causal=False; got a mask in which every token attends"):
             model(**inputs)
 

@@ -56,8 +56,8 @@ def test_router_loss_does_not_count_padding(ranks: int):
 
     def work(mesh: Mesh) -> tuple[float, float, dict[str, torch.Tensor]]:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh)
-        out = mine(**handle.shard(ids, labels, attention_mask=mask))
+        sharded = parallelize(mine, mesh)
+        out = mine(**sharded.shard(ids, labels, attention_mask=mask))
         out.loss.backward()
         all_reduce_gradients(mine.parameters(), mesh)
         both = [all_reduce(x.detach(), mesh).item() for x in (out.loss, out.aux_loss)]
@@ -117,8 +117,8 @@ def test_router_loss_that_is_nan_is_returned():
 
     def work(mesh: Mesh) -> tuple[bool, bool]:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh, layout="contiguous")
-        out = mine(**handle.shard(ids))
+        sharded = parallelize(mine, mesh, layout="contiguous")
+        out = mine(**sharded.shard(ids))
         return out.aux_loss.isnan().item(), all_reduce(out.loss.detach(), mesh).isnan().item()
 
     assert run_threads(2, work, timeout=20) == [(False, True), (True, True)]
@@ -144,8 +144,8 @@ def test_unsupported_router_losses_raise():
         with pytest.raises(UnsupportedError, match=r"router loss of .*; got (9\.0|a model without a known weight)"):
             with_router_loss(SimpleNamespace(**model), output, mesh_without_peer())
     model = make("mixtral")
-    with parallelize(model, mesh_without_peer()) as handle, pytest.raises(UnsupportedError, match="return_dict"):
-        model(**handle.shard(tokens(1, 47)), output_router_logits=True, return_dict=False)
+    with parallelize(model, mesh_without_peer()) as sharded, pytest.raises(UnsupportedError, match="return_dict"):
+        model(**sharded.shard(tokens(1, 47)), output_router_logits=True, return_dict=False)
 
 
 def test_router_loss_error_reaches_all_ranks():
@@ -154,11 +154,11 @@ def test_router_loss_error_reaches_all_ranks():
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh)
+        sharded = parallelize(model, mesh)
         if mesh.rank == 1:
             model.num_experts_per_tok = 1  # the loss of the model still uses two
             model.register_forward_hook(lambda *_: setattr(model, "num_experts_per_tok", 2), prepend=True)
         with pytest.raises(MismatchError if mesh.rank == 0 else UnsupportedError, match="router loss"):
-            model(**handle.shard(tokens()))
+            model(**sharded.shard(tokens()))
 
     run_threads(2, work, timeout=20)

@@ -57,9 +57,9 @@ def test_masked_loss_equals_one_device(kind: str, case: str, ranks: int, full_ba
     def work(mesh: Mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mine = copy.deepcopy(model)
         options: dict[str, Any] = {"full_batches": True} if full_batches else {"layout": "contiguous"}
-        handle = parallelize(mine, mesh, **options)
+        sharded = parallelize(mine, mesh, **options)
         # A model that ignores the count on one device ignores it in full batches as well.
-        inputs = batch | {"num_items_in_batch": torch.tensor(1)} if full_batches else handle.shard(batch)
+        inputs = batch | {"num_items_in_batch": torch.tensor(1)} if full_batches else sharded.shard(batch)
         loss = mine(**inputs).loss
         loss.backward()
         all_reduce_gradients(mine.parameters(), mesh)
@@ -97,9 +97,9 @@ def test_masked_loss_needs_a_dictionary():
 
     def work(mesh: Mesh) -> None:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh)
+        sharded = parallelize(mine, mesh)
         with pytest.raises(UnsupportedError, match="needs a dictionary output; got return_dict=False"):
-            mine(**handle.shard(ids, ids), return_dict=False)
+            mine(**sharded.shard(ids, ids), return_dict=False)
 
     run_threads(2, work)
 

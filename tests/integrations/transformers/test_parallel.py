@@ -125,8 +125,8 @@ def test_label_counts_add_up_over_batches(ranks: int):
 
     def work(mesh: Mesh) -> None:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh)
-        batches = [handle.shard(ids), handle.shard(ids, nothing)]
+        sharded = parallelize(mine, mesh)
+        batches = [sharded.shard(ids), sharded.shard(ids, nothing)]
         assert mine(**batches[1]).loss.item() == 0.0
         assert mine(**batches[1] | {"num_items_in_batch": 0}).loss.item() == 0.0
         count = torch.stack([batch["num_items_in_batch"] for batch in batches]).sum()
@@ -198,16 +198,16 @@ def test_custom_loss_function_equals_one_device(when: str):
         mine = copy.deepcopy(model)
         if when == "before":
             mine.loss_function = _own_loss
-        handle = parallelize(mine, mesh)
+        sharded = parallelize(mine, mesh)
         if when == "after":
             mine.loss_function = _own_loss
-        loss = mine(**handle.shard(ids)).loss
+        loss = mine(**sharded.shard(ids)).loss
         loss.backward()
         all_reduce_gradients(mine.parameters(), mesh)
         torch.testing.assert_close(all_reduce(loss.detach(), mesh), expected.detach())
         for got, wanted in zip(mine.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-9, atol=1e-12)
-        handle.undo()
+        sharded.undo()
         assert mine.loss_function is _own_loss
 
     run_threads(2, work)
@@ -216,12 +216,12 @@ def test_custom_loss_function_equals_one_device(when: str):
 def test_loss_function_that_shifts_labels_raises():
     def work(mesh: Mesh) -> None:
         model = make("llama")
-        handle = parallelize(model, mesh)
-        inputs = handle.shard(tokens())
+        sharded = parallelize(model, mesh)
+        inputs = sharded.shard(tokens())
         model.loss_function = lambda logits, labels, **others: _own_loss(
             logits, labels, **others | {"shift_labels": None}
         )
-        for call in (lambda: handle.shard(tokens()), lambda: model(**inputs)):
+        for call in (lambda: sharded.shard(tokens()), lambda: model(**inputs)):
             with pytest.raises(UnsupportedError, match=r"shifts its labels.*takes shift_labels and num_items_in_batch"):
                 call()
 
@@ -243,10 +243,10 @@ def test_loss_function_without_number_of_labels_raises():
 
     def work(mesh: Mesh) -> float:
         model = make("llama")
-        handle = parallelize(model, mesh)
-        inputs = handle.shard(ids)
+        sharded = parallelize(model, mesh)
+        inputs = sharded.shard(ids)
         model.loss_function = mean_loss
-        for call in (lambda: handle.shard(ids), lambda: model(**inputs)):
+        for call in (lambda: sharded.shard(ids), lambda: model(**inputs)):
             with pytest.raises(UnsupportedError, match=r"no parameter num_items_in_batch.* add the parameter"):
                 call()
         model.loss_function = ignores  # the same numbers
@@ -290,8 +290,8 @@ def test_recomputation_uses_length_of_its_call():
 
     def work(mesh: Mesh) -> dict[str, torch.Tensor]:
         mine = models[mesh.rank]
-        handle = parallelize(mine, mesh)
-        sum(mine(**handle.shard(ids)).loss for ids in batches).backward()
+        sharded = parallelize(mine, mesh)
+        sum(mine(**sharded.shard(ids)).loss for ids in batches).backward()
         all_reduce_gradients(mine.parameters(), mesh)
         return gradients_of(mine)
 
@@ -309,11 +309,11 @@ def test_packed_documents_do_not_see_each_other():
 
     def work(mesh: Mesh) -> float:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh, layout="document_zigzag")
-        inputs = handle.shard(ids, cu_seqlens=torch.tensor(ends))
+        sharded = parallelize(mine, mesh, layout="document_zigzag")
+        inputs = sharded.shard(ids, cu_seqlens=torch.tensor(ends))
         assert inputs["num_items_in_batch"] == 2 * (47 - 4)
         whole = mine(**inputs).logits
-        where = handle.layout_of(47, ends).positions(mesh.rank)
+        where = sharded.layout_of(47, ends).positions(mesh.rank)
         return (whole - logits[:, where]).abs().max().item()
 
     assert max(run_threads(2, work)) < 1e-12
@@ -342,11 +342,11 @@ def test_base_model_can_be_called_directly():
 
     def work(mesh: Mesh) -> float:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh)
-        inputs = handle.shard(ids)
+        sharded = parallelize(mine, mesh)
+        inputs = sharded.shard(ids)
         rows = {name: inputs[name] for name in ("input_ids", "position_ids")}
         hidden = mine.model(**rows, seq_len=47).last_hidden_state
-        return (hidden - expected[:, handle.layout_of(47, None).positions(mesh.rank)]).abs().max().item()
+        return (hidden - expected[:, sharded.layout_of(47, None).positions(mesh.rank)]).abs().max().item()
 
     assert max(run_threads(2, work)) < 1e-12
 
@@ -386,11 +386,11 @@ def test_autocast_model_is_as_accurate_as_one_device(dtype: torch.dtype):
 
     def work(mesh: Mesh) -> torch.Tensor:
         mine = models[mesh.rank]
-        handle = parallelize(mine, mesh)
+        sharded = parallelize(mine, mesh)
         with torch.autocast("cpu", dtype):  # autocast of this thread, which is not a context variable
-            out = mine(**handle.shard(ids))
+            out = mine(**sharded.shard(ids))
         out.loss.backward()
-        return (out.logits - exact[:, handle.layout_of(47, None).positions(mesh.rank)]).abs().max()
+        return (out.logits - exact[:, sharded.layout_of(47, None).positions(mesh.rank)]).abs().max()
 
     # The error may not exceed that of one device under autocast by more than a factor for different rounding.
     allowed = 1.5 * (expected - exact).abs().max()
@@ -400,13 +400,13 @@ def test_autocast_model_is_as_accurate_as_one_device(dtype: torch.dtype):
 def test_undo_restores_model():
     model, ids = make("llama"), tokens()
     before = model(input_ids=ids).logits
-    with parallelize(model, Mesh.single()) as handle:
+    with parallelize(model, Mesh.single()) as sharded:
         assert model.config._attn_implementation == "burst_portable"
         with pytest.raises(InputError, match="already"):
             parallelize(model, Mesh.single())
         copied = copy.deepcopy(model)
-        torch.testing.assert_close(copied(**handle.shard(ids)).logits, before)
-    handle.undo()
+        torch.testing.assert_close(copied(**sharded.shard(ids)).logits, before)
+    sharded.undo()
     assert model.config._attn_implementation == "sdpa"
     assert not any(hasattr(module, "_burst_portable") for module in model.modules())
     torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=0, atol=0)
@@ -422,9 +422,9 @@ def test_auto_layout_is_fastest_predicted(kind: str, layout: str):
 
     def work(mesh: Mesh) -> tuple[str, str]:
         slow_kernels = AutoStrategy(hardware=HardwareSpec(tflops=0.01, intra_node_bandwidth=10.0))
-        handle = parallelize(make(kind), mesh, layout="auto", strategy=slow_kernels)
+        sharded = parallelize(make(kind), mesh, layout="auto", strategy=slow_kernels)
         ends = [0, 1900, *range(2000, 4000, 130), 4096]
-        return handle.layout_of(4096).name, handle.layout_of(4096, cu_seqlens=ends).name
+        return sharded.layout_of(4096).name, sharded.layout_of(4096, cu_seqlens=ends).name
 
     first, second = run_threads(2, work)
     assert first == second
@@ -447,26 +447,26 @@ def test_auto_layout_of_meta_model_raises():
 
 def test_shard_accepts_batch_of_tokenizer():
     ids, labels = tokens(2), tokens(2)
-    handle = parallelize(make("llama"), Mesh.single())
+    sharded = parallelize(make("llama"), Mesh.single())
     batch = BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
-    found, expected = handle.shard(batch), handle.shard(ids, labels, attention_mask=torch.ones_like(ids))
+    found, expected = sharded.shard(batch), sharded.shard(ids, labels, attention_mask=torch.ones_like(ids))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in ("input_ids", "labels", "shift_labels"))
-    assert torch.equal(handle.shard({"input_ids": ids}, labels)["shift_labels"], found["shift_labels"])
-    packed = handle.shard({"input_ids": ids, "position_ids": torch.arange(40).repeat(2)[:LENGTH].expand(2, -1)})
+    assert torch.equal(sharded.shard({"input_ids": ids}, labels)["shift_labels"], found["shift_labels"])
+    packed = sharded.shard({"input_ids": ids, "position_ids": torch.arange(40).repeat(2)[:LENGTH].expand(2, -1)})
     assert packed["cu_seqlens"] == (0, 40, LENGTH)
     for wrong, told in (
         ({"input_ids": ids, "token_type_ids": ids}, "got 'token_type_ids'; allowed: input_ids, labels"),
         ({"attention_mask": ids}, "the batch has no input_ids"),
     ):
         with pytest.raises(InputError, match=told):
-            handle.shard(wrong)
+            sharded.shard(wrong)
     with pytest.raises(InputError, match="labels is in the batch and was passed as an argument"):
-        handle.shard(batch, labels)
+        sharded.shard(batch, labels)
 
 
 def test_repr_of_a_sharded_model_names_model_ranks_and_layout():
-    handle = parallelize(make("llama"), Mesh.single(), layout="zigzag")
-    assert repr(handle) == "ShardedModel(LlamaForCausalLM, rank 0 of 1, strategy='auto', layout='zigzag')"
-    handle.undo()
-    assert repr(handle).endswith(", undone)")
+    sharded = parallelize(make("llama"), Mesh.single(), layout="zigzag")
+    assert repr(sharded) == "ShardedModel(LlamaForCausalLM, rank 0 of 1, strategy='auto', layout='zigzag')"
+    sharded.undo()
+    assert repr(sharded).endswith(", undone)")

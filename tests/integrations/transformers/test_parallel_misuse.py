@@ -72,11 +72,11 @@ def test_layer_that_is_not_causal_raises(when: str) -> None:
         model = copy.deepcopy(whole)
         if when == "before":
             make_bidirectional(model)
-        handle = parallelize(model, mesh)
+        sharded = parallelize(model, mesh)
         if when == "after":
             make_bidirectional(model)
         with pytest.raises(UnsupportedError, match=r"is_causal=False of a layer.*set config\.is_causal = False"):
-            model(**handle.shard(ids))
+            model(**sharded.shard(ids))
 
     run_threads(2, work)
 
@@ -87,10 +87,10 @@ def test_rows_sharded_by_caller_need_seq_len() -> None:
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh, layout="contiguous", seq_len=32)
+        sharded = parallelize(model, mesh, layout="contiguous", seq_len=32)
         rows = slice(16 * mesh.rank, 16 * mesh.rank + 16)
         torch.testing.assert_close(model(input_ids=ids[:, rows]).logits, expected[:, rows], rtol=0, atol=1e-5)
-        handle.seq_len = None
+        sharded.seq_len = None
         torch.testing.assert_close(
             model(input_ids=ids[:, rows], seq_len=32).logits, expected[:, rows], rtol=0, atol=1e-5
         )
@@ -107,13 +107,13 @@ def test_rows_of_unknown_order_raise() -> None:
 
     def work(mesh: Mesh) -> float:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh, seq_len=32)
+        sharded = parallelize(model, mesh, seq_len=32)
         rows = slice(16 * mesh.rank, 16 * mesh.rank + 16)
         with pytest.raises(InputError, match=r"order of tokens that you divided .* pass position_ids=.* or name"):
             model(input_ids=ids[:, rows])
         with pytest.raises(InputError, match="position_ids are not those of this rank's tokens"):
             model(input_ids=ids[:, rows], position_ids=torch.arange(32)[None, rows])
-        assumed = handle.layout_of(32).positions(mesh.rank)
+        assumed = sharded.layout_of(32).positions(mesh.rank)
         right = model(input_ids=ids[:, assumed], position_ids=torch.tensor(assumed)[None]).logits
         torch.testing.assert_close(right, expected[:, assumed], rtol=0, atol=1e-9)
         wrong = model(input_ids=ids[:, rows], position_ids=torch.tensor(assumed)[None]).logits
@@ -167,13 +167,13 @@ def test_labels_divided_by_caller_raise(count: int) -> None:
 
     def work(mesh: Mesh) -> float:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh, layout="contiguous", seq_len=32)
+        sharded = parallelize(model, mesh, layout="contiguous", seq_len=32)
         own = ids[:, 16 * mesh.rank : 16 * mesh.rank + 16]
         shifted = torch.nn.functional.pad(own, (0, 1), value=-100)[:, 1:]
         labels = {"labels": own, "shift_labels": shifted, "num_items_in_batch": count}
         with pytest.raises(InputError, match=r"whether labels were shifted before.* got labels without sharded.shard"):
             model(input_ids=own, **labels)
-        inputs = handle.shard(ids)
+        inputs = sharded.shard(ids)
         del inputs["batch_checksum"]  # a change that is intended
         right = all_reduce(model(**inputs).loss.detach(), mesh).item()
         assert right == pytest.approx(loss, rel=1e-6)
@@ -225,10 +225,10 @@ def test_outer_model_without_labels_has_logits_of_shard() -> None:
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model.model, mesh)
-        inputs = handle.shard(ids)
+        sharded = parallelize(model.model, mesh)
+        inputs = sharded.shard(ids)
         logits = model(**{name: inputs[name] for name in ("input_ids", "position_ids", "seq_len")}).logits
-        own = expected[:, handle.layout_of(32).positions(mesh.rank)]
+        own = expected[:, sharded.layout_of(32).positions(mesh.rank)]
         torch.testing.assert_close(logits, own, rtol=0, atol=1e-9)
 
     run_threads(2, work)
@@ -242,11 +242,11 @@ def test_shard_in_model_that_is_not_parallelized_raises(called: str) -> None:
 
     def work(mesh: Mesh) -> float:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh)
-        inputs = pickle.loads(pickle.dumps(handle.shard(ids)))  # as from a worker of a data loader
-        with handle.paused() if called == "paused" else nullcontext():
+        sharded = parallelize(model, mesh)
+        inputs = pickle.loads(pickle.dumps(sharded.shard(ids)))  # as from a worker of a data loader
+        with sharded.paused() if called == "paused" else nullcontext():
             if called == "undone":
-                handle.undo()
+                sharded.undo()
             other = whole if called == "other model" else model
             with pytest.raises(InputError, match=r"this shard reached a model that is not parallelized.* before undo"):
                 other(**inputs)
@@ -319,16 +319,16 @@ def test_different_rows_raise_on_all_ranks(kind: str, changed: str) -> None:
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
-        model(**handle.shard(batch))
-        mine = handle.shard(batch if mesh.rank else other)
+        sharded = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        model(**sharded.shard(batch))
+        mine = sharded.shard(batch if mesh.rank else other)
         if kind == "host":
             with pytest.raises(MismatchError, match=r"rows of the batch: checksum .* on rank 0 but .* on rank 1"):
                 model(**mine)
         else:
             model(**mine)
             with pytest.raises(MismatchError, match="differed in the rows of the batch of the last call"):
-                model(**handle.shard(batch))
+                model(**sharded.shard(batch))
 
     run_threads(2, work)
 
@@ -342,17 +342,17 @@ def test_shard_changed_on_one_rank_raises(kind: str, changed: str) -> None:
 
     def work(mesh: Mesh) -> float:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
-        wrong = handle.shard(ids)
+        sharded = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        wrong = sharded.shard(ids)
         if mesh.rank:
-            wrong[changed] = handle.shard(ids.flip(1))[changed]
+            wrong[changed] = sharded.shard(ids.flip(1))[changed]
         if kind == "host":
             with pytest.raises(MismatchError, match=r"rows of the batch.* change them before shard\(\)"):
                 model(**wrong)
         else:
             model(**wrong)
             with pytest.raises(MismatchError, match="rows of the batch of the last call"):
-                model(**handle.shard(ids))
+                model(**sharded.shard(ids))
         del wrong["batch_checksum"]
         return all_reduce(model(**wrong).loss.detach(), mesh).item()
 
@@ -377,20 +377,20 @@ def test_training_without_all_reduce_gradients_raises(kind: str, summed: bool) -
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        sharded = parallelize(model, mesh if kind == "host" else _device_like(mesh))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(**handle.shard(ids)).loss.backward()
+        model(**sharded.shard(ids)).loss.backward()
         if summed:
             all_reduce_gradients(model.parameters(), mesh)
         optimizer.step()
         if summed:
-            model(**handle.shard(ids))
-            model(**handle.shard(ids))
+            model(**sharded.shard(ids))
+            model(**sharded.shard(ids))
             return
         if kind == "device":
-            model(**handle.shard(ids))  # the result of this comparison is read at the next call
+            model(**sharded.shard(ids))  # the result of this comparison is read at the next call
         with pytest.raises(MismatchError, match=r"values of the parameters.*or call all_reduce_gradients"):
-            model(**handle.shard(ids))
+            model(**sharded.shard(ids))
 
     run_threads(2, work)
 
@@ -403,15 +403,15 @@ def test_training_that_moves_no_norm_needs_sums(kind: str, trained: str) -> None
 
     def work(mesh: Mesh) -> dict[str, torch.Tensor]:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        sharded = parallelize(model, mesh if kind == "host" else _device_like(mesh))
         stepped = [p for name, p in model.named_parameters() if trained == "all" or trained in name]
         optimizer = torch.optim.AdamW(stepped, lr=1e-4, weight_decay=0.0)
-        model(**handle.shard(ids)).loss.backward()
+        model(**sharded.shard(ids)).loss.backward()
         optimizer.step()
         if kind == "device":
-            model(**handle.shard(ids))  # the result of this comparison is read at the next call
+            model(**sharded.shard(ids))  # the result of this comparison is read at the next call
         with pytest.raises(MismatchError, match=r"values of the parameters.*or call all_reduce_gradients"):
-            model(**handle.shard(ids))
+            model(**sharded.shard(ids))
         return {name: p.detach() for name, p in model.named_parameters()}
 
     first, second = run_threads(2, work)
@@ -448,11 +448,11 @@ def test_evaluation_of_different_models_raises(kind: str) -> None:
     @torch.no_grad()
     def work(mesh: Mesh) -> float:
         model, wrong = whole[mesh.rank], torch.zeros(())
-        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        sharded = parallelize(model, mesh if kind == "host" else _device_like(mesh))
         if kind == "device":
-            wrong = all_reduce(model(**handle.shard(ids)).loss, mesh)
+            wrong = all_reduce(model(**sharded.shard(ids)).loss, mesh)
         with pytest.raises(MismatchError, match="values of the parameters"):
-            model(**handle.shard(ids))
+            model(**sharded.shard(ids))
         return wrong.item()
 
     assert abs(run_threads(2, work)[0] - loss) > 1e-4 * loss  # of the call that the device compares afterwards
@@ -467,11 +467,11 @@ def test_sum_of_gradients_for_an_average_raises() -> None:
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh, full_batches=True, averaged_gradients=True)
+        sharded = parallelize(model, mesh, full_batches=True, averaged_gradients=True)
         model(input_ids=ids, labels=ids).loss.backward()
         with pytest.raises(InputError, match=r"multiplied by the number of ranks.* leave out averaged_gradients"):
             all_reduce_gradients(model.parameters(), mesh)
-        handle.undo()
+        sharded.undo()
         all_reduce_gradients(model.parameters(), mesh)
         torch.testing.assert_close(model.lm_head.weight.grad, 2 * expected, rtol=1e-6, atol=1e-9)
 
@@ -485,8 +485,8 @@ def test_different_numbers_of_labels_raise(kind: str) -> None:
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
-        inputs = handle.shard(ids)
+        sharded = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        inputs = sharded.shard(ids)
         assert inputs["num_items_in_batch"] == 31
         model(**inputs)
         own = inputs | {"num_items_in_batch": (inputs["shift_labels"] != -100).sum()}  # 16 and 15
@@ -505,10 +505,10 @@ def test_mask_removed_by_hook_raises() -> None:
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh)
+        sharded = parallelize(model, mesh)
         accelerate.big_modeling._attach_context_parallel_hooks(model)
         with pytest.raises(UnsupportedError, match=r"mask did not come from .* use no other context parallelism"):
-            model(**handle.shard(ids, cu_seqlens=(0, 20, 32)))
+            model(**sharded.shard(ids, cu_seqlens=(0, 20, 32)))
 
     run_threads(2, work)
 
@@ -519,10 +519,10 @@ def test_router_loss_in_direct_forward_call_raises() -> None:
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh)
+        sharded = parallelize(model, mesh)
         with pytest.raises(UnsupportedError, match="call the parallelized model itself, not its forward"):
-            model.forward(**handle.shard(ids))
-        assert model(**handle.shard(ids)).aux_loss.isfinite()
+            model.forward(**sharded.shard(ids))
+        assert model(**sharded.shard(ids)).aux_loss.isfinite()
 
     run_threads(2, work)
 
@@ -575,9 +575,9 @@ def test_gradients_changed_before_their_sum_raise(change: str) -> None:
 
     def work(mesh: Mesh) -> float:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh)
+        sharded = parallelize(model, mesh)
         for _ in range(2):
-            model(**handle.shard(ids) | {"num_items_in_batch": 62}).loss.backward()  # two batches
+            model(**sharded.shard(ids) | {"num_items_in_batch": 62}).loss.backward()  # two batches
         parameters = list(model.parameters())
         if change == "clip":
             torch.nn.utils.clip_grad_norm_(parameters, 0.1)
@@ -616,17 +616,17 @@ def test_sum_after_each_micro_batch_raises(zeroed: str) -> None:
 
     def work(mesh: Mesh) -> float:
         model = copy.deepcopy(whole)
-        handle, parameters = parallelize(model, mesh), list(model.parameters())
+        sharded, parameters = parallelize(model, mesh), list(model.parameters())
         passes = 2 if zeroed == "data" else 1  # of the same batch
         for ids in batches:
             for _ in range(passes):
-                model(**handle.shard(ids)).loss.backward()
+                model(**sharded.shard(ids)).loss.backward()
             if is_planted:
                 mesh.added.clear()
             elif zeroed == "never" and ids is batches[1]:
                 with pytest.raises(InputError, match=r"added to gradients that are sums.* after the last micro-batch"):
                     all_reduce_gradients(parameters, mesh)
-                model(**handle.shard(ids)).loss.backward()  # an addition to a sum to which one was added
+                model(**sharded.shard(ids)).loss.backward()  # an addition to a sum to which one was added
                 with pytest.raises(InputError, match="added to gradients that are sums"):
                     all_reduce_gradients(parameters, mesh)
                 return 0.0
@@ -668,12 +668,12 @@ def test_checks_add_one_exchange_per_training_step(kind: str, exchanges: dict[st
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh if kind == "host" else _device_like(mesh))
+        sharded = parallelize(model, mesh if kind == "host" else _device_like(mesh))
         for _ in range(3):
             if mesh.rank == 0:
                 found.clear()
             model.zero_grad()
-            model(**handle.shard(ids)).loss.backward()
+            model(**sharded.shard(ids)).loss.backward()
             all_reduce_gradients(model.parameters(), mesh)
 
     run_threads(2, work)
@@ -704,10 +704,10 @@ def test_checks_of_a_step_read_no_values(cu_seqlens: Any) -> None:
 
     def work(mesh: Mesh) -> list[str]:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, _device_like(mesh))
+        sharded = parallelize(model, _device_like(mesh))
         with _Reads() as mode:
             for _ in range(2):
-                model(**handle.shard(ids, cu_seqlens=cu_seqlens)).loss.backward()
+                model(**sharded.shard(ids, cu_seqlens=cu_seqlens)).loss.backward()
         return mode.found
 
     assert run_threads(2, work) == [2 * plain.found] * 2

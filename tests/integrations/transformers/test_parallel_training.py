@@ -98,16 +98,16 @@ def on_one_device(way: Way, model: Any) -> Answer:
 
 
 def on_a_rank(way: Way, mine: Any, mesh: Mesh) -> Answer:
-    handle, found, total = parallelize(mine, mesh), {}, 0.0
+    sharded, found, total = parallelize(mine, mesh), {}, 0.0
     ids, labels, count = data(way)
     for i, (x, y) in enumerate(zip(ids, labels, strict=True)):
         with torch.set_grad_enabled(way.training):
             with way.autocast():
-                out = mine(**handle.shard(x, y) | {"num_items_in_batch": count})
+                out = mine(**sharded.shard(x, y) | {"num_items_in_batch": count})
             if way.training:
                 out.loss.backward()
         total += all_reduce(out.loss.detach().reshape(1), mesh).item()
-        found[f"logits {i}"] = unshard(out.logits.detach(), mesh, seq_len=x.shape[1], layout=handle.layout)
+        found[f"logits {i}"] = unshard(out.logits.detach(), mesh, seq_len=x.shape[1], layout=sharded.layout)
     if way.training:
         all_reduce_gradients(mine.parameters(), mesh)
     return Answer(total, found | gradients_of(mine))
@@ -147,17 +147,17 @@ def test_model_generates_between_training_steps(ranks: int):
     model, prompts = make("llama"), tokens(batch=2, length=5)
 
     def trained(mine: Any, mesh: Mesh | None = None) -> tuple[list[Tensor], list[float]]:
-        handle = None if mesh is None else parallelize(mine, mesh)
+        sharded = None if mesh is None else parallelize(mine, mesh)
         optimizer, rows, losses = torch.optim.SGD(mine.parameters(), lr=0.5), [], []
         for _ in range(3):
-            with nullcontext() if handle is None else handle.paused():
+            with nullcontext() if sharded is None else sharded.paused():
                 rows.append(mine.generate(prompts, max_new_tokens=8, do_sample=False, pad_token_id=0))
             labels = rows[-1].clone()
             labels[:, :5] = -100
-            if handle is None or mesh is None:
+            if sharded is None or mesh is None:
                 loss = mine(input_ids=rows[-1], labels=labels).loss
             else:
-                loss = mine(**handle.shard(rows[-1], labels)).loss
+                loss = mine(**sharded.shard(rows[-1], labels)).loss
             (-loss).backward()  # away from what it generates, so that the next rows differ
             if mesh is not None:
                 all_reduce_gradients(mine.parameters(), mesh)

@@ -232,8 +232,8 @@ def test_undo_restores_vision_language_model() -> None:
     model = models.make("gemma3")
     inputs = models.batch("gemma3", model)
     expected = model(**inputs).loss
-    with parallelize(model, Mesh.single(), full_batches=True) as handle:
-        with handle.paused():
+    with parallelize(model, Mesh.single(), full_batches=True) as sharded:
+        with sharded.paused():
             assert torch.equal(model(**inputs).loss, expected)
         assert model.model.language_model.config._attn_implementation != "sdpa"
     assert torch.equal(model(**inputs).loss, expected)

@@ -117,9 +117,9 @@ def test_longest_document_counts(kind):
 
     def work(mesh: Mesh) -> torch.Tensor:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh)
-        batch = handle.shard(ids, cu_seqlens=ends)
-        return unshard(mine(**batch).logits.detach(), mesh, seq_len=47, layout=handle.layout_of(47, ends))
+        sharded = parallelize(mine, mesh)
+        batch = sharded.shard(ids, cu_seqlens=ends)
+        return unshard(mine(**batch).logits.detach(), mesh, seq_len=47, layout=sharded.layout_of(47, ends))
 
     for found in run_threads(2, work):
         torch.testing.assert_close(found, logits.detach(), rtol=1e-12, atol=1e-12)
@@ -129,11 +129,11 @@ def test_longest_document_counts(kind):
 def test_undo_restores_length_dependence(kind):
     model, ids = KINDS[kind](), tokens()
     expected = on_one_device(model, ids)
-    handle = parallelize(model, Mesh.single())
-    model(**handle.shard(ids))
-    with handle.paused():
+    sharded = parallelize(model, Mesh.single())
+    model(**sharded.shard(ids))
+    with sharded.paused():
         assert_same(on_one_device(model, ids), expected)
-    handle.undo()
+    sharded.undo()
     assert_same(on_one_device(model, ids), expected)
     assert not any(m._forward_pre_hooks for m in model.modules())
 
@@ -157,11 +157,11 @@ def test_calls_of_different_lengths_keep_frequencies():
 
     def work(mesh: Mesh) -> list[float]:
         mine = models[mesh.rank]
-        handle = parallelize(mine, mesh, layout="contiguous")
+        sharded = parallelize(mine, mesh, layout="contiguous")
         found = []
         for n in lengths:
             mine.zero_grad()
-            loss = mine(**handle.shard(tokens(1, n))).loss
+            loss = mine(**sharded.shard(tokens(1, n))).loss
             loss.backward()
             all_reduce_gradients(mine.parameters(), mesh)
             found.append(loss.item())

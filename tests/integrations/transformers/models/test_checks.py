@@ -78,11 +78,11 @@ ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, at
 )
 def test_call_rejects_invalid_arguments(change: dict[str, Any], error: type[BurstError], told: str):
     model = make("llama")
-    with parallelize(model, mesh_without_peer()) as handle:
-        inputs = handle.shard(tokens(1, 47)) | change
+    with parallelize(model, mesh_without_peer()) as sharded:
+        inputs = sharded.shard(tokens(1, 47)) | change
         with pytest.raises(error, match=told):
             model(**inputs)
-        assert handle.call is None
+        assert sharded.call is None
     assert model(input_ids=tokens(1, 8)).logits.shape == (1, 8, 64)
 
 
@@ -104,12 +104,12 @@ def test_rank_with_invalid_batch_raises_on_all_ranks(change: dict[str, Any], err
 
     def work(mesh: Mesh) -> torch.Tensor:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh)
+        sharded = parallelize(model, mesh)
         odd = change if mesh.rank == 1 else {}
         with pytest.raises(error if mesh.rank == 1 else MismatchError) as caught:
-            model(**handle.shard(first) | odd)
+            model(**sharded.shard(first) | odd)
         assert mesh.rank == 1 or "rank 1 refused: " in str(caught.value)
-        logits = model(**handle.shard(second)).logits.detach()
+        logits = model(**sharded.shard(second)).logits.detach()
         return unshard(logits, mesh, seq_len=32)
 
     for logits in run_threads(2, work):
@@ -129,20 +129,20 @@ def test_rank_failing_between_attentions_notifies_waiting_ranks(where: str, wait
     @torch.no_grad()
     def work(mesh: Mesh) -> torch.Tensor:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh)
+        sharded = parallelize(model, mesh)
         for _ in range(calls_before):
-            model(**handle.shard(first))
+            model(**sharded.shard(first))
         failing = model.get_submodule(where).register_forward_pre_hook(lambda *_: 1 // (1 - mesh.rank) and None)
         if mesh.rank == 1:
             with pytest.raises(ZeroDivisionError):
-                model(**handle.shard(first))
+                model(**sharded.shard(first))
         elif waited_for:
             with pytest.raises(MismatchError, match="rank 1 refused: ZeroDivisionError"):
-                model(**handle.shard(first))
+                model(**sharded.shard(first))
         else:
-            model(**handle.shard(first))
+            model(**sharded.shard(first))
         failing.remove()
-        return unshard(model(**handle.shard(second)).logits, mesh, seq_len=32)
+        return unshard(model(**sharded.shard(second)).logits, mesh, seq_len=32)
 
     for logits in run_threads(2, work, timeout=20):
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
@@ -176,16 +176,16 @@ def test_rank_interrupted_between_attentions_cannot_call_again(
         connected = transport(local.fabric, local.rank)
         mesh = Mesh(local.rank, 2, lambda device_type: connected, config=Config(timeout=0.3))
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh)
-        model(**handle.shard(ids))
+        sharded = parallelize(model, mesh)
+        model(**sharded.shard(ids))
         if mesh.rank == 1:
             failing = model.model.layers[0].mlp.register_forward_pre_hook(fail)
             with pytest.raises(error):
-                model(**handle.shard(ids))
+                model(**sharded.shard(ids))
             failing.remove()
         told = "rank 1: the last exchange" if mesh.rank else "rank 0, (checking|forward step)"
         with pytest.raises(CommunicationError, match=told):
-            model(**handle.shard(ids.flip(1) if mesh.rank else ids))
+            model(**sharded.shard(ids.flip(1) if mesh.rank else ids))
 
     run_transports(2, work, timeout=1.0)
 
@@ -196,12 +196,12 @@ def test_error_of_all_ranks_leaves_model_usable():
 
     def work(mesh: Mesh) -> torch.Tensor:
         model = copy.deepcopy(whole)
-        handle = parallelize(model, mesh)
+        sharded = parallelize(model, mesh)
         failing = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            model(**handle.shard(ids))
+            model(**sharded.shard(ids))
         failing.remove()
-        return unshard(model(**handle.shard(ids)).logits.detach(), mesh, seq_len=32)
+        return unshard(model(**sharded.shard(ids)).logits.detach(), mesh, seq_len=32)
 
     for logits in run_threads(2, work, timeout=20):
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
@@ -209,8 +209,8 @@ def test_error_of_all_ranks_leaves_model_usable():
 
 def test_mask_of_ones_is_not_padding():
     model = make("llama")
-    with parallelize(model, Mesh.single()) as handle:
-        inputs = handle.shard(tokens(1, 8))
+    with parallelize(model, Mesh.single()) as sharded:
+        inputs = sharded.shard(tokens(1, 8))
         with_mask = model(**inputs, attention_mask=torch.ones(1, 8, dtype=torch.long)).logits
         torch.testing.assert_close(with_mask, model(**inputs).logits, rtol=0, atol=0)
 
@@ -218,12 +218,12 @@ def test_mask_of_ones_is_not_padding():
 def test_attention_dropout_with_divided_heads_raises():
     """Parts of the heads would drop the same weights. A config of more heads looks like tensor parallelism."""
     model = make("llama", attention_dropout=0.1)
-    with parallelize(model, Mesh.single()) as handle:
+    with parallelize(model, Mesh.single()) as sharded:
         model.config.num_attention_heads *= 2
         with pytest.raises(UnsupportedError, match="attention dropout with tensor parallelism"):
-            model(**handle.shard(tokens(1, 8)))
+            model(**sharded.shard(tokens(1, 8)))
         model.eval()
-        assert model(**handle.shard(tokens(1, 8))).loss > 0
+        assert model(**sharded.shard(tokens(1, 8))).loss > 0
 
 
 def test_layerdrop_in_training_raises():
@@ -232,10 +232,10 @@ def test_layerdrop_in_training_raises():
 
     def work(mesh: Mesh) -> None:
         model = copy.deepcopy(whole)
-        with parallelize(model, mesh) as handle:
+        with parallelize(model, mesh) as sharded:
             with pytest.raises(UnsupportedError, match=r"layerdrop=0\.5; allowed: 0; set layerdrop=0"):
-                model.train()(**handle.shard(tokens(1, 8)))
-            assert model.eval()(**handle.shard(tokens(1, 8))).loss > 0
+                model.train()(**sharded.shard(tokens(1, 8)))
+            assert model.eval()(**sharded.shard(tokens(1, 8))).loss > 0
 
     run_threads(2, work)
 
@@ -291,8 +291,8 @@ def test_loss_over_shard_only_raises(full_batches: bool, told: str):
 
     def work(mesh: Mesh) -> int:
         mine = copy.deepcopy(model)
-        handle = parallelize(mine, mesh, full_batches=full_batches)
-        inputs = {"input_ids": ids, "labels": ids} if full_batches else handle.shard(ids)
+        sharded = parallelize(mine, mesh, full_batches=full_batches)
+        inputs = {"input_ids": ids, "labels": ids} if full_batches else sharded.shard(ids)
         with pytest.raises(UnsupportedError, match=f"computes its loss from this rank's tokens only.*{told}"):
             mine(**inputs)
         return int(mine(**inputs | {"labels": None}).logits.shape[1])
@@ -354,18 +354,18 @@ def test_parallelize_rejects_parallelized_parts():
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "attention_mask"])
 def test_shard_rejects_lists(name: str):
-    with parallelize(make("llama"), Mesh.single()) as handle:
+    with parallelize(make("llama"), Mesh.single()) as sharded:
         batch = {"input_ids": tokens(), name: tokens().tolist()}
         with pytest.raises(InputError, match=rf"{name} is not a tensor; .*torch\.as_tensor"):
-            handle.shard(**batch)
+            sharded.shard(**batch)
 
 
 def test_shard_after_undo_raises():
     """The model would compute the loss of the shard as that of the full sequence."""
-    with parallelize(make("llama"), mesh_without_peer()) as handle:
-        assert handle.shard(tokens())["input_ids"].shape == (2, 23)
+    with parallelize(make("llama"), mesh_without_peer()) as sharded:
+        assert sharded.shard(tokens())["input_ids"].shape == (2, 23)
     with pytest.raises(InputError, match=r"undo\(\) has restored the model.*parallelize it again"):
-        handle.shard(tokens())
+        sharded.shard(tokens())
 
 
 def test_read_mask_accepts_windows_only():
@@ -416,12 +416,12 @@ def test_pooled_output_of_shard_differs_from_sequence() -> None:
 def test_longer_sequence_warns_once_per_model():
     model = make("llama")
     model.config.max_position_embeddings = 32
-    with parallelize(model, Mesh.single()) as handle:
+    with parallelize(model, Mesh.single()) as sharded:
         with pytest.warns(UserWarning, match=r"max_position_emb.* got 40 tokens; allowed: at most 32; .*scaling"):
-            model(**handle.shard(tokens(1, 40)))
+            model(**sharded.shard(tokens(1, 40)))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model(**handle.shard(tokens(1, 48)))
+            model(**sharded.shard(tokens(1, 48)))
 
 
 def test_checkpointing_in_evaluation_mode_warns_once_per_model():
@@ -441,9 +441,9 @@ def test_checkpointing_in_evaluation_mode_warns_once_per_model():
             model(**inputs)
         return sum(sizes)
 
-    with parallelize(model, Mesh.single()) as handle, warnings.catch_warnings():
+    with parallelize(model, Mesh.single()) as sharded, warnings.catch_warnings():
         warnings.simplefilter("error")
-        inputs = handle.shard(tokens(1, 40))
+        inputs = sharded.shard(tokens(1, 40))
         with torch.no_grad():
             model(**inputs)
         model.train()
@@ -464,10 +464,10 @@ def test_call_of_sharded_model_itself_advises_call_of_model(full_batches: bool):
 def test_replaced_attention_raises_and_names_it():
     def work(mesh: Mesh) -> None:
         model = make("llama")
-        handle = parallelize(model, mesh)
+        sharded = parallelize(model, mesh)
         model.set_attn_implementation("sdpa")
         with pytest.raises(UnsupportedError, match=r"was replaced; got sdpa; .* omit model.set_attn_implementation"):
-            model(**handle.shard(tokens(1, 32)))
+            model(**sharded.shard(tokens(1, 32)))
 
     run_threads(2, work)
 
@@ -475,9 +475,9 @@ def test_replaced_attention_raises_and_names_it():
 def test_packed_documents_within_positions_do_not_warn():
     model = make("llama")
     model.config.max_position_embeddings = 32
-    with parallelize(model, Mesh.single()) as handle, warnings.catch_warnings():
+    with parallelize(model, Mesh.single()) as sharded, warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(**handle.shard(tokens(1, 40), cu_seqlens=(0, 20, 40)))
+        model(**sharded.shard(tokens(1, 40), cu_seqlens=(0, 20, 40)))
 
 
 def test_dynamic_rope_error_advises_fixed_scaling():
@@ -488,9 +488,9 @@ def test_dynamic_rope_error_advises_fixed_scaling():
 
 @pytest.mark.parametrize("arguments", [{}, {"use_cache": False}])
 def test_generate_on_two_ranks_advises_paused(arguments):
-    with parallelize(make("llama"), mesh_without_peer()) as handle:
+    with parallelize(make("llama"), mesh_without_peer()) as sharded:
         with pytest.raises((InputError, UnsupportedError), match=r"call generate.*sharded.paused") as raised:
-            handle.model.generate(tokens(1, 8), max_new_tokens=2, **arguments)
+            sharded.model.generate(tokens(1, 8), max_new_tokens=2, **arguments)
         assert isinstance(raised.value, InputError if arguments else UnsupportedError)
 
 
@@ -502,8 +502,8 @@ def test_generate_on_two_ranks_advises_paused(arguments):
     ],
 )
 def test_call_with_wrong_first_argument_advises(batch, advice):
-    with parallelize(make("llama"), Mesh.single()) as handle, pytest.raises(ShapeError, match=advice):
-        handle.model(batch)
+    with parallelize(make("llama"), Mesh.single()) as sharded, pytest.raises(ShapeError, match=advice):
+        sharded.model(batch)
 
 
 @pytest.mark.parametrize(
@@ -514,8 +514,8 @@ def test_call_with_wrong_first_argument_advises(batch, advice):
     ],
 )
 def test_shard_with_wrong_shape_advises(ids, message):
-    with parallelize(make("llama"), Mesh.single()) as handle, pytest.raises(ShapeError, match=message):
-        handle.shard(ids)
+    with parallelize(make("llama"), Mesh.single()) as sharded, pytest.raises(ShapeError, match=message):
+        sharded.shard(ids)
 
 
 def test_parallelize_recognizes_swapped_arguments():
@@ -527,13 +527,13 @@ def test_parallelize_recognizes_swapped_arguments():
 def test_positions_of_shard_are_compared_unless_unchanged(planted: str) -> None:
     """Only the tensor that `shard` returned last, unchanged and for its sequence, needs no comparison."""
     model, ids = make("llama"), tokens(1, 32)
-    handle = parallelize(model, Mesh.single())
-    model(**handle.shard(ids))
-    inputs = handle.shard(ids)
+    sharded = parallelize(model, Mesh.single())
+    model(**sharded.shard(ids))
+    inputs = sharded.shard(ids)
     if planted == "changed in place":
         inputs["position_ids"][0, 7] = 3
     elif planted == "of another sequence":
-        inputs = handle.shard(tokens(1, 30)) | {"position_ids": inputs["position_ids"]}
+        inputs = sharded.shard(tokens(1, 30)) | {"position_ids": inputs["position_ids"]}
     elif planted == "of other documents":
         inputs["cu_seqlens"] = (0, 12, 32)
     else:
@@ -557,9 +557,9 @@ class Reads(TorchDispatchMode):
 def test_known_positions_are_not_read() -> None:
     """A comparison makes the host wait for the device before each step."""
     model, ids = make("llama"), tokens(1, 32)
-    handle = parallelize(model, Mesh.single())
-    inputs = handle.shard(ids, cu_seqlens=(0, 20, 32))
-    known = handle.shard(ids, cu_seqlens=(0, 20, 32))
+    sharded = parallelize(model, Mesh.single())
+    inputs = sharded.shard(ids, cu_seqlens=(0, 20, 32))
+    known = sharded.shard(ids, cu_seqlens=(0, 20, 32))
 
     def reads(batch: dict[str, Any]) -> int:
         with Reads() as mode:
