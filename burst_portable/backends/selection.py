@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from burst_portable.errors import (
@@ -25,6 +24,7 @@ from burst_portable.errors import (
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.hardware import MeasuredHardware, read_hardware_spec
 from burst_portable.planning.kernel_times import read_kernel_times
+from burst_portable.utils.entry_points import registered_targets
 
 if TYPE_CHECKING:  # a help text lists the names without importing torch
     from burst_portable.backends.base import Backend, HardwareSpec, Probe
@@ -37,7 +37,7 @@ _OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cu
 
 def known() -> dict[str, str]:
     """Return each backend's name and target (``module:attribute``). No package can replace our names."""
-    return {name: targets[0] for name, targets in _registered().items()}
+    return {name: targets[0] for name, targets in registered_targets(GROUP, _OURS).items()}
 
 
 def passed_over() -> list[str]:
@@ -49,18 +49,8 @@ def passed_over() -> list[str]:
             next_step=f"register another name than {', '.join(_OURS)}",
         )
         for name in _OURS
-        for target in _registered()[name][1:]
+        for target in registered_targets(GROUP, _OURS)[name][1:]
     ]
-
-
-def _registered() -> dict[str, list[str]]:
-    """Return each name with all targets that are registered under it, ours first."""
-    targets = {name: [target] for name, target in _OURS.items()}
-    for point in entry_points(group=GROUP):
-        found = targets.setdefault(point.name, [])
-        if point.value not in found:
-            found.append(point.value)
-    return targets
 
 
 @lru_cache(maxsize=32)
@@ -71,7 +61,7 @@ def load(name: str) -> Backend:
         UnknownNameError: no backend has that name.
         BackendUnavailableError: the backend cannot be imported: a package is absent, too old, or broken.
     """
-    table = _registered()
+    table = registered_targets(GROUP, _OURS)
     if name not in table:
         raise unknown_name("backend", name, table)
     targets = table[name]

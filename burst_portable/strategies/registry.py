@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from inspect import isabstract
 
 from burst_portable.errors import (
@@ -33,6 +32,7 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import RESERVED_FLAGS, Option, options_of
+from burst_portable.utils.entry_points import registered_targets
 
 GROUP = "burst_portable.strategies"
 _PAGE = "docs/strategies.md"
@@ -55,7 +55,7 @@ OURS = tuple(_OURS)
 
 def known() -> dict[str, str]:
     """Return the name and the origin (``module:class``) of every strategy. No package can replace a built-in one."""
-    return {name: origins[0] for name, origins in _registered().items()}
+    return {name: origins[0] for name, origins in registered_targets(GROUP, _OURS).items()}
 
 
 def load(name: str) -> type[Strategy]:
@@ -68,7 +68,7 @@ def load(name: str) -> type[Strategy]:
     """
     if isinstance(name, str) and name in _OURS:
         return _imported(name, _OURS[name])
-    registered = _registered()
+    registered = registered_targets(GROUP, _OURS)
     if not isinstance(name, str) or name not in registered:
         section = "#tensor-parallelism" if isinstance(name, str) and name == "tensor_parallel" else ""
         raise unknown_name("strategy", name, registered, _PAGE + section)
@@ -94,7 +94,7 @@ def _loaded() -> tuple[dict[str, type[Strategy]], dict[str, str]]:
     """Return the results of `classes` and `broken`. Cached: `auto` reads them for every plan."""
     found: dict[str, type[Strategy]] = {}
     reasons: dict[str, str] = {}
-    for name, (_, *others) in _registered().items():
+    for name, (_, *others) in registered_targets(GROUP, _OURS).items():
         try:
             found[name] = load(name)
         except (StrategyError, UnsupportedError) as error:  # the caller did not name it, so it is only left out
@@ -229,16 +229,6 @@ def strategy_of(strategy: Strategy | str, ranks_per_node: int | None = None) -> 
             f"the strategy {name} cannot be hashed", next_step="make it a frozen dataclass with hashable options"
         ) from None
     return strategy
-
-
-def _registered() -> dict[str, list[str]]:
-    """Return the origins of every name; built-in ones first."""
-    origins = {name: [origin] for name, origin in _OURS.items()}
-    for point in entry_points(group=GROUP):
-        found = origins.setdefault(point.name, [])
-        if point.value not in found:
-            found.append(point.value)
-    return origins
 
 
 def _imported(name: str, origin: str) -> type[Strategy]:
