@@ -4,9 +4,9 @@ The work rows that visit an inner block add to it in the order of the table (`bl
 inner blocks start at multiples of their size. They are counted from the first query or from the start of a long
 document (`query_starts`). A run ends where the next visitor changes. The first visit of a block writes it. But blocks
 at the border of two documents may have rows of both. A visit adds 0 to those of the other one, in no order. So these
-blocks are cleared before the launch. `_order` says which order lets programs wait least. If outer blocks are divided
-(`divided_table`), each part writes separate gradients, in the order of the work rows. The outer stop is then the end of
-these rows.
+blocks are cleared before the launch. `_order` returns the order in which programs wait least. If outer blocks are
+divided (`divided_table`), each part writes separate gradients, in the order of the work rows. The outer stop is then
+the end of these rows.
 """
 
 from __future__ import annotations
