@@ -454,7 +454,8 @@ class BlockGradients:
     def __init__(self, blocks: Blocks, local: dict[Side, Views]) -> None:
         self._blocks, self._local = blocks, local
         self._sums: dict[int, Tensor] = {}  # by owner: sums that have not been sent
-        self._rounds = blocks.messages.gradients[blocks.side].size != blocks.messages.sums[blocks.side].size
+        # The layouts, not their sizes: fields of at most 16 bytes in both dtypes are padded to equal sizes.
+        self._rounds = blocks.messages.gradients[blocks.side] != blocks.messages.sums[blocks.side]
         self._joined: Views = ()  # sums of the local block from a launch that also took remote blocks
 
     def accumulators(self, step: Step, messages: StepMessages) -> Views:
