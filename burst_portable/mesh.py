@@ -80,6 +80,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MAX_CALLS = 512
+_MAX_LAYOUTS = 4096
 
 
 class Mesh:
@@ -134,7 +135,8 @@ class Mesh:
         self._transports: dict[str, Transport] = {}
         self._direct: dict[str, Transport | str] = {}
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
-        self.sharded_layouts: set[str] = set()  # names of the layouts by which tensors were sharded
+        # Layouts by which tensors were sharded: (name, length, hash). Those of one name differ if they follow masks.
+        self.sharded_layouts: OrderedDict[tuple[str, int, int], None] = OrderedDict()
         self.summed = WeakTensorKeyDictionary()  # gradients that are sums over the ranks, with their versions
         self.accumulated = WeakTensorKeyDictionary()  # gradients as backward passes left them, with their versions
         # Sums to which a backward pass added, with their versions, and whether they were zeroed before, as bool ``[]``.
@@ -330,6 +332,14 @@ class Mesh:
         if self.group is None or isinstance(self._direct.get(device_type), str):
             return False
         return self.config.transport in ("auto", self.backend_for(device_type).capabilities.direct_transport)
+
+    def note_sharded(self, layout: Layout) -> None:
+        """Remember a layout by which a tensor was sharded. The least recent of many are forgotten."""
+        key = layout.name, layout.length, hash(layout)
+        self.sharded_layouts[key] = None
+        self.sharded_layouts.move_to_end(key)
+        if len(self.sharded_layouts) > _MAX_LAYOUTS:
+            self.sharded_layouts.popitem(last=False)
 
     def cached(self, key: Hashable, make: Callable[[], T], first: Callable[[T], T] | None = None) -> T:
         """Return the result of `make` for this key, from a cache of the most recently used ones.

@@ -19,8 +19,8 @@ from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import MeshLike, as_mesh
+from burst_portable.mesh import position_ids as position_ids_of
 from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, global_length
-from burst_portable.sharding import local_position_ids
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import layout_of, mask_of, no_mask
 from burst_portable.strategies.registry import strategy_of
@@ -182,10 +182,8 @@ class SelfAttention(nn.Module):
                     named = str(self.layout), str(request.mask)
                     position_ids = positions_in_graph(rows, length, self.mesh, *named, x.device)
                 return length, position_ids
-        length = self._whole_length(x, seq_len, mask)
-        if needs_positions:
-            position_ids = local_position_ids(self.mesh, seq_len=length, layout=self.layout, mask=mask, device=x.device)
-        return length, position_ids
+        length, positions = self._locate_in_layout(x, seq_len, mask, needs_positions)
+        return length, positions if needs_positions else position_ids
 
     def _accepts(self, x: Tensor) -> bool:
         return x.dim() == 3 and x.shape[-1] == self.q.in_features
@@ -195,16 +193,23 @@ class SelfAttention(nn.Module):
         reason="burst_portable runs SelfAttention between graphs if its mask lists positions, its strategy or layout "
         "is not a string, or its input is invalid",
     )
-    def _whole_length(self, x: Tensor, seq_len: int | None, mask: Mask | str) -> int:
-        """Return the tokens of the unsharded sequence. Raise if x does not have this rank's number of tokens."""
+    def _locate_in_layout(
+        self, x: Tensor, seq_len: int | None, mask: Mask | str, needs_positions: bool
+    ) -> tuple[int, Tensor | None]:
+        """Return the tokens of the unsharded sequence, and the positions of x if needed.
+
+        Raise if x does not have this rank's number of tokens.
+        """
         check_tensor("x", x)
         if not self._accepts(x):
             allowed = f"[batch, rows, {self.q.in_features}]"
             raise ShapeError("x has the wrong shape for this module", got=tuple(x.shape), allowed=allowed)
         seq_len = None if seq_len is None else size("seq_len", seq_len)
         length = global_length(self.layout, seq_len, x.shape[1], self.mesh)
-        check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(mask, length)), x.shape[1], self.mesh)
-        return length
+        layout = layout_of(self.layout, length, self.mesh.size, mask_of(mask, length))
+        check_rows(layout, x.shape[1], self.mesh)
+        # Not `local_position_ids`: it would remember this layout as one by which tensors were sharded.
+        return length, position_ids_of(layout, self.mesh.rank, x.device) if needs_positions else None
 
     def _project(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return Q, K and V, with rotary embedding in Q and K."""

@@ -42,7 +42,7 @@ def local_position_ids(
     """
     mesh = as_mesh(mesh)
     layout, device = _layout(layout, size("seq_len", seq_len), mesh, mask), usable_device(device)
-    mesh.sharded_layouts.add(layout.name)
+    mesh.note_sharded(layout)
     return position_ids(layout, mesh.rank, device)
 
 
@@ -165,7 +165,8 @@ def shard_batch(
         position_ids: Shape ``[B, N]`` or ``[1, N]``. Default: they count up, from 0 in each document.
         cu_seqlens: Cumulative lengths of packed documents, (0, ..., N). No token predicts one of the next document.
         mesh: The ranks, as in `attention`.
-        layout: A `Layout` or its name, as in `attention`.
+        layout: A `Layout` or its name, as in `attention`. "dispatched" is that of the causal documents of `cu_seqlens`;
+            for another mask, pass ``make_layout("dispatched", N, ranks, mask)``.
         ignore_index: Label of tokens without a label.
 
     Returns:

@@ -268,7 +268,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     """Return the prepared call. Raises all errors of planning, before a block is sent."""
     check_data(mesh, q, k, v)
     call = describe(q, k, v, sinks, mesh, request)
-    _warn_of_other_layout(call.layout, mesh)
+    _warn_of_other_layout(call, mesh)
     plan, backend, kernel, reason = choose(call, mesh, request)
     transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     if plan.direct and not transport.direct:
@@ -284,17 +284,26 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     return prepared
 
 
-def _warn_of_other_layout(layout: Layout, mesh: Mesh) -> None:
-    """Warn on rank 0, once per mesh and layout, if tensors were sharded over this mesh, but never by this layout."""
-    known = mesh.sharded_layouts
-    if mesh.size == 1 or not known or layout.name in known:
+def _warn_of_other_layout(call: AttentionCall, mesh: Mesh) -> None:
+    """Warn on rank 0, once per mesh and layout, if tensors were sharded over this mesh, but never by this layout.
+
+    Layouts of one name are compared if they have one length: those of other lengths are of other batches.
+    """
+    layout, known = call.layout, mesh.sharded_layouts
+    if mesh.size == 1 or not known or (layout.name, layout.length, hash(layout)) in known:
+        return
+    lengths = {length for name, length, _ in known if name == layout.name}
+    if lengths and layout.length not in lengths:
         return
     if mesh.rank == 0:
         what = "no tensor of this mesh was sharded by the layout of this attention, so its result may be wrong"
+        got, allowed = layout.name, ", ".join(sorted({name for name, *_ in known}))
         next_step = "pass the same layout= to shard and attention; ignore this if you divided the tokens yourself"
-        message = format_error(what, got=layout.name, allowed=", ".join(sorted(known)), next_step=next_step)
-        warnings.warn(message, stacklevel=2)
-    known.add(layout.name)
+        if lengths:
+            got, allowed = f"{got} of the mask {str(call.mask)!r}", f"{got} as shard made it"
+            next_step = "pass one Layout to shard and attention, as make_layout(name, length, ranks, mask) returns it"
+        warnings.warn(format_error(what, got=got, allowed=allowed, next_step=next_step), stacklevel=2)
+    mesh.note_sharded(layout)
 
 
 def prepared_call(

@@ -9,6 +9,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.errors import DtypeError, InputError, MaskError, MismatchError, ShapeError, UnknownNameError
+from burst_portable.nn import SelfAttention
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -177,3 +178,53 @@ def test_attention_with_layout_of_no_shard_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert max(bp.run_threads(3, lambda mesh: largest_error(mesh, {"layout": "contiguous"}))) < 1e-12
+
+
+def test_self_attention_with_layout_of_no_shard_warns():
+    """The module computes positions itself, which does not mean that its input was sharded so."""
+    module, x = SelfAttention(16, heads=2).double(), torch.randn(1, 37, 16, dtype=torch.float64)
+    plain = module(x)
+
+    def largest_error(mesh, layout):
+        attend = SelfAttention(16, heads=2, mesh=mesh, layout=layout).double()
+        attend.load_state_dict(module.state_dict())
+        out = attend(bp.shard(x, mesh, layout="striped"), seq_len=37)
+        return (out - bp.shard(plain, mesh, layout="striped")).abs().max().item()
+
+    with pytest.warns(UserWarning, match="result may be wrong; got zigzag; allowed: striped"):
+        assert max(bp.run_threads(2, lambda mesh: largest_error(mesh, "zigzag"))) > 0.01
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert max(bp.run_threads(2, lambda mesh: largest_error(mesh, "striped"))) < 1e-12
+
+
+def test_attention_with_layout_of_another_mask_warns():
+    """`shard_batch` makes the layout of causal documents; these attend in both directions."""
+    cu_seqlens, x = (0, 10, 64), torch.randn(1, 64, 2, 8, dtype=torch.float64)
+    mask = bp.Mask.documents(cu_seqlens, causal=False)
+    plain = bp.attention(x, x, x, mask=mask)
+
+    def largest_error(mesh, layout):
+        batch = bp.shard_batch(torch.arange(64)[None], cu_seqlens=cu_seqlens, mesh=mesh, layout=layout)
+        rows = x[:, batch["input_ids"][0]]
+        out = bp.attention(rows, rows, rows, mask=mask, mesh=mesh, layout=layout)
+        return (out - plain[:, batch["input_ids"][0]]).abs().max().item()
+
+    with pytest.warns(UserWarning, match=r"got dispatched of the mask 'full documents\(2\)'; .*make_layout\(name"):
+        assert max(bp.run_threads(2, lambda mesh: largest_error(mesh, "dispatched"))) > 0.1
+    layout = bp.make_layout("dispatched", 64, 2, mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert max(bp.run_threads(2, lambda mesh: largest_error(mesh, layout))) < 1e-12
+
+
+def test_sharded_layouts_of_another_length_do_not_warn():
+    """A custom layout of a name that shard knows from other batches may be new to this mesh."""
+
+    def work(mesh):
+        bp.local_position_ids(mesh, seq_len=8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return bp.attention(*(torch.randn(1, 8, 2, 4) for _ in range(3)), mesh=mesh).shape
+
+    assert bp.run_threads(2, work)[0] == (1, 8, 2, 4)
