@@ -13,6 +13,7 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import as_kernels_take
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.prepared_call import PreparedCall, installed
+from burst_portable.runtime.validation import check_gradient
 from burst_portable.utils.torch_modes import (
     apply_untransformed,
     disable_autocast,
@@ -61,6 +62,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             _raise_second_derivative(ctx.prepared)
+        _check_gradient(ctx.prepared, dout)
         # Read once: recomputing checkpoints return each tensor a single time.
         return *run_backward(ctx.prepared, ctx.number, ctx.saved_tensors, dout), None
 
@@ -100,6 +102,16 @@ def _raise_second_derivative(prepared: PreparedCall) -> NoReturn:
     if prepared.transport.size > 1:
         share_error(prepared.transport, error)
     raise error
+
+
+def _check_gradient(prepared: PreparedCall, dout: Tensor | None) -> None:
+    """Raise `UnsupportedError` on all ranks for a gradient that cannot be sent: see `check_gradient`."""
+    try:
+        check_gradient(dout)
+    except UnsupportedError as error:
+        if prepared.transport.size > 1:
+            share_error(prepared.transport, error)
+        raise
 
 
 def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0) -> None:

@@ -78,6 +78,20 @@ def check_no_transforms(*tensors: object) -> None:
         )
 
 
+def check_gradient(dout: object) -> None:
+    """Raise `UnsupportedError` for the gradient of a result if it is a batch of gradients or has a tangent.
+
+    Under is_grads_batched, messages would have no memory. Tangents of received gradients would silently be missing.
+    """
+    if isinstance(dout, Tensor) and torch._C._functorch.is_legacy_batchedtensor(dout):
+        raise UnsupportedError(
+            "attention has no batched gradients",
+            got="a backward pass with is_grads_batched=True, or a jacobian with vectorize=True",
+            next_step="take one gradient after the other, with retain_graph=True",
+        )
+    check_no_transforms(dout)
+
+
 def check_data(mesh: Mesh, *tensors: Tensor) -> None:
     """Raise `UnsupportedError` for tensors without data (FakeTensorMode, torch.export) on more than one rank."""
     if mesh.size > 1 and any(isinstance(x, FakeTensor) for x in tensors):

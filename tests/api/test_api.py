@@ -264,6 +264,34 @@ def test_attention_rejects_forward_mode_tangents(which):
     bp.attention(q, k, v)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention_rejects_batched_gradients(ranks, strategy):
+    """Without this check, torch raises in the middle of a pass, and the next call is impossible."""
+    whole = qkv()
+
+    def work(mesh):
+        q, k, v = (bp.shard(x, mesh).requires_grad_() for x in whole)
+        out = bp.attention(q, k, v, mesh=mesh, strategy=strategy)
+        with pytest.raises(UnsupportedError, match=r"no batched gradients; .*; take one gradient after the other"):
+            torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True)
+        bp.attention(q, k, v, mesh=mesh, strategy=strategy).sum().backward()
+
+    bp.run_threads(ranks, work)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch itself warns when the first level is entered
+def test_attention_rejects_gradients_with_tangents():
+    """Without this check, the parts of a tangent that other ranks compute would be missing."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+    out = bp.attention(q, k, v)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+            torch.autograd.grad(out, q, dual)
+    torch.autograd.grad(bp.attention(q, k, v).sum(), q)
+
+
 def test_from_group_without_process_group_raises():
     with pytest.raises(InputError, match="torchrun"):
         bp.Mesh.from_group()
