@@ -336,8 +336,8 @@ class Mesh:
     def note_sharded(self, layout: Layout) -> None:
         """Remember a layout by which a tensor was sharded. The least recent of many are forgotten."""
         key = layout.name, layout.length, hash(layout)
+        self.sharded_layouts.pop(key, None)  # no `move_to_end`: threads that load data may call `shard` at once
         self.sharded_layouts[key] = None
-        self.sharded_layouts.move_to_end(key)
         if len(self.sharded_layouts) > _MAX_LAYOUTS:
             self.sharded_layouts.popitem(last=False)
 

@@ -289,11 +289,12 @@ def _warn_of_other_layout(call: AttentionCall, mesh: Mesh) -> None:
 
     Layouts of one name are compared if they have one length: those of other lengths are of other batches.
     """
-    layout, known = call.layout, mesh.sharded_layouts
-    if mesh.size == 1 or not known or (layout.name, layout.length, hash(layout)) in known:
+    layout = call.layout
+    if mesh.size == 1 or (layout.name, layout.length, hash(layout)) in mesh.sharded_layouts:
         return
+    known = tuple(mesh.sharded_layouts)  # a copy: other threads may load data and call `shard`
     lengths = {length for name, length, _ in known if name == layout.name}
-    if lengths and layout.length not in lengths:
+    if not known or (lengths and layout.length not in lengths):
         return
     if mesh.rank == 0:
         what = "no tensor of this mesh was sharded by the layout of this attention, so its result may be wrong"

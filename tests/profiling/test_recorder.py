@@ -213,6 +213,7 @@ def test_one_rank_and_light_level_have_reports():
     assert report.data["level"] == "basic"
     assert report.data["summary"]["kind"] != "slow link", "what is not recorded is not blamed"
     for rank in report.data["ranks"]:
+        assert rank["sent_bytes"] is rank["messages_sent"] is None, "sends are not recorded"
         assert (
             rank["span_ns"] == rank["compute_ns"] + rank["exposed_comm_ns"] + rank["exposed_copy_ns"] + rank["idle_ns"]
         )

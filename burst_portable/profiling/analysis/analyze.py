@@ -306,6 +306,7 @@ def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
         own = compute.select(compute["backward"] == backward)
         by_pass[name] = {"flops": int(own["flops"].sum()), "compute_ns": total(union(own.spans())), "kernels": len(own)}
     sent = message["bytes"][message["sends"] == 1]
+    records_sends = one.facts.get("level") != "basic"
     return {
         "rank": one.rank,
         "host": one.host,
@@ -315,8 +316,8 @@ def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
         "core_wait_ns": sum(ns for _, ns in one.core_waits) if one.core_waits else None,
         "window_ns": [int(x) for x in timeline.window],
         "passes": by_pass,
-        "sent_bytes": int(sent.sum() + collective["bytes"].sum()),
-        "messages_sent": len(sent),
+        "sent_bytes": int(sent.sum() + collective["bytes"].sum()) if records_sends else None,
+        "messages_sent": len(sent) if records_sends else None,
     }
 
 

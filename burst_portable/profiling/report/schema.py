@@ -53,7 +53,7 @@ _REPORT: dict[str, Any] = {
     "ranks": [
         {
             **_PARTITION,
-            **_each("number", "idle_between_kernels_ns idle_outside_attention_ns sent_bytes"),
+            **_each("number", "idle_between_kernels_ns idle_outside_attention_ns sent_bytes?"),
             "rank": "integer",
             "passes": {"forward": _PASS, "backward": _PASS},
         },

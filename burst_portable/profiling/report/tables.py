@@ -112,7 +112,7 @@ def totals(data: dict[str, Any]) -> dict[str, int]:
     times = (*FIELDS, "idle_outside_attention")
     return {
         **{name: sum(rank[f"{name}_ns"] for rank in ranks) for name in times},
-        "sent_bytes": sum(rank["sent_bytes"] for rank in ranks),
+        "sent_bytes": sum(rank["sent_bytes"] or 0 for rank in ranks),
         "flops": sum(one["flops"] for rank in ranks for one in rank["passes"].values()),
     }
 
