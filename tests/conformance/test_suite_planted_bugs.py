@@ -42,6 +42,7 @@ KERNELS = {
     planted_bugs.LocalColumns: ("kernels", "attention"),
     planted_bugs.BandOffByOne: ("kernels", "attention"),
     planted_bugs.FewBlocks: ("kernels",),
+    planted_bugs.NarrowValues: ("kernels",),
     planted_bugs.BottomRight: ("kernels", "attention"),
     planted_bugs.StaleKeys: ("kernels", "attention"),
     planted_bugs.Base2: ("kernels", "attention"),

@@ -123,6 +123,15 @@ class FewHeads(KernelWrapper):
         return changed_state(state, out=torch.cat([state[0][:, :, :32], torch.zeros_like(state[0][:, :, 32:])], 2))
 
 
+class NarrowValues(KernelWrapper):
+    """Return 0 past the size of a key if values are wider."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        state, size = super().attend(q, k, v, tiles, call, state=state), q.shape[3]
+        columns = torch.arange(v.shape[3], device=q.device)
+        return changed_state(state, out=torch.where(columns < size, state[0], torch.zeros_like(state[0])))
+
+
 class FewSequences(FewHeads):
     """Return 0 for sequences of a batch past the first 8."""
 

@@ -44,6 +44,9 @@ LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x1
 """Heads for kernels that support only the sizes of models."""
 
 
+WIDER_VALUES = "4x2x16x40"
+"""Values wider than keys, which no choice of `HEADS` has. Only the check "sizes" has them for kernels that are chosen."""
+
 LONG_BLOCKS = (("long-keys", 4, 16384, ("out", "dq")), ("long-queries", 16384, 4, ("dk", "dv")))
 """Name, queries, keys, and the results that are sums over the long side: 64 blocks of 256 tokens."""
 
@@ -106,6 +109,7 @@ def cases(coverage: str, axes: Axes) -> Iterator[Case]:
         yield Case("causal", "zigzag", ranks=2, heads="mha", dtype=torch.bfloat16, deterministic=False)
         yield Case("documents", "striped", ranks=2, dropout=0.3)
         yield Case("causal", "contiguous", ranks=1)
+        yield Case("causal", "contiguous", heads=WIDER_VALUES)
         yield from (Case("causal", "contiguous", scale=scale) for scale in SCALES[1:])
         return
     yield from covering(axes)
@@ -116,6 +120,7 @@ def cases(coverage: str, axes: Axes) -> Iterator[Case]:
     usual["heads"] = "gqa" if "gqa" in axes["heads"] else usual["heads"]
     yield from (Case(**{**usual, "values": v, "dtype": dtype}) for v in VALUES[1:] for dtype in dtypes)
     yield Case(heads="2x1x1x1", deterministic=False)
+    yield Case(heads=WIDER_VALUES, deterministic=False)
     for length in (2, 15, 16, 17, 63, 64, 65, 129):
         yield Case(**{**usual, "length": length, "ranks": 1, "layout": "contiguous", "dtype": dtypes[0]})
 
