@@ -334,7 +334,7 @@ class Mesh:
         return self.config.transport in ("auto", self.backend_for(device_type).capabilities.direct_transport)
 
     def note_sharded(self, layout: Layout) -> None:
-        """Remember a layout by which a tensor was sharded. The least recent of many are forgotten."""
+        """Store a layout by which a tensor was sharded. The least recent of many are removed."""
         key = layout.name, layout.length, hash(layout)
         self.sharded_layouts.pop(key, None)  # no `move_to_end`: threads that load data may call `shard` at once
         self.sharded_layouts[key] = None

@@ -45,7 +45,7 @@ LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x1
 
 
 WIDER_VALUES = "4x2x16x40"
-"""Values wider than keys, which no choice of `HEADS` has. Only the check "sizes" has them for kernels that are chosen."""
+"""Values wider than keys, which no choice of `HEADS` has. The check "sizes" has them for chosen kernels only."""
 
 LONG_BLOCKS = (("long-keys", 4, 16384, ("out", "dq")), ("long-queries", 16384, 4, ("dk", "dv")))
 """Name, queries, keys, and the results that are sums over the long side: 64 blocks of 256 tokens."""
