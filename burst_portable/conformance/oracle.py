@@ -136,9 +136,11 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     """Return the tensors of a case; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     heads, kv_heads, d, dv = case.sizes
+    # Numbers that float32 represents would not show that float64 inputs were rounded to it, or sent in it.
+    drawn = torch.float64 if case.dtype is torch.float64 else torch.float32
 
     def normal(count: int, dim: int) -> Tensor:
-        return torch.randn(case.batch, case.length, count, dim, generator=generator)
+        return torch.randn(case.batch, case.length, count, dim, generator=generator, dtype=drawn)
 
     q, k, v, dout = normal(heads, d), normal(kv_heads, d), normal(kv_heads, dv), normal(heads, dv)
     q = q * _SPREAD[case.values]
@@ -147,7 +149,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         # the keys: dq is a sum over keys, in which large values would cancel and magnify their rounding.
         q[..., 0] = (_SHIFT_WITH_SINKS if case.sinks else _SHIFT) * d**0.5
         k[..., 0] = 1.0 if case.values == "high" else -1.0
-    sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.sinks else None
+    sinks = torch.randn(heads, generator=generator, dtype=drawn).to(case.dtype) if case.sinks else None
     q, k, v, dout = (x.to(case.dtype) for x in (q, k, v, dout))
     return Inputs(q, k, v, dout, sinks)
 

@@ -207,6 +207,12 @@ def test_failure_of_known_bug_names_its_cause(bug, hint):
     assert "(max)" not in message or message.count("error of ") == len({*re.findall(r"error of (\w+)", message)})
 
 
+def test_rounded_float64_inputs_are_detected():
+    """Inputs that float32 represents exactly did not show it."""
+    (result,) = check_backend(Planted(planted_bugs.RoundsFloat64), cases=["kernels:reference:dtype=float64"]).results
+    assert "error of out" in result.message
+
+
 def test_kernel_that_returns_no_support_is_named():
     (result,) = check_backend(Planted(planted_bugs.SaysTrue), cases=["claims:reference-reasons"]).results
     assert result.message.startswith(

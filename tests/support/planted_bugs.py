@@ -314,6 +314,14 @@ class DropsRaggedBlock(OtherTiles):
         return make_tile(tile.q_start, tile.q_stop, tile.k_start, stop, tile.lo, tile.hi)
 
 
+class RoundsFloat64(KernelWrapper):
+    """Round inputs in float64 to float32."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        q, k, v = (x.float().to(x.dtype) if x.dtype is torch.float64 else x for x in (q, k, v))
+        return super().attend(q, k, v, tiles, call, state=state)
+
+
 class Coarse(KernelWrapper):
     """Multiply numbers with `bits` bits of mantissa and state a rounding of 10 bits."""
 
