@@ -181,6 +181,9 @@ class ModelCalls:
             raise UnsupportedError(what, got=type(module).__name__, next_step="leave out position_ids")
         device = next(x.device for x in kwargs.values() if isinstance(x, Tensor))
         positions = positions_of(self.call, self.mesh, device).unsqueeze(0)
+        if self._outputs is not None and (padding := self._outputs.padding) is not None:
+            # Places in the rows of the caller, as on one device.
+            positions = (positions + padding.to(device).unsqueeze(1)) % self.call.seq_len
         divided = divide(kwargs, module, positions, self.mesh, self.call.layout)
         self.call = self.call._replace(dropout_seed=self.dropout.begin())
         return (), divided | ({"use_cache": False} if takes(module, "use_cache") else {})
@@ -225,7 +228,10 @@ class ModelCalls:
         is_unordered = self.mesh.size > 1 and shard.is_divided_by_caller and kwargs.get("position_ids") is None
         if is_unordered and not self._is_order_known:
             raise unknown_order(sequence.layout.name)
-        if not self._position_check.is_known(kwargs.get("position_ids"), sequence.seq_len, sequence.cu_seqlens):
+        given = kwargs.get("position_ids")
+        # The divider made those of full batches. They count from the padding of rows that began with it.
+        is_divided = self.full_batches and given is not None
+        if not (is_divided or self._position_check.is_known(given, sequence.seq_len, sequence.cu_seqlens)):
             kwargs["position_ids"] = shard_positions(kwargs, sequence, self.mesh, self._facts.padding_idx)
         complete_arguments(module, kwargs)
         labels = None

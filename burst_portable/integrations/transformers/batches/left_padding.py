@@ -1,7 +1,9 @@
 """Move padding from the beginning of rows to their end, and outputs back.
 
 Text generation pads prompts at their beginning. Under a causal mask, the outputs of tokens do not depend on the place
-of the padding. This needs attention that depends on distances only, or position ids that count from the first token.
+of the padding if they keep their position ids. On one device these count from the beginning of the row, unless the
+caller passes others. Most models with RoPE depend on distances only, but HunYuan normalizes queries after RoPE, and
+Beam and Ministral scale them by position.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.models.padding_positions import POSITIONS
-from burst_portable.integrations.transformers.models.position_limits import has_relative_positions
+from burst_portable.integrations.transformers.models.position_limits import takes_shifted_rows
 
 _ROWS = ("input_ids", "labels", "attention_mask")
 
@@ -31,7 +33,7 @@ def move_left_padding(
 
     Args:
         batch: `input_ids`, `labels` and `attention_mask` of shape ``[B, N]``, and perhaps `position_ids`. Those of
-            rows with such padding are removed.
+            rows with such padding are removed. `POSITIONS` is added if they do not count from the first token.
         config: Configuration of the model.
         token_inputs: Names of other inputs with values for each token. Default: none.
         shifts_labels: Whether a token is compared with the label of the next one. Default: it is.
@@ -66,9 +68,11 @@ def move_left_padding(
                 next_step="pass attention_mask.cumsum(dim=1) - 1; or leave them out if the model has RoPE, or pad at "
                 "the end of rows",
             )
-        if not has_relative_positions(config):
+        if not takes_shifted_rows(config):
             next_step = "pad at the end of rows, or pass position_ids that count from the first token of each row"
             raise UnsupportedError("padding before a token of a model with absolute positions", next_step=next_step)
+        batch[POSITIONS] = places
+        token_inputs = (*token_inputs, POSITIONS)
     first = batch["labels"].gather(1, padding.unsqueeze(1)).squeeze(1)
     if shifts_labels and bool(((first != -100) & (padding > 0)).any()):
         what = "the first token after padding has a label, which would be predicted from padding"

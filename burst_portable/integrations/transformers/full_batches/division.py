@@ -88,6 +88,8 @@ def divide_full_batch(
     if padding is not None:
         embeddings = None if embeddings is None else roll_rows(embeddings, padding)
         undivided = rolled(undivided, padding, batch["input_ids"].shape[1])
+        if POSITIONS in batch and POSITIONS not in token_inputs:
+            token_inputs = (*token_inputs, POSITIONS)
     given = {"labels": None, "cu_seqlens": None, "attention_mask": None}  # all of them are in the batch
     arguments = batch_arguments(batch, given, token_inputs)
     inputs = divider.divide(**arguments)

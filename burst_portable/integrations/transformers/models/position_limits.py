@@ -52,13 +52,13 @@ def _check_rope(config: Any, seq_len: int) -> None:
             )
 
 
-def has_relative_positions(config: Any) -> bool:
-    """Return whether attention depends on positions only by the distances between tokens."""
-    parameters = list(_rope_parameters(config))
-    if not parameters or any("llama_4_scaling_beta" in p for p in parameters):
-        return False
+def takes_shifted_rows(config: Any) -> bool:
+    """Return whether a model computes the same if tokens move within their row and keep their position ids.
+
+    Models without RoPE may count positions from the attention mask (OPT). Chunks and Llama 4's scales count rows.
+    """
     chunks = getattr(config, "attention_chunk_size", None)
-    return not chunks and not getattr(config, "attn_temperature_tuning", False)
+    return any(_rope_parameters(config)) and not chunks and not getattr(config, "attn_temperature_tuning", False)
 
 
 def longer_than_trained(config: Any, length: int) -> str | None:
