@@ -10,13 +10,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError, format_error
-from burst_portable.integrations.transformers.models.model_parts import has_head, has_tokenwise_head, text_model_of
+from burst_portable.integrations.transformers.models.model_parts import (
+    HEADS,
+    has_head,
+    has_tokenwise_head,
+    part_below_head,
+    text_model_of,
+)
 from burst_portable.integrations.transformers.models.padding_positions import has_unknown_positions, padding_indices
 from burst_portable.integrations.transformers.models.recurrent_layers import RECURRENT_TYPES, recurrent_layers
 from burst_portable.integrations.transformers.models.signatures import parameters_of
 from burst_portable.mesh import Mesh
 
 _READS_SINGLE_TOKENS = "a head or a pooler that reads single tokens, which only one rank has"
+_UNKNOWN_HEAD = "an own forward around another model, which may read other tokens than those of this rank"
 _COUNTS_PADDING = "embeddings of positions that depend on padding otherwise than RoBERTa's, or without pad_token_id"
 _SCALES_BY_ROW = "token_dropout in other models than ESM's encoders, which scales embeddings by masked tokens of a row"
 LAYER_TYPES = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -43,9 +50,13 @@ def check_model(model: Any, *, full_batches: bool = False) -> None:
         )
     if reason := _unsupported_reason(model, full_batches=full_batches):
         next_step = None
-        if reason == _READS_SINGLE_TOKENS and model.base_model is not model:
+        if reason in (_READS_SINGLE_TOKENS, _UNKNOWN_HEAD) and (part := part_below_head(model)) is not model:
+            name = next(name for name, module in model.named_modules() if module is part)
+            name = "base_model" if part is model.base_model else name
             next_step = "use a trainer of burst_portable.integrations, which shards the base model of a classifier; or "
-            next_step += "parallelize(model.base_model, mesh, full_batches=True, averaged_gradients=True)"
+            next_step += f"parallelize(model.{name}, mesh, full_batches=True, averaged_gradients=True)"
+            if reason == _UNKNOWN_HEAD:
+                next_step += f"; or end the name of a class whose head works token by token with {' or '.join(HEADS)}"
         elif reason == _READS_SINGLE_TOKENS:
             next_step = "create the model without a pooler, if it allows that (add_pooling_layer=False)"
         elif reason == _SCALES_BY_ROW:
@@ -89,7 +100,7 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
     if getattr(config, "output_attentions", False):
         return "output_attentions, but attention weights are never computed"
     if not has_tokenwise_head(model):
-        return _READS_SINGLE_TOKENS
+        return _UNKNOWN_HEAD if model.base_model is model and has_head(model) else _READS_SINGLE_TOKENS
     return None
 
 

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from burst_portable.errors import UnsupportedError
-from burst_portable.integrations.transformers.models.model_parts import LANGUAGE_HEADS, has_tokenwise_head
+from burst_portable.integrations.transformers.models.model_parts import LANGUAGE_HEADS, has_head, has_tokenwise_head
 
 
 def check_outer_models(module: PreTrainedModel) -> None:
@@ -82,7 +82,7 @@ def _running_models_around(module: PreTrainedModel) -> list[PreTrainedModel]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         model = _first_argument(frame) if frame.f_code.co_name == "forward" else None
-        if isinstance(model, PreTrainedModel) and model is not module and model.base_model is not model:
+        if isinstance(model, PreTrainedModel) and model is not module and has_head(model):
             found.append(model)
         frame = frame.f_back
     return found
