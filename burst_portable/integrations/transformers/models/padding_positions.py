@@ -28,7 +28,15 @@ def padding_indices(model: nn.Module) -> list[int | None]:
 
 
 def _counts_from_padding(module: Any) -> bool:
-    if not isinstance(getattr(module, "position_embeddings", None), nn.Embedding):
+    return isinstance(getattr(module, "position_embeddings", None), nn.Embedding) and _counts(module)
+
+
+def _counts(module: nn.Module) -> bool:
+    """Return whether a module computes position ids by the function of RoBERTa, which some models copied.
+
+    ESM-2 with rotary embeddings does not use them.
+    """
+    if getattr(module, "position_embedding_type", "absolute") != "absolute":
         return False
     forward: Any = inspect.unwrap(type(module).forward)
     return _COUNT in forward.__code__.co_names
@@ -44,7 +52,8 @@ def has_unknown_positions(model: nn.Module) -> bool:
     embeddings = [m for name, m in model.named_modules() if "position" in name and isinstance(m, nn.Embedding)]
     padded = [m.padding_idx for m in embeddings if m.padding_idx is not None]
     indices = padding_indices(model)
-    return padded != indices or len(indices) > 1
+    # Sinusoidal positions, as those of Kosmos-2.5, have no embedding.
+    return padded != indices or len(indices) > 1 or sum(map(_counts, model.modules())) > len(indices)
 
 
 def positions_from_padding(input_ids: Tensor, padding_idx: int, cu_seqlens: Sequence[int] | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     CamembertConfig,
@@ -230,6 +231,16 @@ def test_planted_fault_of_positions_of_a_shard_is_visible(monkeypatch: pytest.Mo
 def test_model_without_padding_token_raises() -> None:
     with pytest.raises(UnsupportedError, match="without pad_token_id"):
         parallelize(make("roberta", pad_token_id=None), Mesh.single())
+
+
+@pytest.mark.parametrize("name", ["Kosmos2", "Kosmos2_5"])
+def test_sinusoidal_positions_that_count_from_padding_raise(name: str) -> None:
+    """They begin at 2, and began at 0: gradients of logits of Kosmos-2.5 differed by 0.6 of their norm."""
+    cls = getattr(transformers, f"{name}ForConditionalGeneration")
+    with torch.device("meta"):
+        model = cls(cls.config_class(text_config={"layers": 1}))
+    with pytest.raises(UnsupportedError, match="embeddings of positions that depend on padding"):
+        parallelize(model, Mesh.single(), full_batches=True)
 
 
 def test_left_padding_of_shards_raises() -> None:
