@@ -97,6 +97,7 @@ def attend(
         rows.append(attention(*part, mask=mask, dropout_seed=seed, **options))
     out = rows[0] if len(rows) == 1 else torch.cat(rows)
     state.attended, state.attending = state.attended + 1, False
+    state.attention_modules.add(id(module))
     return out, None
 
 

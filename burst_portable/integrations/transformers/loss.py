@@ -76,6 +76,8 @@ class ShardedLoss:
         self.function, self.logits_bytes = function, logits_bytes
         self.is_pending = False
         self._count: Tensor | int | None = None  # for a model that does not pass it
+        self._result: Tensor | None = None  # of the running call
+        self._version = 0
         self._next_step = OWN_FULL_LOSS if full_batches else OWN_LOSS
         self._is_known_to_divide = function in LOSS_MAPPING.values()
 
@@ -106,10 +108,12 @@ class ShardedLoss:
             raise UnsupportedError(what, got=got, next_step=self._next_step)
         self.is_pending = False
         if self.function is ForCausalLMLoss:
-            return causal_loss(*args, logits_bytes=self.logits_bytes, **kwargs)
-        loss: Tensor = self.function(*args, **kwargs)
-        if not self._is_known_to_divide:
-            self._check_that_it_divides(loss, args, kwargs)
+            loss = causal_loss(*args, logits_bytes=self.logits_bytes, **kwargs)
+        else:
+            loss = self.function(*args, **kwargs)
+            if not self._is_known_to_divide:
+                self._check_that_it_divides(loss, args, kwargs)
+        self._result, self._version = loss, _version_of(loss)
         return loss
 
     def _check_that_it_divides(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,6 +136,29 @@ class ShardedLoss:
         if self.is_pending:
             what = f"{type(model).__name__} computes its loss from this rank's tokens only"
             raise UnsupportedError(what, next_step=self._next_step)
+
+    def check_unchanged(self, model: Any, output: Any) -> None:
+        """Raise `UnsupportedError` if the loss of an output is not the result of the function.
+
+        A model may add terms to it, as Bamba's z-loss or the loss of a second head. Each rank computes them from its
+        own tokens, so the sum over ranks has several means, and labels were shifted already. A router loss is replaced
+        by `with_router_loss`.
+        """
+        result, self._result = self._result, None
+        loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+        if result is None or not isinstance(loss, Tensor) or getattr(output, "aux_loss", None) is not None:
+            return
+        if loss is result and _version_of(result) == self._version:
+            return
+        if loss is not result and torch.allclose(loss.double(), result.double(), equal_nan=True):
+            return
+        what = f"{type(model).__name__} changes the result of its loss_function by terms of this rank's tokens only"
+        raise UnsupportedError(what, next_step=self._next_step)
+
+
+def _version_of(loss: Tensor) -> int:
+    """Return how often a tensor was changed in place, which inference tensors do not count."""
+    return 0 if loss.is_inference() else loss._version
 
 
 def causal_loss(

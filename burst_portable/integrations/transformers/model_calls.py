@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.attention import NAME
+from burst_portable.integrations.transformers.attention_check import check_attentions
 from burst_portable.integrations.transformers.batches.divider import BatchDivider, token_inputs_of
 from burst_portable.integrations.transformers.call_arguments import (
     PositionCheck,
@@ -17,7 +18,12 @@ from burst_portable.integrations.transformers.call_arguments import (
     check_cache,
     check_no_document_lengths,
 )
-from burst_portable.integrations.transformers.call_errors import no_attention, unknown_labels, unknown_order
+from burst_portable.integrations.transformers.call_errors import (
+    fixed_loss,
+    no_attention,
+    unknown_labels,
+    unknown_order,
+)
 from burst_portable.integrations.transformers.call_sequence import (
     CallSequence,
     CallWarnings,
@@ -102,6 +108,8 @@ class ModelCalls:
         self._outputs: Outputs | None = None  # of the running call, with full batches
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
+        self.attention_modules: set[int] = set()  # identities of those that attended
+        self._has_checked_attentions = False
         self._running: RunningCall | None = None
         self._agreement = RankAgreement(self.model, self.mesh, full_batches=self.full_batches)
         self._position_check, self._warnings = PositionCheck(), CallWarnings(self.model, self.mesh.rank)
@@ -130,7 +138,11 @@ class ModelCalls:
     def _watch_loss(self, model: PreTrainedModel) -> None:
         """Install the sharded loss, also if the model's loss function was replaced since."""
         if self.mesh.size > 1 and has_head(model) and sharded_loss(model) is None:
-            model.loss_function = ShardedLoss(loss_of(model), full_batches=self.full_batches)
+            function = ShardedLoss(loss_of(model), full_batches=self.full_batches)
+            try:
+                model.loss_function = function
+            except AttributeError as error:
+                raise fixed_loss(model) from error
 
     # ------------------------------------------------------------------------------------------------ the hooks
 
@@ -305,8 +317,16 @@ class ModelCalls:
         self._attentions = self.attended
         if not self.attended:
             raise no_attention(self._facts.text if self._facts.has_parts else module, NAME)
+        if not self._has_checked_attentions:
+            check_attentions(self._facts.text, self.attention_modules)
+            self._has_checked_attentions = True
         if loss := sharded_loss(module):
             loss.check_called(module)
+            try:
+                loss.check_unchanged(module, output)
+            except UnsupportedError as error:
+                broadcast_error(self.mesh, error, next(self.model.parameters()))  # a term may be 0 on another rank
+                raise
         if outputs is not None:
             # Ranks that requested different outputs would wait for each other below.
             self._agreement.confirm()

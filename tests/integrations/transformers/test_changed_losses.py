@@ -1,0 +1,125 @@
+"""Test models that add terms to the result of their loss function, or attend outside AttentionInterface.
+
+Each rank would compute such terms, and such an attention, from its own tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BambaConfig, BambaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from burst_portable import Mesh, run_threads
+from burst_portable.errors import UnsupportedError
+from burst_portable.integrations.transformers import parallelize
+from tests.support.models import SIZES, assert_same, on_one_device, on_ranks, tokens
+
+
+class Terms(LlamaForCausalLM):
+    """Adds a term to its loss, as a z-loss or a head that predicts the token after the next one."""
+
+    def forward(
+        self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None, **others: Any
+    ) -> Any:
+        others |= {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+        out = super().forward(input_ids, **others)
+        if out.loss is not None:
+            out.loss = self.changed(out.loss, out.logits)
+        return out
+
+    def changed(self, loss: Tensor, logits: Tensor) -> Tensor:
+        return loss + 0.1 * logits.logsumexp(-1).pow(2).mean()
+
+
+class TermsInPlace(Terms):
+    def changed(self, loss: Tensor, logits: Tensor) -> Tensor:
+        loss += 0.1 * logits.logsumexp(-1).pow(2).mean()
+        return loss
+
+
+class Cast(Terms):
+    """Changes the dtype of its loss only."""
+
+    def changed(self, loss: Tensor, logits: Tensor) -> Tensor:
+        return loss.to(logits.dtype)
+
+
+def model_of(kind: type[Any]) -> Any:
+    torch.manual_seed(0)
+    return kind(LlamaConfig(**SIZES)).double().train()
+
+
+def bamba() -> Any:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_d_head": 8}
+    return BambaForCausalLM(BambaConfig(**sizes, z_loss_coefficient=0.1)).train()
+
+
+def call_raises(model: Any, full_batches: bool, words: str) -> None:
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(mesh: Mesh) -> None:
+        mine, ids = copies[mesh.rank], tokens()
+        sharded = parallelize(mine, mesh, full_batches=full_batches)
+        batch = {"input_ids": ids, "labels": ids} if full_batches else sharded.shard(ids)
+        with pytest.raises(UnsupportedError, match=words):
+            mine(**batch)
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize("full_batches", [False, True])
+@pytest.mark.parametrize("kind", [Terms, TermsInPlace, "bamba"])
+def test_changed_loss_raises(kind: Any, full_batches: bool) -> None:
+    """With Bamba's z-loss, gradients of two ranks differed by 0.46 of their norm."""
+    model = bamba() if kind == "bamba" else model_of(kind)
+    call_raises(model, full_batches, "changes the result of its loss_function by terms of this rank's tokens only")
+
+
+def test_loss_of_another_dtype_equals_one_device() -> None:
+    model = model_of(Cast)
+    expected = on_one_device(model, tokens())
+    for answer in on_ranks(2, model, tokens()):
+        assert_same(answer, expected)
+
+
+class Replaced(nn.Module):
+    """Replaces the attention of a layer by one that calls torch's function."""
+
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self.before = before
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        x = self.before.q_proj(hidden_states).unflatten(-1, (4, 8)).transpose(1, 2)
+        out = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.before.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize("full_batches", [False, True])
+def test_attention_of_one_layer_that_was_replaced_raises(full_batches: bool) -> None:
+    """Gradients of two ranks differed by 0.74 of their norm."""
+    model = model_of(LlamaForCausalLM)
+    model.model.layers[1].self_attn = Replaced(model.model.layers[1].self_attn)
+    call_raises(model, full_batches, r"got model\.layers\.1\.self_attn: Replaced")
+
+
+class FixedLoss(LlamaForCausalLM):
+    @property
+    def loss_function(self) -> Any:
+        return ForCausalLMLoss
+
+
+def test_loss_function_without_setter_raises() -> None:
+    copies = [model_of(FixedLoss) for _ in range(2)]
+
+    def work(mesh: Mesh) -> None:
+        with pytest.raises(UnsupportedError, match=r"FixedLoss\.loss_function, a property without a setter"):
+            parallelize(copies[mesh.rank], mesh)
+
+    run_threads(2, work)
