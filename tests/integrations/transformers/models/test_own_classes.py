@@ -51,7 +51,7 @@ class OwnTokenHead(OwnClassifier):
 
 
 class OwnForCausalLM(OwnTokenHead):
-    """Has a name with which a head works token by token, but a loss of its own."""
+    """Has a name with which a head works token by token, but a separate loss."""
 
 
 class OwnValues(LlamaPreTrainedModel):
@@ -115,7 +115,7 @@ def test_model_below_own_head_equals_one_device(kind: type[Any]) -> None:
 
 
 def test_projected_pooled_output_raises() -> None:
-    """`text_embeds` of CLAP differed by 0.85 of their norm: each rank projected the first of its own tokens."""
+    """`text_embeds` of CLAP differed by 0.85 of their norm: each rank projected its first token."""
     cls = transformers.ClapTextModelWithProjection
     with torch.device("meta"):
         model = cls(cls.config_class(num_hidden_layers=1))
@@ -151,7 +151,7 @@ def test_language_model_without_base_model_takes_full_batches() -> None:
 
 
 def test_loss_function_of_model_without_base_model_is_checked() -> None:
-    """Each rank divided by the number of its own labels, so that the loss was twice that of one device."""
+    """Each rank divided by the number of its labels, so that the loss was twice that of one device."""
 
     def own(logits: Tensor, shift_labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
