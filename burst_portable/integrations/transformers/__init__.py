@@ -25,7 +25,7 @@ The modules, in the order in which these lines reach them. The map of a folder i
 `rank_agreement`, `model_settings`   comparisons of ranks: their calls, and settings that weights do not show.
 `training/`                          errors for training that would be wrong.
 `loss`, `masked_loss`                losses over the tokens of all ranks.
-`call_errors`                        errors of calls.
+`call_errors`, `attention_check`     errors of calls; of layers whose attention is not that of the next row.
 `attention`                          the attention function of each layer, which calls `burst_portable.attention`.
 `deferred_mask`, `bands`             its masks, from the mask functions of Transformers.
 `layers/`                            layers that depend on other ranks otherwise than by attention.

@@ -1,0 +1,47 @@
+"""Test layers whose attention was replaced by one outside AttentionInterface."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from burst_portable import Mesh, run_threads
+from burst_portable.errors import UnsupportedError
+from burst_portable.integrations.transformers import parallelize
+from tests.support.models import SIZES, tokens
+
+
+class Replaced(nn.Module):
+    """Replaces the attention of a layer by one that calls torch's function."""
+
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self.before = before
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        x = self.before.q_proj(hidden_states).unflatten(-1, (4, 8)).transpose(1, 2)
+        out = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.before.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize("full_batches", [False, True])
+def test_attention_of_one_layer_that_was_replaced_raises(full_batches: bool) -> None:
+    """Gradients of two ranks differed by 0.74 of their norm."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+    model.model.layers[1].self_attn = Replaced(model.model.layers[1].self_attn)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(mesh: Mesh) -> None:
+        mine, ids = copies[mesh.rank], tokens()
+        sharded = parallelize(mine, mesh, full_batches=full_batches)
+        batch = {"input_ids": ids, "labels": ids} if full_batches else sharded.shard(ids)
+        with pytest.raises(UnsupportedError, match=r"got model\.layers\.1\.self_attn: Replaced"):
+            mine(**batch)
+
+    run_threads(2, work)
