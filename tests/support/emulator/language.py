@@ -135,6 +135,10 @@ class _Language(_OnMachine):
             return self.program_id(0)
         if "mul.f32" in asm:  # the products are computed whether or not a warp would skip them
             return Tile(plain(args[0]) * plain(args[1]))
+        if "selp.f32" in asm:
+            scores, first, last = (plain(x) for x in args)
+            columns = torch.arange(scores.shape[1])
+            return Tile(scores.masked_fill((columns < first) | (columns >= last), float("-inf")))
         if "rcp.approx" in asm:  # tanh of half of it, in base 2
             return Tile(1.0 - 2.0 / (1.0 + torch.exp2(plain(args[0]))))
         if "ld.relaxed" in asm and len(args) == 1:

@@ -39,7 +39,7 @@ from burst_portable.backends.cuda.hopper.parts import (
     convert_to_16_bits,
     exponent_scale,
     finish,
-    hide,
+    hide_scores,
     panel,
     partial_sum,
     reinterpret,
@@ -252,7 +252,7 @@ def _first_step(
     if CAP > 0:
         s = capped(s, qk_scale)
     if MODE == _MERGE_32 or peeled[7] == 0:  # merging has no register for this test
-        s = hide(s, left, right, float("-inf"))
+        s = hide_scores(s, left, right)
     factor = exponent_scale(qk_scale, CAP)
     top = gl.maximum(gl.max(s, axis=1) * factor, -1e30)  # finite even without visible keys
     p = gl.exp2(s * factor - top[:, None])
@@ -297,7 +297,7 @@ def _step(
     if CAP > 0:
         s = capped(s, qk_scale)
     if MASK:
-        s = hide(s, left, right, float("-inf"))
+        s = hide_scores(s, left, right)
     factor = exponent_scale(qk_scale, CAP)
     ntop = gl.max(s, axis=1) * factor
     ntop = gl.where(ntop > top + _BEHIND, ntop, top)

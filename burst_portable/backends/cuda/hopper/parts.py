@@ -158,6 +158,62 @@ def hide(x, first, last, hidden):
     return gl.convert_layout(gl.reshape(gl.where(seen, parts, hidden), [64, N]), layout)
 
 
+def hide_asm(n: int) -> tuple[str, str]:
+    """Return PTX code, and its operands, that replaces some of a thread's n elements of [64, N] by -inf.
+
+    The elements are alternately two of one row and two of another row. Element i is in column
+    8·(i // 4) + 2·(lane % 4) + i % 2. So a row has one bit per element, in the order of columns::
+
+        lane % 4   0   1   2   3   0   1
+        column    0 1 2 3 4 5 6 7 8 9 10 ...
+        bit       0 1 0 1 0 1 0 1 2 3 2 ...
+
+    The code makes these bits from the bounds of the row, and then tests one bit per element. The compiler turns seven
+    bits into predicates with one instruction. The bounds [first, last) are operands once per element, of which the
+    first one of each row is read.
+    """
+    bits = ""
+    for row in (0, 1):
+        for name, operand in (("first", 2 * n), ("last", 3 * n)):
+            # elements before the bound: 2 of each eight columns, and up to 2 of the last eight
+            bits += (
+                f"sub.s32 {name}, ${operand + 2 * row}, lane; max.s32 {name}, {name}, 0; and.b32 part, {name}, 7; "
+                f"min.s32 part, part, 2; shr.u32 {name}, {name}, 3; shl.b32 {name}, {name}, 1; "
+                f"add.s32 {name}, {name}, part; shl.b32 {name}, ones, {name}; "
+            )  # a shift by 32 or more gives 0
+        bits += f"not.b32 last, last; and.b32 seen{row}, first, last; "
+    chosen = "".join(
+        f"and.b32 part, seen{i // 2 % 2}, {1 << (i // 4 * 2 + i % 2)}; setp.ne.b32 is_seen, part, 0; "
+        f"selp.f32 ${i}, ${i}, 0fFF800000, is_seen; "
+        for i in sorted(range(n), key=lambda i: i // 2 % 2)  # one row after the other
+    )
+    text = (
+        "{ .reg .b32 lane, first, last, part, ones, seen<2>; .reg .pred is_seen; "
+        f"mov.u32 lane, %laneid; and.b32 lane, lane, 3; shl.b32 lane, lane, 1; mov.b32 ones, -1; {bits}{chosen}}}"
+    )
+    return text, ",".join([*["=f"] * n, *map(str, range(n)), *["r"] * (2 * n)])
+
+
+_HIDE, _HIDE_OPERANDS = map(gl.constexpr, hide_asm(64))
+
+
+@gluon.jit
+def hide_scores(s, first, last):
+    """Return the scores s [64, N] with -inf in place of elements outside first <= column < last of a row.
+
+    With N = 128 it takes half the instructions of `hide`. In the forward, documents took 1 to 5 % less time on one
+    H200. With N = 64 it was slower (heads of 256, 2 %), and in the backward too (heads of 64, 4 %).
+    """
+    if s.shape[1] == 128:
+        rl: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+        first = gl.convert_layout(first, rl)[:, None]
+        last = gl.convert_layout(last, rl)[:, None]
+        return gl.inline_asm_elementwise(
+            _HIDE, _HIDE_OPERANDS, [s, first, last], dtype=gl.float32, is_pure=True, pack=64)  # fmt: skip
+    else:
+        return hide(s, first, last, float("-inf"))
+
+
 @gluon.constexpr_function
 def swizzled_rows(rows, columns, bits):
     """Return a shared memory layout in which dQ is written without bank conflicts.
