@@ -55,6 +55,11 @@ def mask_tiles(mask: str, length: int) -> Tiles:
     return find_tiles(Mask.parse(mask, length), segment, segment)
 
 
+def walked(count: int) -> range:
+    """Return the positions of the blocks of a run relative to its first one; a negative count goes down."""
+    return range(count) if count >= 0 else range(0, count, -1)
+
+
 def count_visits(table: LaunchTable, outer: int, inner: int, *, peel: bool, length: int = SEQ) -> np.ndarray:
     """Return how often a kernel sees each pair, with padding. With peel (forward), no row past a stop is stored."""
     seen = np.zeros((length + outer, length + 2 * inner), dtype=np.int8)
@@ -64,7 +69,7 @@ def count_visits(table: LaunchTable, outer: int, inner: int, *, peel: bool, leng
         early = 0 if peel else row[8]
         block = slice(top, stop if peel else top + outer)
         pairs = [table.numbers[runs_at + 2 * r : runs_at + 2 * r + 2] for r in range(runs)]
-        visited = [start + i * inner for start, count in pairs for i in range(count)]
+        visited = [start + i * inner for start, count in pairs for i in walked(count)]
         assert len(visited) == full + masked
         for start in visited[early : early + full]:
             seen[block, start : start + inner] += 1

@@ -151,6 +151,7 @@ def _loader(
     q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm,
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group,
     BM: gl.constexpr, A: gl.constexpr, B: gl.constexpr, VA: gl.constexpr, VB: gl.constexpr, NQ: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values once, then the query blocks of all heads in the order in which workers read them."""
     b, h, bh, work = _work(table, heads, span, head_group)
@@ -168,8 +169,12 @@ def _loader(
         for r in range(n_runs):
             first = gl.load(runs + 2 * r)
             count = gl.load(runs + 2 * r + 1)
+            step = BM
+            if ORDERED:
+                step = gl.where(count < 0, -BM, BM)
+                count = gl.maximum(count, -count)
             for i in range(count):
-                row = first + i * BM
+                row = first + i * step
                 at = bh + g
                 _load_rows(
                     q_desc, q2_desc, term_desc, b, row, h + g, at, q_rdy, q_emp, q_sm, q2_sm, l_sm, it,
@@ -265,6 +270,10 @@ def _adder(
         for r in range(n_runs):
             first = gl.load(runs + 2 * r)
             count = gl.load(runs + 2 * r + 1)
+            side = 1
+            if ORDERED:
+                side = gl.where(count < 0, -1, 1)
+                count = gl.maximum(count, -count)
             place = order + (bh + g) * blocks
             turn = 0
             next_turn = 0
@@ -277,19 +286,19 @@ def _adder(
                 next_turn = gl.load(turns + 4 * r + 2)
                 begins = gl.load(turns + 4 * r + 3)
                 mine = (PART + it) % 2
-                now = _read_turn(place + min(mine, count - 1))
+                now = _read_turn(place + side * min(mine, count - 1))
             for i in range(mine, count, STEP):
                 if ORDERED:
                     if now != turn:
-                        _await_turn(place + i, turn)
+                        _await_turn(place + side * i, turn)
                     # Reading takes about as long as half a block, so it starts before the turn is needed.
-                    now = _read_turn(place + min(i + STEP, count - 1))
-                row = first + i * BM
+                    now = _read_turn(place + side * min(i + STEP, count - 1))
+                row = first + side * i * BM
                 _add_dq(
                     dq_desc, dq2_desc, b, row, h + g, dq_sm, dq2_sm, dq_rdy, dq_emp, it + i, begins,
                     A, B, ORDERED, FRESH)  # fmt: skip
                 if ORDERED:
-                    _pass_turn(place + i, next_turn)
+                    _pass_turn(place + side * i, next_turn)
             it += count
 
 
@@ -620,7 +629,7 @@ def backward_kernel(
         (_loader, (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc, do_desc, do2_desc, term_desc, table,
                    q_sm, q2_sm, k_sm, k2_sm, v_sm, v2_sm, do_sm, do2_sm, l_sm, d_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group,
-                   BM, A, B, VA, VB, NQ)),
+                   BM, A, B, VA, VB, NQ, ORDERED)),
         (_adder, (0, dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, blocks,
                   BM, A, B, ORDERED, FRESH)),
         (_adder, (1, dq_desc, dq2_desc, table, order, dq_sm, dq2_sm, dq_rdy, dq_emp, heads, span, head_group, blocks,

@@ -114,38 +114,48 @@ def separate_sums(
         writes_terms: See `launch_backward`.
         is_fresh: See `launch_backward`.
     """
-    q, rows = x.q, x.k.shape[1]
+    k, v, heads = x.k, x.v, x.q.shape[2]
+    rows, group = k.shape[1], heads // k.shape[2]
     written = sum(count for _, count in launch.parts) * KEY_BLOCK or rows
-    separate = [
-        torch.empty(x.shape[0], written, q.shape[2], x.shape[3], dtype=torch.float32, device=q.device)
-        for x in (x.k, x.v)
-    ]
+    shape = k.shape[0], written, heads
+    if k.shape == v.shape:  # one tensor for both, and so one sum, take less host time
+        together = torch.empty(2, *shape, k.shape[3], dtype=torch.float32, device=k.device)
+        separate = [*together.unbind()]
+    else:
+        separate = [torch.empty(*shape, x.shape[3], dtype=torch.float32, device=k.device) for x in (k, v)]
     into = dq, separate[0], separate[1]
     launch_backward(launch, terms, x, call, into, order, store=True, writes_terms=writes_terms, is_fresh=is_fresh)
-    return [_summed(each.unflatten(2, (x.k.shape[2], -1)), launch.parts, rows) for each in separate]
+    if k.shape == v.shape:
+        return [*_summed(together, group, launch.parts, rows).unbind()]
+    return [_summed(each, group, launch.parts, rows) for each in separate]
 
 
-def _summed(x: Tensor, parts: Sequence[tuple[Span, int]], keys: int) -> Tensor:
-    """Return the sums over parts and query heads of x [B, rows, Hkv, group, D], which has `KEY_BLOCK` rows per part.
+def _summed(x: Tensor, group: int, parts: Sequence[tuple[Span, int]], keys: int) -> Tensor:
+    """Return the sums over parts and query heads of x [..., rows, Hq, D], which has `KEY_BLOCK` rows per part.
 
     Args:
         x: The rows of each part, or of each key if there are no parts.
+        group: Query heads per K/V head.
         parts: See `PreparedLaunch`.
         keys: Number of keys. Those of no part get 0.
+
+    Returns:
+        [..., keys, Hkv, D].
     """
+    x = x.unflatten(-2, (-1, group))
     if not parts:
-        return torch.sum(x, 3)
+        return torch.sum(x, -2)
     sums: list[Tensor] = []
     at = 0
     for (start, stop), count in parts:
-        one = x[:, at : at + count * KEY_BLOCK].unflatten(1, (count, KEY_BLOCK))
-        sums.append(one.sum((1, 4))[:, : stop - start])
+        one = x[..., at : at + count * KEY_BLOCK, :, :, :].unflatten(-4, (count, KEY_BLOCK))
+        sums.append(one.sum((-5, -2))[..., : stop - start, :, :])
         at += count * KEY_BLOCK
     if [span for span, _ in parts] == [(0, keys)]:
         return sums[0]
-    total = torch.zeros(x.shape[0], keys, x.shape[2], x.shape[4], dtype=x.dtype, device=x.device)
+    total = torch.zeros(*x.shape[:-4], keys, x.shape[-3], x.shape[-1], dtype=x.dtype, device=x.device)
     for (span, _), one in zip(parts, sums, strict=True):
-        total[:, slice(*span)] = one
+        total[..., slice(*span), :, :] = one
     return total
 
 

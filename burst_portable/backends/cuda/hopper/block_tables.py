@@ -11,7 +11,8 @@ int32::
                                    offset of the turns of its runs, the 8 values of one masked entry
                                    (forward) or the number of masked blocks that are visited first and the
                                    first row of the gradients that are written (backward)
-    runs    2 per run              first inner index, number of blocks
+    runs    2 per run              first inner index, number of blocks; of an ordered table, this number is negative if
+                                   the following blocks have decreasing indices
     turns   4 per run              number of the first inner block, turn of this visit, turn of the next visit of these
                                    blocks, and 1 if this visit may write them (ordered tables only)
     masked  8 per masked entry     first inner index, inner start, inner stop, outer start, outer stop, lo, hi,
@@ -65,8 +66,8 @@ class LaunchTable:
             other tables. A turn is the number of the work row, plus the number of all work rows for each visit of this
             row before.
         cleared: Of an ordered table, [start, stop) of the inner indices that must be 0 before the launch.
-        waits: Whether a program of an ordered table begins with inner blocks that another one visits at the same time.
-            It waits less if programs of all heads run at the same time.
+        together: Of an ordered table, the largest part of the work rows that begin with one inner block. If their
+            programs start at the same time, each waits for the previous one. 1 if most begin behind a long row.
         parts: Of an ordered table with divided outer blocks, each of them and its number of work rows. Empty for other
             tables.
     """
@@ -77,7 +78,7 @@ class LaunchTable:
     lengths: tuple[int, ...] = ()
     turns: tuple[int, ...] = ()
     cleared: tuple[Span, ...] = ()
-    waits: bool = False
+    together: float = 0.0
     parts: tuple[tuple[Span, int], ...] = ()
 
     @property
@@ -89,6 +90,11 @@ class LaunchTable:
     def total(self) -> int:
         """Sum of the inner blocks of all work rows."""
         return sum(self.lengths)
+
+    @property
+    def visits_once(self) -> bool:
+        """Whether the work rows of an ordered table visit no inner block twice."""
+        return self.total == sum(turn >= 0 for turn in self.turns)
 
 
 def forward_table(

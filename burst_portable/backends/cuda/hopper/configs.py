@@ -163,7 +163,6 @@ ADDING_PROGRAM = 2  # inner blocks in whose time a program adds dK and dV of one
 ADDING_LAUNCH = 5  # inner blocks in whose time gradients are cleared and cast, apart from those of programs
 HOST = 40  # inner blocks in whose time the host launches a backward: about 0.09 ms
 FEW = 4  # a second launch may accumulate the gradients of at most 1/FEW of all keys
-LONG_WALK = 8  # inner blocks, times multiprocessors per head; longer groups of an ordered table are not reversed
 SEPARATE_PROGRAMS = 64  # per multiprocessor, that may write dK and dV separately: 128 KiB each with heads of 128
 SEPARATE_PROGRAM = 3  # inner blocks in whose time a program writes dK and dV separately, and they are added
 SEPARATE_LAUNCH = 25  # inner blocks in whose time the sums of dK and dV are launched: about 0.05 ms
@@ -322,7 +321,7 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
     Only one program adds to dK and dV of a key: it computes all query heads of a K/V head. The longest program then
     ends late, by half of its time on average. If that costs more, each query head has separate programs, which write
     dK and dV separately. A second launch divides a few keys that are visible to very many queries, and writes the
-    gradients of each part separately.
+    gradients of each part separately. It needs no order if it adds once to each block of dQ.
 
     Args:
         tiles: Visible pairs.
@@ -333,9 +332,8 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
     starts = query_starts(tiles, about.rows, config.BM)
 
     def table_of(tiles: Tiles, written: int, excluded: Span | None = None, later: Sequence[int] = ()) -> LaunchTable:
-        short = LONG_WALK * processors // about.heads
         return ordered_table(
-            tiles, about.rows, config.BM, KEY_BLOCK, written, short=short, starts=starts, excluded=excluded, later=later
+            tiles, about.rows, config.BM, KEY_BLOCK, written, starts=starts, excluded=excluded, later=later
         )
 
     def cut_of(tiles: Tiles, table: LaunchTable) -> tuple[BackwardCut, LaunchTable]:
@@ -357,7 +355,7 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
 
     rest = cut_of(around, table_of(around, written, table.long, divided_after().turns))
     divided = divided_after(rest[1].turns)
-    return [rest, (BackwardCut(config, 1, table.long, ordered=True, separate=True), divided)]
+    return [rest, (BackwardCut(config, 1, table.long, ordered=not divided.visits_once, separate=True), divided)]
 
 
 def split_divides(tiles: Tiles, about: Pass, config: SplitConfig) -> bool:

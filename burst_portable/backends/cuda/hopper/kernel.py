@@ -250,7 +250,7 @@ class HopperKernel(Kernel):
                 else:
                     sums = [torch.zeros(few.shape, dtype=torch.float32, device=k.device) for few in (part.k, part.v)]
                     launch_backward(launch, terms, part, call, (dq, sums[0], sums[1]), store=False)
-                dk[:, keys], dv[:, keys] = sums
+                torch._foreach_copy_((dk[:, keys], dv[:, keys]), sums)
         return dq, dk, dv
 
     def _launch_split(

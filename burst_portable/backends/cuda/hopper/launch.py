@@ -30,6 +30,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     turns,
     writing_cuts,
 )
+from burst_portable.backends.cuda.hopper.head_order import side_by_side
 from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.backends.cuda.hopper.saved_kernels import file_of, find, save
 from burst_portable.errors import UnsupportedError
@@ -286,8 +287,6 @@ def compiled_kernels() -> Compiled:
     return Compiled()
 
 
-_L2_SHARE = 8 << 20  # maximum bytes in the L2 of K and V (backward: Q and dO) of the heads that run at the same time
-
 C = TypeVar("C", ForwardConfig, BackwardCut, SplitConfig)
 
 
@@ -340,10 +339,11 @@ def forward_launch(
     """
     cut, table = forward_cut(tiles, about, every_block=every_block)
     items = table.blocks * about.all_heads
-    side_by_side = _side_by_side(about.heads, about.group, about.keys * about.dim * 4)
+    read = about.keys * about.dim * 4
+    side = side_by_side(table, 1, about.heads, about.group, about.all_heads, read, about.processors)
     in_a_row = turns(table, about) if yields_to_comm else 0
     programs = -(-items // in_a_row) if in_a_row else min(items, about.processors)
-    heads = (items, in_a_row, about.heads, about.group, table.blocks, side_by_side)
+    heads = (items, in_a_row, about.heads, about.group, table.blocks, side)
     return PreparedLaunch(cut, _upload(table, device), (programs, 1, 1), heads)
 
 
@@ -364,10 +364,10 @@ def writing_launches(
 def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.device) -> PreparedLaunch[BackwardCut]:
     """Return the launch for one cut of the backward and its table."""
     heads, group, span = about.heads, about.group, cut.span
-    room = about.rows * about.dim * 4 * group
-    side_by_side = heads // span if table.waits else _side_by_side(heads // span, group // span, room)
-    grid = (side_by_side, table.blocks, about.all_heads // span // side_by_side)
-    arguments = (about.all_heads, heads, group, 1 if cut.separate else group, span, side_by_side)
+    read = about.rows * about.dim * 4 * group
+    side = side_by_side(table, span, heads // span, group // span, about.all_heads // span, read, about.processors)
+    grid = (side, table.blocks, about.all_heads // span // side)
+    arguments = (about.all_heads, heads, group, 1 if cut.separate else group, span, side)
     turns = cleared = None
     if cut.ordered:
         turns = torch.tensor(table.turns, dtype=torch.int32).to(device)
@@ -390,11 +390,11 @@ def split_launch(
     if gradient == 0:  # outer blocks of queries, inner blocks of keys
         turned = Tiles(Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
         table = backward_table(turned, -1, config.BN, KEY_BLOCK, about.rows)
-        span, side = 1, _side_by_side(heads, group, about.keys * about.dim * 4)
+        span, read = 1, about.keys * about.dim * 4
     else:
         table = backward_table(tiles, about.rows, config.BN, KEY_BLOCK, about.keys)
-        span = group if whole else 1
-        side = _side_by_side(heads // span, group // span, about.rows * about.dim * 4 * group)
+        span, read = group if whole else 1, about.rows * about.dim * 4 * group
+    side = side_by_side(table, span, heads // span, group // span, about.all_heads // span, read, about.processors)
     grid = (side, table.blocks, about.all_heads // span // side)
     return PreparedLaunch(config, _upload(table, device), grid, (about.all_heads, heads, group, span, side))
 
@@ -402,13 +402,3 @@ def split_launch(
 def _upload(table: LaunchTable, device: torch.device) -> Tensor:
     """Copy the int32 values of a table to the device."""
     return torch.tensor(table.numbers, dtype=torch.int32).to(device)
-
-
-def _side_by_side(heads: int, group: int, bytes_a_key_head: int) -> int:
-    """Return the number of query heads whose programs run at the same time.
-
-    It is the largest divisor of `heads` for which the K/V heads that they read fit in `_L2_SHARE`. At least one K/V
-    head is allowed.
-    """
-    wanted = max(1, _L2_SHARE // max(1, bytes_a_key_head)) * group
-    return max(d for d in range(1, heads + 1) if heads % d == 0 and (d <= wanted or d == 1))

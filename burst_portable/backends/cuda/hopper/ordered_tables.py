@@ -4,13 +4,15 @@ The work rows that visit an inner block add to it in the order of the table (`bl
 inner blocks start at multiples of their size. They are counted from the first query or from the start of a long
 document (`query_starts`). A run ends where the next visitor changes. The first visit of a block writes it. But blocks
 at the border of two documents may have rows of both. A visit adds 0 to those of the other one, in no order. So these
-blocks are cleared before the launch. `_order` returns the order in which programs wait least. If outer blocks are
-divided (`divided_table`), each part writes separate gradients, in the order of the work rows. The outer stop is then
-the end of these rows.
+blocks are cleared before the launch. A run whose inner blocks are visited by decreasing index has a negative count.
+`_order` says which order lets programs wait least. If outer blocks are divided
+(`divided_table`), each part writes separate gradients, in the order of the work rows. The outer stop is then the end of
+these rows.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
@@ -28,7 +30,7 @@ from burst_portable.backends.cuda.hopper.outer_blocks import (
 )
 from burst_portable.planning.tiles import Tiles
 
-_OUTLIER = 4  # times the median length of a group of an ordered table, which is not reversed for a longer block
+_FEW = 8  # outer blocks visit inner blocks by increasing index if they are at most 1/_FEW of all
 NONE = -1  # turn after the last visit of an inner block
 _LATER = -2  # turn after the last visit of a launch, if a later launch visits the inner block again
 
@@ -40,7 +42,6 @@ def ordered_table(
     k_block: int,
     every_block_of: int = 0,
     *,
-    short: int,
     starts: Sequence[int] = (0,),
     excluded: Span | None = None,
     later: Sequence[int] = (),
@@ -55,14 +56,12 @@ def ordered_table(
         q_block: Queries per inner block.
         k_block: Keys per outer block.
         every_block_of: See `block_tables.backward_table`.
-        short: Number of inner blocks up to which an outer block is short. See `_order`.
         starts: See `query_starts`.
         excluded: See `block_tables.backward_table`.
         later: `LaunchTable.turns` of a launch after this one. Default: there is none.
     """
     collected, long = collect_key_blocks(tiles, rows, q_block, k_block, every_block_of, excluded, q_block, starts)
-    order, waits = _order(collected, q_block, short)
-    return replace(_pack_ordered(order, rows, q_block, starts, later=later), waits=waits, long=long)
+    return replace(_pack_ordered(_order(collected, q_block), rows, q_block, starts, later=later), long=long)
 
 
 def divided_table(
@@ -97,8 +96,7 @@ def divided_table(
         order += [(span, part) for part in made]
         parts.append((span, len(made)))
     written = [(k_block * i, k_block * (i + 1)) for i in range(len(order))]
-    table = _pack_ordered(order, rows, q_block, starts, written, earlier=earlier)
-    return replace(table, waits=len(parts) > 1, parts=tuple(parts))
+    return replace(_pack_ordered(order, rows, q_block, starts, written, earlier=earlier), parts=tuple(parts))
 
 
 def query_starts(tiles: Tiles, rows: int, q_block: int) -> tuple[int, ...]:
@@ -119,10 +117,14 @@ def query_starts(tiles: Tiles, rows: int, q_block: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """A run of inner blocks of one work row: its first inner index, and the numbers of its inner blocks."""
+    """A run of inner blocks of one work row: its lowest inner index, and the numbers of its inner blocks."""
 
     start: int
     blocks: range
+
+    def part(self, blocks: range, inner: int) -> _Visit:
+        """Return the visit of a part of its blocks."""
+        return _Visit(self.start + (blocks.start - self.blocks.start) * inner, blocks)
 
 
 def _pack_ordered(
@@ -154,29 +156,42 @@ def _pack_ordered(
     fresh = bytearray(turn == NONE for turn in earlier) or bytearray(b"\1" * inner_blocks)
     for number in shared:
         fresh[number] = 0
-    walks: list[list[tuple[int, range, int, int]]] = []  # first inner index, inner blocks, turn, 1 if it may write them
+    walks: list[list[tuple[_Visit, int, int]]] = []  # visit, turn, 1 if it may write the blocks
     for number, (_, block) in enumerate(order):
         walks.append([])
-        for visit, repeat in _repeats(_joined(block.walked(), inner, starts, numbers), inner):
-            for part, begins in _equal_parts(fresh, visit.blocks):
-                at = visit.start + (part.start - visit.blocks.start) * inner
-                walks[-1].append((at, part, number + repeat * len(order), begins))
+        for visit, repeat in _repeats(_joined(block, inner, starts, numbers), inner, falls=block.falls):
+            for part, begins in _equal_parts(fresh, visit.blocks, falls=block.falls):
+                walks[-1].append((visit.part(part, inner), number + repeat * len(order), begins))
             fresh[visit.blocks.start : visit.blocks.stop] = bytes(len(visit.blocks))
     following = [NONE if turn == NONE else _LATER for turn in later] or [NONE] * inner_blocks
     turns = [NONE] * inner_blocks
     visited: list[list[tuple[int, ...]]] = []
-    for walk in reversed(walks):
+    for (_, block), walk in zip(reversed(order), reversed(walks), strict=True):
         pieces: list[tuple[int, ...]] = []
-        for start, blocks, turn, begins in reversed(walk):
+        for visit, turn, begins in reversed(walk):
+            blocks = visit.blocks
             pieces[:0] = [
-                (start + (part.start - blocks.start) * inner, len(part), part.start, turn, next_turn, begins)
-                for part, next_turn in _equal_parts(following, blocks)
+                (*_entry(visit.part(part, inner), inner, falls=block.falls), turn, next_turn, begins)
+                for part, next_turn in _equal_parts(following, blocks, falls=block.falls)
             ]
             same = [turn] * len(blocks)
             following[blocks.start : blocks.stop] = turns[blocks.start : blocks.stop] = same
         visited.append(pieces)
+    first_blocks = Counter(pieces[0][2] for pieces in visited if pieces)
+    together = max(first_blocks.values(), default=0) / max(1, len(order))
+    if len({block.falls for _, block in order}) == 2:  # those that fall begin behind those that rise
+        together = 1.0
     table = pack(order, peel=False, visited=visited[::-1], written=written)
-    return replace(table, turns=tuple(turns), cleared=_cleared(turns, earlier, shared, inner, starts, stops, numbers))
+    cleared = _cleared(turns, earlier, shared, inner, starts, stops, numbers)
+    return replace(table, turns=tuple(turns), cleared=cleared, together=together)
+
+
+def _entry(visit: _Visit, inner: int, *, falls: bool) -> tuple[int, int, int]:
+    """Return the first inner index, the signed count and the number of the first inner block of a visit."""
+    count = len(visit.blocks)
+    if falls:
+        return visit.start + (count - 1) * inner, -count, visit.blocks[-1]
+    return visit.start, count, visit.blocks[0]
 
 
 def _cleared(
@@ -200,20 +215,21 @@ def _cleared(
     return tuple(spans)
 
 
-def _joined(visits: list[tuple[int, int]], inner: int, starts: Sequence[int], numbers: Sequence[int]) -> list[_Visit]:
-    """Return the runs with those joined that follow each other without a gap."""
+def _joined(block: OuterBlock, inner: int, starts: Sequence[int], numbers: Sequence[int]) -> list[_Visit]:
+    """Return the runs of an outer block in the order of its visits. Those that follow each other are joined."""
     made: list[_Visit] = []
-    for start, count in visits:
+    visits = block.walked()
+    for start, count in reversed(visits) if block.falls else visits:
         at = bisect_right(starts, start) - 1
         first = numbers[at] + (start - starts[at]) // inner
         if made and start == made[-1].start + len(made[-1].blocks) * inner and first == made[-1].blocks.stop:
             made[-1] = _Visit(made[-1].start, range(made[-1].blocks.start, first + count))
         else:
             made.append(_Visit(start, range(first, first + count)))
-    return made
+    return made[::-1] if block.falls else made
 
 
-def _repeats(visits: list[_Visit], inner: int) -> Iterator[tuple[_Visit, int]]:
+def _repeats(visits: list[_Visit], inner: int, *, falls: bool) -> Iterator[tuple[_Visit, int]]:
     """Yield the runs of one work row, and how often the row has visited their blocks before.
 
     A row visits a block once for each tile of it.
@@ -224,50 +240,42 @@ def _repeats(visits: list[_Visit], inner: int) -> Iterator[tuple[_Visit, int]]:
         return
     seen: Counter[int] = Counter()
     for visit in visits:
-        for i, number in enumerate(visit.blocks):
-            yield _Visit(visit.start + i * inner, range(number, number + 1)), seen[number]
+        for number in reversed(visit.blocks) if falls else visit.blocks:
+            yield visit.part(range(number, number + 1), inner), seen[number]
             seen[number] += 1
 
 
-def _order(collected: dict[Span, OuterBlock], inner: int, short: int) -> tuple[list[tuple[Span, OuterBlock]], bool]:
-    """Return the outer blocks of an ordered table in the order in which programs wait least, and `LaunchTable.waits`.
+def _order(collected: dict[Span, OuterBlock], inner: int) -> list[tuple[Span, OuterBlock]]:
+    """Return the outer blocks of an ordered table in the order in which programs wait least: long ones first.
 
-    All outer blocks visit inner blocks by increasing index. In groups that visit the same inner blocks, such as those
-    of a document, outer blocks have decreasing indices. Under a causal mask or a window, each then begins with inner
-    blocks that no other has visited, and follows the outer block before it at a distance. Groups with long outer blocks
-    come first.
+    Outer blocks of equal lengths have increasing indices. An outer block visits inner blocks by decreasing index. So
+    those of a causal document begin with the same inner block, one after the other, and then never wait. Those of a
+    window begin with inner blocks that no other has visited, and follow the outer block before them at a distance.
 
-    A group has increasing indices if its longest outer block is longer than `short` or than most others, as that of
-    attention sinks. Long outer blocks then come first, although each waits until the previous one has visited its first
-    inner blocks. Programs of one head visit the same inner blocks at the same time. In the other order, the L2 would
-    have to hold those of all heads: 16,384 causal tokens took twice as long on one H100.
+    An outer block that reaches farther than a later one, as that of attention sinks, comes first and visits inner
+    blocks by increasing index. Otherwise, all others would wait until it comes down to their inner blocks.
     """
-    groups: list[list[tuple[Span, OuterBlock]]] = []
-    ends: list[int] = []
-    for span, block in sorted(collected.items(), key=lambda item: item[0]):
-        block.sort()
-        visits = block.walked()
-        start, stop = (visits[0][0], visits[-1][0] + visits[-1][1] * inner) if visits else (0, 0)
-        if not groups or start >= ends[-1] - inner:  # an inner block at the border of two documents is in both
-            groups.append([])
-            ends.append(0)
-        groups[-1].append((span, block))
-        ends[-1] = max(ends[-1], stop)
-    made, waits = [], False
-    for group in groups:
-        lengths = sorted(block.length for _, block in group)
-        upward = lengths[-1] > short or lengths[-1] > _OUTLIER * lengths[len(lengths) // 2]
-        first, last = group[0][1], group[-1][1]
-        waits |= len(group) > 1 and (upward or first.walked()[:1] == last.walked()[:1])
-        made.append((lengths[-1], group if upward else group[::-1]))
-    made.sort(key=lambda item: -item[0])
-    return [item for _, group in made for item in group], waits
+    blocks = sorted(collected.items(), key=lambda item: item[0])
+    nearest: float = math.inf  # the lowest of the inner indices that later outer blocks reach
+    far: list[OuterBlock] = []
+    for _, block in reversed(blocks):
+        block.sort(falls=True)
+        if visits := block.walked():
+            reached = max(start + (count - 1) * inner for start, count in visits)
+            if reached > nearest:
+                far.append(block)
+            nearest = min(nearest, reached)
+    if _FEW * len(far) <= len(blocks):
+        for block in far:
+            block.sort()
+    return sorted(blocks, key=lambda item: -item[1].length)
 
 
-def _equal_parts(values: Sequence[int], where: range) -> Iterator[tuple[range, int]]:
-    """Yield the longest parts of `where` for which `values` has one value, and this value."""
-    at = where.start
+def _equal_parts(values: Sequence[int], where: range, *, falls: bool) -> list[tuple[range, int]]:
+    """Return the longest parts of `where` with one value of `values`, and this value; last first if `falls`."""
+    parts, at = [], where.start
     for value, equal in groupby(values[where.start : where.stop]):
         stop = at + len(list(equal))
-        yield range(at, stop), value
+        parts.append((range(at, stop), value))
         at = stop
+    return parts[::-1] if falls else parts

@@ -34,12 +34,14 @@ class OuterBlock:
         masked: Entries of the masked blocks.
         banded: Whether a band cuts one of its tiles. Adjacent outer blocks then visit more or fewer inner blocks.
         late: Number of masked blocks that the backward visits after the full blocks, the last ones in `masked`.
+        falls: Whether the backward visits inner blocks by decreasing index. A run still has its lowest index.
     """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
     masked: list[tuple[int, ...]] = field(default_factory=list)
     banded: bool = False
     late: int = 0
+    falls: bool = False
 
     @property
     def full(self) -> int:
@@ -54,12 +56,19 @@ class OuterBlock:
         """Number of masked blocks that the backward visits before the full blocks."""
         return len(self.masked) - self.late
 
-    def sort(self) -> None:
-        """Visit the inner blocks of the backward by increasing index, unless masked blocks lie between full ones."""
-        self.runs.sort()
-        self.masked.sort()
-        if self.runs and all(not self.runs[0][0] < entry[0] < self.runs[-1][0] for entry in self.masked):
-            self.late = sum(entry[0] > self.runs[0][0] for entry in self.masked)
+    def sort(self, *, falls: bool = False) -> None:
+        """Visit the inner blocks of the backward by increasing index, or by decreasing index if `falls`.
+
+        If masked blocks lie between full ones, they are visited first, in this order, and then the full ones.
+        """
+        self.falls = falls
+        self.runs.sort(reverse=falls)
+        self.masked.sort(reverse=falls)
+        self.late = 0
+        if self.runs:
+            low, high = min(self.runs)[0], max(self.runs)[0]
+            if all(not low < entry[0] < high for entry in self.masked):
+                self.late = sum(entry[0] < low if falls else entry[0] > low for entry in self.masked)
 
     def walked(self) -> list[tuple[int, int]]:
         """Return (first inner index, number of blocks) of the runs of the backward, in the order of its visits."""

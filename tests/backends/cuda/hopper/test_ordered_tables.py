@@ -21,12 +21,10 @@ from tests.support.launch_tables import (
     dense,
     mask_tiles,
     random_tiles,
+    walked,
 )
 
 pytest.importorskip("triton")
-
-SHORT = 64
-"""Inner blocks up to which groups of the ordered tables here have decreasing indices."""
 
 
 def check_order(table: LaunchTable, inner: int, starts: Sequence[int] = (0,), rows: int = SEQ) -> None:
@@ -48,7 +46,7 @@ def check_order(table: LaunchTable, inner: int, starts: Sequence[int] = (0,), ro
             end = min([at for at in starts if at > start], default=rows + inner)
             assert (start - origin) % inner == 0, "a visit touches one inner block of its document"
             assert mine % table.blocks == number
-            for block in range(count):
+            for block in walked(count):
                 at = start + block * inner
                 assert turn[first + block] == mine, (number, block)
                 assert following != mine, "a visit before may not be over"
@@ -64,7 +62,7 @@ def check_order(table: LaunchTable, inner: int, starts: Sequence[int] = (0,), ro
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("every_block_of", [0, SEQ])
 def test_ordered_table_equals_mask_and_has_order(name, every_block_of):
-    table = ordered_table(Tiles(CASES[name]), SEQ, 64, 128, every_block_of, short=SHORT)
+    table = ordered_table(Tiles(CASES[name]), SEQ, 64, 128, every_block_of)
     seen = count_visits(table, 128, 64, peel=False)
     assert (seen[:SEQ, :SEQ] == dense(Tiles(CASES[name])).T).all()
     assert (seen[SEQ:] == 0).all()
@@ -80,16 +78,30 @@ def test_divided_ordered_table_equals_mask_and_has_order(name):
     assert sum(count for _, count in table.parts) == table.blocks
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_divided_table_knows_whether_it_visits_a_block_twice(name):
+    """Without an order, two visits of a block could add to it in any order."""
+    table = divided_table(Tiles(CASES[name]), SEQ, 64, 128, fill=(1, 132))
+    numbers = table.numbers
+    visited = [
+        numbers[numbers[16 * row + 7] + 4 * r] + i
+        for row in range(table.blocks)
+        for r in range(numbers[16 * row + 2])
+        for i in walked(numbers[numbers[16 * row + 1] + 2 * r + 1])
+    ]
+    assert table.visits_once == (len(visited) == len(set(visited)))
+
+
 DOCUMENTS = Tiles([Tile(at, stop, at, stop, 0, stop) for at, stop in ((0, 333), (333, 650), (650, 700), (700, 1000))])
 
 
 def test_ordered_blocks_start_at_long_documents():
     starts = query_starts(DOCUMENTS, 1000, 64)
     assert starts == (0, 332, 700), "not at a short document, and at multiples of 4"
-    table = ordered_table(DOCUMENTS, 1000, 64, 128, 1000, short=SHORT, starts=starts)
+    table = ordered_table(DOCUMENTS, 1000, 64, 128, 1000, starts=starts)
     assert table.cleared == ((320, 332), (332, 396), (652, 700), (700, 764)), "blocks at the borders of documents"
     check_order(table, 64, starts, 1000)
-    aligned = ordered_table(DOCUMENTS, 1000, 64, 128, 1000, short=SHORT)
+    aligned = ordered_table(DOCUMENTS, 1000, 64, 128, 1000)
     assert table.total < aligned.total
 
 
@@ -102,7 +114,7 @@ def test_query_starts_are_where_no_tile_continues():
 def test_check_order_finds_visit_that_writes_a_shared_block():
     """A first visit that writes a block with rows of two documents would erase sums of the second one."""
     starts = query_starts(DOCUMENTS, 1000, 64)
-    table = ordered_table(DOCUMENTS, 1000, 64, 128, 1000, short=SHORT, starts=starts)
+    table = ordered_table(DOCUMENTS, 1000, 64, 128, 1000, starts=starts)
     shared = 320
     for number in range(table.blocks):
         runs_at, runs = table.numbers[16 * number + 1 : 16 * number + 3]
@@ -114,34 +126,48 @@ def test_check_order_finds_visit_that_writes_a_shared_block():
 
 
 def test_check_order_finds_wrong_next_visitor():
-    table = ordered_table(Tiles(CASES["causal"]), SEQ, 64, 128, short=SHORT)
+    table = ordered_table(Tiles(CASES["causal"]), SEQ, 64, 128)
     table.numbers[table.numbers[7] + 2] += 1
     with pytest.raises(AssertionError):
         check_order(table, 64)
 
 
-def ordered_rows(mask: str, length: int, heads: int = 16) -> tuple[list[int], bool, list[bool]]:
-    """Return the key block of each work row, `waits`, and whether each row begins where no earlier row has been."""
+def ordered_rows(mask: str, length: int, heads: int = 16) -> tuple[LaunchTable, list[int], list[bool], list[bool]]:
+    """Return a table, and of each row its key block, if it begins where no earlier one has been, and if it falls."""
     (_, table), *_ = writing_cuts(mask_tiles(mask, length), a_pass(length, heads), ordered=True)
     rows = [table.numbers[16 * n : 16 * n + 8] for n in range(table.blocks)]
-    begins = [table.turns[table.numbers[row[1]] // 64] == number for number, row in enumerate(rows)]
-    return [row[0] // 128 for row in rows], table.waits, begins
+    begins = [table.turns[table.numbers[row[7]]] == number for number, row in enumerate(rows)]
+    falls = [table.numbers[row[1] + 1] < 0 for row in rows]
+    return table, [row[0] // 128 for row in rows], begins, falls
 
 
-@pytest.mark.parametrize("mask", ["window:1024", "documents:0,1024,2048,6144,8192"])
-def test_ordered_rows_begin_where_no_other_has_been(mask):
-    keys, waits, begins = ordered_rows(mask, 8192)
-    assert all(begins)
-    assert not waits
-    assert keys[0] == (47 if mask.startswith("documents") else 63), "the longest document first, its last keys first"
+@pytest.mark.parametrize("mask", ["causal", "window:1024", "documents:0,1024,2048,6144,8192", "prefix:5000"])
+def test_ordered_rows_fall_and_long_ones_come_first(mask):
+    table, keys, _, falls = ordered_rows(mask, 8192)
+    assert all(falls)
+    assert list(table.lengths) == sorted(table.lengths, reverse=True)
+    assert all(table.lengths[i] > table.lengths[i + 1] or keys[i] < keys[i + 1] for i in range(len(keys) - 1))
 
 
-@pytest.mark.parametrize("mask", ["causal", "prefix:9000"])
-def test_ordered_rows_of_long_groups_have_increasing_keys(mask):
-    keys, waits, begins = ordered_rows(mask, 16384)
-    assert keys == sorted(keys)
-    assert waits
-    assert not all(begins)
+def test_ordered_rows_of_window_begin_where_no_other_has_been():
+    table, keys, begins, _ = ordered_rows("window:1024", 8192)
+    whole = [
+        n for n, key in enumerate(keys) if key < 64 - 1024 // 128
+    ]  # the window of later keys ends with the queries
+    assert all(begins[n] for n in whole)
+    assert table.together == 9 / 64
+
+
+@pytest.mark.parametrize(("mask", "together"), [("causal", 1.0), ("full", 1.0), ("documents:0,1024,3072,4096", 1 / 2)])
+def test_ordered_rows_that_begin_together_are_counted(mask, together):
+    assert ordered_rows(mask, 4096)[0].together == together
+
+
+def test_ordered_row_of_sinks_comes_first_and_rises():
+    table, keys, _, falls = ordered_rows("sink:64:1024", 4096)
+    assert keys[0] == 0
+    assert falls == [False] + [True] * (len(keys) - 1)
+    assert table.together == 1.0, "the others begin behind it"
 
 
 @pytest.mark.parametrize("writes", [True, False])
@@ -149,7 +175,8 @@ def test_ordered_cuts_divide_sinks_and_keep_windows_whole(writes):
     about, make = a_pass(16384, 16, group=4), writing_cuts if writes else adding_cuts
     (whole, rest), (apart, divided) = make(mask_tiles("sink:64:1024", 16384), about, ordered=True)
     assert (whole.span, whole.keys, whole.separate) == (4, None, False)
-    assert (apart.span, apart.keys, apart.separate, apart.ordered) == (1, (0, 64), True, True)
+    assert (apart.span, apart.keys, apart.separate) == (1, (0, 64), True)
+    assert not apart.ordered, "it adds once to each block of dQ"
     assert rest.longest <= 18
     assert divided.parts == (((0, 64), divided.blocks),)
     assert divided.longest <= 32 < divided.total
@@ -165,15 +192,16 @@ def test_ordered_cut_by_query_head_takes_bounded_memory(length, separate):
     assert cut.separate is separate
 
 
-def test_ordered_rows_that_begin_together_wait():
-    _, waits, _ = ordered_rows("full", 2048)
-    assert waits
+def test_second_ordered_launch_of_two_key_blocks_has_an_order():
+    _, (apart, divided) = writing_cuts(mask_tiles("sink:200:1024", 16384), a_pass(16384, 16), ordered=True)
+    assert len(divided.parts) == 2
+    assert apart.ordered
 
 
 def test_ordered_table_size_grows_with_border_not_area():
     n = 1 << 17
     for tile in (Tile(0, n, 0, n, 0, n - 1), Tile(0, n, 0, n, 0, 4095), Tile(0, n, 0, n, -n, n)):
-        assert len(ordered_table(Tiles([tile]), n, 64, 128, n, short=SHORT).numbers) <= 80 * (n // 128)
+        assert len(ordered_table(Tiles([tile]), n, 64, 128, n).numbers) <= 80 * (n // 128)
 
 
 @pytest.mark.parametrize("size", [(8, 16), (64, 128), (128, 128)], ids=str)
@@ -183,7 +211,7 @@ def test_ordered_tables_equal_random_masks(size: tuple[int, int]) -> None:
         rows, columns = seen.shape
         for every_block_of in (0, columns):
             for starts in ((0,), query_starts(tiles, rows, size[0])):
-                table = ordered_table(tiles, rows, *size, every_block_of, short=SHORT, starts=starts)
+                table = ordered_table(tiles, rows, *size, every_block_of, starts=starts)
                 found = count_visits(table, *reversed(size), peel=False, length=LENGTH)
                 assert (found[:columns, :rows] == seen.T).all(), seed
                 check_order(table, size[0], starts, rows)
