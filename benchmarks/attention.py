@@ -84,19 +84,20 @@ HEADS: dict[str, tuple[int, int | None]] = {
     **{f"d{head}": (head, None) for head in (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)},
     "mla": (192, 128),
 }
-MATRIX_MASKS = ("causal", "full", "gqa", "documents", "window", "softcap")
+MATRIX_MASKS = ("causal", "full", "gqa", "documents", "documents-gqa", "window", "softcap")
 
 
 def matrix(length: str, chosen: Sequence[str] = MATRIX_MASKS) -> dict[str, Row]:
-    """Return a row for each head size and mask at one length; 16 query heads, and 4 K/V heads in rows "gqa".
+    """Return a row for each head size and mask at one length; 16 query heads, and 4 K/V heads in rows with "gqa".
 
     Documents have 1,024 tokens on average, windows have 1,024 tokens, and the softcap is 50.
     """
     tokens, rows = LENGTHS[length], {}
-    masks = {"documents": _documents(tokens, tokens // 1024), "window": "window:1024", "full": "full"}
+    documents = _documents(tokens, tokens // 1024)
+    masks = {"documents": documents, "documents-gqa": documents, "window": "window:1024", "full": "full"}
     for mask in chosen:
         for name, (head, v_head) in HEADS.items():
-            heads, softcap = (16, 4 if mask == "gqa" else 16), 50.0 if mask == "softcap" else None
+            heads, softcap = (16, 4 if mask.endswith("gqa") else 16), 50.0 if mask == "softcap" else None
             found = Row(tokens, heads, head, masks.get(mask, "causal"), v_head=v_head, softcap=softcap)
             rows[f"{name}-{mask}-{length}"] = found
     return rows
