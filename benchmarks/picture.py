@@ -23,7 +23,7 @@ Names = dict[str, str]
 Panel = tuple[str, Names, Names]
 """A file, some of its rows by their label, and some of its entries (providers or contestants) by their label."""
 
-_KERNELS, _TWO = "local-kernels-h100-2026-11-25", "strategies-h200x2-2026-11-29"
+_KERNELS, _TWO = "local-kernels-h200-2026-11-29", "strategies-h200x2-2026-11-29"
 SPEED_PANELS: tuple[Panel, ...] = (
     (
         _KERNELS,

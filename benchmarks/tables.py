@@ -33,7 +33,7 @@ PASSES = ("forward", "backward")
 
 Result = dict[str, Any]
 
-KERNEL_FILE = "local-kernels-h100-2026-11-25"
+KERNEL_FILE = "local-kernels-h200-2026-11-29"
 KERNEL_ROWS = {
     "causal-16k": "causal 16k",
     "causal-16k-gqa": "causal 16k, 8 K/V heads",
@@ -318,24 +318,22 @@ def deterministic() -> list[str]:
     return lines
 
 
-DOCUMENTS_FILE = "documents-h200-2026-11-28"
-
-
 def documents() -> list[str]:
-    """Compare our kernel with flash-attn-4 on packed documents, in milliseconds: the median of equal rows."""
-    lines = ["| tokens, heads, head size | ours | flash-attn-4 | its speed over ours |", "| --- " * 4 + "|"]
-    rows: dict[str, list[Result]] = {}
-    for one in load(DOCUMENTS_FILE):
-        values = "" if one["v_head_dim"] == one["head_dim"] else f", values {one['v_head_dim']}"
-        rows.setdefault(f"{one['tokens']:,}, {one['heads']}, {one['head_dim']}{values}", []).append(one)
-    for label, runs in rows.items():
-        ours, other = (
-            [statistics.median(float(one["milliseconds"][name][who]) for one in runs) for name in PASSES]
-            for who in ("ours", "flash-attn-4")
-        )
-        speeds = [cut(a / b, 2) for a, b in zip(ours, other, strict=True)]
-        cells = [" / ".join(f"{x:.3f}" for x in ours), " / ".join(f"{x:.3f}" for x in other), " / ".join(speeds)]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+    """Compare our kernel with flash-attn-4 on packed documents, in milliseconds."""
+    lines, rows = (
+        ["| tokens, heads, head size | ours | flash-attn-4 | its speed over ours |", "| --- " * 4 + "|"],
+        by_row(HEAD_FILE),
+    )
+    for length, tokens in (("16k", "16,384"), ("4k", "4,096")):
+        for size, label in HEAD_SIZES.items():
+            for mask, heads in (("documents", "16/16"), ("documents-gqa", "16/4")):
+                here = rows[f"{size}-{mask}-{length}"]
+                if "milliseconds" not in here["flash-attn-4"]:
+                    continue
+                ours, other = (here[who]["milliseconds"] for who in ("hopper-whole", "flash-attn-4"))
+                both = [" / ".join(f"{one[name]:.3f}" for name in PASSES) for one in (ours, other)]
+                speeds = " / ".join(cut(ours[name] / other[name], 2) for name in PASSES)
+                lines.append(f"| {tokens}, {heads}, {label} | {both[0]} | {both[1]} | {speeds} |")
     return lines
 
 

@@ -217,13 +217,13 @@ def test_package_computes_documents(called, dim, v_dim, text):
     assert called == ["forward of 6", "backward of 6"]
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 160])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 160, 192, 256])
 def test_package_computes_documents_with_shared_heads(called, dim):
     compare_whole(kernel_of()[0], *inputs(90, 90, (4, 2), dim, "cpu"), tiles_of("documents:0,31,85", 90))
     assert called == ["forward of 4", "backward of 4"]
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(192, (2, 1)), (40, (2, 2))])
+@pytest.mark.parametrize(("dim", "heads"), [(40, (2, 1)), (40, (2, 2))])
 def test_documents_with_other_heads_use_own_kernel(called, dim, heads):
     compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("documents:0,31,90", 90))
     assert called == []
@@ -249,11 +249,12 @@ def measured():
     return {(one["row"], one["provider"]): one.get("milliseconds") for one in results}
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "shared heads", "softcap", "window", "documents"])
+@pytest.mark.parametrize("kind", SPEEDS)
 def test_speeds_equal_measurement(kind):
     times, found = measured(), {}
     for size, sizes in {**{f"d{n}": (n, n) for n in (32, 64, 96, 128, 160, 192, 256)}, "mla": (192, 128)}.items():
-        rows = [f"{size}-{'gqa' if kind == 'shared heads' else kind}-{length}" for length in ("4k", "16k", "32k")]
+        mask = {"shared heads": "gqa", "documents, shared heads": "documents-gqa"}.get(kind, kind)
+        rows = [f"{size}-{mask}-{length}" for length in ("4k", "16k", "32k")]
         pairs = [(times.get((row, "hopper-whole")), times.get((row, "flash-attn-4"))) for row in rows]
         if all(theirs for _, theirs in pairs):
             found[sizes] = tuple(
@@ -273,16 +274,17 @@ def test_pairs_equal_measurement(kind, mask):
 @pytest.mark.parametrize(
     ("kind", "size", "tokens", "passes"),
     [
-        ("causal", 128, 4096, (False, False)),  # 0.98 and 0.87 of our speed
-        ("causal", 128, 16384, (False, True)),  # 1.00 and 1.03
+        ("causal", 128, 4096, (False, False)),  # 0.97 and 0.87 of our speed
+        ("causal", 128, 16384, (False, True)),  # 0.96 and 1.04
         ("causal", 64, 4096, (False, False)),
         ("causal", 64, 32768, (True, True)),
-        ("causal", 160, 4096, (True, True)),
-        ("causal", 160, 8192, (True, False)),  # between 1.17 and 1.01, and between 1.05 and 0.96
-        ("causal", 160, 24576, (False, False)),  # between 1.01 and 1.00, and between 0.96 and 0.92
+        ("causal", 160, 4096, (True, False)),  # 1.06 and 0.91
+        ("causal", 160, 8192, (True, False)),  # between 1.06 and 0.99, and between 0.91 and 0.98
+        ("causal", 160, 24576, (False, False)),  # between 0.99 and 1.01, and between 0.98 and 0.89
         ("causal", 192, 2048, (False, False)),  # not measured
         ("causal", 80, 16384, (False, False)),  # wrong
-        ("full", 128, 4096, (True, True)),
+        ("full", 128, 4096, (False, True)),
+        ("full", 64, 4096, (True, True)),
     ],
 )
 def test_faster_kernel_is_chosen(monkeypatch, kind, size, tokens, passes):

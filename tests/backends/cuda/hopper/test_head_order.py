@@ -36,7 +36,7 @@ def test_predicted_end_is_that_of_programs_in_turn(seed):
         assert predict_end(lengths, 8, side, 7) == by_hand(lengths, 8, side, 7)
 
 
-def test_long_rows_of_all_heads_start_first_where_that_ends_earlier():
+def test_long_rows_of_all_heads_start_first():
     """One long row per head, as that of attention sinks: with few heads, that of the last one starts late."""
     sinks = table_of([64, *[18] * 31])
     assert side_by_side(sinks, 1, 16, 1, 16, 2 * MEBIBYTE, PROCESSORS) == 16
