@@ -67,7 +67,9 @@ class LaunchTable:
             row before.
         cleared: Of an ordered table, [start, stop) of the inner indices that must be 0 before the launch.
         together: Of an ordered table, the largest part of the work rows that begin with one inner block. If their
-            programs start at the same time, each waits for the previous one. 1 if most begin behind a long row.
+            programs start at the same time, each waits for the previous one.
+        follows: Whether a few long work rows of an ordered table come first, and the others begin where those have
+            been.
         parts: Of an ordered table with divided outer blocks, each of them and its number of work rows. Empty for other
             tables.
     """
@@ -79,6 +81,7 @@ class LaunchTable:
     turns: tuple[int, ...] = ()
     cleared: tuple[Span, ...] = ()
     together: float = 0.0
+    follows: bool = False
     parts: tuple[tuple[Span, int], ...] = ()
 
     @property

@@ -319,9 +319,11 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
     """Return the cuts and tables of launches that add to dQ in the order of their tables.
 
     Only one program adds to dK and dV of a key: it computes all query heads of a K/V head. The longest program then
-    ends late, by half of its time on average. If that costs more, each query head has separate programs, which write
-    dK and dV separately. A second launch divides a few keys that are visible to very many queries, and writes the
-    gradients of each part separately. It needs no order if it adds once to each block of dQ.
+    ends late, by half of its time on average. If others follow it (`LaunchTable.follows`), it delays them by all of its
+    time. If that costs more, each query head has separate programs, which write dK and dV separately.
+
+    A second launch divides a few keys that are visible to very many queries, and writes the gradients of each part
+    separately. It needs no order if it adds once to each block of dQ.
 
     Args:
         tiles: Visible pairs.
@@ -338,7 +340,7 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
 
     def cut_of(tiles: Tiles, table: LaunchTable) -> tuple[BackwardCut, LaunchTable]:
         programs = -(-about.keys // KEY_BLOCK) * about.all_heads / processors
-        gain = table.longest * (about.group - 1) / 2
+        gain = table.longest * (about.group - 1) / (1 if table.follows else 2)
         if gain > SEPARATE_PROGRAM * programs + SEPARATE_LAUNCH and programs <= SEPARATE_PROGRAMS:
             return BackwardCut(config, 1, ordered=True, separate=True), table_of(tiles, about.keys)
         return BackwardCut(config, about.group, ordered=True), table

@@ -42,7 +42,8 @@ def side_by_side(
         fitting = max(1, share // max(1, bytes_a_key_head)) * group
         return max(d for d in divisors if d == 1 or d <= fitting)
 
-    least = math.ceil(processors * table.together / _WAITING)
+    waiting = 1.0 if table.follows else table.together
+    least = math.ceil(processors * waiting / _WAITING)
     few = max(most(_L2_SHARE), next((d for d in divisors if d >= least), heads))
     is_short = table.longest * processors * _SHORT <= table.total * all_heads
     if is_short or table.blocks * all_heads > _PROGRAMS:

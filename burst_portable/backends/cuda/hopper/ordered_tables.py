@@ -30,7 +30,7 @@ from burst_portable.backends.cuda.hopper.outer_blocks import (
 )
 from burst_portable.planning.tiles import Tiles
 
-_FEW = 8  # outer blocks visit inner blocks by increasing index if they are at most 1/_FEW of all
+_FEW = 8  # outer blocks that reach far come first if they are at most 1/_FEW of all
 NONE = -1  # turn after the last visit of an inner block
 _LATER = -2  # turn after the last visit of a launch, if a later launch visits the inner block again
 
@@ -179,11 +179,10 @@ def _pack_ordered(
         visited.append(pieces)
     first_blocks = Counter(pieces[0][2] for pieces in visited if pieces)
     together = max(first_blocks.values(), default=0) / max(1, len(order))
-    if len({block.falls for _, block in order}) == 2:  # those that fall begin behind those that rise
-        together = 1.0
+    follows = len({block.falls for _, block in order}) == 2
     table = pack(order, peel=False, visited=visited[::-1], written=written)
     cleared = _cleared(turns, earlier, shared, inner, starts, stops, numbers)
-    return replace(table, turns=tuple(turns), cleared=cleared, together=together)
+    return replace(table, turns=tuple(turns), cleared=cleared, together=together, follows=follows)
 
 
 def _entry(visit: _Visit, inner: int, *, falls: bool) -> tuple[int, int, int]:
@@ -252,23 +251,27 @@ def _order(collected: dict[Span, OuterBlock], inner: int) -> list[tuple[Span, Ou
     those of a causal document begin with the same inner block, one after the other, and then never wait. Those of a
     window begin with inner blocks that no other has visited, and follow the outer block before them at a distance.
 
-    An outer block that reaches farther than a later one, as that of attention sinks, comes first and visits inner
-    blocks by increasing index. Otherwise, all others would wait until it comes down to their inner blocks.
+    A few outer blocks may reach farther than later ones, as that of attention sinks. They come first. All others then
+    have decreasing indices and visit inner blocks by increasing index. So each needs only that the far ones have come
+    down to its first inner block.
     """
     blocks = sorted(collected.items(), key=lambda item: item[0])
     nearest: float = math.inf  # the lowest of the inner indices that later outer blocks reach
-    far: list[OuterBlock] = []
-    for _, block in reversed(blocks):
-        block.sort(falls=True)
-        if visits := block.walked():
+    far: list[tuple[Span, OuterBlock]] = []
+    for item in reversed(blocks):
+        item[1].sort(falls=True)
+        if visits := item[1].walked():
             reached = max(start + (count - 1) * inner for start, count in visits)
             if reached > nearest:
-                far.append(block)
+                far.append(item)
             nearest = min(nearest, reached)
-    if _FEW * len(far) <= len(blocks):
-        for block in far:
-            block.sort()
-    return sorted(blocks, key=lambda item: -item[1].length)
+    if not 0 < _FEW * len(far) <= len(blocks):
+        return sorted(blocks, key=lambda item: -item[1].length)
+    far.reverse()
+    others = [item for item in reversed(blocks) if item not in far]
+    for _, block in others:
+        block.sort()
+    return far + others
 
 
 def _equal_parts(values: Sequence[int], where: range, *, falls: bool) -> list[tuple[range, int]]:

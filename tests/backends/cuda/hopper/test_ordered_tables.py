@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
-from burst_portable.backends.cuda.hopper.configs import adding_cuts, writing_cuts
+from burst_portable.backends.cuda.hopper.configs import Pass, adding_cuts, writing_cuts
 from burst_portable.backends.cuda.hopper.ordered_tables import divided_table, ordered_table, query_starts
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support.launch_tables import (
@@ -163,11 +163,22 @@ def test_ordered_rows_that_begin_together_are_counted(mask, together):
     assert ordered_rows(mask, 4096)[0].together == together
 
 
-def test_ordered_row_of_sinks_comes_first_and_rises():
+def test_ordered_row_of_sinks_comes_first_and_others_follow_it():
     table, keys, _, falls = ordered_rows("sink:64:1024", 4096)
-    assert keys[0] == 0
-    assert falls == [False] + [True] * (len(keys) - 1)
-    assert table.together == 1.0, "the others begin behind it"
+    assert keys == [0, *range(31, -1, -1)], "the sinks have a row of their own"
+    assert falls == [True] + [False] * 32
+    assert table.follows
+    assert not ordered_rows("window:1024", 4096)[0].follows
+
+
+def test_heads_that_follow_a_row_of_sinks_have_separate_programs():
+    """One program of a group would visit the sinks' queries of all its heads before others could begin the last one."""
+    about = Pass(1, 4096, 4096, 32, 8, 64, 64, processors=132)
+    ((cut, table),) = writing_cuts(mask_tiles("sink:64:1024", 4096), about, ordered=True)
+    assert cut.separate
+    assert table.longest == 32
+    ((cut, _),) = writing_cuts(mask_tiles("window:1024", 4096), about, ordered=True)
+    assert not cut.separate
 
 
 @pytest.mark.parametrize("writes", [True, False])
