@@ -2,10 +2,11 @@
 
 The work rows that visit an inner block add to it in the order of the table (`block_tables` describes its format). So
 inner blocks start at multiples of their size. They are counted from the first query or from the start of a long
-document (`query_starts`). A run ends where the next visitor changes. The first visit of a block writes it. But blocks
-at the border of two documents may have rows of both. A visit adds 0 to those of the other one, in no order. So these
-blocks are cleared before the launch. A run whose inner blocks are visited by decreasing index has a negative count.
-`_order` says which order lets programs wait least. If outer blocks are divided
+document (`query_starts`). A run ends where the next visitor changes. Its count is negative if it goes down. `_order`
+says which order lets programs wait least.
+
+The first visit of a block writes it. But blocks at the border of two documents may have rows of both. A visit adds 0 to
+those of the other one, in no order. So these blocks are cleared before the launch. If outer blocks are divided
 (`divided_table`), each part writes separate gradients, in the order of the work rows. The outer stop is then the end of
 these rows.
 """
