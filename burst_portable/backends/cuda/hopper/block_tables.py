@@ -68,8 +68,8 @@ class LaunchTable:
         cleared: Of an ordered table, [start, stop) of the inner indices that must be 0 before the launch.
         together: Of an ordered table, the largest part of the work rows that begin with one inner block. If their
             programs start at the same time, each waits for the previous one.
-        follows: Whether a few long work rows of an ordered table come first, and the remaining ones begin where those have
-            been.
+        follows: Whether a few long work rows of an ordered table come first, and the remaining ones begin where those
+            have been.
         parts: Of an ordered table with divided outer blocks, each of them and its number of work rows. Empty for other
             tables.
     """
