@@ -2,7 +2,7 @@
 
 The work rows that visit an inner block add to it in the order of the table (`block_tables` describes its format). So
 inner blocks start at multiples of their size. They are counted from the first query or from the start of a long
-document (`query_starts`). A run ends where the next visitor changes. Its count is negative if it goes down. `_order`
+document (`query_starts`). A run ends where the next visitor changes. Its count is negative if it goes down. `order_rows`
 says which order lets programs wait least.
 
 The first visit of a block writes it. But blocks at the border of two documents may have rows of both. A visit adds 0 to
@@ -62,7 +62,7 @@ def ordered_table(
         later: `LaunchTable.turns` of a launch after this one. Default: there is none.
     """
     collected, long = collect_key_blocks(tiles, rows, q_block, k_block, every_block_of, excluded, q_block, starts)
-    return replace(_pack_ordered(_order(collected, q_block), rows, q_block, starts, later=later), long=long)
+    return replace(_pack_ordered(order_rows(collected, q_block), rows, q_block, starts, later=later), long=long)
 
 
 def divided_table(
@@ -245,7 +245,7 @@ def _repeats(visits: list[_Visit], inner: int, *, falls: bool) -> Iterator[tuple
             seen[number] += 1
 
 
-def _order(collected: dict[Span, OuterBlock], inner: int) -> list[tuple[Span, OuterBlock]]:
+def order_rows(collected: dict[Span, OuterBlock], inner: int) -> list[tuple[Span, OuterBlock]]:
     """Return the outer blocks of an ordered table in the order in which programs wait least: long ones first.
 
     Outer blocks of equal lengths have increasing indices. An outer block visits inner blocks by decreasing index. So

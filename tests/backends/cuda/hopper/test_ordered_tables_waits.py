@@ -57,5 +57,5 @@ def increasing(collected, inner):
 
 @pytest.mark.parametrize("name", ["causal", "documents", "window"])
 def test_simulation_finds_order_in_which_programs_wait(name, monkeypatch):
-    monkeypatch.setattr(ordered_tables, "_order", increasing)
+    monkeypatch.setattr(ordered_tables, "order_rows", increasing)
     assert share(MASKS[name]) < 0.8
