@@ -18,6 +18,7 @@ from burst_portable.errors import InputError, UnsupportedError, format_error
 from burst_portable.integrations.accelerate import SequenceParallelism
 from burst_portable.integrations.compute_loss import check_order, warn_about_counts
 from burst_portable.integrations.gathering import gather_rows
+from burst_portable.integrations.rng_states import take_state_of_first_rank
 from burst_portable.integrations.transformers.sharded_model import ShardedModel
 from burst_portable.integrations.versions import importing
 
@@ -135,6 +136,12 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         """Return by how much Trainer's count and loss are too large."""
         is_counted = num_items_in_batch is not None and self.args.average_tokens_across_devices
         return self._ranks if is_counted else 1
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the generators, equally on the ranks of a sequence. A checkpoint of fewer ranks lacks states."""
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None and self.sharded is not None:
+            take_state_of_first_rank(self.sharded.mesh, self.args.device)
 
     # --------------------------------------------------------------------------------------------------- evaluation
 

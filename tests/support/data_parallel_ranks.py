@@ -33,7 +33,7 @@ from burst_portable.integrations.accelerate import SequenceParallelism
 from burst_portable.integrations.transformers import ShardedModel, all_reduce_gradients, parallelize
 from tests.support.forked import run_forked
 from tests.support.models import checkpoint_activations, make, on_one_device, tokens
-from tests.support.trainer_cases import USUAL, accelerate_loop, forget_accelerator, results
+from tests.support.trainer_cases import USUAL, accelerate_loop, forget_accelerator, restored_draws, results
 
 TRAIN = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_with_trainer.py"))["train"]
 DATA, SEQUENCE = 2, 2
@@ -163,6 +163,7 @@ def main(rank: int, folder: Path) -> None:
     torch.save(accelerate_loop(SequenceParallelism()), folder / f"accelerate {rank}.pt")
     for name, options in USUAL.items():
         torch.save(results(folder / name, **options), folder / f"{name} {rank}.pt")
+    found["restored draws"] = restored_draws(folder / "restored", rank)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import EvalPrediction
 
 from burst_portable.integrations.accelerate import SequenceParallelism
@@ -193,6 +203,29 @@ def resumed_alone(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     trainer = make_trainer(folder, None, model_of("llama"), **options)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     return weights(trainer.model)
+
+
+def restored_draws(folder: Path, rank: int) -> list[float]:
+    """Return what the generators of a rank draw after it restored the checkpoint of a job without rank 1.
+
+    Two ranks share each of two sequences. Sequence s is saved with generators seeded by 100 + s.
+    """
+    options: dict[str, Any] = {"batch": 2, "held_out": 4}
+    trainer = make_trainer(folder, SequenceParallelism(2), model_of("llama"), **options)
+    folder.mkdir(exist_ok=True)
+    set_seed(100 + rank // 2)
+    trainer._save_rng_state(str(folder))
+    if rank == 1:
+        (folder / "rng_state_1.pth").unlink()
+    dist.barrier()
+    set_seed(7)
+    trainer._load_rng_state(str(folder))
+    return drawn_numbers()
+
+
+def drawn_numbers() -> list[float]:
+    """Return the next number of each generator."""
+    return [random.random(), np.random.rand(), torch.rand(()).item()]
 
 
 def accelerate_loop(parallelism: SequenceParallelism | None, *, is_sharded: bool = True) -> dict[str, Any]:
