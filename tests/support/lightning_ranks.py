@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torchmetrics import SumMetric
 
 from burst_portable.errors import InputError, MismatchError
 from burst_portable.integrations.lightning import SequenceFSDPStrategy, SequenceStrategy
@@ -41,6 +42,7 @@ class Model(L.LightningModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.norms, self.gathered = kind, [], None
+        self.labels = SumMetric()
         self.automatic_optimization = kind != "manual"
         self.model = make("llama")
         if kind == "checkpointed":
@@ -81,6 +83,8 @@ class Model(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
+        self.labels.update((batch["labels"] != -100).sum())
+        self.log("labels", self.labels)
         self.gathered = self.all_gather(batch["labels"].sum())
 
     def predict_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
