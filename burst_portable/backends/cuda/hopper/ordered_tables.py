@@ -2,8 +2,8 @@
 
 The work rows that visit an inner block add to it in the order of the table (`block_tables` describes its format). So
 inner blocks start at multiples of their size. They are counted from the first query or from the start of a long
-document (`query_starts`). A run ends where the next visitor changes. Its count is negative if it goes down. `order_rows`
-says which order lets programs wait least.
+document (`query_starts`). A run ends where the next visitor changes. Its count is negative if it goes down.
+`order_rows` says which order lets programs wait least.
 
 The first visit of a block writes it. But blocks at the border of two documents may have rows of both. A visit adds 0 to
 those of the other one, in no order. So these blocks are cleared before the launch. If outer blocks are divided
