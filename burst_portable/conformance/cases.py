@@ -101,8 +101,11 @@ MEMORY = ("rows", "heads", "padded", "sliced", "odd")
 that are not aligned to 16 bytes."""
 
 
-SCALES = (None, 0.05, -0.2)
-"""None is 1 / sqrt(head size). A kernel must use any other scale; it may not support negative ones."""
+SCALES = (None, 0.05, -0.2, 0.0)
+"""None is 1 / sqrt(head size). A kernel must use any other scale; it may decline those that are not positive.
+
+With 0, all visible keys of a row have the same weight, and dq and dk are exactly 0.
+"""
 
 
 SEED = 0x1234_5678_9ABC_DEF0

@@ -39,6 +39,7 @@ from tests.support.planted_transports import DropsLastHop, SkipsReceiveWait, Ski
 KERNELS = {
     planted_bugs.WrongScale: ("kernels", "attention", "claims"),
     planted_bugs.OwnScale: ("kernels",),
+    planted_bugs.DefaultScaleForZero: ("kernels",),
     planted_bugs.LocalColumns: ("kernels", "attention"),
     planted_bugs.BandOffByOne: ("kernels", "attention"),
     planted_bugs.FewBlocks: ("kernels",),

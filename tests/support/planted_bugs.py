@@ -67,6 +67,18 @@ class OwnScale(KernelWrapper):
         super().attend_backward(x, tiles, replace(call, scale=x.q.shape[-1] ** -0.5), into=into)
 
 
+class DefaultScaleForZero(KernelWrapper):
+    """Use 1/sqrt(D) in both passes if the scale is 0, as if none were given."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        scale = call.scale or q.shape[-1] ** -0.5
+        return super().attend(q, k, v, tiles, replace(call, scale=scale), state=state)
+
+    def attend_backward(self, x, tiles, call, *, into):
+        scale = call.scale or x.q.shape[-1] ** -0.5
+        super().attend_backward(x, tiles, replace(call, scale=scale), into=into)
+
+
 class LocalColumns(KernelWrapper):
     """Drop weights by the index of a key in its block, not by its position in the sequence."""
 
