@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import Any
 
 from burst_portable.errors import MaskError, shown, unknown_name
-from burst_portable.utils.values import as_int, hide_dataclass, size
+from burst_portable.utils.values import as_int, hide_dataclass, parse_int, size
 
 _k_start = attrgetter("k_start")
 UNBOUNDED = 1 << 60
@@ -390,10 +390,11 @@ class Mask:
 
 
 def _number(text: str) -> int:
-    """Return the number of plain decimal digits. Python's `int` also accepts 1_0 and digits of other scripts."""
-    if not (text.isascii() and text.removeprefix("-").isdecimal()):
+    """Return the number of plain decimal digits."""
+    number = parse_int(text)
+    if number is None:
         raise ValueError(f"{text!r} is not a whole number")
-    return int(text)
+    return number
 
 
 def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:

@@ -112,11 +112,11 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(_DTYPES)}. Default: bfloat16; float32 on CPUs.")
     ] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads. Default: 64; 4 on CPUs.")] = None,
+    heads: Annotated[int | None, flags.integer_option(help="Query heads. Default: 64; 4 on CPUs.")] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(help="K/V heads. Default: 8; 2 on CPUs; all if only --heads is given.")
+        int | None, flags.integer_option(help="K/V heads. Default: 8; 2 on CPUs; all if only --heads is given.")
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Elements per head. Default: 128; 32 on CPUs.")] = None,
+    head_dim: Annotated[int | None, flags.integer_option(help="Elements per head. Default: 128; 32 on CPUs.")] = None,
     layout: Annotated[
         str, typer.Option(help=f"{', '.join(NAMES)}; those of documents take documents, full, causal, or windows.")
     ] = "zigzag",

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from burst_portable.cli.flags import integer_option
 from burst_portable.cli.output import JsonName, JsonOption, check_files, writing
 from burst_portable.errors import InputError
 
@@ -19,7 +20,7 @@ def conform(
         typer.Option(help="Backend to test. Default: that of this machine's accelerator, or else of its CPU."),
     ] = None,
     ranks: Annotated[
-        int, typer.Option(help="Largest number of ranks of a test case (threads, and a few processes).")
+        int, integer_option(help="Largest number of ranks of a test case (threads, and a few processes).")
     ] = RANKS,
     only: Annotated[
         list[str] | None, typer.Option(help="Test groups, separated by commas; --list names them. Default: all.")
@@ -36,7 +37,7 @@ def conform(
         bool, typer.Option("--quick", help="Run a few cases: seconds on a CPU, minutes on a GPU.")
     ] = False,
     processes: Annotated[
-        int, typer.Option(min=1, max=256, help="Processes that run test cases on the same devices.")
+        int, integer_option(min=1, max=256, help="Processes that run test cases on the same devices, 1 to 256.")
     ] = 1,
     full: Annotated[
         bool,

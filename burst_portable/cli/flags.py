@@ -19,6 +19,7 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.options import Option, options_of
 from burst_portable.strategies.registry import classes, has_option, known, load, make_strategy, strategy_name
+from burst_portable.utils.values import parse_int
 
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
@@ -41,24 +42,47 @@ def tokens(text: str | int) -> int:
         typer.BadParameter: For any other text. typer adds the option's name to its message; it would drop the message
             of an `InputError`.
     """
-    text = str(text).strip()
-    digits, factor = text[:-1], _FACTORS.get(text[-1:])
-    try:
-        return int(digits) * factor if factor and digits.isascii() and digits.isdigit() else int(text)
-    except ValueError:  # also for thousands of digits
-        allowed = "an integer, or digits with k (times 1,024) or m (times 1,048,576) after them, as 128k"
-        raise typer.BadParameter(format_error("not a number of tokens", got=shown(text), allowed=allowed)) from None
+    text = str(text)
+    factor = _FACTORS.get(text[-1:])
+    number = parse_int(text if factor is None else text[:-1])
+    if number is None or (factor and text.startswith("-")):
+        allowed = "ASCII digits, or digits with k (times 1,024) or m (times 1,048,576) after them, as 128k"
+        raise typer.BadParameter(format_error("not a number of tokens", got=shown(text), allowed=allowed))
+    return number * (factor or 1)
+
+
+def integer_option(*, help: str, min: int | None = None, max: int | None = None) -> Any:
+    """Return the declaration of an option whose value is an integer in ASCII digits, as in masks.
+
+    typer's own integers also accept underscores, spaces, a plus sign and digits of other scripts.
+
+    Args:
+        help: Sentence of the help.
+        min: Smallest allowed value. Default: any.
+        max: Largest allowed value. Default: any.
+    """
+
+    def parse(text: str | int) -> int:
+        number = parse_int(str(text))
+        if number is None:
+            raise typer.BadParameter(format_error("not an integer", got=shown(text), allowed="ASCII digits, as 1000"))
+        if (min is not None and number < min) or (max is not None and number > max):
+            bounds = f"at least {min}" if max is None else f"{min} to {max}"
+            raise typer.BadParameter(format_error("out of range", got=shown(str(text)), allowed=bounds))
+        return number
+
+    return typer.Option(parser=parse, metavar="INTEGER", help=help)
 
 
 SeqLen: TypeAlias = Annotated[
     int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of the full sequence; {LENGTH}")
 ]
-Heads: TypeAlias = Annotated[int, typer.Option(help="Query heads; a multiple of the K/V heads.")]
-KvHeads: TypeAlias = Annotated[int | None, typer.Option(help="K/V heads. Default: as many as query heads.")]
+Heads: TypeAlias = Annotated[int, integer_option(help="Query heads; a multiple of the K/V heads.")]
+KvHeads: TypeAlias = Annotated[int | None, integer_option(help="K/V heads. Default: as many as query heads.")]
 _LAYOUTS = "contiguous, zigzag, striped, whole_documents, document_zigzag, dispatched or auto (least predicted time)."
 Layout: TypeAlias = Annotated[str, typer.Option(help=_LAYOUTS)]
 _RANKS_PER_NODE = "Ranks per node. Default: none; auto then ignores strategies with two levels."
-RanksPerNode: TypeAlias = Annotated[int | None, typer.Option(help=_RANKS_PER_NODE)]
+RanksPerNode: TypeAlias = Annotated[int | None, integer_option(help=_RANKS_PER_NODE)]
 _BACKENDS = f"auto, {', '.join(known_backends())}; `{PROGRAM} doctor` lists those that can run."
 BackendName: TypeAlias = Annotated[str, typer.Option(help=_BACKENDS)]
 
@@ -83,10 +107,11 @@ def strategy_flags() -> dict[str, inspect.Parameter]:
             option,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[
-                (str if any(one.choices for one in by_strategy.values()) else int) | None,
-                typer.Option(help=_flag_help(by_strategy)),
-            ],
+            annotation=(
+                Annotated[str | None, typer.Option(help=_flag_help(by_strategy))]
+                if any(one.choices for one in by_strategy.values())
+                else Annotated[int | None, integer_option(help=_flag_help(by_strategy))]
+            ),
         )
         for option, by_strategy in declared.items()
     }
@@ -162,10 +187,8 @@ def _convert(value: object, declared: Option) -> object:
     """Convert a word to an integer if the option takes one. The option's own check reports other words."""
     if declared.choices or not isinstance(value, str):
         return value
-    try:
-        return int(value)
-    except ValueError:
-        return value
+    number = parse_int(value)
+    return value if number is None else number
 
 
 def number_of_ranks(ranks: int | None, launcher: LauncherEnv | None) -> int | None:

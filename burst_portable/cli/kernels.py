@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import track
 
-from burst_portable.cli.flags import METAVAR, RanksPerNode, tokens
+from burst_portable.cli.flags import METAVAR, RanksPerNode, integer_option, tokens
 from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr, table
 from burst_portable.cli.run.job import DTYPES, cores
 from burst_portable.errors import BackendUnavailableError, InputError
@@ -29,8 +29,8 @@ def kernels(
     ] = None,
     head_dim: Annotated[
         list[int] | None,
-        typer.Option(
-            help=f"Elements per head, a multiple of {STEP}; repeatable. Default: 64 and 128.", min=16, max=256
+        integer_option(
+            help=f"Elements per head, a multiple of {STEP} up to 256; repeatable. Default: 64 and 128.", min=16, max=256
         ),
     ] = None,
     warm: Annotated[
@@ -44,7 +44,7 @@ def kernels(
             parser=tokens, metavar=METAVAR, help="With --warm: tokens of the sequence; repeatable. Default: 4096."
         ),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="With --warm: ranks that share the sequence.", min=1)] = 1,
+    ranks: Annotated[int, integer_option(help="With --warm: ranks that share the sequence, at least 1.", min=1)] = 1,
     ranks_per_node: RanksPerNode = None,
     strategy: Annotated[
         list[str] | None,
@@ -56,7 +56,7 @@ def kernels(
     ] = None,
     deterministic: Annotated[bool, typer.Option(help="With --warm: compile reproducible gradients.")] = False,
     jobs: Annotated[
-        int | None, typer.Option(help="With --warm: threads that compile. Default: one per core.", min=1)
+        int | None, integer_option(help="With --warm: threads that compile, at least 1. Default: one per core.", min=1)
     ] = None,
     json_name: JsonName = None,
 ) -> int:

@@ -33,7 +33,7 @@ _MAX_COUNT = 1 << 14  # ranks, and heads
 def measure(
     ranks: Annotated[
         int | None,
-        typer.Option(
+        flags.integer_option(
             help="Number of local processes to start. Default: one per device, 2 on CPUs; under torchrun, WORLD_SIZE."
         ),
     ] = None,
@@ -41,7 +41,7 @@ def measure(
     kernel: Annotated[str, typer.Option(help="Local kernel to measure; auto chooses as attention does.")] = "auto",
     heads: flags.Heads = 32,
     kv_heads: flags.KvHeads = None,
-    head_dim: Annotated[int, typer.Option(help="Elements per head.")] = 128,
+    head_dim: Annotated[int, flags.integer_option(help="Elements per head.")] = 128,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. Default: bfloat16; float32 on CPUs.")] = None,
     seq_len: Annotated[
         int | None,
@@ -52,7 +52,7 @@ def measure(
         ),
     ] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(help="Ranks per node; measures links inside and between nodes. Default: none.")
+        int | None, flags.integer_option(help="Ranks per node; measures links inside and between nodes. Default: none.")
     ] = None,
     json_name: JsonName = None,
 ) -> int:

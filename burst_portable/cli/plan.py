@@ -37,11 +37,13 @@ _MOST = 1_000_000  # ranks of a node, and printed steps
 @with_strategy_flags
 def plan(
     seq_len: flags.SeqLen,
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")],
+    ranks: Annotated[int, flags.integer_option(help="Number of ranks.")],
     heads: flags.Heads = 32,
     kv_heads: flags.KvHeads = None,
-    head_dim: Annotated[int, typer.Option(help="Elements per query and key head.")] = 128,
-    v_head_dim: Annotated[int | None, typer.Option(help="Elements per value head. Default: as --head-dim.")] = None,
+    head_dim: Annotated[int, flags.integer_option(help="Elements per query and key head.")] = 128,
+    v_head_dim: Annotated[
+        int | None, flags.integer_option(help="Elements per value head. Default: as --head-dim.")
+    ] = None,
     mask: Annotated[
         str,
         typer.Option(
@@ -57,7 +59,7 @@ def plan(
     ranks_per_node: flags.RanksPerNode = None,
     *,
     options: Mapping[str, object],
-    batch: Annotated[int, typer.Option(help="Sequences per call.")] = 1,
+    batch: Annotated[int, flags.integer_option(help="Sequences per call.")] = 1,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
     dropout: Annotated[float, typer.Option(help="Probability of dropout of attention weights.")] = 0.0,
     tflops: Annotated[
@@ -79,8 +81,8 @@ def plan(
             help="Rates that `measure` wrote, or the name of a known machine, instead of these. Default: none.",
         ),
     ] = None,
-    rank: Annotated[int, typer.Option(help="Rank whose steps are printed.")] = 0,
-    show_steps: Annotated[int, typer.Option(help="Largest number of steps to print per pass.")] = 16,
+    rank: Annotated[int, flags.integer_option(help="Rank whose steps are printed.")] = 0,
+    show_steps: Annotated[int, flags.integer_option(help="Largest number of steps to print per pass.")] = 16,
     check: Annotated[
         bool,
         typer.Option("--check/--no-check", help=f"Verify the plan; above {CHECKED_RANKS} ranks, for a sample of them."),

@@ -36,9 +36,11 @@ def time_kernels(
     heads: flags.Heads = 32,
     kv_heads: flags.KvHeads = None,
     head_dim: Annotated[
-        list[int] | None, typer.Option(help="Elements per head; repeatable. Default: 64 and 128.")
+        list[int] | None, flags.integer_option(help="Elements per head; repeatable. Default: 64 and 128.")
     ] = None,
-    v_head_dim: Annotated[int | None, typer.Option(help="Elements per value head. Default: as --head-dim.")] = None,
+    v_head_dim: Annotated[
+        int | None, flags.integer_option(help="Elements per value head. Default: as --head-dim.")
+    ] = None,
     seq_len: Annotated[
         list[int] | None,
         typer.Option(

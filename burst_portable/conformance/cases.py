@@ -23,6 +23,7 @@ from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import OURS, known, load, make_strategy, strategy_name
 from burst_portable.utils.text import split_list
+from burst_portable.utils.values import parse_int
 
 LENGTH = 53
 """Not a multiple of any tested number of ranks: every shard is ragged."""
@@ -237,7 +238,7 @@ def _sizes(text: str) -> tuple[int, int, int, int]:
     if text in HEADS:
         return HEADS[text]
     parts = text.split("x")
-    if len(parts) != 4 or not all(p.isdecimal() and int(p) for p in parts) or int(parts[0]) % int(parts[1]):
+    if len(parts) != 4 or not all((parse_int(p) or 0) > 0 for p in parts) or int(parts[0]) % int(parts[1]):
         allowed = f"{', '.join(HEADS)}, or HEADSxKV_HEADSxSIZExVALUE_SIZE such as 4x2x80x64"
         raise InputError("invalid heads", got=repr(text), allowed=allowed)
     heads, kv_heads, size, value_size = map(int, parts)
@@ -256,9 +257,10 @@ def _one_of(kind: str, names: Collection[str]) -> Callable[[str], object]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
+    number = parse_int(text)
+    if number is None or not 1 <= number <= 1 << 20:
         raise InputError("invalid count", got=repr(text), allowed="1 to 1048576")
-    return int(text)
+    return number
 
 
 def _number(name: str, allowed: str, fits: Callable[[float], bool]) -> Callable[[str], float]:

@@ -56,6 +56,19 @@ def _scalar(value: object) -> object:
         return value
 
 
+def parse_int(text: str) -> int | None:
+    """Return the number that a text spells in ASCII digits, with - before them if it is negative; None for other texts.
+
+    Python's `int` also accepts underscores, spaces, a plus sign and digits of other scripts.
+    """
+    if not (text.isascii() and text.removeprefix("-").isdecimal()):
+        return None
+    try:
+        return int(text)
+    except ValueError:  # thousands of digits
+        return None
+
+
 def size(name: str, value: object) -> int:
     """Return a whole number of at least 1 and below 2**48. Raise `InputError` with the argument's name otherwise."""
     number = as_int(value)

@@ -153,7 +153,7 @@ def test_commands_in_prose_and_their_options_exist():
     ("line", "text"),
     [
         ("burst-portable plan --seq-len 64 --ranks 2 --lenght 3", "--lenght"),
-        ("burst-portable run --ranks two", "valid integer"),
+        ("burst-portable run --ranks two", "not an integer"),
         ("burst-portable trian", "trian"),
         ("torchrun --nproc-per-node 2 -m burst_portable run --stepz 3", "--stepz"),
         ("torchrun --nproc-per-node 2 --nnodez 2 -m burst_portable run", "--nnodez"),

@@ -37,15 +37,17 @@ def run(
     seq_len: flags.SeqLen = 4096,
     ranks: Annotated[
         int | None,
-        typer.Option(help=f"Number of local processes to start. Default: {_RANKS}; under torchrun, WORLD_SIZE."),
+        flags.integer_option(
+            help=f"Number of local processes to start. Default: {_RANKS}; under torchrun, WORLD_SIZE."
+        ),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Training steps, or batches to score. Default: 10; with --eval, the full text."),
+        flags.integer_option(help="Training steps, or batches to score. Default: 10; with --eval, the full text."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 1,
+    batch: Annotated[int, flags.integer_option(help="Sequences per step.")] = 1,
     lr: Annotated[float | None, typer.Option(help=f"Learning rate of AdamW. Default: {_LEARNING_RATE}.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights, and of dropout.")] = 0,
+    seed: Annotated[int, flags.integer_option(help="Seed of the random weights, and of dropout.")] = 0,
     dropout: Annotated[
         float, typer.Option(help="Probability of dropout of attention weights, by global position.")
     ] = 0.0,
