@@ -153,6 +153,7 @@ def shard_batch(
     *,
     mesh: MeshLike = None,
     layout: Layout | str = "zigzag",
+    mask: Mask | str | None = None,
     ignore_index: int = -100,
 ) -> dict[str, Tensor]:
     """Return this rank's part of a batch of a causal language model.
@@ -165,8 +166,9 @@ def shard_batch(
         position_ids: Shape ``[B, N]`` or ``[1, N]``. Default: they count up, from 0 in each document.
         cu_seqlens: Cumulative lengths of packed documents, (0, ..., N). No token predicts one of the next document.
         mesh: The ranks, as in `attention`.
-        layout: A `Layout` or its name, as in `attention`. "dispatched" is that of the causal documents of `cu_seqlens`;
-            for another mask, pass ``make_layout("dispatched", N, ranks, mask)``.
+        layout: A `Layout` or its name, as in `attention`.
+        mask: Mask of the attention, for layouts that depend on it, such as "dispatched". Labels and position ids do
+            not depend on it. Default: the causal documents of `cu_seqlens`.
         ignore_index: Label of tokens without a label.
 
     Returns:
@@ -197,7 +199,8 @@ def shard_batch(
         shifted[:, stop - 1] = missing
     positions = count.unsqueeze(0) if position_ids is None else _check_ids("position_ids", position_ids, input_ids)
     batch = {"input_ids": input_ids, "position_ids": positions.expand_as(input_ids), "labels": shifted}
-    mask = None if cu_seqlens is None else Mask.documents(offsets)
+    if mask is None and cu_seqlens is not None:
+        mask = Mask.documents(offsets)
     return {name: shard(x, mesh, layout=layout, mask=mask) for name, x in batch.items()}
 
 

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.errors import DtypeError, InputError, MaskError, MismatchError, ShapeError, UnknownNameError
+from burst_portable.conformance import oracle
+from burst_portable.errors import (
+    DtypeError,
+    InputError,
+    LayoutError,
+    MaskError,
+    MismatchError,
+    ShapeError,
+    UnknownNameError,
+)
 from burst_portable.nn import SelfAttention
 
 
@@ -105,6 +114,9 @@ IDS = torch.arange(10).view(1, 10)
         ({"input_ids": IDS.tolist()}, ShapeError, "not a tensor"),
         ({"ignore_index": 0.5}, InputError, "ignore_index"),
         ({"layout": 3}, UnknownNameError, "unknown layout"),
+        ({"mask": (0, 4, 10)}, InputError, "mask is not a mask"),
+        ({"mask": "documents:0,4,12", "layout": "dispatched"}, MaskError, "longer than the sequence"),
+        ({"layout": "dispatched"}, LayoutError, "needs the mask"),
     ],
 )
 def test_shard_batch_rejects_invalid_arguments(arguments, error, message):
@@ -125,6 +137,62 @@ def test_shard_batch_accepts_tensor_cu_seqlens_and_shared_ids():
         assert torch.equal(found["input_ids"], named.expand(2, -1))
 
     bp.run_threads(2, work)
+
+
+CU_SEQLENS = (0, 5, 30, 41, 67)
+BATCH_MASKS = {
+    "documents_full": bp.Mask.documents(CU_SEQLENS, causal=False),
+    "documents": bp.Mask.documents(CU_SEQLENS),
+    "window": bp.Mask.documents(CU_SEQLENS, window=4),
+    "full": "full",
+    "short_form": "full_documents:0,5,30,41,67",
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", BATCH_MASKS)
+@pytest.mark.parametrize("shape", [(4, 2, 8, 8), (2, 2, 8, 24)])
+def test_shard_batch_takes_mask_of_dispatched_layout(name, ranks, shape):
+    """Attention of the batch's tokens equals a dense float64 oracle, as do all gradients."""
+    heads, kv_heads, size, value_size = shape
+    length, mask, options = CU_SEQLENS[-1], BATCH_MASKS[name], {"dtype": torch.float64}
+    x = [torch.randn(2, length, *of, **options) for of in ((heads, size), (kv_heads, size), (kv_heads, value_size))]
+    dout = torch.randn(2, length, heads, value_size, **options)
+    seen = oracle.dense_mask(bp.Mask.parse(mask, length) if isinstance(mask, str) else mask, length)
+    exact = oracle.attention(*x, dout, seen, scale=size**-0.5, dtype=torch.float64)
+
+    def work(mesh):
+        ids = torch.arange(length).expand(2, -1)
+        batch = bp.shard_batch(ids, cu_seqlens=CU_SEQLENS, mesh=mesh, layout="dispatched", mask=mask)
+        rows = batch["input_ids"][0]
+        local = [one[:, rows].requires_grad_() for one in x]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = bp.attention(*local, mesh=mesh, mask=mask, layout="dispatched", seq_len=length)
+        return rows, batch, out, torch.autograd.grad(out, local, dout[:, rows])
+
+    found = bp.run_threads(ranks, work)
+    assert sorted(torch.cat([rows for rows, *_ in found]).tolist()) == list(range(length))
+    for rows, batch, out, grads in found:
+        last = torch.isin(rows, torch.tensor(CU_SEQLENS[1:]) - 1)
+        assert torch.equal(batch["labels"], torch.where(last, -100, rows + 1).expand(2, -1))
+        starts = torch.tensor(CU_SEQLENS)[torch.bucketize(rows, torch.tensor(CU_SEQLENS[1:]), right=True)]
+        assert torch.equal(batch["position_ids"], (rows - starts).expand(2, -1))
+        pairs = ((out, exact.out), *zip(grads, (exact.dq, exact.dk, exact.dv), strict=True))
+        for value, expected in pairs:
+            torch.testing.assert_close(value, expected[:, rows], rtol=0, atol=1e-13)
+
+
+def test_shard_batch_uses_mask_for_layout_without_cu_seqlens():
+    mask = bp.Mask.block_sparse(64, 8, 40)
+
+    def work(mesh):
+        found = bp.shard_batch(torch.arange(64)[None], mesh=mesh, layout="dispatched", mask=mask)
+        where = bp.local_position_ids(mesh, seq_len=64, layout="dispatched", mask=mask)
+        assert torch.equal(found["input_ids"][0], where)
+        assert torch.equal(found["position_ids"][0], where)
+
+    bp.run_threads(3, work)
 
 
 @pytest.mark.parametrize(
