@@ -83,10 +83,16 @@ def positions_of(tiles: Tiles, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the global positions of the rows and the columns of a launch, as int32 tensors."""
     assert tiles.positions is not None, "a plan with dropout has positions"
     rows, columns = tiles.positions
-    return _tensor(rows, device), _tensor(columns, device)
+    # A mode such as FakeTensorMode makes tensors without data, which no other call may find in the cache.
+    make = _tensor if torch._C._len_torch_dispatch_stack() else _cached_tensor
+    return make(rows, device), make(columns, device)
 
 
 @lru_cache(maxsize=512)
+def _cached_tensor(positions: Positions, device: torch.device) -> Tensor:
+    return _tensor(positions, device)
+
+
 def _tensor(positions: Positions, device: torch.device) -> Tensor:
     ranges = [torch.arange(s.start, s.last + 1, s.step, dtype=torch.int32, device="cpu") for s in positions]
     return torch.cat(ranges).to(device)

@@ -46,6 +46,7 @@ from burst_portable.runtime.validation import (
     as_number,
     broadcast_error,
     check_data,
+    check_known_sizes,
     check_no_transforms,
     check_rows,
     check_saveable,
@@ -215,6 +216,7 @@ def describe(
     if sinks is not None:
         check_sinks(sinks, q)
     check_saveable(q, k, v, sinks)
+    check_known_sizes(q=q, k=k, v=v)
     scale, softcap = checked_scale(request.scale, q.shape[3]), checked_softcap(request.softcap)
     length = global_length(request.layout, request.seq_len, q.shape[1], mesh)
     mask = mask_of(request.mask, length)

@@ -27,7 +27,7 @@ from burst_portable.errors import (
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.strategies.planner import LARGEST_HEAD, check_heads, checked_probability
-from burst_portable.utils.values import as_float, as_int
+from burst_portable.utils.values import as_float, as_int, is_symbolic, symbolic_error
 
 _PACKED = "packed sequences are a batch of one, x.unsqueeze(0), with mask=Mask.documents(cu_seqlens)"
 _HEADS_FIRST = "if they are [batch, heads, rows, head size], as torch's attention takes them: x.transpose(1, 2)"
@@ -100,6 +100,14 @@ def check_data(mesh: Mesh, *tensors: Tensor) -> None:
             got="a FakeTensor, as FakeTensorMode and torch.export make them",
             next_step="use Mesh.single() there, with this rank's rows",
         )
+
+
+def check_known_sizes(**tensors: Tensor) -> None:
+    """Raise `UnsupportedError` for a symbolic size, except the length: a layout or seq_len may give its number."""
+    for name, x in tensors.items():
+        for dim, size in enumerate(x.shape):
+            if dim != 1 and is_symbolic(size):
+                raise symbolic_error(f"{name}.shape[{dim}]", size)
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -247,7 +255,14 @@ def checked_seed(seed: Any) -> int:
     This never waits for a device. Activation checkpoints restore the generator, so that a recomputation draws the same.
     """
     if seed is None:
-        return int(torch.randint(_MOST_SEEDS, (), dtype=torch.int64, device="cpu"))
+        drawn = torch.randint(_MOST_SEEDS, (), dtype=torch.int64, device="cpu")
+        if isinstance(drawn, FakeTensor):
+            raise UnsupportedError(
+                "dropout cannot draw its seed without data",
+                got="dropout_seed=None under FakeTensorMode or torch.export",
+                next_step="pass dropout_seed=, an int",
+            )
+        return int(drawn)
     number = as_int(seed)
     if number is None or number < 0:
         raise InputError("dropout_seed is no seed", got=shown(seed), allowed="an int of at least 0 and below 2**63")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from burst_portable.errors import InputError, shown
+from burst_portable.errors import InputError, UnsupportedError, shown
 
 T = TypeVar("T")
 
@@ -70,13 +70,30 @@ def parse_int(text: str) -> int | None:
 
 
 def size(name: str, value: object) -> int:
-    """Return a whole number of at least 1 and below 2**48. Raise `InputError` with the argument's name otherwise."""
+    """Return a whole number of at least 1 and below 2**48. Raise `InputError` with the argument's name otherwise.
+
+    Raises:
+        UnsupportedError: If it is a symbol of torch.export or FakeTensorMode, for which no plan can be made.
+    """
     number = as_int(value)
+    if number is None and is_symbolic(value):
+        raise symbolic_error(name, value)
     if number is None or number < 1:
         raise InputError(f"{name} is not a size", got=shown(value), allowed="an int of at least 1")
     if number >= _TOO_LARGE:
         raise InputError(f"{name} is not a size", got=shown(value), allowed="an int below 2**48")
     return number
+
+
+def is_symbolic(value: object) -> bool:
+    """Return whether a size is a symbol of a graph that torch traces. This module works without torch."""
+    return type(value).__name__ == "SymInt"
+
+
+def symbolic_error(name: str, value: object) -> UnsupportedError:
+    """Return the error for a symbolic size."""
+    what, next_step = "symbolic sizes are not supported", "export one program for each size, without dynamic_shapes"
+    return UnsupportedError(what, got=f"{name}={value}", next_step=next_step)
 
 
 def check_divides(ranks_per_node: int, ranks: int) -> None:

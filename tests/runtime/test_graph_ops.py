@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,10 +15,13 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import burst_portable as bp
 from burst_portable.errors import InputError, MismatchError, ShapeError, UnknownNameError, UnsupportedError
+from burst_portable.kernels.dropout import weight_factors
+from burst_portable.planning.call import Dropout
 from burst_portable.runtime import graph_ops
 from burst_portable.runtime.prepare import Request
 from tests.support.compiled_ranks import on_threads
@@ -324,6 +328,93 @@ def test_exported_program_contains_no_custom_operator():
     program = torch.export.export(Model(), (q,))
     assert not [node for node in program.graph.nodes if "burst_portable" in str(node.target)]
     torch.testing.assert_close(program.module()(q), Model()(q))
+
+
+def symbolic(name: str) -> str:
+    found = rf"symbolic sizes are not supported; got {re.escape(name)}=s\d+; "
+    return found + "export one program for each size, without dynamic_shapes$"
+
+
+class Exported(torch.nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("mask", ["causal", bp.Mask.window(5)], ids=str)
+@pytest.mark.parametrize(("dim", "name"), [(0, "q.shape[0]"), (1, "length"), (2, "q.shape[2]"), (3, "q.shape[3]")])
+def test_export_with_symbolic_sizes_raises(dim, name, mask):
+    model = Exported(lambda x: bp.attention(x, x, x, mask=mask, mesh=MESH))
+    sizes = {dim: torch.export.Dim("size", min=2, max=512)}
+    with pytest.raises(UnsupportedError, match=symbolic(name)):
+        torch.export.export(model, (torch.randn(4, 64, 4, 8),), dynamic_shapes=(sizes,))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: bp.shard(x, MESH),
+        lambda x: bp.unshard(x, MESH, seq_len=x.shape[1]),
+        lambda x: bp.local_position_ids(MESH, seq_len=x.shape[1]),
+    ],
+    ids=["shard", "unshard", "local_position_ids"],
+)
+def test_export_of_sharding_with_symbolic_length_raises(function):
+    sizes = {1: torch.export.Dim("size", min=2, max=512)}
+    with pytest.raises(UnsupportedError, match=symbolic("seq_len")):
+        torch.export.export(Exported(function), (torch.randn(4, 64, 2, 8),), dynamic_shapes=(sizes,))
+
+
+def test_export_with_given_seq_len_makes_length_a_number():
+    model = Exported(lambda x: bp.attention(x, x, x, mesh=MESH, seq_len=64))
+    x = torch.randn(1, 64, 2, 8)
+    program = torch.export.export(model, (x,), dynamic_shapes=({1: torch.export.Dim.AUTO},))
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_dropout_without_seed_and_data_raises():
+    """A seed that was drawn from torch's generator would have no number."""
+
+    def attend(x: Tensor, **options: int) -> Tensor:
+        return bp.attention(x, x, x, mesh=MESH, dropout_p=0.1, **options)
+
+    message = "cannot draw its seed without data; got dropout_seed=None .*; pass dropout_seed=, an int"
+    with FakeTensorMode():
+        x = torch.randn(1, 64, 2, 8)
+        with pytest.raises(UnsupportedError, match=message):
+            attend(x)
+        assert attend(x, dropout_seed=3).shape == x.shape
+    x = torch.randn(1, 64, 2, 8)
+    with pytest.raises(UnsupportedError, match=message):
+        torch.export.export(Exported(attend), (x,))
+    program = torch.export.export(Exported(lambda x: attend(x, dropout_seed=3)), (x,))
+    torch.testing.assert_close(program.module()(x), attend(x, dropout_seed=3))
+
+
+@pytest.mark.parametrize("before", ["fake", "export", "fake, export", "export, fake"])
+def test_dropout_is_unchanged_after_calls_without_data(before):
+    """Positions without data stayed in a cache: the next real call returned zeros, and an export failed."""
+    length = 64 + len(before)  # no other test has cached its positions
+    options = {"mesh": MESH, "dropout_p": 0.25, "dropout_seed": 3}
+    x = torch.randn(1, length, 2, 8, dtype=torch.float64)
+    model = Exported(lambda x: bp.attention(x, x, x, **options))
+    programs = []
+    for kind in before.split(", "):
+        if kind == "fake":
+            with FakeTensorMode():
+                model(torch.randn(1, length, 2, 8, dtype=torch.float64))
+        else:
+            programs.append(torch.export.export(model, (x,)).module())
+    positions = torch.arange(length)
+    factors = weight_factors(Dropout(0.25, seed=3), positions, positions, 1, 2)
+    scores = torch.einsum("bihd,bjhd->bhij", x, x) * 8**-0.5
+    weights = scores.masked_fill(positions > positions[:, None], -torch.inf).softmax(-1) * factors
+    expected = torch.einsum("bhij,bjhd->bihd", weights, x)
+    for attend in (model, *programs):
+        torch.testing.assert_close(attend(x), expected, rtol=0, atol=1e-13)
 
 
 def test_names_identify_mesh_and_arguments():
