@@ -149,6 +149,7 @@ class TorchDistTransport(Transport):
         super().__init__(name, dist.get_rank(found), dist.get_world_size(found))
         self.group, self._batched, self._timeout = found, batched, timeout
         self.host, self.high_priority = not batched, high_priority
+        self._global_rank = dist.get_rank() if self.host else -1
         self._watch = TransferWatch(timeout, self._abort, in_watch) if batched and timeout else None
         self._connected = not batched or self.size == 1
         self._group_transports = _transports().setdefault(self.group, WeakSet())
@@ -182,6 +183,8 @@ class TorchDistTransport(Transport):
         return self._each(sends, receives, label, self._timeout)
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
+        if self.host:
+            self._check_group()
         # If a rank is missing, the exchange stays active, and the next call raises.
         with self.between_passes():
             if self.host:
@@ -190,6 +193,17 @@ class TorchDistTransport(Transport):
             return store_exchange(self.group).share(
                 data, f"rank {self.rank}, {label}: receiving from all ranks", seconds
             )
+
+    def _check_group(self) -> None:
+        """Raise `CommunicationError` if this rank has destroyed the group, whose connections may last longer.
+
+        Ranks share before each pass over host threads. This takes 0.4 us; `dist.get_rank` takes 1.4 us.
+        """
+        try:
+            dist.get_group_rank(self.group, self._global_rank)
+        except ValueError as error:
+            what = f"rank {self.rank}: this rank has destroyed the process group"
+            raise CommunicationError(what, next_step="make a new Mesh of an existing one") from error
 
     def _share_by_messages(self, data: bytes, label: str, timeout: float | None) -> list[bytes]:
         """Share point to point: the error of a collective would not name the missing rank."""

@@ -54,6 +54,13 @@ def test_nodes_have_separate_connections(answers):
         assert found["two_levels"] == {"wrong": {}, "near": [rank ^ 1], "far": far}
 
 
+def test_connected_mesh_of_destroyed_group_raises(answers):
+    """The connections of gloo outlive its group, so these calls ran."""
+    for rank, found in enumerate(answers):
+        message = f"rank {rank}: this rank has destroyed the process group; make a new Mesh of an existing one"
+        assert found["destroyed"] == [message] * 3
+
+
 def test_sent_bytes_equal_plan(answers):
     for found in answers:
         assert found["sent"] == found["planned"]

@@ -163,6 +163,16 @@ def sums_over_ranks(grid: DeviceMesh) -> list[float]:
     return [*found, parameter.grad.item()]
 
 
+def errors_of_destroyed_group(mesh: bp.Mesh) -> list[str]:
+    """Return the errors of forward, backward and `all_reduce` after the group of a connected mesh is destroyed."""
+    x = torch.randn(1, 8, 2, 8, requires_grad=True)
+    out = bp.attention(x, x, x, mesh=mesh)
+    dist.barrier()
+    dist.destroy_process_group(mesh.group)
+    calls = (lambda: bp.attention(x, x, x, mesh=mesh), out.sum().backward, lambda: bp.all_reduce(torch.ones(1), mesh))
+    return [error_text(call) for call in calls]
+
+
 def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
@@ -182,6 +192,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     found["sent"], found["planned"] = bytes_sent(ranks)
     found["refused"] = errors_of_invalid_calls(mesh)
     found["cases"] |= {"after refusals": wrong(mesh, cases(ranks)[0])}
+    found["destroyed"] = errors_of_destroyed_group(bp.Mesh.from_group(dist.new_group()))
     dist.barrier()
     found["late"] = late(rank)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
