@@ -50,8 +50,14 @@ def side_by_side(
         return few
     choices = [d for d in divisors if d == few or few < d <= most(_L2_LIMIT)]
     lengths = [span * length for length in table.lengths]
-    ends = [predict_end(lengths, all_heads, d, processors) for d in choices]
-    return next(d for d, end in zip(choices, ends, strict=True) if end <= _EARLIER * min(ends))
+    # No launch ends before `least_end`. Masks of packed documents differ in each batch, so few ends are predicted.
+    least_end = max(max(lengths) + _START, sum(length + _START for length in lengths) * all_heads / processors)
+    ends: list[int] = []
+    for side in choices:
+        ends.append(predict_end(lengths, all_heads, side, processors))
+        if ends[-1] <= _EARLIER * least_end:
+            break
+    return next(d for d, end in zip(choices, ends, strict=False) if end <= _EARLIER * min(ends))
 
 
 def predict_end(lengths: Sequence[int], all_heads: int, side: int, processors: int) -> int:

@@ -269,7 +269,8 @@ def order_rows(collected: dict[Span, OuterBlock], inner: int) -> list[tuple[Span
     if not 0 < _FEW * len(far) <= len(blocks):
         return sorted(blocks, key=lambda item: -item[1].length)
     far.reverse()
-    others = [item for item in reversed(blocks) if item not in far]
+    spans = {span for span, _ in far}
+    others = [item for item in reversed(blocks) if item[0] not in spans]
     for _, block in others:
         block.sort()
     return far + others

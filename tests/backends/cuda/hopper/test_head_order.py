@@ -64,6 +64,19 @@ def test_long_launches_are_not_predicted(monkeypatch):
     assert side_by_side(table_of(range(1024, 0, -1)), 1, 16, 1, 16, 16 * MEBIBYTE, PROCESSORS) == 1
 
 
+@pytest.mark.parametrize(("lengths", "times"), [([16, 15] * 66, 1), ([64, *[18] * 31], 3)], ids=["even", "sinks"])
+def test_no_more_ends_are_predicted_than_needed(lengths, times, monkeypatch):
+    asked = []
+
+    def counted(*arguments):
+        asked.append(arguments[2])
+        return predict_end(*arguments)
+
+    monkeypatch.setattr("burst_portable.backends.cuda.hopper.head_order.predict_end", counted)
+    side_by_side(table_of(lengths), 1, 16, 1, 16, 2 * MEBIBYTE, PROCESSORS)
+    assert len(asked) == times, asked
+
+
 @pytest.mark.parametrize("span", [1, 4])
 @pytest.mark.parametrize(("heads", "all_heads", "group"), [(12, 36, 3), (7, 7, 7), (1, 1, 1), (32, 64, 8)])
 def test_result_divides_heads(heads, all_heads, group, span):
