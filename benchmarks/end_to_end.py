@@ -296,8 +296,8 @@ class Run:
     def step_with_fsdp(self, contestant: Contestant, optimizer: torch.optim.Optimizer) -> float:
         """Train one step and return the mean loss. FSDP2 averages the gradients of a sequence's ranks."""
         optimizer.zero_grad(set_to_none=True)
-        handle, mesh = contestant.sharded.handle, contestant.sharded.mesh
-        loss = contestant.model(**handle.shard(self.ids)).loss
+        sharded, mesh = contestant.sharded.model, contestant.sharded.mesh
+        loss = contestant.model(**sharded.shard(self.ids)).loss
         (loss * mesh.size).backward()
         optimizer.step()
         return all_reduce(loss.detach().double().reshape(1), mesh).item()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ from burst_portable.cli.run.models import build
 ROOT = Path(__file__).parents[2]
 
 
-def run(folder: Path, *program: str, contestants: str) -> tuple[str, dict]:
+def run(folder: Path, *program: str, contestants: str, options: Sequence[str] = ()) -> tuple[str, dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
     sizes = ["--shape", "tiny", "--layers", "2", "--seq-len", "64", "--dtype", "float32", "--label", "test"]
     done = subprocess.run(
-        [*command, *sizes, "--contestants", contestants, "--out", str(folder)],
+        [*command, *sizes, *options, "--contestants", contestants, "--out", str(folder)],
         cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -48,6 +49,20 @@ def test_end_to_end_training_equals_one_device(tmp_path: Path):
         flops = facts["model"]["model_flops_per_step"]
         assert one["mfu"] == pytest.approx(flops / one["seconds_per_step"] / 2 / facts["peak"]["flops"])
     assert [name in said.splitlines()[-5 + i] for i, name in enumerate(names)] == [True] * 5
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_end_to_end_training_with_sharded_weights(tmp_path: Path):
+    names = ["burst_portable", "burst_portable ring", "ulysses by the book"]
+    _, facts = run(tmp_path, "benchmarks/end_to_end.py", contestants=",".join(names), options=["--fsdp"])
+    model, _ = build("", config_of_shape("tiny", 2, 64), torch.float32, 0)
+    ids = torch.randint(0, 96, (1, 64), generator=torch.Generator().manual_seed(1))
+    expected = float(model(input_ids=ids, labels=ids, use_cache=False).loss.detach())
+    for one in facts["results"]:
+        assert one["reason"] == ""
+        assert one["losses"] == pytest.approx([expected] * 3, rel=1e-6)
+        assert one["gradient_difference"] is None or one["gradient_difference"] < 1e-6
 
 
 @pytest.mark.full

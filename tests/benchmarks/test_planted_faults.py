@@ -1,10 +1,10 @@
-"""Test when the benchmark of planted faults says that a planted link was not slow."""
+"""Test which fault counts as named, and when the benchmark of planted faults says that a link was not slow."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.planted_faults import FAULTS, WEAK, slowed
+from benchmarks.planted_faults import FAULTS, WEAK, is_named, slowed
 
 SLOW_LINK = next(fault for fault in FAULTS if fault.name == "slow link")
 
@@ -39,3 +39,27 @@ def test_slowed_is_none_without_planted_link(fault):
 def test_slowed_is_none_if_speed_is_unknown():
     assert slowed(links(r0to1=None, r1to0=212e9), SLOW_LINK) is None
     assert slowed(links(r0to1=202e9), SLOW_LINK) is None
+
+
+@pytest.mark.parametrize(
+    ("named", "ranks", "right"),
+    [
+        (("slow link", 0, 1), 4, True),
+        (("slow link", 1, 0), 4, False),
+        (("slow link", 0, 2), 4, False),
+        (("communication", -1, -1), 4, False),
+        (("communication", -1, -1), 2, True),  # the only link is slow in both directions
+        (("none", -1, -1), 2, False),
+        (("slow link", 0, 1), 2, False),
+    ],
+)
+def test_only_link_is_named_as_exposed_communication(named, ranks, right):
+    assert is_named(SLOW_LINK, *named, ranks) is right
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name != "slow link"], ids=lambda one: one.name)
+def test_other_faults_need_their_kind_and_rank(fault):
+    assert is_named(fault, fault.kind, fault.rank, -1, 2)
+    assert not is_named(fault, "communication", fault.rank, -1, 2)
+    if fault.rank >= 0:
+        assert not is_named(fault, fault.kind, 1 - fault.rank, -1, 2)
