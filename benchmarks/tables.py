@@ -318,6 +318,31 @@ def deterministic() -> list[str]:
     return lines
 
 
+FEW_FILE = "few-kv-heads-h200-2026-11-29"
+FEW_MASKS = {"causal": "causal", "ragged": "documents", "window:1024": "window of 1,024", "sink:64:1024": "with sinks"}
+
+
+def few_heads() -> list[str]:
+    """Compare a backward pass with few K/V heads before and after the change, in milliseconds."""
+    results = load(FEW_FILE)
+    lines = [f"| tokens, heads, head size | {' | '.join(FEW_MASKS.values())} |", "| --- " * 5 + "|"]
+    for key in dict.fromkeys((one["tokens"], one["heads"], one["head_dim"], one["value_dim"]) for one in results):
+        tokens, heads, dim, values = key
+        here = {
+            one["mask"]: one
+            for one in results
+            if (one["tokens"], one["heads"], one["head_dim"], one["value_dim"]) == key
+        }
+        cells = ["-"] * len(FEW_MASKS)
+        for place, mask in enumerate(FEW_MASKS):
+            if one := here.get(mask):
+                before, now = one["before"], one[one["takes"]]
+                cells[place] = f"{before:.3f}, {now:.3f}: {cut(before / now, 2)}"
+        label = f"{tokens:,}, {heads}, {dim}" + (f", values {values}" if values != dim else "")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
 def documents() -> list[str]:
     """Compare our kernel with flash-attn-4 on packed documents, in milliseconds."""
     lines, rows = (
@@ -389,6 +414,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bench": bench,
     "bench-4": partial(bench, BENCH_FILE_OF_FOUR, BENCH_ENTRIES_OF_FOUR),
     "deterministic": deterministic,
+    "few-heads": few_heads,
     "documents": documents,
     "host": host,
 }

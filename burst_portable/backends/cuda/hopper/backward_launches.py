@@ -31,14 +31,14 @@ def launch_split(
     call: AttentionCall,
     into: Gradients,
     *,
-    store: bool,
+    stores: tuple[bool, bool, bool],
 ) -> None:
-    """Compute dQ, dK and dV with one launch each. If `store`, write 16-bit gradients, else add to float32 ones."""
+    """Compute dQ, dK and dV with one launch each. Each writes its gradient in 16 bits if it `stores`, else adds."""
     q, device = x.q, x.q.device
     stream, terms = current_stream(device), empty_terms(KEY_BLOCK, q)
     # The first launch keeps all of them, so the key has the addresses of the other tables.
     tables = [launch.table for launch in launches[1:]]
-    places = store, x.out is None, placed(call, *(t for t in x if t is not None), terms, *into, *tables)
+    places = stores, x.out is None, placed(call, *(t for t in x if t is not None), terms, *into, *tables)
     if bound := launches[0].bound.get(places):
         for one in bound:
             one(stream)
@@ -51,7 +51,7 @@ def launch_split(
     # The launches read the copies, if there are any, so the copies must live as long as the launches.
     q, k = (compiled.aligned_panels(name, x, 64, head)[0] for name, x in (("q", q), ("k", k)))
     v, dout = (compiled.aligned_panels(name, x, 64, values)[0] for name, x in (("v", v), ("dout", dout)))
-    for gradient, (launch, made) in enumerate(zip(launches, into, strict=True)):
+    for gradient, (launch, made, store) in enumerate(zip(launches, into, stores, strict=True)):
         config = launch.cut
         fixed, streamed = ((q, dout), (k, v)) if gradient == DQ else ((k, v), (q, dout))
         inputs = (
@@ -239,11 +239,11 @@ def float32_zeros(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return dk, dv
 
 
-def rounded(sums: Gradients, x: BackwardInputs) -> Gradients:
-    """Convert contiguous sums to the dtypes of q, k and v. One launch takes less host time than three."""
-    dq, dk, dv = (torch.empty_like(like, memory_format=torch.contiguous_format) for like in (x.q, x.k, x.v))
-    torch._foreach_copy_((dq, dk, dv), sums)
-    return dq, dk, dv
+def rounded(sums: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Convert contiguous sums to the dtypes of other tensors. One launch takes less host time than one for each."""
+    made = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
+    torch._foreach_copy_(made, sums)
+    return made
 
 
 def _folds(dtype: torch.dtype) -> int:

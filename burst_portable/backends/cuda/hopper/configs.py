@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from heapq import heapreplace
 from typing import NamedTuple
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
+from burst_portable.backends.cuda.hopper.head_order import predict_end, side_by_side
 from burst_portable.backends.cuda.hopper.ordered_tables import divided_table, ordered_table, query_starts
 from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.planning.tiles import Tiles
@@ -159,8 +159,12 @@ TALL_ITEMS = 4  # minimum of query blocks, of all heads, per multiprocessor if `
 ROOM = 64  # key blocks, at head size 128, that a forward program visits before it ends: about 0.1 ms on one H100
 LATE = 6  # a program of the backward may take at most 1/LATE of the mean work of a multiprocessor
 SPLIT_LATE = 1.5  # a program of the split backward may take at most 1/1.5 of the mean work of a multiprocessor
+SPLIT_ADDING = 8  # inner blocks of 64 rows in whose time a program of the split backward adds dK or dV
+SPLIT_PREDICTED = 8192  # programs of the split backward up to which both ends are predicted
 ADDING_PROGRAM = 2  # inner blocks in whose time a program adds dK and dV of one head, and they are cast
 ADDING_LAUNCH = 5  # inner blocks in whose time gradients are cleared and cast, apart from those of programs
+L2 = 48 << 20  # bytes of Q and dO that several groups of heads may read at the same time
+MISSES = 1.2  # times as long a backward takes if more are read
 HOST = 40  # inner blocks in whose time the host launches a backward: about 0.09 ms
 FEW = 4  # a second launch may accumulate the gradients of at most 1/FEW of all keys
 SEPARATE_PROGRAMS = 64  # per multiprocessor, that may write dK and dV separately: 128 KiB each with heads of 128
@@ -209,6 +213,22 @@ class Pass(NamedTuple):
         """Query heads that share one K/V head."""
         return self.heads // self.kv_heads
 
+    def heads_at_once(self, table: LaunchTable, span: int, bytes_read: int) -> int:
+        """Return `side_by_side`, in units of `span` heads, for programs that compute `span` query heads each.
+
+        Args:
+            table: Work rows of each head.
+            span: Query heads that one program computes.
+            bytes_read: Bytes that the programs of one K/V head read from the same rows.
+        """
+        heads, group, everything = self.heads // span, self.group // span, self.all_heads // span
+        return side_by_side(table, span, heads, group, everything, bytes_read, self.processors)
+
+    @property
+    def bytes_of_queries(self) -> int:
+        """Bytes of Q and dO of the query heads that share one K/V head."""
+        return self.rows * self.dim * 4 * self.group
+
     def few(self, keys: Span) -> bool:
         """Return whether a second launch may compute these keys."""
         return (keys[1] - keys[0]) * FEW <= self.keys
@@ -217,21 +237,29 @@ class Pass(NamedTuple):
         """Return whether the last program may end much later than the rest, if each computes all heads of a group."""
         return self.longest_takes(table, LATE)
 
-    def divided_ends_first(self, table: LaunchTable) -> bool:
+    def divided_ends_first(self, table: LaunchTable, q_block: int) -> bool:
         """Return whether programs that compute one query head each end before programs that compute a group.
 
         The former add dK and dV to float32 gradients, which are cleared before and cast after. The host needs longer
-        for that, so they never end first if the device ends before the host. Times are in inner blocks. The constants
-        were fitted to measurements of both on one H200: 117 rows of 2,048 to 16,384 tokens, heads of 64 to 128, groups
-        of 4 and 8. In none of the 93 that differed by 4 % or more was the slower way taken.
+        for that, so they never end first if the device ends before the host. The latter take longer if the L2 does not
+        hold the rows that several groups read.
+
+        Times are in inner blocks. The constants were fitted to measurements of both on one H200: 117 rows of 2,048 to
+        16,384 tokens, heads of 64 to 128, groups of 4 and 8. In none of the 93 that differed by 4 % or more was the
+        slower way taken. Of 26 rows with groups of 3 to 8, both were measured again when more heads ran at the same
+        time: the way taken is at most 1 % slower.
         """
-        busy = [0] * self.processors
-        for _ in range(self.all_heads // self.group):
-            for length in table.lengths:
-                heapreplace(busy, busy[0] + length * self.group + 1)
         added = table.total + ADDING_PROGRAM * table.blocks
         divided = added * self.all_heads / self.processors + table.longest / 2 + ADDING_LAUNCH
-        return max(busy) > max(divided, HOST)
+        groups = self.heads_at_once(table, self.group, self.bytes_of_queries)
+        read = groups * self.bytes_of_queries * min(1.0, table.longest * q_block / self.rows)
+        misses = MISSES if groups > 1 and read > L2 else 1
+        return self.predict_end(table, self.group) * misses > max(divided, HOST)
+
+    def predict_end(self, table: LaunchTable, span: int) -> int:
+        """Return when programs that compute `span` query heads of a block of keys end, in the time of inner blocks."""
+        side = self.heads_at_once(table, span, self.bytes_of_queries)
+        return predict_end([span * n for n in table.lengths], self.all_heads // span, side, self.processors)
 
     def longest_takes(self, table: LaunchTable, part: float) -> bool:
         """Return whether the longest program takes over 1/part of a multiprocessor's mean work, computing a group."""
@@ -300,7 +328,7 @@ def writing_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tu
     def fits(table: LaunchTable) -> bool:
         if not about.ends_late(table):
             return True
-        return table.long is None and not (about.group > 1 and about.divided_ends_first(table))
+        return table.long is None and not (about.group > 1 and about.divided_ends_first(table, config.BM))
 
     table = table_of(tiles)
     if fits(table):
@@ -363,11 +391,20 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
 def split_divides(tiles: Tiles, about: Pass, config: SplitConfig) -> bool:
     """Return whether `split_backward` is faster if each query head has its own programs for dK and dV.
 
-    Their sums are then added in float32. This is so if few programs compute whole groups of heads, and the longest of
-    them would end late. With 4,096 tokens and 4 K/V heads of 256, the backward was 1.2 times as fast on one H100.
+    Their sums are then added in float32. This may be so if the longest of few programs that compute whole groups of
+    heads would end late. The ends of both are then predicted, up to `SPLIT_PREDICTED` programs. The constants were
+    fitted to measurements of both on one H200: 38 rows of 2,048 to 16,384 tokens, heads of 160 to 256, groups of 4 and
+    8. In none of them was the way taken more than 2 % slower.
     """
     table = backward_table(tiles, about.rows, config.BN, KEY_BLOCK, about.keys)
-    return about.group > 1 and about.longest_takes(table, SPLIT_LATE)
+    if about.group == 1 or not about.longest_takes(table, SPLIT_LATE):
+        return False
+    programs = table.blocks * about.all_heads
+    if programs > SPLIT_PREDICTED:
+        return True
+
+    divided = about.predict_end(table, 1) + SPLIT_ADDING * programs / about.processors
+    return about.predict_end(table, about.group) > divided
 
 
 def _around(tiles: Tiles, keys: Span, n_keys: int) -> tuple[Tiles, Tiles]:

@@ -191,7 +191,7 @@ class HopperKernel(Kernel):
             return
         with on(q.device):
             if split:
-                self._launch_split(split, x, tiles, call, into, store=False)
+                self._launch_split(split, x, tiles, call, into, stores=(False, False, False))
             else:
                 launches = self._adding_launches(tiles, sizes_of(q, x.k, x.v), q.device, call.deterministic)
                 terms = empty_terms(launches[0].cut.config.BM, q)
@@ -217,11 +217,13 @@ class HopperKernel(Kernel):
             return super().backward_single_call(x, tiles, call)
         _check_settings(call)
         if split:
-            if self._divides(tiles, sizes_of(q, k, v), split[1], call.deterministic):
-                return rounded(super().backward_single_call(x, tiles, call), x)
-            dq, dk, dv = (torch.empty_like(x, memory_format=_PLAIN) for x in (q, k, v))
+            dq = torch.empty_like(q, memory_format=_PLAIN)
+            divides = self._divides(tiles, sizes_of(q, k, v), split[1], call.deterministic)
+            dk, dv = float32_zeros(k, v) if divides else [torch.empty_like(x, memory_format=_PLAIN) for x in (k, v)]
             with on(q.device):
-                self._launch_split(split, x, tiles, call, (dq, dk, dv), store=True)
+                self._launch_split(split, x, tiles, call, (dq, dk, dv), stores=(True, not divides, not divides))
+            if divides:
+                dk, dv = rounded((dk, dv), (k, v))
             return dq, dk, dv
         about = sizes_of(q, k, v)
         launches = self._writing_launches(tiles, about, q.device, call.deterministic)
@@ -232,7 +234,8 @@ class HopperKernel(Kernel):
             with on(q.device):
                 terms = empty_terms(launch.cut.config.BM, q)
                 launch_backward(launch, terms, x, call, into, store=False, writes_terms=True, is_fresh=True)
-            return rounded(into, x)
+            dq, dk, dv = rounded(into, (q, k, v))
+            return dq, dk, dv
         terms = empty_terms(launches[0].cut.config.BM, q)
         with on(q.device):
             order = empty_order(launches[0], q)
@@ -261,13 +264,16 @@ class HopperKernel(Kernel):
         call: AttentionCall,
         into: Gradients,
         *,
-        store: bool,
+        stores: tuple[bool, bool, bool],
     ) -> None:
         """Compute dQ, dK and dV with one launch each (`launch_split`)."""
         about, device = sizes_of(x.q, x.k, x.v), x.q.device
-        whole = store or not self._divides(tiles, about, configs[1], call.deterministic)
-        launches = [self._split_launch(tiles, about, device, i, config, whole) for i, config in enumerate(configs)]
-        launch_split(launches, x, call, into, store=store)
+        divides = self._divides(tiles, about, configs[1], call.deterministic)
+        launches = [
+            self._split_launch(tiles, about, device, i, config, store or not divides)
+            for i, (config, store) in enumerate(zip(configs, stores, strict=True))
+        ]
+        launch_split(launches, x, call, into, stores=stores)
 
     def _divides(self, tiles: Tiles, about: Pass, config: SplitConfig, deterministic: bool) -> bool:
         """Return `configs.split_divides`, or False if the order of additions must be the same in each launch."""

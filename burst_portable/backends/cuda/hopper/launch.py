@@ -30,7 +30,6 @@ from burst_portable.backends.cuda.hopper.configs import (
     turns,
     writing_cuts,
 )
-from burst_portable.backends.cuda.hopper.head_order import side_by_side
 from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.backends.cuda.hopper.saved_kernels import file_of, find, save
 from burst_portable.errors import UnsupportedError
@@ -339,8 +338,7 @@ def forward_launch(
     """
     cut, table = forward_cut(tiles, about, every_block=every_block)
     items = table.blocks * about.all_heads
-    read = about.keys * about.dim * 4
-    side = side_by_side(table, 1, about.heads, about.group, about.all_heads, read, about.processors)
+    side = about.heads_at_once(table, 1, about.keys * about.dim * 4)
     in_a_row = turns(table, about) if yields_to_comm else 0
     programs = -(-items // in_a_row) if in_a_row else min(items, about.processors)
     heads = (items, in_a_row, about.heads, about.group, table.blocks, side)
@@ -364,8 +362,7 @@ def writing_launches(
 def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.device) -> PreparedLaunch[BackwardCut]:
     """Return the launch for one cut of the backward and its table."""
     heads, group, span = about.heads, about.group, cut.span
-    read = about.rows * about.dim * 4 * group
-    side = side_by_side(table, span, heads // span, group // span, about.all_heads // span, read, about.processors)
+    side = about.heads_at_once(table, span, about.bytes_of_queries)
     grid = (side, table.blocks, about.all_heads // span // side)
     arguments = (about.all_heads, heads, group, 1 if cut.separate else group, span, side)
     turns = cleared = None
@@ -393,8 +390,8 @@ def split_launch(
         span, read = 1, about.keys * about.dim * 4
     else:
         table = backward_table(tiles, about.rows, config.BN, KEY_BLOCK, about.keys)
-        span, read = group if whole else 1, about.rows * about.dim * 4 * group
-    side = side_by_side(table, span, heads // span, group // span, about.all_heads // span, read, about.processors)
+        span, read = group if whole else 1, about.bytes_of_queries
+    side = about.heads_at_once(table, span, read)
     grid = (side, table.blocks, about.all_heads // span // side)
     return PreparedLaunch(config, _upload(table, device), grid, (about.all_heads, heads, group, span, side))
 

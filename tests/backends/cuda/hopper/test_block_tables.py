@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from itertools import chain
 
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
-from burst_portable.backends.cuda.hopper.configs import forward_cut, turns, writing_cuts
-from burst_portable.layout import Segment
-from burst_portable.mask import Mask
-from burst_portable.planning.tiles import Tile, Tiles, find_tiles
+from burst_portable.backends.cuda.hopper.configs import writing_cuts
+from burst_portable.planning.tiles import Tile, Tiles
 from tests.support.launch_tables import (
     CASES,
     LENGTH,
@@ -93,32 +91,6 @@ def test_backward_table_splits_long_blocks_to_add_gradients():
     assert not backward_table(Tiles([Tile(0, n, 0, n, 0, n)]), n, 64, 128).long, "causal: twice the average"
 
 
-@pytest.mark.parametrize(
-    ("tiles", "length", "apart"),
-    [
-        (mask_tiles("sink:64:300", 4300), 4300, (0, 64)),
-        (mask_tiles("sink:200:300", 4352), 4352, (0, 200)),
-        (Tiles([Tile(0, 4300, 1000, 1100, -9999, 9999), Tile(0, 4300, 1100, 4300, 0, 300)]), 4300, (896, 1100)),
-        (Tiles([Tile(0, 4300, 0, 4250, 0, 300), Tile(0, 4300, 4250, 4300, -9999, 9999)]), 4300, (4224, 4300)),
-    ],
-    ids=["a sink", "two blocks", "in the middle", "at the end"],
-)
-def test_writing_cuts_computes_long_blocks_in_second_launch(tiles, length, apart):
-    """Each key is written by one block of the first launch or accumulated by the second."""
-    (whole, rest), (few, divided) = writing_cuts(tiles, a_pass(length, 32))
-    assert (whole.keys, few.keys) == (None, apart)
-    spans = sorted((*(tuple(rest.numbers[16 * w : 16 * w + 7 : 6]) for w in range(rest.blocks)), apart))
-    assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])], "each key in one block"
-    assert spans[-1][1] == length
-    seen = count_visits(rest, 128, 64, peel=False, length=length)
-    assert (seen[slice(*apart)] == 0).all()
-    added = count_visits(divided, 128, 64, peel=False, length=length)
-    assert (added[apart[1] - apart[0] :] == 0).all(), "beyond the keys that it knows"
-    seen[slice(*apart)] = added[: apart[1] - apart[0]]
-    assert (seen[:length, :length] == dense(tiles, length).T).all()
-    assert (seen[length:] == 0).all()
-
-
 def test_parts_of_long_block_finish_together():
     for heads, parts in ((32, 4), (8, 16), (40, 13), (1, 32)):
         (_, rest), (_, divided) = writing_cuts(mask_tiles("sink:64:1024", 16384), a_pass(16384, heads))
@@ -127,52 +99,6 @@ def test_parts_of_long_block_finish_together():
         least = max(8, divided.total * heads / 132)  # query blocks that each multiprocessor must visit
         assert waves * divided.longest < 1.2 * least
         assert rest.longest == 18
-
-
-@pytest.mark.parametrize(
-    ("mask", "length", "heads", "group", "launches"),
-    [
-        ("sink:64:1024", 16384, 32, 4, 2),
-        ("window:1024", 16384, 32, 1, 1),
-        ("causal", 16384, 32, 1, 1),
-        ("sink:64:1024", 32768, 256, 1, 1),
-        ("sink:4200:1024", 16384, 8, 1, 0),
-        ("sink:64:1024", 16384, 8, 4, 2),
-        ("causal", 4096, 16, 4, 0),
-    ],
-    ids=[
-        "groups",
-        "no long block",
-        "causal",
-        "many heads",
-        "a long quarter",
-        "few heads",
-        "all are late",
-    ],
-)
-def test_writing_cuts_number_of_launches(mask, length, heads, group, launches):
-    assert len(writing_cuts(mask_tiles(mask, length), a_pass(length, heads, group))) == launches
-
-
-@pytest.mark.parametrize(
-    ("mask", "length", "heads", "group", "whole", "divided"),
-    [
-        ("window:1024", 16384, 16, 4, 0.737, 0.850),
-        ("window:1024", 16384, 16, 8, 0.726, 0.806),
-        ("window:1024", 4096, 16, 4, 0.191, 0.221),
-        ("window:1024", 4096, 16, 8, 0.323, 0.215),
-        ("causal", 16384, 32, 4, 9.511, 9.710),
-        ("causal", 4096, 16, 4, 0.539, 0.338),
-        ("causal", 4096, 32, 4, 0.877, 0.672),
-        ("causal", 2048, 16, 8, 0.509, 0.115),
-        ("full", 16384, 16, 8, 9.653, 9.832),
-        ("full", 4096, 16, 4, 0.552, 0.587),
-        ("full", 4096, 16, 8, 1.038, 0.586),
-    ],
-)
-def test_writing_cuts_takes_the_faster_of_two_measured_ways(mask, length, heads, group, whole, divided):
-    """Milliseconds of a backward pass with heads of 128 on one H200, with dK and dV written once or added by heads."""
-    assert (len(writing_cuts(mask_tiles(mask, length), a_pass(length, heads, group))) == 1) == (whole < divided)
 
 
 def test_backward_table_starts_blocks_after_excluded_keys():
@@ -217,59 +143,10 @@ def test_forward_table_staggers_starts_in_long_boxes(columns):
     assert forward_table(causal, 4096, 16, 16, True, 1).numbers == forward_table(causal, 4096, 16, 16, True).numbers
 
 
-def test_forward_cut_staggers_starts_if_l2_is_too_small():
-    def starts(keys, dim):
-        tiles = Tiles([Tile(0, 1024, 0, keys, -keys, 1024)])
-        _, table = forward_cut(tiles, a_pass(1024, 32, dim=dim), every_block=False)
-        return sorted({table.numbers[table.numbers[16 * w + 1]] for w in range(table.blocks)})
-
-    keys = starts(1 << 18, 128)
-    assert [b - a for a, b in pairwise(keys)] == [16 * 128] * 7, "a MiB of K and V in 16 bits"
-    assert [len(starts(keys, 128)) for keys in ((1 << 17) - 128, 1 << 17)] == [1, 8]
-    assert [len(starts(keys, 64)) for keys in ((1 << 18) - 128, 1 << 18)] == [1, 8]
-
-
 def test_forward_table_size_grows_with_border_not_area():
     n = 1 << 17
     table = forward_table(Tiles([Tile(0, n, 0, n, 0, n - 1)]), n, 128, 128, every_block=True)
     assert len(table.numbers) <= (16 + 2) * (n // 128)
-
-
-@pytest.mark.parametrize(
-    ("mask", "length", "heads", "workers"),
-    [
-        ("causal", 8192, 32, 3),
-        ("full", 4096, 32, 3),
-        ("causal", 4096, 32, 2),
-        ("window:1024", 8192, 32, 2),
-        ("causal", 8192, 8, 2),
-    ],
-    ids=["long", "whole", "short", "window", "few heads"],
-)
-def test_forward_cut_uses_tall_blocks_for_long_and_many_rows(mask, length, heads, workers):
-    segment = (Segment(0, length),)
-    tiles = find_tiles(Mask.parse(mask, length), segment, segment)
-    config, table = forward_cut(tiles, a_pass(length, heads, dim=64), every_block=True)
-    assert workers == config.W
-    assert table.blocks == -(-length // (64 * workers))
-    assert forward_cut(tiles, a_pass(length, heads), every_block=True)[0].W == 2
-
-
-@pytest.mark.parametrize(
-    ("mask", "length", "heads", "programs"),
-    [
-        (Mask.causal(), 32768, 32, 8192),  # each block is long enough
-        (Mask.window(4096), 16384, 32, 2048),
-        (Mask.window(128), 8192, 32, 137),  # 15 short blocks in sequence; the usual 32 would leave only 64 programs
-        (Mask.window(128), 2048, 8, 128),
-    ],
-)
-def test_forward_cut_leaves_no_multiprocessor_idle(mask, length, heads, programs):
-    shard = (Segment(0, length),)
-    _, table = forward_cut(find_tiles(mask, shard, shard), a_pass(length, heads), every_block=True)
-    items = table.blocks * heads
-    assert -(-items // turns(table, a_pass(length, heads))) == programs
-    assert programs >= min(items, 132)
 
 
 @pytest.mark.parametrize("size", [(8, 16), (128, 128), (192, 128)], ids=str)

@@ -249,17 +249,34 @@ def measured():
     return {(one["row"], one["provider"]): one.get("milliseconds") for one in results}
 
 
+def later_gains():
+    """Return by how much our backward pass with 4 K/V heads became faster since, by kind, head size and tokens."""
+    kinds = {"causal": "shared heads", "ragged": "documents, shared heads"}
+    results = json.loads((RESULTS / "few-kv-heads-h200-2026-11-29.json").read_text())["results"]
+    gains = {
+        (kinds[one["mask"]], one["head_dim"], one["tokens"]): one["before"] / one[one["takes"]]
+        for one in results
+        if one["heads"] == "16/4" and one["mask"] in kinds
+    }
+    return {key: gain for key, gain in gains.items() if gain > 1.02}  # others launch the same kernels
+
+
 @pytest.mark.parametrize("kind", SPEEDS)
 def test_speeds_equal_measurement(kind):
-    times, found = measured(), {}
+    times, found, gains = measured(), {}, later_gains()
     for size, sizes in {**{f"d{n}": (n, n) for n in (32, 64, 96, 128, 160, 192, 256)}, "mla": (192, 128)}.items():
         mask = {"shared heads": "gqa", "documents, shared heads": "documents-gqa"}.get(kind, kind)
         rows = [f"{size}-{mask}-{length}" for length in ("4k", "16k", "32k")]
         pairs = [(times.get((row, "hopper-whole")), times.get((row, "flash-attn-4"))) for row in rows]
         if all(theirs for _, theirs in pairs):
+            later = [gains.get((kind, sizes[0], tokens), 1.0) for tokens in (4096, 16384, 32768)]
+            factors = {"forward": [1.0] * len(rows), "backward": later}
             found[sizes] = tuple(
-                tuple(math.floor(100 * own[name] / theirs[name]) / 100 for own, theirs in pairs)
-                for name in ("forward", "backward")
+                tuple(
+                    math.floor(100 * own[name] / theirs[name] / gain) / 100
+                    for (own, theirs), gain in zip(pairs, gains_of_pass, strict=True)
+                )
+                for name, gains_of_pass in factors.items()
             )
     assert found == SPEEDS[kind]
 
