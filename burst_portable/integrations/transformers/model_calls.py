@@ -221,6 +221,7 @@ class ModelCalls:
             self._divider,
             has_parts=facts.has_parts,
             has_recurrent_layers=facts.has_recurrent_layers,
+            averaged=self.averaged_gradients,
         )
         if outputs.gather and not has_head(self.model) and "padded" in divided.kwargs:
             check_padding_below_heads(module, reads_first=facts.separates_padding and divided.padding is not None)

@@ -12,6 +12,7 @@ from burst_portable.integrations.transformers.batches.divider import LONGEST, Ba
 from burst_portable.integrations.transformers.batches.left_padding import move_left_padding, roll_rows
 from burst_portable.integrations.transformers.batches.packed_rows import check_counted
 from burst_portable.integrations.transformers.call_errors import wrong_tokens
+from burst_portable.integrations.transformers.full_batches.embeddings import with_full_gradient
 from burst_portable.integrations.transformers.full_batches.text_model import (
     checksum_of,
     lengths_of,
@@ -53,7 +54,13 @@ class DividedBatch(NamedTuple):
 
 
 def divide_full_batch(
-    kwargs: dict[str, Any], config: Any, divider: BatchDivider, *, has_parts: bool, has_recurrent_layers: bool
+    kwargs: dict[str, Any],
+    config: Any,
+    divider: BatchDivider,
+    *,
+    has_parts: bool,
+    has_recurrent_layers: bool,
+    averaged: bool = False,
 ) -> DividedBatch:
     """Divide the batch among the arguments of a call, which every rank has in full.
 
@@ -63,6 +70,7 @@ def divide_full_batch(
         divider: Divides batches of the model.
         has_parts: Whether the model has a text model among several parts, which divides its rows itself.
         has_recurrent_layers: Whether layers of the model have states along the sequence.
+        averaged: Whether gradients will be averaged over the ranks. Default: they will be summed.
 
     Raises:
         ShapeError: If the batch has no token ids or embeddings.
@@ -73,6 +81,8 @@ def divide_full_batch(
     batch, embeddings = batch_of(kwargs)
     if not isinstance(batch.get("input_ids"), Tensor):
         raise wrong_tokens(batch.get("input_ids", kwargs.get("inputs_embeds")))
+    if embeddings is not None:
+        embeddings = with_full_gradient(embeddings, divider.mesh, averaged=averaged)
     token_inputs = divider.token_inputs
     if divider.padding_idx is not None:
         add_positions(batch, divider.padding_idx, has_embeddings=embeddings is not None)

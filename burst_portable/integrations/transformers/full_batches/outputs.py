@@ -125,6 +125,20 @@ def _gathered(x: Tensor, mesh: Mesh, layout: Layout, scale: int) -> Tensor:
     return gathered
 
 
+def depends_on_gathered(x: Tensor) -> bool:
+    """Return whether a tensor was computed from gathered outputs, of this or another sharded model."""
+    found, seen = [x.grad_fn], set[Any]()
+    while found:
+        node = found.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "_forward_cls", None) is _Gather:
+            return True
+        seen.add(node)
+        found += [before for before, _ in node.next_functions]
+    return False
+
+
 class _Sum(torch.autograd.Function):
     """Sum over ranks, whose gradient is that of this rank's part, times `scale`."""
 
