@@ -15,7 +15,7 @@ from torch import Tensor
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.gradients import all_reduce
 from burst_portable.integrations.transformers.batches.left_padding import roll_rows
-from burst_portable.integrations.transformers.full_batches.ungathered import UngatheredOutput
+from burst_portable.integrations.transformers.full_batches.ungathered import ungathered
 from burst_portable.integrations.transformers.models.model_parts import has_head
 from burst_portable.integrations.transformers.training.batch_check import KEY
 from burst_portable.integrations.transformers.training.gradient_parts import check_differentiated_once
@@ -24,6 +24,8 @@ from burst_portable.mesh import Mesh
 from burst_portable.sharding import shard, unshard
 
 _LOSSES, _OUTPUTS = ("loss", "aux_loss"), ("logits", "last_hidden_state", "hidden_states")
+_ROUTED = "router_logits"
+"""Output of a mixture of experts, ``[tokens, experts]`` per layer: the tokens of one row after the other."""
 _OF_LABELS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """Outputs of TRL's fused head, one number per label. Its argument is `FUSED`."""
 FUSED = "fused_lm_head"
@@ -91,7 +93,8 @@ def requested_outputs(
 def full_output(output: Any, mesh: Mesh, layout: Layout, requested: Outputs, scale: int) -> Any:
     """Return an output with the losses of all ranks and, if requested, the outputs of all tokens on every rank.
 
-    Other fields, which describe the tokens of a shard, are left out. Gradients are multiplied by `scale`.
+    Other fields, which describe the tokens of a shard, raise an error if they are used. Gradients are multiplied by
+    `scale`.
     """
 
     def full(x: Tensor) -> Tensor:
@@ -106,15 +109,31 @@ def full_output(output: Any, mesh: Mesh, layout: Layout, requested: Outputs, sca
         if requested.gather and name in output:
             x = output[name]
             fields[name] = tuple(full(part) for part in x) if isinstance(x, tuple) else full(x)
+    if requested.gather and (routed := _rows_of(output, layout.count(mesh.rank))):
+        fields[_ROUTED] = tuple(full(x).flatten(0, 1) for x in routed)
     for name in _OF_LABELS:
         if name in output:
             # Of the next token: the last token has none.
             fields[name] = full(output[name])[:, :-1]
     found = type(output)(**fields)
-    for name in _OUTPUTS:
-        if name in output and name not in fields:
-            vars(found)[name] = UngatheredOutput(name)  # no item, so that frameworks do not gather or copy it
+    for name in output:
+        if name not in fields:  # no item, so that frameworks do not gather or copy it
+            vars(found)[name] = ungathered(name, output[name], is_gathered=requested.gather)
     return found
+
+
+def _rows_of(output: Any, tokens: int) -> list[Tensor]:
+    """Return the router logits of this rank's tokens as rows ``[B, tokens, experts]``; none for other shapes.
+
+    Args:
+        output: Output of a model.
+        tokens: Tokens of a row on this rank.
+    """
+    rows = next((len(output[name]) for name in _OUTPUTS[:2] if name in output), 0)
+    logits: Any = output.get(_ROUTED) or ()
+    if any(not isinstance(x, Tensor) or x.dim() != 2 or len(x) != rows * tokens for x in logits):
+        return []
+    return [x.view(rows, tokens, x.shape[1]) for x in logits]
 
 
 def _gathered(x: Tensor, mesh: Mesh, layout: Layout, scale: int) -> Tensor:

@@ -30,8 +30,9 @@ class PaddingGradients:
         """Check the last call, and watch the backward pass of this one.
 
         Args:
-            output: Logits or states of all tokens ``[B, N, ...]``, and others. Those of TRL's fused head ``[B, N - 1]``
-                are 0 for padding and do not depend on it, so they are not watched.
+            output: Logits or states of all tokens ``[B, N, ...]``, router logits ``[B * N, experts]``, and others.
+                Those of TRL's fused head ``[B, N - 1]`` are 0 for padding and do not depend on it, so they are not
+                watched.
             is_padding: Which tokens are padding ``[B, N]``. None: there is none.
 
         Raises:
@@ -44,14 +45,18 @@ class PaddingGradients:
             return
         for value in output.values():
             for x in value if isinstance(value, tuple) else (value,):
-                if isinstance(x, Tensor) and x.requires_grad and x.dim() == 3 and x.shape[:2] == is_padding.shape:
+                if not isinstance(x, Tensor) or not x.requires_grad:
+                    continue
+                if x.dim() == 3 and x.shape[:2] == is_padding.shape:
                     self._watch(x, is_padding)
+                elif x.dim() == 2 and len(x) == is_padding.numel():  # router logits
+                    self._watch(x, is_padding.flatten())
 
     def _watch(self, x: Tensor, is_padding: Tensor) -> None:
         def check(gradient: Tensor) -> None:
             # Infinite ones, of which a gradient scaler skips the step, give padding NaN instead of 0.
             is_used = (gradient.detach() != 0) & gradient.detach().isfinite()
-            found = (is_used.reshape(*is_used.shape[:2], -1).any(dim=-1) & is_padding.to(gradient.device)).any()
+            found = (is_used.reshape(*is_padding.shape, -1).any(dim=-1) & is_padding.to(gradient.device)).any()
             if self._mesh.transport(gradient.device.type).host:
                 if bool(found):
                     raise _depends_on_padding()
