@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 
 from burst_portable.errors import InputError
+from burst_portable.integrations.batch_norms import synchronize_sequences
 from burst_portable.integrations.metrics import gather_from_sequences
 from burst_portable.integrations.transformers import ShardedModel, parallelize
 from burst_portable.integrations.transformers.models.adapters import check_adapters
@@ -53,6 +54,7 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
         self._mesh: Mesh | None = None
         self.sharded: list[ShardedModel] = []
         self._metrics: list[Any] = []  # of torchmetrics, which gather from sequences while they are here
+        self._norms: list[nn.SyncBatchNorm] = []  # the same for batch norms
         super().__init__(**options)
 
     @property
@@ -77,6 +79,7 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
         options = self._options | {"full_batches": True, "averaged_gradients": True}
         self._check_gradients(self.lightning_module)
         self._metrics = gather_from_sequences(self.lightning_module, self._sequences(None))
+        self._norms = synchronize_sequences(self.lightning_module, self._sequences(None))
         for model in self._models():
             check_adapters(model, ranks=self._cp_size or self._ranks, full_batches=True)
             self.sharded.append(parallelize(part_below_head(model), self._mesh, **options))
@@ -107,6 +110,9 @@ class _SequenceStrategy(ParallelStrategy):  # type: ignore[misc]  # Lightning's 
         for metric in self._metrics:
             metric.dist_sync_fn = None
         self._metrics.clear()
+        for norm in self._norms:
+            norm.process_group = None
+        self._norms.clear()
         super().teardown()
 
     @property

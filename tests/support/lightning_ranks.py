@@ -47,6 +47,8 @@ class Model(L.LightningModule):
         self.model = make("llama")
         if kind == "checkpointed":
             checkpoint_activations(self.model)
+        # It computes on GPUs only, and DDP rejects it on CPUs.
+        self.norm, self.synchronized = (torch.nn.SyncBatchNorm(1, affine=False) if kind == "fsdp" else None), 0
         if kind == "own head":
             self.scale = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
 
@@ -80,6 +82,8 @@ class Model(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in self.parameters()]
         self.norms.append(torch.nn.utils.get_total_norm(grads).item())
+        if self.norm is not None and dist.is_initialized():
+            self.synchronized = dist.get_world_size(self.norm.process_group) - 1
 
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
@@ -144,8 +148,9 @@ def results(folder: Path, kind: str, shares: bool, ranks: int) -> dict[str, Any]
     if kind != "fsdp":
         with torch.no_grad():  # the model is restored
             weights["logits"] = model.model(torch.arange(9).unsqueeze(0)).logits
-    found = {"logged": logged, "norms": model.norms, "gathered": model.gathered, "validated": validated}
-    return found | {"predicted": predicted, "weights": weights}
+    assert model.norm is None or model.norm.process_group is None
+    found = {"norms": model.norms, "synchronized": model.synchronized, "logged": logged, "gathered": model.gathered}
+    return found | {"validated": validated, "predicted": predicted, "weights": weights}
 
 
 class Stream(IterableDataset[Any]):
