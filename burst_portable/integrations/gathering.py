@@ -29,8 +29,9 @@ def gather_rows(accelerator: Any, data: Any, ranks: int, *, batch_rows: int | No
         data: Tensors ``[rows, ...]``, also in tuples, lists and dictionaries, or a list of one object per row. A tensor
             of shape [] is a number of the whole batch, and gives one number per sequence, or one for one sequence.
         ranks: Number of ranks that share a sequence.
-        batch_rows: Rows of this rank's batch, if a dataset without a length may end with it. Default: unknown, and all
-            rows of such a batch are returned, as by accelerate.
+        batch_rows: Rows of this rank's batch. A dataset without a length may end with it, and tensors of more than one
+            dimension that have another number of rows are returned in full. Default: unknown, and all rows of such a
+            last batch are returned, as by accelerate.
 
     Raises:
         InputError: If there is no accelerator.
@@ -46,10 +47,11 @@ def gather_rows(accelerator: Any, data: Any, ranks: int, *, batch_rows: int | No
         rows = batch_rows * (processes // ranks)
 
     def gather(x: Tensor) -> Tensor:
-        is_number = x.dim() == 0  # a router loss, for example
+        # A router loss; router logits, which have a row per token.
+        is_number, is_of_tokens = x.dim() == 0, x.dim() > 1 and batch_rows not in (None, len(x))
         if processes > ranks:
             x = accelerator.gather(x).unflatten(0, (processes, -1))[::ranks].flatten(0, 1)
-        return x if is_number else x[:rows]
+        return x if is_number or is_of_tokens else x[:rows]
 
     if _has_tensors_only(data):
         return recursively_apply(gather, data, error_on_other_type=True)

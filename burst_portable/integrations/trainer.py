@@ -148,8 +148,15 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss, and the logits of all tokens unless `prediction_loss_only`."""
+        """Return the loss, and the logits of all tokens unless `prediction_loss_only`.
+
+        Router logits have as many rows as the batch has tokens. Those of several sequences cannot be joined.
+        """
         assert self.sharded is not None
+        if self.accelerator.num_processes > self._ranks:
+            if ignore_keys is None:
+                ignore_keys = getattr(model.config, "keys_to_ignore_at_inference", None)
+            ignore_keys = [*(ignore_keys or ()), "router_logits"]
         self._batch_rows = find_batch_size(inputs)
         before = self.sharded.gather_outputs
         self.sharded.gather_outputs = before if prediction_loss_only else True

@@ -56,6 +56,9 @@ def test_gather_rows_of_one_sequence_cuts_nothing_off() -> None:
     accelerator = accelerator_of(1, is_end=True)
     assert gather_rows(accelerator, (ROWS[0, :1],), 4)[0].tolist() == [10]
     assert gather_rows(accelerator, ["a"], 4) == ["a"]
+    of_tokens, losses = torch.zeros(6, 2), torch.zeros(2)  # of one row; of a full batch, as Trainer repeats them
+    found = gather_rows(accelerator, (of_tokens, losses), 4, batch_rows=1)
+    assert [len(x) for x in found] == [6, 1]
 
 
 def test_gather_for_metrics_needs_an_accelerator() -> None:

@@ -379,3 +379,20 @@ def test_trainer_on_one_process_equals_plain_trainer():
     alone = train(None)
     forget_accelerator()
     assert train(SequenceParallelism()) == pytest.approx(alone, rel=2e-6)
+
+
+@pytest.mark.parametrize("counted", [7, 6])
+def test_predictions_contain_router_logits_of_all_tokens(counted: int, tmp_path: Path):
+    """The last batch has one row or two. Router logits have a row per token, of which none is left out."""
+
+    def predicted(trainer: Any, parallelism: Any) -> Any:
+        model = make("mixtral", output_router_logits=True)
+        args = arguments(tmp_path, parallelism, per_device_eval_batch_size=2)
+        return trainer(model, args, data_collator=pad, eval_dataset=rows(counted)).predict(rows(counted))
+
+    expected, found = predicted(Trainer, None), predicted(SequenceTrainer, SequenceParallelism())
+    aux, logits, routed = found.predictions
+    assert (aux.shape, logits.shape) == tuple(x.shape for x in expected.predictions[:2])
+    assert [x.shape for x in routed] == [x.shape for x in expected.predictions[2]]
+    assert routed[0].shape[1] == 4
+    assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
