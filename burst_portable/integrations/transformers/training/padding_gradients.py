@@ -53,7 +53,9 @@ class PaddingGradients:
                     self._watch(x, is_padding.flatten())
 
     def _watch(self, x: Tensor, is_padding: Tensor) -> None:
-        def check(gradient: Tensor) -> None:
+        def check(gradient: Tensor | None) -> None:
+            if gradient is None:  # DDP passes all outputs on together, also those that a loss does not use
+                return
             # Infinite ones, of which a gradient scaler skips the step, give padding NaN instead of 0.
             is_used = (gradient.detach() != 0) & gradient.detach().isfinite()
             found = (is_used.reshape(*is_padding.shape, -1).any(dim=-1) & is_padding.to(gradient.device)).any()

@@ -125,3 +125,28 @@ def test_models_around_are_found_by_any_name_of_self() -> None:
         pytest.raises(UnsupportedError, match="OtherName may read the states of padding"),
     ):
         model(**batch)
+
+
+class Together(torch.autograd.Function):
+    """Pass outputs of a model on, as DDP does it. Those that a loss does not use have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+def test_outputs_without_a_gradient_pass():
+    weight = torch.ones(2, LENGTH, 3, requires_grad=True)
+    output = {"loss": (weight * 2).sum(), "logits": weight * 3}
+    PaddingGradients(Mesh.single()).watch(output, mask_of("right") == 0)
+    loss, logits = Together.apply(*output.values())
+    loss.backward(retain_graph=True)
+    assert weight.grad is not None
+    assert weight.grad.eq(2).all()
+    with pytest.raises(UnsupportedError, match="depends on outputs of padding"):
+        logits.sum().backward()
