@@ -20,6 +20,7 @@ from burst_portable.integrations.transformers.models.model_parts import (
 from burst_portable.integrations.transformers.models.padding_positions import has_unknown_positions, padding_indices
 from burst_portable.integrations.transformers.models.recurrent_layers import RECURRENT_TYPES, recurrent_layers
 from burst_portable.integrations.transformers.models.signatures import parameters_of
+from burst_portable.integrations.transformers.models.token_mixing import token_mixing_module
 from burst_portable.mesh import Mesh
 
 _READS_SINGLE_TOKENS = "a head or a pooler that reads single tokens, which only one rank has"
@@ -86,10 +87,10 @@ def _unsupported_reason(model: PreTrainedModel, *, full_batches: bool = False) -
         return "an attention that does not go through transformers' AttentionInterface"
     if "position_ids" not in parameters_of(model):
         return "a forward without position_ids, which every shard needs"
-    if getattr(config, "trigram_input", False) or any(
-        _mixes_tokens(m) for m in model.modules() if id(m) not in continued
-    ):
-        return "tokens that interact outside attention, in a convolution or in embeddings of neighbors"
+    if getattr(config, "trigram_input", False):
+        return "tokens that interact outside attention, in embeddings of neighbors"
+    if (found := token_mixing_module(model, continued)) is not None:
+        return f"tokens that interact outside attention, in {found}"
     if has_unknown_positions(model):
         return _COUNTS_PADDING
     # Padding of an encoder becomes a document. That of a decoder would count as tokens.
@@ -117,10 +118,6 @@ def _unsupported_part(model: PreTrainedModel, *, full_batches: bool) -> str | No
     if reason := _unsupported_reason(text):
         return f"{parts}, of which {type(text).__name__} is not supported: {reason}"
     return None if full_batches else f"{parts}; pass full_batches=True, or its language model"
-
-
-def _mixes_tokens(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
 
 
 def can_drop_tokens(module: nn.Module) -> bool:
