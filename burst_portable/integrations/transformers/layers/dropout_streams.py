@@ -33,7 +33,6 @@ class DropoutStreams:
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         self._model, self._rank = model, rank
-        self._draws: bool | None = None  # read at the first call in training mode, when adapters are in place
         self._after: Tensor | None = None  # state of the generator after the running call
         for number, module in enumerate(model.modules()):
             setattr(module, NUMBER, number)
@@ -41,11 +40,7 @@ class DropoutStreams:
     def begin(self) -> int | None:
         """Begin a call, and return its seed for `seed_of`. None: the model draws nothing."""
         self._after = None
-        if not self._model.training:
-            return None
-        if self._draws is None:
-            self._draws = draws_numbers(self._model)
-        if not self._draws:
+        if not draws_numbers(self._model):  # adapters may be added between calls, and rates may change
             return None
         seed = int(torch.randint(_SEEDS - 1, (), dtype=torch.int64, device="cpu"))
         self._after = torch.get_rng_state()
@@ -73,10 +68,16 @@ class DropoutStreams:
 
 
 def draws_numbers(model: nn.Module) -> bool:
-    """Return whether a model may draw random numbers in training: by modules of dropout, or settings of that name."""
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
-        return True
-    settings: dict[str, Any] = vars(model.config) if hasattr(model, "config") else {}
+    """Return whether a model may draw random numbers: by modules of dropout, or settings of that name.
+
+    Modules may be in training mode in a model that is not, for example to sample predictions.
+    """
+    is_training = False
+    for module in model.modules():
+        is_training |= module.training
+        if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+    settings: dict[str, Any] = vars(model.config) if is_training and hasattr(model, "config") else {}
     return any(
         isinstance(value, int | float) and value > 0 and any(word in name for word in _NAMES)
         for name, value in settings.items()

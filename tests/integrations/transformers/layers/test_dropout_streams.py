@@ -56,3 +56,31 @@ def test_draws_numbers_finds_settings_and_modules():
     assert not draws_numbers(llama)
     llama.adapter = torch.nn.Dropout(0.1)  # as that of LoRA
     assert draws_numbers(llama)
+    assert not draws_numbers(llama.eval())
+    llama.adapter.train()  # predictions are sampled
+    assert draws_numbers(llama)
+
+
+@pytest.mark.parametrize("change", ["adapter", "rate", "sampling"])
+def test_dropout_added_between_calls_keeps_generators_equal(change: str):
+    """Otherwise dropout in the head of a classifier differs between ranks, without an error."""
+    states = []
+    for rank in range(2):
+        model = make("llama")
+        model.adapter = torch.nn.Dropout(0.0)
+        streams = DropoutStreams(model, rank)
+        torch.manual_seed(7)
+        assert streams.begin() is None
+        streams.end()
+        if change == "adapter":
+            model.added = torch.nn.Dropout(0.1)
+        else:
+            model.adapter.p = 0.1
+        if change == "sampling":
+            model.eval()
+            model.adapter.train()
+        streams.begin()
+        torch.rand(5 + rank)
+        streams.end()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
