@@ -7,6 +7,7 @@ devices. This class shards the model, and keeps one copy of the outputs of each 
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, ClassVar
 
@@ -56,6 +57,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         check_order(type(self), SequenceTrainer, self.known_losses)
         self.sharded: ShardedModel | None = None
         self._batch_rows: int | None = None  # of the last batch of an evaluation
+        self._evaluated_rows: int | None = None  # in the last evaluation, until its speed was set
         super().__init__(*arguments, **named)
         if self.sharded is None:
             self._shard_model(self.model)
@@ -179,7 +181,29 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
             )
             warnings.warn(message, stacklevel=2)
         self.gather_function = self._gather_rows
-        return super().evaluation_loop(dataloader, *arguments, **named)
+        found = super().evaluation_loop(dataloader, *arguments, **named)
+        self._evaluated_rows = found.num_samples
+        return found
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        self._set_speed(logs)
+        super().log(logs, *arguments, **named)
+
+    def predict(self, *arguments: Any, **named: Any) -> Any:
+        found = super().predict(*arguments, **named)
+        self._set_speed(found.metrics or {})
+        return found
+
+    def _set_speed(self, metrics: dict[str, float]) -> None:
+        """Set the steps per second of an evaluation, of which Trainer divides the rows among all ranks."""
+        rows, self._evaluated_rows = self._evaluated_rows, None
+        name = next((x for x in metrics if x.endswith("_steps_per_second")), None)
+        if rows is None or name is None or self._ranks == 1:
+            return
+        seconds = metrics[name.replace("_steps_per_second", "_runtime")]
+        if seconds > 0:
+            of_all = self.args.eval_batch_size * self.accelerator.num_processes // self._ranks
+            metrics[name] = round(math.ceil(rows / of_all) / seconds, 3)
 
     def _gather_rows(self, data: Any) -> Any:
         return gather_rows(self.accelerator, data, self._ranks, batch_rows=self._batch_rows)

@@ -322,10 +322,11 @@ def test_trainer_weights_last_batch_of_dataset_without_a_length(tmp_path: Path):
 
 def test_trainer_warns_of_repeated_rows_without_a_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     trainer = SequenceTrainer(make("llama"), arguments(tmp_path, SequenceParallelism()), eval_dataset=rows(4))
-    monkeypatch.setattr(Trainer, "evaluation_loop", lambda *_, **__: "evaluated")
+    evaluated = SimpleNamespace(num_samples=4)
+    monkeypatch.setattr(Trainer, "evaluation_loop", lambda *_, **__: evaluated)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     with pytest.warns(UserWarning, match="without a length repeats rows.*got 2 sequences .*a multiple of 16"):
-        assert trainer.evaluation_loop(iter(()), "evaluation") == "evaluated"
+        assert trainer.evaluation_loop(iter(()), "evaluation") is evaluated
 
 
 def test_parallelize_without_accelerator_names_it(monkeypatch: pytest.MonkeyPatch):

@@ -179,6 +179,7 @@ def results(
         "grad_norm": [entry["grad_norm"] for entry in steps],
         "evaluated": [evaluated[f"eval_{name}"] for name in ("loss", "labels", "logit")],
         "evaluated before": before,
+        "evaluation steps": [steps_of(evaluated, "eval"), steps_of(predicted.metrics, "test")],
         "predicted loss": predicted.metrics["test_loss"],
         "labels": torch.from_numpy(predicted.label_ids),
         "logits": torch.from_numpy(logits_of(predicted))[torch.from_numpy(predicted.label_ids) != -100],
@@ -196,6 +197,10 @@ def results(
     else:
         found["loaded"] = weights(peft.PeftModel.from_pretrained(make("llama", torch.float32), last, is_trainable=True))
     return found
+
+
+def steps_of(metrics: dict[str, float], prefix: str) -> int:
+    return round(metrics[f"{prefix}_steps_per_second"] * metrics[f"{prefix}_runtime"])
 
 
 def resumed_alone(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
