@@ -208,6 +208,15 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
     def _gather_rows(self, data: Any) -> Any:
         return gather_rows(self.accelerator, data, self._ranks, batch_rows=self._batch_rows)
 
+    def _get_train_sampler(self, *arguments: Any) -> Any:
+        if self._ranks > 1 and getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance":
+            raise UnsupportedError(
+                "batch_rebalance divides rows among all ranks, also those of a sequence",
+                got="train_sampling_strategy='batch_rebalance'",
+                allowed="'random', 'sequential' or 'group_by_length'",
+            )
+        return super()._get_train_sampler(*arguments)
+
     # ------------------------------------------------------------------------------------- numbers of equal batches
 
     def get_total_train_batch_size(self, args: Any) -> int:

@@ -397,3 +397,16 @@ def test_predictions_contain_router_logits_of_all_tokens(counted: int, tmp_path:
     assert [x.shape for x in routed] == [x.shape for x in expected.predictions[2]]
     assert routed[0].shape[1] == 4
     assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
+
+
+def test_trainer_rejects_batch_rebalance_of_all_ranks(tmp_path: Path):
+    def trainer_of(ranks: int) -> SequenceTrainer:
+        parallelism = SequenceParallelism()
+        args = arguments(tmp_path, parallelism, train_sampling_strategy="batch_rebalance")
+        trainer = SequenceTrainer(make("llama"), args, data_collator=pad, train_dataset=rows(8))
+        parallelism.sequence_size = ranks
+        return trainer
+
+    trainer_of(1).get_train_dataloader()
+    with pytest.raises(UnsupportedError, match="batch_rebalance divides rows among all ranks"):
+        trainer_of(2).get_train_dataloader()
