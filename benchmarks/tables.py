@@ -56,7 +56,6 @@ KERNEL_ROWS = {
 }
 OTHER_KERNELS = {"flash-attn-4": "flash-attn-4", "cudnn": "cuDNN", "flex-flash": "flex-flash", "flex": "flex"}
 STRATEGY_FILE, STRATEGY_FILE_OF_FOUR = "strategies-h200x2-2026-11-29", "strategies-x4-2026-11-28"
-STRATEGY_FILE_OF_H100 = "strategies-h100x2-2026-11-25"  # with cuDNN, and over NCCL
 STRATEGY_ROWS = {
     "32k": "causal 32k",
     "32k-gqa": "causal 32k, 8 K/V",
@@ -409,7 +408,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "first-call": first_call,
     "portable": portable,
     "strategies": strategies,
-    "strategies-h100": partial(strategies, STRATEGY_FILE_OF_H100),
     "strategies-4": partial(strategies, STRATEGY_FILE_OF_FOUR),
     "bench": bench,
     "bench-4": partial(bench, BENCH_FILE_OF_FOUR, BENCH_ENTRIES_OF_FOUR),
