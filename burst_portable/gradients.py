@@ -38,7 +38,7 @@ def all_reduce(x: Tensor, mesh: MeshLike = None) -> Tensor:
         A tensor with the shape and dtype of `x`.
 
     Raises:
-        InputError: If x is not a dense tensor.
+        InputError: If x is not a dense tensor, or requires gradients (their meaning would depend on the loss).
         MismatchError: If ranks differ in shape or dtype, or make another call; on every rank, if the transport can
             compare them.
         CommunicationError: If the communication fails otherwise.
@@ -46,6 +46,9 @@ def all_reduce(x: Tensor, mesh: MeshLike = None) -> Tensor:
     mesh = as_mesh(mesh)
     try:
         check_tensor("x", x)
+        if x.requires_grad and torch.is_grad_enabled():
+            next_step = "detach the tensor; leave each rank's loss a part of the sum, and call all_reduce_gradients"
+            raise InputError("all_reduce has no gradient", got="a tensor that requires gradients", next_step=next_step)
         transport = mesh.transport(x.device.type)
     except Exception as error:
         broadcast_error(mesh, error, x)

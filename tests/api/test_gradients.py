@@ -120,6 +120,23 @@ def test_all_reduce_of_invalid_tensor_raises_on_all_ranks(odd: object, told: str
         assert after == [3.0] * 3
 
 
+def test_all_reduce_with_gradients_raises_on_all_ranks():
+    """Rank 0 would get the gradient of the loss of rank 0, which is 2. That of the sum over ranks is 6."""
+
+    def work(mesh: bp.Mesh) -> tuple[str, list[float]]:
+        bp.all_reduce(torch.ones(3), mesh)
+        x = torch.ones(3, requires_grad=mesh.rank == 1)
+        with pytest.raises(BurstError) as caught:
+            ((mesh.rank + 1) * bp.all_reduce(2 * x, mesh)).sum().backward()
+        with torch.no_grad():
+            bp.all_reduce(2 * x, mesh)
+        return str(caught.value), bp.all_reduce(x.detach(), mesh).tolist()
+
+    for message, after in bp.run_threads(2, work, timeout=20):
+        assert "all_reduce has no gradient; got a tensor that requires gradients; detach the tensor" in message
+        assert after == [2.0] * 3
+
+
 def test_invalid_first_all_reduce_raises_on_all_ranks():
     """No rank has sent anything yet; the parameters determine the transport for the error."""
 
