@@ -91,12 +91,10 @@ class CpuFlashKernel(OperatorKernel[CpuCall]):
                 yield CpuCall(*box, cut_by=None if strip.full else strip)
 
     def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the tensors in the dtype of the computation."""
+        """Return the tensors in the dtype of the computation, without overlapping rows or heads."""
         wide = torch.float64 if dtype is torch.float64 else torch.float32
-        for x in tensors:
-            if x.dtype is not wide:
-                return [y.to(wide) for y in tensors]
-        return tensors
+        separate = [x.contiguous() if _overlaps(x) else x for x in tensors]
+        return [x if x.dtype is wide else x.to(wide) for x in separate]
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: CpuCall, call: AttentionCall) -> State:
         mask = None if part.cut_by is None else part.mask(q.dtype)
@@ -124,6 +122,16 @@ class CpuFlashKernel(OperatorKernel[CpuCall]):
         parts = _BACKWARD(*heads_first, lse, 0.0, part.causal, attn_mask=mask, scale=call.scale)
         dq, dk, dv = (x.transpose(1, 2) for x in parts)
         return dq, dk, dv
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Return whether rows or heads begin within others, as those of `unfold` do.
+
+    torch makes results "like" q. If another stride of q is 1 too, their heads or rows may become innermost, but the
+    operator writes as if numbers of a head were. A stride of 0, as in expanded tensors, is harmless.
+    """
+    *sizes, dim = x.shape
+    return any(size > 1 and 0 < stride < dim for size, stride in zip(sizes, x.stride(), strict=False))
 
 
 def _show_nan(out: Tensor, lse: Tensor, q: Tensor, k: Tensor) -> None:
