@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from inspect import isabstract
 
@@ -228,7 +228,27 @@ def strategy_of(strategy: Strategy | str, ranks_per_node: int | None = None) -> 
         raise InputError(
             f"the strategy {name} cannot be hashed", next_step="make it a frozen dataclass with hashable options"
         ) from None
+    if ignored := _ignored_attributes(strategy):
+        raise InputError(
+            f"strategies {type(strategy).__name__} are equal even if an attribute differs, so they would share plans",
+            got=ignored[0],
+            next_step="declare it as a field, and decorate the class with @dataclass(frozen=True)",
+        )
     return strategy
+
+
+def _ignored_attributes(strategy: Strategy) -> list[str]:
+    """Return the attributes of a strategy that its `__eq__` ignores. Plans are cached by strategies.
+
+    A class without a decorator inherits the comparison of its base, which has no or fewer fields.
+    """
+    kind = type(strategy)
+    compares = next(base for base in kind.__mro__ if "__eq__" in vars(base))
+    if compares is kind or "__dataclass_fields__" not in vars(compares):  # the author of the class wrote it
+        return []
+    compared = {one.name for one in fields(compares)}
+    attributes = [name for name in getattr(strategy, "__dict__", ()) if name not in compared]
+    return [name for name in attributes if not isinstance(getattr(kind, name, None), cached_property)]
 
 
 def _imported(name: str, origin: str) -> type[Strategy]:

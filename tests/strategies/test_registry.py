@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,16 @@ from burst_portable.cli import main
 from burst_portable.cli.flags import flag, make_named_strategy, strategy_flags
 from burst_portable.cli.plan import plan as plan_command
 from burst_portable.cli.run.command import run as run_command
-from burst_portable.conformance import check_backend
+from burst_portable.conformance import check_backend, oracle
 from burst_portable.errors import BurstError, InputError, StrategyError, UnknownNameError, UnsupportedError
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.hardware import HardwareSpec
+from burst_portable.planning.plans import Plan
+from burst_portable.planning.routes import RingRoute
 from burst_portable.planning.verify import verify
 from burst_portable.strategies import registry
 from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.base import Strategy, ring_plan
 from burst_portable.strategies.options import RESERVED_FLAGS
 from burst_portable.strategies.registry import OURS, known, load, make_strategy, strategy_of
 from burst_portable.strategies.ring import RingStrategy
@@ -575,6 +581,56 @@ def test_package_cannot_replace_built_in_strategy(package):
     package({"ring": "their_strategies:Theirs"})
     assert load("ring") is RingStrategy
     assert "not ring of their_strategies:Theirs:" in bp.plan(seq_len=160, ranks=4, heads=4).reason
+
+
+class Windowed(Strategy):
+    """Compute a window instead of any mask. Its class is no dataclass, so all instances are equal."""
+
+    name, title, exact = "windowed", "a window instead of any mask", False
+
+    def __init__(self, left: int) -> None:
+        object.__setattr__(self, "left", left)
+
+    def computes(self, mask: bp.Mask) -> bp.Mask:
+        return bp.Mask.window(self.left)
+
+    def plan(self, call: AttentionCall) -> Plan:
+        return ring_plan(
+            replace(call, mask=self.computes(call.mask)), self.name, side="kv", route=RingRoute(call.ranks)
+        )
+
+
+@dataclass(frozen=True)
+class WindowedOption(Windowed):
+    """The same with an option, which equality compares."""
+
+    left: int = 1
+
+
+class WindowedByName(WindowedOption):
+    """The same without an own attribute. What is derived from options may be kept."""
+
+    @cached_property
+    def twice(self) -> int:
+        return 2 * self.left
+
+    def plan(self, call: AttentionCall) -> Plan:
+        assert self.twice == 2 * self.left
+        return super().plan(call)
+
+
+def test_strategy_with_attribute_that_equality_ignores_raises():
+    """The second call took the plan of the first: its out was that of window:1, in each row from the third on."""
+    q = torch.randn(1, 12, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mesh, seen = bp.Mesh.single(), oracle.dense_mask(bp.Mask.window(6), 12)
+    exact = oracle.attention(q, q, q, torch.ones_like(q), seen, scale=0.5)
+    for left in (1, 6):
+        with pytest.raises(InputError, match=r"Windowed are equal even if an attribute differs.*got left; declare it"):
+            bp.attention(q, q, q, strategy=Windowed(left), mesh=mesh)
+    for kind in (WindowedOption, WindowedByName):
+        bp.attention(q, q, q, strategy=kind(1), mesh=mesh)
+        out = bp.attention(q, q, q, strategy=kind(6), mesh=mesh)
+        torch.testing.assert_close(out, exact.out.to(out.dtype), rtol=1e-12, atol=1e-12)
 
 
 def test_strategy_of_passes_ranks_per_node_only_if_supported():
