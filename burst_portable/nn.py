@@ -64,6 +64,9 @@ def apply_rotary_embedding(x: Tensor, position_ids: Tensor, theta: float = 10000
 
 
 def _checked_theta(theta: float) -> float:
+    if isinstance(theta, Tensor) and theta.requires_grad:
+        what = "theta is a tensor that requires a gradient, but gets none"
+        raise InputError(what, next_step="pass theta.item()")
     number = as_float(theta)
     if number is None or not (math.isfinite(number) and number > 0):
         raise InputError("theta must be a finite number", got=shown(theta), allowed="above 0")

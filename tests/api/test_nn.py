@@ -99,6 +99,7 @@ X = torch.zeros(2, 3, 1, 4)
             ((X, torch.zeros(3), theta), InputError, "theta")
             for theta in (0, -1.0, float("nan"), float("inf"), "1", True)
         ),
+        ((X, torch.zeros(3), torch.tensor(1e4, requires_grad=True)), InputError, "requires a gradient, but gets none"),
     ],
 )
 def test_apply_rotary_embedding_rejects_invalid_arguments(arguments, error, message):
@@ -117,6 +118,7 @@ def test_apply_rotary_embedding_rejects_invalid_arguments(arguments, error, mess
         ({"kv_heads": True}, "kv_heads is not a size"),
         ({"heads": 16}, "even head size; got 16 / 16 = 1"),
         ({"theta": 0}, "theta"),
+        ({"theta": torch.nn.Parameter(torch.tensor(1e4))}, "requires a gradient, but gets none"),
         ({"mask": "causl"}, "did you mean 'causal'"),
         ({"mask": None}, "mask is not a mask"),
         ({"strategy": "rng"}, "did you mean 'ring'"),
