@@ -71,8 +71,8 @@ def _sum(x: Tensor, mesh: Mesh) -> Tensor:
     parts = [*padded.view(torch.uint8)]
     transport.all_to_all(parts, [*received.view(torch.uint8)], "summing gradients")
     total = torch.zeros(part_size, dtype=_sum_dtype(x.dtype), device=x.device)
-    for part in received:
-        total += part if x.is_floating_point() else part.to(total.dtype)  # torch adds few unsigned dtypes
+    for part in received:  # torch adds neither most unsigned dtypes nor those of 8 bits to wider ones
+        total += part if x.is_floating_point() and x.itemsize > 1 else part.to(total.dtype)
     transport.all_gather(total.to(x.dtype).view(torch.uint8), parts, "gathering gradients")
     return padded.view(-1)[: x.numel()].view(x.shape)
 

@@ -230,6 +230,16 @@ def test_different_bucket_bytes_raise_on_all_ranks():
         assert "bucket_bytes: 8 on rank 0 but 4 on rank 1" in message
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.bool, torch.complex64])
+def test_all_reduce_accepts_dtypes_that_torch_does_not_add(dtype: torch.dtype):
+    """The error came after the exchange, so that the next call raised too."""
+    values = torch.tensor([1.0, 0.0, 1.5, 0.0, 1.0]).to(dtype)
+    expected = values if dtype is torch.bool else (3 * values.to(torch.complex128)).real.to(dtype)
+    for found in bp.run_threads(3, lambda mesh: bp.all_reduce(values, mesh)):
+        assert found.dtype is dtype
+        assert found.tolist() == expected.tolist()
+
+
 def test_all_reduce_pads_to_multiple_of_ranks():
     """Five numbers on three ranks are sent as six."""
 
