@@ -112,7 +112,10 @@ _MAX_BITS = 256  # of an int that is printed
 
 def shown(value: object, most: int = 80) -> str:
     """Return a value in one short line; a tensor or array by its type and shape."""
-    shape = getattr(value, "shape", None)
+    try:
+        shape = getattr(value, "shape", None)
+    except RuntimeError:  # a nested tensor has none
+        shape = None
     if isinstance(shape, tuple) and shape:
         return f"{type(value).__name__} of shape {tuple(shape)}"
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:

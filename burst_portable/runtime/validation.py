@@ -121,6 +121,8 @@ def check_tensor(name: str, x: object) -> None:
         next_step = "pass a dense one; sequences of different lengths go into one row, with Mask.documents"
         got = f"{type(x).__name__}, {x.layout}"
         raise InputError(f"{name} is not a dense tensor", got=got, next_step=next_step)
+    if x.is_quantized:  # its bytes cannot be viewed and sent: torch ends the process
+        raise InputError(f"{name} is quantized", got=x.dtype, next_step=f"pass {name}.dequantize()")
 
 
 def checked_device(device: Any) -> torch.device | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from decimal import Decimal
 from fractions import Fraction
 
@@ -20,16 +21,27 @@ class Unhashable:
     __hash__ = None
 
 
+class Shapeless:
+    """A value like a nested tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise RuntimeError("it has no sizes")
+
+
+with warnings.catch_warnings(action="ignore"):  # torch will remove them
+    QUANTIZED = torch.quantize_per_tensor(torch.ones(1, 16, 4, 8), 0.1, 0, torch.qint8)
+
 VALUES = [
     10**5000,
     -(10**5000),
     [10**5000],
     1 << 62,
     *(None, True, False, 0, -1, 2, 3.0, 0.5, 10**30, float("nan"), float("inf"), "", "auto", "no such", b"ab"),
-    *([], [1], [[1]], (), (0, 16), {"a": 1}, {16}, range(3), object(), object, Unhashable(), ..., 1j),
+    *([], [1], [[1]], (), (0, 16), {"a": 1}, {16}, range(3), object(), object, Unhashable(), Shapeless(), ..., 1j),
     *(Decimal("0.5"), Fraction(1, 2), np.int64(3), np.float32(0.5), np.bool_(True), np.arange(2), np.array(3)),
     *(torch.tensor(3), torch.tensor(0.5), torch.tensor(True), torch.arange(2), torch.ones(2, 2), torch.zeros(0)),
-    *(torch.ones((), device="meta"), torch.ones(1, 16, 4, 8, device="meta"), torch.ones(4).to_sparse()),
+    *(torch.ones((), device="meta"), torch.ones(1, 16, 4, 8, device="meta"), torch.ones(4).to_sparse(), QUANTIZED),
     *(torch.ones(4, requires_grad=True), torch.float32, torch.device("cpu"), Config(), ValueError("x")),
     *(bp.Mask.causal(), bp.make_layout("zigzag", 16, 1), bp.make_strategy("ring"), bp.Mesh.single()),
 ]
@@ -72,6 +84,7 @@ FUNCTIONS = {
         bp.shard_batch,
         {"input_ids": IDS, "labels": IDS, "position_ids": IDS, "cu_seqlens": (0, 16), "mesh": MESH, "ignore_index": -1},
     ),
+    "all_reduce": (bp.all_reduce, {"x": Q, "mesh": MESH}),
     "all_reduce_gradients": (lambda **a: bp.all_reduce_gradients([], MESH, **a), {"bucket_bytes": 8}),
     "Mask": (bp.Mask, {"regions": (bp.Region(0, 4, 0, 4),), "name": "mine"}),
     "Region": (bp.Region, {"q_start": 0, "q_stop": 4, "k_start": 0, "k_stop": 4, "lo": 0, "hi": 3}),
