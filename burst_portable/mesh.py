@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,30 @@ _MAX_CALLS = 512
 _MAX_LAYOUTS = 4096
 
 
+class GradientRecords:
+    """What ranks did with gradients, by which `all_reduce_gradients` finds wrong sums.
+
+    Attributes:
+        summed: Gradients that are sums over the ranks, with their versions.
+        accumulated: Gradients as backward passes left them, with their versions.
+        added: Sums to which a backward pass added, with their versions, and whether they were zeroed before, as bool
+            ``[]``.
+        averaged: Modules whose gradients are multiplied by the ranks, to be averaged.
+    """
+
+    def __init__(self) -> None:
+        self.summed = WeakTensorKeyDictionary()
+        self.accumulated = WeakTensorKeyDictionary()
+        self.added = WeakTensorKeyDictionary()
+        self.averaged: WeakSet[Any] = WeakSet()
+
+
+@lru_cache(maxsize=1)
+def _records_of_groups() -> WeakKeyDictionary[Any, GradientRecords]:
+    """Return the records of each process group. All its meshes share them: mesh=None may name the same ranks."""
+    return WeakKeyDictionary()
+
+
 class Mesh:
     """The ranks that share one sequence.
 
@@ -137,11 +161,9 @@ class Mesh:
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
         # Layouts by which tensors were sharded: (name, length, hash). Those of one name differ if they follow masks.
         self.sharded_layouts: OrderedDict[tuple[str, int, int], None] = OrderedDict()
-        self.summed = WeakTensorKeyDictionary()  # gradients that are sums over the ranks, with their versions
-        self.accumulated = WeakTensorKeyDictionary()  # gradients as backward passes left them, with their versions
-        # Sums to which a backward pass added, with their versions, and whether they were zeroed before, as bool ``[]``.
-        self.added = WeakTensorKeyDictionary()
-        self.averaged: WeakSet[Any] = WeakSet()  # modules whose gradients are multiplied by the ranks, to be averaged
+        records = GradientRecords() if group is None else _records_of_groups().setdefault(group, GradientRecords())
+        self.summed, self.accumulated, self.added = records.summed, records.accumulated, records.added
+        self.averaged = records.averaged
 
     def __repr__(self) -> str:
         node = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"

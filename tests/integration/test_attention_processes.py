@@ -47,6 +47,16 @@ def test_all_reduce_accepts_device_mesh_and_groups(answers):
     assert [found["summed"] for found in answers] == [[pair, pair, 1111.0, pair] for pair in pairs]
 
 
+def test_second_sum_over_another_mesh_of_the_group_raises(answers):
+    """A mesh and mesh=None are two objects. The second sum multiplied the gradient by the ranks, without an error."""
+    for answer in answers:
+        first, second, averaged, gradient = answer["second sums"]
+        assert "are sums over the ranks already" in first
+        assert "are sums over the ranks already" in second
+        assert "multiplied by the number of ranks" in averaged
+        assert float(gradient) == RANKS
+
+
 def test_nodes_have_separate_connections(answers):
     """Messages between nodes {0, 1} and {2, 3} use the other group, also outside of rings."""
     for rank, found in enumerate(answers):

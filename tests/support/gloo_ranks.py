@@ -163,6 +163,17 @@ def sums_over_ranks(grid: DeviceMesh) -> list[float]:
     return [*found, parameter.grad.item()]
 
 
+def errors_of_second_sums() -> list[str]:
+    """Return the errors of sums of gradients that another mesh of the same group has summed, or will average."""
+    parameter, module = torch.nn.Parameter(torch.zeros(1)), torch.nn.Linear(1, 1)
+    parameter.grad, mesh = torch.ones(1), bp.Mesh.from_group()
+    bp.all_reduce_gradients([parameter], mesh)
+    mesh.averaged.add(module)  # as parallelize(model, mesh, averaged_gradients=True) does
+    calls = ([parameter], None), ([parameter], bp.Mesh.from_group()), (module.parameters(), None)
+    errors = [error_text(bp.all_reduce_gradients, *call) for call in calls]
+    return [*errors, str(parameter.grad.item())]
+
+
 def errors_of_destroyed_group(mesh: bp.Mesh) -> list[str]:
     """Return the errors of forward, backward and `all_reduce` after the group of a connected mesh is destroyed."""
     x = torch.randn(1, 8, 2, 8, requires_grad=True)
@@ -186,6 +197,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     found["sub_groups"] = find_violations(on_one_rank(pair, own, inputs), *expected(own, inputs), own.dtype)
     found["sub_groups"] |= wrong(pair, replace(own, strategy="ulysses", mask="full"))
     found["summed"] = sums_over_ranks(grid)
+    found["second sums"] = errors_of_second_sums()
     axes = ((2, 2, "ring"), (2, 2, "ulysses"), (1, 4, "auto"))
     found["megatron"] = {f"{sizes}": errors_of_block(*sizes) for sizes in axes}
     found["two_levels"] = two_levels(ranks)
