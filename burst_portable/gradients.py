@@ -150,6 +150,9 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
             parameter.grad = torch.zeros_like(parameter)
             missing.add(parameter)
         gradient = _gradient(parameter)
+        if 0 in gradient.stride():  # expanded, as autograd.grad returns that of a sum; sums are written in place
+            parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+            gradient = _gradient(parameter)
         if mesh.summed.get(parameter.grad) == versions(parameter):
             raise InputError(
                 "the gradients are sums over the ranks already; a second call would multiply them by the ranks",

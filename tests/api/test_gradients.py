@@ -208,6 +208,20 @@ def exchanged(mesh: bp.Mesh, work: Callable[[bp.Mesh], Any]) -> tuple[Any, list[
     return made, counting.sizes
 
 
+def test_all_reduce_gradients_sums_expanded_gradients():
+    """Sums are written in place. The error came after other gradients were summed, and the next call raised too."""
+
+    def work(mesh: bp.Mesh) -> list[list[float]]:
+        mine = parameters(2, 3, 1)[:2]
+        (gradient,) = torch.autograd.grad(mine[1].sum() * (mesh.rank + 1), mine[1])
+        assert gradient.stride() == (0,)
+        mine[1].grad = gradient
+        bp.all_reduce_gradients(mine, mesh, bucket_bytes=8)
+        return [one.grad.tolist() for one in mine]
+
+    assert bp.run_threads(2, work) == [[[2.0] * 2, [3.0] * 3]] * 2
+
+
 def test_all_reduce_gradients_fills_buckets():
     """Gradients share a bucket of 8 bytes; a larger gradient has its own."""
 
