@@ -12,6 +12,7 @@ import torch
 
 from tests.support.compilers import compilers  # noqa: F401  (a fixture)
 from tests.support.forked_python import forked_python, pytest_configure, ranks_are_forked  # noqa: F401  (fixtures)
+from tests.support.forked_python_server import RARE_COLLECTIONS
 from tests.support.poison import fresh_memory_is_nan
 from tests.support.triton_interpreter import ask  # noqa: F401  (a fixture)
 
@@ -31,12 +32,16 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Exclude collected and imported objects from garbage collection, because they exist until the end."""
+    """Exclude collected and imported objects from garbage collection, because they exist until the end.
+
+    Tests import further modules and fill caches, which each full collection would read again. They are rare from here.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*RARE_COLLECTIONS)
         gc.enable()
 
 

@@ -27,6 +27,8 @@ from pathlib import Path
 IMPORTED = ("tests.support.forked", "transformers.models.llama.modeling_llama")
 EXECUTABLE = "FORKED_EXECUTABLE"
 """The variable of a program whose `sys.executable` is not PROGRAM."""
+RARE_COLLECTIONS = (20_000, 10, 50)
+"""Thresholds of the garbage collector. With those of Python, it took a tenth of the tests of plans."""
 
 
 def serve(listener: socket.socket, program: str) -> None:
@@ -35,6 +37,7 @@ def serve(listener: socket.socket, program: str) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # imported objects are excluded from garbage collection
+    gc.set_threshold(*RARE_COLLECTIONS)
     while listener in select.select([listener, sys.stdin], [], [])[0]:
         link, _ = listener.accept()
         if os.fork() == 0:
