@@ -14,6 +14,7 @@ from tests.support.compilers import compilers  # noqa: F401  (a fixture)
 from tests.support.forked_python import forked_python, pytest_configure, ranks_are_forked  # noqa: F401  (fixtures)
 from tests.support.forked_python_server import RARE_COLLECTIONS
 from tests.support.poison import fresh_memory_is_nan
+from tests.support.remembered_oracle import remembered_oracle  # noqa: F401  (a fixture)
 from tests.support.triton_interpreter import ask  # noqa: F401  (a fixture)
 
 # Ranks are threads here. More threads of torch per rank would only compete for two cores.

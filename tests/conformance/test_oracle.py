@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.oracle import errors, expected, find_violations, make_inputs, relative_error
+from burst_portable.conformance.oracle import attention, errors, expected, find_violations, make_inputs, relative_error
+from tests.support.remembered_oracle import Remembering
 
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 
@@ -58,3 +59,21 @@ def test_relative_error_compares_infinities():
     assert relative_error(torch.tensor([3.0, -math.inf, 5.0]), exact, math.inf) == 0.25
     blind = torch.full((2,), -math.inf)
     assert relative_error(blind, blind, math.inf) == 0.0
+
+
+@pytest.mark.parametrize("changed", ["q", "dout", "mask", "scale", "dtype"])
+def test_remembered_oracle_computes_each_difference(changed):
+    """One changed bit is another case, and changing an answer changes no later one."""
+    x, remembering = make_inputs(Case(length=7, dtype=torch.bfloat16)), Remembering(attention)
+    given = {
+        **{name: getattr(x, name) for name in ("q", "k", "v", "dout")},
+        "mask": torch.ones(7, 7).tril().bool(), "scale": 0.25, "dtype": torch.float32,
+    }  # fmt: skip
+    remembering(**given).out.zero_()
+    other = {**given, "scale": 0.5, "dtype": torch.float64}[changed]
+    if changed in ("q", "dout", "mask"):
+        other = given[changed].clone()
+        other.view(-1)[0] = not other.view(-1)[0]
+    for arguments in (given, {**given, changed: other}) * 2:
+        assert remembering(**arguments).differs(attention(**arguments)) == ""
+    assert remembering.computed == 2
