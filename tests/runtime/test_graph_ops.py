@@ -37,7 +37,8 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-    gc.collect()
+    if graph_ops._saved_passes or graph_ops._turns:  # cycles may hold them, and a collection takes a quarter second
+        gc.collect()
     assert not graph_ops._saved_passes, "what backward passes needed is let go of with their tickets"
     assert not graph_ops._turns, "and turns with the graphs that are made"
 
