@@ -29,8 +29,8 @@ from tests.support.models import EXPERTS, LENGTH, SIZES, gradients_of, make, tok
 PADDING = torch.tensor([9, 0, 14])  # before each row
 AFTER = torch.tensor([0, 0, 5])
 IN_FLOAT32 = 2e-5, 1e-7
-"""Relative and absolute tolerance. Transformers computes cosines of positions, norms, routers and losses in float32. How
-they are rounded depends on the shape of a tensor and on the processor."""
+"""Relative and absolute tolerance. Transformers computes cosines of positions, norms, routers and losses in float32.
+How they are rounded depends on the shape of a tensor and on the processor."""
 
 
 def batch_of(case: str) -> dict[str, Tensor]:
