@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
 from burst_portable.backends.cuda.hopper.head_order import predict_end, side_by_side
-from burst_portable.backends.cuda.hopper.ordered_tables import divided_table, ordered_table, query_starts
+from burst_portable.backends.cuda.hopper.ordered_tables import align_queries, divided_table, ordered_table
 from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.planning.tiles import Tiles
 
@@ -359,7 +359,7 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
         writes: Whether the first launch writes dK and dV, so that all keys must be computed.
     """
     config, processors = backward_config(about.dim, about.value_dim), about.processors
-    starts = query_starts(tiles, about.rows, config.BM)
+    tiles, starts = align_queries(tiles, about.rows, config.BM, KEY_BLOCK)
 
     def table_of(tiles: Tiles, written: int, excluded: Span | None = None, later: Sequence[int] = ()) -> LaunchTable:
         return ordered_table(

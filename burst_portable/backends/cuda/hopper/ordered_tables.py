@@ -116,6 +116,31 @@ def query_starts(tiles: Tiles, rows: int, q_block: int) -> tuple[int, ...]:
     return (0, *(at - at % 4 for at in long))
 
 
+def align_queries(tiles: Tiles, rows: int, q_block: int, k_block: int) -> tuple[Tiles, tuple[int, ...]]:
+    """Return tiles, and the starts of blocks of queries (`query_starts`), so that few blocks are visited.
+
+    The keys of the largest tile may start within a block, as those after attention sinks. If blocks of queries start
+    there too, each block of keys visits one block less of a window. The tiles are then divided there.
+    """
+    starts = query_starts(tiles, rows, q_block)
+    largest = max(tiles, key=lambda tile: tile.num_pairs, default=None)
+    if len(starts) > 1 or largest is None:
+        return tiles, starts
+    at = max(largest.q_start, largest.k_start + largest.lo) % q_block
+    at -= at % 4
+    if not 0 < at < rows:
+        return tiles, starts
+    n_keys = max(tile.k_stop for tile in tiles)
+    parts = (tile.clipped(*queries, 0, n_keys) for tile in tiles for queries in ((0, at), (at, rows)))
+    divided = Tiles(part for part in parts if part is not None)
+
+    def visits(tiles: Tiles, starts: Sequence[int]) -> int:
+        collected, _ = collect_key_blocks(tiles, rows, q_block, k_block, 0, None, q_block, starts)
+        return sum(block.length for block in collected.values())
+
+    return (divided, (0, at)) if visits(divided, (0, at)) < visits(tiles, starts) else (tiles, starts)
+
+
 @dataclass(frozen=True, slots=True)
 class _Visit:
     """A run of inner blocks of one work row: its lowest inner index, and the numbers of its inner blocks."""

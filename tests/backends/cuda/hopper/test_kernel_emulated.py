@@ -206,6 +206,13 @@ def test_emulated_ordered_blocks_start_at_documents(single_call, monkeypatch):
     check_equal_and_exact(*gradients_in_orders(mask, 96, single_call, monkeypatch, deterministic=True, length=700))
 
 
+@pytest.mark.parametrize(("mask", "dim"), [("sink:70:100", 64), full("sink:4:100", 96)])
+@pytest.mark.parametrize("single_call", [True, full(False)])
+def test_emulated_ordered_blocks_align_with_keys_after_sinks(mask, dim, single_call, monkeypatch):
+    """The first block of queries is short. It and the next one have rows of both, to which visits add 0."""
+    check_equal_and_exact(*gradients_in_orders(mask, dim, single_call, monkeypatch, deterministic=True, length=500))
+
+
 def check_equal_and_exact(found, exact):
     for made in found:
         assert all(map(torch.equal, made, found[0]))

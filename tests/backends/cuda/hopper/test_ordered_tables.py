@@ -9,7 +9,12 @@ import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
 from burst_portable.backends.cuda.hopper.configs import Pass, adding_cuts, writing_cuts
-from burst_portable.backends.cuda.hopper.ordered_tables import divided_table, ordered_table, query_starts
+from burst_portable.backends.cuda.hopper.ordered_tables import (
+    align_queries,
+    divided_table,
+    ordered_table,
+    query_starts,
+)
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support.launch_tables import (
     CASES,
@@ -111,6 +116,48 @@ def test_query_starts_are_where_no_tile_continues():
     assert query_starts(Tiles([window, sink]), 4096, 64) == (0,)
 
 
+@pytest.mark.parametrize(
+    ("mask", "inner", "at"),
+    [
+        ("sink:64:256", 128, 64),
+        ("sink:4:256", 64, 4),
+        ("sink:70:250", 128, 68),  # down to a multiple of 4
+        ("sink:6:256", 64, 0),
+        ("sink:64:256", 64, 0),
+        ("sink:2:256", 64, 0),
+        ("sink:64:300", 128, 0),  # no visit less
+        ("window:300", 128, 0),
+        ("causal", 64, 0),
+        ("prefix:70", 64, 0),
+        ("documents:0,333,1000", 64, 333),  # as `query_starts`
+    ],
+)
+def test_queries_align_with_keys_after_sinks(mask, inner, at):
+    tiles = mask_tiles(mask, 1000)
+    divided, starts = align_queries(tiles, 1000, inner, 128)
+    assert starts == ((0, at - at % 4) if at else (0,))
+    assert divided.num_pairs == tiles.num_pairs
+    table = ordered_table(divided, 1000, inner, 128, 1000, starts=starts)
+    seen = count_visits(table, 128, inner, peel=False, length=1000)
+    assert (seen[:1000, :1000] == dense(tiles, 1000).T).all()
+    assert (seen[1000:] == 0).all()
+    check_order(table, inner, starts, 1000)
+    if at and not mask.startswith("documents"):
+        assert table.total < ordered_table(tiles, 1000, inner, 128, 1000).total
+
+
+@pytest.mark.parametrize("inner", [64, 128])
+@pytest.mark.parametrize("sinks", [1, 4, 16, 63, 64, 65, 100, 127, 128, 131, 200])
+@pytest.mark.parametrize("window", [1, 30, 128, 300])
+def test_aligned_tables_of_sinks_equal_mask(inner, sinks, window):
+    tiles = mask_tiles(f"sink:{sinks}:{window}", 701)
+    divided, starts = align_queries(tiles, 701, inner, 128)
+    table = ordered_table(divided, 701, inner, 128, 701, starts=starts)
+    seen = count_visits(table, 128, inner, peel=False, length=701)
+    assert (seen[:701, :701] == dense(tiles, 701).T).all()
+    check_order(table, inner, starts, 701)
+
+
 def test_check_order_finds_visit_that_writes_a_shared_block():
     """A first visit that writes a block with rows of two documents would erase sums of the second one."""
     starts = query_starts(DOCUMENTS, 1000, 64)
@@ -176,7 +223,7 @@ def test_heads_that_follow_a_row_of_sinks_have_separate_programs():
     about = Pass(1, 4096, 4096, 32, 8, 64, 64, processors=132)
     ((cut, table),) = writing_cuts(mask_tiles("sink:64:1024", 4096), about, ordered=True)
     assert cut.separate
-    assert table.longest == 32
+    assert table.longest == 33
     ((cut, _),) = writing_cuts(mask_tiles("window:1024", 4096), about, ordered=True)
     assert not cut.separate
 

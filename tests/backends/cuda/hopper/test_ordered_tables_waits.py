@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from burst_portable.backends.cuda.hopper import ordered_tables
+from burst_portable.backends.cuda.hopper import configs, ordered_tables
 from burst_portable.backends.cuda.hopper.configs import Pass, adding_cuts, writing_cuts
 from tests.support.launch_tables import mask_tiles
 from tests.support.simulated_backward import end_of
@@ -42,9 +42,16 @@ def test_programs_of_deterministic_passes_wait_little(name):
     assert share(MASKS[name]) > 0.9
 
 
-@pytest.mark.parametrize(("heads", "least"), [((16, 16), 0.75), ((32, 8), 0.85)], ids=str)
+@pytest.mark.parametrize(("heads", "least"), [((16, 16), 0.8), ((32, 8), 0.93)], ids=str)
 def test_programs_that_follow_sinks_wait_little(heads, least):
     assert share("sink:64:1024", heads=heads) > least
+
+
+@pytest.mark.parametrize("mask", ["sink:4:2048", "sink:16:512"])
+def test_aligned_blocks_of_queries_save_time(mask, monkeypatch):
+    aligned = share(mask)
+    monkeypatch.setattr(configs, "align_queries", lambda tiles, *_: (tiles, (0,)))
+    assert aligned > 1.02 * share(mask)
 
 
 def increasing(collected, inner):
