@@ -119,12 +119,12 @@ def query_starts(tiles: Tiles, rows: int, q_block: int) -> tuple[int, ...]:
 def align_queries(tiles: Tiles, rows: int, q_block: int, k_block: int) -> tuple[Tiles, tuple[int, ...]]:
     """Return tiles, and the starts of blocks of queries (`query_starts`), so that few blocks are visited.
 
-    The keys of the largest tile may start within a block, as those after attention sinks. If blocks of queries start
+    The keys of a tile with most pairs may start within a block, as those after attention sinks. If blocks of queries start
     there too, each block of keys visits one block less of a window. The tiles are then divided there.
     """
     starts = query_starts(tiles, rows, q_block)
     largest = max(tiles, key=lambda tile: tile.num_pairs, default=None)
-    if len(starts) > 1 or largest is None:
+    if len(starts) > 1 or largest is None or 2 * largest.num_pairs < tiles.num_pairs:
         return tiles, starts
     at = max(largest.q_start, largest.k_start + largest.lo) % q_block
     at -= at % 4

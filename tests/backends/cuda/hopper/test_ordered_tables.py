@@ -130,6 +130,7 @@ def test_query_starts_are_where_no_tile_continues():
         ("causal", 64, 0),
         ("prefix:70", 64, 0),
         ("documents:0,333,1000", 64, 333),  # as `query_starts`
+        ("documents:0,10,130,260,390,520,650,780,910,1000", 64, 0),  # no tile has most pairs
     ],
 )
 def test_queries_align_with_keys_after_sinks(mask, inner, at):
