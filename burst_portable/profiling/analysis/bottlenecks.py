@@ -209,9 +209,10 @@ def _core_wait(report: Report) -> float:
 def _name(one: Bottleneck) -> str:
     """Return a bottleneck's kind, rank or link, and share; and the spread of steps if the loss is within it."""
     rank, peer = one["rank"], one["peer"]
-    within = one["usual_share"] >= _REPORTED and f" (steps differ by {percent(one['spread'])})"
+    is_within = _REPORTED <= one["usual_share"] < one["spread"]
+    within = f" (steps differ by {percent(one['spread'])})" if is_within else ""
     where = f"{f' {rank}' if rank >= 0 else ''}{f' to {peer}' if peer >= 0 else ''}"
-    return f"{one['kind']}{where} {percent(one['share'])}{within or ''}"
+    return f"{one['kind']}{where} {percent(one['share'])}{within}"
 
 
 def _share(report: Report, part: str) -> float:

@@ -93,6 +93,23 @@ def test_core_wait_is_counted_without_skipped_steps():
     assert [rank["core_wait_ns"] for rank in report["ranks"]] == [110_000, 110_000]
 
 
+def test_spread_is_named_only_for_losses_within_it():
+    """A tenth of each step is lost. Steps of different lengths differ by a third of their median."""
+    texts = []
+    for ends, core_wait in (((1000,), 500), ((1000, 2000, 3000), 500), ((1000, 3000, 4000, 7000), 0)):
+        makers, begin = (Maker(0), Maker(1)), 0
+        for end in ends:
+            for one in makers:
+                one.collective(0, begin, begin + (end - begin) / 10)
+                one.compute(0, begin + (end - begin) / 10, end)
+                one.mark(begin, end, core_wait=core_wait)
+            begin = end
+        summary = analyze([one.records() for one in makers])["summary"]
+        assert summary["kind"] == "none"
+        texts.append(summary["text"].partition(". ")[0].partition("are: ")[2])
+    assert texts == ["agreement 10.0 %", "agreement 10.0 %", "agreement 10.0 % (steps differ by 33.3 %)"]
+
+
 @pytest.mark.full
 @pytest.mark.alone
 def test_real_threads_without_fault_raise_no_alarm():
