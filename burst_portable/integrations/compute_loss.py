@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dis
 import inspect
-import warnings
 from typing import Any
 
 from burst_portable.errors import UnsupportedError, format_error
+from burst_portable.utils.warning import warn_caller
 
 _COUNT = "num_items_in_batch"
 
@@ -58,4 +58,4 @@ def warn_about_counts(trainer: type[Any], ours: type[Any], processes: int) -> No
                 next_step="return loss * self.accelerator.num_processes, or call super().compute_loss; nothing is "
                 "wrong if a function that it calls does",
             )
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)

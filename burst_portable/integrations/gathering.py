@@ -6,7 +6,6 @@ the number of rows that one rank of each sequence has.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from burst_portable.errors import InputError, format_error
 from burst_portable.integrations.versions import importing
 from burst_portable.utils.torch_modes import never_compiled
+from burst_portable.utils.warning import warn_caller
 
 with importing("accelerate", "burst-portable[transformers]"):
     from accelerate.utils.operations import gather_object, recursively_apply
@@ -100,6 +100,6 @@ def warn_about_gathering(model: nn.Module, accelerator: weakref.ref[Any], config
                 next_step="call accelerator.parallelism_config.gather_for_metrics; nothing is wrong if the program "
                 "gathers no rows",
             )
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)
 
     hook = model.register_forward_pre_hook(warn)

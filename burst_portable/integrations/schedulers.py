@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from burst_portable.errors import format_error
 from burst_portable.utils.torch_modes import never_compiled
+from burst_portable.utils.warning import warn_caller
 
 
 def warn_about_schedulers(
@@ -44,6 +44,6 @@ def warn_about_schedulers(
                 next_step="otherwise do not pass the scheduler to prepare(), and step it if accelerator.sync_gradients "
                 "is true",
             )
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)
 
     hook = model.register_forward_pre_hook(warn)

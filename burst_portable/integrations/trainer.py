@@ -8,7 +8,6 @@ devices. This class shards the model, and keeps one copy of the outputs of each 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -22,6 +21,7 @@ from burst_portable.integrations.gathering import gather_rows
 from burst_portable.integrations.rng_states import take_state_of_first_rank
 from burst_portable.integrations.transformers.sharded_model import ShardedModel
 from burst_portable.integrations.versions import importing
+from burst_portable.utils.warning import warn_caller
 
 with importing("accelerate", "burst-portable[transformers]"):
     from transformers import Trainer
@@ -179,7 +179,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
                 next_step="evaluate a dataset with a length; or ignore this if the number of rows is a multiple of "
                 f"{sequences * self.args.eval_batch_size}",
             )
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)
         self.gather_function = self._gather_rows
         found = super().evaluation_loop(dataloader, *arguments, **named)
         self._evaluated_rows = found.num_samples

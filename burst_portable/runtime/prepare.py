@@ -10,7 +10,6 @@ A call has three forms: `Request` (the arguments), `planning.call.AttentionCall`
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
@@ -67,6 +66,7 @@ from burst_portable.strategies.planner import call_of_sizes, layout_of, mask_of,
 from burst_portable.strategies.registry import strategy_of
 from burst_portable.utils.torch_modes import cast_for_autocast
 from burst_portable.utils.values import size
+from burst_portable.utils.warning import warn_caller
 
 
 class RequestOptions(TypedDict, total=False):
@@ -305,7 +305,7 @@ def _warn_of_other_layout(call: AttentionCall, mesh: Mesh) -> None:
         if lengths:
             got, allowed = f"{got} of the mask {str(call.mask)!r}", f"{got} as shard made it"
             next_step = "pass one Layout to shard and attention, as make_layout(name, length, ranks, mask) returns it"
-        warnings.warn(format_error(what, got=got, allowed=allowed, next_step=next_step), stacklevel=2)
+        warn_caller(format_error(what, got=got, allowed=allowed, next_step=next_step))
     mesh.note_sharded(layout)
 
 

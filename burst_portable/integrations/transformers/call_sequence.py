@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from burst_portable.mask import checked_cu_seqlens
 from burst_portable.mesh import Mesh
 from burst_portable.sharding import local_position_ids
 from burst_portable.utils.values import size
+from burst_portable.utils.warning import warn_caller
 
 
 class CallSequence(NamedTuple):
@@ -103,11 +103,11 @@ class CallWarnings:
             message := longer_than_trained(config, max(b - a for a, b in pairwise(ends)))
         ):
             self._warned_about_length = True
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)
         if (
             not self._warned_about_activations
             and torch.is_grad_enabled()
             and (message := keeps_activations(self._model))
         ):
             self._warned_about_activations = True
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)

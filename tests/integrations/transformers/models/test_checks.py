@@ -417,8 +417,10 @@ def test_longer_sequence_warns_once_per_model():
     model = make("llama")
     model.config.max_position_embeddings = 32
     with parallelize(model, Mesh.single()) as sharded:
-        with pytest.warns(UserWarning, match=r"max_position_emb.* got 40 tokens; allowed: at most 32; .*scaling"):
+        warning = r"max_position_emb.* got 40 tokens; allowed: at most 32; .*scaling"
+        with pytest.warns(UserWarning, match=warning) as found:
             model(**sharded.shard(tokens(1, 40)))
+        assert [one.filename for one in found] == [__file__], "the line that calls the model"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(**sharded.shard(tokens(1, 48)))
