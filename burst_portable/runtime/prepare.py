@@ -442,7 +442,8 @@ def plan_fact(plan: Plan) -> HashedValue:
         inside = f" across {plan.head_parallel_size} nodes" if across else f" in nodes of {plan.head_parallel_size}"
     sent = plan.circulates("backward")
     groups = f" in {plan.head_groups} groups of heads" if plan.head_groups > 1 else ""
-    strategy = f"{plan.strategy}{inside}{groups} by {plan.transfer('forward')} with {sent} backward{rounded}"
+    transfer = plan.transfer("forward").replace(", ", " and ")
+    strategy = f"{plan.strategy}{inside}{groups} (transfer {transfer}, backward {sent}{rounded})"
     sides = forward.side, backward.side, backward.rounds_gradients
     routes = forward.route, backward.route, backward.gradient_route, forward.helpers, backward.helpers
     return hashed_value(strategy, (plan.heads, plan.head_groups, plan.score_rows, *sides, *routes))

@@ -155,9 +155,8 @@ def test_entries_whose_ranks_differ_are_rows():
 
     for planted, failing, ring in run_threads(3, work):
         assert (planted["status"], failing["status"], ring["status"]) == ("failed", "failed", "ok")
-        assert "ring by ring with kv backward on rank 0, but burst by ring with q backward on ranks 1, 2; " in str(
-            planted
-        )
+        differ = "ring (transfer ring, backward kv) on rank 0, but burst (transfer ring, backward q) on ranks 1, 2; "
+        assert differ in str(planted)
         assert "`burst-portable conform --strategy planted`" in planted["reason"]
         assert failing["reason"].startswith("failed on rank 1: KeyError: 'only here'; failed on rank 2: KeyError")
 

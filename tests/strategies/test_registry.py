@@ -675,7 +675,8 @@ def test_conform_finds_plans_that_differ_between_processes(package):
     package({"by_process": "their_strategies:ByProcess"})
     report = check_backend("cpu", strategy="by_process", cases=["attention:2-processes"], ranks=2)
     assert [result.name for result in report.failures] == ["2-processes"]
-    assert "by_process by ring with kv backward on rank 0 but by_process by direct with" in report.failures[0].message
+    differ = "by_process (transfer ring, backward kv) on rank 0 but by_process (transfer direct, backward kv) on rank 1"
+    assert differ in report.failures[0].message
     assert report.failures[0].command.endswith("--strategy by_process --only attention")
 
 

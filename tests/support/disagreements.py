@@ -43,11 +43,17 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "batch": ({"batch": 2}, "batch: 1 on rank 0, 2 but 2 on rank 1"),
     "dtype": ({"dtype": torch.bfloat16}, "dtype: float32 on rank 0, 2 but bfloat16 on rank 1"),
     "mask": ({"mask": "full"}, "mask: causal on rank 0, 2 but full on rank 1"),
-    "strategy": ({"strategy": "burst"}, "strategy: ring by ring with kv backward"),
-    "moves": ({"strategy": bp.make_strategy("ring", transfer="direct")}, "by direct"),
+    "strategy": (
+        {"strategy": "burst"},
+        "strategy: ring (transfer ring, backward kv) on rank 0, 2 but burst (transfer ring, backward q) on rank 1",
+    ),
+    "moves": (
+        {"strategy": bp.make_strategy("ring", transfer="direct")},
+        "ring (transfer direct, backward kv) on rank 1",
+    ),
     "gradients": (
         {"strategy": bp.make_strategy("ring", gradient_comm_dtype="input"), "dtype": torch.bfloat16},
-        "rounded gradients on rank 1",
+        "rounded gradients) on rank 1",
     ),
     "layout": ({"layout": "striped"}, "layout: zigzag on rank 0, 2 but striped on rank 1"),
     "scale": ({"scale": 0.5}, "scale: 0.35"),
