@@ -65,7 +65,7 @@ def compile_ahead(prepared: PreparedCall, mesh: Mesh, q: Tensor, k: Tensor, v: T
     Kernels may depend on the length, and on whether it is a multiple of 16. Without gradients on one rank there is one
     kernel, which the launch compiles.
     """
-    kernel, call, plan = prepared.kernel, prepared.part, prepared.plan
+    kernel, call, plan = prepared.kernel, prepared.kernel_call, prepared.plan
     tensors = [x for x in (q, k, v, sinks) if x is not None]
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     real = all(type(x) in (Tensor, Parameter) and not x.is_meta for x in tensors)

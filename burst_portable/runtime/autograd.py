@@ -123,7 +123,7 @@ def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0
     if transport.size == 1:
         return
     prepared_pass = prepared.backward if forward_pass else prepared.forward
-    seed = 0 if prepared.part.dropout is None else prepared.part.dropout.seed
+    seed = 0 if prepared.kernel_call.dropout is None else prepared.kernel_call.dropout.seed
     digest = prepared_pass.signature.digest + forward_pass.to_bytes(8, "little") + seed.to_bytes(8, "little")
     agree(transport, prepared_pass.signature, forward_pass=forward_pass, seed=seed)
     with on_device(device):  # a transport rejects two ranks on one device

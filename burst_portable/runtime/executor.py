@@ -78,7 +78,7 @@ def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks:
     if compute is not None and sinks is None:
         with prepared.observer.computes(compute, q, backward=False):
             state = prepared.kernel.forward_single_call(
-                q, k, v, compute.tiles, prepared.part, yields_to_comm=prepared.yields_to_comm
+                q, k, v, compute.tiles, prepared.kernel_call, yields_to_comm=prepared.yields_to_comm
             )
     else:
         # Sinks are merged before out is rounded.
@@ -101,7 +101,7 @@ def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
     if compute is not None:
         with prepared.observer.computes(compute, x.q, backward=True):
             x = x if x.delta is None else x._replace(delta=None)
-            return prepared.kernel.backward_single_call(x, compute.tiles, prepared.part)
+            return prepared.kernel.backward_single_call(x, compute.tiles, prepared.kernel_call)
     if prepared.backward_takes_out:
         x = x._replace(delta=None)
     else:
@@ -141,7 +141,7 @@ class ForwardSteps:
     def run(self, step: Step, messages: StepMessages) -> None:
         """Run the next step."""
         prepared, blocks, q = self._prepared, self._blocks, self._q
-        kernel, call = prepared.kernel, prepared.part
+        kernel, call = prepared.kernel, prepared.kernel_call
         blocks.begin(step, messages)
         if step.compute:
             block = blocks.use(step, messages)
@@ -234,7 +234,7 @@ class BackwardSteps:
                 (q, dout, lse, delta), (dq_sum,) = block, sums
                 inputs, into = x._replace(dout=dout, q=q, lse=lse, delta=delta), (dq_sum, dk, dv)
             with prepared.observer.computes(compute, x.k, backward=True):
-                prepared.kernel.attend_backward(inputs, compute.tiles, prepared.part, into=into)
+                prepared.kernel.attend_backward(inputs, compute.tiles, prepared.kernel_call, into=into)
         gradients.end(step, messages)
         blocks.end(step)
 
@@ -268,7 +268,7 @@ class Blocks:
         backward: bool,
     ) -> None:
         self.transport, self.rank, self.backward = prepared.transport, prepared.transport.rank, backward
-        self.messages, self.batch = messages, prepared.part.batch
+        self.messages, self.batch = messages, prepared.kernel_call.batch
         self.side = (prepared.backward if backward else prepared.forward).plan.side
         self._offsets = prepared.offsets[round_index] if prepared.offsets else {}
         self.observer = prepared.observer

@@ -60,13 +60,13 @@ class GroupExecutor(Executor):
 
 def _heads(prepared: PreparedCall, group: int) -> tuple[slice, slice]:
     """Return the query heads and the K/V heads of a group."""
-    heads, kv_heads = prepared.part.heads, prepared.part.kv_heads
+    heads, kv_heads = prepared.kernel_call.heads, prepared.kernel_call.kv_heads
     return slice(group * heads, (group + 1) * heads), slice(group * kv_heads, (group + 1) * kv_heads)
 
 
 def _calls(prepared: PreparedCall) -> list[PreparedCall]:
     """Return the call of each group of heads."""
-    return [prepared.from_head(group * prepared.part.heads) for group in range(prepared.plan.head_groups)]
+    return [prepared.from_head(group * prepared.kernel_call.heads) for group in range(prepared.plan.head_groups)]
 
 
 def _forward_groups(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Iterator[State]:

@@ -169,7 +169,7 @@ def prepare(
         q, k, v = cast_for_autocast(q, k, v)
         key = _key(request, q, k, v, sinks)
         prepared = mesh.cached(key, lambda: _prepare(q, k, v, sinks, mesh, request), first=with_checked_results)
-        if prepared.part.dropout is not None:
+        if prepared.kernel_call.dropout is not None:
             prepared = prepared.with_seed(checked_seed(dropout_seed))
         elif dropout_seed is not None:
             checked_seed(dropout_seed)

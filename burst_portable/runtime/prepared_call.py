@@ -88,7 +88,7 @@ class PreparedCall:
     """Everything about one call of `attention` except its tensors. A mesh remembers it."""
 
     plan: Plan
-    part: AttentionCall  # what the kernel computes: one rank's heads. `plan.call` has all heads.
+    kernel_call: AttentionCall  # what a launch computes: one group of this rank's heads. `plan.call` has all heads.
     backend: Backend
     kernel: Kernel
     transport: Transport
@@ -105,15 +105,19 @@ class PreparedCall:
 
     def with_seed(self, seed: int) -> PreparedCall:
         """Return the call with this seed of dropout."""
-        assert self.part.dropout is not None, "the caller has checked"
-        return replace(self, part=replace(self.part, dropout=self.part.dropout._replace(seed=seed)))
+        assert self.kernel_call.dropout is not None, "the caller has checked"
+        return replace(
+            self, kernel_call=replace(self.kernel_call, dropout=self.kernel_call.dropout._replace(seed=seed))
+        )
 
     def from_head(self, head: int) -> PreparedCall:
         """Return the call of some of the heads, from `head` on. Only dropout depends on it."""
-        dropout = self.part.dropout
+        dropout = self.kernel_call.dropout
         if dropout is None or not head:
             return self
-        return replace(self, part=replace(self.part, dropout=dropout._replace(first_head=dropout.first_head + head)))
+        return replace(
+            self, kernel_call=replace(self.kernel_call, dropout=dropout._replace(first_head=dropout.first_head + head))
+        )
 
 
 class Executor(ABC):

@@ -34,7 +34,7 @@ class ScoreRowExecutor(Executor):
         self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, keep: bool
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         """See `Executor`. Saves the weights too, which are as large as the scores."""
-        kernel, call = _kernel(prepared), prepared.part
+        kernel, call = _kernel(prepared), prepared.kernel_call
         batch, rows, heads, _ = q.shape
         wide, keys = accumulation_dtype(q.dtype), call.k_layout.length
         weights = torch.full((batch, heads, rows, keys), -torch.inf, dtype=wide, device=q.device)
@@ -60,7 +60,7 @@ class ScoreRowExecutor(Executor):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Executor`."""
         q, k, v, weights, out, lse = saved
-        kernel, call, wide = _kernel(prepared), prepared.part, weights.dtype
+        kernel, call, wide = _kernel(prepared), prepared.kernel_call, weights.dtype
         dout = torch.zeros_like(out) if dout is None else as_kernels_take(dout)
         delta = numerics.row_delta(dout, out)
         douts, queries = (x.to(wide).transpose(1, 2) for x in (dout, q))  # [B, H, rows, D]
@@ -95,7 +95,7 @@ def _kernel(prepared: PreparedCall) -> ScoreRowKernel:
 
 def _columns(prepared: PreparedCall) -> list[int]:
     """Return the first column of each rank's keys in a row of scores, and the number of all columns."""
-    layout = prepared.part.k_layout
+    layout = prepared.kernel_call.k_layout
     return list(accumulate((layout.count(rank) for rank in range(layout.ranks)), initial=0))
 
 
