@@ -75,14 +75,14 @@ def _summed_bytes(pass_plan: PassPlan, rank: int, traits: KernelTraits) -> int:
     """Return the bytes for summing the gradients of the local rows, for one group of heads; 0 in the forward pass."""
     if pass_plan.name == "forward":
         return 0
-    p, member = pass_plan.call, pass_plan.member(rank)
-    queries = p.layout.count(member) * p.heads * p.head_dim
-    keys = p.k_layout.count(member) * p.kv_heads * (p.head_dim + p.v_head_dim)
+    call, member = pass_plan.call, pass_plan.member(rank)
+    queries = call.layout.count(member) * call.heads * call.head_dim
+    keys = call.k_layout.count(member) * call.kv_heads * (call.head_dim + call.v_head_dim)
     if pass_plan.single_compute(rank):  # see `kernels.base`
         if traits.splits_tiles:
             return 0
         keys = 0 if traits.writes_gradients else keys
-    return _SUM * p.batch * (queries + keys)
+    return _SUM * call.batch * (queries + keys)
 
 
 class ReshardTraffic(NamedTuple):
@@ -102,14 +102,14 @@ def reshard_traffic(
     `sends_strided`: whether the transport sends rows without packing, unless the batch is large, into inboxes that the
     next pass overwrites.
     """
-    p = plan.call
-    packs = not sends_strided or p.batch > STRIDED_BATCHES
-    rows = p.layout.count(rank) * plan.head_parallel_size
+    call = plan.call
+    packs = not sends_strided or call.batch > STRIDED_BATCHES
+    rows = call.layout.count(rank) * plan.head_parallel_size
     node_rows = plan.forward.call.layout.count(plan.forward.member(rank))
     in_rank_order = keeps_rank_order(plan, traits)
     groups = []
     for to_heads, to_sequence in exchanges(plan, pass_name):
-        there, back = (sum(field.bytes(p.batch) for field in fields) for fields in (to_heads, to_sequence))
+        there, back = (sum(field.bytes(call.batch) for field in fields) for fields in (to_heads, to_sequence))
         # Tensors are copied to natural order, and results back to the order of ranks.
         reorder = 0 if in_rank_order else _COPY * node_rows * (there + back)
         pack = _COPY * rows * there if packs else 0
@@ -178,15 +178,15 @@ def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool 
 
     LSE is not included: it is sent back only if the call requests it.
     """
-    p = plan.call
-    rows, node_rows = p.layout.count(rank), plan.forward.call.layout.count(plan.forward.member(rank))
+    call = plan.call
+    rows, node_rows = call.layout.count(rank), plan.forward.call.layout.count(plan.forward.member(rank))
     # To head shards a rank sends its rows to every other rank; back, it sends the rows of the other ranks.
     local, remote = rows * (plan.head_parallel_size - 1), node_rows - rows
     rows_there, rows_back = (remote, local) if received else (local, remote)
     return [
         (
-            rows_there * sum(field.size(p.batch) for field in to_heads),
-            rows_back * sum(field.bytes(p.batch) for field in to_sequence),
+            rows_there * sum(field.size(call.batch) for field in to_heads),
+            rows_back * sum(field.bytes(call.batch) for field in to_sequence),
         )
         for to_heads, to_sequence in exchanges(plan, pass_name)
     ]
@@ -346,11 +346,11 @@ def _score_row_seconds(pass_plan: PassPlan, rank: int, hardware: HardwareSpec) -
 
 def _result_bytes(pass_plan: PassPlan, rank: int, groups: int) -> int:
     """Return the bytes of a rank's results in the dtype of the inputs: out, or dQ, dK and dV."""
-    p, member = pass_plan.call, pass_plan.member(rank)
-    queries, keys = p.layout.count(member) * p.heads, p.k_layout.count(member) * p.kv_heads
+    call, member = pass_plan.call, pass_plan.member(rank)
+    queries, keys = call.layout.count(member) * call.heads, call.k_layout.count(member) * call.kv_heads
     if pass_plan.name == "forward":
-        return groups * p.batch * p.itemsize * queries * p.v_head_dim
-    return groups * p.batch * p.itemsize * (queries * p.head_dim + keys * (p.head_dim + p.v_head_dim))
+        return groups * call.batch * call.itemsize * queries * call.v_head_dim
+    return groups * call.batch * call.itemsize * (queries * call.head_dim + keys * (call.head_dim + call.v_head_dim))
 
 
 def _walk(

@@ -234,15 +234,15 @@ def exchanges(plan: Plan, pass_name: PassName) -> list[ExchangeFields]:
     """Return the exchanges around the computation of each group of heads; none if heads are not divided."""
     if plan.heads is None:
         return []
-    p, part = plan.call, plan.forward.call
-    data, d, dv = p.itemsize, p.head_dim, p.v_head_dim
+    call, pass_call = plan.call, plan.forward.call
+    data, d, dv = call.itemsize, call.head_dim, call.v_head_dim
     # Contributions of several ranks to a shared head are summed, so they are sent in the accumulation dtype.
-    gradients = max(data, 4) if p.kv_heads < plan.heads.ranks else data
+    gradients = max(data, 4) if call.kv_heads < plan.heads.ranks else data
     found = []
     for group in plan.split_heads():
-        q, out = Field(part.heads, d, data), Field(part.heads, dv, data)
+        q, out = Field(pass_call.heads, d, data), Field(pass_call.heads, dv, data)
         itemsize = data if pass_name == "forward" else gradients
-        kv = Field(part.kv_heads, d, itemsize), Field(part.kv_heads, dv, itemsize)
+        kv = Field(pass_call.kv_heads, d, itemsize), Field(pass_call.kv_heads, dv, itemsize)
         if pass_name == "forward":
             found.append(ExchangeFields((q, *(kv if group.brings_kv else ())), (out,)))
         else:
@@ -321,11 +321,11 @@ def _message_offsets(pass_plan: PassPlan, target: int, start: int, tensor: int |
 
 def _exchange_inbox(plan: Plan, pass_name: PassName) -> int:
     """Return the bytes that head exchanges take in an inbox, including LSE, which a call may request."""
-    p, size = plan.call, 0
+    call, size = plan.call, 0
     for to_heads, to_sequence in exchanges(plan, pass_name):
-        lse = Field(plan.forward.call.heads, None, max(p.itemsize, 4))
-        size += head_room(plan, sum(field.size(p.batch) for field in to_heads), back=False)
-        size += sum(head_room(plan, field.bytes(p.batch), back=True) for field in (*to_sequence, lse))
+        lse = Field(plan.forward.call.heads, None, max(call.itemsize, 4))
+        size += head_room(plan, sum(field.size(call.batch) for field in to_heads), back=False)
+        size += sum(head_room(plan, field.bytes(call.batch), back=True) for field in (*to_sequence, lse))
     return size
 
 

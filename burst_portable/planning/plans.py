@@ -102,11 +102,11 @@ class PassPlan:
     _merged: dict[int, tuple[int, int] | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        p = self.call
+        call = self.call
         if self.helpers is not None and (self.side != "kv" or not self.trims):
             got = f"side {self.side!r}, the route {self.route.name!r}"
             raise StrategyError("helpers need a pass that sends K and V from their owners", got=got)
-        object.__setattr__(self, "_pairs", block_pairs(p.mask, p.layout, p.k_layout))
+        object.__setattr__(self, "_pairs", block_pairs(call.mask, call.layout, call.k_layout))
         found = {side: BlockDependencies(self._pairs, side, self.helpers) for side in self.sides}
         object.__setattr__(self, "_dependencies", found)
 
@@ -352,19 +352,19 @@ class Plan:
         object.__setattr__(self, "label", self.label or self.strategy)
 
     def __repr__(self) -> str:
-        p = self.call
-        size = f"ranks={p.ranks}, tokens={p.layout.length}"
-        return f"Plan({self.label!r}, {size}, mask={p.mask!s}, layout={p.layout.name})"
+        call = self.call
+        size = f"ranks={call.ranks}, tokens={call.layout.length}"
+        return f"Plan({self.label!r}, {size}, mask={call.mask!s}, layout={call.layout.name})"
 
     def __str__(self) -> str:
         """Describe the plan in a few lines. `burst-portable plan` also prints steps and costs."""
-        p = self.call
-        values = f" (values {p.v_head_dim})" if p.v_head_dim != p.head_dim else ""
+        call = self.call
+        values = f" (values {call.v_head_dim})" if call.v_head_dim != call.head_dim else ""
         lines = [
-            f"{self.label} over {p.ranks:,} rank{'' if p.ranks == 1 else 's'}, layout {p.layout.name}, "
-            f"{p.layout.length:,} tokens, batch {p.batch}, {p.heads} query and {p.kv_heads} K/V heads of "
-            f"{p.head_dim}{values}, {p.itemsize} bytes a number",
-            f"mask      {p.mask}: {p.num_pairs:,} pairs per head",
+            f"{self.label} over {call.ranks:,} rank{'' if call.ranks == 1 else 's'}, layout {call.layout.name}, "
+            f"{call.layout.length:,} tokens, batch {call.batch}, {call.heads} query and {call.kv_heads} K/V heads of "
+            f"{call.head_dim}{values}, {call.itemsize} bytes a number",
+            f"mask      {call.mask}: {call.num_pairs:,} pairs per head",
         ]
         for name in PASSES:
             lines.append(f"{name:<10}{self.describe_pass(name)}")

@@ -53,9 +53,9 @@ def verify(
 
 def _wrong_passes(plan: Plan) -> list[str]:
     """Return the errors of passes that no executor can run, or that would compute with other rows than the call's."""
-    p, wrong = plan.call, []
+    call, wrong = plan.call, []
     for name, pass_plan in plan.passes():
-        part = pass_plan.call
+        pass_call = pass_plan.call
         if pass_plan.name != name:
             has = "no `gradient_route`" if name == "backward" else "a `gradient_route`, and results stay on their ranks"
             wrong.append(f"{name}: it has {has}")
@@ -65,7 +65,7 @@ def _wrong_passes(plan: Plan) -> list[str]:
             wrong.append(f"{name}: rows of scores need complete blocks of K and V of every rank, see `score_rows`")
         if plan.heads:
             continue  # see `_wrong_heads`
-        for before, after in ((p.layout, part.layout), (p.k_layout, part.k_layout)):
+        for before, after in ((call.layout, pass_call.layout), (call.k_layout, pass_call.k_layout)):
             if before.shards != after.shards:  # names may differ, as of nodes of one rank
                 wrong.append(f"{name}: ranks compute with other rows, {after.name}, than those that they have")
         if pass_plan.stride != 1:
@@ -78,29 +78,31 @@ def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
 
     A layout has every position once, so a single member has all rows.
     """
-    p, head_parallel_size = plan.call, split.ranks
+    call, head_parallel_size = plan.call, split.ranks
     wrong = []
-    if head_parallel_size * plan.ring_size != p.ranks:
-        wrong.append(f"{plan.ring_size} nodes of {head_parallel_size} ranks are not {p.ranks} ranks")
+    if head_parallel_size * plan.ring_size != call.ranks:
+        wrong.append(f"{plan.ring_size} nodes of {head_parallel_size} ranks are not {call.ranks} ranks")
     for name, pass_plan in plan.passes():
-        part = pass_plan.call
-        for before, after in ((p.layout, part.layout), (p.k_layout, part.k_layout)):
+        pass_call = pass_plan.call
+        for before, after in ((call.layout, pass_call.layout), (call.k_layout, pass_call.k_layout)):
             nodes = before.joined(head_parallel_size, split.spacing).sorted().shards
             if len(nodes) != after.ranks or (after.ranks > 1 and nodes != after.sorted().shards):
                 wrong.append(f"{name}: nodes compute with other rows than those of their ranks")
-        heads, readers = plan.head_groups * part.heads, p.heads // p.kv_heads
-        among = -(-p.ranks // part.ranks)
-        if among != head_parallel_size or heads * head_parallel_size != p.heads:
-            wrong.append(f"{name}: {among} ranks with {heads} query heads each are not {p.heads} heads")
+        heads, readers = plan.head_groups * pass_call.heads, call.heads // call.kv_heads
+        among = -(-call.ranks // pass_call.ranks)
+        if among != head_parallel_size or heads * head_parallel_size != call.heads:
+            wrong.append(f"{name}: {among} ranks with {heads} query heads each are not {call.heads} heads")
             continue
-        if any(pass_plan.member(rank) != pass_plan.member(split.peers(rank)[0]) for rank in range(p.ranks)):
+        if any(pass_plan.member(rank) != pass_plan.member(split.peers(rank)[0]) for rank in range(call.ranks)):
             wrong.append(f"{name}: ranks that divide heads are not the same member of their rings")
         for group in plan.split_heads():
             first, past = group.kv_heads
-            if past - first != part.kv_heads:
-                wrong.append(f"{name}: query heads {group.q_heads} read K/V heads {first, past}, not {part.kv_heads}")
+            if past - first != pass_call.kv_heads:
+                wrong.append(
+                    f"{name}: query heads {group.q_heads} read K/V heads {first, past}, not {pass_call.kv_heads}"
+                )
         for offset in range(head_parallel_size):
-            held = heads_of_rank(offset, head_parallel_size, p.kv_heads)
+            held = heads_of_rank(offset, head_parallel_size, call.kv_heads)
             if (offset * heads // readers, ((offset + 1) * heads - 1) // readers + 1) != (held.start, held.stop):
                 wrong.append(f"{name}: rank {offset} of a node has other K/V heads than its query heads read")
     return wrong
@@ -108,13 +110,13 @@ def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
 
 def _wrong_groups(plan: Plan) -> list[str]:
     """Return the errors of groups of heads that are not divided among ranks. A block has complete K/V heads."""
-    p, wrong = plan.call, []
+    call, wrong = plan.call, []
     for name, pass_plan in plan.passes():
-        part = pass_plan.call
-        if (plan.head_groups * part.heads, plan.head_groups * part.kv_heads) != (p.heads, p.kv_heads):
+        pass_call = pass_plan.call
+        if (plan.head_groups * pass_call.heads, plan.head_groups * pass_call.kv_heads) != (call.heads, call.kv_heads):
             wrong.append(
-                f"{name}: {plan.head_groups} groups of {part.heads} query and {part.kv_heads} K/V heads are not "
-                f"{p.heads} and {p.kv_heads}"
+                f"{name}: {plan.head_groups} groups of {pass_call.heads} query and {pass_call.kv_heads} K/V heads "
+                f"are not {call.heads} and {call.kv_heads}"
             )
     return wrong
 
@@ -253,21 +255,21 @@ class _Checker:
 
     def _expected(self) -> int:
         """Return the number of pairs that the walked ranks must compute: their blocks of the side that is not sent."""
-        p = self.pass_plan.call
-        if len(self.ranks) == p.ranks:
-            return p.num_pairs
+        call = self.pass_plan.call
+        if len(self.ranks) == call.ranks:
+            return call.num_pairs
         if (helpers := self.pass_plan.helpers) is not None:
-            pairs, every = block_pairs(p.mask, p.layout, p.k_layout), range(p.ranks)
+            pairs, every = block_pairs(call.mask, call.layout, call.k_layout), range(call.ranks)
 
             def computes(rank: int, q: int, k: int) -> bool:
                 return rank == (k if q != k and pairs.sees(q, k) and helpers.helps(pairs, q, k) else q)
 
             needed = {(r, o) for r in self.ranks for o in every} | {(o, r) for r in self.ranks for o in every}
             return sum(pairs.num_pairs(q, k) for q, k in needed for r in self.ranks if computes(r, q, k))
-        local, sent = (p.layout, p.k_layout) if self.pass_plan.side == "kv" else (p.k_layout, p.layout)
+        local, sent = (call.layout, call.k_layout) if self.pass_plan.side == "kv" else (call.k_layout, call.layout)
         every_token = sorted((s for shard in sent.shards for s in shard), key=lambda s: s.start)
         sides = ((local.shards[self.pass_plan.member(rank)], every_token) for rank in self.ranks)
-        return sum(find_tiles(p.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).num_pairs for s in sides)
+        return sum(find_tiles(call.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).num_pairs for s in sides)
 
     def _lost_results(self) -> list[str]:
         """Return the gradients that do not reach the owner of their block, and partial results of helpers."""

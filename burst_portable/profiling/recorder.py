@@ -248,28 +248,28 @@ class PlanFacts:
 
     def describe(self, backend: Backend, file: str = "", *, high_priority: bool = False) -> dict[str, Any]:
         """Return the plan's facts for a report. Predictions use the hardware of a file, else the backend's."""
-        plan, p = self.plan, self.plan.call
+        plan, call = self.plan, self.plan.call
         hardware, source = self._hardware_and_source(backend, file, high_priority)
         costs = {name: rank_cost(plan, name, self.rank, hardware) for name in PASSES}
         return {
             "strategy": plan.label,
             "reason": plan.reason,
-            "ranks": p.ranks,
+            "ranks": call.ranks,
             "head_parallel_size": plan.head_parallel_size,
             "head_spacing": plan.head_spacing,
-            "mask": str(p.mask),
-            "layout": _layout_name(p.layout),
-            "seq_len": p.layout.length,
-            "heads": p.heads,
-            "kv_heads": p.kv_heads,
-            "head_dim": p.head_dim,
-            "v_head_dim": p.v_head_dim,
-            "batch": p.batch,
-            "itemsize": p.itemsize,
+            "mask": str(call.mask),
+            "layout": _layout_name(call.layout),
+            "seq_len": call.layout.length,
+            "heads": call.heads,
+            "kv_heads": call.kv_heads,
+            "head_dim": call.head_dim,
+            "v_head_dim": call.v_head_dim,
+            "batch": call.batch,
+            "itemsize": call.itemsize,
             "dtype": self.dtype,
             "circulates": {name: pass_plan.circulates for name, pass_plan in plan.passes()},
             "direct": plan.direct,
-            "layouts": layouts(p),
+            "layouts": layouts(call),
             "hardware": {
                 "tflops": hardware.tflops,
                 "intra_node_bandwidth": hardware.intra_node_bandwidth,
@@ -283,14 +283,14 @@ class PlanFacts:
 
     def _hardware_and_source(self, backend: Backend, file: str, high_priority: bool) -> tuple[HardwareSpec, str]:
         """Return the hardware for predictions and its source. An unusable file does not prevent a report."""
-        p = self.plan.call
+        call = self.plan.call
         note = ""
         try:
             hardware = hardware_of(
-                backend, p.ranks, file=file, dtype=self.dtype, head_dim=p.head_dim, high_priority=high_priority
+                backend, call.ranks, file=file, dtype=self.dtype, head_dim=call.head_dim, high_priority=high_priority
             )
         except InputError:
-            hardware = hardware_of(backend, p.ranks, high_priority=high_priority)
+            hardware = hardware_of(backend, call.ranks, high_priority=high_priority)
             note = "; the hardware spec file in the settings cannot be used"
         return hardware, (hardware.source.removeprefix("of ") or "the backend's guess") + note
 

@@ -408,14 +408,14 @@ class HeadExecutor(Executor):
         self, prepared: PreparedCall, saved: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """See `Executor`. dsinks is 0 for heads that other ranks compute."""
-        p, groups = prepared.plan.call, prepared.plan.split_heads()
+        call, groups = prepared.plan.call, prepared.plan.split_heads()
         if dout is None:
-            rows = p.layout.count(prepared.transport.rank)
-            dout = saved[0].new_zeros((p.batch, rows, p.heads, p.v_head_dim))
+            rows = call.layout.count(prepared.transport.rank)
+            dout = saved[0].new_zeros((call.batch, rows, call.heads, call.v_head_dim))
         dout = arrived(dout).resolve_neg()  # messages are copies of memory, which has the opposite sign
         reshard = Reshard(prepared, dout.device, backward=True)
         exchanges = [reshard.to_heads([(dout, group.q_heads)]) for group in groups]
-        sizes = ((p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.v_head_dim))
+        sizes = ((call.heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.v_head_dim))
         dq, dk, dv = (dout.new_empty((*dout.shape[:2], *size)) for size in sizes)
         dsinks = None if sinks is None else torch.zeros_like(sinks)
         results: list[ToSequence] = []

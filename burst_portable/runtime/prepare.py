@@ -397,7 +397,7 @@ def _call_signature(
 
     Kernels may differ if they take rows in the same order.
     """
-    p, forward = plan.call, plan.forward
+    call, forward = plan.call, plan.forward
     order_of_rows = hashed_value("none", ())
     if plan.heads and plan.ring_size > 1:
         order = f"in the order that the kernel {kernel.name!r} takes"
@@ -407,19 +407,19 @@ def _call_signature(
             "backend": backend.name,
             "process group": backend.capabilities.process_group,
             "ranks per node": str(transport.ranks_per_node or "not given"),
-            "batch": str(p.batch),
-            "heads": f"{p.heads}, {p.kv_heads} of K and V",
-            "head sizes": f"{p.head_dim}, {p.v_head_dim} of V",
+            "batch": str(call.batch),
+            "heads": f"{call.heads}, {call.kv_heads} of K and V",
+            "head sizes": f"{call.head_dim}, {call.v_head_dim} of V",
             "tokens": tokens,
-            "dtype": p.dtype,
-            "mask": hashed_value(str(p.mask), p.mask.regions),
-            "layout": hashed_value(p.layout.name, p.layout.shards),
+            "dtype": call.dtype,
+            "mask": hashed_value(str(call.mask), call.mask.regions),
+            "layout": hashed_value(call.layout.name, call.layout.shards),
             "strategy": plan_fact(plan),
             "rows that cross nodes": order_of_rows,
-            "scale": repr(p.scale),
-            "softcap": repr(p.softcap),
-            "sinks": "yes" if p.sinks else "no",
-            "dropout": repr(p.dropout and p.dropout[:2]),
+            "scale": repr(call.scale),
+            "softcap": repr(call.softcap),
+            "sinks": "yes" if call.sinks else "no",
+            "dropout": repr(call.dropout and call.dropout[:2]),
             "LSE sent": "yes" if plan.heads and with_lse else "no",
         }
     )
