@@ -129,10 +129,7 @@ def attention(
             result: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, request)
             return result
         return _between_graphs(q, k, v, sinks, mesh, request, dropout_seed)
-    mesh = as_mesh(mesh)
-    prepared, q, k, v = prepare(q, k, v, sinks, mesh, request, dropout_seed)
-    out, lse = run(prepared, mesh, q, k, v, sinks)
-    return out if lse is None or not return_lse else (out, lse)
+    return _uncompiled(q, k, v, sinks, mesh, request, dropout_seed)
 
 
 _ADVICE = {
