@@ -275,9 +275,9 @@ class Transport(ABC):
         """Send sends[r] to rank r and receive receives[r] from it, until all have arrived. Buffers are uint8."""
         if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():
             receives[self.rank].copy_(sends[self.rank])
-        out = [Message(sends[r], r) for r in self.others if sends[r].numel()]
-        back = [Message(receives[r], r) for r in reversed(self.others) if receives[r].numel()]
-        exchange = Exchange(*self.post(out, back, label))
+        outgoing = [Message(sends[r], r) for r in self.others if sends[r].numel()]
+        incoming = [Message(receives[r], r) for r in reversed(self.others) if receives[r].numel()]
+        exchange = Exchange(*self.post(outgoing, incoming, label))
         exchange.wait()
         exchange.wait_sent()
 

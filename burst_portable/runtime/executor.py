@@ -115,7 +115,7 @@ def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
 
 
 class ForwardSteps:
-    """The steps of one rank in a forward pass, for one group of heads.
+    """The steps of one rank in a forward pass, for one group of heads: round `round_index` of `Plan.rounds`.
 
     The result is (out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges. If
     `may_round`, out may have the dtype of q. Rows that only one step computes are then written in it directly::
@@ -126,15 +126,15 @@ class ForwardSteps:
     """
 
     def __init__(
-        self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, may_round: bool, group: int = 0
+        self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, may_round: bool, round_index: int = 0
     ) -> None:
         self._prepared, self._q, self._k, self._v = prepared, q, k, v
-        self._once = may_round and prepared.forward.messages.parts == 1
+        self._computes_once = may_round and prepared.forward.messages.parts == 1
         merges_few = may_round and prepared.kernel.traits.writes_into
         merged = prepared.forward.plan.merged_rows(prepared.transport.rank) if merges_few else None
         self._rounded = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
         messages = prepared.forward.messages
-        self._blocks = Blocks(prepared, messages, {"kv": (k, v), "q": (q,)}, q.dtype, group, backward=False)
+        self._blocks = Blocks(prepared, messages, {"kv": (k, v), "q": (q,)}, q.dtype, round_index, backward=False)
         self._partials = _Partials(self._blocks)
         self._state: State | None = None
 
@@ -152,7 +152,7 @@ class ForwardSteps:
                 if helps:
                     part = kernel.attend(block[0], k, v, tiles, call, yields_to_comm=yields_to_comm)
                     self._partials.keep(step, part)
-                elif self._once:
+                elif self._computes_once:
                     self._state = kernel.forward_single_call(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
                 elif self._state is None and (rounded := self._rounded) is not None:
                     self._state = attend_first(kernel, q, k, v, tiles, call, *rounded, yields_to_comm=yields_to_comm)
@@ -206,18 +206,18 @@ def attend_first(
 
 
 class BackwardSteps:
-    """The steps of one rank in a backward pass, for one group of heads.
+    """The steps of one rank in a backward pass, for one group of heads: round `round_index` of `Plan.rounds`.
 
     The result is (dq, dk, dv) of this rank's shard, in the accumulation dtype. If queries are sent, `x` has delta.
     """
 
-    def __init__(self, prepared: PreparedCall, x: BackwardInputs, group: int = 0) -> None:
+    def __init__(self, prepared: PreparedCall, x: BackwardInputs, round_index: int = 0) -> None:
         self._prepared, self._x = prepared, x
         dq, dk, dv = (torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (x.q, x.k, x.v))
         self._results: Gradients = dq, dk, dv
         sides = prepared.backward.plan.sides
         local = {side: (x.k, x.v) if side == "kv" else _query_block(x) for side in sides}
-        self._blocks = Blocks(prepared, prepared.backward.messages, local, x.q.dtype, group, backward=True)
+        self._blocks = Blocks(prepared, prepared.backward.messages, local, x.q.dtype, round_index, backward=True)
         self._gradients = BlockGradients(self._blocks, {"kv": (dk, dv), "q": (dq,)})
 
     def run(self, step: Step, messages: StepMessages) -> None:
@@ -289,9 +289,11 @@ class Blocks:
             packed = self._packed[side, rows] = self.buffer(size)
             self.copy(self._local[side], self.messages.inputs[side], packed, rows)
         sends = []
-        for move, part_of, start, stop in messages.sends:
-            whole = self._remote[move.owner] if part_of is None else self._packed[move.side, part_of][start:stop]
-            sends.append((move, whole))
+        for move, packed_rows, start, stop in messages.sends:
+            buffer = (
+                self._remote[move.owner] if packed_rows is None else self._packed[move.side, packed_rows][start:stop]
+            )
+            sends.append((move, buffer))
         if sends or messages.receives:
             self.post(sends, messages.receives)
 

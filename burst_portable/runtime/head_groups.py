@@ -81,7 +81,7 @@ def _forward_groups(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sin
         return
 
     def begin(group: int) -> ForwardSteps:  # sinks are merged before out is rounded
-        return ForwardSteps(calls[group], *parts[group][:3], may_round=sinks is None, group=group)
+        return ForwardSteps(calls[group], *parts[group][:3], may_round=sinks is None, round_index=group)
 
     for (*_, group_sinks), state in zip(parts, _run_groups(prepared, prepared.forward, begin), strict=True):
         if group_sinks is not None:
