@@ -28,11 +28,11 @@ class Choice:
 
     name: str
     why: str
-    others: Mapping[str, str]
+    not_chosen: Mapping[str, str]
 
     def lines(self) -> list[str]:
         """Return one line for the chosen name, and one for each other."""
-        return [f"{self.name}: {self.why}", *(f"not {name}: {reason}" for name, reason in self.others.items())]
+        return [f"{self.name}: {self.why}", *(f"not {name}: {reason}" for name, reason in self.not_chosen.items())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Explanation:
         strategy: The strategy, and the reason.
         layout: Name of the layout, and the tokens of this rank.
         mask: Name of the mask, its visible pairs per head and its fully masked tokens.
-        moves: Tensors that are sent in "forward" and "backward", and how.
+        traffic: Tensors that are sent in "forward" and "backward", and how.
         transport: The transport of blocks. The ranks connect a backend's own transport only in their first call.
         kernel: The kernel, and the reasons.
     """
@@ -53,7 +53,7 @@ class Explanation:
     strategy: Choice
     layout: str
     mask: str
-    moves: Mapping[str, str]
+    traffic: Mapping[str, str]
     transport: Choice
     kernel: Choice
 
@@ -63,7 +63,7 @@ class Explanation:
             "strategy": self.strategy.lines(),
             "layout": [self.layout],
             "mask": [self.mask],
-            "moves": [f"{name}: {what}" for name, what in self.moves.items()],
+            "traffic": [f"{name}: {what}" for name, what in self.traffic.items()],
             "transport": self.transport.lines(),
             "kernel": self.kernel.lines(),
         }
@@ -81,6 +81,7 @@ def explain(
     mesh: MeshLike = None,
     sinks: Tensor | None = None,
     dropout_seed: int | None = None,
+    return_lse: bool = False,
     **options: Unpack[RequestOptions],
 ) -> Explanation:
     """Return which backend, strategy, layout, messages and kernel `attention` uses, and why no others.
@@ -96,13 +97,14 @@ def explain(
         mesh: As for `attention`.
         sinks: As for `attention`.
         dropout_seed: As for `attention`. No seed is drawn without it, since nothing here depends on it.
+        return_lse: As for `attention`.
         **options: As for `attention`: mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic,
-            return_lse, dropout_p, first_head.
+            dropout_p, first_head.
 
     Raises the errors that `attention` raises before it sends anything.
     """
     mesh = as_mesh(mesh)
-    request = Request(**options).checked()
+    request = Request(**options, return_lse=return_lse).checked()
     if dropout_seed is not None:
         checked_seed(dropout_seed)
     target = checked_device(device)
@@ -123,7 +125,7 @@ def explain(
         strategy=Choice(plan.label, "; ".join(why), {}),
         layout=f"{layout.name}: {held}",
         mask=f"{mask}: {plan.call.num_pairs} pairs per head" + (f"; {masked} fully masked tokens" if masked else ""),
-        moves={name: _traffic(plan, name) for name in PASSES},
+        traffic={name: _traffic(plan, name) for name in PASSES},
         transport=_transport(plan, backend, mesh),
         kernel=_kernel(plan, backend, kernel, why_kernel.partition(";")[0]),  # the other kernels have their own lines
     )
@@ -131,12 +133,12 @@ def explain(
 
 def _backend(chosen: Backend, mesh: Mesh, device: str) -> Choice:
     why = f"the first for tensors on {device} that can run here" if mesh.backend == "auto" else "named by the mesh"
-    others = {
+    not_chosen = {
         name: unavailable_reason(name, device) or _passed_over(named=mesh.backend != "auto")
         for name in known()
         if name != chosen.name
     }
-    return Choice(chosen.name, why, others)
+    return Choice(chosen.name, why, not_chosen)
 
 
 def _passed_over(*, named: bool, timed: bool = False) -> str:
@@ -170,10 +172,10 @@ def _transport(plan: Plan, backend: Backend, mesh: Mesh) -> Choice:
 
 
 def _kernel(plan: Plan, backend: Backend, chosen: Kernel, why: str) -> Choice:
-    others = {}
+    not_chosen = {}
     for kernel in () if plan.score_rows else kernels_of(backend):  # none of them can compute such a plan
         if kernel.name != chosen.name:
             support = support_of(kernel, plan.forward.call)
             passed_over = _passed_over(named=why.startswith("named"), timed=why.startswith("the fastest"))
-            others[kernel.name] = (support.slower or passed_over) if support.ok else support.reason
-    return Choice(chosen.name, why, others)
+            not_chosen[kernel.name] = (support.slower or passed_over) if support.ok else support.reason
+    return Choice(chosen.name, why, not_chosen)

@@ -149,7 +149,7 @@ def test_invalid_probe_result_is_reported_and_ignored(installed, answer, reason)
     with pytest.raises(BackendUnavailableError, match=reason):
         check_backend("theirs", coverage="quick")
     q = torch.empty(1, 8, 2, 16)
-    assert burst_portable.explain(q, q, q, mask="causal").backend.others["theirs"] == reason
+    assert burst_portable.explain(q, q, q, mask="causal").backend.not_chosen["theirs"] == reason
     backend, _ = choose_backend("auto", 1)
     assert backend.name == "cpu"
     assert doctor.examine()["backends"]["theirs"]["reason"] == reason
@@ -166,7 +166,7 @@ def test_explain_lists_backends_that_were_not_named(installed):
     installed(BACKEND + "backend = Theirs()\n")
     q = torch.empty(1, 8, 2, 16)
     (told,) = burst_portable.run_threads(1, lambda mesh: burst_portable.explain(q, q, q, mesh=mesh), backend="theirs")
-    assert told.backend.others["cpu"] == "it can serve too, and was not named"
+    assert told.backend.not_chosen["cpu"] == "it can serve too, and was not named"
 
 
 def test_load_rejects_two_packages_with_one_name(installed):

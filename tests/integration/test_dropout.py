@@ -128,7 +128,7 @@ def test_explain_names_kernels_without_dropout():
     q = torch.randn(1, 8, 2, 8)
     kernel = bp.explain(q, q, q, dropout_p=0.1).kernel
     assert kernel.name == "reference"
-    assert "it does not drop weights by global position" in kernel.others["cpu_flash"]
+    assert "it does not drop weights by global position" in kernel.not_chosen["cpu_flash"]
     with pytest.raises(UnsupportedError, match="'cpu_flash' was named and does not serve this call: it does not drop"):
         bp.attention(q, q, q, dropout_p=0.1, kernel="cpu_flash")
 

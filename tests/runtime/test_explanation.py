@@ -35,7 +35,7 @@ def test_explain_describes_what_runs(strategy, options):
         assert told.layout.startswith(f"{call.plan.call.layout.name}: rank {mesh.rank} of 2 holds 16 of 32")
         assert told.strategy.why.startswith("chose" if strategy == "auto" else "named")
         if not call.plan.heads:
-            assert f"({call.plan.forward.route.name})" in told.moves["forward"]
+            assert f"({call.plan.forward.route.name})" in told.traffic["forward"]
         return told
 
     bp.run_threads(2, work)
@@ -50,15 +50,15 @@ def test_explain_works_on_one_rank_with_shapes_only():
 
     _, told = bp.run_threads(2, work)
     assert (told.backend.name, told.kernel.name, told.kernel.why) == ("cpu", "reference", "named")
-    assert told.moves["backward"] == "Q, dO, LSE and delta are sent, then dQ (ring)"
+    assert told.traffic["backward"] == "Q, dO, LSE and delta are sent, then dQ (ring)"
 
 
 def test_explain_gives_every_reason():
     told = bp.explain(*qkv(), softcap=2.0, mask="documents:0,5,12", mesh=bp.Mesh.single(backend="cpu"))
     assert (told.backend.name, told.backend.why) == ("cpu", "named by the mesh")
-    assert told.backend.others["cuda"] == "it takes tensors on cuda"
-    assert told.kernel.others == {"cpu_flash": "it has no softcap"}
-    assert told.moves == {
+    assert told.backend.not_chosen["cuda"] == "it takes tensors on cuda"
+    assert told.kernel.not_chosen == {"cpu_flash": "it has no softcap"}
+    assert told.traffic == {
         "forward": "nothing, one rank holds all tokens",
         "backward": "nothing, one rank holds all tokens",
     }

@@ -272,7 +272,7 @@ def test_explain_describes_both_levels_of_usp():
         q, k = torch.empty(1, 4, 4, 8), torch.empty(1, 4, 2, 8)
         return bp.explain(
             q, k, k, mesh=mesh, strategy=bp.make_strategy("usp", ranks_per_node=2, gradient_comm_dtype="input")
-        ).moves
+        ).traffic
 
     told = bp.run_threads(4, work)[0]
     assert told["forward"].endswith("between nodes K and V are sent (all_to_all, ring, nodes of 2 ranks)")

@@ -115,7 +115,7 @@ def test_scores_above_the_limit_raise():
 def test_explanation_names_no_other_kernel():
     q, k, v = (torch.randn(1, 8, 2, 8) for _ in "qkv")
     kernel = bp.explain(q, k, v, strategy="ring_self_attention").kernel
-    assert (kernel.name, kernel.others) == ("score_rows", {})
+    assert (kernel.name, kernel.not_chosen) == ("score_rows", {})
     assert kernel.why == "the strategy stores rows of scores, which no kernel does"
 
 
