@@ -180,7 +180,7 @@ class Transport(ABC):
         self.agreed: set[bytes] = set()
 
     @property
-    def others(self) -> list[int]:
+    def other_ranks(self) -> list[int]:
         """The other ranks, beginning with the next one."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
@@ -275,8 +275,8 @@ class Transport(ABC):
         """Send sends[r] to rank r and receive receives[r] from it, until all have arrived. Buffers are uint8."""
         if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():
             receives[self.rank].copy_(sends[self.rank])
-        outgoing = [Message(sends[r], r) for r in self.others if sends[r].numel()]
-        incoming = [Message(receives[r], r) for r in reversed(self.others) if receives[r].numel()]
+        outgoing = [Message(sends[r], r) for r in self.other_ranks if sends[r].numel()]
+        incoming = [Message(receives[r], r) for r in reversed(self.other_ranks) if receives[r].numel()]
         exchange = Exchange(*self.post(outgoing, incoming, label))
         exchange.wait()
         exchange.wait_sent()

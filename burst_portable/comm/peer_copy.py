@@ -171,7 +171,7 @@ class PeerCopyTransport(Transport):
         for state in (self._next_send, self._next_receive, self._free_peers, self._inboxes):
             state.clear()
         free = free_flag(self.size, self.rank)
-        memory.signal([(peer, free) for peer in self.others], self._mark, copying=False)
+        memory.signal([(peer, free) for peer in self.other_ranks], self._mark, copying=False)
 
     def end(self) -> None:
         self.memory.leave()

@@ -171,7 +171,7 @@ class TorchDistTransport(Transport):
         messages under the mask. More pairs would need more buffers.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator(check_available=True))
-        send, receive = Message(byte, self.others[0]), Message(torch.empty_like(byte), self.others[-1])
+        send, receive = Message(byte, self.other_ranks[0]), Message(torch.empty_like(byte), self.other_ranks[-1])
         sends, receives = self.post([send], [receive], "connecting")
         for handle in (*receives, *sends):
             handle.wait()
@@ -209,7 +209,10 @@ class TorchDistTransport(Transport):
         """Share point to point: the error of a collective would not name the missing rank."""
         local = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [local if rank == self.rank else torch.empty_like(local) for rank in range(self.size)]
-        sends, receives = [Message(local, r) for r in self.others], [Message(parts[r], r) for r in self.others]
+        sends, receives = (
+            [Message(local, r) for r in self.other_ranks],
+            [Message(parts[r], r) for r in self.other_ranks],
+        )
         outgoing, incoming = self._each(sends, receives, label, timeout)
         for handle in (*incoming, *outgoing):
             handle.wait()

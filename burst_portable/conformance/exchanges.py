@@ -35,7 +35,7 @@ def _wait(*groups: Sequence[Handle]) -> None:
 def _pass_on(transport: Transport, message: Tensor, label: str) -> Tensor:
     """Send a message to the next rank, and return that of the previous one, which has the same size."""
     came = _empty(transport, message.numel(), message.device)
-    following, previous = transport.others[0], transport.others[-1]
+    following, previous = transport.other_ranks[0], transport.other_ranks[-1]
     sent, received = transport.post([Message(message, following)], [Message(came, previous)], label)
     _wait(received, sent)
     return came
@@ -65,7 +65,7 @@ def message_sizes(transport: Transport, device: torch.device) -> str:
 
 def message_order(transport: Transport, device: torch.device) -> str:
     """Check the order of messages between two ranks: several in a post, and several posts before a wait."""
-    following, previous = transport.others[0], transport.others[-1]
+    following, previous = transport.other_ranks[0], transport.other_ranks[-1]
     outs = [torch.full((64,), number, dtype=torch.uint8, device=device) for number in range(11)]
     came = [_empty(transport, 64, device) for _ in outs]
     sends, receives = [Message(b, following) for b in outs], [Message(b, previous) for b in came]
@@ -191,7 +191,7 @@ def _exchange_once(
     lines, width, step = 24, 48, 80  # bytes
     rank, size = transport.rank, lines * width
     node = range(rank - rank % ranks_per_node, min(rank - rank % ranks_per_node + ranks_per_node, transport.size))
-    ranks = (*(r for r in transport.others if r in node), rank)
+    ranks = (*(r for r in transport.other_ranks if r in node), rank)
     offset = rank * size
 
     def sent(source: int, target: int) -> Tensor:

@@ -114,7 +114,7 @@ class Strategy(ABC):
         return mask
 
 
-def node_size(ranks: int, fits: Callable[[int], bool] = lambda ranks_per_node: True) -> int:
+def default_ranks_per_node(ranks: int, fits: Callable[[int], bool] = lambda ranks_per_node: True) -> int:
     """Return the default number of ranks per node.
 
     This is the largest divisor of `ranks` that satisfies `fits`, is at most 8 and leaves at least two nodes; 1 if

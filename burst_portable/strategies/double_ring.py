@@ -31,8 +31,8 @@ from burst_portable.strategies.base import (
     OFFERED_IN_NODES,
     Machine,
     Strategy,
+    default_ranks_per_node,
     local_first_share,
-    node_size,
     ring_plan,
     should_round_gradients,
 )
@@ -67,7 +67,7 @@ class DoubleRingStrategy(Strategy):
         rounds_gradients = should_round_gradients(call, self.gradient_comm_dtype)
         ranks_per_node, reason = self.ranks_per_node, ""
         if ranks_per_node is None:
-            ranks_per_node = node_size(call.ranks)
+            ranks_per_node = default_ranks_per_node(call.ranks)
             reason = f"ranks_per_node={ranks_per_node} by default"
         check_divides(ranks_per_node, call.ranks)
         side = self.backward_circulates

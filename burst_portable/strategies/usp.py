@@ -39,8 +39,8 @@ from burst_portable.strategies.base import (
     OFFERED_IN_NODES,
     Machine,
     Strategy,
+    default_ranks_per_node,
     make_route,
-    node_size,
     ring_plan,
     should_round_gradients,
 )
@@ -179,8 +179,8 @@ class UspStrategy(Strategy):
             return can_divide_heads(call, self._head_ranks(ranks, ranks_per_node))
 
         if self.ranks_per_node is None:
-            largest = node_size(ranks)
-            ranks_per_node = node_size(ranks, fits)
+            largest = default_ranks_per_node(ranks)
+            ranks_per_node = default_ranks_per_node(ranks, fits)
             if not fits(ranks_per_node):  # with "context_first", one rank per node divides heads among all ranks
                 ranks_per_node = ranks
             among = self._head_ranks(ranks, largest)

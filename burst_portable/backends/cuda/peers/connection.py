@@ -150,7 +150,7 @@ def _run_trial(
 
 def _messages(transport: PeerCopyTransport, block: Tensor) -> dict[int, Tensor]:
     """Send one message to each other rank."""
-    inboxes = {peer: transport.inbox(_PROOF, block.device, peer) for peer in transport.others}
+    inboxes = {peer: transport.inbox(_PROOF, block.device, peer) for peer in transport.other_ranks}
     sent, received = transport.post(
         [Message(block, peer) for peer in inboxes],
         [Message(inbox, peer) for peer, inbox in inboxes.items()],
@@ -165,7 +165,7 @@ def _exchange(
     transport: PeerCopyTransport, block: Tensor, *, strided: bool = False, exclusive: bool = True
 ) -> dict[int, Tensor]:
     """Send parts, or strips of several lines, to all ranks, this rank included, in one exchange."""
-    size, offset, ranks = _PROOF, transport.rank * _PROOF, (*transport.others, transport.rank)
+    size, offset, ranks = _PROOF, transport.rank * _PROOF, (*transport.other_ranks, transport.rank)
     leaving: Parts | Strips = Parts(block, tuple(Part(r, 0, size, offset) for r in ranks))
     if strided:
         width, step = 1024, 4096
