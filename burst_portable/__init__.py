@@ -23,7 +23,7 @@ _NAMES = {  # module of this package -> its public names
     "numerics": ("merge_attention_states",),
     "profiling.session": ("profile",),
     "runtime.explanation": ("explain",),
-    "runtime.prepare": ("plan_for_mesh",),
+    "runtime.mesh_plans": ("plan_for_mesh",),
     "sharding": ("local_position_ids", "shard", "shard_batch", "unshard"),
     "strategies.planner": ("plan",),
     "strategies.registry": ("make_strategy",),
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from burst_portable.numerics import merge_attention_states as merge_attention_states
     from burst_portable.profiling.session import profile as profile
     from burst_portable.runtime.explanation import explain as explain
-    from burst_portable.runtime.prepare import plan_for_mesh as plan_for_mesh
+    from burst_portable.runtime.mesh_plans import plan_for_mesh as plan_for_mesh
     from burst_portable.sharding import local_position_ids as local_position_ids
     from burst_portable.sharding import shard as shard
     from burst_portable.sharding import shard_batch as shard_batch

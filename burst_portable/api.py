@@ -24,7 +24,8 @@ from burst_portable.numerics import State, finished
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, checked_tiles
 from burst_portable.runtime.autograd import run
-from burst_portable.runtime.prepare import AttentionOptions, Request, prepare
+from burst_portable.runtime.prepare import prepare
+from burst_portable.runtime.request import AttentionOptions, Request
 from burst_portable.runtime.validation import check_tensors, checked_scale, checked_softcap
 from burst_portable.strategies.base import Strategy
 from burst_portable.utils.torch_modes import cast_for_autocast, disable_autocast, outside_graphs

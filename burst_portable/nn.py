@@ -175,7 +175,7 @@ class SelfAttention(nn.Module):
         if torch.compiler.is_compiling() and isinstance(x, Tensor) and self._accepts(x):
             # The import registers operators of torch.
             from burst_portable.runtime.graph_ops import as_text, can_trace, positions_in_graph
-            from burst_portable.runtime.prepare import Request
+            from burst_portable.runtime.request import Request
 
             request = as_text(Request(mask, self.strategy, self.layout, seq_len))
             if can_trace(self.mesh, request):  # the operators check the rest, when all ranks run

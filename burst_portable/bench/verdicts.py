@@ -8,7 +8,7 @@ from typing import NamedTuple
 from burst_portable.comm.agreement import hashed_value
 from burst_portable.errors import BurstError, StrategyError, in_a_line
 from burst_portable.planning.plans import Plan
-from burst_portable.runtime.prepare import plan_fact
+from burst_portable.runtime.signature import plan_fact
 from burst_portable.utils.text import rank_names
 
 _LONGEST_REASON = 1000  # characters of an error that ranks share

@@ -33,11 +33,11 @@ from burst_portable.runtime.autograd import begin, observed, run_backward
 from burst_portable.runtime.executor import attend_first
 from burst_portable.runtime.prepare import (
     kernel_for_plan,
-    plan_fact,
     plan_for_kernel,
     prepared_call,
     with_checked_results,
 )
+from burst_portable.runtime.signature import plan_fact
 from burst_portable.strategies.planner import planned
 
 

@@ -16,7 +16,8 @@ from burst_portable.kernels.base import Kernel
 from burst_portable.kernels.checked_kernel import support_of
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.plans import PASSES, PassName, Plan
-from burst_portable.runtime.prepare import Request, RequestOptions, choose, describe
+from burst_portable.runtime.prepare import choose, describe
+from burst_portable.runtime.request import Request, RequestOptions
 from burst_portable.runtime.validation import checked_device, checked_seed
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.utils.torch_modes import cast_for_autocast

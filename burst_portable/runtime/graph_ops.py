@@ -37,8 +37,9 @@ from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh, position_ids
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.runtime.autograd import begin, observed, run_backward
-from burst_portable.runtime.prepare import Request, choose, describe, prepare
+from burst_portable.runtime.prepare import choose, describe, prepare
 from burst_portable.runtime.prepared_call import PreparedCall
+from burst_portable.runtime.request import Request
 from burst_portable.runtime.validation import broadcast_error, check_rows, usable_device
 from burst_portable.strategies.planner import layout_of, mask_of
 from burst_portable.utils.torch_modes import cast_for_autocast, disable_autocast, disable_selective_checkpointing

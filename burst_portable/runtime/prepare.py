@@ -1,7 +1,7 @@
 """Prepare a call of `attention`: check it, plan it, choose its backend and kernel, and cache the result.
 
-A call has three forms: `Request` (the arguments), `planning.call.AttentionCall` (the attention as data) and
-`runtime.prepared_call.PreparedCall` (everything that runs it). `prepare` makes the last from the first::
+A call has three forms: `runtime.request.Request` (the arguments), `planning.call.AttentionCall` (the attention as
+data) and `runtime.prepared_call.PreparedCall` (everything that runs it). `prepare` makes the last from the first::
 
     describe    Request and tensors -> AttentionCall    checks shapes, dtypes, mask and layout
     choose      AttentionCall -> Plan, Backend, Kernel  strategies/planner.py plans
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,16 +20,14 @@ from torch.autograd import forward_ad
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel, hardware_of
-from burst_portable.comm.agreement import CallSignature, HashedValue, call_signature, hashed_value
+from burst_portable.comm.agreement import CallSignature
 from burst_portable.comm.base import Transport
 from burst_portable.config import triton_cache
-from burst_portable.errors import InputError, UnsupportedError, format_error, shown
+from burst_portable.errors import UnsupportedError, format_error
 from burst_portable.kernels.base import Kernel, as_kernels_take
 from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.kernels.score_kernel import ScoreRowKernel
-from burst_portable.layout import Layout, contiguous
-from burst_portable.mask import Mask
-from burst_portable.mesh import Mesh, MeshLike, as_mesh
+from burst_portable.mesh import Mesh
 from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.messages import Inboxes, inboxes
 from burst_portable.planning.plans import Plan
@@ -40,9 +37,10 @@ from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_groups import GroupExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
 from burst_portable.runtime.prepared_call import Executor, PreparedCall, PreparedPass
+from burst_portable.runtime.request import Request
 from burst_portable.runtime.score_rows import ScoreRowExecutor
+from burst_portable.runtime.signature import signature_of, tokens_fact
 from burst_portable.runtime.validation import (
-    as_number,
     broadcast_error,
     check_data,
     check_known_sizes,
@@ -52,8 +50,6 @@ from burst_portable.runtime.validation import (
     check_sinks,
     check_tensor,
     check_tensors,
-    checked_device,
-    checked_dropout,
     checked_scale,
     checked_seed,
     checked_softcap,
@@ -62,91 +58,10 @@ from burst_portable.runtime.validation import (
 )
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.planner import call_of_sizes, layout_of, mask_of, planned_for, planned_to_run
+from burst_portable.strategies.planner import layout_of, mask_of, planned_to_run
 from burst_portable.strategies.registry import strategy_of
 from burst_portable.utils.torch_modes import cast_for_autocast
-from burst_portable.utils.values import size
 from burst_portable.utils.warning import warn_caller
-
-
-class RequestOptions(TypedDict, total=False):
-    """Keywords of `attention` that define the computation, the plan and the kernel."""
-
-    mask: Mask | str
-    strategy: Strategy | str
-    layout: Layout | str
-    seq_len: int | None
-    scale: float | None
-    softcap: float | None
-    kernel: str
-    deterministic: bool | None
-    dropout_p: float
-    first_head: int
-
-
-class AttentionOptions(RequestOptions, total=False):
-    """Keywords of `attention` except `return_lse`."""
-
-    mesh: MeshLike
-    sinks: Tensor | None
-    dropout_seed: int | None
-
-
-class Request(NamedTuple):
-    """The keywords of `attention` except its mesh, its tensors and the seed of dropout.
-
-    Part of the key under which a mesh caches a prepared call. A cached call neither parses a mask nor makes a layout.
-    """
-
-    mask: Mask | str = "causal"
-    strategy: Strategy | str = "auto"
-    layout: Layout | str = "zigzag"
-    seq_len: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    kernel: str = "auto"
-    deterministic: bool | None = None
-    return_lse: bool = False
-    dropout_p: float = 0.0
-    first_head: int = 0
-
-    def checked(self) -> Request:
-        """Return the request with numbers as ints or floats: 1, 1.0 and True are equal as keys.
-
-        Raises:
-            InputError: A number, a name or a flag has the wrong type.
-        """
-        mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse, dropout_p, first_head = self
-        if seq_len is not None:
-            seq_len = size("seq_len", seq_len)
-        if scale is not None:
-            scale = as_number("scale", scale)
-        if softcap is not None:
-            softcap = as_number("softcap", softcap)
-        if not isinstance(kernel, str):
-            raise InputError("kernel must be a name", got=shown(kernel), allowed="'auto', or a kernel of the backend")
-        deterministic = _deterministic(deterministic)
-        if not isinstance(return_lse, bool):
-            raise InputError("return_lse must be a bool", got=shown(return_lse), allowed="True or False")
-        is_dropped = not isinstance(dropout_p, int | float) or dropout_p != 0.0
-        if is_dropped or type(first_head) is not int or first_head != 0:
-            dropout_p, first_head = checked_dropout(dropout_p, first_head)
-        return Request(
-            mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse, dropout_p, first_head
-        )
-
-
-def _deterministic(given: bool | None) -> bool:
-    """Return the value of `deterministic`. Default: torch's setting."""
-    if given is None:
-        return torch.are_deterministic_algorithms_enabled()
-    if not isinstance(given, bool):
-        allowed = "True, False, or None for torch's setting"
-        raise InputError("deterministic must be a bool or None", got=shown(given), allowed=allowed)
-    return given
-
-
-# ------------------------------------------------------------------------------------------ prepare a call
 
 
 def prepare(
@@ -247,7 +162,7 @@ def choose(call: AttentionCall, mesh: Mesh, request: Request) -> tuple[Plan, Bac
     by_setting = request.kernel == "auto" and mesh.config.kernel != "auto"
     name = mesh.config.kernel if by_setting else request.kernel
     times = mesh.config.kernel_times
-    strategy = _strategy(
+    strategy = strategy_for_mesh(
         request.strategy, mesh, call, backend, lambda: choose_kernel(backend, call, name, times=times)[0]
     )
     plan = planned_to_run(strategy, call)
@@ -278,8 +193,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         plan, backend, kernel, reason = choose(call, mesh, request)
         transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     with_lse = request.return_lse
-    tokens = _tokens_fact(call, q.shape[1], mesh, request)
-    signature = _call_signature(plan, backend, kernel, transport, tokens, with_lse=with_lse)
+    tokens = tokens_fact(call, q.shape[1], mesh, request)
+    signature = signature_of(plan, backend, kernel, transport, tokens, with_lse=with_lse)
     prepared = prepared_call(plan, backend, kernel, transport, signature, with_lse=with_lse, reason=reason)
     kernel.save_compiled_in(triton_cache())
     compile_ahead(prepared, mesh, q, k, v, sinks)
@@ -371,7 +286,7 @@ def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
     return with_rank_order(plan, kernel.traits)
 
 
-def _strategy(
+def strategy_for_mesh(
     strategy: Strategy | str, mesh: Mesh, call: AttentionCall, backend: Backend, kernel: Callable[[], Kernel]
 ) -> Strategy:
     """Return the strategy that a caller passed.
@@ -388,157 +303,3 @@ def _strategy(
     if hardware.peer_copy_bandwidth and not mesh.may_be_direct(call.device):
         hardware = replace(hardware, peer_copy_bandwidth=())
     return replace(chosen, hardware=hardware)
-
-
-def _call_signature(
-    plan: Plan, backend: Backend, kernel: Kernel, transport: Transport, tokens: HashedValue, *, with_lse: bool
-) -> CallSignature:
-    """Return the facts that must be equal on all ranks. Vendors must not differ: their partial results would be mixed.
-
-    Kernels may differ if they take rows in the same order.
-    """
-    call, forward = plan.call, plan.forward
-    order_of_rows = hashed_value("none", ())
-    if plan.heads and plan.ring_size > 1:
-        order = f"in the order that the kernel {kernel.name!r} takes"
-        order_of_rows = hashed_value(order, forward.call.layout.shards)
-    return call_signature(
-        {
-            "backend": backend.name,
-            "process group": backend.capabilities.process_group,
-            "ranks per node": str(transport.ranks_per_node or "not given"),
-            "batch": str(call.batch),
-            "heads": f"{call.heads}, {call.kv_heads} of K and V",
-            "head sizes": f"{call.head_dim}, {call.v_head_dim} of V",
-            "tokens": tokens,
-            "dtype": call.dtype,
-            "mask": hashed_value(str(call.mask), call.mask.regions),
-            "layout": hashed_value(call.layout.name, call.layout.shards),
-            "strategy": plan_fact(plan),
-            "rows that cross nodes": order_of_rows,
-            "scale": repr(call.scale),
-            "softcap": repr(call.softcap),
-            "sinks": "yes" if call.sinks else "no",
-            "dropout": repr(call.dropout and call.dropout[:2]),
-            "LSE sent": "yes" if plan.heads and with_lse else "no",
-        }
-    )
-
-
-def _tokens_fact(call: AttentionCall, rows: int, mesh: Mesh, request: Request) -> HashedValue:
-    """Return the tokens of the unsharded sequence. Its name has the rows of this rank if they define the number."""
-    length = call.layout.length
-    is_given = request.seq_len is not None or isinstance(request.layout, Layout)
-    return hashed_value(str(length) if is_given else f"{rows} rows x {mesh.size} ranks = {length}", length)
-
-
-def plan_fact(plan: Plan) -> HashedValue:
-    """Return what a plan sends and along which routes, which must be equal on all ranks."""
-    forward, backward = plan.forward, plan.backward
-    rounded = ", rounded gradients" if backward.rounds_gradients else ""
-    inside = ""
-    if plan.heads and plan.ring_size > 1:
-        across = plan.head_spacing > 1
-        inside = f" across {plan.head_parallel_size} nodes" if across else f" in nodes of {plan.head_parallel_size}"
-    sent = plan.circulates("backward")
-    groups = f" in {plan.head_groups} groups of heads" if plan.head_groups > 1 else ""
-    transfer = plan.transfer("forward").replace(", ", " and ")
-    strategy = f"{plan.strategy}{inside}{groups} (transfer {transfer}, backward {sent}{rounded})"
-    sides = forward.side, backward.side, backward.rounds_gradients
-    routes = forward.route, backward.route, backward.gradient_route, forward.helpers, backward.helpers
-    return hashed_value(strategy, (plan.heads, plan.head_groups, plan.score_rows, *sides, *routes))
-
-
-# --------------------------------------------------------------------------------- plan without tensors
-
-
-def plan_for_mesh(
-    mesh: MeshLike = None,
-    *,
-    seq_len: int,
-    heads: int,
-    kv_heads: int | None = None,
-    head_dim: int = 128,
-    v_head_dim: int | None = None,
-    mask: Mask | str = "causal",
-    strategy: Strategy | str = "auto",
-    layout: Layout | str = "auto",
-    batch: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str | int | None = None,
-    kernel: str = "auto",
-    deterministic: bool | None = None,
-    dropout_p: float = 0.0,
-) -> Plan:
-    """Return the plan that `attention` would run on this mesh, before there are tensors, with the fastest layout.
-
-    Like `plan`, but with the speeds of this machine, its links and the kernel that will compute. Pass its `.layout` to
-    `shard` and `attention`; `.reason` explains the choice. Equal arguments give equal plans on every rank.
-
-    Args:
-        mesh: As for `attention`.
-        seq_len: As for `plan`.
-        heads: As for `plan`.
-        kv_heads: As for `plan`.
-        head_dim: As for `plan`.
-        v_head_dim: As for `plan`.
-        mask: As for `attention`.
-        strategy: As for `attention`.
-        layout: As for `plan`. Default: "auto", the layout whose plan has the least predicted time.
-        batch: As for `plan`.
-        dtype: Dtype of q, k and v.
-        device: Device of q, k and v. Default: torch's default device.
-        kernel: As for `attention`.
-        deterministic: As for `attention`.
-        dropout_p: As for `attention`. It decides which kernels serve the call, and so the speeds.
-
-    Raises:
-        InputError: As for `plan`, the dtype or device is not one of torch's, or `dropout_p` is no probability.
-        UnsupportedError: As for `plan`, or no kernel, or not the named one, serves such a call.
-    """
-    mesh = as_mesh(mesh)
-    planner, call = strategy_on(
-        mesh, strategy, device, heads=heads, kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim,
-        v_head_dim=v_head_dim, dtype=dtype, kernel=kernel, deterministic=deterministic, dropout_p=dropout_p,
-    )  # fmt: skip
-    sizes = call_of_sizes(
-        seq_len, mesh.size, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, dtype.itemsize
-    )  # fmt: skip
-    described = replace(
-        sizes, dtype=call.dtype, device=call.device, deterministic=call.deterministic, dropout=call.dropout
-    )
-    return planned_for(planner, described, layout)
-
-
-def strategy_on(
-    mesh: Mesh,
-    strategy: Strategy | str,
-    device: torch.device | str | int | None,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    v_head_dim: int | None = None,
-    dtype: torch.dtype,
-    kernel: str = "auto",
-    deterministic: bool | None = None,
-    dropout_p: float = 0.0,
-) -> tuple[Strategy, AttentionCall]:
-    """Return the strategy for calls of these sizes on this machine, and such a call. See `plan_for_mesh`."""
-    if not isinstance(dtype, torch.dtype):
-        raise InputError(
-            "dtype is not one of torch's", got=shown(dtype), allowed="a torch.dtype, for example torch.bfloat16"
-        )
-    heads, kv_heads, head_dim = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)
-    v_head_dim = head_dim if v_head_dim is None else size("v_head_dim", v_head_dim)
-    probability, _ = checked_dropout(dropout_p, 0)
-    call = AttentionCall(
-        Mask.full(), contiguous(mesh.size, mesh.size), heads, kv_heads, head_dim, v_head_dim,
-        itemsize=dtype.itemsize, dtype=str(dtype).removeprefix("torch."),
-        device=(checked_device(device) or torch.get_default_device()).type,
-        deterministic=_deterministic(deterministic), dropout=Dropout(probability) if probability else None,
-    )  # fmt: skip
-    backend = mesh.backend_for(call.device)
-    name = mesh.config.kernel if kernel == "auto" else kernel
-    chosen, _ = choose_kernel(backend, call, name)  # raises now, even if the strategy does not need the kernel
-    return _strategy(strategy, mesh, call, backend, lambda: chosen), call

@@ -242,6 +242,16 @@ def checked_softcap(softcap: float | None) -> float | None:
     return number
 
 
+def checked_deterministic(given: bool | None) -> bool:
+    """Return the value of `deterministic`. Default: torch's setting."""
+    if given is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(given, bool):
+        allowed = "True, False, or None for torch's setting"
+        raise InputError("deterministic must be a bool or None", got=shown(given), allowed=allowed)
+    return given
+
+
 def checked_dropout(p: Any, first_head: Any) -> tuple[float, int]:
     """Return the probability of dropout, and the index of the first query head in the model."""
     number, head = checked_probability(as_number("dropout_p", p)), as_int(first_head)

@@ -30,7 +30,8 @@ from burst_portable.errors import (
     UnsupportedError,
 )
 from burst_portable.mesh import as_mesh
-from burst_portable.runtime.prepare import Request, prepare
+from burst_portable.runtime.prepare import prepare
+from burst_portable.runtime.request import Request
 
 
 @pytest.fixture

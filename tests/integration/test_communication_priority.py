@@ -21,7 +21,7 @@ from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels.base import WrappedKernel
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.profiling.recorder import PlanFacts
-from burst_portable.runtime.prepare import strategy_on
+from burst_portable.runtime.mesh_plans import strategy_and_call
 from burst_portable.strategies.auto import AutoStrategy
 from tests.runtime.test_explanation import qkv
 from tests.support.seams import calls_with
@@ -116,7 +116,7 @@ def test_auto_uses_slowdown_of_its_transport(first, monkeypatch):
     def work(mesh):
         mesh.transport("cpu").high_priority = first
         sizes = {"heads": 8, "kv_heads": 8, "head_dim": 16, "dtype": torch.float32}
-        strategy, _ = strategy_on(mesh, "auto", "cpu", **sizes)
+        strategy, _ = strategy_and_call(mesh, "auto", "cpu", **sizes)
         return strategy.hardware.comm_slowdown
 
     assert bp.run_threads(2, work) == [(0.1, 0.2) if first else (0.9, 0.3)] * 2

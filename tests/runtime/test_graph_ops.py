@@ -23,7 +23,7 @@ from burst_portable.errors import InputError, MismatchError, ShapeError, Unknown
 from burst_portable.kernels.dropout import weight_factors
 from burst_portable.planning.call import Dropout
 from burst_portable.runtime import graph_ops
-from burst_portable.runtime.prepare import Request
+from burst_portable.runtime.request import Request
 from tests.support.compiled_ranks import on_threads
 
 # torch's own warning: the compiler reads .grad of its inputs.

@@ -12,7 +12,7 @@ from burst_portable.errors import InputError, UnsupportedError, unknown_name
 from burst_portable.layout import NAMES, OF_MASKS, Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh
-from burst_portable.runtime.prepare import strategy_on
+from burst_portable.runtime.mesh_plans import strategy_and_call
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import plan
 from burst_portable.utils.cache import Cache
@@ -39,7 +39,7 @@ class Layouts:
                 raise InputError('layout="auto" needs the model\'s device', got="a model on meta", next_step=next_step)
             dtype = torch.get_autocast_dtype(like.device.type) if like.dtype is torch.float32 else like.dtype
             sizes = sizes_of(model.config)
-            self._strategy, _ = strategy_on(mesh, strategy, like.device.type, **sizes, dtype=dtype, kernel=kernel)
+            self._strategy, _ = strategy_and_call(mesh, strategy, like.device.type, **sizes, dtype=dtype, kernel=kernel)
 
     def of(self, length: int, cu_seqlens: tuple[int, ...] | None) -> Layout:
         """Return the layout of `length` tokens with documents at `cu_seqlens`."""
