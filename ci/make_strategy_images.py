@@ -28,12 +28,12 @@ SPACING, RADIUS, BOX = 36, 11, 7
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #1b2430 }
   .name { font-weight: 600 } .soft { fill: #5b6775; font-size: 12px } .rank { fill: #fff; text-anchor: middle }
-  .heads { fill: #5b6775; font-size: 11px; text-anchor: middle } .host { fill: none; stroke: #9aa7b5 }
+  .heads { fill: #5b6775; font-size: 11px; text-anchor: middle } .node { fill: none; stroke: #9aa7b5 }
   .line { stroke: #d5dbe3 } .back { fill: #fff } path { fill: none; stroke-width: 2 }
   .q { stroke-dasharray: 5 3 } .result { stroke-dasharray: 2 3 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6ebf1 } .soft, .heads { fill: #9aa7b5 } .rank { fill: #fff }
-    .back { fill: #0d1117 } .line { stroke: #2b3540 } .host { stroke: #5b6775 }
+    .back { fill: #0d1117 } .line { stroke: #2b3540 } .node { stroke: #5b6775 }
   }
 """
 
@@ -53,7 +53,7 @@ class Panel:
         return bp.plan(seq_len=LENGTH, ranks=RANKS, heads=HEADS, mask=self.mask, layout=self.layout, strategy=strategy)
 
     @property
-    def ranks_per_host(self) -> int | None:
+    def ranks_per_node(self) -> int | None:
         found: int | None = getattr(make_strategy(self.label), "ranks_per_node", None)
         return found
 
@@ -66,8 +66,8 @@ def both_passes(label: str, forward: str, backward: str, mask: str = "full", lay
     ]
 
 
-TWO_HOSTS = "ranks_per_node=2"
-CONTEXT_FIRST = f"usp({TWO_HOSTS}, placement=context_first)"
+TWO_NODES = "ranks_per_node=2"
+CONTEXT_FIRST = f"usp({TWO_NODES}, placement=context_first)"
 DOCUMENTS = "documents:0,2304,3072,4096"
 PICTURES: dict[str, list[Panel]] = {
     "ring": both_passes("ring", "K and V circulate", "K and V circulate,|dK and dV (dotted) follow"),
@@ -76,7 +76,7 @@ PICTURES: dict[str, list[Panel]] = {
     ),
     "burst": both_passes("burst", "K and V circulate", "Q, dO, LSE, delta (dashed)|circulate, dQ (dotted) follows"),
     "double_ring": both_passes(
-        f"double_ring({TWO_HOSTS})", "K and V, two hosts|of two ranks", "Q, dO, LSE, delta (dashed),|then dQ (dotted)"
+        f"double_ring({TWO_NODES})", "K and V, two nodes|of two ranks", "Q, dO, LSE, delta (dashed),|then dQ (dotted)"
     ),
     "distflash": both_passes(
         "distflash",
@@ -106,9 +106,9 @@ PICTURES: dict[str, list[Panel]] = {
         "ulysses", "rows of all ranks for a part|of the heads, then out back", "dO in the same way,|dQ, dK and dV back"
     ),
     "usp": [
-        Panel(("head_first, forward", "heads divided inside a host,", "a ring between hosts"), f"usp({TWO_HOSTS})"),
-        Panel(("head_first, backward", "dK and dV (dotted) follow"), f"usp({TWO_HOSTS})", backward=True),
-        Panel(("context_first, forward", "heads divided between hosts,", "a ring inside a host"), CONTEXT_FIRST),
+        Panel(("head_first, forward", "heads divided inside a node,", "a ring between nodes"), f"usp({TWO_NODES})"),
+        Panel(("head_first, backward", "dK and dV (dotted) follow"), f"usp({TWO_NODES})", backward=True),
+        Panel(("context_first, forward", "heads divided between nodes,", "a ring inside a node"), CONTEXT_FIRST),
         Panel(("context_first, backward", "dK and dV (dotted) follow"), CONTEXT_FIRST, backward=True),
     ],
 }
@@ -174,10 +174,10 @@ def cell(panel: Panel, plan: Plan, title: str, arrows: Iterable[Arrow], owners: 
     y = 70.0
     yield f'<text class="soft" x="-14" y="12">{title}</text>'
     yield from (draw_arrow(arrow, 0, y) for arrow in arrows)
-    if size := panel.ranks_per_host:
+    if size := panel.ranks_per_node:
         for first in range(0, RANKS, size):
             box = f'x="{first * SPACING - 15}" y="{y - 15:g}" width="{(size - 1) * SPACING + 30}" height="30" rx="15"'
-            yield f'<rect class="host" {box}/>'
+            yield f'<rect class="node" {box}/>'
     for rank in range(RANKS):
         x = rank * SPACING
         yield f'<circle cx="{x}" cy="{y:g}" r="{RADIUS}" fill="{COLORS[rank]}"/>'
