@@ -28,6 +28,7 @@ from burst_portable.integrations.transformers.models.padding_positions import (
 )
 from burst_portable.integrations.transformers.models.signatures import parameters_of
 from burst_portable.integrations.transformers.training.batch_check import KEY, checksum
+from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import check_tensor
 from burst_portable.sharding import shard, shard_batch
@@ -89,23 +90,8 @@ class BatchDivider(NamedTuple):
                 label.
             token_inputs: Other inputs of the model ``[B, N, ...]``.
         """
-        for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
-            if x is not None or name == "input_ids":
-                check_tensor(name, x)
+        _check_batch(input_ids, labels, attention_mask, token_inputs)
         documents = checked_documents(cu_seqlens)
-        if input_ids.dim() != 2:
-            next_step = "add the batch dimension: input_ids.unsqueeze(0)" if input_ids.dim() == 1 else None
-            raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape), next_step=next_step)
-        if not input_ids.numel():
-            raise ShapeError("the batch has no tokens", got=tuple(input_ids.shape), allowed="at least one token")
-        if labels is not None and labels.shape != input_ids.shape:
-            what = "labels and input_ids have different shapes"
-            raise ShapeError(what, got=tuple(labels.shape), allowed=tuple(input_ids.shape))
-        for name, x in token_inputs.items():
-            check_tensor(name, x)
-            if x.shape[:2] != input_ids.shape:
-                got, allowed = tuple(x.shape), f"{tuple(input_ids.shape)}, and perhaps more dimensions"
-                raise ShapeError(f"{name} has no value for each token", got=got, allowed=allowed)
         length = input_ids.shape[1]
         padded = has_padding(attention_mask, input_ids, input_ids if labels is None and self.shifts_labels else labels)
         inputs: dict[str, Any] = {}
@@ -134,22 +120,53 @@ class BatchDivider(NamedTuple):
         if POSITIONS in inputs:
             batch["position_ids"] = inputs.pop(POSITIONS)
         self.position_check.remember(batch["position_ids"], input_ids.shape[1], cu_seqlens)
-        if self.shifts_labels and predicts_first:
-            shifted = next_labels(labels, length)
-            inputs |= {"shift_labels": shard(shifted, self.mesh, layout=layout)}
-            inputs |= {"labels": inputs["shift_labels"], "num_items_in_batch": (shifted != -100).sum()}
-        elif self.shifts_labels:
-            has_label = (input_ids if labels is None else labels) != -100
-            # No token precedes the first one of a document.
-            first = on_device((0,) if cu_seqlens is None else cu_seqlens[:-1], has_label.device)
-            count = has_label.sum() - has_label[:, first].sum()
-            inputs |= {"shift_labels": batch["labels"], "num_items_in_batch": count}
-        else:
-            del batch["labels"]
-            if labels is not None:
-                local = shard(labels, self.mesh, layout=layout)
-                inputs |= {"labels": local, "num_items_in_batch": (labels != -100).sum()}
-        return batch | inputs
+        local_labels = batch.pop("labels")
+        if not self.shifts_labels:
+            return batch | inputs | self._labels(labels, layout)
+        if predicts_first:
+            return batch | inputs | self._labels_across_documents(labels, length, layout)
+        return batch | inputs | _shifted_labels(local_labels, input_ids if labels is None else labels, cu_seqlens)
+
+    def _labels(self, labels: Tensor | None, layout: Layout) -> dict[str, Any]:
+        """Return this rank's labels of a model that does not shift them, and the number of all labels."""
+        if labels is None:
+            return {}
+        local = shard(labels, self.mesh, layout=layout)
+        return {"labels": local, "num_items_in_batch": (labels != -100).sum()}
+
+    def _labels_across_documents(self, labels: Tensor, length: int, layout: Layout) -> dict[str, Any]:
+        """Return this rank's shifted labels, if the last token of a document predicts the first one of the next."""
+        shifted = next_labels(labels, length)
+        local = shard(shifted, self.mesh, layout=layout)
+        return {"shift_labels": local, "labels": local, "num_items_in_batch": (shifted != -100).sum()}
+
+
+def _check_batch(input_ids: Any, labels: Any, attention_mask: Any, token_inputs: Mapping[str, Any]) -> None:
+    """Raise an error for tensors of a batch that are no tensors, or whose shapes do not fit together."""
+    for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
+        if x is not None or name == "input_ids":
+            check_tensor(name, x)
+    if input_ids.dim() != 2:
+        next_step = "add the batch dimension: input_ids.unsqueeze(0)" if input_ids.dim() == 1 else None
+        raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape), next_step=next_step)
+    if not input_ids.numel():
+        raise ShapeError("the batch has no tokens", got=tuple(input_ids.shape), allowed="at least one token")
+    if labels is not None and labels.shape != input_ids.shape:
+        what = "labels and input_ids have different shapes"
+        raise ShapeError(what, got=tuple(labels.shape), allowed=tuple(input_ids.shape))
+    for name, x in token_inputs.items():
+        check_tensor(name, x)
+        if x.shape[:2] != input_ids.shape:
+            got, allowed = tuple(x.shape), f"{tuple(input_ids.shape)}, and perhaps more dimensions"
+            raise ShapeError(f"{name} has no value for each token", got=got, allowed=allowed)
+
+
+def _shifted_labels(local: Tensor, labels: Tensor, cu_seqlens: Sequence[int] | None) -> dict[str, Any]:
+    """Return this rank's shifted labels, and the number of all `labels` but those of first tokens of documents."""
+    has_label = labels != -100
+    first = on_device((0,) if cu_seqlens is None else cu_seqlens[:-1], has_label.device)  # no token precedes them
+    count = has_label.sum() - has_label[:, first].sum()
+    return {"labels": local, "shift_labels": local, "num_items_in_batch": count}
 
 
 def token_inputs_of(model: Any) -> tuple[str, ...]:
