@@ -27,7 +27,7 @@ from burst_portable.runtime.ahead import AbsentTransport, rehearse
 from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.planner import call_of_sizes, mask_of, planned
+from burst_portable.strategies.planner import cached_plan, call_of_sizes, mask_of
 from burst_portable.strategies.registry import strategy_of
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def launches_of(job: Job) -> Iterator[Callable[[], None]]:
     backend, named = load(TARGETS[job.target].backend), from_environment().kernel
     for call in calls_of(job):
         for strategy in _strategies(job, call):
-            plan = planned(strategy, call)
+            plan = cached_plan(strategy, call)
             if plan.score_rows:
                 got = f"the strategy {plan.strategy}, which stores rows of scores with torch's operators"
                 raise UnsupportedError("this strategy has no kernels to compile", got=got)

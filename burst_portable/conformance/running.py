@@ -38,12 +38,12 @@ from burst_portable.runtime.prepare import (
     with_checked_results,
 )
 from burst_portable.runtime.signature import plan_fact
-from burst_portable.strategies.planner import planned
+from burst_portable.strategies.planner import cached_plan
 
 
 def plan_of(case: Case, device: str = "cpu") -> Plan:
-    """Return the plan of a case. A kernel gets its `forward.call`, which has the heads of one rank."""
-    return planned(case.make_strategy(), case.make_call(device))
+    """Return the plan of a case. A kernel gets its `forward.call`: one group of the heads of one rank."""
+    return cached_plan(case.make_strategy(), case.make_call(device))
 
 
 def serves(kernel: Kernel | LazyKernel, case: Case, device: str) -> bool:

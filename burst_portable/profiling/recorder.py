@@ -26,7 +26,7 @@ from burst_portable.planning.tiles import BlockPairs
 from burst_portable.profiling.clocks import HostClock, Sensors, make_clock, read_core_wait
 from burst_portable.profiling.event_tables import COLUMNS, NEVER, TIMES, PlanLocation, RankRecords, Table
 from burst_portable.runtime.prepared_call import Observer, Posting, PreparedCall, Sent
-from burst_portable.strategies.planner import planned
+from burst_portable.strategies.planner import cached_plan
 from burst_portable.strategies.registry import classes, collect_reason, make_strategy
 
 _MAX_REGIONS = 1 << 11  # ranks times regions of the mask: above this, trying layouts takes too long
@@ -39,7 +39,7 @@ def strategies(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[
     suggested = [make_strategy(label) for one in classes().values() for label in one.suggested]
     for strategy in suggested:
         with collect_reason(strategy.name, "", {}):
-            other = planned(strategy, plan.call)
+            other = cached_plan(strategy, plan.call)
             costs = [rank_cost(other, one, rank, hardware) for one in PASSES]
             found[strategy.label] = {
                 "sent_bytes": sum(c.sent for c in costs),

@@ -16,7 +16,7 @@ from burst_portable.planning.plans import Plan
 from burst_portable.runtime.prepare import strategy_for_mesh
 from burst_portable.runtime.validation import checked_deterministic, checked_device, checked_dropout
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.planner import call_of_sizes, planned_for
+from burst_portable.strategies.planner import call_of_sizes, plan_call
 from burst_portable.utils.values import size
 
 
@@ -75,7 +75,7 @@ def plan_for_mesh(
     described = replace(
         sizes, dtype=call.dtype, device=call.device, deterministic=call.deterministic, dropout=call.dropout
     )
-    return planned_for(planner, described, layout)
+    return plan_call(planner, described, layout)
 
 
 def strategy_and_call(

@@ -58,7 +58,7 @@ from burst_portable.runtime.validation import (
 )
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.planner import layout_of, mask_of, planned_to_run
+from burst_portable.strategies.planner import layout_of, mask_of, plan_to_run
 from burst_portable.strategies.registry import strategy_of
 from burst_portable.utils.torch_modes import cast_for_autocast
 from burst_portable.utils.warning import warn_caller
@@ -165,7 +165,7 @@ def choose(call: AttentionCall, mesh: Mesh, request: Request) -> tuple[Plan, Bac
     strategy = strategy_for_mesh(
         request.strategy, mesh, call, backend, lambda: choose_kernel(backend, call, name, times=times)[0]
     )
-    plan = planned_to_run(strategy, call)
+    plan = plan_to_run(strategy, call)
     # The call of one rank has fewer heads, if the plan is head-parallel.
     kernel, reason = choose_kernel(backend, plan.forward.call, name, times=times)
     if plan.score_rows:

@@ -1,6 +1,6 @@
 """Make the mask, the layout and the plan from the arguments of a call.
 
-Every call of `attention` gets its mask (`mask_of`), its layout (`layout_of`) and its plan (`planned_to_run`) here.
+Every call of `attention` gets its mask (`mask_of`), its layout (`layout_of`) and its plan (`plan_to_run`) here.
 `plan`, which is `burst_portable.plan`, makes a plan from sizes and names, without tensors, ranks or a device.
 """
 
@@ -68,7 +68,7 @@ def plan(
     call = call_of_sizes(seq_len, ranks, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, itemsize)
     if probability := checked_probability(dropout_p):
         call = replace(call, dropout=Dropout(probability))
-    return planned_for(strategy_of(strategy), call, layout)
+    return plan_call(strategy_of(strategy), call, layout)
 
 
 def checked_probability(value: object) -> float:
@@ -107,9 +107,9 @@ def call_of_sizes(
     return AttentionCall(mask, made_layout, heads, kv_heads, head_dim, v_head_dim, batch, itemsize, scale=scale)
 
 
-def planned_for(strategy: Strategy, call: AttentionCall, layout: Layout | str) -> Plan:
+def plan_call(strategy: Strategy, call: AttentionCall, layout: Layout | str) -> Plan:
     """Return the strategy's plan for a call, with the fastest layout if `layout` is "auto"."""
-    return planned_with_best_layout(strategy, call) if _is_auto(layout) else planned(strategy, call)
+    return plan_with_best_layout(strategy, call) if _is_auto(layout) else cached_plan(strategy, call)
 
 
 def _is_auto(layout: Layout | str) -> bool:
@@ -117,26 +117,26 @@ def _is_auto(layout: Layout | str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def planned(strategy: Strategy, call: AttentionCall) -> Plan:
+def cached_plan(strategy: Strategy, call: AttentionCall) -> Plan:
     """Return the strategy's plan for a call, cached."""
     with named_if_broken(strategy):
         return checked_plan(strategy, call)
 
 
 @lru_cache(maxsize=256)
-def planned_to_run(strategy: Strategy, call: AttentionCall) -> Plan:
-    """Return `planned`, after verifying the plan of another package's strategy: a wrong one gives wrong numbers."""
+def plan_to_run(strategy: Strategy, call: AttentionCall) -> Plan:
+    """Return `cached_plan`, after verifying the plan of another package's strategy: a wrong one gives wrong numbers."""
     with named_if_broken(strategy):
         return verified_plan(strategy, call)
 
 
 @lru_cache(maxsize=256)
-def planned_with_best_layout(strategy: Strategy, call: AttentionCall) -> Plan:
+def plan_with_best_layout(strategy: Strategy, call: AttentionCall) -> Plan:
     """Return the plan with the layout of least predicted time, instead of the layout of the call."""
     auto = strategy if isinstance(strategy, AutoStrategy) else AutoStrategy()
     plans: dict[str, Plan] = {}
     for layout in suited(call.mask, call.layout.length, call.ranks):
-        plans[layout.name] = planned(strategy, replace(call, layout=layout, kv_layout=None))
+        plans[layout.name] = cached_plan(strategy, replace(call, layout=layout, kv_layout=None))
     seconds = {name: auto.seconds(made) for name, made in plans.items()}
     best = min(seconds, key=lambda name: round(seconds[name], 7))
     made = plans[best]

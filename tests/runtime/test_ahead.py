@@ -28,7 +28,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.cli.warm import absent_call
 from burst_portable.runtime.ahead import rehearse
 from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
-from burst_portable.strategies.planner import planned
+from burst_portable.strategies.planner import cached_plan
 from burst_portable.strategies.registry import strategy_of
 
 way, name, strategy, rows = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
@@ -40,7 +40,7 @@ def tensors(device):
 q, k, v, _ = tensors("meta")
 layout = make_layout("zigzag", 2 * rows, 2)
 call = AttentionCall.of(q, k, v, mask=Mask.window(200), layout=layout, deterministic=False)
-plan = plan_for_kernel(planned(strategy_of(strategy), call), kernel)
+plan = plan_for_kernel(cached_plan(strategy_of(strategy), call), kernel)
 
 def rank(transport):
     q, k, v, dout = tensors("cpu")
@@ -69,7 +69,7 @@ from burst_portable.kernels.triton.triton_kernel import TritonKernel
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.runtime.ahead import _compile
-from burst_portable.strategies.planner import planned
+from burst_portable.strategies.planner import cached_plan
 from burst_portable.strategies.registry import strategy_of
 
 class Driver(CompileOnlyDriver):
@@ -82,7 +82,7 @@ made, launchers = [], []
 triton.knobs.compilation.listener = lambda *, src, **_: made.append((src.fn.__name__, threading.get_ident()))
 q, k, v, dout = (torch.zeros(1, 512, h, 64, dtype=torch.bfloat16) for h in (8, 4, 4, 8))
 call = AttentionCall.of(q, k, v, mask=Mask.causal(), deterministic=False)
-prepared = absent_call(planned(strategy_of("ring"), call), load("cpu"), TritonKernel(), 0)
+prepared = absent_call(cached_plan(strategy_of("ring"), call), load("cpu"), TritonKernel(), 0)
 _compile(prepared, [q, k, v], gradients=True)
 ahead, built = len(made), dict(launchers)
 out, _, saved = prepared.executor.forward(prepared, q, k, v, None, keep=True)

@@ -16,7 +16,7 @@ from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.runtime.ahead import AbsentTransport, rehearse
 from burst_portable.runtime.prepare import plan_for_kernel, prepared_call
-from burst_portable.strategies.planner import planned
+from burst_portable.strategies.planner import cached_plan
 from burst_portable.strategies.registry import classes
 
 RANKS, LENGTH, HEADS, KV_HEADS, HEAD, VALUES = 4, 203, 8, 4, 16, 8
@@ -75,7 +75,7 @@ def test_rehearse_makes_launches_of_real_ranks(label, sinks):
     (q, k, v, _), _ = tensors(LENGTH, "meta", sinks=False)
     call = AttentionCall.of(q, k, v, mask=Mask.window(70), layout=layout, sinks=sinks, device="cpu")
     try:
-        plan = plan_for_kernel(planned(TRIALS[label], call), Recorder())
+        plan = plan_for_kernel(cached_plan(TRIALS[label], call), Recorder())
     except UnsupportedError as error:
         pytest.skip(str(error))
     if plan.score_rows:
