@@ -25,7 +25,7 @@ from burst_portable.planning.routes import Move, Rows, to_pack
 from burst_portable.planning.schedule import Compute, interleave_groups
 
 # In bytes of the message:
-_PACK = _COPY = 2  # read and written once: `runtime.executor.Blocks._copy`, `runtime.head_parallel`
+_PACK = _COPY = 2  # read and written once: `runtime.executor.Blocks.copy`, `runtime.reshard`
 # Received gradients are read and added to sums, which are twice as wide if the gradients were rounded:
 # `runtime.executor.BlockGradients._add`.
 _ADD, _ADD_ROUNDED = 3, 5
@@ -86,7 +86,7 @@ def _summed_bytes(pass_plan: PassPlan, rank: int, traits: KernelTraits) -> int:
 
 
 class ReshardTraffic(NamedTuple):
-    """Bytes of memory that one group of heads reads and writes around its exchanges: see `runtime.head_parallel`."""
+    """Bytes of memory that one group of heads reads and writes around its exchanges: see `runtime.reshard`."""
 
     pack: int  # before tensors are sent to head shards
     reorder: int  # before and after the computation, to change the order of rows

@@ -275,7 +275,7 @@ class Inboxes:
 def inboxes(plan: Plan, rank: int) -> Inboxes:
     """Return the inboxes of a plan, for one rank. Blocks that one step needs are contiguous.
 
-    Tensors of head exchanges come before them; `runtime.head_parallel` counts their offsets.
+    Tensors of head exchanges come before them; `runtime.reshard` counts their offsets.
     """
     exchanged = [_exchange_inbox(plan, name) for name in PASSES]
     start = max(exchanged)

@@ -2,7 +2,7 @@
 
 ::
 
-    q, k, v = all_to_all(q, k, v)       all rows of some heads          runtime/head_parallel.py, Reshard.to_heads
+    q, k, v = all_to_all(q, k, v)       all rows of some heads          runtime/reshard.py, Reshard.to_heads
     out = attend(q, k, v)               over all tokens                 runtime/executor.py, forward_rows
     out = all_to_all(out)               the local rows of all heads     Reshard.to_sequence
 

@@ -16,7 +16,7 @@ from burst_portable.comm.local import LocalTransport
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.profiling.ablation import STEPS, ablate
 from burst_portable.runtime import head_parallel
-from burst_portable.runtime.head_parallel import Reshard
+from burst_portable.runtime.reshard import Reshard
 from tests.support.thread_peers import World, run_peers
 
 pytestmark = pytest.mark.alone

@@ -25,9 +25,9 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.head_division import can_group_heads, split_heads
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.planning.verify import verify
-from burst_portable.runtime.head_parallel import row_orders
 from burst_portable.runtime.prepare import choose, describe
 from burst_portable.runtime.request import Request
+from burst_portable.runtime.reshard import row_orders
 from burst_portable.strategies.auto import AutoStrategy
 from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.seams import calls_with
