@@ -179,7 +179,8 @@ def training_text(data: dict[str, Any]) -> str:
     count, longest, rank = len(training["steps"]), training["longest_ns"], training["longest_rank"]
     of_longest = percent(training["longest_attention_ns"] / longest if longest else 0.0)
     if count == 1:
-        return f"training step {training['longest_step']} took {time_text(longest)}, {of_longest} of it attention"
+        step = f"training step {training['longest_step']}, counted from 0,"
+        return f"{step} took {time_text(longest)}, {of_longest} of it attention"
     return (
         f"{count} training steps: shortest {time_text(training['shortest_ns'])}, median "
         f"{time_text(training['median_ns'])}, longest {time_text(longest)} (step {training['longest_step']}, counted "

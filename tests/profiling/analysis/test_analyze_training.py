@@ -60,7 +60,7 @@ def test_analyze_skips_given_steps_and_steps_without_attention():
     maker.mark(30, 31)
     report = analyze([maker.records()])
     assert [one["train_step"] for one in report["training"]["steps"]] == [0]
-    assert training_text(report) == "training step 0 took 30.0 µs, 33.3 % of it attention"
+    assert training_text(report) == "training step 0, counted from 0, took 30.0 µs, 33.3 % of it attention"
     assert analyze([Maker(0).records()])["training"] is None
 
 
