@@ -98,21 +98,21 @@ def hardware_facts(hardware: HardwareSpec) -> Facts:
     }
 
 
-def call_facts(problem: AttentionCall) -> Facts:
+def call_facts(call: AttentionCall) -> Facts:
     """Return the sizes of the call."""
     return {
-        "seq_len": problem.layout.length,
-        "ranks": problem.ranks,
-        "heads": problem.heads,
-        "kv_heads": problem.kv_heads,
-        "head_dim": problem.head_dim,
-        "v_head_dim": problem.v_head_dim,
-        "batch": problem.batch,
-        "itemsize": problem.itemsize,
-        "mask": str(problem.mask),
-        "layout": problem.layout.name,
-        "num_pairs": problem.num_pairs,
-        "fully_masked_tokens": problem.mask.fully_masked_tokens(problem.layout.length),
+        "seq_len": call.layout.length,
+        "ranks": call.ranks,
+        "heads": call.heads,
+        "kv_heads": call.kv_heads,
+        "head_dim": call.head_dim,
+        "v_head_dim": call.v_head_dim,
+        "batch": call.batch,
+        "itemsize": call.itemsize,
+        "mask": str(call.mask),
+        "layout": call.layout.name,
+        "num_pairs": call.num_pairs,
+        "fully_masked_tokens": call.mask.fully_masked_tokens(call.layout.length),
     }
 
 

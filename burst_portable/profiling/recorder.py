@@ -33,7 +33,7 @@ _MAX_REGIONS = 1 << 11  # ranks times regions of the mask: above this, trying la
 _MAX_SEGMENTS = 1 << 17  # ranks times segments of all keys: half a second
 
 
-def strategies(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[str, Any]]:
+def alternatives(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[str, Any]]:
     """Return other strategies: bytes sent and predicted seconds of this rank in both passes, and what circulates."""
     found = {}
     suggested = [make_strategy(label) for one in classes().values() for label in one.suggested]
@@ -49,10 +49,10 @@ def strategies(plan: Plan, rank: int, hardware: HardwareSpec) -> dict[str, dict[
     return found
 
 
-def layouts(problem: AttentionCall) -> dict[str, float]:
+def layout_imbalances(call: AttentionCall) -> dict[str, float]:
     """Return layouts by name with the pairs of the busiest rank over the mean; slow ones are left out."""
-    length, ranks, mask = problem.layout.length, problem.ranks, problem.mask
-    if ranks * len(mask.regions) > _MAX_REGIONS or length != problem.k_layout.length:
+    length, ranks, mask = call.layout.length, call.ranks, call.mask
+    if ranks * len(mask.regions) > _MAX_REGIONS or length != call.k_layout.length:
         return {}
     found = {}
     for name in NAMES:
@@ -80,7 +80,7 @@ _PLANNED = {
     "compute_seconds": "compute_seconds",
     "link_seconds": "link_seconds",
 }
-"""JSON keys of a pass, and the fields of `cost.Cost`."""
+"""JSON keys of a pass, and the fields of `cost.PassCost`."""
 BASIC_KEPT = 100_000
 """Number of latest rows of a kind that level "basic" keeps."""
 
@@ -269,7 +269,7 @@ class PlanFacts:
             "dtype": self.dtype,
             "circulates": {name: pass_plan.circulates for name, pass_plan in plan.passes()},
             "direct": plan.direct,
-            "layouts": layouts(call),
+            "layouts": layout_imbalances(call),
             "hardware": {
                 "tflops": hardware.tflops,
                 "intra_node_bandwidth": hardware.intra_node_bandwidth,
@@ -277,7 +277,7 @@ class PlanFacts:
             },
             "planned": {
                 **{name: {key: getattr(c, field) for key, field in _PLANNED.items()} for name, c in costs.items()},
-                "alternatives": strategies(plan, self.rank, hardware),
+                "alternatives": alternatives(plan, self.rank, hardware),
             },
         }
 

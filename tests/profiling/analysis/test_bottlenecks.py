@@ -11,7 +11,7 @@ import burst_portable as bp
 from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.analysis.bottlenecks import find_bottlenecks, link_speeds_text
 from burst_portable.profiling.event_tables import RankRecords
-from burst_portable.profiling.recorder import layouts
+from burst_portable.profiling.recorder import layout_imbalances
 from burst_portable.profiling.report.tables import bottleneck_name
 from burst_portable.strategies.ring import RingStrategy
 from tests.support.synthetic_records import Maker
@@ -42,7 +42,7 @@ def exposed(plan: bp.plans.Plan | None = None, size: int = 1 << 20, **facts: Any
 
 def test_layout_comparison_of_many_ranks_skips_striped_layout():
     """512 striped ranks have as many segments per rank, which take too long to try."""
-    told = layouts(bp.plan(heads=2, **{**SIZES, "seq_len": 1 << 20, "ranks": 512}).call)
+    told = layout_imbalances(bp.plan(heads=2, **{**SIZES, "seq_len": 1 << 20, "ranks": 512}).call)
     assert "striped" not in told
     assert (told["contiguous"], told["zigzag"]) == (pytest.approx(2 - 1 / 512, rel=1e-4), 1)
 
@@ -74,7 +74,7 @@ def test_verdict_recommends_balanced_layout(mask, best):
     """Causal and contiguous: pairs of two ranks are as 1 to 3, up to the diagonal."""
     made = bp.Mask.causal() if mask == "causal" else bp.Mask.documents([0, 100, 256])
     plan = bp.plan(mask=made, layout="contiguous", heads=2, **SIZES)
-    told = layouts(plan.call)
+    told = layout_imbalances(plan.call)
     assert min(told, key=told.get) == best
     flops = [sum(s.compute.tiles.num_pairs for s in plan.forward.steps_of(r) if s.compute) for r in range(2)]
     assert told["contiguous"] == pytest.approx(2 * max(flops) / sum(flops))
@@ -89,7 +89,7 @@ def test_verdict_recommends_balanced_layout(mask, best):
 
 
 def test_layout_imbalance_equals_plan():
-    for name, told in layouts(bp.plan(heads=2, **SIZES).call).items():
+    for name, told in layout_imbalances(bp.plan(heads=2, **SIZES).call).items():
         plan = bp.plan(layout=name, heads=2, strategy="ring", **SIZES)
         pairs = [sum(s.compute.tiles.num_pairs for s in plan.forward.steps_of(r) if s.compute) for r in range(2)]
         assert told == pytest.approx(2 * max(pairs) / sum(pairs)), name
