@@ -70,7 +70,8 @@ class Reshard:
     def to_heads(self, parts: Sequence[tuple[Tensor, HeadRange]]) -> ToHeads:
         """Start an exchange after which this rank has all rows of some heads.
 
-        parts: Tensors of shape [B, S_rank, H, D] and of one dtype, each with the range of heads of every rank.
+        Args:
+            parts: Tensors of shape [B, S_rank, H, D] and of one dtype, each with the range of heads of every rank.
         """
         like = parts[0][0]
         fields = [Field(past - first, x.shape[3], x.itemsize) for x, (first, past) in parts]
@@ -109,9 +110,11 @@ class Reshard:
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, HeadRange]], *, exclusive: bool) -> ToSequence:
         """Start an exchange that sends results back to the ranks of their rows.
 
-        parts: (tensor, result, heads) of each tensor of shape [B, S_all, h, D]. It is written into the result, of shape
-        [B, S_rank, H, D], at the range `heads` of this rank's heads. Contributions of several ranks are summed.
-        exclusive: Whether no kernel computes after it.
+        Args:
+            parts: (tensor, result, heads) of each tensor of shape [B, S_all, h, D]. It is written into the result, of
+                shape [B, S_rank, H, D], at the range `heads` of this rank's heads. Contributions of several ranks are
+                summed.
+            exclusive: Whether no kernel computes after it.
         """
         size, local_rows = self.size, self.rows[self.index]
         sends, receives, received = [], [], []
