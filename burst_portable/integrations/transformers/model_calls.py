@@ -309,25 +309,9 @@ class ModelCalls:
         sequence, self.call, self._running = self.call, None, None
         outputs, self._outputs = self._outputs, None
         if output is None or (self.mesh.size == 1 and outputs is None and running.padding is None):
-            error = sys.exc_info()[1]
-            if isinstance(error, Exception) and self._has_pending_attentions:
-                # Other ranks expect attentions of this call, and would match this rank's next call with them. Process
-                # groups that launch kernels do not receive the error (see `comm.agreement`); the next call raises one.
-                broadcast_error(self.mesh, error, next(self.model.parameters()))
+            self._share_failure()
             return None
-        self._attentions = self.attended
-        if not self.attended:
-            raise no_attention(self._facts.text if self._facts.has_parts else module, NAME)
-        if not self._has_checked_attentions:
-            check_attentions(self._facts.text, self.attention_modules)
-            self._has_checked_attentions = True
-        if loss := sharded_loss(module):
-            loss.check_called(module)
-            try:
-                loss.check_unchanged(module, output)
-            except UnsupportedError as error:
-                broadcast_error(self.mesh, error, next(self.model.parameters()))  # a term may be 0 on another rank
-                raise
+        self._check_finished(module, output)
         if outputs is not None:
             # Ranks that requested different outputs would wait for each other below.
             self._agreement.confirm()
@@ -347,6 +331,32 @@ class ModelCalls:
             output = full_output(output, self.mesh, sequence.layout, outputs, scale)
             return self._agreement.watch_outputs(output, outputs.is_padding)
         return output
+
+    def _share_failure(self) -> None:
+        """Send the error of a failed call to ranks that expect attentions of it.
+
+        They would match this rank's next call with them. Process groups that launch kernels do not receive the error
+        (see `comm.agreement`); the next call raises one.
+        """
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and self._has_pending_attentions:
+            broadcast_error(self.mesh, error, next(self.model.parameters()))
+
+    def _check_finished(self, module: Any, output: Any) -> None:
+        """Raise an error if the call that ended had no attention of ours, or did not use its sharded loss alone."""
+        self._attentions = self.attended
+        if not self.attended:
+            raise no_attention(self._facts.text if self._facts.has_parts else module, NAME)
+        if not self._has_checked_attentions:
+            check_attentions(self._facts.text, self.attention_modules)
+            self._has_checked_attentions = True
+        if loss := sharded_loss(module):
+            loss.check_called(module)
+            try:
+                loss.check_unchanged(module, output)
+            except UnsupportedError as error:
+                broadcast_error(self.mesh, error, next(self.model.parameters()))  # a term may be 0 on another rank
+                raise
 
     @property
     def _has_pending_attentions(self) -> bool:
