@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burst_portable.backends.cuda.driver import Ready
-from burst_portable.backends.cuda.hopper import configs
+from burst_portable.backends.cuda.hopper import cuts
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs
@@ -137,7 +137,7 @@ def test_hopper_deterministic_backward(dim, heads, kv_heads, mask):
 @pytest.mark.parametrize(("dim", "value_dim"), [(160, 160), (192, 128), (256, 256)])
 @pytest.mark.parametrize("mask", ["causal", "window:300", "documents:0,700,711,1500,2000"])
 def test_hopper_large_heads_divided_by_query_head(dim, value_dim, mask, monkeypatch):
-    monkeypatch.setattr(configs, "SPLIT_LATE", 1e9)
+    monkeypatch.setattr(cuts, "SPLIT_LATE", 1e9)
     hopper_cases.new_kernel(monkeypatch)
     q, k, v = inputs(2, 2000, 8, 2, dim, value_dim)
     compare(q, k, v, tiles_of(mask, 2000))
@@ -184,7 +184,7 @@ def test_hopper_adds_sink_gradients_in_second_launch(mask, dtype):
 def test_hopper_adds_long_block_gradients_in_second_launch(dim, monkeypatch):
     """One head per program or a group of heads; the long block is in the middle or at the end."""
     split_long_blocks(monkeypatch)
-    monkeypatch.setattr(configs, "LATE", 1)  # otherwise a group of heads would need hundreds
+    monkeypatch.setattr(cuts, "LATE", 1)  # otherwise a group of heads would need hundreds
     for heads, kv_heads in ((3, 3), (24, 12)):
         q, k, v = (randn(2, 1030, h, dim, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
         for first, last, apart in ((0, 9, (0, 9)), (300, 310, (256, 310)), (1025, 1029, (1024, 1030))):

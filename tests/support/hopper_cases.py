@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from burst_portable.backends.cuda.hopper import block_tables, configs, outer_blocks
+from burst_portable.backends.cuda.hopper import block_tables, cuts, outer_blocks
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.hopper.launch import sizes_of, writing_launches
 from burst_portable.kernels.base import BackwardInputs
@@ -57,27 +57,27 @@ def new_kernel(monkeypatch):
 
 def use_tall_blocks(monkeypatch):
     """Use the blocks of long rows in forward passes at head size 64, however short the rows are."""
-    monkeypatch.setattr(configs, "TALL_BLOCKS", 0)
-    monkeypatch.setattr(configs, "TALL_ITEMS", 0)
+    monkeypatch.setattr(cuts, "TALL_BLOCKS", 0)
+    monkeypatch.setattr(cuts, "TALL_ITEMS", 0)
     new_kernel(monkeypatch)
 
 
 def use_one_program_per_kv_head(monkeypatch):
     """Use the backward blocks of a call with many programs, however few there are."""
-    monkeypatch.setattr(configs, "LATE", 0)
+    monkeypatch.setattr(cuts, "LATE", 0)
     new_kernel(monkeypatch)
 
 
 def add_by_query_head(monkeypatch):
     """Let each query head add to dK and dV in a single call too, however little work there is."""
-    monkeypatch.setattr(configs, "HOST", 0)
-    monkeypatch.setattr(configs, "ADDING_LAUNCH", -1e9)
+    monkeypatch.setattr(cuts, "HOST", 0)
+    monkeypatch.setattr(cuts, "ADDING_LAUNCH", -1e9)
     new_kernel(monkeypatch)
 
 
 def divide_by_query_head(monkeypatch):
     """Let each query head have its own programs in ordered backward passes, however few there are."""
-    monkeypatch.setattr(configs, "SEPARATE_LAUNCH", -1e9)
+    monkeypatch.setattr(cuts, "SEPARATE_LAUNCH", -1e9)
     new_kernel(monkeypatch)
 
 
@@ -89,7 +89,7 @@ def split_long_blocks(monkeypatch):
 
 def divide_ordered_long_blocks(monkeypatch):
     """Divide long key blocks of ordered backward passes into parts of four query blocks, however few there are."""
-    monkeypatch.setattr(configs, "SPLIT_LATE", 1e9)
+    monkeypatch.setattr(cuts, "SPLIT_LATE", 1e9)
     monkeypatch.setattr(outer_blocks, "part_length", lambda *_: 4)
     split_long_blocks(monkeypatch)
 
@@ -97,13 +97,13 @@ def divide_ordered_long_blocks(monkeypatch):
 def use_small_l2(monkeypatch):
     """Make programs start at different blocks of boxes of four key blocks, as if these exceeded the L2 cache."""
     monkeypatch.setattr(block_tables, "ABREAST", 2)
-    monkeypatch.setattr(configs, "blocks_per_mebibyte", lambda keys, dim: 1)
+    monkeypatch.setattr(cuts, "blocks_per_mebibyte", lambda keys, dim: 1)
     new_kernel(monkeypatch)
 
 
 def use_yielding_programs(monkeypatch, room):
     """Let yielding programs end after about `room` key blocks of heads of 128."""
-    monkeypatch.setattr(configs, "ROOM", room)
+    monkeypatch.setattr(cuts, "ROOM", room)
     new_kernel(monkeypatch)
 
 
@@ -134,8 +134,8 @@ def tiles_with_long_block(first, last):
 
 def second_launch_keys(q, k, v, tiles):
     """Return the keys [start, stop) that a second launch of `gradients` computes, or None."""
-    cuts = [launch.cut for launch in writing_launches(tiles, sizes_of(q, k, v), q.device, ordered=False)]
-    return cuts[1].keys if len(cuts) > 1 else None
+    found = [launch.cut for launch in writing_launches(tiles, sizes_of(q, k, v), q.device, ordered=False)]
+    return found[1].keys if len(found) > 1 else None
 
 
 def compare_forward(q, k, v, tiles, *, softcap=None):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
-from burst_portable.backends.cuda.hopper.configs import Pass
+from burst_portable.backends.cuda.hopper.cuts import Pass
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles

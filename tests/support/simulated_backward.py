@@ -6,7 +6,7 @@ import heapq
 import itertools
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
-from burst_portable.backends.cuda.hopper.configs import BackwardCut, Pass
+from burst_portable.backends.cuda.hopper.cuts import BackwardCut, Pass
 from burst_portable.backends.cuda.hopper.head_order import side_by_side
 from tests.support.launch_tables import walked
 

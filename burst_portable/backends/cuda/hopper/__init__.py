@@ -14,7 +14,8 @@
 `block_tables`       tables of these blocks, and their format.
 `ordered_tables`     tables for a deterministic backward.
 `head_order`         how many heads a launch computes at the same time.
-`configs`            block sizes by head size, and the choice of the launches of a pass.
+`configs`            block sizes by head size.
+`cuts`               the choice of the launches of a pass.
 `saved_kernels`      compiled kernels on disk, which a new process finds without Triton.
 `launch`             launches with little host time (`backends.cuda.driver`); tables kept on their device.
 ===================  ==========================================================================================

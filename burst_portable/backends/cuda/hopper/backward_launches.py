@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.driver import Bound, current_stream
-from burst_portable.backends.cuda.hopper.configs import DQ, DV, KEY_BLOCK, BackwardCut, SplitConfig, panels
+from burst_portable.backends.cuda.hopper.configs import DQ, DV, KEY_BLOCK, SplitConfig, panels
+from burst_portable.backends.cuda.hopper.cuts import BackwardCut
 from burst_portable.backends.cuda.hopper.launch import (
     ROWS_OF_TERMS,
     PreparedLaunch,

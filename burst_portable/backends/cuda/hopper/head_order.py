@@ -23,7 +23,7 @@ _WAITING = 4  # maximum number of programs of a head that run at the same time a
 
 
 def side_by_side(
-    table: LaunchTable, span: int, heads: int, group: int, all_heads: int, bytes_a_key_head: int, processors: int
+    table: LaunchTable, span: int, heads: int, group: int, all_heads: int, bytes_per_kv_head: int, processors: int
 ) -> int:
     """Return the number of heads whose programs run at the same time, a divisor of `heads`.
 
@@ -33,13 +33,13 @@ def side_by_side(
         heads: Heads of a batch row.
         group: Heads that share a K/V head.
         all_heads: Heads of all batch rows.
-        bytes_a_key_head: Bytes that the programs of one K/V head read from the same rows.
+        bytes_per_kv_head: Bytes that the programs of one K/V head read from the same rows.
         processors: Multiprocessors of the device.
     """
     divisors = [d for d in range(1, heads + 1) if heads % d == 0]
 
     def most(share: int) -> int:
-        fitting = max(1, share // max(1, bytes_a_key_head)) * group
+        fitting = max(1, share // max(1, bytes_per_kv_head)) * group
         return max(d for d in divisors if d == 1 or d <= fitting)
 
     waiting = 1.0 if table.follows else table.together

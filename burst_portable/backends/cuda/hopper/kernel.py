@@ -27,13 +27,12 @@ from burst_portable.backends.cuda.hopper.configs import (
     MERGE_32,
     OUT_16,
     OUT_32,
-    Pass,
     SplitConfig,
     forward_value_panels,
     panels,
     split_configs,
-    split_divides,
 )
+from burst_portable.backends.cuda.hopper.cuts import Pass, split_divides
 from burst_portable.backends.cuda.hopper.launch import (
     adding_launches,
     check_last_stride,
@@ -209,7 +208,7 @@ class HopperKernel(Kernel):
         """Return dQ in float32, and dK and dV in the dtype of k.
 
         If each gradient has a separate launch (heads above 128), or accumulation is faster for all keys
-        (`configs.writing_cuts`), dQ has the dtype of q too.
+        (`cuts.writing_cuts`), dQ has the dtype of q too.
         """
         _, q, k, v, *_ = x
         split = self._split_configs(q.shape[3], v.shape[3])
@@ -276,7 +275,7 @@ class HopperKernel(Kernel):
         launch_split(launches, x, call, into, stores=stores)
 
     def _divides(self, tiles: Tiles, about: Pass, config: SplitConfig, deterministic: bool) -> bool:
-        """Return `configs.split_divides`, or False if the order of additions must be the same in each launch."""
+        """Return `cuts.split_divides`, or False if the order of additions must be the same in each launch."""
         return not deterministic and self._split_divides(tiles, about, config)
 
     def save_compiled_in(self, folder: Path | None) -> None:

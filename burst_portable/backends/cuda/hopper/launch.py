@@ -19,17 +19,8 @@ from torch import Tensor
 
 from burst_portable.backends.cuda.driver import Bound, Described, kernel_driver, pack_described, ready
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table
-from burst_portable.backends.cuda.hopper.configs import (
-    KEY_BLOCK,
-    BackwardCut,
-    ForwardConfig,
-    Pass,
-    SplitConfig,
-    adding_cuts,
-    forward_cut,
-    turns,
-    writing_cuts,
-)
+from burst_portable.backends.cuda.hopper.configs import KEY_BLOCK, ForwardConfig, SplitConfig
+from burst_portable.backends.cuda.hopper.cuts import BackwardCut, Pass, adding_cuts, forward_cut, turns, writing_cuts
 from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.backends.cuda.hopper.saved_kernels import file_of, find, save
 from burst_portable.errors import UnsupportedError
@@ -139,7 +130,7 @@ def _for_triton(args: Sequence[Any]) -> list[Any]:
 ABSENT_PROCESSORS = 132
 """Multiprocessors of an H100 SXM or H200, for which tensors of the device "meta" are compiled.
 
-With another number, a few calls choose other blocks (`configs.forward_cut`, `configs.adding_cuts`).
+With another number, a few calls choose other blocks (`cuts.forward_cut`, `cuts.adding_cuts`).
 """
 
 
@@ -331,9 +322,9 @@ def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Pass:
 def forward_launch(
     tiles: Tiles, about: Pass, device: torch.device, every_block: bool, yields_to_comm: bool
 ) -> PreparedLaunch[ForwardConfig]:
-    """Return the launch of the forward (`configs.forward_cut`).
+    """Return the launch of the forward (`cuts.forward_cut`).
 
-    If `yields_to_comm`, each program ends after a few items (`configs.turns`). Otherwise programs run until no item is
+    If `yields_to_comm`, each program ends after a few items (`cuts.turns`). Otherwise programs run until no item is
     left.
     """
     cut, table = forward_cut(tiles, about, every_block=every_block)
@@ -348,14 +339,14 @@ def forward_launch(
 def adding_launches(
     tiles: Tiles, about: Pass, device: torch.device, ordered: bool
 ) -> tuple[PreparedLaunch[BackwardCut], ...]:
-    """Return the launches of the backward that add to dK and dV (`configs.adding_cuts`)."""
+    """Return the launches of the backward that add to dK and dV (`cuts.adding_cuts`)."""
     return tuple(_backward(*cut, about, device) for cut in adding_cuts(tiles, about, ordered=ordered))
 
 
 def writing_launches(
     tiles: Tiles, about: Pass, device: torch.device, ordered: bool
 ) -> tuple[PreparedLaunch[BackwardCut], ...]:
-    """Return the launches of the backward that write dK and dV (`configs.writing_cuts`)."""
+    """Return the launches of the backward that write dK and dV (`cuts.writing_cuts`)."""
     return tuple(_backward(*cut, about, device) for cut in writing_cuts(tiles, about, ordered=ordered))
 
 
@@ -365,15 +356,15 @@ def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.d
     side = about.heads_at_once(table, span, about.bytes_of_queries)
     grid = (side, table.blocks, about.all_heads // span // side)
     arguments = (about.all_heads, heads, group, 1 if cut.separate else group, span, side)
-    turns = cleared = None
+    first_turns = cleared = None
     if cut.ordered:
-        turns = torch.tensor(table.turns, dtype=torch.int32).to(device)
+        first_turns = torch.tensor(table.turns, dtype=torch.int32).to(device)
         parts = {
-            part for span in table.cleared for part in range(span[0] // ROWS_OF_TERMS, -(-span[1] // ROWS_OF_TERMS))
+            part for start, stop in table.cleared for part in range(start // ROWS_OF_TERMS, -(-stop // ROWS_OF_TERMS))
         }
         marks = [int(part in parts) for part in range(-(-(about.rows + cut.config.BM) // ROWS_OF_TERMS))]
         cleared = torch.tensor(marks, dtype=torch.int32).to(device)
-    return PreparedLaunch(cut, _upload(table, device), grid, arguments, turns, cleared, table.parts)
+    return PreparedLaunch(cut, _upload(table, device), grid, arguments, first_turns, cleared, table.parts)
 
 
 def split_launch(

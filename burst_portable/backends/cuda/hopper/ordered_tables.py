@@ -119,8 +119,8 @@ def query_starts(tiles: Tiles, rows: int, q_block: int) -> tuple[int, ...]:
 def align_queries(tiles: Tiles, rows: int, q_block: int, k_block: int) -> tuple[Tiles, tuple[int, ...]]:
     """Return tiles, and the starts of blocks of queries (`query_starts`), so that few blocks are visited.
 
-    The keys of a tile with most pairs may start within a block, as those after attention sinks. If blocks of queries start
-    there too, each block of keys visits one block less of a window. The tiles are then divided there.
+    The keys of a tile with most pairs may start within a block, as those after attention sinks. If blocks of queries
+    start there too, each block of keys visits one block less of a window. The tiles are then divided there.
     """
     starts = query_starts(tiles, rows, q_block)
     largest = max(tiles, key=lambda tile: tile.num_pairs, default=None)

@@ -244,7 +244,7 @@ def _put_before(x, place, row, stop, row_stride, FIRST: gl.constexpr, D: gl.cons
     columns = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     place += rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
     inside = (rows < stop)[:, None] & (columns < D)[None, :]
-    if ADD:  # several programs add to the same rows if each computes one query head (`configs.split_divides`)
+    if ADD:  # several programs add to the same rows if each computes one query head (`cuts.split_divides`)
         gl.atomic_add(place, x, mask=inside, sem="relaxed")
     else:
         gl.store(place, x.to(place.dtype.element_ty), mask=inside)

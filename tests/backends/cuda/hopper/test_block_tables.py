@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
-from burst_portable.backends.cuda.hopper.configs import writing_cuts
+from burst_portable.backends.cuda.hopper.cuts import writing_cuts
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support.launch_tables import (
     CASES,

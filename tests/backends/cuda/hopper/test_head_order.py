@@ -5,7 +5,7 @@ import random
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
-from burst_portable.backends.cuda.hopper.configs import forward_cut, writing_cuts
+from burst_portable.backends.cuda.hopper.cuts import forward_cut, writing_cuts
 from burst_portable.backends.cuda.hopper.head_order import predict_end, side_by_side
 from tests.support.launch_tables import a_pass, mask_tiles
 

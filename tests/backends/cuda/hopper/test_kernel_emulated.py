@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda.hopper import backward, backward_launches, configs, kernel, launch, ordered_tables
+from burst_portable.backends.cuda.hopper import backward, backward_launches, cuts, kernel, launch, ordered_tables
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
 from burst_portable.backends.cuda.hopper.launch import forward_launch, sizes_of
@@ -301,8 +301,8 @@ def test_emulated_backward_without_order_varies(monkeypatch):
 
 @pytest.mark.parametrize("single_call", [True, full(False)])
 def test_emulated_large_heads_divided_by_query_head(single_call, machine, monkeypatch):
-    monkeypatch.setattr(configs, "SPLIT_LATE", 1e9)
-    monkeypatch.setattr(configs, "SPLIT_PREDICTED", 0)
+    monkeypatch.setattr(cuts, "SPLIT_LATE", 1e9)
+    monkeypatch.setattr(cuts, "SPLIT_PREDICTED", 0)
     found, exact = gradients_in_orders("causal", 192, single_call, monkeypatch, deterministic=False)
     for made in found:
         assert all(gap(x - 0.25, y - 0.25) < 1e-2 for x, y in zip(made, exact, strict=True))
@@ -551,8 +551,8 @@ def use_planted(source, text, replaced, folder, monkeypatch):
     module = plant(source, (text, replaced), folder)
     if source is ordered_tables:
         for name in ("ordered_table", "divided_table"):
-            monkeypatch.setattr(configs, name, getattr(module, name))
-    elif source is configs:
+            monkeypatch.setattr(cuts, name, getattr(module, name))
+    elif source is cuts:
         monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
     elif source is backward_launches:
         for name in ("compiled_kernels", "current_stream"):  # the emulated versions
@@ -704,10 +704,10 @@ SECOND_LAUNCH_BUGS = {
         "k=x.k[:, : keys.stop - keys.start],",
     ),
     "sums that begin with anything": (kernel, "sums = [torch.zeros(", "sums = [torch.empty("),
-    "keys before them in no launch": (configs, "_of_keys(tiles, 0, start)", "_of_keys(tiles, 0, 0)"),
-    "keys behind them in no launch": (configs, "_of_keys(tiles, stop, n_keys)", "_of_keys(tiles, stop, stop)"),
-    "queries counted from the keys' start too": (configs, "shifted(0, -start)", "shifted(-start, -start)"),
-    "keys counted from the first of all": (configs, "tile.shifted(0, -start) for tile", "tile for tile"),
+    "keys before them in no launch": (cuts, "_of_keys(tiles, 0, start)", "_of_keys(tiles, 0, 0)"),
+    "keys behind them in no launch": (cuts, "_of_keys(tiles, stop, n_keys)", "_of_keys(tiles, stop, stop)"),
+    "queries counted from the keys' start too": (cuts, "shifted(0, -start)", "shifted(-start, -start)"),
+    "keys counted from the first of all": (cuts, "tile.shifted(0, -start) for tile", "tile for tile"),
 }  # fmt: skip
 
 

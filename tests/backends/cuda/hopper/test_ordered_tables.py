@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
-from burst_portable.backends.cuda.hopper.configs import Pass, adding_cuts, writing_cuts
+from burst_portable.backends.cuda.hopper.cuts import Pass, adding_cuts, writing_cuts
 from burst_portable.backends.cuda.hopper.ordered_tables import (
     align_queries,
     divided_table,

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from burst_portable.backends.cuda.hopper import configs, ordered_tables
-from burst_portable.backends.cuda.hopper.configs import Pass, adding_cuts, writing_cuts
+from burst_portable.backends.cuda.hopper import cuts, ordered_tables
+from burst_portable.backends.cuda.hopper.cuts import Pass, adding_cuts, writing_cuts
 from tests.support.launch_tables import mask_tiles
 from tests.support.simulated_backward import end_of
 
@@ -50,7 +50,7 @@ def test_programs_that_follow_sinks_wait_little(heads, least):
 @pytest.mark.parametrize("mask", ["sink:4:2048", "sink:16:512"])
 def test_aligned_blocks_of_queries_save_time(mask, monkeypatch):
     aligned = share(mask)
-    monkeypatch.setattr(configs, "align_queries", lambda tiles, *_: (tiles, (0,)))
+    monkeypatch.setattr(cuts, "align_queries", lambda tiles, *_: (tiles, (0,)))
     assert aligned > 1.02 * share(mask)
 
 

@@ -9,15 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.deterministic import mask_of
-from burst_portable.backends.cuda.hopper import configs
-from burst_portable.backends.cuda.hopper.configs import (
-    DK,
-    forward_cut,
-    split_configs,
-    split_divides,
-    turns,
-    writing_cuts,
-)
+from burst_portable.backends.cuda.hopper import cuts
+from burst_portable.backends.cuda.hopper.configs import DK, split_configs
+from burst_portable.backends.cuda.hopper.cuts import forward_cut, split_divides, turns, writing_cuts
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles
@@ -122,7 +116,7 @@ def test_faster_of_two_ways_is_taken_with_few_kv_heads(row):
 @pytest.mark.parametrize(("group", "divides"), [(1, False), (8, True)])
 def test_split_divides_few_late_programs_without_prediction(group, divides, monkeypatch):
     """A launch of more programs than `SPLIT_PREDICTED` divides groups if the longest program ends late."""
-    monkeypatch.setattr(configs, "SPLIT_PREDICTED", 0)
+    monkeypatch.setattr(cuts, "SPLIT_PREDICTED", 0)
     about = a_pass(4096, 8, group, 256)
     assert split_divides(mask_tiles("causal", 4096), about, split_configs(256, 256)[DK]) is divides
 
