@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from burst_portable.comm.agreement import Facts, HashedValue, agree, call_signature, hashed_value
 from burst_portable.errors import InputError, shown
@@ -105,10 +106,11 @@ def all_reduce_gradients(
 
     Raises:
         InputError: If `parameters` are not tensors, are sharded over these ranks (FSDP has reduced their gradients
-            already), or have sparse gradients. If the gradients are sums already, because of a second call. If those of
-            a parallelized model are sums to which a backward pass added, as after a call per micro-batch. If they were
-            changed in place since the backward pass, for example clipped. If they belong to a model that was
-            parallelized with averaged_gradients=True.
+            already), or have sparse gradients. If the gradients are sums already, because of a second call. If they are
+            sums to which a backward pass added, as after a call per micro-batch; without `parallelize` one parameter
+            of the last call is watched, and none under FSDP2. If those of a parallelized model were changed in place
+            since the backward pass, for example clipped. If they belong to a model that was parallelized with
+            averaged_gradients=True.
         MismatchError: If ranks have different parameters, or make another call; on every rank, if the transport can
             compare them. The first call also compares the values of parameters. Gradients are unchanged then.
         CommunicationError: If the communication fails otherwise.
@@ -130,6 +132,7 @@ def all_reduce_gradients(
             for bucket in _buckets(members, bucket_bytes):
                 _sum_bucket(bucket, missing, mesh)
         mesh.summed.update((p.grad, versions(p)) for p in members if p.grad is not None and mesh.size > 1)
+    _watch_smallest([p for p in unique if p.requires_grad and p.grad is not None], mesh)
 
 
 def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:
@@ -260,6 +263,50 @@ def _gradient(parameter: Tensor) -> Tensor:
         next_step = "create the module without sparse=True"
         raise InputError("sparse gradients are not supported", got=gradient.layout, next_step=next_step)
     return _local(gradient)
+
+
+def watch_additions(parameter: Tensor, mesh: Mesh) -> list[Any]:
+    """Record in `mesh.added` that a backward pass added to a sum over the ranks. Return the handles of the hooks.
+
+    The version of the gradient is then one more than the version of the sum. `p.grad.data.zero_()` does not change the
+    version, so another hook looks at the values of the sum before the addition, without waiting for the device.
+    """
+    summed, added, is_zero = mesh.summed, mesh.added, Tensor()  # hooks keep no mesh: it has connections
+
+    @outside_graphs
+    def before_addition(_: Tensor) -> None:
+        nonlocal is_zero
+        if (gradient := parameter.grad) is None:
+            return
+        known, was_zeroed = added.get(gradient, (None, None))
+        if (now := versions(parameter)) in (summed.get(gradient), known):
+            is_zero = (gradient.detach() == 0).all()
+            if now == known:
+                is_zero = is_zero | was_zeroed
+
+    @outside_graphs
+    def record(parameter: Tensor) -> None:
+        if (gradient := parameter.grad) is None:
+            return
+        after = versions(parameter)
+        before = tuple(version - 1 for version in after)
+        if before in (summed.get(gradient), added.get(gradient, (None, None))[0]):
+            added[gradient] = after, is_zero
+
+    return [parameter.register_hook(before_addition), parameter.register_post_accumulate_grad_hook(record)]
+
+
+def _watch_smallest(summed: list[Tensor], mesh: Mesh) -> None:
+    """Watch the smallest of the parameters that were summed, until the next call. Looking at its values is fast.
+
+    FSDP2 adds to gradients after the backward pass. torch warns if a tensor with hooks is saved, but not a parameter.
+    """
+    for hook in mesh.gradient_hooks:
+        hook.remove()
+    mesh.gradient_hooks.clear()
+    watchable = [p for p in summed if isinstance(p, Parameter) and not isinstance(p, DTensor)]
+    if mesh.size > 1 and watchable:
+        mesh.gradient_hooks.extend(watch_additions(min(watchable, key=Tensor.numel), mesh))
 
 
 def versions(parameter: Tensor) -> tuple[int, int]:

@@ -91,10 +91,12 @@ class GradientRecords:
         accumulated: Gradients as backward passes left them, with their versions.
         added: Sums to which a backward pass added, with their versions, and whether they were zeroed before, as bool
             ``[]``.
+        hooks: Handles of the hooks that record `added`, on a parameter of the last sum.
         averaged: Modules whose gradients are multiplied by the ranks, to be averaged.
     """
 
     def __init__(self) -> None:
+        self.hooks: list[Any] = []
         self.summed = WeakTensorKeyDictionary()
         self.accumulated = WeakTensorKeyDictionary()
         self.added = WeakTensorKeyDictionary()
@@ -163,6 +165,7 @@ class Mesh:
         self.sharded_layouts: OrderedDict[tuple[str, int, int], None] = OrderedDict()
         records = GradientRecords() if group is None else _records_of_groups().setdefault(group, GradientRecords())
         self.summed, self.accumulated, self.added = records.summed, records.accumulated, records.added
+        self.gradient_hooks = records.hooks
         self.averaged = records.averaged
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ Each shared gradient is summed once. If ranks pass different values, each rank r
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -394,6 +395,59 @@ def test_second_all_reduce_gradients_raises():
             p.grad = None if p.grad is None else torch.ones_like(p)
         bp.all_reduce_gradients(made, mesh)
         assert all((p.grad == 3).all() for p in made[:2])
+
+    bp.run_threads(3, work)
+
+
+@pytest.mark.parametrize("zeroed", ["none", "in place", "data", "copied", "never"])
+def test_sum_after_each_micro_batch_of_own_model_raises(zeroed: str):
+    """The second sum would add the first once per rank. Gradients that were zeroed or replaced are no sums."""
+    whole, batches = torch.nn.Linear(5, 1).double(), [*torch.randn(2, 12, 5, dtype=torch.float64)]
+    expected = batches if zeroed == "never" else batches[1:]
+
+    def work(mesh: bp.Mesh) -> float:
+        model = copy.deepcopy(whole)
+        for batch in batches:
+            mine = bp.shard(batch, mesh, dim=0)
+            if zeroed == "copied" and batch is not batches[0]:
+                gradients = torch.autograd.grad(model(mine).sum(), [*model.parameters()])
+                for p, gradient in zip(model.parameters(), gradients, strict=True):
+                    p.grad.copy_(gradient)
+            else:
+                model(mine).sum().backward()
+            if is_planted:
+                mesh.added.clear()
+            elif zeroed == "never" and batch is batches[1]:
+                for _ in range(2):  # also an addition to a sum to which one was added
+                    with pytest.raises(InputError, match=r"added to gradients that are sums.* after the last micro"):
+                        bp.all_reduce_gradients(model.parameters(), mesh)
+                    model(mine).sum().backward()
+                return 0.0
+            bp.all_reduce_gradients(model.parameters(), mesh)
+            if batch is batches[0] and zeroed == "data":
+                for p in model.parameters():
+                    p.grad.data.zero_()  # without a new version
+            elif batch is batches[0] and zeroed in ("none", "in place"):
+                model.zero_grad(set_to_none=zeroed == "none")
+        assert not copy.deepcopy(model).bias._backward_hooks
+        return float((model.weight.grad - torch.cat(expected).sum(0)).norm())
+
+    is_planted = False
+    assert max(bp.run_threads(2, work)) < 1e-12
+    is_planted = True
+    assert (min(bp.run_threads(2, work)) > 0.01) == (zeroed == "never")
+
+
+def test_parameter_may_be_summed_in_its_hook():
+    """A sum replaces hooks, also while torch calls those of the parameter."""
+
+    def work(mesh: bp.Mesh) -> None:
+        weight = Parameter(torch.ones(3, dtype=torch.float64))
+        weight.register_post_accumulate_grad_hook(lambda p: bp.all_reduce_gradients([p], mesh))
+        for _ in range(3):
+            weight.grad = None
+            (weight * (mesh.rank + 1)).sum().backward()
+            assert weight.grad.tolist() == [6.0] * 3
 
     bp.run_threads(3, work)
 

@@ -2,9 +2,8 @@
 
 - A gradient that was clipped before `all_reduce_gradients` was clipped by the norm of one rank's part. A hook records
   the version of one gradient when a backward pass adds to it, and `all_reduce_gradients` compares.
-- A gradient that was summed after each micro-batch has the earlier sums once per rank. The hook records that a backward
-  pass added to a sum: the version of the gradient is then one more than the version of the sum. `p.grad.data.zero_()`
-  does not change the version, so another hook looks at the values of the sum before the addition.
+- A gradient that was summed after each micro-batch has the earlier sums once per rank. `gradients.watch_additions`
+  records that a backward pass added to a sum.
 - DDP and FSDP2 average the ranks' parts of a gradient, which must be summed. The loss must therefore be multiplied by
   the number of ranks. A hook copies the gradient of the loss, and the next call of the model reads it.
 """
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from burst_portable.errors import InputError
-from burst_portable.gradients import versions
+from burst_portable.gradients import versions, watch_additions
 from burst_portable.integrations.transformers.training.averaging import averaging_ranks, groups_of
 from burst_portable.integrations.transformers.training.batch_check import HostCopy, is_sharded
 from burst_portable.mesh import Mesh
@@ -35,27 +34,13 @@ def watch_gradient(model: nn.Module, mesh: Mesh) -> list[Any]:
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained or any(map(is_sharded, trained)):
         return []
-    watched, is_zero = min(trained, key=Tensor.numel), Tensor()
-
-    def before_addition(_: Tensor) -> None:
-        nonlocal is_zero
-        if (gradient := watched.grad) is None:
-            return
-        added, was_zeroed = mesh.added.get(gradient, (None, None))
-        if (now := versions(watched)) in (mesh.summed.get(gradient), added):
-            is_zero = (gradient.detach() == 0).all()
-            if now == added:
-                is_zero = is_zero | was_zeroed
+    watched = min(trained, key=Tensor.numel)
 
     def record(parameter: Tensor) -> None:
-        if (gradient := parameter.grad) is None:
-            return
-        mesh.accumulated[gradient] = after = versions(parameter)
-        before = tuple(version - 1 for version in after)
-        if before in (mesh.summed.get(gradient), mesh.added.get(gradient, (None, None))[0]):
-            mesh.added[gradient] = after, is_zero
+        if parameter.grad is not None:
+            mesh.accumulated[parameter.grad] = versions(parameter)
 
-    return [watched.register_hook(before_addition), watched.register_post_accumulate_grad_hook(record)]
+    return [*watch_additions(watched, mesh), watched.register_post_accumulate_grad_hook(record)]
 
 
 class LossScaleCheck:
