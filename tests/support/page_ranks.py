@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import burst_portable as bp
@@ -91,6 +92,21 @@ def loss_in_chunks(_: Path) -> Example:
     definitions = [node for node in ast.parse(block).body if isinstance(node, kinds)]
     names |= {"rows": 7} | run(ast.unparse(ast.Module(definitions, [])), "LossInChunks", {"torch": torch})
     return names, lambda names: equal_gradients(names["model"])
+
+
+def penalty_under_ddp(_: Path) -> Example:
+    names = training(shard=False)
+    model = names["ddp"] = DistributedDataParallel(names["model"])
+    part = model(**names["sharded"].shard(IDS[0])).loss
+    names |= {"part": part, "penalty": names["model"].lm_head.weight.pow(2).sum()}
+
+    def check(names: Names) -> bool:
+        expected = reference_model(IDS[:1], step=False)
+        expected.lm_head.weight.pow(2).sum().backward()
+        pairs = zip(names["model"].parameters(), expected.parameters(), strict=True)
+        return all(close(x.grad, y.grad) for x, y in pairs)
+
+    return names, check
 
 
 def accumulated_step(_: Path) -> Example:
@@ -239,6 +255,7 @@ EXAMPLES: dict[str, list[Callable[[Path], Example] | Named]] = {
         Named(names="model dataset tokenizer"),
         longer_context,
     ],
+    "own_model.md": [penalty_under_ddp],
     "profiling.md": [ablated_step],
     "strategies.md": [tensor_parallel_block],
 }
