@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from burst_portable.api import attention
-from burst_portable.errors import DtypeError, InputError, ShapeError, shown, unknown_name
+from burst_portable.errors import DtypeError, InputError, ShapeError, UnsupportedError, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
@@ -79,11 +80,28 @@ def _check_head_size(head_dim: int, got: object) -> None:
         raise ShapeError("rotary embedding needs an even head size", got=got, allowed=allowed)
 
 
+def _check_rows_of_weights(*weights: Tensor) -> None:
+    """Raise `UnsupportedError` for rows that tensor parallelism sharded: a part of `kv` has other rows of K and of V.
+
+    With fewer heads, the shapes of the parts would fit, and the result would be wrong.
+    """
+    for weight in weights:
+        if not isinstance(weight, DTensor):
+            continue
+        if any(one.is_shard(0) and weight.device_mesh.size(i) > 1 for i, one in enumerate(weight.placements)):
+            raise UnsupportedError(
+                "tensor parallelism cannot shard the projections of SelfAttention: those of K and V are one weight",
+                got=f"a weight of shape {tuple(weight.shape)} with {weight.placements}",
+                next_step="shard separate projections of your module by heads, and pass the local heads to attention()",
+            )
+
+
 class SelfAttention(nn.Module):
     """Self-attention with grouped K/V heads and rotary embedding, over a sequence that is sharded over a mesh.
 
     Weights do not depend on the mesh: a `state_dict` fits the same module on any other mesh. A deep copy has the same
-    mesh. The module can be pickled if its mesh has one rank.
+    mesh. The module can be pickled if its mesh has one rank. Tensor parallelism cannot shard it by heads: a call raises
+    `UnsupportedError`.
 
     Args:
         dim: Size of a row of the input and the output.
@@ -216,6 +234,7 @@ class SelfAttention(nn.Module):
 
     def _project(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return Q, K and V, with rotary embedding in Q and K."""
+        _check_rows_of_weights(self.q.weight, self.kv.weight)
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
         k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
         if self.theta is not None and position_ids is not None:

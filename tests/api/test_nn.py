@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import burst_portable as bp
@@ -244,6 +247,27 @@ def test_fsdp_mixed_precision_passes_masks_and_layouts_unchanged():
         dist.destroy_process_group()
     assert block.got[0] is mask
     assert block.got[1] is layout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("names", [("q", "kv"), ("q",), ("kv",)])
+def test_self_attention_sharded_by_heads_raises(names: tuple[str, ...], ranks: int):
+    """The first half of the rows of `kv` are those of K. As K and V of fewer heads, they have fitting shapes."""
+    module = SelfAttention(16, 4, 4, mesh=bp.Mesh.single())
+    x = torch.randn(1, 8, 16)
+    expected = module(x)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        tensor = init_device_mesh("cpu", (ranks,))
+        parallelize_module(module, tensor, {name: ColwiseParallel() for name in names})
+        if ranks == 1:
+            assert torch.equal(module(x), expected)
+            return
+        module.heads, module.kv_heads = (4 // ranks if name in names else 4 for name in ("q", "kv"))
+        with pytest.raises(UnsupportedError, match=r"cannot shard the projections.*Shard\(dim=0\).*to attention\(\)"):
+            module(x)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_copied_and_pickled_modules_compute_equally():
