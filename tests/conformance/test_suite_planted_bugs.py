@@ -393,6 +393,28 @@ def test_quick_coverage_finds_bug_of_long_or_ragged_sums(bug, much, real):
     assert report.failures[0].message
 
 
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        (planted_bugs.Repeats, ""),
+        (planted_bugs.KeepsOut, "out of forward_single_call was changed by the next call"),
+        (planted_bugs.KeepsGradients, "dq of backward_single_call was changed by the next call"),
+        (planted_bugs.KeepsSoftcap, "with another softcap"),
+        (planted_bugs.KeepsSeed, "with another seed"),
+        (planted_bugs.WrongIfYielding, "with yields_to_comm=True"),
+        (planted_bugs.WrongDelta, "error of row_delta"),
+    ],
+)
+def test_repeated_calls_find_what_one_call_does_not_show(bug, says, real):
+    """`Repeats` has no bug. All other tests of the group pass with the other bugs, even with usual coverage."""
+    backend = Planted(bug, real=real)
+    tests = list_tests(BackendUnderTest(backend, coverage="quick"), ["kernels"])
+    found = [test.text for test in tests if test.name.endswith(":repeated-calls")]
+    report = check_backend(backend, cases=found, coverage="quick")
+    assert report.ok is (bug is planted_bugs.Repeats), report.markdown()
+    assert all(says in failure.message for failure in report.failures), report.markdown()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("bug", [DropsLastHop, SkipsReceiveWait, SkipsSendWait, None])
 def test_process_bug_is_detected(bug, real):

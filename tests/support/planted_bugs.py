@@ -20,7 +20,7 @@ from burst_portable.comm.base import Transport
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Kernel, LazyKernel, Support
 from burst_portable.layout import Segment
-from burst_portable.numerics import Compensated, State, merge_rows, per_row
+from burst_portable.numerics import Compensated, State, accumulation_dtype, merge_rows, per_row
 from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.tiles import Positions, Tile, Tiles, make_tile
 from tests.support.planted_transports import TransportWrapper
@@ -125,6 +125,82 @@ class FewBlocks(OtherTiles):
     def changed(self, tile):
         stop = min(tile.k_stop, tile.k_start + 512)
         return make_tile(tile.q_start, tile.q_stop, tile.k_start, stop, tile.lo, tile.hi)
+
+
+class Repeats(KernelWrapper):
+    """Correct kernel with all methods that `repeated-calls` runs."""
+
+    def __init__(self, kernel: Kernel | LazyKernel) -> None:
+        super().__init__(kernel)
+        self._kept = threading.local()
+        self.traits = KernelTraits(supports_dropout=kernel.load().traits.supports_dropout)
+
+    def _in_kept(self, name: str, *results: Tensor) -> tuple[Tensor, ...]:
+        """Copy results into buffers that the thread keeps for each shape."""
+        shapes = (name, *(x.shape for x in results), results[0].dtype)
+        kept = self._kept.__dict__.setdefault(shapes, tuple(map(torch.empty_like, results)))
+        for buffer, result in zip(kept, results, strict=True):
+            buffer.copy_(result)
+        return kept
+
+
+class KeepsOut(Repeats):
+    """Return the output of a single call in a buffer that the next call uses again."""
+
+    def forward_single_call(self, q, k, v, tiles, call, *, yields_to_comm=False):
+        out, lse = self.attend(q, k, v, tiles, call)
+        return self._in_kept("out", out)[0], lse
+
+
+class KeepsGradients(Repeats):
+    """Return the gradients of a single call in buffers that the next call uses again."""
+
+    def backward_single_call(self, x, tiles, call):
+        return self._in_kept("gradients", *super().backward_single_call(x, tiles, call))
+
+
+class KeepsSettings(Repeats):
+    """Compile a setting into the kernel of the first call that has it."""
+
+    def _with_first(self, call):
+        raise NotImplementedError
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        return super().attend(q, k, v, tiles, self._with_first(call), state=state)
+
+    def attend_backward(self, x, tiles, call, *, into):
+        super().attend_backward(x, tiles, self._with_first(call), into=into)
+
+
+class KeepsSoftcap(KeepsSettings):
+    def _with_first(self, call):
+        if call.softcap is None:
+            return call
+        return replace(call, softcap=self._kept.__dict__.setdefault("softcap", call.softcap))
+
+
+class KeepsSeed(KeepsSettings):
+    def _with_first(self, call):
+        if call.dropout is None:
+            return call
+        seed = self._kept.__dict__.setdefault("seed", call.dropout.seed)
+        return replace(call, dropout=call.dropout._replace(seed=seed))
+
+
+class WrongIfYielding(Repeats):
+    """Leave out the last key if communication kernels may be waiting."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        if yields_to_comm and k.shape[1] > 1:
+            tiles = Tiles([t for tile in tiles if (t := tile.clipped(0, 1 << 40, 0, k.shape[1] - 1))], tiles.positions)
+        return super().attend(q, k, v, tiles, call, state=state)
+
+
+class WrongDelta(Repeats):
+    """Sum rowsum(dO * O) in bfloat16."""
+
+    def row_delta(self, dout, out):
+        return super().row_delta(dout, out).bfloat16().to(accumulation_dtype(dout.dtype))
 
 
 class FewHeads(KernelWrapper):

@@ -13,6 +13,7 @@ from burst_portable.conformance import oracle
 from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import DTYPES, HEADS, LENGTH, MASKS, MEMORY, SCALES, VALUES, Axes, Case, covering
 from burst_portable.conformance.checks.attention import HEAD_SIZES, compare, compare_growth
+from burst_portable.conformance.checks.repeated_calls import run_repeated
 from burst_portable.conformance.oracle import Answer, Inputs, make_inputs
 from burst_portable.conformance.running import OutOfBoundsWriteError, run_block, run_kernel, run_single_call, serves
 from burst_portable.kernels.base import Kernel, LazyKernel
@@ -154,6 +155,8 @@ def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
             yield make_plain_test(NAME, title, _growth, target, kernel, DTYPES[dtype])
         for name, *block in LONG_BLOCKS:
             yield make_plain_test(NAME, f"{kernel.name}:{name}", _sum_long, target, kernel, *block)
+        title = f"{kernel.name}:repeated-calls"
+        yield make_plain_test(NAME, title, run_repeated, target, kernel, plainest(kernel, device))
 
 
 def make_test(target: BackendUnderTest, case: Case, kernel: str) -> TestCase:
