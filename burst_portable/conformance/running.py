@@ -114,17 +114,22 @@ class OutOfBoundsWriteError(Exception):
 
 
 class Guarded:
-    """A buffer of zeros, with known values before and after it."""
+    """A buffer of zeros, with known values before and after the rows of each sequence.
+
+    As in a ring, whose messages hold the sums of dK and dV of a sequence one after the other, the buffer of several
+    sequences is not contiguous.
+    """
 
     def __init__(self, like: Tensor) -> None:
         dtype = numerics.accumulation_dtype(like.dtype)
-        self._all = torch.full((like.numel() + 2 * _GUARD,), _MARK, dtype=dtype, device=like.device)
-        self.view = self._all[_GUARD : _GUARD + like.numel()].view(like.shape)
+        batch, sequence = like.shape[0], like[0].numel()
+        self._all = torch.full((batch, sequence + 2 * _GUARD), _MARK, dtype=dtype, device=like.device)
+        self.view = self._all[:, _GUARD : _GUARD + sequence].view(like.shape)
         self.view.zero_()
 
     def check(self, name: str) -> None:
         """Raise `OutOfBoundsWriteError` if a value before or after the buffer changed. `name` is for the message."""
-        edges = torch.cat((self._all[:_GUARD], self._all[-_GUARD:]))
+        edges = torch.cat((self._all[:, :_GUARD], self._all[:, -_GUARD:]))
         if bool((edges != _MARK).any()):
             raise OutOfBoundsWriteError(f"the kernel wrote outside of {name}")
 

@@ -220,6 +220,29 @@ class NarrowValues(KernelWrapper):
         return changed_state(state, out=torch.where(columns < size, state[0], torch.zeros_like(state[0])))
 
 
+class FewTokens(KernelWrapper):
+    """Add to the LSE of 16-bit calls if a block has one token."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        state = super().attend(q, k, v, tiles, call, state=state)
+        return changed_state(state, lse=state[1] + 0.1) if q.itemsize == 2 and q.shape[1] == 1 else state
+
+
+class ManyGrouped(KernelWrapper):
+    """Double the output if more than 16 query heads read one K/V head."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        state = super().attend(q, k, v, tiles, call, state=state)
+        return changed_state(state, out=2 * state[0]) if q.shape[2] > 16 * k.shape[2] else state
+
+
+class FlatBuffers(KernelWrapper):
+    """Add gradients to contiguous copies of the buffers, as `into[0].reshape(-1)` makes them."""
+
+    def attend_backward(self, x, tiles, call, *, into):
+        super().attend_backward(x, tiles, call, into=tuple(total.contiguous() for total in into))
+
+
 class FewSequences(FewHeads):
     """Return 0 for sequences of a batch past the first 8."""
 

@@ -111,6 +111,7 @@ def cases(coverage: str, axes: Axes) -> Iterator[Case]:
         yield Case("documents", "striped", ranks=2, dropout=0.3)
         yield Case("causal", "contiguous", ranks=1)
         yield Case("causal", "contiguous", heads=WIDER_VALUES)
+        yield from (Case(length=3, layout="contiguous", ranks=3, dtype=dtype) for dtype in DTYPES.values())
         yield from (Case("causal", "contiguous", scale=scale) for scale in SCALES[1:])
         return
     yield from covering(axes)
@@ -122,15 +123,17 @@ def cases(coverage: str, axes: Axes) -> Iterator[Case]:
     yield from (Case(**{**usual, "values": v, "dtype": dtype}) for v in VALUES[1:] for dtype in dtypes)
     yield Case(heads="2x1x1x1", deterministic=False)
     yield Case(heads=WIDER_VALUES, deterministic=False)
+    yield from (Case(**{**usual, "length": 3, "ranks": 3, "layout": "contiguous", "dtype": dtype}) for dtype in dtypes)
     for length in (2, 15, 16, 17, 63, 64, 65, 129):
         yield Case(**{**usual, "length": length, "ranks": 1, "layout": "contiguous", "dtype": dtypes[0]})
 
 
 def large(coverage: str) -> Iterator[Case]:
-    """Yield cases of many blocks, some of them fully masked, and of more heads and batch rows than elsewhere."""
+    """Yield cases of many blocks, some fully masked, and of more heads, grouped heads and sequences than elsewhere."""
     case = Case("causal", "contiguous", ranks=1, heads="2x1x64x64", batch=1, length=LONG)
     yield case
     yield replace(case, mask="full", length=RAGGED)
+    yield replace(case, heads="17x1x64x64", length=LENGTH)
     if coverage == "quick":
         return
     yield from (replace(case, mask=mask) for mask in ("window", "sink_window", "documents"))
