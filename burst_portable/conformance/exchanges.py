@@ -143,10 +143,13 @@ def stream_order(transport: Transport, device: torch.device) -> str:
 
 
 def reuse_after_wait(transport: Transport, device: torch.device) -> str:
-    """Overwrite a sent tensor once its handle has been waited for, although the receiver posts late."""
+    """Overwrite a sent tensor once its handle has been waited for, although the receiver posts late.
+
+    Every byte of this large message is compared, so a part of it that arrives at the place of another one is found.
+    """
     count = 1 << 24  # more than a link buffers: the rest is still in the sender's memory
     if transport.rank == 0:
-        out = torch.full((count,), 1, dtype=torch.uint8, device=device)
+        out = _bytes(count, 1, device)
         leaving, _ = transport.post([Message(out, 1)], [], "reuse after wait")
         _wait(leaving)
         out.fill_(0)
@@ -155,7 +158,10 @@ def reuse_after_wait(transport: Transport, device: torch.device) -> str:
         time.sleep(0.1)
         _, arriving = transport.post([], [Message(came, 0)], "reuse after wait")
         _wait(arriving)
-        if not bool((came == 1).all()):
+        wrong = came != _bytes(count, 1, device)
+        if bool(came[wrong].any()):
+            return f"a message of {count} bytes arrived with other bytes"
+        if bool(wrong.any()):  # they are 0
             return "a message changed when its sender overwrote it after waiting for the handle"
     return ""
 

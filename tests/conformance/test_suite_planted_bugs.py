@@ -76,6 +76,7 @@ TRANSPORTS = {
     DropsLastHop: ("transport", "attention"),
     planted_transports.ExchangesPair: ("transport",),
     planted_transports.ExchangesPeers: ("transport",),
+    planted_transports.RepeatsChunks: ("transport",),
     planted_transports.ReusesBuffers: ("transport", "attention"),
     SkipsReceiveWait: ("transport", "memory"),
     SkipsSendWait: ("transport",),
