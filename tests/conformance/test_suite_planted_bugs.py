@@ -404,6 +404,7 @@ def test_quick_coverage_finds_bug_of_long_or_ragged_sums(bug, much, real):
         (planted_bugs.KeepsOut, "out of forward_single_call was changed by the next call"),
         (planted_bugs.KeepsGradients, "dq of backward_single_call was changed by the next call"),
         (planted_bugs.KeepsSoftcap, "with another softcap"),
+        (planted_bugs.LeavesOutLargeSoftcap, "with another softcap"),
         (planted_bugs.KeepsSeed, "with another seed"),
         (planted_bugs.WrongIfYielding, "with yields_to_comm=True"),
         (planted_bugs.WrongDelta, "error of row_delta"),
