@@ -25,7 +25,7 @@ from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.report import Report
 from burst_portable.conformance.suite import list_tests
 from burst_portable.errors import InputError
-from burst_portable.kernels.base import Support, WrappedKernel
+from burst_portable.kernels.base import LazyKernel, Support, WrappedKernel
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.profiling import clocks
 from burst_portable.profiling.intervals import Timeline
@@ -418,6 +418,30 @@ def test_repeated_calls_find_what_one_call_does_not_show(bug, says, real):
     report = check_backend(backend, cases=found, coverage="quick")
     assert report.ok is (bug is planted_bugs.Repeats), report.markdown()
     assert all(says in failure.message for failure in report.failures), report.markdown()
+
+
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        (planted_bugs.ExcusesItself, "the trait rounding must be 0 to 2**-8"),
+        (planted_bugs.WritesNowhere, "it declares writes_into, but has no attend_into"),
+        (planted_bugs.UntypedTraits, "traits must be a KernelTraits; got None"),
+    ],
+)
+def test_claims_reject_traits_that_cannot_be_true(bug, says, real):
+    assert says in examine(Planted(bug, real=real), "claims").failures[0].message
+
+
+class NamesTwice(Planted):
+    """A backend whose lazy kernel has another name than its class."""
+
+    def kernels(self):
+        target = "burst_portable.kernels.reference:ReferenceKernel"
+        return (LazyKernel("theirs", target, needs="json"),)
+
+
+def test_claims_reject_lazy_kernel_of_another_name():
+    assert "its class has the name 'reference'" in examine(NamesTwice(), "claims").failures[0].message
 
 
 @pytest.mark.full

@@ -465,6 +465,22 @@ class CoarserThanItSays(Coarse):
     bits = 7
 
 
+class ExcusesItself(WrongScale):
+    """State a rounding that allows any error."""
+
+    traits = KernelTraits(rounding=1.0)
+
+
+class WritesNowhere(KernelWrapper):
+    """State that it writes into given outputs, without the method."""
+
+    traits = KernelTraits(writes_into=True)
+
+
+class UntypedTraits(KernelWrapper):
+    traits: Any = None
+
+
 class SaysNothingOfIt(Coarse):
     traits = KernelTraits()
 

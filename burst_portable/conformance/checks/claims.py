@@ -15,13 +15,17 @@ from burst_portable.backends.selection import choose_kernel
 from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import DTYPES, Case
 from burst_portable.conformance.checks.attention import HEAD_SIZES, compare
+from burst_portable.conformance.checks.kernel_contract import unsupported_reason
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import run_kernel, serves
-from burst_portable.errors import UnknownNameError, UnsupportedError, first_line
+from burst_portable.errors import UnknownNameError, UnsupportedError, first_line, shown
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.checked_kernel import support_of
+from burst_portable.planning.call import KernelTraits
 
 NAME = "claims"
+MOST_ROUNDING = 2**-8
+"""Largest rounding that a kernel may declare: that of operands in bfloat16. Tolerances grow with it."""
 
 
 def _grid(coverage: str) -> dict[str, list[Case]]:
@@ -41,6 +45,7 @@ def list_tests(target: BackendUnderTest) -> Iterator[TestCase]:
     for name, find_error in _CLAIMS.items():
         yield make_plain_test(NAME, name, _run, find_error, target)
     for kernel in target.kernels:
+        yield make_plain_test(NAME, f"{kernel.name}-declares", _run, _declares, target, kernel)
         yield make_plain_test(NAME, f"{kernel.name}-reasons", _run, _reasons, target, kernel)
         for name, cases in _grid(target.coverage).items():
             if any(serves(kernel, case, target.device.type) for case in cases):
@@ -88,7 +93,7 @@ def _streams(target: BackendUnderTest) -> str:
 
 def _names(target: BackendUnderTest) -> str:
     names = [kernel.name for kernel in target.backend.kernels()]
-    if not names or not all(names) or len(set(names)) < len(names):
+    if not names or not all(isinstance(n, str) and n for n in names) or len(set(names)) < len(names):
         return f"every kernel needs a unique name; got {names}"
     try:
         choose_kernel(target.backend, Case().make_call(target.device.type), "no such kernel")
@@ -120,6 +125,23 @@ _CLAIMS: dict[str, Callable[[BackendUnderTest], str]] = {
     "hardware": _hardware,
     "direct-transport": _direct_transport,
 }
+
+
+def _declares(target: BackendUnderTest, kernel: Kernel | LazyKernel) -> str:
+    """Check the name and the traits of a kernel. One that declines every call is not loaded."""
+    if unsupported_reason(kernel, target.device.type):
+        return ""
+    loaded = kernel.load()
+    if loaded.name != kernel.name:
+        return f"its class has the name {loaded.name!r}; reports need the name of the LazyKernel, {kernel.name!r}"
+    traits: object = loaded.traits
+    if not isinstance(traits, KernelTraits):
+        return f"traits must be a KernelTraits; got {shown(traits)}"
+    if not 0 <= traits.rounding <= MOST_ROUNDING:
+        return f"the trait rounding must be 0 to 2**-8, since it loosens tolerances; got {traits.rounding:g}"
+    if traits.writes_into and type(loaded).attend_into is Kernel.attend_into:
+        return "it declares writes_into, but has no attend_into"
+    return ""
 
 
 def _reasons(target: BackendUnderTest, kernel: Kernel | LazyKernel) -> str:
