@@ -465,10 +465,13 @@ def _check_available(backend: Backend) -> dict[str, object]:
         raise BackendUnavailableError(f"{what}: {probe.reason}")
     kind, step = backend.capabilities.device_type, "import the vendor's package in the probe"
     try:
-        torch.device(kind)
+        found = torch.device(kind)
     except RuntimeError as error:
         what = f"the probe of the backend {backend.name!r} succeeded, but torch does not support its device type"
         raise BackendUnavailableError(what, got=repr(kind), next_step=step) from error
+    if found.index is not None:  # calls are compared with it by the type of their device
+        what, step = f"the backend {backend.name!r} states a device, not a device type", "change its capabilities"
+        raise BackendUnavailableError(what, got=repr(kind), allowed=repr(found.type), next_step=step)
     if (level := probe.facts.get("evidence_level", NOT_STATED)) not in EVIDENCE_LEVELS:
         raise unknown_name(f"evidence level in the probe of the backend {backend.name!r}", level, EVIDENCE_LEVELS)
     return dict(probe.facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from random import Random
 from typing import ClassVar
 
@@ -81,6 +82,20 @@ def test_check_backend_rejects_unavailable_backend():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ranks_are_forked")
+class OnOneDevice(Planted):
+    """A backend whose capabilities have a device with its index."""
+
+    @property
+    def capabilities(self):
+        return replace(self.real.capabilities, device_type="cpu:0")
+
+
+def test_check_backend_rejects_device_type_with_index():
+    says = "states a device, not a device type; got 'cpu:0'; allowed: 'cpu'; change its capabilities"
+    with pytest.raises(BackendUnavailableError, match=says):
+        check_backend(OnOneDevice(), coverage="quick")
+
+
 def test_process_messages_pass():
     assert check_backend("cpu", cases=["group:messages-2ranks"]).ok
 
