@@ -131,14 +131,16 @@ def all_reduce_gradients(
         with mesh.transport(device.type).between_passes():
             for bucket in _buckets(members, bucket_bytes):
                 _sum_bucket(bucket, missing, mesh)
-        mesh.summed.update((p.grad, versions(p)) for p in members if p.grad is not None and mesh.size > 1)
+        mesh.gradient_records.summed.update(
+            (p.grad, versions(p)) for p in members if p.grad is not None and mesh.size > 1
+        )
     _watch_smallest([p for p in unique if p.requires_grad and p.grad is not None], mesh)
 
 
 def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:
     """Return the parameters by dtype and device. Those without a gradient get zeros, and are added to `missing`."""
     groups: Groups = {}
-    averaged = {id(parameter) for module in mesh.averaged for parameter in module.parameters()}
+    averaged = {id(parameter) for module in mesh.gradient_records.averaged for parameter in module.parameters()}
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
@@ -156,13 +158,13 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
         if 0 in gradient.stride():  # expanded, as autograd.grad returns that of a sum; sums are written in place
             parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
             gradient = _gradient(parameter)
-        if mesh.summed.get(parameter.grad) == versions(parameter):
+        if mesh.gradient_records.summed.get(parameter.grad) == versions(parameter):
             raise InputError(
                 "the gradients are sums over the ranks already; a second call would multiply them by the ranks",
                 got=f"a gradient of shape {tuple(gradient.shape)} that did not change since the last call",
                 next_step="call all_reduce_gradients once per step, and zero_grad() after the optimizer's step",
             )
-        added, was_zeroed = mesh.added.get(parameter.grad, (None, None))
+        added, was_zeroed = mesh.gradient_records.added.get(parameter.grad, (None, None))
         if added == versions(parameter) and not was_zeroed:
             raise InputError(
                 "a backward pass added to gradients that are sums over the ranks already; a second sum would add the "
@@ -171,7 +173,7 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
                 next_step="call all_reduce_gradients once per step, after the last micro-batch, and zero_grad() after "
                 "the optimizer's step",
             )
-        if mesh.accumulated.get(parameter.grad, versions(parameter)) != versions(parameter):
+        if mesh.gradient_records.accumulated.get(parameter.grad, versions(parameter)) != versions(parameter):
             raise InputError(
                 "gradients were changed between the backward pass and their sum over the ranks; a norm by which they "
                 "were clipped is that of one rank's part",
@@ -266,12 +268,16 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def watch_additions(parameter: Tensor, mesh: Mesh) -> list[Any]:
-    """Record in `mesh.added` that a backward pass added to a sum over the ranks. Return the handles of the hooks.
+    """Record in `GradientRecords.added` that a backward pass added to a sum over ranks. Return handles of the hooks.
 
     The version of the gradient is then one more than the version of the sum. `p.grad.data.zero_()` does not change the
     version, so another hook looks at the values of the sum before the addition, without waiting for the device.
     """
-    summed, added, is_zero = mesh.summed, mesh.added, Tensor()  # hooks keep no mesh: it has connections
+    summed, added, is_zero = (
+        mesh.gradient_records.summed,
+        mesh.gradient_records.added,
+        Tensor(),
+    )  # hooks keep no mesh: it has connections
 
     @outside_graphs
     def before_addition(_: Tensor) -> None:
@@ -301,12 +307,12 @@ def _watch_smallest(summed: list[Tensor], mesh: Mesh) -> None:
 
     FSDP2 adds to gradients after the backward pass. torch warns if a tensor with hooks is saved, but not a parameter.
     """
-    for hook in mesh.gradient_hooks:
+    for hook in mesh.gradient_records.hooks:
         hook.remove()
-    mesh.gradient_hooks.clear()
+    mesh.gradient_records.hooks.clear()
     watchable = [p for p in summed if isinstance(p, Parameter) and not isinstance(p, DTensor)]
     if mesh.size > 1 and watchable:
-        mesh.gradient_hooks.extend(watch_additions(min(watchable, key=Tensor.numel), mesh))
+        mesh.gradient_records.hooks.extend(watch_additions(min(watchable, key=Tensor.numel), mesh))
 
 
 def versions(parameter: Tensor) -> tuple[int, int]:

@@ -105,8 +105,15 @@ class GradientRecords:
 
 @lru_cache(maxsize=1)
 def _records_of_groups() -> WeakKeyDictionary[Any, GradientRecords]:
-    """Return the records of each process group. All its meshes share them: mesh=None may name the same ranks."""
     return WeakKeyDictionary()
+
+
+def _records_of(group: Any) -> GradientRecords:
+    """Return the records of a process group. All its meshes share them: mesh=None may name the same ranks.
+
+    None is the group of a mesh of threads, or of one rank. Such a mesh has its own records.
+    """
+    return GradientRecords() if group is None else _records_of_groups().setdefault(group, GradientRecords())
 
 
 class Mesh:
@@ -163,10 +170,7 @@ class Mesh:
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
         # Layouts by which tensors were sharded: (name, length, hash). Those of one name differ if they follow masks.
         self.sharded_layouts: OrderedDict[tuple[str, int, int], None] = OrderedDict()
-        records = GradientRecords() if group is None else _records_of_groups().setdefault(group, GradientRecords())
-        self.summed, self.accumulated, self.added = records.summed, records.accumulated, records.added
-        self.gradient_hooks = records.hooks
-        self.averaged = records.averaged
+        self.gradient_records = _records_of(group)
 
     def __repr__(self) -> str:
         node = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"

@@ -416,7 +416,7 @@ def test_sum_after_each_micro_batch_of_own_model_raises(zeroed: str):
             else:
                 model(mine).sum().backward()
             if is_planted:
-                mesh.added.clear()
+                mesh.gradient_records.added.clear()
             elif zeroed == "never" and batch is batches[1]:
                 for _ in range(2):  # also an addition to a sum to which one was added
                     with pytest.raises(InputError, match=r"added to gradients that are sums.* after the last micro"):

@@ -168,7 +168,7 @@ def errors_of_second_sums() -> list[str]:
     parameter, module = torch.nn.Parameter(torch.zeros(1)), torch.nn.Linear(1, 1)
     parameter.grad, mesh = torch.ones(1), bp.Mesh.from_group()
     bp.all_reduce_gradients([parameter], mesh)
-    mesh.averaged.add(module)  # as parallelize(model, mesh, averaged_gradients=True) does
+    mesh.gradient_records.averaged.add(module)  # as parallelize(model, mesh, averaged_gradients=True) does
     calls = ([parameter], None), ([parameter], bp.Mesh.from_group()), (module.parameters(), None)
     errors = [error_text(bp.all_reduce_gradients, *call) for call in calls]
     return [*errors, str(parameter.grad.item())]

@@ -75,8 +75,8 @@ class ShardedModel(ModelCalls):
         copied.dropout = copy.deepcopy(self.dropout, memo)
         copied._hooks = copy.deepcopy(self._hooks, memo)
         copied._forget_calls()
-        if self.model in self.mesh.averaged:
-            self.mesh.averaged.add(copied.model)
+        if self.model in self.mesh.gradient_records.averaged:
+            self.mesh.gradient_records.averaged.add(copied.model)
         return copied
 
     def _install(self) -> None:
@@ -100,7 +100,7 @@ class ShardedModel(ModelCalls):
         self._hooks += watch_token_dropout(self._facts.text)
         self._depends_on_length, self._scales_by_row = bool(hooks), bool(scaled)
         if self.averaged_gradients and self.mesh.size > 1:
-            self.mesh.averaged.add(self.model)
+            self.mesh.gradient_records.averaged.add(self.model)
 
     def undo(self) -> None:
         """Restore the model. A second call does nothing."""
@@ -110,7 +110,7 @@ class ShardedModel(ModelCalls):
             hook.remove()
         self._hooks.clear()
         self._agreement.remove_hooks()
-        self.mesh.averaged.discard(self.model)
+        self.mesh.gradient_records.averaged.discard(self.model)
         for module in self.model.modules():
             if hasattr(module, ATTRIBUTE):
                 delattr(module, ATTRIBUTE)

@@ -584,7 +584,7 @@ def test_gradients_changed_before_their_sum_raise(change: str) -> None:
         elif change == "scale":
             torch._foreach_mul_([p.grad for p in parameters], 0.5)
         if is_planted:
-            mesh.accumulated.clear()
+            mesh.gradient_records.accumulated.clear()
         elif change != "none":
             with pytest.raises(InputError, match=r"changed between the backward pass and their sum.* clip and unscale"):
                 all_reduce_gradients(parameters, mesh)
@@ -622,7 +622,7 @@ def test_sum_after_each_micro_batch_raises(zeroed: str) -> None:
             for _ in range(passes):
                 model(**sharded.shard(ids)).loss.backward()
             if is_planted:
-                mesh.added.clear()
+                mesh.gradient_records.added.clear()
             elif zeroed == "never" and ids is batches[1]:
                 with pytest.raises(InputError, match=r"added to gradients that are sums.* after the last micro-batch"):
                     all_reduce_gradients(parameters, mesh)

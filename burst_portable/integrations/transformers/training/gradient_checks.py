@@ -24,7 +24,7 @@ from burst_portable.mesh import Mesh
 
 
 def watch_gradient(model: nn.Module, mesh: Mesh) -> list[Any]:
-    """Record each change of a small gradient by a backward pass, in `mesh.accumulated` and `mesh.added`.
+    """Record each change of a small gradient by a backward pass, in `GradientRecords`.
 
     Return the handles of the hooks: none if the model has no trainable parameter, or DDP or FSDP2 changes gradients
     after the backward pass.
@@ -38,7 +38,7 @@ def watch_gradient(model: nn.Module, mesh: Mesh) -> list[Any]:
 
     def record(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            mesh.accumulated[parameter.grad] = versions(parameter)
+            mesh.gradient_records.accumulated[parameter.grad] = versions(parameter)
 
     return [*watch_additions(watched, mesh), watched.register_post_accumulate_grad_hook(record)]
 
