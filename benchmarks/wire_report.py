@@ -34,7 +34,7 @@ def planned(plan: Plan, pass_name: PassName, rank: int) -> Planned:
     """Return one rank's bytes and messages in a plan."""
     cost = rank_cost(plan, pass_name, rank, HardwareSpec(1.0, 1.0))
     steps = plan.steps(pass_name, rank)
-    messages = sum(len((*s.sends, *s.receives, *s.gradient_sends, *s.gradient_receives)) for s in steps)
+    messages = sum(len((*s.sends, *s.receives, *s.result_sends, *s.result_receives)) for s in steps)
     if plan.heads:  # one message there, one a tensor back, to and from every other rank that shares heads
         messages += sum(2 * (plan.head_parallel_size - 1) * (1 + len(back)) for _, back in exchanges(plan, pass_name))
     return Planned(cost.sent, cost.received, messages + 2 * (plan.call.ranks - 1))

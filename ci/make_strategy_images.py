@@ -156,7 +156,7 @@ def exchange(plan: Plan, back: bool) -> Iterator[Arrow]:
 def messages(steps: Iterable[Step]) -> Iterator[Arrow]:
     """Yield the messages of one step."""
     for step in steps:
-        for move in (*step.sends, *step.gradient_sends):
+        for move in (*step.sends, *step.result_sends):
             yield Arrow(move.source, move.target, move.owner, "result" if move.is_result else move.side)
 
 

@@ -16,7 +16,7 @@ from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 
-SCHEMA = "burst_portable.plan/5"
+SCHEMA = "burst_portable.plan/6"
 ALL_RANKS = 64
 """Costs are computed for all ranks up to this number, and for a sample above: all would need ranks² blocks."""
 
@@ -158,7 +158,7 @@ def memory_facts(
 def _largest_message(plan: Plan, name: PassName, ranks: Sequence[int]) -> int:
     """Return the bytes of the largest message that one of these ranks receives."""
     sizes = [message_sizes(plan.pass_plan(name), tensor) for tensor in plan.tensors]
-    moves = (m for r in ranks for s in plan.steps(name, r) for m in (*s.receives, *s.gradient_receives))
+    moves = (m for r in ranks for s in plan.steps(name, r) for m in (*s.receives, *s.result_receives))
     return max((size(move) for move in moves for size in sizes), default=0)
 
 
@@ -176,8 +176,8 @@ def _step(pass_plan: PassPlan, step: Step) -> Facts:
         "receives": messages(step.arrivals, "source"),
         "compute": _compute(step),
         "sends": messages(step.sends, "target"),
-        "gradient_receives": messages(step.gradient_arrivals, "source"),
-        "gradient_sends": messages(step.gradient_sends, "target"),
+        "result_receives": messages(step.result_arrivals, "source"),
+        "result_sends": messages(step.result_sends, "target"),
     }
 
 

@@ -134,8 +134,8 @@ def _steps_table(facts: Facts, name: str, title: str, limit: int) -> Table:
 
 
 def _step_row(step: Facts) -> tuple[str, ...]:
-    sends = [*step["sends"], *step["gradient_sends"]]
-    receives = [*step["receives"], *step["gradient_receives"]]
+    sends = [*step["sends"], *step["result_sends"]]
+    receives = [*step["receives"], *step["result_receives"]]
     return (
         str(step["step"]),
         ", ".join(f"{m['what']} ← {m['rank']}" for m in receives),

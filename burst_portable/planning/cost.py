@@ -50,8 +50,8 @@ def _joined_bytes(pass_plan: PassPlan, rank: int) -> int:
     block, (call, side) = local_block_size(pass_plan, rank), (pass_plan.call, pass_plan.side)
     if pass_plan.name == "forward":
         return _COPY * block
-    rows = block // row_size(call, side, is_gradient=False)
-    return _COPY * block + _ADD * rows * row_size(call, side, is_gradient=True)
+    rows = block // row_size(call, side, is_result=False)
+    return _COPY * block + _ADD * rows * row_size(call, side, is_result=True)
 
 
 def _merged_bytes(pass_plan: PassPlan, compute: Compute, traits: KernelTraits, *, first: bool) -> int:
@@ -197,10 +197,10 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, hardware: HardwareSpec
     pass_plan = plan.pass_plan(pass_name)
     steps = plan.steps(pass_name, rank)
     computes = [s.compute for s in steps if s.compute]
-    receives = [m for s in steps for m in (*s.receives, *s.gradient_receives)]
+    receives = [m for s in steps for m in (*s.receives, *s.result_receives)]
     size = message_sizes(pass_plan)
     received = plan.head_groups * sum(map(size, receives))
-    sent = plan.head_groups * sum(size(m) for s in steps for m in (*s.sends, *s.gradient_sends))
+    sent = plan.head_groups * sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
     link = plan.head_groups * sum(
         hardware.transfer(size(m), direct=plan.direct, is_inter_node=hardware.is_inter_node(m.source, m.target))
         for m in receives
@@ -369,7 +369,7 @@ def _walk(
         packed[group] |= {move.rows for move in unpacked}
         line.read_and_write(_PACK * sum(map(size, unpacked)))
         line.receive(step.receives, size, group)
-        line.read_and_write(accumulate * sum(map(size, step.gradient_sends)))
+        line.read_and_write(accumulate * sum(map(size, step.result_sends)))
         if step.joins_local:
             line.read_and_write(_joined_bytes(pass_plan, rank))
         if step.compute:
@@ -380,9 +380,9 @@ def _walk(
             line.read_and_write(_merged_bytes(pass_plan, step.compute, hardware.kernel, first=first))
             if not helps:
                 launched.add(group)
-        line.wait(step.gradient_arrivals, group)
-        line.read_and_write(add * sum(map(size, step.gradient_arrivals)))
-        line.receive(step.gradient_receives, size, group)
+        line.wait(step.result_arrivals, group)
+        line.read_and_write(add * sum(map(size, step.result_arrivals)))
+        line.receive(step.result_receives, size, group)
     line.read_and_write(groups * _summed_bytes(pass_plan, rank, hardware.kernel))
 
 

@@ -135,12 +135,12 @@ class _Steps:
                 self._uses[key] += 1
 
     def end(self, step: Step, messages: StepMessages) -> None:
-        """Add gradients that arrived, send the sums that are complete, and release what no later step uses."""
+        """Add results that arrived, send those that are complete, and release what no later step uses."""
         if messages.local and self._rank in self._sums:
             self._drop(self._sums.pop(self._rank))
-        for move in step.gradient_arrivals:
+        for move in step.result_arrivals:
             self._drop(self._inbox.pop(move))
-        for move, size in messages.gradient_sends:
+        for move, size in messages.result_sends:
             key = self._sums.pop(move.owner, None)
             if key is None or self._rounds:
                 self._send(move, self._take(("result", move), size, uses=0))
@@ -159,7 +159,7 @@ class _Steps:
         self._memory.free_group(self._group)
 
     def _receive(self, messages: StepMessages, *, results: bool = False) -> None:
-        for arrivals in messages.gradient_receives if results else messages.receives:
+        for arrivals in messages.result_receives if results else messages.receives:
             first = arrivals.moves[0]
             name = ("results", first.post_step, first.wait_step) if results else ("inbox", first.wait_step)
             key = self._take(name, sum(arrivals.sizes), uses=0 if results else 1)

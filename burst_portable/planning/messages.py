@@ -47,21 +47,21 @@ class Field:
 
 
 def fields(
-    call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False, forward: bool = False
+    call: AttentionCall, side: Side, *, is_result: bool, rounds_gradients: bool = False, forward: bool = False
 ) -> tuple[Field, ...]:
-    """Return the fields of a block: K and V, or Q, dO, LSE and delta. Those of its gradients: dK and dV, or dQ.
+    """Return the fields of a block: K and V, or Q, dO, LSE and delta. Those of its results: dK and dV, or dQ.
 
-    In the forward pass, a block of queries is Q, and its results, instead of gradients, are out and LSE.
+    In the forward pass, a block of queries is Q, and its results are out and LSE.
     """
     data, wide = call.itemsize, max(call.itemsize, 4)
     q, kv, d, dv = call.heads, call.kv_heads, call.head_dim, call.v_head_dim
     gradient = data if rounds_gradients else wide
     if side == "kv":
-        itemsize = gradient if is_gradient else data
+        itemsize = gradient if is_result else data
         return Field(kv, d, itemsize), Field(kv, dv, itemsize)
     if forward:
-        return (Field(q, dv, wide), Field(q, None, wide)) if is_gradient else (Field(q, d, data),)
-    if is_gradient:
+        return (Field(q, dv, wide), Field(q, None, wide)) if is_result else (Field(q, d, data),)
+    if is_result:
         return (Field(q, d, gradient),)
     return Field(q, d, data), Field(q, dv, data), Field(q, None, wide), Field(q, None, wide)
 
@@ -70,24 +70,24 @@ def message_sizes(pass_plan: PassPlan, tensor: int | None = None) -> Callable[[M
     """Return a function from a move of this pass to its bytes on the wire. `tensor`: see `row_layout`."""
     call, rounded, forward = pass_plan.call, pass_plan.rounds_gradients, pass_plan.name == "forward"
     rows = {
-        (side, g): row_layout(call, side, is_gradient=g, rounds_gradients=rounded, forward=forward, tensor=tensor).size
+        (side, r): row_layout(call, side, is_result=r, rounds_gradients=rounded, forward=forward, tensor=tensor).size
         for side in pass_plan.sides
-        for g in (False, True)
+        for r in (False, True)
     }
     return lambda move: move.num_rows * rows[move.side, move.is_result]
 
 
 @lru_cache(maxsize=256)
 def row_size(
-    call: AttentionCall, side: Side, *, is_gradient: bool, rounds_gradients: bool = False, forward: bool = False
+    call: AttentionCall, side: Side, *, is_result: bool, rounds_gradients: bool = False, forward: bool = False
 ) -> int:
     """Return the bytes of a row of a block on the wire. The arguments are those of `fields`."""
-    return row_layout(call, side, is_gradient=is_gradient, rounds_gradients=rounds_gradients, forward=forward).size
+    return row_layout(call, side, is_result=is_result, rounds_gradients=rounds_gradients, forward=forward).size
 
 
 def local_block_size(pass_plan: PassPlan, rank: int) -> int:
     """Return the bytes of the local block of the side that is sent, as a message."""
-    return _local_rows(pass_plan, rank) * row_size(pass_plan.call, pass_plan.side, is_gradient=False)
+    return _local_rows(pass_plan, rank) * row_size(pass_plan.call, pass_plan.side, is_result=False)
 
 
 def _local_rows(pass_plan: PassPlan, rank: int) -> int:
@@ -126,14 +126,14 @@ class StepMessages(NamedTuple):
     receives: tuple[Arrivals, ...]
     local: int  # size of the local block, if the launch takes it together with blocks that arrived; else 0
     sums: tuple[int, ...]  # of gradients of the blocks of this step, in the accumulation dtype
-    gradient_sends: tuple[tuple[Move, int], ...]
-    gradient_receives: tuple[Arrivals, ...]
+    result_sends: tuple[tuple[Move, int], ...]
+    result_receives: tuple[Arrivals, ...]
 
 
 class PassMessages:
     """The messages of one rank in one pass, or of one tensor of its blocks. Made when a call is prepared.
 
-    `inputs`, `gradients` and `sums` are, by side, the row layouts of blocks, of results in a message, and of gradients
+    `inputs`, `results` and `sums` are, by side, the row layouts of blocks, of results in a message, and of gradients
     while they are summed. `steps` has each step with its messages. `parts` is, in a forward pass, the number of partial
     results of the local rows: those of this rank's launches, and those that helpers return.
     """
@@ -141,16 +141,14 @@ class PassMessages:
     def __init__(self, pass_plan: PassPlan, rank: int, tensor: int | None = None) -> None:
         sides, forward, rounded = pass_plan.sides, pass_plan.name == "forward", pass_plan.rounds_gradients
         layout = partial(row_layout, pass_plan.call, tensor=tensor)
-        self.inputs = {side: layout(side, is_gradient=False, forward=forward) for side in sides}
-        self.gradients = {
-            side: layout(side, is_gradient=True, rounds_gradients=rounded, forward=forward) for side in sides
-        }
-        self.sums = {side: layout(side, is_gradient=True) for side in sides}
+        self.inputs = {side: layout(side, is_result=False, forward=forward) for side in sides}
+        self.results = {side: layout(side, is_result=True, rounds_gradients=rounded, forward=forward) for side in sides}
+        self.sums = {side: layout(side, is_result=True) for side in sides}
         self._size = message_sizes(pass_plan, tensor)
         steps = pass_plan.steps_of(rank)
         local = _local_rows(pass_plan, rank) * self.inputs[pass_plan.side].size
         # By owner: rows of its gradients that are summed here.
-        self._gradient_rows = {move.owner: move.num_rows for step in steps for move in step.gradient_sends}
+        self._gradient_rows = {move.owner: move.num_rows for step in steps for move in step.result_sends}
         self._gradient_rows[rank] = local // self.inputs[pass_plan.side].size
         # By step: bytes of the local block, if the launch of that step takes it with received blocks.
         self._room = {step.index: local for step in steps if step.joins_local}
@@ -159,7 +157,7 @@ class PassMessages:
         self._side = pass_plan.side
         self.steps = tuple((step, self._of_step(step, rank)) for step in steps)
         self.parts = sum(
-            (step.compute is not None and step.side != "q") + len(step.gradient_receives) for step in steps if forward
+            (step.compute is not None and step.side != "q") + len(step.result_receives) for step in steps if forward
         )
 
     def _of_step(self, step: Step, rank: int) -> StepMessages:
@@ -178,8 +176,8 @@ class PassMessages:
             receives=_arrivals(step.receives, size, room),
             local=room.get(step.index, 0),
             sums=tuple(self._gradient_rows.get(owner, 0) * sums for owner in owners),
-            gradient_sends=tuple((move, size(move)) for move in step.gradient_sends),
-            gradient_receives=_arrivals(step.gradient_receives, size, {}),
+            result_sends=tuple((move, size(move)) for move in step.result_sends),
+            result_receives=_arrivals(step.result_receives, size, {}),
         )
 
     def _send(self, move: Move, rank: int) -> tuple[Move, Rows | None, int, int]:
@@ -196,7 +194,7 @@ def row_layout(
     call: AttentionCall,
     side: Side,
     *,
-    is_gradient: bool,
+    is_result: bool,
     rounds_gradients: bool = False,
     forward: bool = False,
     tensor: int | None = None,
@@ -205,7 +203,7 @@ def row_layout(
 
     `tensor`: Index of the only field in the message, if K and V are sent separately. Default: all fields.
     """
-    found = fields(call, side, is_gradient=is_gradient, rounds_gradients=rounds_gradients, forward=forward)
+    found = fields(call, side, is_result=is_result, rounds_gradients=rounds_gradients, forward=forward)
     if tensor is not None:
         found = found[tensor : tensor + 1]
     *starts, size = accumulate((field.size(call.batch) for field in found), initial=0)
@@ -304,12 +302,12 @@ def _message_offsets(pass_plan: PassPlan, target: int, start: int, tensor: int |
     queries has the room of its backward pass in both. The local block follows the blocks with which a launch takes it.
     """
     steps = pass_plan.steps_of(target)
-    blocks, gradients = ([step.receives for step in steps], [step.gradient_receives for step in steps])
+    blocks, results = ([step.receives for step in steps], [step.result_receives for step in steps])
     joined = {step.index: local_block_size(pass_plan, target) for step in steps if step.joins_local}
-    size, queries = message_sizes(pass_plan, tensor), row_size(pass_plan.call, "q", is_gradient=False)
+    size, queries = message_sizes(pass_plan, tensor), row_size(pass_plan.call, "q", is_result=False)
     offsets: dict[Move, int] = {}
     end = start
-    for moves in chain.from_iterable(map(group_by_wait_step, (*blocks, *gradients))):
+    for moves in chain.from_iterable(map(group_by_wait_step, (*blocks, *results))):
         end = _aligned(end)
         for move in moves:
             offsets[move] = end

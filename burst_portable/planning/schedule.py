@@ -106,8 +106,8 @@ class Step:
     1. Wait for `arrivals`.
     2. Post `sends` and `receives`.
     3. Compute with the blocks that arrived, in one launch.
-    4. Wait for `gradient_arrivals` and add them; in the forward pass, these are partial results to merge.
-    5. Post `gradient_sends` and `gradient_receives`.
+    4. Wait for `result_arrivals`: add gradients, or in the forward pass merge partial results (out, LSE).
+    5. Post `result_sends` and `result_receives`.
     6. Release the blocks of the owners `released`, which no later step uses.
     """
 
@@ -116,9 +116,9 @@ class Step:
     sends: tuple[Move, ...] = ()
     receives: tuple[Move, ...] = ()
     compute: Compute | None = None
-    gradient_arrivals: tuple[Move, ...] = ()
-    gradient_sends: tuple[Move, ...] = ()
-    gradient_receives: tuple[Move, ...] = ()
+    result_arrivals: tuple[Move, ...] = ()
+    result_sends: tuple[Move, ...] = ()
+    result_receives: tuple[Move, ...] = ()
     released: tuple[int, ...] = ()
 
     @property
@@ -141,7 +141,7 @@ Steps = tuple[Step, ...]
 _ROWS = 128  # rows per block of most kernels: a launch is split where a block begins
 ROWS_WORTH_A_LAUNCH = 4096
 """Rows that take as long as a launch to write in the accumulation dtype and round, with 32 heads of 128."""
-_MOVES = ("arrivals", "sends", "receives", "gradient_arrivals", "gradient_sends", "gradient_receives")
+_MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")
 """The fields of a `Step` that hold moves."""
 
 
@@ -251,7 +251,7 @@ def make_steps(rank: int, moves: Iterable[Move], computes: dict[int, Compute]) -
     at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _MOVES}
     last_use: dict[int, int] = {}
     for move in moves:
-        kind, received = "gradient_" if move.is_result else "", move.target == rank
+        kind, received = "result_" if move.is_result else "", move.target == rank
         at[f"{kind}receives" if received else f"{kind}sends"][move.post_step].append(move)
         if received:
             at[f"{kind}arrivals"][move.wait_step].append(move)

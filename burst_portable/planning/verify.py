@@ -155,7 +155,7 @@ class _Checker:
             computed |= others - {rank}
             for owner in {m.owner for m in step.sends} | others:
                 idle.pop(owner, None)
-            for move in step.gradient_arrivals:
+            for move in step.result_arrivals:
                 self._check_posted(rank, step.index, move, posted)
                 if move.owner != rank and move.owner not in computed:
                     self.wrong.append(
@@ -163,11 +163,11 @@ class _Checker:
                         f"to at step {step.index}: it has computed none yet, or has sent it; "
                         "see `gradient_target`, `gradient_delay_steps`"
                     )
-            for move in step.gradient_sends:
+            for move in step.result_sends:
                 if move.owner not in computed:
                     self.wrong.append(f"rank {rank} sends {move.label} at step {step.index} without having computed it")
                 computed.discard(move.owner)
-            posted.update(step.gradient_receives)
+            posted.update(step.result_receives)
         for move in idle.values():
             self.wrong.append(
                 f"rank {rank} receives {move.label}, but neither computes with it nor forwards it; see `block_source`"
@@ -199,11 +199,11 @@ class _Checker:
             for move in step.sends:
                 if move.owner not in held:
                     self.wrong.append(f"rank {rank} sends {move.label} at step {step.index} without holding it")
-            self._count((*step.sends, *step.gradient_sends), +1)
-            self._count((*step.receives, *step.gradient_receives), -1)
+            self._count((*step.sends, *step.result_sends), +1)
+            self._count((*step.receives, *step.result_receives), -1)
             if step.compute:
                 self._compute(rank, step, step.compute, held, parts)
-            self.targets.update({(m.owner, rank): m.target for m in step.gradient_sends})
+            self.targets.update({(m.owner, rank): m.target for m in step.result_sends})
             held -= set(step.released)
         if kept := sorted(held - {rank}):
             self.wrong.append(f"rank {rank} still holds the blocks of {kept} at the end")

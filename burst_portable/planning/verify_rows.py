@@ -22,7 +22,7 @@ def wrong_rows(pass_plan: PassPlan, rank: int) -> Iterator[str]:
             yield from rows.check_block(move, step.index)
         if step.compute is not None:
             yield from rows.check_launch(step, step.compute)
-        for move in (*step.gradient_arrivals, *step.gradient_sends):
+        for move in (*step.result_arrivals, *step.result_sends):
             yield from rows.check_result(move, step.index)
 
 

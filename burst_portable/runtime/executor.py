@@ -424,12 +424,12 @@ class _Partials:
 
     def end(self, step: Step, messages: StepMessages, state: State | None) -> None:
         """Merge results that arrived into the state, if there is one. Send the results of this step."""
-        self._arrived += [(move, self._blocks.take(move)) for move in step.gradient_arrivals]
+        self._arrived += [(move, self._blocks.take(move)) for move in step.result_arrivals]
         if state is not None and self._arrived:
             self._merge(state)
-        if messages.gradient_sends or messages.gradient_receives:
-            sends = [(move, self._message(move, size)) for move, size in messages.gradient_sends]
-            self._blocks.post(sends, messages.gradient_receives)
+        if messages.result_sends or messages.result_receives:
+            sends = [(move, self._message(move, size)) for move, size in messages.result_sends]
+            self._blocks.post(sends, messages.result_receives)
 
     def finish(self, state: State) -> None:
         """Merge the remaining results. Check that all results for other ranks were sent."""
@@ -438,13 +438,13 @@ class _Partials:
 
     def _message(self, move: Move, size: int) -> Tensor:
         buffer = self._blocks.buffer(size)
-        self._blocks.copy(self._computed.pop(move.owner), self._blocks.messages.gradients["q"], buffer)
+        self._blocks.copy(self._computed.pop(move.owner), self._blocks.messages.results["q"], buffer)
         return buffer
 
     def _merge(self, state: State) -> None:
         for move, buffer in self._arrived:
             with self._blocks.copies():
-                out, lse = self._blocks.views(self._blocks.messages.gradients["q"], buffer)
+                out, lse = self._blocks.views(self._blocks.messages.results["q"], buffer)
                 for needed, place in _in_message(move.rows):
                     numerics.merge_rows(state, slice(*needed), rows_of(out, place), rows_of(lse, place))
         self._arrived = []
@@ -457,7 +457,7 @@ class BlockGradients:
         self._blocks, self._local = blocks, local
         self._sums: dict[int, Tensor] = {}  # by owner: sums that have not been sent
         # The layouts, not their sizes: fields of at most 16 bytes in both dtypes are padded to equal sizes.
-        self._rounds = blocks.messages.gradients[blocks.side] != blocks.messages.sums[blocks.side]
+        self._rounds = blocks.messages.results[blocks.side] != blocks.messages.sums[blocks.side]
         self._joined: Views = ()  # sums of the local block from a launch that also took remote blocks
 
     def accumulators(self, step: Step, messages: StepMessages) -> Views:
@@ -478,11 +478,11 @@ class BlockGradients:
         if self._joined:
             self._add(self._local[self._blocks.side], self._joined)
             self._joined = ()
-        for move in step.gradient_arrivals:
+        for move in step.result_arrivals:
             self._receive(move)
-        sends = [(move, self._message(move, size)) for move, size in messages.gradient_sends]
-        if sends or messages.gradient_receives:
-            self._blocks.post(sends, messages.gradient_receives)
+        sends = [(move, self._message(move, size)) for move, size in messages.result_sends]
+        if sends or messages.result_receives:
+            self._blocks.post(sends, messages.result_receives)
 
     def finish(self) -> None:
         """Check that all gradients of remote blocks were sent."""
@@ -495,14 +495,14 @@ class BlockGradients:
             return sums
         message, wide = blocks.buffer(size), blocks.views(blocks.messages.sums[move.side], sums)
         with blocks.copies():
-            for rounded, total in zip(blocks.views(blocks.messages.gradients[move.side], message), wide, strict=True):
+            for rounded, total in zip(blocks.views(blocks.messages.results[move.side], message), wide, strict=True):
                 rounded.copy_(total)
         return message
 
     def _receive(self, move: Move) -> None:
         """Add gradients that arrived to the sums of the same block on this rank."""
         blocks = self._blocks
-        received = blocks.views(blocks.messages.gradients[move.side], blocks.take(move))
+        received = blocks.views(blocks.messages.results[move.side], blocks.take(move))
         if move.owner != blocks.rank:
             self._add(blocks.views(blocks.messages.sums[move.side], self._sums[move.owner]), received)
             return

@@ -135,8 +135,8 @@ def local_first_share(call: AttentionCall, order: LocalBlockOrder, side: Side, *
     """
     if order != "split":
         return float(order == "first")
-    block = row_size(call, side, is_gradient=False)
-    gradients = row_size(call, side, is_gradient=True, rounds_gradients=rounds_gradients)
+    block = row_size(call, side, is_result=False)
+    gradients = row_size(call, side, is_result=True, rounds_gradients=rounds_gradients)
     return block / (block + gradients)
 
 

@@ -56,7 +56,7 @@ def test_narrow_table_truncates_no_name():
 def test_json_is_alone_on_standard_output(capsys, value):
     assert main([*PLAN, *value]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["schema"] == "burst_portable.plan/5"
+    assert json.loads(captured.out)["schema"] == "burst_portable.plan/6"
     assert captured.err == ""
 
 

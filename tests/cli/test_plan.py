@@ -129,7 +129,7 @@ def test_plan_lists_steps_of_rank(capsys):
         "num_pairs": 16,
     }
     assert second["receives"] == [{"what": "kv0", "rank": 0, "rows": [[0, 4]], "bytes": 768}]
-    assert [move["what"] for step in steps["backward"] for move in step["gradient_sends"]] == ["dkv0"]
+    assert [move["what"] for step in steps["backward"] for move in step["result_sends"]] == ["dkv0"]
 
 
 def test_plan_gives_reason_of_auto(capsys):
@@ -213,7 +213,7 @@ def test_plan_json_file_leaves_tables_on_stdout(capsys, tmp_path):
     assert main(["plan", *TINY, "--json", str(file)]) == 0
     out = capsys.readouterr().out
     facts = json.loads(file.read_text())
-    assert facts["schema"] == "burst_portable.plan/5"
+    assert facts["schema"] == "burst_portable.plan/6"
     assert "score matrix" in out
     assert "predicted efficiency" in out
 

@@ -94,7 +94,7 @@ def test_gradients_between_nodes_have_a_full_round(travels, first):
         strategy=make_strategy("double_ring", ranks_per_node=NODE, backward_circulates=travels),
     )
     moves = [
-        m for rank in range(RANKS) for s in plan.backward.steps_of(rank) for m in (*s.receives, *s.gradient_receives)
+        m for rank in range(RANKS) for s in plan.backward.steps_of(rank) for m in (*s.receives, *s.result_receives)
     ]
     steps = {(m.is_gradient, m.source // NODE != m.target // NODE): set() for m in moves}
     for m in moves:

@@ -19,7 +19,7 @@ def test_ring_route_of_three_ranks():
     assert [s.compute.q_owners for s in backward if s.compute] == [(1,), (0,), (2,)]
     # dQ of rank 0 is computed at step 1 and forwarded to rank 2. dQ of rank 2 is complete at step 2 and sent to its
     # owner.
-    assert [(m.owner, m.target) for s in backward for m in s.gradient_sends] == [(0, 2), (2, 2)]
+    assert [(m.owner, m.target) for s in backward for m in s.result_sends] == [(0, 2), (2, 2)]
 
 
 def test_only_ranks_that_need_a_block_receive_it():

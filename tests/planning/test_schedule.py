@@ -101,8 +101,8 @@ def test_local_block_order_last_overlaps_gradients():
     assert first.forward == last.forward
     steps = last.backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in steps] == [None, (3,), (2,), (1,), (0,)]
-    assert [[m.owner for m in s.gradient_sends] for s in steps] == [[], [3], [2], [1], []]
-    assert [[m.source for m in s.gradient_arrivals] for s in steps] == [[], [], [1], [2], [3]]
+    assert [[m.owner for m in s.result_sends] for s in steps] == [[], [3], [2], [1], []]
+    assert [[m.source for m in s.result_arrivals] for s in steps] == [[], [], [1], [2], [3]]
     together = make_plan(local_block_order="last", blocks_per_launch=3, **options).backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in together] == [None, (1, 2, 3), (0,)]
     # A step takes one second. K and V arrive in half a second, and dK and dV are sent in one second.
@@ -121,8 +121,8 @@ def test_local_block_order_split_overlaps_both_directions():
     assert [s.compute.k_owners for s in steps] == [(0,), (1, 2, 3), (0,)]
     assert [s.compute.tiles.box for s in steps[::2]] == [(0, 512, 0, 1536), (512, 1536, 0, 1536)]
     assert [len(s.receives) for s in steps] == [3, 0, 0]
-    assert [len(s.gradient_sends) for s in steps] == [0, 3, 0]
-    assert [len(s.gradient_arrivals) for s in steps] == [0, 0, 3]
+    assert [len(s.result_sends) for s in steps] == [0, 3, 0]
+    assert [len(s.result_arrivals) for s in steps] == [0, 0, 3]
     # A step with a full block takes one second. K and V of a block take a tenth, and dK and dV a fifth.
     size = rank_cost(plan, "forward", 0, HardwareSpec(1, 1)).received / 3
     hardware = HardwareSpec(10 * 1536 * 1536 * 8 * 64 / 1e12, 10 * size / 1e9, 0.0, 0.0)

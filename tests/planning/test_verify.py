@@ -104,7 +104,7 @@ class TestPlantedMistakes:
         def twice(steps: list[Step]):
             return [
                 *steps,
-                dataclasses.replace(steps[0], sends=(), receives=(), gradient_sends=(), gradient_receives=()),
+                dataclasses.replace(steps[0], sends=(), receives=(), result_sends=(), result_receives=()),
             ]
 
         assert any("more than once" in w for w in self.broken(twice))
@@ -138,7 +138,7 @@ class TestPlantedMistakes:
     @pytest.mark.parametrize("side", ["kv", "q"])
     def test_verify_detects_gradient_without_owner(self, side):
         def keep(steps: list[Step]):
-            return [dataclasses.replace(s, gradient_sends=()) for s in steps]
+            return [dataclasses.replace(s, result_sends=()) for s in steps]
 
         assert any("is not sent on by" in w for w in self.broken(keep, side=side))
 

@@ -45,7 +45,7 @@ def test_several_ranges_of_rows_match_the_oracle(case, peers):
 
 def test_queries_of_the_last_case_are_sent_in_several_ranges():
     plan = CASES[-1].make_strategy().plan(CASES[-1].make_call())
-    moves = [m for step in plan.steps("forward", 3) for m in (*step.sends, *step.gradient_receives)]
+    moves = [m for step in plan.steps("forward", 3) for m in (*step.sends, *step.result_receives)]
     assert {m.side for m in moves if len(m.rows) > 1} == {"q"}
     assert any(m.is_partial for m in moves if len(m.rows) > 1)
 

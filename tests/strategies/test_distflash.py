@@ -77,9 +77,9 @@ def test_plan_of_four_ranks_fetches_one_step_ahead():
     assert [step.compute.label for step in first if step.compute] == ["q0 x kv0", "q3 x kv0"]
     moves = [(m.label, m.source, m.target, m.post_step, m.wait_step) for s in first for m in s.receives]
     assert moves == [("q3", 3, 0, 0, 1)]
-    results = [(m.label, m.source, m.target, m.post_step, m.wait_step) for s in last for m in s.gradient_receives]
+    results = [(m.label, m.source, m.target, m.post_step, m.wait_step) for s in last for m in s.result_receives]
     assert results == [("out3", 0, 3, 1, 2)]
-    backward = [m.label for s in plan.steps("backward", 3) for m in s.gradient_arrivals]
+    backward = [m.label for s in plan.steps("backward", 3) for m in s.result_arrivals]
     assert backward == ["dq3"]
     assert "helper" in plan.describe_pass("forward")
 

@@ -44,7 +44,7 @@ def test_double_ring_splits_round_of_own_node():
     assert [[(m.owner, m.source) for m in s.receives] for s in steps][:8] == [
         [(4, 4)], [(7, 3)], [(6, 3)], [(5, 3)], [(3, 3)], [(2, 3)], [(1, 3)], [],
     ]  # fmt: skip
-    assert [[(m.owner, m.target) for m in s.gradient_sends] for s in steps][:8] == [
+    assert [[(m.owner, m.target) for m in s.result_sends] for s in steps][:8] == [
         [], [(4, 1)], [(7, 1)], [(6, 1)], [(5, 5)], [(3, 1)], [(2, 1)], [(1, 1)],
     ]  # fmt: skip
     # A step takes one second, a block arrives in one second, and its gradients reach the owner rank in two.

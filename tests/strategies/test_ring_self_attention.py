@@ -65,10 +65,10 @@ def test_messages_of_one_step_are_contiguous_in_each_round():
             for (name, pass_plan), (tensor, offsets) in product(plan.passes(), zip(plan.tensors, rounds, strict=True)):
                 size = message_sizes(pass_plan, tensor)
                 for step in plan.steps(name, rank):
-                    for moves in (step.arrivals, step.gradient_arrivals):
+                    for moves in (step.arrivals, step.result_arrivals):
                         places = [(offsets[move], offsets[move] + size(move)) for move in moves]
                         assert all(before[1] == after[0] for before, after in pairwise(places))
-                    moves = (*step.receives, *step.gradient_receives)
+                    moves = (*step.receives, *step.result_receives)
                     used |= {(offsets[move], offsets[move] + size(move), tensor, move) for move in moves}
             assert all(before[1] <= after[0] for before, after in pairwise(sorted(used)))
 

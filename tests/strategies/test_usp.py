@@ -237,7 +237,7 @@ class TestPlantedMistakes:
 
     def test_verify_detects_missing_gradient_send(self):
         def keep(steps: list[Step]):
-            return [replace(s, gradient_sends=()) for s in steps]
+            return [replace(s, result_sends=()) for s in steps]
 
         assert any("is not sent on by" in w for w in self.broken(keep))
 

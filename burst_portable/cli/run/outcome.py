@@ -16,7 +16,7 @@ from burst_portable.cli.plan_facts import plan_facts
 from burst_portable.cli.run.setup import Prepared, mfu
 from burst_portable.cli.run.train import Gradients, Outcome
 
-SCHEMA = "burst_portable.run/4"
+SCHEMA = "burst_portable.run/5"
 Facts = dict[str, Any]
 
 # Tolerances are about ten times the largest measured difference from one device: tiny model, 2 and 3 ranks, 256 to
