@@ -252,7 +252,7 @@ class PassPlan:
                 continue
             # Received: gradients of the local block from every other rank, and gradients of the other's block from the
             # neighbor, to which this member adds its own before it forwards them.
-            neighbor = route.gradient_source(other, member)
+            neighbor = route.result_source(other, member)
             for owner, source in ((other, member), (member, other), (other, neighbor)):
                 move = self._result(side, route, owner, source) if source is not None else None
                 if move and member in (move.source, move.target):
@@ -267,9 +267,9 @@ class PassPlan:
         dependencies = self._dependencies[side]
         if not dependencies.needs(owner, source):
             return None
-        target = route.gradient_target(dependencies, owner, source)
+        target = route.result_target(dependencies, owner, source)
         step = self.route.step(owner, source)
-        wait_step = step + route.gradient_delay_steps(source, target)
+        wait_step = step + route.result_delay_steps(source, target)
         is_gradient = self.name == "backward"
         rows = self._rows(side, owner, source)
         return Move(side, owner, source, target, step, wait_step, rows, is_gradient, not is_gradient)

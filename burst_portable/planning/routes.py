@@ -1,12 +1,15 @@
-"""Define `Route`: from which rank each block arrives, when it is sent, and where its gradients go.
+"""Define `Route`: from which rank each block arrives, when it is sent, and where its results go.
 
 A block is one rank's shard of one side: its keys and values (``kv``), or its queries (``q``; in the backward pass with
 dO, LSE and delta). At each step a rank computes with one or several remote blocks. A route answers, for every block and
-rank, from where the block comes and how the gradients computed with it return to the block's owner::
+rank, from where the block comes and how the results computed with it return to the block's owner::
 
     ring     0 -> 1 -> 2 -> 3           a block goes from neighbor to neighbor, its gradients follow it
     direct   0 -> 1, 0 -> 2, 0 -> 3     each block comes from its owner, its gradients go to its owner; one launch may
                                         compute with several blocks
+
+Results are gradients, or in the forward pass the partial (out, LSE) of queries that were sent to another rank: see
+`Helpers`.
 
 A strategy may define its own route. A block is sent only to ranks that need it under the mask. If this interrupts a
 ring, the owner sends the block to the next rank that needs it.
@@ -30,8 +33,7 @@ class Move(NamedTuple):
     """Send rows of one block from one rank to another. Both ranks post it at `post_step`; `wait_step` waits for it.
 
     A block is posted before the computation of that step, after the blocks of the same step have arrived. Results are
-    posted after the computation of their step, and added after the computation of `wait_step`. Results are gradients,
-    or in the forward pass the partial (out, LSE) of queries that were sent to another rank: see `Helpers`.
+    posted after the computation of their step, and added after the computation of `wait_step`.
     """
 
     side: Side
@@ -136,10 +138,10 @@ class BlockDependencies:
 
 
 class Route(Protocol):
-    """The paths of blocks and gradients between ranks: a frozen dataclass with the same answers on every rank.
+    """The paths of blocks and results between ranks: a frozen dataclass with the same answers on every rank.
 
     A rank calls the methods for itself and for the ranks that it sends to, so that both ends post the same moves.
-    Therefore `block_source` must agree with `targets`, and `gradient_target` with `gradient_source`.
+    Therefore `block_source` must agree with `targets`, and `result_target` with `result_source`.
     `planning.verify.verify` reports where they do not.
     """
 
@@ -165,7 +167,7 @@ class Route(Protocol):
     def step(self, owner: int, rank: int) -> int:
         """Return the step at which `rank` computes with `owner`'s block; 0 for its own if `local_first_share` is 1.
 
-        Blocks of the same step share one launch. Their gradients are sent after it.
+        Blocks of the same step share one launch. Their results are sent after it.
         """
 
     def block_source(self, dependencies: BlockDependencies, owner: int, rank: int) -> tuple[int, int] | None:
@@ -182,22 +184,22 @@ class Route(Protocol):
         Must include every rank for which `block_source` may return `rank` as the source. Further ranks do no harm.
         """
 
-    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
-        """Return the rank to which `rank` sends its gradients of `owner`'s block: the next that adds some, or `owner`.
+    def result_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
+        """Return the rank to which `rank` sends its results for `owner`'s block: the next that adds some, or `owner`.
 
-        That next rank must need the block, and must have computed with it but not have sent its own gradients by then.
+        That next rank must need the block, and must have computed with it but not have sent its own results by then.
         """
 
-    def gradient_source(self, owner: int, rank: int) -> int | None:
-        """Return the neighbor whose gradients of `owner`'s block `rank` may have to forward; None if there is none.
+    def result_source(self, owner: int, rank: int) -> int | None:
+        """Return the neighbor whose results for `owner`'s block `rank` may have to forward; None if there is none.
 
-        `gradient_target` of that neighbor decides. The owner expects gradients of its block from all ranks.
+        `result_target` of that neighbor decides. The owner expects results for its block from all ranks.
         """
 
-    def gradient_delay_steps(self, source: int, target: int) -> int:
-        """Return the number of steps between sending gradients from `source` and adding them at `target`; at least 1.
+    def result_delay_steps(self, source: int, target: int) -> int:
+        """Return the number of steps between sending results from `source` and adding them at `target`; at least 1.
 
-        If `target` forwards them, they must be added before its own gradients of the block are sent.
+        If `target` forwards them, they must be added before its own results for the block are sent.
         """
 
 
@@ -227,15 +229,15 @@ class RingRoute:
         elif (rank + 1) % self.ranks != owner:
             yield (rank + 1) % self.ranks
 
-    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
+    def result_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
         neighbor = (rank + 1) % self.ranks
         return neighbor if neighbor != owner and dependencies.needs(owner, neighbor) else owner
 
-    def gradient_source(self, owner: int, rank: int) -> int | None:
+    def result_source(self, owner: int, rank: int) -> int | None:
         neighbor = (rank - 1) % self.ranks
         return neighbor if neighbor != owner else None
 
-    def gradient_delay_steps(self, source: int, target: int) -> int:
+    def result_delay_steps(self, source: int, target: int) -> int:
         return 1
 
 
@@ -248,13 +250,13 @@ class FromOwners:
         if owner == rank:
             yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
 
-    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
+    def result_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
         return owner
 
-    def gradient_source(self, owner: int, rank: int) -> int | None:
+    def result_source(self, owner: int, rank: int) -> int | None:
         return None
 
-    def gradient_delay_steps(self, source: int, target: int) -> int:
+    def result_delay_steps(self, source: int, target: int) -> int:
         return 1
 
 

@@ -161,7 +161,7 @@ class _Checker:
                     self.wrong.append(
                         f"rank {rank} has no gradient of block {move.owner} to add {move.label} of rank {move.source} "
                         f"to at step {step.index}: it has computed none yet, or has sent it; "
-                        "see `gradient_target`, `gradient_delay_steps`"
+                        "see `result_target`, `result_delay_steps`"
                     )
             for move in step.result_sends:
                 if move.owner not in computed:
@@ -176,7 +176,7 @@ class _Checker:
     def _check_posted(self, rank: int, index: int, move: Move, posted: set[Move]) -> None:
         if move not in posted:
             rule = (
-                "`gradient_delay_steps` must be at least 1"
+                "`result_delay_steps` must be at least 1"
                 if move.is_gradient
                 else "`block_source` must return an earlier step"
             )
@@ -242,7 +242,7 @@ class _Checker:
             self.wrong.append(f"block pairs computed more than once: {twice[:4]}")
         if self.num_pairs != (expected := self._expected()):
             self.wrong.append(f"{self.num_pairs} pairs computed, but the mask has {expected}")
-        pairs = ((False, "`block_source` and `targets`"), (True, "`gradient_target` and `gradient_source`"))
+        pairs = ((False, "`block_source` and `targets`"), (True, "`result_target` and `result_source`"))
         for is_gradient, methods in pairs:
             if unmatched := [move for move in self.open if move.is_gradient is is_gradient]:
                 self.wrong.append(

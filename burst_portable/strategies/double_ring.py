@@ -154,16 +154,16 @@ class DoubleRingRoute:
         elif turn == 0 and nodes < self._nodes - 1:
             yield (rank + self.ranks_per_node) % self.ranks
 
-    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
+    def result_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
         nodes, turn = self._distance(owner, rank)
         neighbor = self._along(rank, 1)
         return neighbor if not self._starts_ring(nodes, turn + 1) and dependencies.needs(owner, neighbor) else owner
 
-    def gradient_source(self, owner: int, rank: int) -> int | None:
+    def result_source(self, owner: int, rank: int) -> int | None:
         neighbor = self._along(rank, -1)
         return neighbor if neighbor != owner and not self._starts_ring(*self._distance(owner, rank)) else None
 
-    def gradient_delay_steps(self, source: int, target: int) -> int:
+    def result_delay_steps(self, source: int, target: int) -> int:
         """Return 1 inside a node, and a complete round between nodes: the owner can add gradients at any later step."""
         same_node = source // self.ranks_per_node == target // self.ranks_per_node
         return 1 if same_node else self.ranks_per_node

@@ -170,21 +170,19 @@ class TestPlantedRoutes:
         assert "`block_source` must return an earlier step" in wrong[0]
 
     def test_verify_detects_missing_gradient_delay(self):
-        wrong = self.wrong(DirectRoute, Mask.full(), gradient_delay_steps=lambda self, source, target: 0)
-        assert any("`gradient_delay_steps` must be at least 1" in w for w in wrong)
+        wrong = self.wrong(DirectRoute, Mask.full(), result_delay_steps=lambda self, source, target: 0)
+        assert any("`result_delay_steps` must be at least 1" in w for w in wrong)
 
     @pytest.mark.parametrize("steps", [2, 3])
     def test_verify_detects_gradients_after_departure(self, steps):
-        wrong = self.wrong(RingRoute, Mask.full(), gradient_delay_steps=lambda self, source, target: steps)
-        assert any(
-            "has no gradient of block" in w and "see `gradient_target`, `gradient_delay_steps`" in w for w in wrong
-        )
+        wrong = self.wrong(RingRoute, Mask.full(), result_delay_steps=lambda self, source, target: steps)
+        assert any("has no gradient of block" in w and "see `result_target`, `result_delay_steps`" in w for w in wrong)
 
     def test_verify_detects_gradients_sent_to_unused_rank(self):
-        def gradient_target(self, dependencies, owner, rank):
+        def result_target(self, dependencies, owner, rank):
             return (rank + 1) % 4
 
-        wrong = self.wrong(RingRoute, Mask.window(2), gradient_target=gradient_target)
+        wrong = self.wrong(RingRoute, Mask.window(2), result_target=result_target)
         assert any("has no gradient of block" in w for w in wrong)
 
     @pytest.mark.parametrize("base", [RingRoute, DirectRoute])
@@ -200,8 +198,8 @@ class TestPlantedRoutes:
         assert any("`block_source` and `targets` of the route disagree" in w for w in wrong)
 
     def test_verify_detects_contradicting_gradient_targets(self):
-        wrong = self.wrong(RingRoute, Mask.full(), gradient_source=lambda self, owner, rank: None)
-        assert any("`gradient_target` and `gradient_source` of the route disagree" in w for w in wrong)
+        wrong = self.wrong(RingRoute, Mask.full(), result_source=lambda self, owner, rank: None)
+        assert any("`result_target` and `result_source` of the route disagree" in w for w in wrong)
 
     def test_verify_detects_rank_among_its_own_targets(self):
         def block_source(self, dependencies, owner, rank):

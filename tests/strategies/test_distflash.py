@@ -140,7 +140,7 @@ def test_rounded_gradients_of_helpers_match_the_oracle():
 class Lost(DirectRoute):
     """Sends results to the next rank instead of the owner of the block."""
 
-    def gradient_target(self, dependencies, owner, rank):
+    def result_target(self, dependencies, owner, rank):
         return (owner + 1) % self.ranks
 
 

@@ -46,13 +46,13 @@ class BroadcastRoute:
         if owner == rank:
             yield from (target for target in range(self.ranks) if target != owner)
 
-    def gradient_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
+    def result_target(self, dependencies: BlockDependencies, owner: int, rank: int) -> int:
         return owner
 
-    def gradient_source(self, owner: int, rank: int) -> int | None:
+    def result_source(self, owner: int, rank: int) -> int | None:
         return None  # no rank forwards gradients
 
-    def gradient_delay_steps(self, source: int, target: int) -> int:
+    def result_delay_steps(self, source: int, target: int) -> int:
         return 1
 
 
