@@ -177,7 +177,7 @@ class _Checker:
         if move not in posted:
             rule = (
                 "`result_delay_steps` must be at least 1"
-                if move.is_gradient
+                if move.is_result
                 else "`block_source` must return an earlier step"
             )
             self.wrong.append(
@@ -243,8 +243,8 @@ class _Checker:
         if self.num_pairs != (expected := self._expected()):
             self.wrong.append(f"{self.num_pairs} pairs computed, but the mask has {expected}")
         pairs = ((False, "`block_source` and `targets`"), (True, "`result_target` and `result_source`"))
-        for is_gradient, methods in pairs:
-            if unmatched := [move for move in self.open if move.is_gradient is is_gradient]:
+        for is_result, methods in pairs:
+            if unmatched := [move for move in self.open if move.is_result is is_result]:
                 self.wrong.append(
                     f"{len(unmatched)} moves posted by only one of their two ranks, such as {unmatched[0]}; "
                     f"{methods} of the route disagree"

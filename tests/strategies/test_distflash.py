@@ -161,6 +161,26 @@ def test_verify_detects_lost_results_and_pairs_computed_twice():
     assert any("more than once: [(3, 0)]" in error for error in verify(replace(plan, forward=twice)))
 
 
+@dataclass(frozen=True)
+class NoDelay(DirectRoute):
+    """Waits for results at the step that computes them."""
+
+    def result_delay_steps(self, source, target):
+        return 0
+
+
+def test_verify_names_methods_for_wrong_results_of_helpers():
+    plan = make_plan(Mask.causal(), "contiguous", "distflash", 4)
+    early = make_pass_plan(plan.call, "kv", NoDelay(4, 1, 1, 1.0), helpers=EarlyRanks(4))
+    waits = [error for error in verify(replace(plan, forward=early)) if "waits for out" in error]
+    assert waits
+    assert all("`result_delay_steps` must be at least 1" in error for error in waits)
+    lost = make_pass_plan(plan.call, "kv", Lost(4, 1, 1, 1.0), helpers=EarlyRanks(4))
+    unmatched = [error for error in verify(replace(plan, forward=lost)) if "only one of their two ranks" in error]
+    assert unmatched
+    assert all("`result_target` and `result_source`" in error for error in unmatched)
+
+
 def test_helpers_that_cannot_be_planned_raise():
     call = make_plan(Mask.full(), "contiguous", "distflash", 4).call
     with pytest.raises(StrategyError, match="from their owners"):
