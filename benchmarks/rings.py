@@ -118,25 +118,25 @@ class Still(Transport):
         super().__init__(wrapped.name, wrapped.rank, wrapped.size, wrapped.state)
         self._wrapped, self.moving = wrapped, True
         self.host, self.agreed = wrapped.host, wrapped.agreed
-        self.direct, self.persistent_inbox = wrapped.direct, True
+        self.direct, self.keeps_received = wrapped.direct, True
         self.supports_strided_sends = wrapped.supports_strided_sends
         self._kept: dict[bytes, list[Tensor]] = {}
         self._pass: list[Tensor] = []
 
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+    def begin(self, digest: bytes = b"", bytes_per_sender: int = 0) -> None:
         self._key, self._next = digest[:16], 0
         self._pass = [] if self.moving else self._kept[self._key]
         if self.moving:
-            self._wrapped.begin(digest, inbox)
+            self._wrapped.begin(digest, bytes_per_sender)
 
     def end(self) -> None:
         if self.moving:
             self._kept[self._key] = [x.clone() for x in self._pass]
             self._wrapped.end()
 
-    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
+    def receive_buffer(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         if self.moving:
-            self._pass.append(self._wrapped.inbox(size, device, peer, offset))
+            self._pass.append(self._wrapped.receive_buffer(size, device, peer, offset))
             return self._pass[-1]
         self._next += 1
         return self._pass[self._next - 1]

@@ -33,7 +33,7 @@ Handles = tuple[list[Handle], list[Handle]]
 
 
 class Message(NamedTuple):
-    """One contiguous uint8 buffer, its peer rank, and its offset in the receiver's inbox: see `Transport.inbox`."""
+    """One contiguous uint8 buffer, its peer rank, and its offset in an inbox: see `Transport.receive_buffer`."""
 
     buffer: Tensor
     peer: int
@@ -41,7 +41,7 @@ class Message(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Bytes [start, stop) of a buffer, their peer rank, and their offset in the inbox: see `Transport.inbox`.
+    """Bytes [start, stop) of a buffer, their peer rank, and their offset in the inbox: see `Transport.receive_buffer`.
 
     A rank may be its own peer. The bytes are then copied within the rank.
     """
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Lines of bytes at a constant distance, their target rank, and their offset there: see `Transport.inbox`.
+    """Lines of bytes at a constant distance, their target rank, and their offset there: see `Transport.receive_buffer`.
 
     ::
 
@@ -161,7 +161,7 @@ class Transport(ABC):
         agreed: Digests of calls that the ranks need not compare again; see `comm.agreement`.
         host: Whether it can send buffers in host memory, which have arrived after `Handle.wait`.
         direct: Whether it serves only plans in which no rank forwards a message: see `Plan.direct`.
-        persistent_inbox: Whether the contents of an inbox stay there after the pass.
+        keeps_received: Whether received data stay in their buffers after the pass.
         supports_strided_sends: Whether `exchange` also sends `Strips`, so that senders need not pack.
         ranks_per_node: Ranks per node if messages between nodes have separate connections; else 0.
         high_priority: Whether its kernels run on a stream of high priority, before kernels that compute.
@@ -169,7 +169,7 @@ class Transport(ABC):
 
     host: bool = True
     direct: bool = False
-    persistent_inbox: bool = False
+    keeps_received: bool = False
     supports_strided_sends: bool = False
     ranks_per_node: int = 0
     high_priority: bool = False
@@ -212,13 +212,13 @@ class Transport(ABC):
         """Make all further calls raise an error: other ranks wait for a call that this rank left out."""
         self.state.exchange_active = True
 
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+    def begin(self, digest: bytes = b"", bytes_per_sender: int = 0) -> None:
         """Begin a pass on the current stream, on every rank. Raises the errors of `check_in_sync`.
 
         Args:
             digest: Digest of the call signature, equal on all ranks.
-            inbox: Largest number of bytes that one rank sends to this rank in the pass; the mean over ranks if all
-                messages have offsets.
+            bytes_per_sender: Largest number of bytes that one rank sends to this rank in the pass; the mean over ranks
+                if all messages have offsets.
         """
         self.check_in_sync()
         self.state.pass_active = True
@@ -239,13 +239,13 @@ class Transport(ABC):
         """Return a new buffer of `size` bytes that this transport can send from and receive into."""
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
+    def receive_buffer(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         """Return a buffer to receive into, which may be used until the pass ends.
 
-        If senders write into this rank's memory, the buffer is part of that. With an `offset` in bytes, which senders
-        use as well, it begins there and may receive consecutive messages from any sender. Without an offset it is for
-        the next message of `peer`, so request buffers in the order in which messages are posted. Either all messages
-        of a pass have offsets, or none.
+        If senders write into this rank's memory, its inbox, the buffer is part of that. With an `offset` in bytes,
+        which senders use as well, it begins there and may receive consecutive messages from any sender. Without an
+        offset it is for the next message of `peer`, so request buffers in the order in which messages are posted.
+        Either all messages of a pass have offsets, or none.
         """
         return self.buffer(size, device)
 
@@ -311,13 +311,13 @@ class WrappedTransport(Transport):
         super().__init__(wrapped.name, wrapped.rank, wrapped.size, wrapped.state)
         self._wrapped, self.agreed = wrapped, wrapped.agreed
         self.host, self.high_priority = wrapped.host, wrapped.high_priority
-        self.persistent_inbox = wrapped.persistent_inbox
+        self.keeps_received = wrapped.keeps_received
 
     def unfinished(self) -> str:
         return self._wrapped.unfinished()
 
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        self._wrapped.begin(digest, inbox)
+    def begin(self, digest: bytes = b"", bytes_per_sender: int = 0) -> None:
+        self._wrapped.begin(digest, bytes_per_sender)
 
     def end(self) -> None:
         self._wrapped.end()
@@ -328,8 +328,8 @@ class WrappedTransport(Transport):
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._wrapped.buffer(size, device)
 
-    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
-        return self._wrapped.inbox(size, device, peer, offset)
+    def receive_buffer(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
+        return self._wrapped.receive_buffer(size, device, peer, offset)
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:
         return self._wrapped.share(data, label, timeout)

@@ -130,7 +130,7 @@ class _TransferHandle:
 class LocalTransport(Transport):
     """See `comm.base.Transport`. A message is copied once, from buffer to buffer."""
 
-    persistent_inbox = True
+    keeps_received = True
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         super().__init__("local", rank, fabric.size)

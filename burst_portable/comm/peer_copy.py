@@ -87,14 +87,14 @@ class PeerMemory(Protocol):
     rank: int
     size: int
 
-    def reserve(self, inbox: int) -> None:
+    def reserve(self, inbox_bytes: int) -> None:
         """Allocate an inbox of this many bytes and flags of 0 on every rank. All ranks must pass the same size.
 
         Releases earlier memory, even if this raises.
         """
 
     def inbox(self, offset: int, size: int) -> Tensor:
-        """Return bytes of this rank's own inbox."""
+        """Return [offset, offset + size) of this rank's inbox."""
 
     def enter(self) -> None:
         """Begin a pass on the current stream, after the last pass on any stream. Begins none if it raises."""
@@ -148,27 +148,27 @@ class PeerCopyTransport(Transport):
         # By peer: (index, offset) of the next message, and buffers that are not posted yet
         self._next_send: dict[int, tuple[int, int]] = {}
         self._next_receive: dict[int, tuple[int, int]] = {}
-        self._inboxes: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._receive_buffers: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
     def unfinished(self) -> str:
         return self._fallback.unfinished()
 
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+    def begin(self, digest: bytes = b"", bytes_per_sender: int = 0) -> None:
         memory = self.memory
         memory.check()
         self.check_in_sync()
-        need = -(-(inbox + MESSAGES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
+        need = -(-(bytes_per_sender + MESSAGES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
         if need > self._region:
             self._region = 0  # `reserve` releases earlier memory even if it raises
             memory.reserve(need * self.size)
             self._region, self._number = need, 0
         memory.enter()  # before the pass is active: it may raise
-        super().begin(digest, inbox)
+        super().begin(digest, bytes_per_sender)
         self._number = self._number % (MARKS - 1) + 1
         self._turn += self._number == 1
         self._mark = self._number << 16 | crc32(digest, self._turn) & 0xFFFF
         self._exchanges = 0
-        for state in (self._next_send, self._next_receive, self._free_peers, self._inboxes):
+        for state in (self._next_send, self._next_receive, self._free_peers, self._receive_buffers):
             state.clear()
         free = free_flag(self.size, self.rank)
         memory.signal([(peer, free) for peer in self.other_ranks], self._mark, copying=False)
@@ -177,15 +177,15 @@ class PeerCopyTransport(Transport):
         self.memory.leave()
         super().end()
 
-    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
+    def receive_buffer(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         if not self.state.pass_active or not size:
-            return self._fallback.inbox(size, device, peer)
+            return self._fallback.receive_buffer(size, device, peer)
         if offset is not None:
             assert offset + size <= self._region * self.size, "the inbox has space for all messages"
             return self.memory.inbox(offset, size)
         index, start = self._take(self._next_receive, peer, size)
         buffer = self.memory.inbox(peer * self._region + start, size)
-        self._inboxes[peer].append((index, buffer))
+        self._receive_buffers[peer].append((index, buffer))
         return buffer
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -260,13 +260,13 @@ class PeerCopyTransport(Transport):
     def _expect(self, message: Message, label: str) -> Handle:
         peer = message.peer
         if message.offset is not None:
-            index, inbox = self._take(self._next_receive, peer, 0)[0], message.buffer
+            index, arriving = self._take(self._next_receive, peer, 0)[0], message.buffer
         else:
-            if not self._inboxes[peer]:
-                self.inbox(message.buffer.numel(), message.buffer.device, peer)
-            index, inbox = self._inboxes[peer].pop(0)
-        assert inbox.numel() == message.buffer.numel(), "buffers from `inbox` are posted in their order"
-        copy = () if message.buffer.data_ptr() == inbox.data_ptr() else (message.buffer, inbox)
+            if not self._receive_buffers[peer]:
+                self.receive_buffer(message.buffer.numel(), message.buffer.device, peer)
+            index, arriving = self._receive_buffers[peer].pop(0)
+        assert arriving.numel() == message.buffer.numel(), "buffers from `receive_buffer` are posted in their order"
+        copy = () if message.buffer.data_ptr() == arriving.data_ptr() else (message.buffer, arriving)
         flags = (arrival_flag(peer, index),)
         return _Arrivals(self.memory, flags, self._mark, self._text(label, _NOT_SENT), *copy)
 

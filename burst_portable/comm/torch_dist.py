@@ -132,7 +132,7 @@ class TorchDistTransport(Transport):
         high_priority: Whether the group's kernels run on a stream of high priority.
     """
 
-    persistent_inbox = True
+    keeps_received = True
 
     def __init__(
         self,
@@ -159,8 +159,8 @@ class TorchDistTransport(Transport):
         """Return what is unfinished on any transport of this group: messages of several meshes would be mixed up."""
         return next(filter(None, (super(TorchDistTransport, one).unfinished() for one in self._group_transports)), "")
 
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        super().begin(digest, inbox)
+    def begin(self, digest: bytes = b"", bytes_per_sender: int = 0) -> None:
+        super().begin(digest, bytes_per_sender)
         if not self._connected:
             self._connect()
 

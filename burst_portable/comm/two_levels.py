@@ -38,11 +38,11 @@ class TwoLevelTransport(WrappedTransport):
         self.inter_node: Transport | None = None
         self._connect = connect
 
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        self.intra_node.begin(digest, inbox)
+    def begin(self, digest: bytes = b"", bytes_per_sender: int = 0) -> None:
+        self.intra_node.begin(digest, bytes_per_sender)
         if self.inter_node is None:
             self.inter_node = self._connect()
-        self.inter_node.begin(digest, inbox)
+        self.inter_node.begin(digest, bytes_per_sender)
 
     def end(self) -> None:
         if self.inter_node is not None:

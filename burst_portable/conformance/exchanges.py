@@ -176,7 +176,7 @@ def late_rank(transport: Transport, device: torch.device) -> str:
 
 
 def exchange(transport: Transport, device: torch.device) -> str:
-    """Exchange parts of inboxes between all ranks in one pass, including the rank itself, also with strided sends.
+    """Exchange parts of buffers between all ranks in one pass, including the rank itself, also with strided sends.
 
     Runs exclusively, and concurrently with a kernel: a transport may use another route then. Repeats it inside nodes of
     two ranks, of which the last may have one: no rank waits for ranks of other nodes.
@@ -213,14 +213,14 @@ def _exchange_once(
     else:
         leaving = Parts(torch.cat(blocks), tuple(Part(r, r * size, (r + 1) * size, offset) for r in ranks))
     transport.begin(b"exchange", size)
-    inbox = transport.inbox(transport.size * size, device, rank, 0)
-    arriving = Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))
+    received = transport.receive_buffer(transport.size * size, device, rank, 0)
+    arriving = Parts(received, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))
     exchange = transport.exchange([leaving], [arriving], "to all ranks at once", exclusive=exclusive)
     exchange.copy_local()
     exchange.wait()
     exchange.wait_sent()
     leaving.buffer.fill_(0)
-    came = inbox.clone()
+    came = received.clone()
     transport.end()
     if any(not torch.equal(came[r * size : (r + 1) * size], sent(r, rank)) for r in node):
         options = (

@@ -299,7 +299,7 @@ def messages_in_flight(transport: Transport, block: Tensor, peers: Peers, calls:
     handles: list[Handle] = []
     kept: list[Tensor] = []
     for _ in range(calls):
-        received = [transport.inbox(size, block.device, peer) for peer in peers.sources]
+        received = [transport.receive_buffer(size, block.device, peer) for peer in peers.sources]
         kept += received
         leaving, arriving = transport.post(
             [Message(block, peer) for peer in peers.targets],

@@ -5,9 +5,10 @@ What the runtime allocates is counted where it does so, until its last use::
     of the caller       q, k, v; backward also out and dO
     saved               out, LSE; under divided heads also all rows of a rank's heads of q, k, v and out
     of the executor     results while they are summed, and then in the dtype of the inputs
-    messages            packed rows, inboxes, gradients of remote blocks, until the last step that uses them
+    messages            packed rows, receive buffers, gradients of remote blocks, until the last step that uses them
 
-Tensors inside a kernel are not counted, nor is what an allocator adds. Inboxes are those of NCCL, gloo and threads.
+Tensors inside a kernel are not counted, nor is what an allocator adds. Receive buffers are those
+of NCCL, gloo and threads.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class _Steps:
         self._memory, self._group, self._rank = memory, group, rank
         self._call, self._backward, self._side = pass_plan.call, pass_plan.name == "backward", pass_plan.side
         self._rounds = pass_plan.rounds_gradients
-        self._inbox: dict[Move, Hashable] = {}
+        self._receive_buffers: dict[Move, Hashable] = {}
         self._remote: dict[int, Hashable] = {}  # by owner
         self._uses: dict[Hashable, int] = defaultdict(int)  # by buffer: what keeps it
         self._sent: list[tuple[int, Hashable]] = []
@@ -119,7 +120,7 @@ class _Steps:
     def begin(self, step: Step, messages: StepMessages) -> None:
         """Receive the blocks of this step, pack and send blocks, and post receives."""
         for move in step.arrivals:
-            self._remote[move.owner] = self._inbox.pop(move)
+            self._remote[move.owner] = self._receive_buffers.pop(move)
         for side, rows, size in messages.packs:
             self._take(("pack", side, rows), size)
         for move, part_of, _, _ in messages.sends:
@@ -139,7 +140,7 @@ class _Steps:
         if messages.local and self._rank in self._sums:
             self._drop(self._sums.pop(self._rank))
         for move in step.result_arrivals:
-            self._drop(self._inbox.pop(move))
+            self._drop(self._receive_buffers.pop(move))
         for move, size in messages.result_sends:
             key = self._sums.pop(move.owner, None)
             if key is None or self._rounds:
@@ -150,7 +151,7 @@ class _Steps:
                 self._drop(key)
         self._receive(messages, results=True)
         self._wait_sent(step.index)
-        self._drop(self._key("inbox", step.index))
+        self._drop(self._key("received", step.index))
         for owner in step.released:
             self._drop(self._remote.pop(owner))
 
@@ -161,10 +162,10 @@ class _Steps:
     def _receive(self, messages: StepMessages, *, results: bool = False) -> None:
         for arrivals in messages.result_receives if results else messages.receives:
             first = arrivals.moves[0]
-            name = ("results", first.post_step, first.wait_step) if results else ("inbox", first.wait_step)
+            name = ("results", first.post_step, first.wait_step) if results else ("received", first.wait_step)
             key = self._take(name, sum(arrivals.sizes), uses=0 if results else 1)
             for move in arrivals.moves:
-                self._inbox[move] = key
+                self._receive_buffers[move] = key
                 self._uses[key] += 1
 
     def _key(self, *name: Hashable) -> Hashable:
@@ -301,7 +302,7 @@ def _divided_heads(
     for index, (to_heads, _) in enumerate(found):
         row = sum(field.size(call.batch) for field in to_heads)
         memory.hold(("packed", index), size * rows * row)
-        memory.hold(("inbox", index), node_rows * row)
+        memory.hold(("received", index), node_rows * row)
     memory.hold("whole", sizes.inputs if backward else sizes.out)
     for index, (to_heads, to_sequence) in enumerate(found):
         if reorders:

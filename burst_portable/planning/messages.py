@@ -263,7 +263,7 @@ def head_room(plan: Plan, row: int, *, back: bool) -> int:
 class Inboxes:
     """Offsets of messages, for a transport whose senders write into the memory of the receivers."""
 
-    forward: int = 0  # bytes of the largest inbox in the forward pass, divided by the ranks and rounded up
+    forward: int = 0  # bytes per sender: those of the largest inbox, divided by the ranks and rounded up
     backward: int = 0  # the same for the backward pass
     # For each round of a pass (`Plan.rounds`), the offsets in bytes in the receivers' inboxes of the messages that one
     # rank sends or receives.
@@ -275,7 +275,7 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
 
     Tensors of head exchanges come before them; `runtime.reshard` counts their offsets.
     """
-    exchanged = [_exchange_inbox(plan, name) for name in PASSES]
+    exchanged = [_exchange_bytes(plan, name) for name in PASSES]
     start = max(exchanged)
     rounds: list[Mapping[Move, int]] = []
     ends = dict(zip(PASSES, exchanged, strict=True))
@@ -317,8 +317,8 @@ def _message_offsets(pass_plan: PassPlan, target: int, start: int, tensor: int |
     return offsets, end
 
 
-def _exchange_inbox(plan: Plan, pass_name: PassName) -> int:
-    """Return the bytes that head exchanges take in an inbox, including LSE, which a call may request."""
+def _exchange_bytes(plan: Plan, pass_name: PassName) -> int:
+    """Return the bytes that the head exchanges of a pass take in an inbox, including LSE, which a call may request."""
     call, size = plan.call, 0
     for to_heads, to_sequence in exchanges(plan, pass_name):
         lse = Field(plan.forward.call.heads, None, max(call.itemsize, 4))

@@ -206,10 +206,10 @@ class _SilentTransport(WrappedTransport):
 
     def __init__(self, wrapped: Transport) -> None:
         super().__init__(wrapped)
-        self.persistent_inbox = True
+        self.keeps_received = True
         self.supports_strided_sends = wrapped.supports_strided_sends
 
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+    def begin(self, digest: bytes = b"", bytes_per_sender: int = 0) -> None:
         """Skip the check that ranks agree."""
 
     def end(self) -> None:
@@ -227,7 +227,7 @@ class _SilentTransport(WrappedTransport):
             return Exchange([], [])
         return super().exchange(sends, receives, label, exclusive=exclusive)
 
-    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
+    def receive_buffer(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         return self.buffer(size, device)
 
     def share(self, data: bytes, label: str = "share", timeout: float | None = None) -> list[bytes]:

@@ -462,11 +462,11 @@ class RecordingTransport(WrappedTransport):
         self._backward = False
         self._shared = self._begun = self._ordinal = 0
 
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+    def begin(self, digest: bytes = b"", bytes_per_sender: int = 0) -> None:
         self._begun += 1
         if self._begun == 2:  # the backward pass may skip the check that ranks agree
             self._begin_backward()
-        self._wrapped.begin(digest, inbox)
+        self._wrapped.begin(digest, bytes_per_sender)
 
     def end(self) -> None:
         self._observer.recorder.rejoin()

@@ -22,7 +22,7 @@ from burst_portable.utils.torch_modes import disable_autocast, disable_modes, on
 class AbsentTransport(Transport):
     """A transport that sends nothing, for tensors of torch's device "meta". Like NCCL, it writes into local buffers."""
 
-    persistent_inbox = True
+    keeps_received = True
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__("absent", rank, size)

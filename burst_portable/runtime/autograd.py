@@ -127,7 +127,7 @@ def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0
     digest = prepared_pass.signature.digest + forward_pass.to_bytes(8, "little") + seed.to_bytes(8, "little")
     agree(transport, prepared_pass.signature, forward_pass=forward_pass, seed=seed)
     with on_device(device):  # a transport rejects two ranks on one device
-        transport.begin(digest, prepared_pass.inbox)
+        transport.begin(digest, prepared_pass.bytes_per_sender)
 
 
 def observed(prepared: PreparedCall, mesh: Mesh) -> PreparedCall:

@@ -275,7 +275,7 @@ class Blocks:
         self._local, self.dtype, self.device = local, dtype, local[self.side][0].device
         self._receives: dict[Move, tuple[Handle, Tensor]] = {}
         self._remote: dict[int, Tensor] = {}  # by owner: blocks that have arrived
-        self._inbox_of: dict[int, Tensor] = {}  # by step: buffer of all blocks that it needs
+        self._block_buffers: dict[int, Tensor] = {}  # by step: buffer of all blocks that it needs
         self._packed: dict[tuple[Side, Rows], Tensor] = {}  # messages of the local block
         self._sends: list[tuple[int, Handle, Tensor]] = []  # (step at which the receiver needs it, handle, message)
         self.step = 0
@@ -302,10 +302,10 @@ class Blocks:
         side = messages.side
         if side is None:
             return self._local[self.side]
-        inbox, layout = self._inbox_of[step.index], self.messages.inputs[side]
+        received, layout = self._block_buffers[step.index], self.messages.inputs[side]
         if messages.local:  # behind the blocks with which one launch takes it
-            self.copy(self._local[side], layout, inbox[-messages.local :])
-        views = self.views(layout, inbox)
+            self.copy(self._local[side], layout, received[-messages.local :])
+        views = self.views(layout, received)
         # Kernels require contiguous LSE and delta.
         return views if len(views) <= 2 else (*views[:2], *(x.contiguous() for x in views[2:]))
 
@@ -317,7 +317,7 @@ class Blocks:
         """Release blocks that no later step uses, and sent messages that their receivers need at this step."""
         if self._sends:
             self._wait_sent(step.index)
-        self._inbox_of.pop(step.index, None)
+        self._block_buffers.pop(step.index, None)
         for owner in step.released:
             del self._remote[owner]
 
@@ -332,7 +332,7 @@ class Blocks:
         """Start the messages of one step."""
         incoming: list[tuple[Move, Tensor]] = []
         for arrivals in receives:
-            incoming += self._inbox(arrivals)
+            incoming += self._receive_buffers(arrivals)
         outgoing = [Message(buffer, move.target, self._offset(move)) for move, buffer in sends]
         expected = [Message(buffer, move.source, self._offset(move)) for move, buffer in incoming]
         with self.observer.posts(sends, incoming, self.step, backward=self.backward) as posting:
@@ -369,14 +369,14 @@ class Blocks:
         """Return an empty buffer for messages."""
         return self.transport.buffer(size, self.device)
 
-    def _inbox(self, arrivals: Arrivals) -> Iterable[tuple[Move, Tensor]]:
+    def _receive_buffers(self, arrivals: Arrivals) -> Iterable[tuple[Move, Tensor]]:
         """Return moves for which one step waits, each with its part of one buffer for all of them."""
         moves, sizes = arrivals
         first = moves[0]
-        inbox = self.transport.inbox(sum(sizes), self.device, first.source, self._offset(first))
+        buffer = self.transport.receive_buffer(sum(sizes), self.device, first.source, self._offset(first))
         if not first.is_result:
-            self._inbox_of[first.wait_step] = inbox
-        return zip(moves, torch.split(inbox, list(sizes)) if len(sizes) > 1 else (inbox,), strict=False)
+            self._block_buffers[first.wait_step] = buffer
+        return zip(moves, torch.split(buffer, list(sizes)) if len(sizes) > 1 else (buffer,), strict=False)
 
     def views(self, layout: RowLayout, buffer: Tensor) -> Views:
         """Return the fields of contiguous messages in a buffer, each over all rows.

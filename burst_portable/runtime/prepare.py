@@ -237,7 +237,7 @@ def prepared_call(
     """Return what one rank runs for a plan. See `PreparedCall`."""
     rank = transport.rank
     prepared_pass = partial(PreparedPass.of, tensors=plan.tensors if plan.score_rows else ())
-    inbox = inboxes(plan, rank) if transport.direct else Inboxes()
+    planned = inboxes(plan, rank) if transport.direct else Inboxes()
     return PreparedCall(
         plan,
         plan.forward.call,
@@ -245,9 +245,9 @@ def prepared_call(
         kernel,
         transport,
         _executor(plan),
-        prepared_pass(plan.forward, rank, signature.of_pass("forward"), inbox.forward),
-        prepared_pass(plan.backward, rank, signature.of_pass("backward"), inbox.backward),
-        offsets=inbox.offsets,
+        prepared_pass(plan.forward, rank, signature.of_pass("forward"), planned.forward),
+        prepared_pass(plan.backward, rank, signature.of_pass("backward"), planned.backward),
+        offsets=planned.offsets,
         yields_to_comm=transport.high_priority and plan.overlaps_communication,
         backward_takes_out=plan.backward.sides == ("kv",) and kernel.traits.splits_tiles,
         with_lse=with_lse,

@@ -71,16 +71,21 @@ class PreparedPass(NamedTuple):
     signature: CallSignature  # facts that must be equal on all ranks when the pass begins
     single: Compute | None  # the computation, if the pass of this rank is one launch without messages
     messages: PassMessages
-    inbox: int = 0  # bytes per sender: see `planning.messages.Inboxes`
+    bytes_per_sender: int = 0  # see `planning.messages.Inboxes`
     separate: tuple[PassMessages, ...] = ()  # the messages of K and those of V, if they are sent separately
 
     @classmethod
     def of(
-        cls, plan: PassPlan, rank: int, signature: CallSignature, inbox: int = 0, tensors: tuple[int | None, ...] = ()
+        cls,
+        plan: PassPlan,
+        rank: int,
+        signature: CallSignature,
+        bytes_per_sender: int = 0,
+        tensors: tuple[int | None, ...] = (),
     ) -> PreparedPass:
         """Return the prepared pass of a rank. `tensors`: see `Plan.tensors`; empty if K and V are sent together."""
         separate = tuple(PassMessages(plan, rank, tensor) for tensor in tensors)
-        return cls(plan, signature, plan.single_compute(rank), PassMessages(plan, rank), inbox, separate)
+        return cls(plan, signature, plan.single_compute(rank), PassMessages(plan, rank), bytes_per_sender, separate)
 
 
 @dataclass(frozen=True, slots=True)

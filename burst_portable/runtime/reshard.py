@@ -61,7 +61,7 @@ class Reshard:
     @property
     def persistent(self) -> bool:
         """Return whether received tensors stay unchanged after the pass."""
-        return self.to_plan is not None or self.transport.persistent_inbox
+        return self.to_plan is not None or self.transport.keeps_received
 
     def copying(self) -> AbstractContextManager[object]:
         """Return a context around packing and unpacking, for the profiler."""
@@ -76,8 +76,8 @@ class Reshard:
         like = parts[0][0]
         fields = [Field(past - first, x.shape[3], x.itemsize) for x, (first, past) in parts]
         row = sum(field.size(like.shape[0]) for field in fields)
-        inbox, offset = self._inbox(self.starts[-1] * row, row, back=False)
-        received = inbox.view(like.dtype).view(self.starts[-1], -1)
+        buffer, offset = self._receive_buffer(self.starts[-1] * row, row, back=False)
+        received = buffer.view(like.dtype).view(self.starts[-1], -1)
         send_parts, receive_parts = _parts_to_heads(self._order, self.peers, self.rows, row, offset)
         sends: list[Parts | Strips] = []
         if self.transport.supports_strided_sends and all(can_send_strided(x) for x, _ in parts):
@@ -89,7 +89,7 @@ class Reshard:
         else:
             sends.append(Parts(self._packed(parts, fields, row), send_parts))
         exclusive, self._has_started = not self._has_started, True
-        exchange = self.transport.exchange(sends, [Parts(inbox, receive_parts)], "to heads", exclusive=exclusive)
+        exchange = self.transport.exchange(sends, [Parts(buffer, receive_parts)], "to heads", exclusive=exclusive)
         with self.copying():
             exchange.copy_local()
         return ToHeads(self, exchange, received, fields, like.shape[0], sends)
@@ -123,19 +123,19 @@ class Reshard:
             with self.copying():
                 rows = self._rows_first(x, accumulation_dtype(x.dtype) if is_shared else result.dtype)
             row = rows[0].numel() * rows.itemsize
-            inbox, offset = self._inbox(size * local_rows * row, row, back=True)
+            buffer, offset = self._receive_buffer(size * local_rows * row, row, back=True)
             send_parts, receive_parts = _parts_to_sequence(self._order, self.peers, self.rows, row, offset)
             sends.append(Parts(rows, send_parts))
-            receives.append(Parts(inbox, receive_parts))
-            received.append((inbox.view(rows.dtype).view(size, local_rows, *rows.shape[1:]), result, heads))
+            receives.append(Parts(buffer, receive_parts))
+            received.append((buffer.view(rows.dtype).view(size, local_rows, *rows.shape[1:]), result, heads))
         exchange = self.transport.exchange(sends, receives, "to sequence", exclusive=exclusive)
         return ToSequence(self, exchange, received, sends)
 
-    def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
-        """Return an inbox of `size` bytes, and its offset, which is the same on every rank."""
+    def _receive_buffer(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
+        """Return a receive buffer of `size` bytes, and its offset, which is the same on every rank."""
         offset = self._offset
         self._offset += head_room(self.plan, row, back=back)
-        return self.transport.inbox(size, self.device, self.transport.rank, offset), offset
+        return self.transport.receive_buffer(size, self.device, self.transport.rank, offset), offset
 
     def _rows_first(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Convert [B, S_all, h, D] to contiguous [S_all, B, h, D], with rows in the order of ranks."""
@@ -155,7 +155,7 @@ class ToHeads:
     _sends: list[Parts | Strips]
 
     def wait(self) -> list[Tensor]:
-        """Wait for the tensors of shape [B, S_all, h, D], rows in the order of the plan. They may be in the inbox."""
+        """Wait for the tensors of shape [B, S_all, h, D], rows in the order of the plan, maybe in a receive buffer."""
         self._exchange.wait()
         rows = self._received
         if self._reshard.to_plan is not None:

@@ -93,7 +93,9 @@ def test_transport_jobs_between_and_within_passes(job):
         between = JOBS[job](transport, torch.device("cpu"))
         if job in ("exchange", "share", "unfinished_pass"):  # these begin their own passes
             return between
-        transport.begin(inbox=1 << (25 if job == "reuse_after_wait" else 22))  # enough for all messages of a job
+        transport.begin(
+            bytes_per_sender=1 << (25 if job == "reuse_after_wait" else 22)
+        )  # enough for all messages of a job
         within = "" if job in ("ring_laps", "message_order", "mismatch") else JOBS[job](transport, torch.device("cpu"))
         transport.end()
         return between + within
@@ -126,7 +128,7 @@ def lap(mesh, transport, number: int, read_late: float) -> bool:
     """Run one pass in which each rank sends a block. Return whether the block received late was of this pass."""
     size, there, back = 4096, (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
     transport.begin(b"lap", size)
-    came = transport.inbox(size, torch.device("cpu"), back)
+    came = transport.receive_buffer(size, torch.device("cpu"), back)
     block = torch.full((size,), 16 * mesh.rank + number, dtype=torch.uint8)
     sent, received = transport.post([Message(block, there)], [Message(came, back)], f"lap {number}")
     for handle in (*received, *sent):
@@ -181,7 +183,7 @@ def test_peer_that_sends_nothing_is_named():
         if mesh.rank == 0:
             time.sleep(0.4)
             return
-        came = transport.inbox(8, torch.device("cpu"), 0)
+        came = transport.receive_buffer(8, torch.device("cpu"), 0)
         _, received = transport.post([], [Message(came, 0)], "forward step 3")
         with pytest.raises(CommunicationTimeoutError, match="rank 1, forward step 3: rank 0 has not sent"):
             received[0].wait()
@@ -197,7 +199,7 @@ def test_flags_of_another_call_are_not_accepted():
     def work(mesh):
         transport = mesh.transport("cpu")
         transport.begin(b"ab" if mesh.rank else b"cd", 512)
-        came = transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
+        came = transport.receive_buffer(8, torch.device("cpu"), 1 - mesh.rank)
         block = torch.zeros(8, dtype=torch.uint8)
         _, received = transport.post([Message(block, 1 - mesh.rank)], [Message(came, 1 - mesh.rank)], "forward step 0")
         with pytest.raises(CommunicationTimeoutError, match="forward step 0"):
@@ -216,7 +218,7 @@ def test_flags_of_restarted_numbers_are_not_accepted():
             if again:
                 transport._number = peer_copy.MARKS - 1
             transport.begin(b"call", 512)
-            came = transport.inbox(8, device, peer)
+            came = transport.receive_buffer(8, device, peer)
             sends = [] if again else [Message(torch.zeros(8, dtype=torch.uint8), peer)]
             _, (received,) = transport.post(sends, [Message(came, peer)], "forward step 0")
             if again:
@@ -234,9 +236,9 @@ def test_more_messages_than_flags_raise():
         transport = mesh.transport("cpu")
         transport.begin(b"call", 512)
         for _ in range(MESSAGES):
-            transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
+            transport.receive_buffer(8, torch.device("cpu"), 1 - mesh.rank)
         with pytest.raises(UnsupportedError, match="no space"):
-            transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
+            transport.receive_buffer(8, torch.device("cpu"), 1 - mesh.rank)
 
     run_peers(World(2), work)
 
@@ -247,9 +249,9 @@ def test_more_exchanges_than_flags_raise():
         transport.begin(b"call", 64)
         mine = torch.zeros(8, dtype=torch.uint8)
         for number in range(EXCHANGES + 1):
-            inbox = transport.inbox(8 * mesh.size, torch.device("cpu"), mesh.rank, 0)
+            received = transport.receive_buffer(8 * mesh.size, torch.device("cpu"), mesh.rank, 0)
             there = Parts(mine, tuple(Part(r, 0, 8, 8 * mesh.rank) for r in range(mesh.size)))
-            here = Parts(inbox, tuple(Part(r, 8 * r, 8 * r + 8, 8 * r) for r in range(mesh.size)))
+            here = Parts(received, tuple(Part(r, 8 * r, 8 * r + 8, 8 * r) for r in range(mesh.size)))
             if number == EXCHANGES:
                 with pytest.raises(UnsupportedError, match=f"exchange {number + 1}; allowed: {EXCHANGES} exchanges"):
                     transport.exchange([there], [here], "one too many")

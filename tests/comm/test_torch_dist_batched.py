@@ -141,7 +141,7 @@ def test_pass_begins_on_device_of_its_tensors(index, current, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     monkeypatch.setattr(autograd, "agree", lambda *_, **__: None)
     transport = SimpleNamespace(size=2, check_in_sync=lambda: None, begin=lambda *_: begun.append(at[0]))
-    forward, call = SimpleNamespace(signature=call_signature({}), inbox=0), SimpleNamespace(dropout=None)
+    forward, call = SimpleNamespace(signature=call_signature({}), bytes_per_sender=0), SimpleNamespace(dropout=None)
     prepared = SimpleNamespace(transport=transport, forward=forward, kernel_call=call)
     autograd.begin(prepared, torch.device("cpu" if index is None else "cuda", index))
     assert begun == [current]

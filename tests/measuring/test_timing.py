@@ -71,7 +71,7 @@ def test_measure_curve_sends_fewer_long_messages():
     """A lap has at most `lap_bytes`, but at least two messages; it must fit into peer memory."""
     begun: list[int] = []
     machine = Machine(per_byte=1e-9)
-    machine.begin = lambda digest, inbox: begun.append(inbox)
+    machine.begin = lambda digest, bytes_per_sender: begun.append(bytes_per_sender)
     points = measure_curve(Simulated(machine), machine, Peers([1], [1]), (64, 512), lap_bytes=640)
     assert sorted(set(begun)) == [640, 1024]
     assert [intra_node_bandwidth for _, intra_node_bandwidth in points] == pytest.approx([1.0, 1.0])

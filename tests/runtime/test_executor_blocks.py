@@ -21,7 +21,7 @@ class Noted:
     def __init__(self):
         self.in_one_piece: defaultdict[str, set[bool]] = defaultdict(set)
         self.dtypes: set[torch.dtype] = set()
-        self.inboxes: defaultdict[int, list[StorageWeakRef]] = defaultdict(list)
+        self.receive_buffers: defaultdict[int, list[StorageWeakRef]] = defaultdict(list)
         self.held: defaultdict[int, list[int]] = defaultdict(list)
         self.copied: set[tuple[bool, int]] = set()
 
@@ -44,9 +44,9 @@ class NotingTransport(WrappedTransport):
         super().__init__(ranks_per_node)
         self._noted = noted
 
-    def inbox(self, size, device, peer, place=None):
-        made = super().inbox(size, device, peer, place)
-        self._noted.inboxes[self.rank].append(StorageWeakRef(made.untyped_storage()))
+    def receive_buffer(self, size, device, peer, place=None):
+        made = super().receive_buffer(size, device, peer, place)
+        self._noted.receive_buffers[self.rank].append(StorageWeakRef(made.untyped_storage()))
         return made
 
 
@@ -56,7 +56,7 @@ class NotingObserver(Observer):
 
     def computes(self, compute, like, *, backward):
         if not backward:
-            alive = sum(not one.expired() for one in self._noted.inboxes[self._rank])
+            alive = sum(not one.expired() for one in self._noted.receive_buffers[self._rank])
             self._noted.held[self._rank].append(alive)
         return super().computes(compute, like, backward=backward)
 

@@ -26,10 +26,10 @@ class Machine:
 
     # The interface of a transport.
 
-    def begin(self, digest: bytes, inbox: int) -> None:
+    def begin(self, digest: bytes, bytes_per_sender: int) -> None:
         self.link = max(self.link, self.now)
 
-    def inbox(self, size: int, device: torch.device, peer: int) -> torch.Tensor:
+    def receive_buffer(self, size: int, device: torch.device, peer: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
     def post(self, sends, receives, label):

@@ -62,10 +62,10 @@ class ThreadPeers:
     def _do(self, work: Callable[[], None], copying: bool) -> None:
         self._work.put(work) if copying else work()
 
-    def reserve(self, inbox: int) -> None:
+    def reserve(self, inbox_bytes: int) -> None:
         self.world.met.wait(self.world.timeout)
         with torch.inference_mode(False):
-            self.world.inboxes[self.rank] = torch.full((inbox,), 255, dtype=torch.uint8)
+            self.world.inboxes[self.rank] = torch.full((inbox_bytes,), 255, dtype=torch.uint8)
         self.world.flags[self.rank] = [0] * flags(self.size)
         self.world.met.wait(self.world.timeout)
 

@@ -150,15 +150,15 @@ def _run_trial(
 
 def _messages(transport: PeerCopyTransport, block: Tensor) -> dict[int, Tensor]:
     """Send one message to each other rank."""
-    inboxes = {peer: transport.inbox(_PROOF, block.device, peer) for peer in transport.other_ranks}
+    arriving = {peer: transport.receive_buffer(_PROOF, block.device, peer) for peer in transport.other_ranks}
     sent, received = transport.post(
-        [Message(block, peer) for peer in inboxes],
-        [Message(inbox, peer) for peer, inbox in inboxes.items()],
+        [Message(block, peer) for peer in arriving],
+        [Message(buffer, peer) for peer, buffer in arriving.items()],
         "trying peer copies",
     )
     for handle in (*received, *sent):
         handle.wait()
-    return inboxes
+    return arriving
 
 
 def _exchange(
@@ -172,10 +172,10 @@ def _exchange(
         lines = _PROOF // step
         size = lines * width
         leaving = Strips(block, tuple(Strip(r, 0, offset, lines, width, step, width) for r in ranks))
-    inbox = transport.inbox(transport.size * _PROOF, block.device, transport.rank, 0)
-    arriving = Parts(inbox, tuple(Part(r, r * _PROOF, r * _PROOF + size, r * _PROOF) for r in ranks))
+    received = transport.receive_buffer(transport.size * _PROOF, block.device, transport.rank, 0)
+    arriving = Parts(received, tuple(Part(r, r * _PROOF, r * _PROOF + size, r * _PROOF) for r in ranks))
     exchange = transport.exchange([leaving], [arriving], "trying peer copies", exclusive=exclusive)
     exchange.copy_local()
     exchange.wait()
     exchange.wait_sent()
-    return {r: inbox[r * _PROOF : r * _PROOF + size] for r in ranks}
+    return {r: received[r * _PROOF : r * _PROOF + size] for r in ranks}

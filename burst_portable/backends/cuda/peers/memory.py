@@ -57,21 +57,21 @@ class CudaPeerMemory:
         self._push = self._pusher()
         self.watch = Watch(device, timeout, self._read_flags, self._release)
 
-    def reserve(self, inbox: int) -> None:
+    def reserve(self, inbox_bytes: int) -> None:
         _refuse_capture()
         torch.cuda.synchronize(self._device)
         self.check()
         self.watch.forget()  # then all ranks agree that no pass still uses the old memory
-        self._agree({"inbox": inbox}, "giving up memory")
+        self._agree({"inbox_bytes": inbox_bytes}, "giving up memory")
         self._views.clear()
         self._push = self._pusher()
         self._heap = self._mapping = None
         # Not `symmetric_memory.empty`: it keeps freed memory in a pool, and an inbox that has grown is never reused.
         allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
-        what, failed = f"{inbox} bytes of peer memory", ""
+        what, failed = f"{inbox_bytes} bytes of peer memory", ""
         try:
             with torch.inference_mode(False):  # the watch writes to it after the call, outside of inference mode
-                self._heap = allocate((self._base + inbox,), (1,), torch.uint8, self._device)
+                self._heap = allocate((self._base + inbox_bytes,), (1,), torch.uint8, self._device)
         except RuntimeError as error:  # includes torch's out-of-memory error and errors of the driver
             failed = first_line(error)
         replies = self._share(failed.encode(), f"allocating {what}")
@@ -85,7 +85,7 @@ class CudaPeerMemory:
         self._mapping = symmetric_memory.rendezvous(self._heap, self._group)
         self._heap[: self._base].zero_()
         torch.cuda.synchronize(self._device)
-        self._agree({"inbox": inbox}, "mapping memory")
+        self._agree({"inbox_bytes": inbox_bytes}, "mapping memory")
         starts = self._mapping.buffer_ptrs
         within = self._heap.data_ptr() - starts[self.rank]  # the tensor may start inside the mapped range
         self._starts = [start + within for start in starts]
@@ -182,7 +182,7 @@ class CudaPeerMemory:
         """Release the memory; every rank must call this."""
         if self._heap is not None and self.watch.failed is None:
             torch.cuda.synchronize(self._device)
-            self._agree({"inbox": 0}, "giving up memory")
+            self._agree({"inbox_bytes": 0}, "giving up memory")
         self.watch.stop()
         self._views.clear()
         self._heap = self._mapping = None

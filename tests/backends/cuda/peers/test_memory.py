@@ -61,8 +61,8 @@ def test_peer_copies_without_remote_flags_copy_flags(machine, monkeypatch):
 def test_peer_memory_is_allocated_once_per_size(machine):
     def work(rank, other, connect):
         transport = connect()
-        for inbox in (4 << 20, 1 << 20, 4 << 20):
-            transport.begin(b"call", inbox)
+        for size in (4 << 20, 1 << 20, 4 << 20):
+            transport.begin(b"call", size)
             transport.end()
         transport.close()
 
@@ -87,9 +87,9 @@ def test_transport_recovers_after_failed_inbox_allocation(machine):
 
     def work(rank, other, connect):
         transport = connect()
-        for inbox, had in ((64 << 20, False), (1 << 20, True)):
+        for size, had in ((64 << 20, False), (1 << 20, True)):
             try:
-                transport.begin(b"call", inbox)
+                transport.begin(b"call", size)
             except CommunicationError:
                 assert not had
                 continue
@@ -103,7 +103,7 @@ def test_transport_recovers_after_failed_inbox_allocation(machine):
 def _swapped(transport):
     """Send the rank number to the other rank and return the received number."""
     peer = 1 - transport.rank
-    came = transport.inbox(256, DEVICE, peer)
+    came = transport.receive_buffer(256, DEVICE, peer)
     block = torch.full((256,), transport.rank, dtype=torch.uint8)
     _, (received,) = transport.post([Message(block, peer)], [Message(came, peer)], "swapping")
     received.wait()
@@ -113,7 +113,7 @@ def _swapped(transport):
 def test_different_inbox_sizes_raise_mismatch_error(machine):
     def work(rank, other, connect):
         transport = connect()
-        with pytest.raises(MismatchError, match="inbox"):
+        with pytest.raises(MismatchError, match="inbox_bytes"):
             transport.begin(b"call", (8 + rank) << 20)
 
     run_two_ranks(machine, work)
@@ -195,9 +195,9 @@ def test_begin_rejects_graph_capture(machine, monkeypatch):
         transport = connect()
         other.share(b"here", "meeting")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        for inbox in (0, 64 << 20):  # the second size would need more memory
+        for size in (0, 64 << 20):  # the second size would need more memory
             with pytest.raises(UnsupportedError, match=r"'nccl' when capturing graphs \(BURST_TRANSPORT"):
-                transport.begin(b"call", inbox)
+                transport.begin(b"call", size)
         other.share(b"here", "meeting")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         transport.begin(b"call", 0)  # no call had begun, so the next one is valid

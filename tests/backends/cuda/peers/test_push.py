@@ -173,18 +173,18 @@ def test_push_moves_only_aligned_exchanges_without_kernel(machine, pushes, size,
         for single in (False, True):
             transport.begin(b"call", 2 * size)
             ranks = (rank,) if single else (1 - rank, rank)
-            inbox = transport.inbox(2 * size, DEVICE, rank, 0)
+            received = transport.receive_buffer(2 * size, DEVICE, rank, 0)
             block = torch.full((size,), 7 + rank, dtype=torch.uint8)
             exchange = transport.exchange(
                 [Parts(block, tuple(Part(r, 0, size, rank * size) for r in ranks))],
-                [Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))],
+                [Parts(received, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))],
                 "call",
                 exclusive=alone,
             )
             exchange.copy_local()
             exchange.wait()
             exchange.wait_sent()
-            assert [int(inbox[r * size : (r + 1) * size].unique()) for r in ranks] == [7 + r for r in ranks]
+            assert [int(received[r * size : (r + 1) * size].unique()) for r in ranks] == [7 + r for r in ranks]
             transport.end()
         return before
 
