@@ -117,6 +117,11 @@ class Layout:
         """Return a rank's global positions, in the order of its tokens."""
         return [p for s in self.shards[rank] for p in s.positions()]
 
+    def describe(self) -> str:
+        """Return the name; for a layout without a name, the segments of its first rank."""
+        first = self.shards[0]
+        return self.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} per rank, step {first[0].step}"
+
     def joined(self, each: int | None = None, spacing: int = 1) -> Layout:
         """Concatenate each `each` consecutive shards (default: all) into the shard of one rank.
 

@@ -99,18 +99,9 @@ def hardware_facts(hardware: HardwareSpec) -> Facts:
 
 
 def call_facts(call: AttentionCall) -> Facts:
-    """Return the sizes of the call."""
+    """Return the facts of the call, and what of its mask is visible."""
     return {
-        "seq_len": call.layout.length,
-        "ranks": call.ranks,
-        "heads": call.heads,
-        "kv_heads": call.kv_heads,
-        "head_dim": call.head_dim,
-        "v_head_dim": call.v_head_dim,
-        "batch": call.batch,
-        "itemsize": call.itemsize,
-        "mask": str(call.mask),
-        "layout": call.layout.name,
+        **call.facts(),
         "num_pairs": call.num_pairs,
         "fully_masked_tokens": call.mask.fully_masked_tokens(call.layout.length),
     }

@@ -171,6 +171,21 @@ class AttentionCall:
             dropout=dropout,
         )
 
+    def facts(self) -> dict[str, int | str]:
+        """Return the sizes, the mask and the layout, under their keys in the JSON of plans, runs and profiles."""
+        return {
+            "seq_len": self.layout.length,
+            "ranks": self.ranks,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim,
+            "batch": self.batch,
+            "itemsize": self.itemsize,
+            "mask": str(self.mask),
+            "layout": self.layout.describe(),
+        }
+
     @property
     def k_layout(self) -> Layout:
         """Return the layout of k and v."""

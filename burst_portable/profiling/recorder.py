@@ -16,7 +16,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import for_device, hardware_of, open_or_reason
 from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, LayoutError
-from burst_portable.layout import NAMES, OF_MASKS, Layout, make_layout
+from burst_portable.layout import NAMES, OF_MASKS, make_layout
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import pass_flops, rank_cost
 from burst_portable.planning.hardware import HardwareSpec
@@ -254,19 +254,10 @@ class PlanFacts:
         return {
             "strategy": plan.label,
             "reason": plan.reason,
-            "ranks": call.ranks,
+            **call.facts(),
+            "dtype": self.dtype,
             "head_parallel_size": plan.head_parallel_size,
             "head_spacing": plan.head_spacing,
-            "mask": str(call.mask),
-            "layout": _layout_name(call.layout),
-            "seq_len": call.layout.length,
-            "heads": call.heads,
-            "kv_heads": call.kv_heads,
-            "head_dim": call.head_dim,
-            "v_head_dim": call.v_head_dim,
-            "batch": call.batch,
-            "itemsize": call.itemsize,
-            "dtype": self.dtype,
             "circulates": {name: pass_plan.circulates for name, pass_plan in plan.passes()},
             "direct": plan.direct,
             "layouts": layout_imbalances(call),
@@ -293,12 +284,6 @@ class PlanFacts:
             hardware = hardware_of(backend, call.ranks, high_priority=high_priority)
             note = "; the hardware spec file in the settings cannot be used"
         return hardware, (hardware.source.removeprefix("of ") or "the backend's guess") + note
-
-
-def _layout_name(layout: Layout) -> str:
-    """Return the name of a layout; for one without a name, its shape."""
-    first = layout.shards[0]
-    return layout.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} per rank, step {first[0].step}"
 
 
 class RecordingObserver(Observer):
