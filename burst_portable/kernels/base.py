@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable.errors import BackendUnavailableError, format_error, in_a_line
+from burst_portable.errors import BackendUnavailableError, InputError, format_error, in_a_line, shown
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tiles
@@ -217,6 +217,9 @@ class WrappedKernel(Kernel):
         self.wrapped.save_compiled_in(folder)
 
 
+_TARGET = '"module:Class", where the class can be imported and derives from burst_portable.kernels.base.Kernel'
+
+
 class LazyKernel:
     """A kernel whose package is imported when `supports` or `load` is first called.
 
@@ -226,27 +229,53 @@ class LazyKernel:
         needs: The package that it needs, as Python imports it.
         at_least: Lowest supported version of that package, such as (3, 6). Default: any.
         install: Next step for the user if the package is absent or too old.
+
+    Raises:
+        InputError: `target` is not of the form "module:Class".
     """
 
     def __init__(
         self, name: str, target: str, *, needs: str, at_least: tuple[int, ...] = (), install: str | None = None
     ) -> None:
+        if not isinstance(target, str) or not re.fullmatch(r"[\w.]+:\w+", target):
+            what = f"the kernel {name!r} has a target that names no class"
+            raise InputError(what, got=shown(target), allowed=_TARGET, next_step="correct the target of the LazyKernel")
         self.name = name
         self._target, self._needs, self._at_least, self._install = target, needs, at_least, install
         self._kernel: Kernel | None = None
 
     def load(self) -> Kernel:
-        """Return the kernel. The first call imports and creates it."""
+        """Return the kernel. The first call imports and creates it.
+
+        Raises:
+            BackendUnavailableError: The target does not exist, or is no class of a kernel.
+        """
         if self._kernel is None:
-            module, _, attribute = self._target.partition(":")
-            self._kernel = getattr(import_module(module), attribute)()
+            self._kernel = self._find_class()()
         return self._kernel
+
+    def _find_class(self) -> type[Kernel]:
+        module, _, attribute = self._target.partition(":")
+        try:
+            found = getattr(import_module(module), attribute, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module exists, and imports another one that does not
+            raise self._wrong_target(in_a_line(error)) from error
+        if not (isinstance(found, type) and issubclass(found, Kernel)):
+            raise self._wrong_target(f"{attribute} = {shown(found)}" if found is not None else f"no {attribute} in it")
+        return found
+
+    def _wrong_target(self, got: str) -> BackendUnavailableError:
+        what = f"the kernel {self.name!r} has a wrong target, {self._target!r}"
+        next_step = "correct it in kernels() of the backend, or name another kernel"
+        return BackendUnavailableError(what, got=got, allowed=_TARGET, next_step=next_step)
 
     def supports(self, call: AttentionCall) -> Support:
         """Return whether the kernel serves this call.
 
         Raises:
-            BackendUnavailableError: The package is installed and fails to import.
+            BackendUnavailableError: The package is installed and fails to import, or as for `load`.
         """
         if self._kernel is None:
             if find_spec(self._needs) is None:
@@ -259,6 +288,8 @@ class LazyKernel:
                     what = f"the package {self._needs} is too old"
                     return Support(False, format_error(what, got=found, allowed=allowed, next_step=self._install))
                 self.load()
+            except BackendUnavailableError:
+                raise
             # A vendor's package may raise anything on import. The message must name the package.
             except Exception as error:
                 what = f"the package {self._needs} is broken: it fails to import"

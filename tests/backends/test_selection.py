@@ -15,7 +15,7 @@ from burst_portable.backends.base import package_error
 from burst_portable.cli import doctor
 from burst_portable.cli.flags import choose_backend
 from burst_portable.conformance import check_backend
-from burst_portable.errors import BackendUnavailableError
+from burst_portable.errors import BackendUnavailableError, InputError
 from burst_portable.kernels.base import LazyKernel
 from tests.support.calls import kernel_call
 
@@ -242,6 +242,46 @@ def test_lazy_kernel_of_broken_package_raises(vendor):
     broken = LazyKernel("theirs", "nowhere:Kernel", needs="vendor_torch")
     with pytest.raises(BackendUnavailableError, match=r"vendor_torch is broken.*KeyError.*reinstall or remove it"):
         broken.supports(problem())
+
+
+@pytest.mark.parametrize(
+    ("target", "got"),
+    [
+        ("nowhere:Kernel", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("vendor_torch.nowhere:Kernel", "ModuleNotFoundError: No module named 'vendor_torch.nowhere'"),
+        ("vendor_torch:Absent", "no Absent in it"),
+        ("vendor_torch:answer", "answer = 42"),
+        ("vendor_torch:Other", "Other = <class 'vendor_torch.Other'>"),
+    ],
+)
+def test_lazy_kernel_names_its_wrong_target(vendor, target, got):
+    """The package is not broken, so the user must not reinstall it."""
+    vendor(source="answer = 42\nclass Other: pass\n")
+    wrong = LazyKernel("theirs", target, needs="vendor_torch")
+    for call in (lambda: wrong.supports(problem()), wrong.load):
+        with pytest.raises(BackendUnavailableError) as raised:
+            call()
+        text = str(raised.value)
+        assert text.startswith(f"the kernel 'theirs' has a wrong target, '{target}'; got {got}")
+        assert 'allowed: "module:Class", where the class can be imported and derives from' in text
+        assert text.endswith("correct it in kernels() of the backend, or name another kernel")
+
+
+@pytest.mark.parametrize("target", ["theirs.Kernel", "theirs:", ":Kernel", "", "theirs Kernel:a:b", None])
+def test_lazy_kernel_rejects_target_of_another_form(target):
+    with pytest.raises(
+        InputError, match=r"'theirs' has a target that names no class; got .*; allowed: \"module:Class\""
+    ):
+        LazyKernel("theirs", target, needs="json")
+
+
+def test_lazy_kernel_blames_package_for_import_of_its_target(vendor, tmp_path):
+    """The target exists, and imports a part of the package that does not."""
+    vendor(source="answer = 42\n")
+    (tmp_path / "their_kernel.py").write_text("import vendor_torch.attention\n")
+    lazy = LazyKernel("theirs", "their_kernel:Kernel", needs="vendor_torch")
+    with pytest.raises(BackendUnavailableError, match="the package vendor_torch is broken: it fails to import"):
+        lazy.supports(problem())
 
 
 def test_choose_backend_auto_skips_broken_backend(installed):

@@ -451,11 +451,13 @@ def test_auto_chooses_hopper_without_package(monkeypatch):
     assert "pip install flash-attn-4" in why
 
 
-def test_pair_declines_broken_package():
-    broken = LazyKernel("flash-attn-4", "nowhere:Kernel", needs="torch")
+def test_pair_declines_broken_package(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = LazyKernel("flash-attn-4", "nowhere:Kernel", needs="broken_package")
     support = HopperFlash4Kernel(broken).supports(USUAL)
     assert not support.ok
-    assert "torch is broken: it fails to import" in support.reason
+    assert "broken_package is broken: it fails to import" in support.reason
 
 
 def test_pair_declines_without_importing_package(monkeypatch):
