@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from burst_portable.config import launched_processes
 from burst_portable.errors import InputError
 from burst_portable.integrations.accelerator_check import ON_CPUS, check_accelerator
+from burst_portable.integrations.batch_norms import batch_norms, synchronize_calls
 from burst_portable.integrations.gathering import gather_rows, warn_about_gathering
 from burst_portable.integrations.schedulers import warn_about_schedulers
 from burst_portable.integrations.transformers.models.adapters import check_adapters, reads_logits
@@ -70,6 +71,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         self.sequence_size, self._replicas = cp_size, dp_replicate_size
         self.has_model = self.gathers_rows = False
         self._mesh: Mesh | None = None  # one for all models, which then share its connections
+        self._sequences: dist.ProcessGroup | None = None  # the ranks with the same part of different sequences
         self._accelerator: Any = None  # a weak reference
         self._options = {"strategy": strategy, "layout": layout, "kernel": kernel, "averaged_gradients": True}
         for name, value in (("cp_size", cp_size), ("dp_replicate_size", dp_replicate_size)):
@@ -80,8 +82,8 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the mesh and the accelerator, which cannot be saved with `TrainingArguments`."""
-        return self.__dict__ | {"device_mesh": None, "_mesh": None, "_accelerator": None}
+        """Leave out the mesh, the group and the accelerator, which cannot be saved with `TrainingArguments`."""
+        return self.__dict__ | {"device_mesh": None, "_mesh": None, "_sequences": None, "_accelerator": None}
 
     @property
     def cp_enabled(self) -> bool:
@@ -160,8 +162,9 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         A model of an earlier `SequenceParallelism`, as that of an earlier trainer, follows this one from now on.
 
         Args:
-            model: A Transformers model, or one with adapters of PEFT. Its calls take full batches: see
-                `transformers.parallelize`. Of a classifier, the base model is sharded.
+            model: A Transformers model, one with adapters of PEFT, or a module around it. Its calls take full batches:
+                see `transformers.parallelize`. Of a classifier, the base model is sharded. Each `SyncBatchNorm` counts
+                a sequence once, unless the program set its group.
             gather_outputs: As in `transformers.parallelize`. Default: with labels as well if an adapter reads logits.
 
         Raises:
@@ -185,10 +188,20 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         if (earlier := sharded_model_of(inner)) is not None and earlier.averaged_gradients:
             earlier.undo()
         sharded = parallelize(inner, self._mesh, full_batches=True, gather_outputs=gather_outputs, **self._options)
+        if sharded.mesh.size > 1 and batch_norms(model):
+            synchronize_calls(model, self._group_of_sequences(), lambda: sharded.is_sharded)
         if self._accelerator is not None:
             warn_about_schedulers(inner, self._accelerator, lambda: (self.total_size, self.non_data_parallel_size))
             warn_about_gathering(inner, self._accelerator, self)
         return sharded
+
+    def _group_of_sequences(self) -> dist.ProcessGroup:
+        """Return the group of the ranks that have the same part of different sequences."""
+        if self._sequences is None and self.dp_dim_names:
+            self._sequences = self.device_mesh["dp"].get_group()
+        elif self._sequences is None:  # one sequence
+            self._sequences = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return self._sequences
 
     def gather_for_metrics(self, data: Any) -> Any:
         """Return the rows of all sequences, each once and on every rank, in place of accelerate's function.

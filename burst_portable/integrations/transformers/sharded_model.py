@@ -53,9 +53,14 @@ class ShardedModel(ModelCalls):
         self._install()
 
     def __repr__(self) -> str:
-        state = "" if self._hooks else ", undone"
+        state = "" if self.is_sharded else ", undone"
         of = f"{type(self.model).__name__}, rank {self.mesh.rank} of {self.mesh.size}"
         return f"ShardedModel({of}, strategy={self.strategy!r}, layout={self.layout!r}{state})"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is sharded now: not after `undo`, nor within `paused`."""
+        return bool(self._hooks)
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise `InputError`: calls go to the model."""
@@ -104,7 +109,7 @@ class ShardedModel(ModelCalls):
 
     def undo(self) -> None:
         """Restore the model. A second call does nothing."""
-        if not self._hooks:
+        if not self.is_sharded:
             return
         for hook in self._hooks:
             hook.remove()
@@ -131,7 +136,7 @@ class ShardedModel(ModelCalls):
     @contextmanager
     def paused(self) -> Iterator[PreTrainedModel]:
         """Restore the model in a `with` block, for example to generate, and shard it again afterwards."""
-        was_sharded = bool(self._hooks)
+        was_sharded = self.is_sharded
         self.undo()
         try:
             yield self.model
@@ -188,7 +193,7 @@ class ShardedModel(ModelCalls):
         if self.full_batches:
             what = "full_batches=True divides batches in the forward pass"
             raise InputError(what, next_step="call model(**batch) with the full batch on every rank")
-        if not self._hooks:
+        if not self.is_sharded:
             raise InputError(
                 "undo() has restored the model, which would treat this shard as the full sequence; parallelize it again"
             )
