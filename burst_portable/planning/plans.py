@@ -81,7 +81,8 @@ class PassPlan:
         call: The attention of one ring.
         side: The side whose blocks are sent. Blocks of the other side stay on their ranks.
         route: From which rank each block comes, and when.
-        gradient_route: To which rank its gradients go. None in the forward pass: results stay on their ranks.
+        gradient_route: To which rank its gradients go. None in the forward pass: results stay on their ranks, and those
+            of helpers go along `route`.
         stride: Distance in ranks from one member of a ring to the next. The call and the routes count members, steps
             contain ranks. With 4, the ranks 1, 5, 9 ... are the members 0, 1, 2 ... of one of four rings. With 1 and
             three members, the ranks 3, 4, 5 are the members 0, 1, 2 of the second ring.

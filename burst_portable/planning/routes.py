@@ -188,6 +188,7 @@ class Route(Protocol):
         """Return the rank to which `rank` sends its results for `owner`'s block: the next that adds some, or `owner`.
 
         That next rank must need the block, and must have computed with it but not have sent its own results by then.
+        In a forward pass return `owner`: ranks merge only results for their own queries.
         """
 
     def result_source(self, owner: int, rank: int) -> int | None:

@@ -138,7 +138,7 @@ class _Checker:
         self.computed_by: dict[tuple[int, int], int] = {}  # the same -> rank
         self.num_pairs = 0
         self.open: dict[Move, int] = {}  # +1: sent and not yet received; -1: the opposite
-        self.targets: dict[tuple[int, int], int] = {}  # (owner, rank) -> rank to which that rank sends its gradients
+        self.targets: dict[tuple[int, int], int] = {}  # (owner, rank) -> rank to which that rank sends its results
 
     def walk_order(self, rank: int) -> None:
         """Check that every receive is posted before the rank waits for it, and is used after it."""
@@ -157,7 +157,12 @@ class _Checker:
                 idle.pop(owner, None)
             for move in step.result_arrivals:
                 self._check_posted(rank, step.index, move, posted)
-                if move.owner != rank and move.owner not in computed:
+                if move.owner != rank and move.is_partial:
+                    self.wrong.append(
+                        f"rank {rank} receives {move.label} of rank {move.source}, but merges only results for its own "
+                        "queries; `result_target` must return the owner in a forward pass"
+                    )
+                elif move.owner != rank and move.owner not in computed:
                     self.wrong.append(
                         f"rank {rank} has no gradient of block {move.owner} to add {move.label} of rank {move.source} "
                         f"to at step {step.index}: it has computed none yet, or has sent it; "

@@ -181,6 +181,28 @@ def test_verify_names_methods_for_wrong_results_of_helpers():
     assert all("`result_target` and `result_source`" in error for error in unmatched)
 
 
+@dataclass(frozen=True)
+class Chained(DirectRoute):
+    """Sends results of a helper to the next helper of the same rank, as a ring does with gradients."""
+
+    def result_target(self, dependencies, owner, rank):
+        later = (rank + 1) % self.ranks
+        return later if later != owner and dependencies.needs(owner, later) else owner
+
+    def result_source(self, owner, rank):
+        earlier = (rank - 1) % self.ranks
+        return earlier if earlier != owner else None
+
+
+def test_verify_rejects_results_that_another_helper_would_merge():
+    """Rank 1 would merge the results for the queries of rank 7 into its own: outputs were wrong by 1.3."""
+    plan = make_plan(Mask.causal(), "contiguous", "distflash", 8)
+    chained = make_pass_plan(plan.call, "kv", Chained(8, 1, 1, 1.0), helpers=EarlyRanks(8))
+    wrong = verify(replace(plan, forward=chained))
+    assert "forward: rank 1 receives out7 of rank 0, but merges only results for its own queries" in wrong[0]
+    assert "`result_target` must return the owner in a forward pass" in wrong[0]
+
+
 def test_helpers_that_cannot_be_planned_raise():
     call = make_plan(Mask.full(), "contiguous", "distflash", 4).call
     with pytest.raises(StrategyError, match="from their owners"):
