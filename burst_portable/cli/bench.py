@@ -390,12 +390,12 @@ def _mask_names(text: str | None, own: Sequence[str], *, quick: bool) -> list[st
 
 def _check_sizes(masks: Sequence[str], lengths: Sequence[int], ranks: int, setting: Mapping[str, Any]) -> None:
     """Raise `InputError` if heads, or a mask and a length, do not fit together, before any rank starts."""
-    heads, kv_heads, head_dim, layout = (setting[name] for name in ("heads", "kv_heads", "head_dim", "layout"))
+    sizes = {name: setting[name] for name in ("heads", "kv_heads", "head_dim", "layout")}
     for name in masks:
         for length in lengths:
             try:
                 mask = named_mask(name, length)
-                call_of_sizes(length, ranks, heads, kv_heads, head_dim, None, mask, layout, 1, 4)
+                call_of_sizes(seq_len=length, ranks=ranks, mask=mask, itemsize=4, **sizes)
             except LayoutError as error:
                 next_step = "name masks of documents: --masks causal,causal_document, or --mask documents:0,END,END"
                 raise LayoutError(f"the mask {name}: {error}", next_step=next_step) from error

@@ -141,7 +141,7 @@ def calls_of(job: Job) -> Iterator[AttentionCall]:
         named = [mask_of(text, length) for text in job.masks]
         for mask in dict.fromkeys(named or masks_of_layers(config)):
             described = call_of_sizes(
-                length, job.ranks, **sizes_of(config), mask=mask, layout=DEFAULT_LAYOUT, batch=1,
+                seq_len=length, ranks=job.ranks, **sizes_of(config), mask=mask, layout=DEFAULT_LAYOUT,
                 itemsize=getattr(torch, job.dtype).itemsize,
             )  # fmt: skip
             yield replace(

@@ -70,7 +70,8 @@ def plan_for_mesh(
         v_head_dim=v_head_dim, dtype=dtype, kernel=kernel, deterministic=deterministic, dropout_p=dropout_p,
     )  # fmt: skip
     sizes = call_of_sizes(
-        seq_len, mesh.size, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, dtype.itemsize
+        seq_len=seq_len, ranks=mesh.size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+        mask=mask, layout=layout, batch=batch, itemsize=dtype.itemsize,
     )  # fmt: skip
     described = replace(
         sizes, dtype=call.dtype, device=call.device, deterministic=call.deterministic, dropout=call.dropout

@@ -65,7 +65,10 @@ def plan(
         UnsupportedError: The named strategy cannot serve this call.
         StrategyError: The named strategy is broken.
     """
-    call = call_of_sizes(seq_len, ranks, heads, kv_heads, head_dim, v_head_dim, mask, layout, batch, itemsize)
+    call = call_of_sizes(
+        seq_len=seq_len, ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+        mask=mask, layout=layout, batch=batch, itemsize=itemsize,
+    )  # fmt: skip
     if probability := checked_probability(dropout_p):
         call = replace(call, dropout=Dropout(probability))
     return plan_call(strategy_of(strategy), call, layout)
@@ -80,15 +83,16 @@ def checked_probability(value: object) -> float:
 
 
 def call_of_sizes(
+    *,
     seq_len: int,
     ranks: int,
     heads: int,
     kv_heads: int | None,
     head_dim: int,
-    v_head_dim: int | None,
+    v_head_dim: int | None = None,
     mask: Mask | str,
     layout: Layout | str,
-    batch: int,
+    batch: int = 1,
     itemsize: int,
 ) -> AttentionCall:
     """Check these sizes and return their call; see `plan` for them. The layout "auto" becomes zigzag."""
