@@ -39,16 +39,16 @@ def peak_memory(plan: Plan, pass_name: PassName, rank: int, traits: KernelTraits
     sizes = _Sizes(plan.call, plan.call.layout.count(rank), plan.call.k_layout.count(rank))
     memory = _Memory(sizes.inputs + (2 * sizes.out if backward else 0))
     if plan.score_rows:
-        run = _score_rows_backward if backward else _score_rows_forward
+        run = _simulate_score_rows_backward if backward else _simulate_score_rows_forward
         run(plan, rank, sizes, memory)
     elif plan.heads:
-        _divided_heads(plan, pass_name, rank, sizes, memory, traits)
+        _simulate_divided_heads(plan, pass_name, rank, sizes, memory, traits)
     elif plan.head_groups > 1:
         memory.hold("lse", sizes.lse if backward else 0)
-        _groups(plan, pass_name, rank, sizes, memory, traits)
+        _simulate_groups(plan, pass_name, rank, sizes, memory, traits)
     else:
         memory.hold("lse", sizes.lse if backward else 0)
-        is_rounded = _rows(plan.pass_plan(pass_name), rank, sizes, memory, traits)
+        is_rounded = _simulate_rows(plan.pass_plan(pass_name), rank, sizes, memory, traits)
         memory.hold("rounded", 0 if is_rounded else sizes.inputs if backward else sizes.out)
     return memory.peak
 
@@ -202,7 +202,7 @@ class _Pass(_Steps):
     ) -> None:
         super().__init__(pass_plan, rank, memory, group)
         self._sizes, self._results = sizes, (group, "results of rows")
-        self.once = self.messages.parts == 1
+        self.computes_once = self.messages.parts == 1
         merges_few = traits.writes_into and not self._backward and pass_plan.merged_rows(rank) is not None
         if merges_few:
             memory.hold(self._results, sizes.rounded(sizes.out))
@@ -225,7 +225,7 @@ class _Pass(_Steps):
                 memory.hold(partial, part.wide(part.out) + part.lse)
             elif not self._backward and not self._started:
                 self._started = True
-                memory.hold(self._results, (sizes.out if self.once else sizes.wide(sizes.out)) + sizes.lse)
+                memory.hold(self._results, (sizes.out if self.computes_once else sizes.wide(sizes.out)) + sizes.lse)
         self.end(step, messages)
         memory.free(partial)
 
@@ -236,7 +236,7 @@ class _Pass(_Steps):
         self._memory.hold(self._group, size)
 
 
-def _rows(
+def _simulate_rows(
     pass_plan: PassPlan, rank: int, sizes: _Sizes, memory: _Memory, traits: KernelTraits, name: Hashable = "results"
 ) -> bool:
     """Simulate `executor.forward_rows` or `backward_rows`. Return whether results have the dtype of inputs."""
@@ -251,13 +251,15 @@ def _rows(
         steps = _Pass(pass_plan, rank, sizes, memory, name, traits)
         for step, messages in steps.messages.steps:
             steps.run(step, messages)
-        once = steps.once and not backward
+        once = steps.computes_once and not backward
         steps.finish()
     memory.free((name, "delta"))
     return once or sizes.widened == 1
 
 
-def _groups(plan: Plan, pass_name: PassName, rank: int, sizes: _Sizes, memory: _Memory, traits: KernelTraits) -> None:
+def _simulate_groups(
+    plan: Plan, pass_name: PassName, rank: int, sizes: _Sizes, memory: _Memory, traits: KernelTraits
+) -> None:
     """Simulate `head_groups.GroupExecutor`: groups of heads run interleaved, and the last results stay for a step."""
     pass_plan, groups = plan.pass_plan(pass_name), plan.head_groups
     backward = pass_name == "backward"
@@ -282,7 +284,7 @@ def _groups(plan: Plan, pass_name: PassName, rank: int, sizes: _Sizes, memory: _
             last = group
 
 
-def _divided_heads(
+def _simulate_divided_heads(
     plan: Plan, pass_name: PassName, rank: int, sizes: _Sizes, memory: _Memory, traits: KernelTraits
 ) -> None:
     """Simulate `head_parallel.HeadExecutor`: exchanges around the computation of each group of heads."""
@@ -308,7 +310,7 @@ def _divided_heads(
         if reorders:
             memory.hold(("ordered", index), node_rows * sum(field.size(call.batch) for field in to_heads))
         name = ("rows", index)
-        is_rounded = _rows(pass_plan, rank, group_sizes, memory, traits, name)
+        is_rounded = _simulate_rows(pass_plan, rank, group_sizes, memory, traits, name)
         if not backward and not is_rounded:
             memory.hold((name, "rounded"), group_sizes.out + group_sizes.lse)
             memory.free(name)
@@ -324,7 +326,7 @@ def _divided_heads(
             memory.free(("rows", index - 1))
 
 
-def _score_rows_forward(plan: Plan, rank: int, sizes: _Sizes, memory: _Memory) -> None:
+def _simulate_score_rows_forward(plan: Plan, rank: int, sizes: _Sizes, memory: _Memory) -> None:
     """Simulate the forward pass of `score_rows.ScoreRowExecutor`."""
     memory.hold("weights", score_bytes(plan.call, "forward", rank))
     memory.hold("out", sizes.wide(sizes.out))
@@ -346,7 +348,7 @@ def _score_rows_forward(plan: Plan, rank: int, sizes: _Sizes, memory: _Memory) -
     memory.hold("rounded", sizes.out)
 
 
-def _score_rows_backward(plan: Plan, rank: int, sizes: _Sizes, memory: _Memory) -> None:
+def _simulate_score_rows_backward(plan: Plan, rank: int, sizes: _Sizes, memory: _Memory) -> None:
     """Simulate the backward pass of `score_rows.ScoreRowExecutor`."""
     memory.hold("weights and scores", score_bytes(plan.call, "backward", rank))
     memory.hold("lse and delta", 2 * sizes.lse)
