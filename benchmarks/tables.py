@@ -250,7 +250,7 @@ def bench_numbers(name: str) -> list[str]:
     return textwrap.wrap(text, 100)
 
 
-HEAD_FILE = "head-sizes-h200-2026-11-29"
+HEAD_FILE = "head-sizes-h200-2026-11-30"
 HEAD_SIZES = {**{f"d{n}": str(n) for n in (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)}, "mla": "192, values 128"}
 HEAD_OTHERS = ("cudnn", "flash", "flex", "flash-attn-4")
 
