@@ -371,7 +371,12 @@ def test_evidence_level_is_that_of_the_probe():
 
 @pytest.mark.parametrize(
     ("bug", "much"),
-    [(planted_bugs.FewBlocks, "length=777"), (planted_bugs.FewHeads, "40x8"), (planted_bugs.FewSequences, "batch=9")],
+    [
+        (planted_bugs.FewBlocks, "length=777"),
+        (planted_bugs.FewHeads, "40x8"),
+        (planted_bugs.FewPrograms, "40x8"),
+        (planted_bugs.FewSequences, "batch=9"),
+    ],
 )
 def test_full_coverage_finds_bug_that_needs_large_input(bug, much, real):
     backend = Planted(bug, real=real)

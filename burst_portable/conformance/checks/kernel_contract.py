@@ -138,7 +138,7 @@ def large(coverage: str) -> Iterator[Case]:
         return
     yield from (replace(case, mask=mask) for mask in ("window", "sink_window", "documents"))
     yield replace(case, layout="zigzag", ranks=2)
-    yield replace(case, heads="40x8x64x64", length=LENGTH)
+    yield replace(case, heads="40x8x64x64", batch=3, length=LENGTH)
     yield replace(case, batch=9, length=LENGTH)
 
 
