@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
-from burst_portable.backends.cuda.hopper.cuts import Pass
+from burst_portable.backends.cuda.hopper.cuts import PassSizes
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles
@@ -44,9 +44,9 @@ def dense(tiles: Tiles, length: int = SEQ) -> np.ndarray:
     return seen
 
 
-def a_pass(length: int, heads: int, group: int = 1, dim: int = 128) -> Pass:
+def pass_sizes(length: int, heads: int, group: int = 1, dim: int = 128) -> PassSizes:
     """Return the sizes of a pass of one batch row, in which `group` query heads share a K/V head."""
-    return Pass(1, length, length, heads, heads // group, dim, dim, processors=132)
+    return PassSizes(1, length, length, heads, heads // group, dim, dim, processors=132)
 
 
 def mask_tiles(mask: str, length: int) -> Tiles:

@@ -6,7 +6,7 @@ import heapq
 import itertools
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
-from burst_portable.backends.cuda.hopper.cuts import BackwardCut, Pass
+from burst_portable.backends.cuda.hopper.cuts import BackwardCut, PassSizes
 from burst_portable.backends.cuda.hopper.head_order import side_by_side
 from tests.support.launch_tables import walked
 
@@ -37,17 +37,17 @@ def visits_of(table: LaunchTable, *, ordered: bool) -> list[Visits]:
     return rows
 
 
-def end_of(cut: BackwardCut, table: LaunchTable, about: Pass) -> float:
+def end_of(cut: BackwardCut, table: LaunchTable, sizes: PassSizes) -> float:
     """Return the microseconds until the last program of a launch ends.
 
     Programs start in the order of the grid, each on the multiprocessor that is idle first. They wait only for programs
     that start before them, so one pass over all of them is enough.
     """
     span, rows = cut.span, visits_of(table, ordered=cut.ordered)
-    heads, all_heads, group = about.heads // span, about.all_heads // span, about.group // span
-    read = about.rows * about.dim * 4 * about.group
-    side = side_by_side(table, span, heads, group, all_heads, read, about.processors)
-    idle = [0.0] * about.processors
+    heads, all_heads, group = sizes.heads // span, sizes.all_heads // span, sizes.group // span
+    read = sizes.rows * sizes.dim * 4 * sizes.group
+    side = side_by_side(table, span, heads, group, all_heads, read, sizes.processors)
+    idle = [0.0] * sizes.processors
     seen: dict[tuple[int, int, int], float] = {}  # when the visit before the one of this head, block and turn is seen
     for first, row, head in itertools.product(range(0, all_heads, side), rows, range(side)):
         now = idle[0] + START

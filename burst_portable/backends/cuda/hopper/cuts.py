@@ -62,8 +62,11 @@ class BackwardCut:
     separate: bool = False
 
 
-class Pass(NamedTuple):
-    """Sizes of one pass. `rows` are queries, `heads` query heads, `processors` the multiprocessors of the device."""
+class PassSizes(NamedTuple):
+    """Sizes on which the launches of a forward or backward pass depend.
+
+    `rows` are queries, `heads` query heads, `processors` the multiprocessors of the device.
+    """
 
     batch: int
     rows: int
@@ -137,33 +140,33 @@ class Pass(NamedTuple):
         return table.longest * self.group * part * self.processors > table.total * self.all_heads
 
 
-def forward_cut(tiles: Tiles, about: Pass, *, every_block: bool) -> tuple[ForwardConfig, LaunchTable]:
+def forward_cut(tiles: Tiles, sizes: PassSizes, *, every_block: bool) -> tuple[ForwardConfig, LaunchTable]:
     """Return the faster config for these tiles, and its table. If `every_block`, also of blocks without visible keys.
 
     The thresholds were measured on one H100 (benchmarks/attention.py).
     """
 
     def table_of(config: ForwardConfig) -> LaunchTable:
-        mebibyte = blocks_per_mebibyte(config.BN, about.dim)
-        return forward_table(tiles, about.rows, 64 * config.W, config.BN, every_block, mebibyte)
+        mebibyte = blocks_per_mebibyte(config.BN, sizes.dim)
+        return forward_table(tiles, sizes.rows, 64 * config.W, config.BN, every_block, mebibyte)
 
-    if tall := TALL.get(max(about.dim, about.value_dim)):
+    if tall := TALL.get(max(sizes.dim, sizes.value_dim)):
         table = table_of(tall)
-        enough = table.blocks * about.all_heads >= TALL_ITEMS * about.processors
+        enough = table.blocks * sizes.all_heads >= TALL_ITEMS * sizes.processors
         if enough and table.total >= TALL_BLOCKS * table.blocks:
             return tall, table
-    config = forward_config(about.dim, about.value_dim)
+    config = forward_config(sizes.dim, sizes.value_dim)
     return config, table_of(config)
 
 
-def turns(table: LaunchTable, about: Pass) -> int:
+def turns(table: LaunchTable, sizes: PassSizes) -> int:
     """Return the number of consecutive query blocks that a forward program computes before it ends.
 
     A kernel that sends messages can start only if a program ends. So the number is small: just large enough that the
     start of a program, about 4 us, takes a small part of its time. It is limited so that no multiprocessor is idle.
     """
-    visited = table.total * about.dim // 128
-    return max(1, min(ROOM * table.blocks // max(1, visited), table.blocks * about.all_heads // about.processors))
+    visited = table.total * sizes.dim // 128
+    return max(1, min(ROOM * table.blocks // max(1, visited), table.blocks * sizes.all_heads // sizes.processors))
 
 
 def blocks_per_mebibyte(keys: int, dim: int) -> int:
@@ -171,50 +174,50 @@ def blocks_per_mebibyte(keys: int, dim: int) -> int:
     return (1 << 20) // (2 * 2 * keys * dim)
 
 
-def adding_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tuple[BackwardCut, LaunchTable]]:
+def adding_cuts(tiles: Tiles, sizes: PassSizes, *, ordered: bool = False) -> list[tuple[BackwardCut, LaunchTable]]:
     """Return the cuts and tables of launches that add to dK and dV: one, unless `ordered` (`_ordered_cuts`)."""
     if ordered:
-        return _ordered_cuts(tiles, about, writes=False)
-    config = backward_config(about.dim, about.value_dim)
-    table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK)
-    return [(BackwardCut(config, 1 if about.ends_late(table) else about.group), table)]
+        return _ordered_cuts(tiles, sizes, writes=False)
+    config = backward_config(sizes.dim, sizes.value_dim)
+    table = backward_table(tiles, sizes.rows, config.BM, KEY_BLOCK)
+    return [(BackwardCut(config, 1 if sizes.ends_late(table) else sizes.group), table)]
 
 
-def writing_cuts(tiles: Tiles, about: Pass, *, ordered: bool = False) -> list[tuple[BackwardCut, LaunchTable]]:
+def writing_cuts(tiles: Tiles, sizes: PassSizes, *, ordered: bool = False) -> list[tuple[BackwardCut, LaunchTable]]:
     """Return the cuts and tables of launches that write dK and dV once.
 
     A program computes all query heads of its keys. If a few keys, such as attention sinks, are visible to very many
     queries, their programs would end late. A second launch then divides these keys among programs and accumulates their
-    gradients. An empty list means that accumulation is faster for all keys (`Pass.divided_ends_first`, `adding_cuts`).
-    If `ordered`, see `_ordered_cuts`.
+    gradients. An empty list means that accumulation (`adding_cuts`) is faster for all keys
+    (`PassSizes.divided_ends_first`). If `ordered`, see `_ordered_cuts`.
     """
     if ordered:
-        return _ordered_cuts(tiles, about, writes=True)
-    config = backward_config(about.dim, about.value_dim)
-    whole = BackwardCut(config, about.group)
+        return _ordered_cuts(tiles, sizes, writes=True)
+    config = backward_config(sizes.dim, sizes.value_dim)
+    whole = BackwardCut(config, sizes.group)
 
     def table_of(tiles: Tiles, excluded: Span | None = None) -> LaunchTable:
-        return backward_table(tiles, about.rows, config.BM, KEY_BLOCK, about.keys, excluded=excluded)
+        return backward_table(tiles, sizes.rows, config.BM, KEY_BLOCK, sizes.keys, excluded=excluded)
 
     def fits(table: LaunchTable) -> bool:
-        if not about.ends_late(table):
+        if not sizes.ends_late(table):
             return True
-        return table.long is None and not (about.group > 1 and about.divided_ends_first(table, config.BM))
+        return table.long is None and not (sizes.group > 1 and sizes.divided_ends_first(table, config.BM))
 
     table = table_of(tiles)
     if fits(table):
         return [(whole, table)]
-    if table.long is None or not about.few(table.long):
+    if table.long is None or not sizes.few(table.long):
         return []
-    around, seen = _around(tiles, table.long, about.keys)
+    around, seen = _around(tiles, table.long, sizes.keys)
     rest = table_of(around, excluded=table.long)
     if not fits(rest):
         return []
-    divided = backward_table(seen, about.rows, config.BM, KEY_BLOCK, fill=(about.all_heads, about.processors))
+    divided = backward_table(seen, sizes.rows, config.BM, KEY_BLOCK, fill=(sizes.all_heads, sizes.processors))
     return [(whole, rest), (BackwardCut(config, 1, table.long), divided)]
 
 
-def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[BackwardCut, LaunchTable]]:
+def _ordered_cuts(tiles: Tiles, sizes: PassSizes, *, writes: bool) -> list[tuple[BackwardCut, LaunchTable]]:
     """Return the cuts and tables of launches that add to dQ in the order of their tables.
 
     Only one program adds to dK and dV of a key: it computes all query heads of a K/V head. The longest program then
@@ -226,40 +229,40 @@ def _ordered_cuts(tiles: Tiles, about: Pass, *, writes: bool) -> list[tuple[Back
 
     Args:
         tiles: Visible pairs.
-        about: Sizes of the pass.
+        sizes: Sizes of the pass.
         writes: Whether the first launch writes dK and dV, so that all keys must be computed.
     """
-    config, processors = backward_config(about.dim, about.value_dim), about.processors
-    tiles, starts = align_queries(tiles, about.rows, config.BM, KEY_BLOCK)
+    config, processors = backward_config(sizes.dim, sizes.value_dim), sizes.processors
+    tiles, starts = align_queries(tiles, sizes.rows, config.BM, KEY_BLOCK)
 
     def table_of(tiles: Tiles, written: int, excluded: Span | None = None, later: Sequence[int] = ()) -> LaunchTable:
         return ordered_table(
-            tiles, about.rows, config.BM, KEY_BLOCK, written, starts=starts, excluded=excluded, later=later
+            tiles, sizes.rows, config.BM, KEY_BLOCK, written, starts=starts, excluded=excluded, later=later
         )
 
     def cut_of(tiles: Tiles, table: LaunchTable) -> tuple[BackwardCut, LaunchTable]:
-        programs = -(-about.keys // KEY_BLOCK) * about.all_heads / processors
-        gain = table.longest * (about.group - 1) / (1 if table.follows else 2)
+        programs = -(-sizes.keys // KEY_BLOCK) * sizes.all_heads / processors
+        gain = table.longest * (sizes.group - 1) / (1 if table.follows else 2)
         if gain > SEPARATE_PROGRAM * programs + SEPARATE_LAUNCH and programs <= SEPARATE_PROGRAMS:
-            return BackwardCut(config, 1, ordered=True, separate=True), table_of(tiles, about.keys)
-        return BackwardCut(config, about.group, ordered=True), table
+            return BackwardCut(config, 1, ordered=True, separate=True), table_of(tiles, sizes.keys)
+        return BackwardCut(config, sizes.group, ordered=True), table
 
-    written = about.keys if writes else 0
+    written = sizes.keys if writes else 0
     table = table_of(tiles, written)
-    if table.long is None or not about.few(table.long) or not about.longest_takes(table, SPLIT_LATE):
+    if table.long is None or not sizes.few(table.long) or not sizes.longest_takes(table, SPLIT_LATE):
         return [cut_of(tiles, table)]
-    around, seen = _around(tiles, table.long, about.keys)
+    around, seen = _around(tiles, table.long, sizes.keys)
 
     def divided_after(earlier: Sequence[int] = ()) -> LaunchTable:
-        fill = about.all_heads, processors
-        return divided_table(seen, about.rows, config.BM, KEY_BLOCK, fill=fill, starts=starts, earlier=earlier)
+        fill = sizes.all_heads, processors
+        return divided_table(seen, sizes.rows, config.BM, KEY_BLOCK, fill=fill, starts=starts, earlier=earlier)
 
     rest = cut_of(around, table_of(around, written, table.long, divided_after().turns))
     divided = divided_after(rest[1].turns)
     return [rest, (BackwardCut(config, 1, table.long, ordered=not divided.visits_once, separate=True), divided)]
 
 
-def split_divides(tiles: Tiles, about: Pass, config: SplitConfig) -> bool:
+def split_divides(tiles: Tiles, sizes: PassSizes, config: SplitConfig) -> bool:
     """Return whether `split_backward` is faster if each query head has its own programs for dK and dV.
 
     Their sums are then added in float32. This may be so if the longest of few programs that compute whole groups of
@@ -267,14 +270,14 @@ def split_divides(tiles: Tiles, about: Pass, config: SplitConfig) -> bool:
     fitted to measurements of both on one H200: 37 rows of 2,048 to 16,384 tokens, heads of 160 to 256, groups of 4 and
     8. In none of them was the slower way taken.
     """
-    table = backward_table(tiles, about.rows, config.BN, KEY_BLOCK, about.keys)
-    if about.group == 1 or not about.longest_takes(table, SPLIT_LATE):
+    table = backward_table(tiles, sizes.rows, config.BN, KEY_BLOCK, sizes.keys)
+    if sizes.group == 1 or not sizes.longest_takes(table, SPLIT_LATE):
         return False
-    programs = table.blocks * about.all_heads
+    programs = table.blocks * sizes.all_heads
     if programs > SPLIT_PREDICTED:
         return True
-    divided = about.predict_end(table, 1) + SPLIT_ADDING * programs / about.processors
-    return about.predict_end(table, about.group) > divided
+    divided = sizes.predict_end(table, 1) + SPLIT_ADDING * programs / sizes.processors
+    return sizes.predict_end(table, sizes.group) > divided
 
 
 def _around(tiles: Tiles, keys: Span, n_keys: int) -> tuple[Tiles, Tiles]:

@@ -32,7 +32,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     panels,
     split_configs,
 )
-from burst_portable.backends.cuda.hopper.cuts import Pass, split_divides
+from burst_portable.backends.cuda.hopper.cuts import PassSizes, split_divides
 from burst_portable.backends.cuda.hopper.launch import (
     adding_launches,
     check_last_stride,
@@ -224,11 +224,11 @@ class HopperKernel(Kernel):
             if divides:
                 dk, dv = rounded((dk, dv), (k, v))
             return dq, dk, dv
-        about = sizes_of(q, k, v)
-        launches = self._writing_launches(tiles, about, q.device, call.deterministic)
+        sizes = sizes_of(q, k, v)
+        launches = self._writing_launches(tiles, sizes, q.device, call.deterministic)
         dq = torch.empty_like(q, dtype=torch.float32, memory_format=_PLAIN)
         if not launches:
-            (launch,) = self._adding_launches(tiles, about, q.device, False)
+            (launch,) = self._adding_launches(tiles, sizes, q.device, False)
             into = dq, *float32_zeros(k, v)
             with on(q.device):
                 terms = empty_terms(launch.cut.config.BM, q)
@@ -266,17 +266,17 @@ class HopperKernel(Kernel):
         stores: tuple[bool, bool, bool],
     ) -> None:
         """Compute dQ, dK and dV with one launch each (`launch_split`)."""
-        about, device = sizes_of(x.q, x.k, x.v), x.q.device
-        divides = self._divides(tiles, about, configs[1], call.deterministic)
+        sizes, device = sizes_of(x.q, x.k, x.v), x.q.device
+        divides = self._divides(tiles, sizes, configs[1], call.deterministic)
         launches = [
-            self._split_launch(tiles, about, device, i, config, store or not divides)
+            self._split_launch(tiles, sizes, device, i, config, store or not divides)
             for i, (config, store) in enumerate(zip(configs, stores, strict=True))
         ]
         launch_split(launches, x, call, into, stores=stores)
 
-    def _divides(self, tiles: Tiles, about: Pass, config: SplitConfig, deterministic: bool) -> bool:
+    def _divides(self, tiles: Tiles, sizes: PassSizes, config: SplitConfig, deterministic: bool) -> bool:
         """Return `cuts.split_divides`, or False if the order of additions must be the same in each launch."""
-        return not deterministic and self._split_divides(tiles, about, config)
+        return not deterministic and self._split_divides(tiles, sizes, config)
 
     def save_compiled_in(self, folder: Path | None) -> None:
         """Save machine code for all kernels of this class (`saved_kernels`)."""

@@ -20,7 +20,14 @@ from torch import Tensor
 from burst_portable.backends.cuda.driver import Bound, Described, kernel_driver, pack_described, ready
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table
 from burst_portable.backends.cuda.hopper.configs import KEY_BLOCK, ForwardConfig, SplitConfig
-from burst_portable.backends.cuda.hopper.cuts import BackwardCut, Pass, adding_cuts, forward_cut, turns, writing_cuts
+from burst_portable.backends.cuda.hopper.cuts import (
+    BackwardCut,
+    PassSizes,
+    adding_cuts,
+    forward_cut,
+    turns,
+    writing_cuts,
+)
 from burst_portable.backends.cuda.hopper.outer_blocks import Span
 from burst_portable.backends.cuda.hopper.saved_kernels import file_of, find, save
 from burst_portable.errors import UnsupportedError
@@ -313,78 +320,80 @@ def placed(call: AttentionCall, *tensors: Tensor) -> Hashable:
     return call.scale, call.softcap, *[part for x in tensors for part in (x.data_ptr(), x.stride(), x.dtype)]
 
 
-def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Pass:
+def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> PassSizes:
     """Return the sizes of a pass over these tensors."""
     batch, rows, heads, dim = q.shape
-    return Pass(batch, rows, k.shape[1], heads, k.shape[2], dim, v.shape[3], processors(q.device.index))
+    return PassSizes(batch, rows, k.shape[1], heads, k.shape[2], dim, v.shape[3], processors(q.device.index))
 
 
 def forward_launch(
-    tiles: Tiles, about: Pass, device: torch.device, every_block: bool, yields_to_comm: bool
+    tiles: Tiles, sizes: PassSizes, device: torch.device, every_block: bool, yields_to_comm: bool
 ) -> PreparedLaunch[ForwardConfig]:
     """Return the launch of the forward (`cuts.forward_cut`).
 
     If `yields_to_comm`, each program ends after a few items (`cuts.turns`). Otherwise programs run until no item is
     left.
     """
-    cut, table = forward_cut(tiles, about, every_block=every_block)
-    items = table.blocks * about.all_heads
-    side = about.heads_at_once(table, 1, about.keys * about.dim * 4)
-    in_a_row = turns(table, about) if yields_to_comm else 0
-    programs = -(-items // in_a_row) if in_a_row else min(items, about.processors)
-    heads = (items, in_a_row, about.heads, about.group, table.blocks, side)
+    cut, table = forward_cut(tiles, sizes, every_block=every_block)
+    items = table.blocks * sizes.all_heads
+    side = sizes.heads_at_once(table, 1, sizes.keys * sizes.dim * 4)
+    in_a_row = turns(table, sizes) if yields_to_comm else 0
+    programs = -(-items // in_a_row) if in_a_row else min(items, sizes.processors)
+    heads = (items, in_a_row, sizes.heads, sizes.group, table.blocks, side)
     return PreparedLaunch(cut, _upload(table, device), (programs, 1, 1), heads)
 
 
 def adding_launches(
-    tiles: Tiles, about: Pass, device: torch.device, ordered: bool
+    tiles: Tiles, sizes: PassSizes, device: torch.device, ordered: bool
 ) -> tuple[PreparedLaunch[BackwardCut], ...]:
     """Return the launches of the backward that add to dK and dV (`cuts.adding_cuts`)."""
-    return tuple(_backward(*cut, about, device) for cut in adding_cuts(tiles, about, ordered=ordered))
+    return tuple(_backward(*cut, sizes, device) for cut in adding_cuts(tiles, sizes, ordered=ordered))
 
 
 def writing_launches(
-    tiles: Tiles, about: Pass, device: torch.device, ordered: bool
+    tiles: Tiles, sizes: PassSizes, device: torch.device, ordered: bool
 ) -> tuple[PreparedLaunch[BackwardCut], ...]:
     """Return the launches of the backward that write dK and dV (`cuts.writing_cuts`)."""
-    return tuple(_backward(*cut, about, device) for cut in writing_cuts(tiles, about, ordered=ordered))
+    return tuple(_backward(*cut, sizes, device) for cut in writing_cuts(tiles, sizes, ordered=ordered))
 
 
-def _backward(cut: BackwardCut, table: LaunchTable, about: Pass, device: torch.device) -> PreparedLaunch[BackwardCut]:
+def _backward(
+    cut: BackwardCut, table: LaunchTable, sizes: PassSizes, device: torch.device
+) -> PreparedLaunch[BackwardCut]:
     """Return the launch for one cut of the backward and its table."""
-    heads, group, span = about.heads, about.group, cut.span
-    side = about.heads_at_once(table, span, about.bytes_of_queries)
-    grid = (side, table.blocks, about.all_heads // span // side)
-    arguments = (about.all_heads, heads, group, 1 if cut.separate else group, span, side)
+    heads, group, span = sizes.heads, sizes.group, cut.span
+    side = sizes.heads_at_once(table, span, sizes.bytes_of_queries)
+    grid = (side, table.blocks, sizes.all_heads // span // side)
+    arguments = (sizes.all_heads, heads, group, 1 if cut.separate else group, span, side)
     first_turns = cleared = None
     if cut.ordered:
         first_turns = torch.tensor(table.turns, dtype=torch.int32).to(device)
         parts = {
             part for start, stop in table.cleared for part in range(start // ROWS_OF_TERMS, -(-stop // ROWS_OF_TERMS))
         }
-        marks = [int(part in parts) for part in range(-(-(about.rows + cut.config.BM) // ROWS_OF_TERMS))]
+        marks = [int(part in parts) for part in range(-(-(sizes.rows + cut.config.BM) // ROWS_OF_TERMS))]
         cleared = torch.tensor(marks, dtype=torch.int32).to(device)
     return PreparedLaunch(cut, _upload(table, device), grid, arguments, first_turns, cleared, table.parts)
 
 
 def split_launch(
-    tiles: Tiles, about: Pass, device: torch.device, gradient: int, config: SplitConfig, whole: bool
+    tiles: Tiles, sizes: PassSizes, device: torch.device, gradient: int, config: SplitConfig, whole: bool
 ) -> PreparedLaunch[SplitConfig]:
     """Return the launch of `split_backward` for one gradient: DQ, DK or DV.
 
     If `whole`, one program computes dK or dV of a block for all query heads of the K/V head, else for one.
     """
-    heads, group = about.heads, about.group
+    heads, group = sizes.heads, sizes.group
     if gradient == 0:  # outer blocks of queries, inner blocks of keys
         turned = Tiles(Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
-        table = backward_table(turned, -1, config.BN, KEY_BLOCK, about.rows)
-        span, read = 1, about.keys * about.dim * 4
+        table = backward_table(turned, -1, config.BN, KEY_BLOCK, sizes.rows)
+        span, read = 1, sizes.keys * sizes.dim * 4
     else:
-        table = backward_table(tiles, about.rows, config.BN, KEY_BLOCK, about.keys)
-        span, read = group if whole else 1, about.bytes_of_queries
-    side = about.heads_at_once(table, span, read)
-    grid = (side, table.blocks, about.all_heads // span // side)
-    return PreparedLaunch(config, _upload(table, device), grid, (about.all_heads, heads, group, span, side))
+        table = backward_table(tiles, sizes.rows, config.BN, KEY_BLOCK, sizes.keys)
+        span, read = group if whole else 1, sizes.bytes_of_queries
+    side = sizes.heads_at_once(table, span, read)
+    grid = (side, table.blocks, sizes.all_heads // span // side)
+    return PreparedLaunch(config, _upload(table, device), grid, (sizes.all_heads, heads, group, span, side))
 
 
 def _upload(table: LaunchTable, device: torch.device) -> Tensor:

@@ -14,10 +14,10 @@ from tests.support.launch_tables import (
     LENGTH,
     LISTS,
     SEQ,
-    a_pass,
     count_visits,
     dense,
     mask_tiles,
+    pass_sizes,
     random_tiles,
 )
 
@@ -93,7 +93,7 @@ def test_backward_table_splits_long_blocks_to_add_gradients():
 
 def test_parts_of_long_block_finish_together():
     for heads, parts in ((32, 4), (8, 16), (40, 13), (1, 32)):
-        (_, rest), (_, divided) = writing_cuts(mask_tiles("sink:64:1024", 16384), a_pass(16384, heads))
+        (_, rest), (_, divided) = writing_cuts(mask_tiles("sink:64:1024", 16384), pass_sizes(16384, heads))
         assert divided.blocks == parts
         waves = -(-parts * heads // 132)
         least = max(8, divided.total * heads / 132)  # query blocks that each multiprocessor must visit

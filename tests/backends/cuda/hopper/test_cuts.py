@@ -15,7 +15,7 @@ from burst_portable.backends.cuda.hopper.cuts import forward_cut, split_divides,
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles
-from tests.support.launch_tables import a_pass, count_visits, dense, mask_tiles
+from tests.support.launch_tables import count_visits, dense, mask_tiles, pass_sizes
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 
@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 )
 def test_writing_cuts_computes_long_blocks_in_second_launch(tiles, length, apart):
     """Each key is written by one block of the first launch or accumulated by the second."""
-    (whole, rest), (few, divided) = writing_cuts(tiles, a_pass(length, 32))
+    (whole, rest), (few, divided) = writing_cuts(tiles, pass_sizes(length, 32))
     assert (whole.keys, few.keys) == (None, apart)
     spans = sorted((*(tuple(rest.numbers[16 * w : 16 * w + 7 : 6]) for w in range(rest.blocks)), apart))
     assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])], "each key in one block"
@@ -70,7 +70,7 @@ def test_writing_cuts_computes_long_blocks_in_second_launch(tiles, length, apart
     ],
 )
 def test_writing_cuts_number_of_launches(mask, length, heads, group, launches):
-    assert len(writing_cuts(mask_tiles(mask, length), a_pass(length, heads, group))) == launches
+    assert len(writing_cuts(mask_tiles(mask, length), pass_sizes(length, heads, group))) == launches
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_writing_cuts_number_of_launches(mask, length, heads, group, launches):
 )
 def test_writing_cuts_takes_the_faster_of_two_measured_ways(mask, length, heads, group, whole, divided):
     """Milliseconds of a backward pass with heads of 128 on one H200, with dK and dV written once or added by heads."""
-    assert (len(writing_cuts(mask_tiles(mask, length), a_pass(length, heads, group))) == 1) == (whole < divided)
+    assert (len(writing_cuts(mask_tiles(mask, length), pass_sizes(length, heads, group))) == 1) == (whole < divided)
 
 
 def measured_both_ways():
@@ -106,9 +106,9 @@ def test_faster_of_two_ways_is_taken_with_few_kv_heads(row):
     tokens, dim = row["tokens"], row["head_dim"]
     shard = (Segment(0, tokens),)
     tiles = find_tiles(mask_of(row["mask"], tokens), shard, shard)
-    about = a_pass(tokens, heads, heads // kv_heads, dim)
+    sizes = pass_sizes(tokens, heads, heads // kv_heads, dim)
     split = split_configs(dim, dim)
-    divides = not writing_cuts(tiles, about) if split is None else split_divides(tiles, about, split[DK])
+    divides = not writing_cuts(tiles, sizes) if split is None else split_divides(tiles, sizes, split[DK])
     assert row["takes"] == ("divided" if divides else "whole")
     assert row[row["takes"]] <= 1.05 * min(row["whole"], row["divided"])
 
@@ -117,14 +117,14 @@ def test_faster_of_two_ways_is_taken_with_few_kv_heads(row):
 def test_split_divides_few_late_programs_without_prediction(group, divides, monkeypatch):
     """A launch of more programs than `SPLIT_PREDICTED` divides groups if the longest program ends late."""
     monkeypatch.setattr(cuts, "SPLIT_PREDICTED", 0)
-    about = a_pass(4096, 8, group, 256)
-    assert split_divides(mask_tiles("causal", 4096), about, split_configs(256, 256)[DK]) is divides
+    sizes = pass_sizes(4096, 8, group, 256)
+    assert split_divides(mask_tiles("causal", 4096), sizes, split_configs(256, 256)[DK]) is divides
 
 
 def test_forward_cut_staggers_starts_if_l2_is_too_small():
     def starts(keys, dim):
         tiles = Tiles([Tile(0, 1024, 0, keys, -keys, 1024)])
-        _, table = forward_cut(tiles, a_pass(1024, 32, dim=dim), every_block=False)
+        _, table = forward_cut(tiles, pass_sizes(1024, 32, dim=dim), every_block=False)
         return sorted({table.numbers[table.numbers[16 * w + 1]] for w in range(table.blocks)})
 
     keys = starts(1 << 18, 128)
@@ -147,10 +147,10 @@ def test_forward_cut_staggers_starts_if_l2_is_too_small():
 def test_forward_cut_uses_tall_blocks_for_long_and_many_rows(mask, length, heads, workers):
     segment = (Segment(0, length),)
     tiles = find_tiles(Mask.parse(mask, length), segment, segment)
-    config, table = forward_cut(tiles, a_pass(length, heads, dim=64), every_block=True)
+    config, table = forward_cut(tiles, pass_sizes(length, heads, dim=64), every_block=True)
     assert workers == config.W
     assert table.blocks == -(-length // (64 * workers))
-    assert forward_cut(tiles, a_pass(length, heads), every_block=True)[0].W == 2
+    assert forward_cut(tiles, pass_sizes(length, heads), every_block=True)[0].W == 2
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_forward_cut_uses_tall_blocks_for_long_and_many_rows(mask, length, heads
 )
 def test_forward_cut_leaves_no_multiprocessor_idle(mask, length, heads, programs):
     shard = (Segment(0, length),)
-    _, table = forward_cut(find_tiles(mask, shard, shard), a_pass(length, heads), every_block=True)
+    _, table = forward_cut(find_tiles(mask, shard, shard), pass_sizes(length, heads), every_block=True)
     items = table.blocks * heads
-    assert -(-items // turns(table, a_pass(length, heads))) == programs
+    assert -(-items // turns(table, pass_sizes(length, heads))) == programs
     assert programs >= min(items, 132)

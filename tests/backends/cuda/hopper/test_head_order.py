@@ -7,7 +7,7 @@ import pytest
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
 from burst_portable.backends.cuda.hopper.cuts import forward_cut, writing_cuts
 from burst_portable.backends.cuda.hopper.head_order import predict_end, side_by_side
-from tests.support.launch_tables import a_pass, mask_tiles
+from tests.support.launch_tables import mask_tiles, pass_sizes
 
 MEBIBYTE = 1 << 20
 PROCESSORS = 132
@@ -88,8 +88,8 @@ def test_result_divides_heads(heads, all_heads, group, span):
 @pytest.mark.parametrize(("mask", "few", "many"), [("causal", 1, 1), ("sink:64:1024", 1, 2), ("window:1024", 1, 1)])
 def test_heads_of_usual_masks(mask, few, many):
     """On one H200, more heads at the same time made documents and sinks faster, and no other mask."""
-    about, tiles = a_pass(16384, 16), mask_tiles(mask, 16384)
-    read = about.keys * about.dim * 4
-    for _, table in (forward_cut(tiles, about, every_block=True), *writing_cuts(tiles, about)):
-        found = side_by_side(table, 1, about.heads, 1, about.all_heads, read, PROCESSORS)
+    sizes, tiles = pass_sizes(16384, 16), mask_tiles(mask, 16384)
+    read = sizes.keys * sizes.dim * 4
+    for _, table in (forward_cut(tiles, sizes, every_block=True), *writing_cuts(tiles, sizes)):
+        found = side_by_side(table, 1, sizes.heads, 1, sizes.all_heads, read, PROCESSORS)
         assert few <= found <= many, table.lengths[:3]

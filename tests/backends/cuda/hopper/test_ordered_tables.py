@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from burst_portable.backends.cuda.hopper.block_tables import LaunchTable
-from burst_portable.backends.cuda.hopper.cuts import Pass, adding_cuts, writing_cuts
+from burst_portable.backends.cuda.hopper.cuts import PassSizes, adding_cuts, writing_cuts
 from burst_portable.backends.cuda.hopper.ordered_tables import (
     align_queries,
     divided_table,
@@ -21,10 +21,10 @@ from tests.support.launch_tables import (
     LENGTH,
     LISTS,
     SEQ,
-    a_pass,
     count_visits,
     dense,
     mask_tiles,
+    pass_sizes,
     random_tiles,
     walked,
 )
@@ -182,7 +182,7 @@ def test_check_order_finds_wrong_next_visitor():
 
 def ordered_rows(mask: str, length: int, heads: int = 16) -> tuple[LaunchTable, list[int], list[bool], list[bool]]:
     """Return a table, and of each row its key block, if it begins where no earlier one has been, and if it falls."""
-    (_, table), *_ = writing_cuts(mask_tiles(mask, length), a_pass(length, heads), ordered=True)
+    (_, table), *_ = writing_cuts(mask_tiles(mask, length), pass_sizes(length, heads), ordered=True)
     rows = [table.numbers[16 * n : 16 * n + 8] for n in range(table.blocks)]
     begins = [table.turns[table.numbers[row[7]]] == number for number, row in enumerate(rows)]
     falls = [table.numbers[row[1] + 1] < 0 for row in rows]
@@ -221,18 +221,18 @@ def test_ordered_row_of_sinks_comes_first_and_others_follow_it():
 
 def test_heads_that_follow_a_row_of_sinks_have_separate_programs():
     """One program of a group would visit the sinks' queries of all its heads before others could begin the last one."""
-    about = Pass(1, 4096, 4096, 32, 8, 64, 64, processors=132)
-    ((cut, table),) = writing_cuts(mask_tiles("sink:64:1024", 4096), about, ordered=True)
+    sizes = PassSizes(1, 4096, 4096, 32, 8, 64, 64, processors=132)
+    ((cut, table),) = writing_cuts(mask_tiles("sink:64:1024", 4096), sizes, ordered=True)
     assert cut.separate
     assert table.longest == 33
-    ((cut, _),) = writing_cuts(mask_tiles("window:1024", 4096), about, ordered=True)
+    ((cut, _),) = writing_cuts(mask_tiles("window:1024", 4096), sizes, ordered=True)
     assert not cut.separate
 
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_ordered_cuts_divide_sinks_and_keep_windows_whole(writes):
-    about, make = a_pass(16384, 16, group=4), writing_cuts if writes else adding_cuts
-    (whole, rest), (apart, divided) = make(mask_tiles("sink:64:1024", 16384), about, ordered=True)
+    sizes, make = pass_sizes(16384, 16, group=4), writing_cuts if writes else adding_cuts
+    (whole, rest), (apart, divided) = make(mask_tiles("sink:64:1024", 16384), sizes, ordered=True)
     assert (whole.span, whole.keys, whole.separate) == (4, None, False)
     assert (apart.span, apart.keys, apart.separate) == (1, (0, 64), True)
     assert not apart.ordered, "it adds once to each block of dQ"
@@ -241,18 +241,18 @@ def test_ordered_cuts_divide_sinks_and_keep_windows_whole(writes):
     assert divided.longest <= 32 < divided.total
     outs = [divided.numbers[16 * n + i] for n in range(divided.blocks) for i in (9, 6)]
     assert outs == [128 * (n + i) for n in range(divided.blocks) for i in (0, 1)]
-    ((window, _),) = make(mask_tiles("window:1024", 16384), about, ordered=True)
+    ((window, _),) = make(mask_tiles("window:1024", 16384), sizes, ordered=True)
     assert (window.span, window.separate) == (4, False)
 
 
 @pytest.mark.parametrize(("length", "separate"), [(16384, True), (1 << 18, False)])
 def test_ordered_cut_by_query_head_takes_bounded_memory(length, separate):
-    ((cut, _),) = adding_cuts(mask_tiles("causal", length), a_pass(length, 16, group=4), ordered=True)
+    ((cut, _),) = adding_cuts(mask_tiles("causal", length), pass_sizes(length, 16, group=4), ordered=True)
     assert cut.separate is separate
 
 
 def test_second_ordered_launch_of_two_key_blocks_has_an_order():
-    _, (apart, divided) = writing_cuts(mask_tiles("sink:200:1024", 16384), a_pass(16384, 16), ordered=True)
+    _, (apart, divided) = writing_cuts(mask_tiles("sink:200:1024", 16384), pass_sizes(16384, 16), ordered=True)
     assert len(divided.parts) == 2
     assert apart.ordered
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from burst_portable.backends.cuda.hopper import cuts, ordered_tables
-from burst_portable.backends.cuda.hopper.cuts import Pass, adding_cuts, writing_cuts
+from burst_portable.backends.cuda.hopper.cuts import PassSizes, adding_cuts, writing_cuts
 from tests.support.launch_tables import mask_tiles
 from tests.support.simulated_backward import end_of
 
@@ -22,10 +22,10 @@ MASKS = {
 
 
 def simulated(mask, *, ordered, heads=(16, 16), tokens=4096):
-    about = Pass(1, tokens, tokens, *heads, 64, 64, processors=132)
+    sizes = PassSizes(1, tokens, tokens, *heads, 64, 64, processors=132)
     tiles = mask_tiles(mask, tokens)
-    cuts = writing_cuts(tiles, about, ordered=ordered) or adding_cuts(tiles, about, ordered=ordered)
-    return sum(end_of(*cut, about) for cut in cuts)
+    cuts = writing_cuts(tiles, sizes, ordered=ordered) or adding_cuts(tiles, sizes, ordered=ordered)
+    return sum(end_of(*cut, sizes) for cut in cuts)
 
 
 def share(mask, **more):
