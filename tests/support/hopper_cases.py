@@ -8,7 +8,7 @@ import torch
 
 from burst_portable.backends.cuda.hopper import block_tables, cuts, outer_blocks
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
-from burst_portable.backends.cuda.hopper.launch import sizes_of, writing_launches
+from burst_portable.backends.cuda.hopper.launch import build_writing_launches, sizes_of
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Segment
@@ -134,7 +134,7 @@ def tiles_with_long_block(first, last):
 
 def second_launch_keys(q, k, v, tiles):
     """Return the keys [start, stop) that a second launch of `gradients` computes, or None."""
-    found = [launch.cut for launch in writing_launches(tiles, sizes_of(q, k, v), q.device, ordered=False)]
+    found = [launch.cut for launch in build_writing_launches(tiles, sizes_of(q, k, v), q.device, ordered=False)]
     return found[1].keys if len(found) > 1 else None
 
 

@@ -3,7 +3,7 @@
 ===================  ==========================================================================================
 `kernel`             `HopperKernel`: the methods of a kernel.
 `support`            the calls that it supports.
-`backward_launches`  the launches of a backward pass.
+`backward_launches`  runs the launches of a backward pass.
 `flash4`             `HopperFlash4Kernel`: calls flash-attn-4 if that was measured to be faster.
 `flash4_speeds`      The measured speeds by which it chooses.
 `forward`            the forward kernel.
@@ -23,6 +23,9 @@
 Shared memory holds a head as two panels of columns (`configs.panels`). Their sizes are powers of two, and the second
 panel may be empty. So one kernel supports all head sizes. Its constants A and B are the columns of the two panels of Q
 and K; VA and VB are those of V and of the result.
+
+Functions named `build_...` return launches without tensors (`launch.PreparedLaunch`), which `HopperKernel` keeps for
+calls with equal tiles and sizes. Functions named `run_...` run such launches on tensors.
 
 This file imports none of these modules, because the kernels import Triton.
 """

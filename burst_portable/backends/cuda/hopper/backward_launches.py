@@ -1,4 +1,4 @@
-"""Launch the kernels of the backward pass: first the row terms, then one launch or several that compute gradients."""
+"""Run the launches of a backward pass: first the row terms, then one launch or several that compute gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from burst_portable.numerics import row_delta
 from burst_portable.planning.call import AttentionCall
 
 
-def launch_split(
+def run_split_launches(
     launches: Sequence[PreparedLaunch[SplitConfig]],
     x: BackwardInputs,
     call: AttentionCall,
@@ -92,7 +92,7 @@ def keys_of(launch: PreparedLaunch[BackwardCut], x: BackwardInputs) -> tuple[sli
     return keys, x._replace(k=x.k[:, keys], v=x.v[:, keys])
 
 
-def separate_sums(
+def run_separate_launch(
     launch: PreparedLaunch[BackwardCut],
     terms: Tensor,
     x: BackwardInputs,
@@ -103,17 +103,17 @@ def separate_sums(
     writes_terms: bool = False,
     is_fresh: bool = False,
 ) -> list[Tensor]:
-    """Add to dq, and return dk and dv in float32: the sums of the tensors that programs of a launch write separately.
+    """Run a launch whose programs write dk and dv separately. Add to dq, and return the sums dk and dv in float32.
 
     Args:
         launch: Launch whose programs write dk and dv separately (`BackwardCut.separate`).
-        terms: See `launch_backward`.
+        terms: See `run_backward_launch`.
         x: Inputs with the keys of the launch only.
         call: Settings of the call.
         dq: float32 [B, Sq, Hq, D].
-        order: See `launch_backward`.
-        writes_terms: See `launch_backward`.
-        is_fresh: See `launch_backward`.
+        order: See `run_backward_launch`.
+        writes_terms: See `run_backward_launch`.
+        is_fresh: See `run_backward_launch`.
     """
     k, v, heads = x.k, x.v, x.q.shape[2]
     rows, group = k.shape[1], heads // k.shape[2]
@@ -125,7 +125,7 @@ def separate_sums(
     else:
         separate = [torch.empty(*shape, x.shape[3], dtype=torch.float32, device=k.device) for x in (k, v)]
     into = dq, separate[0], separate[1]
-    launch_backward(launch, terms, x, call, into, order, store=True, writes_terms=writes_terms, is_fresh=is_fresh)
+    run_backward_launch(launch, terms, x, call, into, order, store=True, writes_terms=writes_terms, is_fresh=is_fresh)
     if k.shape == v.shape:
         return [*_summed(together, group, launch.parts, rows).unbind()]
     return [_summed(each, group, launch.parts, rows) for each in separate]
@@ -160,7 +160,7 @@ def _summed(x: Tensor, group: int, parts: Sequence[tuple[Span, int]], keys: int)
     return total
 
 
-def launch_backward(
+def run_backward_launch(
     launch: PreparedLaunch[BackwardCut],
     terms: Tensor,
     x: BackwardInputs,
@@ -172,7 +172,7 @@ def launch_backward(
     writes_terms: bool = False,
     is_fresh: bool = False,
 ) -> None:
-    """Launch the kernel that computes all gradients, on the current device.
+    """Run a launch of the kernel that computes all gradients, on the current device.
 
     It writes dk and dv if `store`, and adds to them otherwise. If `store`, they must be contiguous. It adds to dq, or
     computes it if `is_fresh`, by several launches if there are any. If `writes_terms`, another launch before writes the

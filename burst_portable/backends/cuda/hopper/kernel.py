@@ -1,4 +1,4 @@
-"""Define `HopperKernel`. It launches the forward kernel; see `backward_launches` for the backward pass.
+"""Define `HopperKernel`. It runs the launch of the forward; see `backward_launches` for the backward pass.
 
 Triton is imported when a kernel is first launched, not before.
 """
@@ -18,10 +18,10 @@ from burst_portable.backends.cuda.hopper.backward_launches import (
     empty_terms,
     float32_zeros,
     keys_of,
-    launch_backward,
-    launch_split,
     rounded,
-    separate_sums,
+    run_backward_launch,
+    run_separate_launch,
+    run_split_launches,
 )
 from burst_portable.backends.cuda.hopper.configs import (
     MERGE_32,
@@ -34,15 +34,15 @@ from burst_portable.backends.cuda.hopper.configs import (
 )
 from burst_portable.backends.cuda.hopper.cuts import PassSizes, split_divides
 from burst_portable.backends.cuda.hopper.launch import (
-    adding_launches,
+    build_adding_launches,
+    build_forward_launch,
+    build_split_launch,
+    build_writing_launches,
     check_last_stride,
     compiled_kernels,
-    forward_launch,
     placed,
     score_factor,
     sizes_of,
-    split_launch,
-    writing_launches,
 )
 from burst_portable.backends.cuda.hopper.support import declined, slower_reason
 from burst_portable.errors import UnsupportedError
@@ -69,8 +69,10 @@ class HopperKernel(Kernel):
 
     def __init__(self) -> None:
         keep = lru_cache(maxsize=256)
-        self._forward_launch, self._adding_launches = keep(forward_launch), keep(adding_launches)
-        self._writing_launches, self._split_launch = keep(writing_launches), keep(split_launch)
+        self._build_forward_launch = keep(build_forward_launch)
+        self._build_adding_launches = keep(build_adding_launches)
+        self._build_writing_launches = keep(build_writing_launches)
+        self._build_split_launch = keep(build_split_launch)
         self._split_divides, self._split_configs = keep(split_divides), keep(split_configs)
 
     def supports(self, call: AttentionCall) -> Support:
@@ -105,10 +107,10 @@ class HopperKernel(Kernel):
             out = torch.empty(batch, rows, heads, v.shape[3], dtype=out_dtype, device=q.device)
             lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
             state = (out, lse)
-        self._launch_forward(q, k, v, tiles, call, *state, fresh=fresh, yields_to_comm=yields_to_comm)
+        self._run_forward(q, k, v, tiles, call, *state, fresh=fresh, yields_to_comm=yields_to_comm)
         return state
 
-    def _launch_forward(
+    def _run_forward(
         self,
         q: Tensor,
         k: Tensor,
@@ -122,7 +124,7 @@ class HopperKernel(Kernel):
         yields_to_comm: bool,
     ) -> None:
         """Write out and LSE of all rows if `fresh`, else merge into the rows that are in tiles."""
-        launch, device = self._forward_launch(tiles, sizes_of(q, k, v), q.device, fresh, yields_to_comm), q.device
+        launch, device = self._build_forward_launch(tiles, sizes_of(q, k, v), q.device, fresh, yields_to_comm), q.device
         compiled = compiled_kernels()
         with on(device):
             stream = current_stream(device)
@@ -177,7 +179,7 @@ class HopperKernel(Kernel):
     ) -> None:
         _check_settings(call)
         if tiles and q.numel():
-            self._launch_forward(q, k, v, tiles, call, out, lse, fresh=True, yields_to_comm=yields_to_comm)
+            self._run_forward(q, k, v, tiles, call, out, lse, fresh=True, yields_to_comm=yields_to_comm)
         else:
             out.zero_()
             lse.fill_(-math.inf)
@@ -190,17 +192,17 @@ class HopperKernel(Kernel):
             return
         with on(q.device):
             if split:
-                self._launch_split(split, x, tiles, call, into, stores=(False, False, False))
+                self._run_split_backward(split, x, tiles, call, into, stores=(False, False, False))
             else:
-                launches = self._adding_launches(tiles, sizes_of(q, x.k, x.v), q.device, call.deterministic)
+                launches = self._build_adding_launches(tiles, sizes_of(q, x.k, x.v), q.device, call.deterministic)
                 terms = empty_terms(launches[0].cut.config.BM, q)
                 for launch in launches:
                     first = launch is launches[0]
                     if not launch.cut.separate:
-                        launch_backward(launch, terms, x, call, into, store=False, writes_terms=first)
+                        run_backward_launch(launch, terms, x, call, into, store=False, writes_terms=first)
                         continue
                     keys, part = keys_of(launch, x)
-                    sums = separate_sums(launch, terms, part, call, into[0], writes_terms=first)
+                    sums = run_separate_launch(launch, terms, part, call, into[0], writes_terms=first)
                     for gradient, total in zip(into[1:], sums, strict=True):
                         gradient[:, keys] += total
 
@@ -220,42 +222,44 @@ class HopperKernel(Kernel):
             divides = self._divides(tiles, sizes_of(q, k, v), split[1], call.deterministic)
             dk, dv = float32_zeros(k, v) if divides else [torch.empty_like(x, memory_format=_PLAIN) for x in (k, v)]
             with on(q.device):
-                self._launch_split(split, x, tiles, call, (dq, dk, dv), stores=(True, not divides, not divides))
+                self._run_split_backward(split, x, tiles, call, (dq, dk, dv), stores=(True, not divides, not divides))
             if divides:
                 dk, dv = rounded((dk, dv), (k, v))
             return dq, dk, dv
         sizes = sizes_of(q, k, v)
-        launches = self._writing_launches(tiles, sizes, q.device, call.deterministic)
+        launches = self._build_writing_launches(tiles, sizes, q.device, call.deterministic)
         dq = torch.empty_like(q, dtype=torch.float32, memory_format=_PLAIN)
         if not launches:
-            (launch,) = self._adding_launches(tiles, sizes, q.device, False)
+            (launch,) = self._build_adding_launches(tiles, sizes, q.device, False)
             into = dq, *float32_zeros(k, v)
             with on(q.device):
                 terms = empty_terms(launch.cut.config.BM, q)
-                launch_backward(launch, terms, x, call, into, store=False, writes_terms=True, is_fresh=True)
+                run_backward_launch(launch, terms, x, call, into, store=False, writes_terms=True, is_fresh=True)
             dq, dk, dv = rounded(into, (q, k, v))
             return dq, dk, dv
         terms = empty_terms(launches[0].cut.config.BM, q)
         with on(q.device):
             order = empty_order(launches[0], q)
             if launches[0].cut.separate:
-                sums = separate_sums(launches[0], terms, x, call, dq, order, writes_terms=True, is_fresh=True)
+                sums = run_separate_launch(launches[0], terms, x, call, dq, order, writes_terms=True, is_fresh=True)
                 dk, dv = (total.to(k.dtype) for total in sums)
             else:
                 dk, dv = torch.empty_like(k, memory_format=_PLAIN), torch.empty_like(v, memory_format=_PLAIN)
                 into = dq, dk, dv
-                launch_backward(launches[0], terms, x, call, into, order, store=True, writes_terms=True, is_fresh=True)
+                run_backward_launch(
+                    launches[0], terms, x, call, into, order, store=True, writes_terms=True, is_fresh=True
+                )
             for launch in launches[1:]:
                 keys, part = keys_of(launch, x)
                 if launch.cut.separate:
-                    sums = separate_sums(launch, terms, part, call, dq, is_fresh=True)
+                    sums = run_separate_launch(launch, terms, part, call, dq, is_fresh=True)
                 else:
                     sums = [torch.zeros(few.shape, dtype=torch.float32, device=k.device) for few in (part.k, part.v)]
-                    launch_backward(launch, terms, part, call, (dq, sums[0], sums[1]), store=False)
+                    run_backward_launch(launch, terms, part, call, (dq, sums[0], sums[1]), store=False)
                 torch._foreach_copy_((dk[:, keys], dv[:, keys]), sums)
         return dq, dk, dv
 
-    def _launch_split(
+    def _run_split_backward(
         self,
         configs: tuple[SplitConfig, ...],
         x: BackwardInputs,
@@ -265,14 +269,14 @@ class HopperKernel(Kernel):
         *,
         stores: tuple[bool, bool, bool],
     ) -> None:
-        """Compute dQ, dK and dV with one launch each (`launch_split`)."""
+        """Build one launch each for dQ, dK and dV, and run them."""
         sizes, device = sizes_of(x.q, x.k, x.v), x.q.device
         divides = self._divides(tiles, sizes, configs[1], call.deterministic)
         launches = [
-            self._split_launch(tiles, sizes, device, i, config, store or not divides)
+            self._build_split_launch(tiles, sizes, device, i, config, store or not divides)
             for i, (config, store) in enumerate(zip(configs, stores, strict=True))
         ]
-        launch_split(launches, x, call, into, stores=stores)
+        run_split_launches(launches, x, call, into, stores=stores)
 
     def _divides(self, tiles: Tiles, sizes: PassSizes, config: SplitConfig, deterministic: bool) -> bool:
         """Return `cuts.split_divides`, or False if the order of additions must be the same in each launch."""

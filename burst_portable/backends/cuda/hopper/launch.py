@@ -326,7 +326,7 @@ def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> PassSizes:
     return PassSizes(batch, rows, k.shape[1], heads, k.shape[2], dim, v.shape[3], processors(q.device.index))
 
 
-def forward_launch(
+def build_forward_launch(
     tiles: Tiles, sizes: PassSizes, device: torch.device, every_block: bool, yields_to_comm: bool
 ) -> PreparedLaunch[ForwardConfig]:
     """Return the launch of the forward (`cuts.forward_cut`).
@@ -343,21 +343,21 @@ def forward_launch(
     return PreparedLaunch(cut, _upload(table, device), (programs, 1, 1), heads)
 
 
-def adding_launches(
+def build_adding_launches(
     tiles: Tiles, sizes: PassSizes, device: torch.device, ordered: bool
 ) -> tuple[PreparedLaunch[BackwardCut], ...]:
     """Return the launches of the backward that add to dK and dV (`cuts.adding_cuts`)."""
-    return tuple(_backward(*cut, sizes, device) for cut in adding_cuts(tiles, sizes, ordered=ordered))
+    return tuple(_build_backward_launch(*cut, sizes, device) for cut in adding_cuts(tiles, sizes, ordered=ordered))
 
 
-def writing_launches(
+def build_writing_launches(
     tiles: Tiles, sizes: PassSizes, device: torch.device, ordered: bool
 ) -> tuple[PreparedLaunch[BackwardCut], ...]:
     """Return the launches of the backward that write dK and dV (`cuts.writing_cuts`)."""
-    return tuple(_backward(*cut, sizes, device) for cut in writing_cuts(tiles, sizes, ordered=ordered))
+    return tuple(_build_backward_launch(*cut, sizes, device) for cut in writing_cuts(tiles, sizes, ordered=ordered))
 
 
-def _backward(
+def _build_backward_launch(
     cut: BackwardCut, table: LaunchTable, sizes: PassSizes, device: torch.device
 ) -> PreparedLaunch[BackwardCut]:
     """Return the launch for one cut of the backward and its table."""
@@ -376,7 +376,7 @@ def _backward(
     return PreparedLaunch(cut, _upload(table, device), grid, arguments, first_turns, cleared, table.parts)
 
 
-def split_launch(
+def build_split_launch(
     tiles: Tiles, sizes: PassSizes, device: torch.device, gradient: int, config: SplitConfig, whole: bool
 ) -> PreparedLaunch[SplitConfig]:
     """Return the launch of `split_backward` for one gradient: DQ, DK or DV.

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from burst_portable.backends.cuda.hopper import backward, backward_launches, cuts, kernel, launch, ordered_tables
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
-from burst_portable.backends.cuda.hopper.launch import forward_launch, sizes_of
+from burst_portable.backends.cuda.hopper.launch import build_forward_launch, sizes_of
 from burst_portable.backends.cuda.hopper.support import triton_reason
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.planning.call import LEAST_SCALE
@@ -399,7 +399,7 @@ def test_emulated_yielding_programs(room, programs, machine, monkeypatch):
     use_yielding_programs(monkeypatch, room)
     q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, with key blocks of 45 rows or half as many
     tiles = tiles_of("causal", 600)
-    launched = forward_launch(tiles, sizes_of(q, k, v), q.device, every_block=True, yields_to_comm=True)
+    launched = build_forward_launch(tiles, sizes_of(q, k, v), q.device, every_block=True, yields_to_comm=True)
     assert launched.grid == (programs, 1, 1)
     compare_yielding(q, k, v, tiles)
 
@@ -557,7 +557,7 @@ def use_planted(source, text, replaced, folder, monkeypatch):
     elif source is backward_launches:
         for name in ("compiled_kernels", "current_stream"):  # the emulated versions
             monkeypatch.setattr(module, name, getattr(kernel, name))
-        for name in ("keys_of", "separate_sums"):
+        for name in ("keys_of", "run_separate_launch"):
             monkeypatch.setattr(kernel, name, getattr(module, name))
     else:
         for name in ("compiled_kernels", "current_stream", "on"):  # the emulated versions

@@ -327,7 +327,7 @@ def test_launches_of_two_devices_are_kept_apart(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda table, device: (device, table))
     q = memory("q", torch.bfloat16, (1, ROWS, HEADS, DIM))
     sizes = launch.sizes_of(q, q, q)
-    kept = functools.lru_cache(launch.forward_launch)
+    kept = functools.lru_cache(launch.build_forward_launch)
     one, other, again = (kept(causal(ROWS), sizes, torch.device("cuda", i), True, False) for i in (0, 1, 0))
     assert one is again
     assert one.bound is not other.bound
@@ -344,7 +344,7 @@ def test_accumulated_gradients_of_few_heads_are_rounded_once(monkeypatch):
         assert not any(one.any() for one in into[1:]), "sums must begin at 0"
         sums.extend(part.normal_().clone() for part in into)
 
-    monkeypatch.setattr("burst_portable.backends.cuda.hopper.kernel.launch_split", launch)
+    monkeypatch.setattr("burst_portable.backends.cuda.hopper.kernel.run_split_launches", launch)
     q, k = (torch.zeros(1, 128, heads, SPLIT_DIM, dtype=torch.bfloat16) for heads in (8, 1))
     x = BackwardInputs(q, q, k, k, torch.zeros(1, 8, 128), q)
     made = HopperKernel().backward_single_call(x, causal(128), settings(deterministic=False))
@@ -355,7 +355,7 @@ def test_accumulated_gradients_of_few_heads_are_rounded_once(monkeypatch):
 def test_deterministic_gradients_of_few_heads_are_written_once(monkeypatch):
     found = []
     monkeypatch.setattr(
-        "burst_portable.backends.cuda.hopper.kernel.launch_split", lambda *_, stores: found.append(stores)
+        "burst_portable.backends.cuda.hopper.kernel.run_split_launches", lambda *_, stores: found.append(stores)
     )
     q, k = (torch.zeros(1, 128, heads, SPLIT_DIM, dtype=torch.bfloat16) for heads in (8, 1))
     x = BackwardInputs(q, q, k, k, torch.zeros(1, 8, 128), q)
