@@ -10,7 +10,7 @@ import torch
 
 from burst_portable.backends.cuda.driver import Ready
 from burst_portable.backends.cuda.hopper import cuts
-from burst_portable.backends.cuda.hopper.launch import compiled_kernels
+from burst_portable.backends.cuda.hopper.compiled_kernels import compiled_kernels
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.numerics import empty_state

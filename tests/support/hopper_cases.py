@@ -8,7 +8,7 @@ import torch
 
 from burst_portable.backends.cuda.hopper import block_tables, cuts, outer_blocks
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
-from burst_portable.backends.cuda.hopper.launch import build_writing_launches, sizes_of
+from burst_portable.backends.cuda.hopper.prepared_launches import build_writing_launches, sizes_of
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Segment

@@ -11,14 +11,12 @@ import torch
 
 from burst_portable.backends.cuda.driver import Described, KernelDriver, pack_described, packing, ready
 from burst_portable.backends.cuda.hopper.support import triton_reason
-from burst_portable.errors import DeviceError, UnsupportedError
+from burst_portable.errors import DeviceError
 
 if triton_reason():
     pytest.skip(triton_reason(), allow_module_level=True)
 
 from backends.cuda import aot
-from burst_portable.backends.cuda.hopper import launch
-from burst_portable.backends.cuda.hopper.launch import Descriptors
 
 SIZES = {"u32": 4, "f32": 4, "u64": 8}
 SHAPE, STRIDES = [2, 300, 4, 64], [300 * 256, 256, 64, 1]
@@ -247,21 +245,3 @@ def test_tensor_map_clears_bit_set_by_older_drivers(version, rows, cleared):
     assert (extents, box) == ([64, 1, rows, 1], [64, 1, 64, 1]), "the last one first"
     assert steps[:3] == [128, 128, rows * 128], "bytes"
     assert int.from_bytes(made, "little") == (1 << 1024) - 1 - ((1 << 64 + 21) if cleared else 0)
-
-
-def test_descriptors_copy_inputs_that_tma_cannot_address(monkeypatch):
-    monkeypatch.setattr(launch, "kernel_driver", lambda: None)  # an installed driver has no initialized device here
-    kept = Descriptors()
-    x = torch.randn(2, 8, 3, 64).bfloat16()
-    same, (described, _) = kept.aligned_panels("q", x, 4, (64, 0))
-    assert same is x
-    assert kept.aligned_panels("q", x, 4, (64, 0)) == (x, (described, described))
-    assert kept.aligned_panels("q", x, 8, (64, 0))[1][0] is not described
-    odd = torch.randn(2, 8, 3, 65).bfloat16()[..., :64]
-    for _ in range(2):  # the cached descriptor is of the copy, never of `odd` itself
-        copy, (described, _) = kept.aligned_panels("q", odd, 4, (64, 0))
-        assert copy is not odd
-        assert torch.equal(copy, odd)
-        assert described is kept.rows("q", copy, 4, 64)
-    with pytest.raises(UnsupportedError, match="cannot address q"):
-        kept.rows("q", odd, 4, 64)

@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 SCRIPT = """
 import json, sys
 import torch
-from burst_portable.backends.cuda.hopper import launch as launching
+from burst_portable.backends.cuda.hopper import launcher
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.hopper.saved_kernels import find
 from burst_portable.config import triton_cache
@@ -47,14 +47,14 @@ def launch():
     out, lse = kernel.forward_single_call(q, k, v, tiles, call)
     kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, call)
 
-saved, file_of = [], launching.file_of
+saved, file_of = [], launcher.file_of
 
 def note(*about):
     file = file_of(*about)
     saved.append(find(file) is not None)
     return file
 
-launching.file_of = note
+launcher.file_of = note
 kernel.save_compiled_in(triton_cache())
 made = compile_call("sm_90", kernel, call, jobs=jobs) if device == "meta" else compile_kernels("sm_90", launch)
 print(json.dumps([(one.name, one.digest, one.cached) for one in made]))

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
-from burst_portable.backends.cuda.hopper.launch import Launcher
+from burst_portable.backends.cuda.hopper.launcher import Launcher
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.triton.prepared import Launch
 from tests.support.calls import settings

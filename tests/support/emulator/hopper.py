@@ -1,4 +1,4 @@
-"""Emulate `launch.Compiled` on a `Machine`, so that the host side of the Hopper kernel runs unchanged."""
+"""Emulate `CompiledKernels` on a `Machine`, so that the host side of the Hopper kernel runs unchanged."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.hopper import backward as hopper_backward
-from burst_portable.backends.cuda.hopper import backward_launches
+from burst_portable.backends.cuda.hopper import backward_launches, prepared_launches
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
-from burst_portable.backends.cuda.hopper import launch as launch_tables
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
-from burst_portable.backends.cuda.hopper.launch import tma_strides
+from burst_portable.backends.cuda.hopper.descriptors import tma_strides
 from burst_portable.kernels.base import align_rows
 from tests.support.emulator.machine import Machine
 from tests.support.emulator.memory import Descriptor
@@ -74,7 +73,7 @@ class EmulatedKernels:
 
 
 def replace_in_launches(monkeypatch: Any, name: str, value: Any) -> None:
-    """Replace a function of `launch` or `driver` in both modules that launch kernels with it."""
+    """Replace a function in both modules that run launches and import it."""
     for module in (hopper_kernel, backward_launches):
         monkeypatch.setattr(module, name, value)
 
@@ -82,6 +81,6 @@ def replace_in_launches(monkeypatch: Any, name: str, value: Any) -> None:
 def emulate(monkeypatch: Any, kernels: EmulatedKernels) -> None:
     """Replace the compiled Hopper kernels by the emulated ones until the test ends."""
     replace_in_launches(monkeypatch, "compiled_kernels", lambda: kernels)
-    monkeypatch.setattr(launch_tables, "processors", lambda device: _PROCESSORS)
+    monkeypatch.setattr(prepared_launches, "processors", lambda device: _PROCESSORS)
     replace_in_launches(monkeypatch, "current_stream", lambda device: 0)
     monkeypatch.setattr(hopper_kernel, "on", lambda device: nullcontext())

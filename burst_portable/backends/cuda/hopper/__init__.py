@@ -3,7 +3,11 @@
 ===================  ==========================================================================================
 `kernel`             `HopperKernel`: the methods of a kernel.
 `support`            the calls that it supports.
+`prepared_launches`  builds launches without their tensors: tables on the device, and grids.
 `backward_launches`  runs the launches of a backward pass.
+`compiled_kernels`   the launchers, descriptors and counters that a process keeps.
+`launcher`           compiles a kernel, and launches it with little host time (`backends.cuda.driver`).
+`descriptors`        TMA descriptors of tensors.
 `flash4`             `HopperFlash4Kernel`: calls flash-attn-4 if that was measured to be faster.
 `flash4_speeds`      The measured speeds by which it chooses.
 `forward`            the forward kernel.
@@ -17,15 +21,14 @@
 `configs`            block sizes by head size.
 `cuts`               the choice of the launches of a pass.
 `saved_kernels`      compiled kernels on disk, which a new process finds without Triton.
-`launch`             launches with little host time (`backends.cuda.driver`); tables kept on their device.
 ===================  ==========================================================================================
 
 Shared memory holds a head as two panels of columns (`configs.panels`). Their sizes are powers of two, and the second
 panel may be empty. So one kernel supports all head sizes. Its constants A and B are the columns of the two panels of Q
 and K; VA and VB are those of V and of the result.
 
-Functions named `build_...` return launches without tensors (`launch.PreparedLaunch`), which `HopperKernel` keeps for
-calls with equal tiles and sizes. Functions named `run_...` run such launches on tensors.
+A function named `build_...` returns a launch without tensors (`PreparedLaunch`), which `HopperKernel` keeps for calls
+with equal tiles and sizes. A function named `run_...` runs such launches on tensors.
 
 This file imports none of these modules, because the kernels import Triton.
 """

@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.driver import Bound, current_stream
+from burst_portable.backends.cuda.hopper.compiled_kernels import compiled_kernels
 from burst_portable.backends.cuda.hopper.configs import DQ, DV, KEY_BLOCK, SplitConfig, panels
 from burst_portable.backends.cuda.hopper.cuts import BackwardCut
-from burst_portable.backends.cuda.hopper.launch import (
-    ROWS_OF_TERMS,
-    PreparedLaunch,
-    check_last_stride,
-    compiled_kernels,
-    placed,
-    score_factor,
-)
+from burst_portable.backends.cuda.hopper.descriptors import check_last_stride
 from burst_portable.backends.cuda.hopper.outer_blocks import Span
+from burst_portable.backends.cuda.hopper.prepared_launches import ROWS_OF_TERMS, PreparedLaunch, placed, score_factor
 from burst_portable.kernels.base import BackwardInputs, Gradients, align_rows
 from burst_portable.kernels.triton.arguments import padded as padded_size
 from burst_portable.numerics import row_delta

@@ -23,6 +23,7 @@ from burst_portable.backends.cuda.hopper.backward_launches import (
     run_separate_launch,
     run_split_launches,
 )
+from burst_portable.backends.cuda.hopper.compiled_kernels import compiled_kernels
 from burst_portable.backends.cuda.hopper.configs import (
     MERGE_32,
     OUT_16,
@@ -33,13 +34,12 @@ from burst_portable.backends.cuda.hopper.configs import (
     split_configs,
 )
 from burst_portable.backends.cuda.hopper.cuts import PassSizes, split_divides
-from burst_portable.backends.cuda.hopper.launch import (
+from burst_portable.backends.cuda.hopper.descriptors import check_last_stride
+from burst_portable.backends.cuda.hopper.prepared_launches import (
     build_adding_launches,
     build_forward_launch,
     build_split_launch,
     build_writing_launches,
-    check_last_stride,
-    compiled_kernels,
     placed,
     score_factor,
     sizes_of,

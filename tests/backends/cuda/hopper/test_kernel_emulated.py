@@ -13,10 +13,17 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda.hopper import backward, backward_launches, cuts, kernel, launch, ordered_tables
+from burst_portable.backends.cuda.hopper import (
+    backward,
+    backward_launches,
+    cuts,
+    kernel,
+    ordered_tables,
+    prepared_launches,
+)
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
-from burst_portable.backends.cuda.hopper.launch import build_forward_launch, sizes_of
+from burst_portable.backends.cuda.hopper.prepared_launches import build_forward_launch, sizes_of
 from burst_portable.backends.cuda.hopper.support import triton_reason
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.planning.call import LEAST_SCALE
@@ -553,7 +560,7 @@ def use_planted(source, text, replaced, folder, monkeypatch):
         for name in ("ordered_table", "divided_table"):
             monkeypatch.setattr(cuts, name, getattr(module, name))
     elif source is cuts:
-        monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
+        monkeypatch.setattr(prepared_launches, "writing_cuts", module.writing_cuts)
     elif source is backward_launches:
         for name in ("compiled_kernels", "current_stream"):  # the emulated versions
             monkeypatch.setattr(module, name, getattr(kernel, name))

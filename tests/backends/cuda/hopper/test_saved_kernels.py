@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from burst_portable import Mesh, attention
-from burst_portable.backends.cuda.hopper import configs, kernel, launch
+from burst_portable.backends.cuda.hopper import configs, kernel, launcher
+from burst_portable.backends.cuda.hopper.compiled_kernels import CompiledKernels
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
-from burst_portable.backends.cuda.hopper.launch import Compiled, Launcher
+from burst_portable.backends.cuda.hopper.launcher import Launcher
 from burst_portable.backends.cuda.hopper.saved_kernels import Metadata, file_of, find, save
 from burst_portable.backends.cuda.hopper.support import triton_reason
 from burst_portable.kernels.base import Kernel
@@ -79,7 +80,7 @@ def test_attention_passes_the_folder_to_its_kernel(monkeypatch):
 
 
 def test_save_compiled_in_reaches_all_launchers(monkeypatch, folder):
-    kernels = Compiled()
+    kernels = CompiledKernels()
     monkeypatch.setattr(kernel, "compiled_kernels", lambda: kernels)
     CheckedKernel(HopperKernel()).save_compiled_in(folder)
     launchers = [one for one in vars(kernels).values() if isinstance(one, Launcher)]
@@ -112,10 +113,10 @@ class Driver:
 @pytest.fixture
 def driver(folder, monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(launch, "kernel_driver", lambda: driver)
+    monkeypatch.setattr(launcher, "kernel_driver", lambda: driver)
     facts = FACTS._replace(tensordesc_meta=[])
     compiled = SimpleNamespace(name="prepare_kernel", kernel=CODE, metadata=facts)
-    monkeypatch.setattr(launch, "compiled_kernel", lambda kernel, args, *_: None if args[0].is_meta else compiled)
+    monkeypatch.setattr(launcher, "compiled_kernel", lambda kernel, args, *_: None if args[0].is_meta else compiled)
     return driver
 
 

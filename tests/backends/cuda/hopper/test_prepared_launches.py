@@ -10,10 +10,10 @@ import torch
 
 from burst_portable.backends.cuda import driver as cuda_driver
 from burst_portable.backends.cuda.driver import MAP, Described
+from burst_portable.backends.cuda.hopper import descriptors, launcher, prepared_launches
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
-from burst_portable.backends.cuda.hopper import launch
+from burst_portable.backends.cuda.hopper.compiled_kernels import CompiledKernels
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
-from burst_portable.backends.cuda.hopper.launch import Compiled
 from burst_portable.backends.cuda.hopper.support import triton_reason
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.planning.tiles import Tiles, make_tile
@@ -73,10 +73,11 @@ def driver(monkeypatch):
         metadata.tensordesc_meta = [{"block_size": m.box, "swizzle": swizzles[m.swizzle]} for m in maps]
         return cuda_driver.ready(driver, SimpleNamespace(metadata=metadata), args, renewed)
 
-    monkeypatch.setattr(launch, "kernel_driver", lambda: driver)
-    monkeypatch.setattr(launch, "compiled_kernel", lambda kernel, *_: kernel)
-    monkeypatch.setattr(launch, "ready", ready)
-    kernels = Compiled()
+    for module in (descriptors, launcher):
+        monkeypatch.setattr(module, "kernel_driver", lambda: driver)
+    monkeypatch.setattr(launcher, "compiled_kernel", lambda kernel, *_: kernel)
+    monkeypatch.setattr(launcher, "ready", ready)
+    kernels = CompiledKernels()
     kernels.counter = lambda device, stream: COUNTERS[stream]
     replace_in_launches(monkeypatch, "compiled_kernels", lambda: kernels)
     monkeypatch.setattr(hopper_kernel, "on", lambda device: nullcontext())
@@ -326,38 +327,9 @@ def test_launch_of_copied_input_is_not_repeated(driver, monkeypatch, run, name):
 def test_launches_of_two_devices_are_kept_apart(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda table, device: (device, table))
     q = memory("q", torch.bfloat16, (1, ROWS, HEADS, DIM))
-    sizes = launch.sizes_of(q, q, q)
-    kept = functools.lru_cache(launch.build_forward_launch)
+    sizes = prepared_launches.sizes_of(q, q, q)
+    kept = functools.lru_cache(prepared_launches.build_forward_launch)
     one, other, again = (kept(causal(ROWS), sizes, torch.device("cuda", i), True, False) for i in (0, 1, 0))
     assert one is again
     assert one.bound is not other.bound
     assert (one.table[0].index, other.table[0].index) == (0, 1)
-
-
-def test_accumulated_gradients_of_few_heads_are_rounded_once(monkeypatch):
-    """With few heads of K and V, each query head adds to dK and dV in float32. dQ is written in 16 bits."""
-    sums = []
-
-    def launch(launches, x, call, into, *, stores):
-        assert stores == (True, False, False)
-        assert [one.dtype for one in into] == [torch.bfloat16, torch.float32, torch.float32]
-        assert not any(one.any() for one in into[1:]), "sums must begin at 0"
-        sums.extend(part.normal_().clone() for part in into)
-
-    monkeypatch.setattr("burst_portable.backends.cuda.hopper.kernel.run_split_launches", launch)
-    q, k = (torch.zeros(1, 128, heads, SPLIT_DIM, dtype=torch.bfloat16) for heads in (8, 1))
-    x = BackwardInputs(q, q, k, k, torch.zeros(1, 8, 128), q)
-    made = HopperKernel().backward_single_call(x, causal(128), settings(deterministic=False))
-    assert [one.dtype for one in made] == [torch.bfloat16] * 3
-    assert all(torch.equal(one, exact.bfloat16()) for one, exact in zip(made, sums, strict=True))
-
-
-def test_deterministic_gradients_of_few_heads_are_written_once(monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        "burst_portable.backends.cuda.hopper.kernel.run_split_launches", lambda *_, stores: found.append(stores)
-    )
-    q, k = (torch.zeros(1, 128, heads, SPLIT_DIM, dtype=torch.bfloat16) for heads in (8, 1))
-    x = BackwardInputs(q, q, k, k, torch.zeros(1, 8, 128), q)
-    HopperKernel().backward_single_call(x, causal(128), settings(deterministic=True))
-    assert found == [(True, True, True)]
