@@ -12,6 +12,10 @@ For large heads, the sums of dK and dV do not both fit in the registers of a pro
 launched once for dV and once for dK (PART), and computes K·Qᵀ twice.
 
 Shapes: R own rows, C columns of one step. In `keys_kernel`, own rows are keys and columns are queries.
+
+`forward.attend_kernel` describes the parameters that the kernels share. Here, TMA means that the tensors of columns are
+descriptors, and TMA_NUMBERS means that lse and delta are. dQ and dK are multiplied by `gradient_scale`, the scale of
+the call.
 """
 
 from __future__ import annotations

@@ -166,7 +166,25 @@ def attend_kernel(
     PRESCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, MERGE: tl.constexpr,
     DOUBLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and LSE of one block of R queries of one head. `heads` are query heads, `group` per K/V head."""
+    """Compute out and LSE of one block of R queries of one head.
+
+    Args:
+        q, k, v: [B, S, H, D or DV]. If TMA, k and v are descriptors of blocks of C rows.
+        out, lse: Results [B, Sq, Hq, DV] and [B, Hq, Sq]. If MERGE, they contain the running state before.
+        table: int32 `blocks.BlockTable.data`.
+        scale, inner, outer: `arguments.score_numbers`. `scale` is not read if CAP, else `inner` and `outer` are not.
+        q_at, k_at, first_head, seed_low, seed_high, drop_below, keep_scale: `arguments.dropout_arguments`.
+        q_batch to lse_row: Strides in elements. The last stride of q, k, v and out is 1.
+        q_rows, blocks, heads, group: Queries, blocks of the table, query heads, and query heads per K/V head.
+        R, C: Queries of a block, and keys of one step.
+        D, DV, PADDED_D, PADDED_DV: Head sizes of q and k, and of v and out, then both padded (`arguments.padded`).
+        TOGETHER: Heads whose programs follow each other (`common.place`).
+        CAP: Whether there is a softcap.
+        PRESCALE: Whether scores are scaled before their maximum, because `scale` may be 0 or negative.
+        PRECISION: Of products of float32: "ieee" or "tf32".
+        WIDE: Whether offsets inside a block of rows of q, k or v may exceed 32 bits.
+        DOUBLE: Whether out and lse are float64.
+    """
     batch, head, block = place(table, blocks, heads, TOGETHER)
     start = tl.load(block)
     rows = start + tl.arange(0, R)
