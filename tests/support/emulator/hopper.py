@@ -14,6 +14,7 @@ from burst_portable.backends.cuda.hopper import backward as hopper_backward
 from burst_portable.backends.cuda.hopper import backward_launches, prepared_launches
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper import row_terms as hopper_row_terms
 from burst_portable.backends.cuda.hopper import split_backward as hopper_split_backward
 from burst_portable.backends.cuda.hopper.descriptors import tma_strides
 from burst_portable.kernels.base import align_rows
@@ -36,7 +37,7 @@ class EmulatedKernels:
         self.forward = self._launcher(machine, forward.forward_kernel)
         self.backward = self._launcher(machine, backward.backward_kernel)
         self.split_backward = self._launcher(machine, split_backward.split_kernel)
-        self.prepare = self._launcher(machine, backward.prepare_kernel)
+        self.row_terms = self._launcher(machine, hopper_row_terms.row_terms_kernel)
 
     @staticmethod
     def _launcher(machine: Machine, kernel: Any) -> Callable[..., None]:

@@ -13,6 +13,7 @@
 `forward`            the forward kernel.
 `backward`           the backward kernel that computes all gradients in one launch, for heads of up to 128.
 `split_backward`     the backward kernel with one launch per gradient, for larger heads.
+`row_terms`          the kernel that computes what a backward reads of each row, and clears dQ.
 `parts`              functions that the kernels share: shared memory, TMA, softmax, softcap, masks, layouts.
 `outer_blocks`       from a list of tiles to the blocks that each program visits.
 `block_tables`       tables of these blocks, and their format.

@@ -306,7 +306,7 @@ def _write_terms(
     clear, fresh, blocks = cleared is not None, (made, made, made), 0  # not read
     if order is not None and launch is not None and launch.turns is not None and launch.cleared is not None:
         fresh, blocks = (launch.turns, launch.cleared, order), launch.turns.numel()
-    written = compiled.prepare(
+    written = compiled.row_terms(
         (dout.device.index, dout.dtype, source.dtype, out is None, dim, value_dim, clear, order is None),
         (padded // ROWS_OF_TERMS * batch * heads, 1, 1),
         (

@@ -24,12 +24,12 @@ class CompiledKernels(Descriptors):
         self.forward = _launcher("forward", "forward_kernel")
         self.backward = _launcher("backward", "backward_kernel")
         self.split_backward = _launcher("split_backward", "split_kernel")
-        self.prepare = _launcher("backward", "prepare_kernel")
+        self.row_terms = _launcher("row_terms", "row_terms_kernel")
         self._counters: dict[Hashable, Iterator[Tensor]] = {}
 
     def save_in(self, folder: Path | None) -> None:
         """Save kernels that are compiled from now on below a folder, and look for them there. None: do neither."""
-        for launcher in (self.forward, self.backward, self.split_backward, self.prepare):
+        for launcher in (self.forward, self.backward, self.split_backward, self.row_terms):
             launcher.folder = folder
 
     def counter(self, device: torch.device, stream: int) -> Tensor:

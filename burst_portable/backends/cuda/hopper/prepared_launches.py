@@ -31,7 +31,7 @@ from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.utils.cache import Cache
 
 _BOUND = 512  # maximum number of combinations of tensors for which a prepared launch is bound; 2 to 3 KB each
-ROWS_OF_TERMS = 64  # queries whose row terms a program of `prepare_kernel` computes
+ROWS_OF_TERMS = 64  # queries whose row terms a program of `row_terms_kernel` computes
 
 ABSENT_PROCESSORS = 132
 """Multiprocessors of an H100 SXM or H200, for which tensors of the device "meta" are compiled.

@@ -307,8 +307,8 @@ def test_repeated_deterministic_call_writes_its_turns_again(driver):
 def test_prepare_gets_the_number_of_turns(driver, deterministic, blocks):
     """The parameter has 32 bits. Row terms of long inputs have more elements than that."""
     compiled, given = hopper_kernel.compiled_kernels(), []
-    prepare = compiled.prepare
-    compiled.prepare = lambda key, grid, args, *rest: given.append(args[15]) or prepare(key, grid, args, *rest)
+    launch = compiled.row_terms
+    compiled.row_terms = lambda key, grid, args, *rest: given.append(args[15]) or launch(key, grid, args, *rest)
     launches(driver, single_backward, HopperKernel(), base_inputs(deterministic=deterministic))
     assert given == [blocks]
 

@@ -24,10 +24,10 @@ if triton_reason():
 
 CODE = b"\x7fELF\n\0more lines\n"
 FACTS = Metadata(4, 1000, 1, False, False, 0, 0, [{"block_size": [1, 64, 1, 64], "swizzle": 3}])
-COMPILED = SimpleNamespace(name="prepare_kernel", kernel=CODE, metadata=FACTS)
+COMPILED = SimpleNamespace(name="row_terms_kernel", kernel=CODE, metadata=FACTS)
 KEY = 0, torch.bfloat16, 128
 ABOUT = {
-    "name": "prepare_kernel", "target": "sm_90", "key": KEY[1:], "constants": (64, 0.5), "options": {"num_warps": 4},
+    "name": "row_terms_kernel", "target": "sm_90", "key": KEY[1:], "constants": (64, 0.5), "options": {"num_warps": 4},
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_find_returns_what_save_wrote(folder):
     file = file_of(folder, **ABOUT)
     assert find(file) is None
     save(file, COMPILED)
-    assert find(file) == ("prepare_kernel", FACTS, CODE)
+    assert find(file) == ("row_terms_kernel", FACTS, CODE)
     assert list(file.parent.iterdir()) == [file], "no partial file is left"
 
 
@@ -115,13 +115,13 @@ def driver(folder, monkeypatch):
     driver = Driver()
     monkeypatch.setattr(launcher, "kernel_driver", lambda: driver)
     facts = FACTS._replace(tensordesc_meta=[])
-    compiled = SimpleNamespace(name="prepare_kernel", kernel=CODE, metadata=facts)
+    compiled = SimpleNamespace(name="row_terms_kernel", kernel=CODE, metadata=facts)
     monkeypatch.setattr(launcher, "compiled_kernel", lambda kernel, args, *_: None if args[0].is_meta else compiled)
     return driver
 
 
 def launched(folder, load, device="cpu"):
-    launcher = Launcher("prepare_kernel", load)
+    launcher = Launcher("row_terms_kernel", load)
     launcher.folder = folder
     args = (torch.zeros(1, device=device),)
     return [launcher(KEY, (2, 1, 1), args, (64,), {"num_warps": 4}, 0) for _ in range(2)]
@@ -158,7 +158,7 @@ def test_only_compiled_kernels_are_saved_ahead(folder, state):
         compilation.set_exception(RuntimeError("planted"))
     else:
         compilation.set_result(COMPILED)
-    assert find(folder / "kernel") == (("prepare_kernel", FACTS, CODE) if state == "compiled" else None)
+    assert find(folder / "kernel") == (("row_terms_kernel", FACTS, CODE) if state == "compiled" else None)
 
 
 def test_constants_are_those_of_the_kernels():
