@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 
-_KINDS = (nn.RNNBase, nn.MultiheadAttention, nn.modules.batchnorm._NormBase)
+_KINDS = (nn.RNNBase, nn.MultiheadAttention, nn.modules.batchnorm._NormBase, nn.GroupNorm)
 """Recurrent modules, attention of torch, and norms over tokens."""
+_POOLING = "torch.nn.modules.pooling"
+"""Module of torch's pooling layers."""
 _OF_RANGES = {"ObserverBase", "FakeQuantizeBase"}
 """Classes of torch.ao.quantization that record the smallest and the largest number of a call."""
 _DYNAMIC = "torch.ao.nn.quantized.dynamic."
@@ -31,8 +33,9 @@ def token_mixing_module(model: nn.Module, known: Set[int]) -> str | None:
 def _mixes_tokens(name: str, module: Any) -> bool:
     classes = {base.__name__ for base in type(module).__mro__}
     return (
-        (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
+        (isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) != {1})
         or isinstance(module, _KINDS)
+        or any(base.__module__ == _POOLING for base in type(module).__mro__)
         or (isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.max_norm is not None))
         or type(module).__module__.startswith(_DYNAMIC)
         or not (_OF_RANGES.isdisjoint(classes) or "weight" in name)  # weights are equal on all ranks
