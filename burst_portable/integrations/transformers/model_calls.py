@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.attention import NAME
-from burst_portable.integrations.transformers.attention_check import check_attentions
+from burst_portable.integrations.transformers.attention_check import AttentionCheck
 from burst_portable.integrations.transformers.batches.divider import BatchDivider, token_inputs_of
 from burst_portable.integrations.transformers.call_arguments import (
     PositionCheck,
@@ -108,8 +108,8 @@ class ModelCalls:
         self._outputs: Outputs | None = None  # of the running call, with full batches
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
-        self.attention_modules: set[int] = set()  # identities of those that attended
-        self._has_checked_attentions = False
+        self.attention_modules: set[int] = set()  # identities of those that attended in the running call
+        self._attention_check = AttentionCheck()
         self._running: RunningCall | None = None
         self._agreement = RankAgreement(self.model, self.mesh, full_batches=self.full_batches)
         self._position_check, self._warnings = PositionCheck(), CallWarnings(self.model, self.mesh.rank)
@@ -177,6 +177,7 @@ class ModelCalls:
         if not self._facts.has_parts:
             sequence = sequence._replace(dropout_seed=self.dropout.begin())
         self.call, self._running, self.attended, self.attending = sequence, running, 0, False
+        self.attention_modules.clear()
         return (), kwargs | undivided
 
     @never_compiled("plans, transports and hooks are not graphs")
@@ -347,9 +348,7 @@ class ModelCalls:
         self._attentions = self.attended
         if not self.attended:
             raise no_attention(self._facts.text if self._facts.has_parts else module, NAME)
-        if not self._has_checked_attentions:
-            check_attentions(self._facts.text, self.attention_modules)
-            self._has_checked_attentions = True
+        self._attention_check.run(self._facts.text, self.attention_modules, self.attended)
         if loss := sharded_loss(module):
             loss.check_called(module)
             try:
