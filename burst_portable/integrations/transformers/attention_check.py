@@ -1,20 +1,52 @@
-"""Find layers whose attention is not ours, next to layers whose attention is.
+"""Find attentions of a program, which `parallelize` would replace or leave as they are.
 
-A program may replace the attention of some layers by a module that calls `scaled_dot_product_attention` itself. It
-would attend to the tokens of a shard only.
+A program may register an attention function under an own name, which computes something else than ours. Or it replaces
+the attention of some layers by a module that calls `scaled_dot_product_attention` itself. That would attend to the
+tokens of a shard only.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 from weakref import WeakSet
 
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from burst_portable.errors import UnsupportedError
 
 _NAMES = ("self_attn", "attn", "attention", "self_attention")
 """Names of attention modules in the layers of Transformers' models."""
+
+
+def check_functions(model: Any) -> None:
+    """Raise `UnsupportedError` if the attention function or the mask function of a model is one of a program.
+
+    Kernels of the Hub, whose names contain a slash, compute the attention of Transformers. A model of another package
+    has an eager attention of that package.
+    """
+    name = getattr(model.config, "_attn_implementation", None) or "eager"
+    if "/" in name:
+        return
+    found = [("attention", AttentionInterface().get(name)), ("mask", AttentionMaskInterface().get(name))]
+    if name == "eager":
+        kinds = {type(module) for module in model.modules()}
+        forwards = {inspect.unwrap(kind.forward) for kind in kinds if callable(getattr(kind, "forward", None))}
+        of_transformers = [x for x in forwards if inspect.isfunction(x) and x.__module__.startswith("transformers.")]
+        found += [("attention", x.__globals__.get("eager_attention_forward")) for x in of_transformers]
+    for kind, function in found:
+        while hasattr(function, "func"):  # a partial function
+            function = function.func
+        module = getattr(function, "__module__", None) or type(function).__module__
+        if function is not None and not module.startswith(("transformers.", "burst_portable.")):
+            raise UnsupportedError(
+                f"the model has the {kind} function of a program, which a sharded model would not call",
+                got=f"attn_implementation={name!r}, {module}.{getattr(function, '__name__', type(function).__name__)}",
+                allowed="functions of transformers",
+                next_step='if it computes what these do, call model.set_attn_implementation("sdpa") first; for windows '
+                "and packed documents, see docs/hugging_face.md",
+            )
 
 
 class AttentionCheck:

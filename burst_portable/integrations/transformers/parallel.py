@@ -6,8 +6,10 @@ from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.integrations.transformers.attention import ATTRIBUTE
+from burst_portable.integrations.transformers.attention_check import check_functions
 from burst_portable.integrations.transformers.layers.recurrent_states import LAYOUT
 from burst_portable.integrations.transformers.models.checks import check_model
+from burst_portable.integrations.transformers.models.model_parts import text_model_of
 from burst_portable.integrations.transformers.models.recurrent_layers import recurrent_layers
 from burst_portable.integrations.transformers.sharded_model import ShardedModel, release_copy
 from burst_portable.mesh import MeshLike, as_mesh
@@ -64,6 +66,7 @@ def parallelize(
     check_model(model, full_batches=full_batches)
     release_copy(model)
     _check_free(model)
+    check_functions(text_model_of(model))
     name = _checked_layout(model, layout)
     if isinstance(strategy, str):
         make_strategy(strategy)

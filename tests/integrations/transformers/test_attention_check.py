@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama import modeling_llama
 
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import UnsupportedError
@@ -89,3 +93,55 @@ def test_model_of_one_rank_can_be_pickled() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     parallelize(model, Mesh.single())
     assert pickle.loads(pickle.dumps(model)).config.hidden_size == SIZES["hidden_size"]
+
+
+def colder(module: nn.Module, *tensors: Any, scaling: float, **others: Any) -> tuple[Tensor, None]:
+    """Compute attention with smaller scores."""
+    return sdpa_attention_forward(module, *tensors, scaling=0.3 * scaling, **others)
+
+
+def without_window(*arguments: Any, **named: Any) -> Any:
+    return sdpa_mask(*arguments, **named)
+
+
+@pytest.mark.parametrize("full_batches", [False, True])
+@pytest.mark.parametrize(
+    ("name", "functions", "told"),
+    [
+        ("colder", (colder, sdpa_mask), r"the attention function of a program.*'colder'.*\.colder"),
+        ("colder in part", (partial(colder), sdpa_mask), r"the attention function of a program.*\.colder"),
+        ("own mask", (sdpa_attention_forward, without_window), r"the mask function of a program.*\.without_window"),
+    ],
+)
+def test_attention_function_of_a_program_raises(
+    name: str, functions: tuple[Any, Any], told: str, full_batches: bool
+) -> None:
+    """Without the error, gradients with `colder` differed by 2.3 of their norm: our function replaced it."""
+    AttentionInterface.register(name, functions[0])
+    AttentionMaskInterface.register(name, functions[1])
+    try:
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        model.set_attn_implementation(name)
+        with pytest.raises(UnsupportedError, match=told):
+            parallelize(model, Mesh.single(), full_batches=full_batches)
+        model.set_attn_implementation("sdpa")
+        parallelize(model, Mesh.single(), full_batches=full_batches).undo()
+        assert model.config._attn_implementation == "sdpa"
+    finally:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(name)
+
+
+def test_eager_attention_that_a_program_replaced_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", colder)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))
+    with pytest.raises(UnsupportedError, match=r"'eager', .*\.colder"):
+        parallelize(model, Mesh.single())
+    model.set_attn_implementation("sdpa")  # does not call it
+    parallelize(model, Mesh.single())
+
+
+def test_model_with_the_config_of_a_sharded_model_is_sharded() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    parallelize(model, Mesh.single())
+    parallelize(LlamaForCausalLM(model.config), Mesh.single())
