@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.gradients import all_reduce
+from burst_portable.integrations.transformers.models.signatures import is_of_transformers
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.torch_modes import never_compiled
@@ -39,7 +40,7 @@ def shifts_labels(function: Any) -> bool:
     """
     parameters = inspect.signature(getattr(function, "forward", function)).parameters  # or a module
     if "shift_labels" in parameters:
-        if "num_items_in_batch" in parameters or function in LOSS_MAPPING.values():
+        if "num_items_in_batch" in parameters or _is_known(function):
             return True
         raise UnsupportedError(
             "this loss takes shift_labels but has no parameter num_items_in_batch, so each rank would divide by the "
@@ -48,7 +49,7 @@ def shifts_labels(function: Any) -> bool:
             next_step="add the parameter num_items_in_batch=None; if it is not None, return the sum over the labels "
             "divided by it",
         )
-    if function in LOSS_MAPPING.values():
+    if _is_known(function):
         return False
     raise UnsupportedError(
         "it is unknown whether this loss shifts its labels; those of a shard are already shifted",
@@ -56,6 +57,11 @@ def shifts_labels(function: Any) -> bool:
         allowed="a loss of transformers, or one that takes shift_labels and num_items_in_batch like these",
         next_step="or keep the model's loss_function, and compute the loss from the logits and shift_labels",
     )
+
+
+def _is_known(function: Any) -> bool:
+    """Return whether a loss is one of Transformers. A program may set another one in its `LOSS_MAPPING`."""
+    return function in LOSS_MAPPING.values() and is_of_transformers(function)
 
 
 def sharded_loss(model: Any) -> ShardedLoss | None:
@@ -79,7 +85,7 @@ class ShardedLoss:
         self._result: Tensor | None = None  # of the running call
         self._version = 0
         self._next_step = OWN_FULL_LOSS if full_batches else OWN_LOSS
-        self._is_known_to_divide = function in LOSS_MAPPING.values()
+        self._is_known_to_divide = _is_known(function)
 
     @property
     def required(self) -> tuple[str, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BambaConfig, BambaForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from burst_portable import Mesh, run_threads
 from burst_portable.errors import UnsupportedError
@@ -63,9 +64,8 @@ def call_raises(model: Any, full_batches: bool, words: str) -> None:
     def work(mesh: Mesh) -> None:
         mine, ids = copies[mesh.rank], tokens()
         sharded = parallelize(mine, mesh, full_batches=full_batches)
-        batch = {"input_ids": ids, "labels": ids} if full_batches else sharded.shard(ids)
         with pytest.raises(UnsupportedError, match=words):
-            mine(**batch)
+            mine(**{"input_ids": ids, "labels": ids} if full_batches else sharded.shard(ids))
 
     run_threads(2, work)
 
@@ -99,3 +99,26 @@ def test_loss_function_without_setter_raises() -> None:
             parallelize(copies[mesh.rank], mesh)
 
     run_threads(2, work)
+
+
+@wraps(ForCausalLMLoss)
+def mean_of_call(logits: Tensor, labels: Tensor, shift_labels: Any = None, **_: Any) -> Tensor:
+    """Return the mean over the labels of a call, whatever their number on all ranks is."""
+    following = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+    return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+@pytest.mark.parametrize("full_batches", [False, True])
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (mean_of_call, "does not divide by num_items_in_batch"),
+        (lambda logits, labels, **_: logits.mean(), "it is unknown whether this loss shifts its labels"),
+    ],
+)
+def test_function_of_a_program_in_the_loss_mapping_raises(
+    function: Any, told: str, full_batches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the error, the loss of two ranks was twice that of one device."""
+    monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", function)
+    call_raises(model_of(LlamaForCausalLM), full_batches, told)
