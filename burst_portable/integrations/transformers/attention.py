@@ -70,7 +70,7 @@ def attend(
     try:
         sequence = _sequence(state, attention_mask)
         _check(sequence, attention_mask.band, query, key, others)
-        _check_causal(module, attention_mask.band, others.get("is_causal"))
+        _check_causal(module, attention_mask.band, others.get("is_causal"), reads_flag=state.plain_attention != "eager")
         if dropout:
             _check_heads(state.model, query)
         masks = masks_of(attention_mask.band, sequence, query.shape[0])
@@ -152,13 +152,24 @@ def _check(sequence: CallSequence, band: Band, query: Tensor, key: Tensor, other
         raise UnsupportedError(what, got=", ".join(sorted(unknown)), next_step=next_step)
 
 
-def _check_causal(module: nn.Module, band: Band, argument: bool | None) -> None:
-    """Raise `UnsupportedError` for is_causal=False of a layer with a causal mask.
+def _check_causal(module: nn.Module, band: Band, argument: bool | None, *, reads_flag: bool) -> None:
+    """Raise `UnsupportedError` for a layer whose is_causal contradicts its mask.
 
-    On one device, Transformers then leaves such a mask out, if it creates none for rows without padding. It always
-    creates one if tokens of a group attend to each other (PaliGemma).
+    On one device, Transformers then leaves out a causal mask, if it creates none for rows without padding. It always
+    creates one if tokens of a group attend to each other (PaliGemma). In place of a mask in which each token attends to
+    all, it attends causally, unless its attention does not read the flag.
+
+    Args:
+        module: The layer.
+        band: Its mask.
+        argument: The flag that the model passes to its attention. None: that of the layer.
+        reads_flag: Whether the attention of one device reads the flag, as all but "eager" do.
     """
     is_causal = getattr(module, "is_causal", True) if argument is None else argument
+    if reads_flag and band == Band() and is_causal is not False:
+        what, got = "is_causal of a layer whose tokens attend to all tokens is not False", type(module).__name__
+        next_step = "set is_causal = False on each attention layer, or config.is_causal = False"
+        raise UnsupportedError(what, got=got, next_step=next_step)
     if band.lo >= 0 and band.blocks is None and is_causal is False:
         what, got = "is_causal=False of a layer whose mask is causal", type(module).__name__
         next_step = "set config.is_causal = False before the model is called, which the mask follows too"

@@ -42,13 +42,14 @@ class ShardedModel(ModelCalls):
         averaged_gradients: Whether gradients of such calls will be averaged over the mesh, instead of summed.
         call: The sequence of the running call.
         attended: Number of finished attentions in that call.
+        plain_attention: Name of the attention that the model has without us.
         attending: Whether an attention runs. After a failed call: whether the call failed in an attention.
         dropout: The random numbers of calls.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._before = self._facts.text.config._attn_implementation
+        self.plain_attention = self._facts.text.config._attn_implementation
         self._is_copy = False  # of a sharded model: the caller has no `ShardedModel` of it yet
         self._install()
 
@@ -124,7 +125,7 @@ class ShardedModel(ModelCalls):
         restore_token_dropout(self._facts.text)
         if loss := sharded_loss(self.model):
             self.model.loss_function = loss.function
-        self._set_attention(self._before)
+        self._set_attention(self.plain_attention)
 
     def _set_attention(self, name: str) -> None:
         """Set the attention of all layers. Copied layers, as those of PEFT's layer replication, have copied configs."""

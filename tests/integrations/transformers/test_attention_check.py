@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_bidirectional_mask, sdpa_mask
 from transformers.models.llama import modeling_llama
 
 from burst_portable import Mesh, run_threads
@@ -145,3 +145,39 @@ def test_model_with_the_config_of_a_sharded_model_is_sharded() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     parallelize(model, Mesh.single())
     parallelize(LlamaForCausalLM(model.config), Mesh.single())
+
+
+def bidirectional(*, config: Any, inputs_embeds: Tensor, attention_mask: Any = None, **_: Any) -> Any:
+    """Create the mask of an encoder, as a program does that makes one of a decoder."""
+    return create_bidirectional_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("full_batches", [False, True])
+def test_mask_of_an_encoder_for_causal_layers_raises(full_batches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one device, SDPA gets no mask and attends causally: gradients without the error were off by 0.8."""
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", bidirectional)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+    sharded = parallelize(model, Mesh.single(), full_batches=full_batches)
+    with pytest.raises(UnsupportedError, match="is_causal of a layer whose tokens attend to all tokens is not False"):
+        model(**{"input_ids": tokens()} if full_batches else sharded.shard(tokens()))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_mask_of_an_encoder_equals_one_device(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention does not read is_causal."""
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", bidirectional)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=attention)).double()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = attention == "eager"
+    expected = model(input_ids=tokens()).logits.detach()
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(mesh: Mesh) -> Tensor:
+        parallelize(copies[mesh.rank], mesh, full_batches=True)
+        found: Tensor = copies[mesh.rank](input_ids=tokens()).logits.detach()
+        return found
+
+    for logits in run_threads(2, work):
+        torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)  # eager softmax is float32
