@@ -53,8 +53,7 @@ class RankAgreement:
             self._begin_training(shard.checksum, count)
         checksum = shard.checksum
         if checksum is not None:
-            labels = kwargs.get("shift_labels", kwargs.get("labels"))
-            checksum = checksum_of_call(checksum, kwargs.get("input_ids"), labels, shard.tokens.device)
+            checksum = checksum_of_call(checksum, kwargs, shard.tokens.device)
         rows = rows_checksum(shard.tokens, self._mesh.rank) if is_unordered else None
         device = shard.tokens.device
         mode = [

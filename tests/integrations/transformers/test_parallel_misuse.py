@@ -182,6 +182,26 @@ def test_labels_divided_by_caller_raise(count: int) -> None:
     assert abs(run_threads(2, work)[0] - loss) > 1e-4 * loss
 
 
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_replaced_after_shard_raise(name: str) -> None:
+    """A shard has them under two names, and the loss reads `shift_labels`: others in `labels` would not count."""
+    whole, ids = make("llama"), tokens(1, 32)
+    loss = whole(input_ids=ids, labels=ids).loss.item()
+
+    def work(mesh: Mesh) -> float:
+        model = copy.deepcopy(whole)
+        inputs = parallelize(model, mesh).shard(ids)
+        model(**{key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in inputs.items()})  # as on a device
+        replaced = inputs | {name: inputs[name].masked_fill(inputs["input_ids"] < 32, -100)}
+        with pytest.raises(MismatchError, match=r"rows of the batch.*change them before shard\(\)"):
+            model(**replaced)
+        del replaced["batch_checksum"]
+        return all_reduce(model(**replaced).loss.detach(), mesh).item()
+
+    found = run_threads(2, work)[0]
+    assert (found == pytest.approx(loss, rel=1e-6)) == (name == "labels")  # as if nothing was replaced
+
+
 @pytest.mark.parametrize(
     "outer", ["labels", "logits_to_keep", "router", "pooled", pytest.param("compiled", marks=pytest.mark.full)]
 )

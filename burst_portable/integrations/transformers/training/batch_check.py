@@ -16,7 +16,7 @@ so that ranks find a shard that was changed afterwards, without an additional ex
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -72,22 +72,26 @@ def has_all_labels(recorded: Tensor | None, count: Any) -> Tensor | None:
     return found
 
 
-def checksum_of_call(recorded: Tensor, ids: Tensor | None, labels: Tensor | None, device: torch.device) -> Tensor:
+def checksum_of_call(recorded: Tensor, kwargs: Mapping[str, Any], device: torch.device) -> Tensor:
     """Return the checksum of the undivided batch ``[]``, changed if this rank's tokens or labels have changed.
+
+    `shard` returns one tensor as `labels` and as `shift_labels`. Losses read one of them, so a caller who replaces only
+    the other would train on the labels of before.
 
     Args:
         recorded: The result of `shard_checksum`, or of `checksum` for tokens that nothing could change.
-        ids: Tokens of the call. None: it has none, for example because it has their embeddings.
-        labels: Labels of the call. None: it computes no loss.
+        kwargs: Arguments of the call. It may have the embeddings of tokens instead of their ids, and no labels.
         device: Device of the result.
     """
     recorded = recorded.to(device, non_blocking=True)
     if not recorded.dim():
         return recorded
     total = recorded[0]
-    for x, before in ((ids, recorded[1]), (labels, recorded[2])):
-        if x is not None:
-            total = total + (checksum(x) - before)
+    if (ids := kwargs.get("input_ids")) is not None:
+        total = total + (checksum(ids) - recorded[1])
+    given = kwargs.get("shift_labels"), kwargs.get("labels")
+    for labels in {id(x): x for x in given if x is not None}.values():
+        total = total + (checksum(labels) - recorded[2])
     return total
 
 
