@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from burst_portable.comm.agreement import Facts, HashedValue, agree, call_signature, hashed_value
 from burst_portable.errors import InputError, shown
@@ -110,7 +110,7 @@ def all_reduce_gradients(
             sums to which a backward pass added, as after a call per micro-batch; without `parallelize` one parameter
             of the last call is watched, and none under FSDP2. If those of a parallelized model were changed in place
             since the backward pass, for example clipped. If they belong to a model that was parallelized with
-            averaged_gradients=True.
+            averaged_gradients=True, or to one whose gradients DDP has averaged over these ranks.
         MismatchError: If ranks have different parameters, or make another call; on every rank, if the transport can
             compare them. The first call also compares the values of parameters. Gradients are unchanged then.
         CommunicationError: If the communication fails otherwise.
@@ -140,7 +140,8 @@ def all_reduce_gradients(
 def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:
     """Return the parameters by dtype and device. Those without a gradient get zeros, and are added to `missing`."""
     groups: Groups = {}
-    averaged = {id(parameter) for module in mesh.gradient_records.averaged for parameter in module.parameters()}
+    averaged = _parameters_of(mesh.gradient_records.averaged)
+    averaged_by_ddp = _parameters_of(mesh.gradient_records.averaged_by_ddp)
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
@@ -149,6 +150,12 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
                 "these gradients are multiplied by the number of ranks, so that their average is one device's gradient",
                 got="all_reduce_gradients after parallelize(averaged_gradients=True)",
                 next_step="leave out averaged_gradients=True, or do not call all_reduce_gradients under DDP and FSDP2",
+            )
+        if id(parameter) in averaged_by_ddp:
+            raise InputError(
+                "DDP already averages these gradients over the ranks that share the sequence",
+                got="all_reduce_gradients after a backward pass of DDP",
+                next_step="do not call all_reduce_gradients, or run the backward pass and its call in no_sync() of DDP",
             )
         _check_unsharded(parameter, mesh)
         if parameter.grad is None:
@@ -182,6 +189,11 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
             )
         groups.setdefault((gradient.dtype, gradient.device), []).append(parameter)
     return groups
+
+
+def _parameters_of(modules: Iterable[Module]) -> set[int]:
+    """Return the identities of the parameters of modules."""
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def _compare(groups: Groups, parameters: list[Tensor], mesh: Mesh, bucket_bytes: int) -> None:

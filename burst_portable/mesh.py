@@ -93,6 +93,7 @@ class GradientRecords:
             ``[]``.
         hooks: Handles of the hooks that record `added`, on a parameter of the last sum.
         averaged: Modules whose gradients are multiplied by the ranks, to be averaged.
+        averaged_by_ddp: Modules of shards whose gradients DDP averages over the ranks in the backward pass.
     """
 
     def __init__(self) -> None:
@@ -101,6 +102,7 @@ class GradientRecords:
         self.accumulated = WeakTensorKeyDictionary()
         self.added = WeakTensorKeyDictionary()
         self.averaged: WeakSet[Any] = WeakSet()
+        self.averaged_by_ddp: WeakSet[Any] = WeakSet()
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ For each: the norm of the gradients with `averaged_gradients`, the text of the e
 replaced, the norm that such a call would train with. For FSDP2 with a divisor of 1, the norm without the argument.
 
 Then, by wrapping and way to scale the loss of a shard in `LOSSES`: the norms of two steps, and the text of an error.
+Last, results of `sums`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from burst_portable import Mesh
+from burst_portable import Mesh, all_reduce_gradients
 from burst_portable.config import Config
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers import model_calls, parallelize
@@ -49,6 +50,33 @@ def steps(model: Any, wrap: Callable[[Any], Any], way: str) -> list[Any]:
             model.zero_grad()
     except InputError as error:
         found.append(str(error))
+    return found
+
+
+def sums(model: Any) -> list[Any]:
+    """Return norms of gradients that `all_reduce_gradients` summed without DDP, and the text of the error after DDP.
+
+    The last number is the norm that such a call would train with.
+    """
+    mesh, ids = Mesh.from_group(config=Config(timeout=60)), tokens(1, 32)
+    sharded = parallelize(model, mesh)
+    wrapped, found = DistributedDataParallel(model), list[Any]()
+    for _ in range(2):
+        with wrapped.no_sync():
+            wrapped(**sharded.shard(ids)).loss.backward()
+        all_reduce_gradients(model.parameters(), mesh)
+        found.append(norm_of(model))
+        model.zero_grad()
+        (wrapped(**sharded.shard(ids)).loss * RANKS).backward()
+        try:
+            all_reduce_gradients(model.parameters(), mesh)
+        except InputError as error:
+            found.append(str(error))
+        found.append(norm_of(model))
+        sharded.mesh.gradient_records.averaged_by_ddp.clear()
+        all_reduce_gradients(model.parameters(), mesh)
+        found.append(norm_of(model))
+        model.zero_grad()
     return found
 
 
@@ -90,6 +118,7 @@ def train(rank: int, folder: str) -> None:
     model_calls.check_averaging = lambda model, mesh, *, averaged: None
     found += [norm(wrap, averaged=False) for wrap in ways]
     found.append({f"{wrap.__name__} {way}": steps(make("llama"), wrap, way) for wrap in ways for way in LOSSES})
+    found += sums(make("llama"))
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()

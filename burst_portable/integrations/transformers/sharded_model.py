@@ -117,6 +117,7 @@ class ShardedModel(ModelCalls):
         self._hooks.clear()
         self._agreement.remove_hooks()
         self.mesh.gradient_records.averaged.discard(self.model)
+        self.mesh.gradient_records.averaged_by_ddp.discard(self.model)
         for module in self.model.modules():
             if hasattr(module, ATTRIBUTE):
                 delattr(module, ATTRIBUTE)

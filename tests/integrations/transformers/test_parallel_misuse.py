@@ -572,7 +572,7 @@ def test_averages_of_parts_of_gradients_raise(tmp_path: Path) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    right, messages, summed, wrong, shards = found[:2], found[2:4], found[4], found[5:7], found[7]
+    right, messages, summed, wrong, shards, sums = found[:2], found[2:4], found[4], found[5:7], found[7], found[8:]
     assert [*right, summed] == pytest.approx([expected] * 3)
     assert all("pass averaged_gradients=True" in message for message in messages)
     assert wrong == pytest.approx([expected / 2] * 2)
@@ -582,6 +582,9 @@ def test_averages_of_parts_of_gradients_raise(tmp_path: Path) -> None:
         assert "was not multiplied by the number of ranks" in message
         assert "(loss * 2).backward()" in message
     assert torch.tensor([*shards.values()]).flatten().tolist() == pytest.approx([expected] * 12)
+    for alone, message, averaged, twice in (sums[:4], sums[4:]):
+        assert [alone, averaged, twice / 2] == pytest.approx([expected] * 3)
+        assert "DDP already averages these gradients" in message
 
 
 @pytest.mark.parametrize("change", ["clip", "scale", "none"])

@@ -6,6 +6,7 @@
   records that a backward pass added to a sum.
 - DDP and FSDP2 average the ranks' parts of a gradient, which must be summed. The loss must therefore be multiplied by
   the number of ranks. A hook copies the gradient of the loss, and the next call of the model reads it.
+- Gradients that DDP has averaged would become too large by a sum as well. Each call records whether DDP averages.
 """
 
 from __future__ import annotations
@@ -66,7 +67,11 @@ class LossScaleCheck:
         if not self._is_known:
             self._is_known, self._averaged = True, _averaged_parameter(model, mesh, running)
         pending, self._is_unscaled, self._is_watched = self._is_unscaled, None, False
-        if self._averaged is None or (running is not None and running._comm_hooks):  # a sum, or another average
+        if self._averaged is None:
+            return
+        averages = running is not None and running.require_backward_grad_sync and not running._comm_hooks
+        _record_average(model, mesh, averages=averages)
+        if running is not None and not averages:  # no_sync(), or a hook with a sum or another average
             return
         group, parameter, ranks = self._averaged
         if parameter.grad is not None or (group is not None and not group.reduce_grads):
@@ -96,6 +101,15 @@ class LossScaleCheck:
             self._is_unscaled = HostCopy((gradient == 1) & has_all_labels, mesh)
 
         loss.register_hook(record)
+
+
+def _record_average(model: nn.Module, mesh: Mesh, *, averages: bool) -> None:
+    """Record whether DDP averages the gradients of a call over the mesh. `all_reduce_gradients` must not sum those."""
+    averaged = mesh.gradient_records.averaged_by_ddp
+    if averages:
+        averaged.add(model)
+    else:
+        averaged.discard(model)
 
 
 def _averaged_parameter(model: nn.Module, mesh: Mesh, running: Any) -> tuple[Any, Tensor, int] | None:
