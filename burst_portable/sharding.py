@@ -13,7 +13,13 @@ from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError,
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask, checked_cu_seqlens
 from burst_portable.mesh import Mesh, MeshLike, as_mesh, position_ids
-from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, usable_device
+from burst_portable.runtime.validation import (
+    broadcast_error,
+    check_rows,
+    check_tensor,
+    usable_device,
+    warn_of_other_layout,
+)
 from burst_portable.strategies.planner import layout_of, mask_of
 from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import as_int, size
@@ -133,6 +139,7 @@ def unshard(
         "layout": hashed_value(layout.name, layout.shards),
     }
     agree(transport, call_signature(facts))
+    warn_of_other_layout(layout, mesh, "unshard")
     with transport.between_passes():
         parts = [local.new_empty(layout.count(r), *local.shape[1:]) for r in range(mesh.size)]
         flat = [part.view(-1).view(torch.uint8) for part in parts]

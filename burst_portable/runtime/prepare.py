@@ -23,7 +23,7 @@ from burst_portable.backends.selection import choose_kernel, hardware_of
 from burst_portable.comm.agreement import CallSignature
 from burst_portable.comm.base import Transport
 from burst_portable.config import triton_cache
-from burst_portable.errors import UnsupportedError, format_error
+from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Kernel, as_kernels_take
 from burst_portable.kernels.checked_kernel import CheckedKernel
 from burst_portable.kernels.score_kernel import ScoreRowKernel
@@ -55,13 +55,13 @@ from burst_portable.runtime.validation import (
     checked_softcap,
     global_length,
     unsaveable,
+    warn_of_other_layout,
 )
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import layout_of, mask_of, plan_to_run
 from burst_portable.strategies.registry import strategy_of
 from burst_portable.utils.torch_modes import cast_for_autocast
-from burst_portable.utils.warning import warn_caller
 
 
 def prepare(
@@ -185,7 +185,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     """Return the prepared call. Raises all errors of planning, before a block is sent."""
     check_data(mesh, q, k, v)
     call = describe(q, k, v, sinks, mesh, request)
-    _warn_of_other_layout(call, mesh)
+    warn_of_other_layout(call.layout, mesh, "attention", f"the mask {str(call.mask)!r}")
     plan, backend, kernel, reason = choose(call, mesh, request)
     transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     if plan.direct and not transport.direct:
@@ -199,29 +199,6 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     kernel.save_compiled_in(triton_cache())
     compile_ahead(prepared, mesh, q, k, v, sinks)
     return prepared
-
-
-def _warn_of_other_layout(call: AttentionCall, mesh: Mesh) -> None:
-    """Warn on rank 0, once per mesh and layout, if tensors were sharded over this mesh, but never by this layout.
-
-    Layouts of one name are compared if they have one length: those of other lengths are of other batches.
-    """
-    layout = call.layout
-    if mesh.size == 1 or (layout.name, layout.length, hash(layout)) in mesh.sharded_layouts:
-        return
-    known = tuple(mesh.sharded_layouts)  # a copy: other threads may load data and call `shard`
-    lengths = {length for name, length, _ in known if name == layout.name}
-    if not known or (lengths and layout.length not in lengths):
-        return
-    if mesh.rank == 0:
-        what = "no tensor of this mesh was sharded by the layout of this attention, so its result may be wrong"
-        got, allowed = layout.name, ", ".join(sorted({name for name, *_ in known}))
-        next_step = "pass the same layout= to shard and attention; ignore this if you divided the tokens yourself"
-        if lengths:
-            got, allowed = f"{got} of the mask {str(call.mask)!r}", f"{got} as shard made it"
-            next_step = "pass one Layout to shard and attention, as make_layout(name, length, ranks, mask) returns it"
-        warn_caller(format_error(what, got=got, allowed=allowed, next_step=next_step))
-    mesh.note_sharded(layout)
 
 
 def prepared_call(

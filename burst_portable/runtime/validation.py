@@ -22,12 +22,14 @@ from burst_portable.errors import (
     ShapeError,
     UnsupportedError,
     first_line,
+    format_error,
     shown,
 )
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.strategies.planner import LARGEST_HEAD, check_heads, checked_probability
 from burst_portable.utils.values import as_float, as_int, is_symbolic, symbolic_error
+from burst_portable.utils.warning import warn_caller
 
 _PACKED = "packed sequences are a batch of one, x.unsqueeze(0), with mask=Mask.documents(cu_seqlens)"
 _HEADS_FIRST = "if they are [batch, heads, rows, head size], as torch's attention takes them: x.transpose(1, 2)"
@@ -52,6 +54,34 @@ def check_rows(layout: Layout, rows: int, mesh: Mesh) -> None:
             allowed=f"{layout.count(mesh.rank)} of {layout.length} tokens on {mesh.size} ranks",
             next_step="cut tensors with shard(), or pass seq_len if ranks hold different lengths",
         )
+
+
+def warn_of_other_layout(layout: Layout, mesh: Mesh, function: str, made_from: str = "another mask") -> None:
+    """Warn on rank 0, once per mesh and layout, if tensors were sharded over this mesh, but never by this layout.
+
+    Layouts of one name are compared if they have one length: those of other lengths are of other batches.
+
+    Args:
+        layout: Layout of a call.
+        mesh: The ranks of the call.
+        function: Name of the function that was called.
+        made_from: What a layout of this name was made from, if another one of this name and length is known.
+    """
+    if mesh.size == 1 or (layout.name, layout.length, hash(layout)) in mesh.sharded_layouts:
+        return
+    known = tuple(mesh.sharded_layouts)  # a copy: other threads may load data and call `shard`
+    lengths = {length for name, length, _ in known if name == layout.name}
+    if not known or (lengths and layout.length not in lengths):
+        return
+    if mesh.rank == 0:
+        what = f"no tensor of this mesh was sharded by the layout of this {function}, so its result may be wrong"
+        got, allowed = layout.name, ", ".join(sorted({name for name, *_ in known}))
+        next_step = f"pass the same layout= to shard and {function}; ignore this if you divided the tokens yourself"
+        if lengths:
+            got, allowed = f"{got} of {made_from}", f"{got} as shard made it"
+            next_step = f"pass one Layout to shard and {function}, as make_layout(name, length, ranks, mask) returns it"
+        warn_caller(format_error(what, got=got, allowed=allowed, next_step=next_step))
+    mesh.note_sharded(layout)
 
 
 def check_no_transforms(*tensors: object) -> None:

@@ -287,6 +287,20 @@ def test_attention_with_layout_of_another_mask_warns():
         assert max(bp.run_threads(2, lambda mesh: largest_error(mesh, layout))) < 1e-12
 
 
+def test_unshard_with_another_layout_than_shard_warns():
+    """The tokens would be at other positions."""
+    x = torch.arange(64.0)[None]
+
+    def work(mesh, layout):
+        return bp.unshard(bp.shard(x, mesh, layout="contiguous"), mesh, seq_len=64, layout=layout)
+
+    with pytest.warns(UserWarning, match=r"got zigzag; allowed: contiguous; .*same layout= to shard and unshard"):
+        assert not torch.equal(bp.run_threads(2, lambda mesh: work(mesh, "zigzag"))[0], x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(bp.run_threads(2, lambda mesh: work(mesh, "contiguous"))[0], x)
+
+
 def test_sharded_layouts_of_another_length_do_not_warn():
     """A custom layout of a name that shard knows from other batches may be new to this mesh."""
 
