@@ -42,6 +42,7 @@ _ERROR_TIMEOUT = 10.0  # seconds that a rank with an error waits for the other r
 _TITLE = ("pass", "mask", "case")
 HINTS = {  # next step if ranks differ in a fact that the caller did not set
     "tokens": "if ranks hold different numbers of tokens, pass seq_len= (tokens of the unsharded sequence)",
+    "mask": "give all ranks of a sequence the mask of the unsharded sequence, with all its documents",
     "strategy": "if 'auto' chose, name a strategy, or give all ranks the same BURST_HARDWARE_SPEC and kernel",
     "rows of the batch": "load the same rows on all ranks of a sequence (divide data only over data-parallel ranks, "
     "and seed shuffling alike), and change them before shard(), or remove batch_checksum from all ranks' shards",

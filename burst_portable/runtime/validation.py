@@ -52,7 +52,7 @@ def check_rows(layout: Layout, rows: int, mesh: Mesh) -> None:
             f"rank {mesh.rank} holds a different number of rows than the layout {layout.name!r} gives it",
             got=f"{rows} rows",
             allowed=f"{layout.count(mesh.rank)} of {layout.length} tokens on {mesh.size} ranks",
-            next_step="cut tensors with shard(), or pass seq_len if ranks hold different lengths",
+            next_step="cut tensors with shard(); if ranks hold different numbers, pass seq_len, that of all ranks",
         )
 
 

@@ -64,6 +64,7 @@ def test_hardware_spec_hint_appears_only_if_masks_agree(mask):
     for message in bp.run_threads(2, work):
         assert "strategy: ring (transfer ring, backward kv) on rank 0 but burst (" in message
         assert ("give all ranks the same BURST_HARDWARE_SPEC" in message) == (mask == "causal")
+        assert ("the mask of the unsharded sequence" in message) == (mask != "causal")
         assert message.endswith("all ranks of a mesh must make the same calls in the same order, backward too")
 
 
