@@ -75,7 +75,7 @@ def kernels(
 
     burst-portable kernels --target sm_90 --target gfx942 --head-dim 128
 
-    burst-portable kernels --warm Llama-3.1-8B --target sm_90 --ranks 8 --seq-len 128k
+    burst-portable kernels --warm FOLDER_OR_HUB_ID --target sm_90 --ranks 8 --seq-len 128k
     """
     json_option = JsonOption(json_name)
     if warm is not None:

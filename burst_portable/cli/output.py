@@ -23,7 +23,7 @@ from rich.text import Text
 
 from burst_portable.errors import BurstError, InputError
 
-_JSON_HELP = "Write JSON to FILE; without FILE, or with -, print JSON and no tables. Default: tables only."
+_JSON_HELP = "Write JSON to FILE; without FILE, or with -, to standard output, instead of tables. Default: tables only."
 JsonName: TypeAlias = Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=_JSON_HELP)]
 _PIPE_WIDTH = 120
 _LABEL = 7  # characters
