@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 
 from burst_portable.comm.agreement import Facts, HashedValue, agree, call_signature, hashed_value
 from burst_portable.errors import InputError, shown
-from burst_portable.mesh import Mesh, MeshLike, as_mesh
+from burst_portable.mesh import GradientRecords, Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.runtime.validation import broadcast_error, check_tensor
 from burst_portable.utils.torch_modes import outside_graphs
@@ -140,23 +140,9 @@ def all_reduce_gradients(
 def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:
     """Return the parameters by dtype and device. Those without a gradient get zeros, and are added to `missing`."""
     groups: Groups = {}
-    averaged = _parameters_of(mesh.gradient_records.averaged)
-    averaged_by_ddp = _parameters_of(mesh.gradient_records.averaged_by_ddp)
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in averaged:
-            raise InputError(
-                "these gradients are multiplied by the number of ranks, so that their average is one device's gradient",
-                got="all_reduce_gradients after parallelize(averaged_gradients=True)",
-                next_step="leave out averaged_gradients=True, or do not call all_reduce_gradients under DDP and FSDP2",
-            )
-        if id(parameter) in averaged_by_ddp:
-            raise InputError(
-                "DDP already averages these gradients over the ranks that share the sequence",
-                got="all_reduce_gradients after a backward pass of DDP",
-                next_step="do not call all_reduce_gradients, or run the backward pass and its call in no_sync() of DDP",
-            )
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    _check_not_averaged(trained, mesh.gradient_records)
+    for parameter in trained:
         _check_unsharded(parameter, mesh)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -165,35 +151,60 @@ def _group(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups
         if 0 in gradient.stride():  # expanded, as autograd.grad returns that of a sum; sums are written in place
             parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
             gradient = _gradient(parameter)
-        if mesh.gradient_records.summed.get(parameter.grad) == versions(parameter):
-            raise InputError(
-                "the gradients are sums over the ranks already; a second call would multiply them by the ranks",
-                got=f"a gradient of shape {tuple(gradient.shape)} that did not change since the last call",
-                next_step="call all_reduce_gradients once per step, and zero_grad() after the optimizer's step",
-            )
-        added, was_zeroed = mesh.gradient_records.added.get(parameter.grad, (None, None))
-        if added == versions(parameter) and not was_zeroed:
-            raise InputError(
-                "a backward pass added to gradients that are sums over the ranks already; a second sum would add the "
-                "first once per rank",
-                got=f"a gradient of shape {tuple(gradient.shape)} that was summed before the last backward pass",
-                next_step="call all_reduce_gradients once per step, after the last micro-batch, and zero_grad() after "
-                "the optimizer's step",
-            )
-        if mesh.gradient_records.accumulated.get(parameter.grad, versions(parameter)) != versions(parameter):
-            raise InputError(
-                "gradients were changed between the backward pass and their sum over the ranks; a norm by which they "
-                "were clipped is that of one rank's part",
-                got=f"a gradient of shape {tuple(gradient.shape)} that was changed in place",
-                next_step="call all_reduce_gradients right after the last backward pass; clip and unscale afterwards",
-            )
+        _check_is_part(parameter, tuple(gradient.shape), mesh.gradient_records)
         groups.setdefault((gradient.dtype, gradient.device), []).append(parameter)
     return groups
 
 
-def _parameters_of(modules: Iterable[Module]) -> set[int]:
-    """Return the identities of the parameters of modules."""
-    return {id(parameter) for module in modules for parameter in module.parameters()}
+def _check_not_averaged(parameters: list[Tensor], records: GradientRecords) -> None:
+    """Raise `InputError` if gradients are, or will be, averages over the ranks."""
+    found = set(map(id, parameters))
+    if not found.isdisjoint(_parameters_of(records.averaged)):
+        raise InputError(
+            "these gradients are multiplied by the number of ranks, so that their average is one device's gradient",
+            got="all_reduce_gradients after parallelize(averaged_gradients=True)",
+            next_step="leave out averaged_gradients=True, or do not call all_reduce_gradients under DDP and FSDP2",
+        )
+    if not found.isdisjoint(_parameters_of(records.averaged_by_ddp)):
+        raise InputError(
+            "DDP already averages these gradients over the ranks that share the sequence",
+            got="all_reduce_gradients after a backward pass of DDP",
+            next_step="do not call all_reduce_gradients, or run the backward pass and its call in no_sync() of DDP",
+        )
+
+
+def _parameters_of(modules: Iterable[Module]) -> Iterator[int]:
+    """Yield the identities of the parameters of modules."""
+    return (id(parameter) for module in modules for parameter in module.parameters())
+
+
+def _check_is_part(parameter: Tensor, shape: tuple[int, ...], records: GradientRecords) -> None:
+    """Raise `InputError` unless a gradient is this rank's part of a sum, as its backward passes left it.
+
+    `shape`: shape of this rank's shard, for the error.
+    """
+    if records.summed.get(parameter.grad) == versions(parameter):
+        raise InputError(
+            "the gradients are sums over the ranks already; a second call would multiply them by the ranks",
+            got=f"a gradient of shape {shape} that did not change since the last call",
+            next_step="call all_reduce_gradients once per step, and zero_grad() after the optimizer's step",
+        )
+    added, was_zeroed = records.added.get(parameter.grad, (None, None))
+    if added == versions(parameter) and not was_zeroed:
+        raise InputError(
+            "a backward pass added to gradients that are sums over the ranks already; a second sum would add the "
+            "first once per rank",
+            got=f"a gradient of shape {shape} that was summed before the last backward pass",
+            next_step="call all_reduce_gradients once per step, after the last micro-batch, and zero_grad() after "
+            "the optimizer's step",
+        )
+    if records.accumulated.get(parameter.grad, versions(parameter)) != versions(parameter):
+        raise InputError(
+            "gradients were changed between the backward pass and their sum over the ranks; a norm by which they "
+            "were clipped is that of one rank's part",
+            got=f"a gradient of shape {shape} that was changed in place",
+            next_step="call all_reduce_gradients right after the last backward pass; clip and unscale afterwards",
+        )
 
 
 def _compare(groups: Groups, parameters: list[Tensor], mesh: Mesh, bucket_bytes: int) -> None:
@@ -285,19 +296,15 @@ def watch_additions(parameter: Tensor, mesh: Mesh) -> list[Any]:
     The version of the gradient is then one more than the version of the sum. `p.grad.data.zero_()` does not change the
     version, so another hook looks at the values of the sum before the addition, without waiting for the device.
     """
-    summed, added, is_zero = (
-        mesh.gradient_records.summed,
-        mesh.gradient_records.added,
-        Tensor(),
-    )  # hooks keep no mesh: it has connections
+    records, is_zero = mesh.gradient_records, Tensor()  # hooks keep no mesh: it has connections
 
     @outside_graphs
     def before_addition(_: Tensor) -> None:
         nonlocal is_zero
         if (gradient := parameter.grad) is None:
             return
-        known, was_zeroed = added.get(gradient, (None, None))
-        if (now := versions(parameter)) in (summed.get(gradient), known):
+        known, was_zeroed = records.added.get(gradient, (None, None))
+        if (now := versions(parameter)) in (records.summed.get(gradient), known):
             is_zero = (gradient.detach() == 0).all()
             if now == known:
                 is_zero = is_zero | was_zeroed
@@ -308,8 +315,8 @@ def watch_additions(parameter: Tensor, mesh: Mesh) -> list[Any]:
             return
         after = versions(parameter)
         before = tuple(version - 1 for version in after)
-        if before in (summed.get(gradient), added.get(gradient, (None, None))[0]):
-            added[gradient] = after, is_zero
+        if before in (records.summed.get(gradient), records.added.get(gradient, (None, None))[0]):
+            records.added[gradient] = after, is_zero
 
     return [parameter.register_hook(before_addition), parameter.register_post_accumulate_grad_hook(record)]
 
