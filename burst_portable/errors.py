@@ -127,9 +127,12 @@ def shown(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if it has none."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+def first_line(error: BaseException, most: int = 400) -> str:
+    """Return the first line of an error's text, or its type if it has none.
+
+    A longer text ends with "..." after `most` characters.
+    """
+    return _cut(next(iter(str(error).splitlines()), "") or type(error).__name__, most)
 
 
 def in_a_line(error: BaseException, most: int = 400) -> str:
@@ -137,7 +140,10 @@ def in_a_line(error: BaseException, most: int = 400) -> str:
 
     A longer text ends with "..." after `most` characters.
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return _cut(" ".join(f"{type(error).__name__}: {error}".split()), most)
+
+
+def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -33,6 +33,7 @@ from burst_portable.utils.warning import warn_caller
 
 _PACKED = "packed sequences are a batch of one, x.unsqueeze(0), with mask=Mask.documents(cu_seqlens)"
 _HEADS_FIRST = "if they are [batch, heads, rows, head size], as torch's attention takes them: x.transpose(1, 2)"
+_OTHER_ROWS = "a KV cache and cross attention are not supported; partial_attention() takes k and v of other rows"
 _MOST_HEADS = 1 << 31
 _MOST_SEEDS = 1 << 62
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -200,7 +201,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or (same_rows and q.shape[1] != k.shape[1]):
         heads_first = q.shape[2] == k.shape[2] and q.shape[1] > k.shape[1] and q.shape[1] % k.shape[1] == 0
-        next_step = _HEADS_FIRST if heads_first else None
+        differ_in_rows = same_rows and q.shape[1] != k.shape[1] == v.shape[1]
+        next_step = _HEADS_FIRST if heads_first else _OTHER_ROWS if differ_in_rows else None
         allowed = "equal batch and rows"
         raise ShapeError(
             "the shapes of q, k and v do not fit together", got=shapes, allowed=allowed, next_step=next_step
