@@ -494,6 +494,18 @@ class SaysNothingOfIt(Coarse):
     traits = KernelTraits()
 
 
+class HeadsByRemainder(KernelWrapper):
+    """Let query head h read K/V head h % Hkv in the forward pass, as if K and V were tiled over heads."""
+
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
+        order = torch.arange(q.shape[2], device=q.device).view(-1, k.shape[2]).T.flatten()
+        places = order.argsort()
+        if state is not None:
+            state = changed_state(state, out=state[0][:, :, order].contiguous(), lse=state[1][:, order].contiguous())
+        found = super().attend(q[:, :, order].contiguous(), k, v, tiles, call, state=state)
+        return changed_state(found, out=found[0][:, :, places], lse=found[1][:, places])
+
+
 class SwappedGradients(KernelWrapper):
     """Swap dK and dV if their shapes are equal."""
 

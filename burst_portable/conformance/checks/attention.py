@@ -55,7 +55,9 @@ def compare(case: Case, x: Inputs, answer: Answer, rounding: float = 0.0) -> Out
     exact, plain = expected(case, x)
     extra = 0.0 if case.values == "usual" else oracle.error_of_weights(exact, case.dtype, rounding)
     errors = oracle.errors(answer, exact, plain, case.dtype, extra, rounding)
-    return Outcome(errors, find_masked_error(answer, exact) or find_cause(answer, exact, Outcome(errors).too_large))
+    too_large = Outcome(errors).too_large
+    cause = find_cause(answer, exact, too_large) or find_cause_in_heads(answer, case, x, too_large)
+    return Outcome(errors, find_masked_error(answer, exact) or cause)
 
 
 def find_cause(answer: Answer, exact: Answer, too_large: Container[str]) -> str:
@@ -75,6 +77,20 @@ def find_cause(answer: Answer, exact: Answer, too_large: Container[str]) -> str:
             return f"{name} is 0 everywhere: it was not written"
         if name in too_large and oracle.relative_error(2 * found, exact.quantities()[name]) < _SIMILAR:
             return f"{name} is half of the exact value: it may be written instead of added"
+    return ""
+
+
+def find_cause_in_heads(answer: Answer, case: Case, x: Inputs, too_large: Container[str]) -> str:
+    """Return whether query head h seems to read K/V head h % Hkv, as if K and V were tiled over heads; else ""."""
+    heads, kv_heads = x.q.shape[2], x.k.shape[2]
+    if "lse" not in too_large or kv_heads in (1, heads):
+        return ""
+    order = torch.arange(heads).view(-1, kv_heads).T.flatten()  # heads with equal remainders are a group
+    sinks = None if x.sinks is None else x.sinks[order]
+    grouped, _ = expected(case, replace(x, q=x.q[:, :, order], dout=x.dout[:, :, order], sinks=sinks))
+    if oracle.relative_error(answer.lse, grouped.lse[:, order.argsort()]) < _SIMILAR:
+        group = heads // kv_heads
+        return f"query head h looks as if it read K/V head h % {kv_heads}; it must read h // {group}"
     return ""
 
 
