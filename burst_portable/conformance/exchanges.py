@@ -148,17 +148,18 @@ def reuse_after_wait(transport: Transport, device: torch.device) -> str:
     Every byte of this large message is compared, so a part of it that arrives at the place of another one is found.
     """
     count = 1 << 24  # more than a link buffers: the rest is still in the sender's memory
+    out = _bytes(count if transport.rank < 2 else 0, 1, device)
+    transport.share(b"ready", "reuse after wait")  # making the message may take longer than the receiver is late
     if transport.rank == 0:
-        out = _bytes(count, 1, device)
         leaving, _ = transport.post([Message(out, 1)], [], "reuse after wait")
         _wait(leaving)
         out.fill_(0)
     elif transport.rank == 1:
         came = _empty(transport, count, device)
-        time.sleep(0.1)
+        time.sleep(0.2)
         _, arriving = transport.post([], [Message(came, 0)], "reuse after wait")
         _wait(arriving)
-        wrong = came != _bytes(count, 1, device)
+        wrong = came != out
         if bool(came[wrong].any()):
             return f"a message of {count} bytes arrived with other bytes"
         if bool(wrong.any()):  # they are 0
