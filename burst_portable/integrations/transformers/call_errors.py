@@ -49,12 +49,3 @@ def no_attention(module: PreTrainedModel, name: str) -> UnsupportedError:
         next_step = "omit model.set_attn_implementation() after parallelize(), or call undo() and parallelize() again"
         return UnsupportedError(what, got=used, allowed=name, next_step=next_step)
     return UnsupportedError(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
-
-
-def fixed_loss(model: PreTrainedModel) -> UnsupportedError:
-    """Return the error of a class whose `loss_function` is a property that cannot be set."""
-    return UnsupportedError(
-        "the loss_function of this class cannot be replaced, and it would divide by the labels of this rank",
-        got=f"{type(model).__name__}.loss_function, a property without a setter",
-        next_step="remove the property, and set model.loss_function instead",
-    )

@@ -25,12 +25,77 @@ OWN_FULL_LOSS = (
 )
 
 
+_ATTRIBUTE = "_loss_function"
+"""Attribute of a model with the function that a program set as its `loss_function`, or with our `ShardedLoss`."""
+
+
 def loss_of(model: PreTrainedModel) -> Any:
-    """Return the loss function of a model. Transformers uses the causal one if a class names none."""
-    function = getattr(model, "_loss_function", None)
-    if isinstance(function, ShardedLoss):
-        function = function.function
-    return function or LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+    """Return the loss function that a model has now, without ours: that of a program, or that of its `loss_type`."""
+    found = vars(model).get(_ATTRIBUTE)
+    if isinstance(found, ShardedLoss):
+        return found.function
+    return found if _ATTRIBUTE in vars(model) else _default_loss(model)
+
+
+def loss_name(model: PreTrainedModel) -> str:
+    """Return the name of the loss function that a model has, to compare it on all ranks."""
+    loss = loss_of(model)
+    name: str = getattr(loss, "__qualname__", type(loss).__name__)
+    return name
+
+
+def _default_loss(model: Any) -> Any:
+    """Return the loss function of a model for which a program set no function.
+
+    A program may change `loss_type` and `LOSS_MAPPING` at any time. Transformers reads both in each call. It uses the
+    causal loss if the type is unknown.
+    """
+    if _defines_loss(model):
+        return model.loss_function
+    if _ATTRIBUTE in model._modules:  # torch keeps modules there
+        return model._modules[_ATTRIBUTE]
+    of_class = inspect.getattr_static(type(model), _ATTRIBUTE, None)
+    if of_class is not None:
+        return of_class.__get__(model, type(model)) if hasattr(of_class, "__get__") else of_class
+    kind = getattr(model, "loss_type", None)
+    return LOSS_MAPPING[kind if kind in LOSS_MAPPING else "ForCausalLM"]
+
+
+def _defines_loss(model: Any) -> bool:
+    """Return whether the class of a model defines `loss_function` otherwise than Transformers."""
+    classes = (type(model), PreTrainedModel)
+    return len({id(inspect.getattr_static(x, "loss_function", None)) for x in classes}) > 1
+
+
+def install_loss(model: PreTrainedModel, *, full_batches: bool) -> None:
+    """Install a `ShardedLoss` in a model that has none, also if a program replaced it by another function.
+
+    Raises:
+        UnsupportedError: If its class defines `loss_function` itself.
+    """
+    values = vars(model)
+    found = values.get(_ATTRIBUTE)
+    if isinstance(found, ShardedLoss) and found.model is model:
+        return
+    if _defines_loss(model):
+        raise UnsupportedError(
+            "the class of this model defines its loss_function, which would divide by the labels of this rank",
+            got=f"{type(model).__name__}.loss_function",
+            next_step="remove it from the class, and set model.loss_function to a function instead",
+        )
+    function = _OF_MODEL if _ATTRIBUTE not in values else loss_of(model)
+    # Not `setattr`: it would remove a loss function that is a module.
+    values[_ATTRIBUTE] = ShardedLoss(function, model=model, full_batches=full_batches)
+
+
+def remove_loss(model: PreTrainedModel) -> None:
+    """Remove our loss functions from a model and its parts, which get those that they had."""
+    for module in model.modules():
+        found = vars(module).get(_ATTRIBUTE)
+        if isinstance(found, ShardedLoss) and found.model is module:
+            del vars(module)[_ATTRIBUTE]
+            if found.is_set:
+                vars(module)[_ATTRIBUTE] = found.function
 
 
 def shifts_labels(function: Any) -> bool:
@@ -38,6 +103,8 @@ def shifts_labels(function: Any) -> bool:
 
     Raise `UnsupportedError` for a loss of which it is unknown, or that has no parameter for the number of labels.
     """
+    if not callable(function):
+        raise InputError("the loss_function of the model is no function", got=repr(function))
     parameters = inspect.signature(getattr(function, "forward", function)).parameters  # or a module
     if "shift_labels" in parameters:
         if "num_items_in_batch" in parameters or _is_known(function):
@@ -66,8 +133,12 @@ def _is_known(function: Any) -> bool:
 
 def sharded_loss(model: Any) -> ShardedLoss | None:
     """Return the loss function that `parallelize` installed in a model, or None."""
-    found = getattr(model, "_loss_function", None)
+    found = vars(model).get(_ATTRIBUTE)
     return found if isinstance(found, ShardedLoss) else None
+
+
+_OF_MODEL = object()
+"""In place of a function: the one that the model has without a function of a program."""
 
 
 class ShardedLoss:
@@ -76,31 +147,60 @@ class ShardedLoss:
     A loss is a mean over tokens. On a shard it needs the number of tokens of all ranks, and labels that were shifted
     before sharding. A model raises an error if it computes its loss without `loss_function`, or does not pass these
     arguments.
+
+    Args:
+        function: The function.
+        model: The model that has this one. Default: none.
+        logits_bytes: Limit of float32 logits that a causal loss holds at once.
+        full_batches: Whether calls take full batches.
     """
 
-    def __init__(self, function: Any, *, logits_bytes: int = LOGITS_BYTES, full_batches: bool = False) -> None:
-        self.function, self.logits_bytes = function, logits_bytes
+    def __init__(
+        self, function: Any, *, model: Any = None, logits_bytes: int = LOGITS_BYTES, full_batches: bool = False
+    ) -> None:
+        self.is_set = function is not _OF_MODEL  # whether a program set it, or it follows the model's `loss_type`
+        self.model, self._function, self.logits_bytes = model, function if self.is_set else None, logits_bytes
         self.is_pending = False
         self._count: Tensor | int | None = None  # for a model that does not pass it
         self._result: Tensor | None = None  # of the running call
         self._version = 0
         self._next_step = OWN_FULL_LOSS if full_batches else OWN_LOSS
-        self._is_known_to_divide = _is_known(function)
+        self._divides: Any = None  # the last function that was seen to divide by the number of labels
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, in which no call runs. The result of a call cannot be copied."""
+        return vars(self) | {"is_pending": False, "_count": None, "_result": None}
+
+    @property
+    def function(self) -> Any:
+        """Function that the model has now."""
+        return self._function if self.is_set else _default_loss(self.model)
 
     @property
     def required(self) -> tuple[str, ...]:
         """Arguments that the function needs in addition to labels."""
         return ("shift_labels", "num_items_in_batch") if shifts_labels(self.function) else ("num_items_in_batch",)
 
-    def expect(self, kwargs: dict[str, Any], *, passes_count: bool = True) -> None:
-        """Check the arguments before a forward pass. Raise `InputError` for labels without the required arguments.
+    def expect(self, kwargs: dict[str, Any], *, calls_it: bool = True, passes_count: bool = True) -> None:
+        """Check the arguments before a forward pass.
 
-        `passes_count`: Whether the model passes `num_items_in_batch` to this function.
+        Args:
+            kwargs: Arguments of the call.
+            calls_it: Whether the model calls this function. If not, its loss does not shift labels.
+            passes_count: Whether the model passes `num_items_in_batch` to this function.
+
+        Raises:
+            InputError: For labels without the required arguments, or that were shifted for another function.
         """
         self._count = None if passes_count else kwargs.get("num_items_in_batch")
         has_labels = kwargs.get("labels") is not None
         self.is_pending = has_labels and not kwargs.get("fused_lm_head")  # TRL's head takes these arguments itself
-        if has_labels and (missing := [name for name in self.required if kwargs.get(name) is None]):
+        required = self.required if calls_it else ("num_items_in_batch",)
+        if has_labels and "shift_labels" not in required and kwargs.get("shift_labels") is not None:
+            what, got = "the labels of this shard were shifted, and the loss of the model shifts none", "shift_labels"
+            next_step = "call sharded.shard(input_ids, labels) again after the loss of the model was changed"
+            raise InputError(what, got=got, next_step=next_step)
+        if has_labels and (missing := [name for name in required if kwargs.get(name) is None]):
             what = "labels must be shifted before sharding, and the loss divided by the tokens of all ranks"
             next_step = "call model(**sharded.shard(input_ids, labels))"
             raise InputError(what, got=f"labels without {' and '.join(missing)}", next_step=next_step)
@@ -112,30 +212,32 @@ class ShardedLoss:
         if missing := [name for name in self.required if kwargs.get(name) is None]:
             what, got = "the model does not pass the required arguments to its loss", f"no {' and no '.join(missing)}"
             raise UnsupportedError(what, got=got, next_step=self._next_step)
-        self.is_pending = False
-        if self.function is ForCausalLMLoss:
+        self.is_pending, function = False, self.function
+        if function is ForCausalLMLoss:
             loss = causal_loss(*args, logits_bytes=self.logits_bytes, **kwargs)
         else:
-            loss = self.function(*args, **kwargs)
-            if not self._is_known_to_divide:
-                self._check_that_it_divides(loss, args, kwargs)
+            loss = function(*args, **kwargs)
+            if function is not self._divides and not _is_known(function):
+                self._check_that_it_divides(function, loss, args, kwargs)
         self._result, self._version = loss, _version_of(loss)
         return loss
 
-    def _check_that_it_divides(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_that_it_divides(
+        self, function: Any, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Raise `UnsupportedError` if twice the number of labels does not halve the loss. One nonzero loss shows it."""
         with torch.no_grad():
-            half = self.function(*args, **{**kwargs, "num_items_in_batch": 2 * kwargs["num_items_in_batch"]})
+            half = function(*args, **{**kwargs, "num_items_in_batch": 2 * kwargs["num_items_in_batch"]})
         if not loss.isfinite() or loss == 0:
             return
         if not torch.allclose(2 * half.float(), loss.detach().float(), rtol=1e-3):
-            name = getattr(self.function, "__name__", type(self.function).__name__)
+            name = getattr(function, "__name__", type(function).__name__)
             raise UnsupportedError(
                 "this loss does not divide by num_items_in_batch, so the sum over ranks would be too large",
                 got=f"model.loss_function = {name}, {loss.item():.4f} and {half.item():.4f} with twice the number",
                 next_step="if num_items_in_batch is not None, return the sum over the labels divided by it",
             )
-        self._is_known_to_divide = True
+        self._divides = function
 
     def check_called(self, model: Any) -> None:
         """Raise `UnsupportedError` after a forward pass in which the function was not called."""

@@ -18,12 +18,7 @@ from burst_portable.integrations.transformers.call_arguments import (
     check_cache,
     check_no_document_lengths,
 )
-from burst_portable.integrations.transformers.call_errors import (
-    fixed_loss,
-    no_attention,
-    unknown_labels,
-    unknown_order,
-)
+from burst_portable.integrations.transformers.call_errors import no_attention, unknown_labels, unknown_order
 from burst_portable.integrations.transformers.call_sequence import (
     CallSequence,
     CallWarnings,
@@ -37,9 +32,8 @@ from burst_portable.integrations.transformers.layers.dropout_streams import Drop
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import (
     RouterCheck,
-    ShardedLoss,
     check_router,
-    loss_of,
+    install_loss,
     sharded_loss,
     with_router_loss,
 )
@@ -137,12 +131,8 @@ class ModelCalls:
 
     def _watch_loss(self, model: PreTrainedModel) -> None:
         """Install the sharded loss, also if the model's loss function was replaced since."""
-        if self.mesh.size > 1 and has_head(model) and sharded_loss(model) is None:
-            function = ShardedLoss(loss_of(model), full_batches=self.full_batches)
-            try:
-                model.loss_function = function
-            except AttributeError as error:
-                raise fixed_loss(model) from error
+        if self.mesh.size > 1 and has_head(model):
+            install_loss(model, full_batches=self.full_batches)
 
     # ------------------------------------------------------------------------------------------------ the hooks
 
@@ -284,9 +274,11 @@ class ModelCalls:
 
     def _expect_loss(self, module: Any, kwargs: dict[str, Any], shard: ShardArguments) -> None:
         """Prepare the loss function of a call. Raise an error for labels of which it is unknown what they are."""
-        self._watch_loss(module)
+        for called in (module, self.model):  # `model.forward` calls the loss function of the model too
+            self._watch_loss(called)
         if loss := sharded_loss(module):
-            loss.expect(kwargs, passes_count=not self._facts.ignores_count)
+            facts = self._facts
+            loss.expect(kwargs, calls_it=not facts.has_masked_loss, passes_count=not facts.ignores_count)
             if shard.is_divided_by_caller and kwargs.get("labels") is not None:
                 raise unknown_labels()
 

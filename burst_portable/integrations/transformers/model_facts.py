@@ -48,6 +48,8 @@ class ModelFacts:
         """Return whether a token is compared with the label of the next one: true for all models but encoders."""
         if self.separates_padding and self.model.base_model is self.model:
             return False  # an encoder without a head, which names no loss
+        if self.has_masked_loss:
+            return False  # it does not call its loss function
         return shifts_labels(loss_of(self.model))
 
     @property

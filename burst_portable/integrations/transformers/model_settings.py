@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from burst_portable.integrations.transformers.loss import loss_of
+from burst_portable.integrations.transformers.loss import loss_name
 
 SETTINGS = "settings of the model"
 """Name of the fact that differs if any setting does."""
@@ -21,9 +21,8 @@ _SHOWN, _LARGEST = 32, 3500  # characters of a value, and of all facts together
 
 def settings_of(model: Any) -> dict[str, str]:
     """Return facts of a model that are equal on ranks with the same config and loss function, by name."""
-    loss = loss_of(model) if hasattr(model, "loss_function") else None
     facts = {f"config.{name}": _short(value) for name, value in _entries(model.config.to_dict())}
-    facts["loss function"] = getattr(loss, "__qualname__", type(loss).__name__)
+    facts["loss function"] = loss_name(model)
     total = {SETTINGS: f"{zlib.crc32(json.dumps(facts, sort_keys=True).encode()):08x}"}
     return total | (facts if len(json.dumps(facts)) < _LARGEST else {})
 

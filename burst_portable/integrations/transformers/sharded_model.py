@@ -18,7 +18,7 @@ from burst_portable.integrations.transformers.layers.dropout_streams import Drop
 from burst_portable.integrations.transformers.layers.global_positions import restore_positions, watch_positions
 from burst_portable.integrations.transformers.layers.recurrent_states import StateExchange
 from burst_portable.integrations.transformers.layers.token_dropout import restore_token_dropout, watch_token_dropout
-from burst_portable.integrations.transformers.loss import sharded_loss
+from burst_portable.integrations.transformers.loss import remove_loss
 from burst_portable.integrations.transformers.model_calls import ModelCalls
 from burst_portable.integrations.transformers.shard_mark import ShardMark
 from burst_portable.integrations.transformers.training.batch_check import KEY, shard_checksum
@@ -124,8 +124,7 @@ class ShardedModel(ModelCalls):
         self.dropout.remove()
         restore_positions(self._facts.text)
         restore_token_dropout(self._facts.text)
-        if loss := sharded_loss(self.model):
-            self.model.loss_function = loss.function
+        remove_loss(self.model)
         self._set_attention(self.plain_attention)
 
     def _set_attention(self, name: str) -> None:

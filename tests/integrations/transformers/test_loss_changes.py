@@ -85,22 +85,6 @@ def test_loss_of_another_dtype_equals_one_device() -> None:
         assert_same(answer, expected)
 
 
-class FixedLoss(LlamaForCausalLM):
-    @property
-    def loss_function(self) -> Any:
-        return ForCausalLMLoss
-
-
-def test_loss_function_without_setter_raises() -> None:
-    copies = [model_of(FixedLoss) for _ in range(2)]
-
-    def work(mesh: Mesh) -> None:
-        with pytest.raises(UnsupportedError, match=r"FixedLoss\.loss_function, a property without a setter"):
-            parallelize(copies[mesh.rank], mesh)
-
-    run_threads(2, work)
-
-
 @wraps(ForCausalLMLoss)
 def mean_of_call(logits: Tensor, labels: Tensor, shift_labels: Any = None, **_: Any) -> Tensor:
     """Return the mean over the labels of a call, whatever their number on all ranks is."""
