@@ -50,8 +50,8 @@ HINTS = {  # next step if ranks differ in a fact that the caller did not set
     "of a data loader draw other random numbers on each rank, so pass seed= to DataCollatorForLanguageModeling, or use "
     "no workers",
     "number of labels": "pass the number that sharded.shard returned, or the labels of all ranks of the sequence",
-    "requested outputs": "call the same module with the same arguments, gather_outputs and mode (train() or eval(), "
-    "gradients enabled or not) on all ranks of a sequence",
+    "requested outputs": "call the same module with the same arguments, gather_outputs, loss function and mode "
+    "(train() or eval(), gradients enabled or not) on all ranks of a sequence",
     "settings of the model": "give all ranks of a sequence the same config and loss function; their versions of "
     "transformers or of the checkpoint may differ",
     "dropout seed": "seed torch alike on all ranks (torch.manual_seed), or pass the same dropout_seed=; on CPUs, other "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from burst_portable.integrations.transformers.loss import loss_name
 from burst_portable.integrations.transformers.masked_loss import has_masked_tokens
 from burst_portable.integrations.transformers.model_settings import settings_of
 from burst_portable.integrations.transformers.shard_arguments import ShardArguments
@@ -59,6 +60,7 @@ class RankAgreement:
         mode = [
             "train()" if self._model.training else "eval()",
             "gradients" * torch.is_grad_enabled() or "no gradients",
+            loss_name(self._model),  # the settings of the first call have it too, but a program may change it
         ]
         outputs = ", ".join([outputs or "those of a shard", *mode])
         settings = partial(settings_of, self._model)

@@ -82,6 +82,26 @@ def test_ranks_with_different_losses_raise() -> None:
         run_threads(2, work)
 
 
+@pytest.mark.parametrize("full_batches", [False, True])
+def test_ranks_with_losses_that_differ_later_raise(full_batches: bool) -> None:
+    """Each rank would compute its part of another loss: only the first call compared settings."""
+    models, ids = [make("llama"), make("llama")], tokens()
+    labels = ids.clone()
+    labels[:, 0] = -100  # the losses have equally many labels
+
+    def work(mesh: Mesh) -> None:
+        model = models[mesh.rank]
+        sharded = parallelize(model, mesh, full_batches=full_batches)
+        for kind in ("ForCausalLM", "ForMaskedLM"):
+            model.loss_type = kind if mesh.rank else "ForCausalLM"
+            model(**{"input_ids": ids, "labels": labels} if full_batches else sharded.shard(ids, labels))
+
+    with pytest.raises(
+        MismatchError, match=r"ForCausalLMLoss on rank 0 but .*ForMaskedLMLoss on rank 1.*loss function"
+    ):
+        run_threads(2, work)
+
+
 def test_settings_of_leaves_out_paths_and_fits_large_configs() -> None:
     model = make("llama")
     before = model_settings.settings_of(model)
