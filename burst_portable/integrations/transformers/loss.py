@@ -243,7 +243,8 @@ class ShardedLoss:
         """Raise `UnsupportedError` after a forward pass in which the function was not called."""
         if self.is_pending:
             what = f"{type(model).__name__} computes its loss from this rank's tokens only"
-            raise UnsupportedError(what, next_step=self._next_step)
+            got = None if sharded_loss(model) is self else "a loss_function set in its forward"
+            raise UnsupportedError(what, got=got, next_step=self._next_step)
 
     def check_unchanged(self, model: Any, output: Any) -> None:
         """Raise `UnsupportedError` if the loss of an output is not the result of the function.

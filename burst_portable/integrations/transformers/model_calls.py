@@ -32,6 +32,7 @@ from burst_portable.integrations.transformers.layers.dropout_streams import Drop
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import (
     RouterCheck,
+    ShardedLoss,
     check_router,
     install_loss,
     sharded_loss,
@@ -238,13 +239,13 @@ class ModelCalls:
         if not (is_divided or self._position_check.is_known(given, sequence.seq_len, sequence.cu_seqlens)):
             kwargs["position_ids"] = shard_positions(kwargs, sequence, self.mesh, self._facts.padding_idx)
         complete_arguments(module, kwargs)
-        labels = None
+        labels, loss = None, None
         if self.mesh.size > 1:
-            self._expect_loss(module, kwargs, shard)
+            loss = self._expect_loss(module, kwargs, shard)
             outputs = self._outputs.text if self._outputs else ""
             self._agreement.begin(shard, kwargs, outputs=outputs, is_unordered=is_unordered)
             labels = self._take_masked_labels(module, kwargs)
-        return sequence, RunningCall(module, shard.padding, labels)
+        return sequence, RunningCall(module, shard.padding, labels, loss)
 
     def _sequence_of(self, shard: ShardArguments) -> CallSequence:
         is_document = self._facts.separates_padding and shard.cu_seqlens is not None
@@ -272,8 +273,8 @@ class ModelCalls:
             if self._facts.drops_layers:
                 check_layerdrop(module)
 
-    def _expect_loss(self, module: Any, kwargs: dict[str, Any], shard: ShardArguments) -> None:
-        """Prepare the loss function of a call. Raise an error for labels of which it is unknown what they are."""
+    def _expect_loss(self, module: Any, kwargs: dict[str, Any], shard: ShardArguments) -> ShardedLoss | None:
+        """Prepare the loss function of a call, and return it. Raise an error for labels that may be other ones."""
         for called in (module, self.model):  # `model.forward` calls the loss function of the model too
             self._watch_loss(called)
         if loss := sharded_loss(module):
@@ -281,6 +282,7 @@ class ModelCalls:
             loss.expect(kwargs, calls_it=not facts.has_masked_loss, passes_count=not facts.ignores_count)
             if shard.is_divided_by_caller and kwargs.get("labels") is not None:
                 raise unknown_labels()
+        return loss
 
     def _take_masked_labels(self, module: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
         """Remove the labels and their number from the arguments of a model that would divide by its own labels."""
@@ -304,7 +306,7 @@ class ModelCalls:
         if output is None or (self.mesh.size == 1 and outputs is None and running.padding is None):
             self._share_failure()
             return None
-        self._check_finished(module, output)
+        self._check_finished(running, output)
         if outputs is not None:
             # Ranks that requested different outputs would wait for each other below.
             self._agreement.confirm()
@@ -335,13 +337,14 @@ class ModelCalls:
         if isinstance(error, Exception) and self._has_pending_attentions:
             broadcast_error(self.mesh, error, next(self.model.parameters()))
 
-    def _check_finished(self, module: Any, output: Any) -> None:
+    def _check_finished(self, running: RunningCall, output: Any) -> None:
         """Raise an error if the call that ended had no attention of ours, or did not use its sharded loss alone."""
+        module = running.module
         self._attentions = self.attended
         if not self.attended:
             raise no_attention(self._facts.text if self._facts.has_parts else module, NAME)
         self._attention_check.run(self._facts.text, self.attention_modules, self.attended)
-        if loss := sharded_loss(module):
+        if loss := running.loss:
             loss.check_called(module)
             try:
                 loss.check_unchanged(module, output)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from burst_portable.integrations.transformers.loss import ShardedLoss
+
 _HOOK_MODULES = ("burst_portable.integrations.", "torch._dynamo.")
 """Modules of frames between torch's call of a module and our hook. They end with the hook."""
 
@@ -19,13 +21,18 @@ class RunningCall:
         module: The called module.
         padding: Which of this rank's tokens are padding, ``[B, S]``. None: there is none.
         masked_labels: Labels of the loss that is computed after the call, and their number on all ranks. None: none is.
+        loss: The loss function of the module when the call began. None: it has none.
         router_logits: Those of the inner model ``[tokens, experts]`` per layer, if it returned any.
     """
 
     def __init__(
-        self, module: Any, padding: Tensor | None = None, masked_labels: tuple[Tensor, Tensor] | None = None
+        self,
+        module: Any,
+        padding: Tensor | None = None,
+        masked_labels: tuple[Tensor, Tensor] | None = None,
+        loss: ShardedLoss | None = None,
     ) -> None:
-        self.module, self.padding, self.masked_labels = module, padding, masked_labels
+        self.module, self.padding, self.masked_labels, self.loss = module, padding, masked_labels, loss
         self.router_logits: Any = None
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_HOOK_MODULES):

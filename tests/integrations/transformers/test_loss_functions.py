@@ -325,6 +325,30 @@ def test_function_of_a_program_is_checked_in_forward_too() -> None:
     run_threads(2, work)
 
 
+class SetsLoss(LlamaForCausalLM):
+    """Sets its loss function in each call."""
+
+    def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        self.loss_function = undivided
+        return super().forward(*args, position_ids=position_ids, **kwargs)
+
+
+@pytest.mark.parametrize("full_batches", [False, True])
+def test_loss_function_that_is_set_in_the_call_raises(full_batches: bool) -> None:
+    """Without the error, the loss of two ranks was twice that of one device."""
+    model = SetsLoss(LlamaConfig(**SIZES)).double()
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(mesh: Mesh) -> None:
+        sharded = parallelize(copies[mesh.rank], mesh, full_batches=full_batches)
+        with pytest.raises(
+            UnsupportedError, match="from this rank's tokens only; got a loss_function set in its forward"
+        ):
+            step(copies[mesh.rank], sharded)
+
+    run_threads(2, work)
+
+
 @pytest.mark.parametrize("full_batches", [False, True])
 def test_masked_language_model_ignores_its_loss_type(full_batches: bool) -> None:
     """The forward of BERT does not call `loss_function`. Its labels were shifted for the causal loss."""
