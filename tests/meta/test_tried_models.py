@@ -50,6 +50,15 @@ def test_tried_image_rows_are_current(script: Any):
     assert all(f"| {kind} | {class_name} |" in PAGE for kind, class_name in listed)
 
 
+@pytest.mark.parametrize("kind", ["blip", "kosmos-2", "kosmos-2.5", "ovis2", "qwen3_5"])
+def test_untried_image_rows_are_current(kind: str, script: Any):
+    class_name = script.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+    reason = script.refusal(class_name)
+    assert (reason is None) is (kind == "ovis2")
+    row = f"| {kind} | {class_name} |" if reason is None else f"| {kind} | {class_name} | {reason} |"
+    assert row in PAGE.splitlines()
+
+
 def test_tried_models_page_names_transformers_version(script: Any):
     assert f"transformers {transformers.__version__};" in PAGE
     assert all(f"| {kind} | {name} |" in PAGE for kind, name in script.listed())
